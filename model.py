@@ -1,0 +1,253 @@
+"""GPT-2: embeddings, pre-norm transformer blocks, a head tied to the embedding, the loss.
+
+Reads from top to bottom. Needs torch and attention.py, nothing else, so the two files can be
+copied into any project. `GPT(ModelConfig())` is GPT-2 small, 124,439,808 parameters.
+
+    x = token_emb[ids] + pos_emb[0..T-1]
+    L times:  x = x + attention(norm(x));  x = x + mlp(norm(x))
+    logits = norm(x) @ token_emb^T
+
+Shapes: B batch, T query positions, S key positions, C emb_dim, H heads, D head_dim,
+V vocabulary, L layers.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import KERNELS, MultiHeadAttention
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a GPT. The defaults are GPT-2 small (Radford et al. 2019)."""
+
+    vocab_size: int = 50257  # V
+    context_length: int = 1024  # the longest sequence; one learned position vector for each
+    emb_dim: int = 768  # C
+    num_heads: int = 12  # H
+    num_layers: int = 12  # L
+    dropout: float = 0.1  # on embeddings, attention weights and both residual branches
+    qkv_bias: bool = True
+    attention: str = "sdpa"  # which kernel computes attention; the weights fit all of them
+
+    def problems(self) -> list[tuple[str, object, str, str]]:
+        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        found = []
+        for key in ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers"):
+            if getattr(self, key) < 1:
+                found.append(
+                    (key, getattr(self, key), "must be at least 1", f"set {key}=1 or more")
+                )
+        if not found and self.emb_dim % self.num_heads != 0:
+            fitting = [h for h in range(1, self.emb_dim + 1) if self.emb_dim % h == 0]
+            nearest = min(fitting, key=lambda h: abs(h - self.num_heads))
+            cause = f"emb_dim={self.emb_dim} cannot be split into {self.num_heads} equal heads"
+            fix = f"use a divisor of {self.emb_dim}, such as {nearest}"
+            found.append(("num_heads", self.num_heads, cause, fix))
+        if not 0.0 <= self.dropout < 1.0:
+            found.append(("dropout", self.dropout, "is a probability below 1", "use 0 to 0.99"))
+        if self.attention not in KERNELS:
+            cause = "no such attention kernel"
+            found.append(("attention", self.attention, cause, f"use one of {', '.join(KERNELS)}"))
+        if self.attention == "flex" and self.dropout > 0.0:
+            cause = "FlexAttention has no dropout on the weights"
+            found.append(
+                ("attention", "flex", cause, "set model.dropout=0 or use model.attention=sdpa")
+            )
+        return found
+
+    def __post_init__(self):
+        found = self.problems()
+        if found:
+            raise ValueError("\n".join(f"{k}={v}: {cause}; {fix}" for k, v, cause, fix in found))
+
+
+class MLP(nn.Module):
+    """Two matrices with a nonlinearity between, applied to every position on its own."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.fc = nn.Linear(config.emb_dim, 4 * config.emb_dim)
+        self.out_proj = nn.Linear(4 * config.emb_dim, config.emb_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)  # (B, T, 4 C)
+        x = F.gelu(x, approximate="tanh")  # GPT-2 was trained with the tanh form, not erf's
+        return self.out_proj(x)  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention moves information between positions; the MLP works on each. Both only *add* to x.
+
+    Pre-norm: what each branch reads is normalised, the residual stream itself never is.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attn_norm = nn.LayerNorm(config.emb_dim, eps=1e-5)
+        self.attn = MultiHeadAttention(
+            d_in=config.emb_dim,
+            d_out=config.emb_dim,
+            context_length=config.context_length,
+            dropout=config.dropout,
+            num_heads=config.num_heads,
+            qkv_bias=config.qkv_bias,
+            attention=config.attention,
+        )
+        self.mlp_norm = nn.LayerNorm(config.emb_dim, eps=1e-5)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, capture: Callable[[Tensor], None] | None = None) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), capture))
+        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x  # (B, T, C)
+
+
+class GPT(nn.Module):
+    """The whole model. There is no separate head matrix: the head *is* the token embedding."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.token_emb = nn.Embedding(config.vocab_size, config.emb_dim)
+        self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.emb_dim, eps=1e-5)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """GPT-2's initialisation.
+
+        token_emb, pos_emb, W_query, W_key, W_value, mlp.fc    normal(0, 0.02)
+        attn.out_proj, mlp.out_proj                            normal(0, 0.02 / sqrt(2 L))
+        biases                                                 0
+        norms                                                  weight 1, bias 0
+
+        Each of the 2 L branches adds its output to the residual stream; the smaller deviation
+        keeps the sum's variance from growing with depth (Radford et al. 2019, section 2.3).
+        """
+        residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(
+                    module.weight, std=residual_std if name.endswith("out_proj") else 0.02
+                )
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+
+    def hidden_states(
+        self, input_ids: Tensor, capture: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
+        """input_ids (B, T) -> what the head reads, (B, T, C).
+
+        With `capture`, capture(layer, attn_weights (B, H, T, T) in fp32) is called for each layer
+        in turn; one layer's weights are alive at a time unless the callee keeps them.
+        Raises ValueError when T exceeds the context length.
+        """
+        num_tokens = input_ids.shape[1]
+        if num_tokens > self.config.context_length:
+            raise ValueError(
+                f"{num_tokens} tokens do not fit into context_length={self.config.context_length}"
+            )
+        positions = torch.arange(num_tokens, device=input_ids.device)
+        x = self.dropout(self.token_emb(input_ids) + self.pos_emb(positions))  # (B, T, C)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, functools.partial(capture, layer) if capture else None)
+        return self.final_norm(x)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        target_ids: Tensor | None = None,
+        capture: Callable[[int, Tensor], None] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """input_ids (B, T) -> (logits (B, T, V), None), or with target_ids (B, T) -> (None, loss).
+
+        The loss is the mean cross-entropy in nats per token, computed in fp32. For `capture` and
+        the limit on T see `hidden_states`.
+        """
+        x = self.hidden_states(input_ids, capture)  # (B, T, C)
+        logits = F.linear(x, self.token_emb.weight)  # (B, T, V)
+        if target_ids is None:
+            return logits, None
+        # In fp32 whatever the model runs in: a sum over 50,257 terms loses too much in bf16.
+        return None, F.cross_entropy(logits.flatten(0, 1).float(), target_ids.flatten())
+
+    @torch.no_grad()
+    def attn_weights(self, input_ids: Tensor) -> list[Tensor]:
+        """Every layer's attention weights on input_ids (B, T): L tensors (B, H, T, T), fp32, CPU.
+
+        Computed without dropout and without touching any random state; the mode is restored.
+        """
+        was_training = self.training
+        self.eval()
+        try:
+            layers: list[Tensor] = []
+            self.hidden_states(input_ids, lambda _, attn_weights: layers.append(attn_weights.cpu()))
+            return layers
+        finally:
+            self.train(was_training)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        num_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        window: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Continues input_ids (B, T) by num_tokens tokens, yielding each as (B, 1).
+
+        temperature divides the logits, 0 takes the likeliest token; top_k keeps the k likeliest.
+        Reads the last `window` tokens (by default the context length). Random draws come from
+        `generator`, on the CPU, so the same seed gives the same text wherever the model runs.
+        """
+        window = window or self.config.context_length
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(num_tokens):
+                x = self.hidden_states(input_ids[:, -window:])[:, -1]  # (B, C)
+                logits = F.linear(x, self.token_emb.weight).float().cpu()  # (B, V)
+                if temperature == 0:
+                    token = logits.argmax(-1, keepdim=True)  # (B, 1)
+                else:
+                    if top_k is not None and top_k < logits.shape[-1]:
+                        smallest_kept = logits.topk(top_k).values[:, -1:]
+                        logits[logits < smallest_kept] = float("-inf")
+                    probabilities = torch.softmax(logits / temperature, dim=-1)
+                    token = torch.multinomial(probabilities, 1, generator=generator)
+                token = token.to(input_ids.device)
+                input_ids = torch.cat([input_ids, token], dim=1)
+                yield token
+        finally:
+            self.train(was_training)
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """FLOPs to train on one token of a window of T tokens, forward and backward.
+
+        6 (12 L C^2 + V C) + 6 L C (T + 1): two per multiply-add, three passes; causal attention
+        counts the half that is needed. No embedding look-ups, no padding, no recomputation.
+        """
+        c = self.config
+        matrices = 12 * c.num_layers * c.emb_dim**2 + c.vocab_size * c.emb_dim
+        return 6 * matrices + 6 * c.num_layers * c.emb_dim * (num_tokens + 1)

@@ -1,0 +1,461 @@
+"""Train GPT-2 from a text and watch its attention heads learn.
+
+    python train.py model=gpt2-small
+    python train.py model=gpt2-nano data.path=my.txt trainer.max_steps=500
+    python train.py --help
+
+Everything a run leaves behind is in runs/<name>/. The parts stand in training/, the model in
+model.py and attention.py, the data in data.py, what is seen of the heads in lens/. They are
+imported when a run begins, so that a mistyped setting is answered before torch is loaded.
+"""
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+from training.config import ConfigError, Settings, command
+
+
+class Trainer:
+    """One training run: its parts, and the loop that they are for."""
+
+    def __init__(self, settings: Settings):
+        from data import WindowOrder, bytes_per_token, get_tokenizer, load_datasets
+        from lens import Lens
+        from model import GPT
+        from training import checkpoint, parallel
+        from training.console import Console
+        from training.optim import build_optimizer
+        from training.tracker import NoTracker, Tracker, drop_rows_after
+
+        self.settings = settings
+        trainer = settings.trainer
+        if problems := parallel.check(trainer.device, trainer.precision):
+            raise ConfigError(problems)
+        resume_from = find_resume(settings)
+        self.parallel = parallel.start(trainer.device, trainer.precision, settings.seed)
+
+        self.tokenizer = get_tokenizer(settings.data.tokenizer)
+        self.train_set, self.val_set = load_datasets(settings.data, self.tokenizer)
+        self.order = WindowOrder(len(self.train_set), trainer.batch_size, settings.seed)
+        if self.val_set:
+            self.val_bytes_per_token = bytes_per_token(self.tokenizer, self.val_set.tokens[1:])
+
+        # `model` is the module itself: looked into, saved, validated. `fast_model` shares its
+        # parameters and may be compiled: trained.
+        if trainer.init_from:
+            self.model = load_weights(trainer.init_from, settings)
+        else:
+            self.model = GPT(settings.model)
+        self.model.to(self.parallel.device).train()
+        self.tokens_per_step = trainer.batch_size * settings.data.max_length
+        self.flops_per_token = self.model.flops_per_token(settings.data.max_length)
+        self.fast_model = parallel.compiled(
+            self.model,
+            trainer.compile,
+            self.parallel.device,
+            self.flops_per_token * self.tokens_per_step * trainer.max_steps,
+        )
+        self.peak_flops = parallel.peak_flops(self.parallel.device)
+        self.optimizer = build_optimizer(self.model, settings.optimizer)
+
+        self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
+        if resume_from:
+            self.state = checkpoint.load_state(resume_from)
+            refuse_other_settings(self.state.settings, settings, resume_from)
+            self.state.settings = dataclasses.asdict(settings)
+            checkpoint.load_parameters(resume_from, self.model)
+            checkpoint.load_optimizer(resume_from, self.model, self.optimizer)
+
+        self.lens = Lens(
+            settings.lens,
+            encode=self.tokenizer.encode_ordinary,
+            decode=self.tokenizer.decode,
+            context_length=settings.data.max_length,
+        )
+
+        # Nothing has been written so far; what could be wrong has been found.
+        resumed_run = resume_from.parent.parent if resume_from and not settings.name else None
+        self.folder = resumed_run or checkpoint.open_run(settings.name, model_name(settings))
+        write_config(self.folder / "config.yaml", self.state.settings)
+        drop_rows_after(self.folder, self.state.step if resume_from else -1)
+        self.tracker = NoTracker()
+        if self.parallel.is_main:
+            self.tracker = Tracker(
+                settings.wandb, self.folder, self.state.settings, self.state.wandb_id
+            )
+        self.state.wandb_id = self.tracker.run_id
+        self.console = Console(self.parallel.is_main, self.state.step, trainer.max_steps)
+        self.stop_signal: int | None = None
+        self.last_sample = ""
+
+    # ------------------------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Trains to the last step, looking up as often as the settings say."""
+        settings = self.settings.trainer
+        self.introduce()
+        if self.state.step == 0:
+            metrics, pictures = self.look_up()
+            self.tracker.log(metrics, step=0, pictures=pictures)
+
+        losses, norms, started = [], [], time.perf_counter()
+        while self.state.step < settings.max_steps:
+            loss, grad_norm, learning_rate = self.step()
+            losses.append(loss)
+            norms.append(grad_norm)
+
+            step, metrics, pictures = self.state.step, {}, {}
+            if step % settings.log_every == 0 or step == settings.max_steps:
+                metrics = self.measure(losses, norms, learning_rate, started)
+                losses, norms = [], []
+            before = time.perf_counter()
+            if self.is_due(settings.eval_every) or self.lens.due(step, settings.max_steps):
+                more, pictures = self.look_up()
+                metrics |= more
+            if metrics or pictures:
+                self.tracker.log(metrics, step, pictures)
+            stopping = self.stop_signal is not None
+            if self.is_due(settings.save_every) or "val/loss" in metrics or stopping:
+                self.save(metrics, always=stopping or self.is_due(settings.save_every))
+            if not losses:
+                started = time.perf_counter()
+            else:  # looked up between two lines of the log: not training time
+                started += time.perf_counter() - before
+            if stopping:
+                self.stop()
+        self.conclude()
+
+    def step(self):
+        """One optimizer step: the batch in micro-batches, the update. Returns device tensors."""
+        from training.optim import learning_rate, set_learning_rate
+
+        settings = self.settings.trainer
+        windows = self.order.windows(self.state.step, self.parallel.rank, self.parallel.world_size)
+        size = settings.micro_batch_size or len(windows)
+        mean_loss = 0.0
+        for first in range(0, len(windows), size):
+            micro = windows[first : first + size]
+            input_ids, target_ids = self.parallel.to_device(*self.train_set.batch(micro))
+            with self.parallel.autocast():
+                _, loss = self.fast_model(input_ids, target_ids)
+            # Each window counts the same, whatever the sizes of the micro-batches.
+            loss = loss * (len(micro) / len(windows))
+            self.parallel.backward(loss)
+            mean_loss = mean_loss + loss.detach()
+        rate = learning_rate(
+            self.state.step, self.settings.optimizer, settings.warmup_steps, settings.max_steps
+        )
+        set_learning_rate(self.optimizer, rate)
+        grad_norm = self.parallel.update(self.model, self.optimizer, settings.grad_clip)
+        self.state.step += 1
+        self.state.tokens += self.tokens_per_step
+        return mean_loss, grad_norm, rate
+
+    def measure(self, losses: list, norms: list, learning_rate: float, started: float) -> dict:
+        """The training metrics since the last line of the log; the only wait for the device."""
+        loss = self.parallel.mean(sum(losses) / len(losses))
+        grad_norm = float(norms[-1])
+        self.parallel.synchronize()
+        speed = self.tokens_per_step * len(losses) / (time.perf_counter() - started)
+        self.console.step(self.state.step, loss, learning_rate, speed)
+        metrics = {
+            "train/loss": loss,
+            "train/learning_rate": learning_rate,
+            "train/grad_norm": grad_norm,
+            "train/tokens": self.state.tokens,
+            "train/tokens_per_second": speed,
+        }
+        if self.peak_flops:
+            share = self.flops_per_token * speed / self.parallel.world_size / self.peak_flops
+            metrics["train/mfu"] = share
+        self.train_loss = loss
+        return metrics
+
+    # --------------------------------------------------------------------------- looking up
+
+    def is_due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens now."""
+        step = self.state.step
+        return step == self.settings.trainer.max_steps or (every > 0 and step % every == 0)
+
+    def look_up(self) -> tuple[dict[str, float], dict[str, Path]]:
+        """Validation and a sample, and the lens, whichever is due at this step."""
+        step, settings = self.state.step, self.settings.trainer
+        metrics, pictures = {}, {}
+        if step == 0 or self.is_due(settings.eval_every):
+            metrics = self.validate()
+            if settings.sample_tokens > 0 and step > 0:
+                self.sample()
+        if self.lens.due(step, settings.max_steps):
+            pictures = self.look_at_attention()
+        return metrics, pictures
+
+    def validate(self) -> dict[str, float]:
+        """Mean loss over the validation windows (at most eval_windows of them, always the same)."""
+        import numpy as np
+
+        if self.val_set is None:
+            return {}
+        settings = self.settings.trainer
+        count = min(len(self.val_set), settings.eval_windows)
+        windows = np.linspace(0, len(self.val_set) - 1, count).round().astype(np.int64)
+        size = settings.micro_batch_size or settings.batch_size
+        total = 0.0
+        with self.parallel.inference(self.model):
+            for first in range(0, count, size):
+                micro = windows[first : first + size]
+                input_ids, target_ids = self.parallel.to_device(*self.val_set.batch(micro))
+                _, loss = self.model(input_ids, target_ids)
+                total = total + loss * len(micro)
+        val_loss = self.parallel.mean(total / count)
+        bits_per_byte = val_loss / np.log(2) / self.val_bytes_per_token
+        self.state.val_loss = val_loss
+        self.console.print(
+            f"step {self.state.step}  validation loss {val_loss:.4f}  "
+            f"{bits_per_byte:.3f} bits per byte"
+        )
+        return {"val/loss": val_loss, "val/bits_per_byte": float(bits_per_byte)}
+
+    def sample(self) -> None:
+        """Continues the sample prompt; always with the same random draws, to compare steps."""
+        import torch
+
+        settings = self.settings.trainer
+        prompt_ids = self.tokenizer.encode_ordinary(settings.sample_prompt)
+        input_ids = torch.tensor([prompt_ids or [self.tokenizer.eot_token]])
+        (input_ids,) = self.parallel.to_device(input_ids)
+        with self.parallel.autocast():
+            tokens = self.model.generate(
+                input_ids,
+                settings.sample_tokens,
+                temperature=0.8,
+                top_k=50,
+                window=self.settings.data.max_length,
+                generator=torch.Generator().manual_seed(self.settings.seed),
+            )
+            new_ids = [int(token) for token in tokens]
+        text = settings.sample_prompt + self.tokenizer.decode(new_ids)
+        self.last_sample = text
+        self.console.print(f"step {self.state.step}  sample: {' '.join(text.split())}")
+        if self.parallel.is_main:
+            row = {"step": self.state.step, "prompt": settings.sample_prompt, "text": text}
+            with open(self.folder / "samples.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def look_at_attention(self) -> dict[str, Path]:
+        """Pictures of every head. A lens that fails says so; it never ends a training run."""
+        import torch
+
+        def attn_weights_of(token_ids: list[int]):
+            input_ids = torch.tensor([token_ids], device=self.parallel.device)
+            return [layer[0] for layer in self.model.attn_weights(input_ids)]
+
+        try:
+            return self.lens.look(attn_weights_of, self.state.step, self.folder / "attention")
+        except Exception as error:
+            if self.settings.debug:
+                raise
+            self.lens.config.every = 0
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"lens: failed and is off from here on ({cause})", file=sys.stderr)
+            return {}
+
+    # ---------------------------------------------------------------------- saving and ending
+
+    def save(self, metrics: dict[str, float], always: bool) -> None:
+        """A checkpoint, when this is the best validation so far or one is due anyway."""
+        from training import checkpoint
+
+        state = self.state
+        is_best = "val/loss" in metrics and (
+            state.best_loss is None or metrics["val/loss"] < state.best_loss
+        )
+        if is_best:
+            state.best_loss, state.best_step = metrics["val/loss"], state.step
+        if self.parallel.is_main and (is_best or always):
+            keep = self.settings.trainer.keep
+            checkpoint.save(self.folder, self.model, self.optimizer, state, keep, is_best)
+
+    def stop(self) -> None:
+        """Ends the run before its time, after a checkpoint, with the signal's exit code."""
+        self.console.close()
+        name = signal.Signals(self.stop_signal).name
+        where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
+        again = f"go on with: python train.py trainer.resume={self.folder} and the same settings"
+        print(f"{where}; {again}", file=sys.stderr)
+        sys.exit(130 if self.stop_signal == signal.SIGINT else 143)
+
+    def introduce(self) -> None:
+        settings, out = self.settings, self.console
+        precision = str(self.parallel.dtype).removeprefix("torch.")
+        val_windows = len(self.val_set) if self.val_set else 0
+        out.print(
+            f"{self.model.num_parameters():,} parameters on {self.parallel.device} in {precision}"
+            f"{', compiled' if self.fast_model is not self.model else ''}"
+        )
+        out.print(
+            f"{len(self.train_set):,} windows of {settings.data.max_length} tokens to train on, "
+            f"{val_windows:,} to validate; {settings.trainer.batch_size} a step"
+        )
+        out.print(f"run directory: {self.folder}")
+        if self.state.step > 0:
+            out.print(f"resumed after step {self.state.step}")
+
+    def conclude(self) -> None:
+        """The last words: losses, a sample, and what to open."""
+        self.console.close()
+        out, state = self.console, self.state
+        summary = {"best_val_loss": state.best_loss, "best_step": state.best_step}
+        self.tracker.summary({key: value for key, value in summary.items() if value is not None})
+        out.print()
+        if train_loss := getattr(self, "train_loss", None):
+            out.print(f"training loss    {train_loss:.4f}  (step {state.step})")
+        if state.val_loss is not None:
+            best = (
+                f"; best {state.best_loss:.4f} at step {state.best_step}" if state.best_loss else ""
+            )
+            out.print(f"validation loss  {state.val_loss:.4f}{best}")
+        if self.last_sample:
+            out.print(f"\n{self.last_sample}\n")
+        out.print(f"run directory    {self.folder}")
+        if (self.folder / "attention").is_dir():
+            out.print(
+                f"heatmaps         {self.folder / 'attention'}  (PNG, one for each prompt and look)"
+            )
+        out.print(
+            f"more text        python generate.py checkpoint={self.folder} prompt='The ferry'"
+        )
+        if url := self.tracker.where():
+            out.print(f"dashboard        {url}")
+
+
+# ------------------------------------------------------------------------- beginning and resuming
+
+
+def find_resume(settings: Settings) -> Path | None:
+    """The checkpoint to go on from, or None for a new run.
+
+    auto: go on when runs/<name> has a checkpoint. must: it has to have one. A path: that one.
+    """
+    from training import checkpoint
+
+    resume = settings.trainer.resume
+    if resume not in ("auto", "must", False):
+        return checkpoint.find(resume)
+    last = Path("runs") / settings.name / "checkpoints" / "last" if settings.name else None
+    exists = last is not None and last.exists()
+    if resume == "must" and not exists:
+        fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
+        raise ConfigError([("trainer.resume", "must", "there is nothing to resume", fix)])
+    if resume is False and exists:
+        fix = "give another name, or trainer.resume=auto to go on"
+        raise ConfigError([("name", settings.name, f"{last.parent.parent} holds a run", fix)])
+    return last.resolve() if exists else None
+
+
+# What may differ between a run and its continuation without changing what is computed.
+FREE_TO_CHANGE = {
+    "name",
+    "debug",
+    "parallel",
+    "lens",
+    "wandb",
+    "model.attention",
+    "trainer.max_steps",
+    "trainer.micro_batch_size",
+    "trainer.eval_every",
+    "trainer.eval_windows",
+    "trainer.log_every",
+    "trainer.save_every",
+    "trainer.keep",
+    "trainer.compile",
+    "trainer.device",
+    "trainer.resume",
+    "trainer.init_from",
+    "trainer.sample_prompt",
+    "trainer.sample_tokens",
+}
+
+
+def refuse_other_settings(saved: dict, settings: Settings, folder: Path) -> None:
+    """Raises ConfigError when the settings would make the continuation another run."""
+    problems = []
+    for group, now in dataclasses.asdict(settings).items():
+        if group in FREE_TO_CHANGE:
+            continue
+        pairs = {"": now} if not isinstance(now, dict) else now
+        for key, value in pairs.items():
+            full = f"{group}.{key}" if key else group
+            before = saved.get(group, {}).get(key) if key else saved.get(group)
+            if full not in FREE_TO_CHANGE and value != before:
+                cause = f"{folder.parent.parent} was trained with {before}"
+                fix = f"use {full}={before}, or another name= for a new run"
+                problems.append((full, value, cause, fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def load_weights(source: str, settings: Settings):
+    """The model of trainer.init_from: a run, a checkpoint, or a Hugging Face directory."""
+    from training import checkpoint, hf
+
+    if hf.is_hf(source):
+        model = hf.from_hf(source)
+    else:
+        model, _ = checkpoint.load_model(checkpoint.find(source))
+    fixed = ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers", "qkv_bias")
+    problems = []
+    for key in fixed:
+        have, want = getattr(model.config, key), getattr(settings.model, key)
+        if have != want:
+            cause = f"the weights of trainer.init_from={source} have {have}"
+            problems.append((f"model.{key}", want, cause, f"use model.{key}={have}"))
+    if problems:
+        raise ConfigError(problems)
+    # Dropout and the kernel are this run's choice; the weights fit all of them.
+    fresh = checkpoint.empty_model(settings.model)
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+def model_name(settings: Settings) -> str:
+    """What to call the model in a directory's name: gpt2-12x768 and the like."""
+    return f"gpt2-{settings.model.num_layers}x{settings.model.emb_dim}"
+
+
+def write_config(path: Path, settings: dict) -> None:
+    """The resolved settings as YAML, to read and to train from again."""
+    from omegaconf import OmegaConf
+
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
+
+
+@command
+def main(settings: Settings) -> None:
+    """Train as the settings say."""
+    trainer = Trainer(settings)
+
+    def on_signal(number: int, _) -> None:
+        trainer.stop_signal = number
+        signal.signal(number, signal.default_int_handler)  # a second one stops at once
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    exit_code = 4
+    try:
+        trainer.train()
+        exit_code = 0
+    except SystemExit as stopped:
+        exit_code = stopped.code
+        raise
+    finally:
+        trainer.console.close()
+        trainer.tracker.finish(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Checkpoints: what a run needs to go on, as safetensors and JSON. No pickle, read or written.
+
+    runs/<name>/checkpoints/step_00000100/model.safetensors      parameters, by the model's names
+                                          optimizer.safetensors  moments, and the random state
+                                          state.json             step, settings, best loss, ...
+    runs/<name>/checkpoints/last, best                           links to two of them
+
+A checkpoint is written under another name and renamed when complete, so a folder called
+step_... is always whole.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from model import GPT, ModelConfig
+
+FORMAT = 1  # of state.json; raised when an older reader would misunderstand
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; says which, why, and what to do. Commands exit with 3."""
+
+    exit_code = 3
+
+
+@dataclass
+class State:
+    """Where a run stands, besides its tensors."""
+
+    step: int  # optimizer steps done
+    settings: dict  # the resolved configuration
+    tokens: int = 0  # tokens trained on
+    val_loss: float | None = None  # nats per token, at this step
+    best_loss: float | None = None
+    best_step: int | None = None
+    wandb_id: str | None = None
+    format: int = field(default=FORMAT)
+
+
+def open_run(name: str | None, model_name: str, runs: Path = Path("runs")) -> Path:
+    """The run's directory, made if need be: runs/<name>, by default named after date and model."""
+    from datetime import datetime
+
+    if name is not None:
+        folder = runs / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model_name}"
+    for number in range(1, 10_000):  # several may start within a second
+        folder = runs / (stem if number == 1 else f"{stem}_{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise CheckpointError(f"name={stem}: thousands of runs have this name; give another with name=")
+
+
+def save(
+    run: Path,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    state: State,
+    keep: int,
+    is_best: bool = False,
+) -> Path:
+    """Writes the checkpoint of this step, points `last` (and `best`) at it, prunes older ones."""
+    folder = run / "checkpoints" / f"step_{state.step:08d}"
+    if not folder.exists():
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        save_file(model_tensors(model), part / "model.safetensors", {"format": "pt"})
+        save_file(optimizer_tensors(model, optimizer), part / "optimizer.safetensors")
+        (part / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+        os.replace(part, folder)
+    _point(folder.parent / "last", folder.name)
+    if is_best:
+        _point(folder.parent / "best", folder.name)
+    _prune(folder.parent, keep)
+    return folder
+
+
+def _point(link: Path, target: str) -> None:
+    """Makes `link` a relative link to its neighbour `target`, at one stroke."""
+    fresh = link.with_name(link.name + ".part")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    os.replace(fresh, link)
+
+
+def _prune(checkpoints: Path, keep: int) -> None:
+    best = (checkpoints / "best").resolve()
+    whole = sorted(p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
+    for old in whole[:-keep]:
+        if old.resolve() != best:
+            shutil.rmtree(old)
+
+
+def model_tensors(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+
+
+def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state under the parameters' names, and the random generators' states."""
+    tensors = {"random.cpu": torch.get_rng_state()}
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    return tensors
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or the last one of a run's directory.
+
+    Raises CheckpointError when there is none.
+    """
+    path = Path(path)
+    for folder in (path, path / "checkpoints" / "last"):
+        if (folder / "state.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder.resolve()
+    if not path.exists():
+        raise CheckpointError(f"checkpoint={path}: no such directory; give a run or a checkpoint")
+    fix = "give runs/NAME or runs/NAME/checkpoints/step_..."
+    raise CheckpointError(f"checkpoint={path}: holds no checkpoint; {fix}")
+
+
+def load_state(folder: Path) -> State:
+    """Reads state.json. Raises CheckpointError when it is damaged or of a newer format."""
+    file = folder / "state.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if values["format"] > FORMAT:
+            fix = "update this repository"
+            raise CheckpointError(f"checkpoint={file}: of newer format {values['format']}; {fix}")
+        return State(**values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        cause = " ".join(str(error).split())
+        raise CheckpointError(
+            f"checkpoint={file}: unreadable ({cause}); use another one"
+        ) from error
+
+
+def load_model(folder: Path, device: str | torch.device = "cpu") -> tuple[GPT, State]:
+    """The model of a checkpoint, in eval mode, and its state."""
+    state = load_state(folder)
+    try:
+        config = ModelConfig(**state.settings["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        cause = " ".join(str(error).split())
+        raise CheckpointError(
+            f"checkpoint={folder}: its model settings do not fit ({cause}); use another one"
+        ) from error
+    model = empty_model(config, device)
+    load_parameters(folder, model)
+    return model.eval(), state
+
+
+def empty_model(config: ModelConfig, device: str | torch.device = "cpu") -> GPT:
+    """A model whose parameters are allocated but not initialised, to be loaded into."""
+    with torch.device("meta"):
+        model = GPT(config)
+    return model.to_empty(device=device)
+
+
+def load_parameters(folder: Path, model: GPT) -> None:
+    """Copies the parameters of a checkpoint into the model.
+
+    Raises CheckpointError naming the first tensor that is missing, unknown or of another shape.
+    """
+    file = folder / "model.safetensors"
+    copy_into(dict(model.named_parameters()), _read(file), file)
+
+
+def load_optimizer(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    """Restores the optimizer's state and the random generators'."""
+    file = folder / "optimizer.safetensors"
+    tensors = _read(file)
+    torch.set_rng_state(tensors.pop("random.cpu"))
+    cuda_state = tensors.pop("random.cuda", None)
+    for name, parameter in model.named_parameters():
+        suffix = "." + name
+        keys = {key[: -len(suffix)] for key in tensors if key.endswith(suffix)}
+        saved = {key: tensors.pop(key + suffix) for key in keys if "." not in key}
+        for key, value in saved.items():
+            if key != "step" and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"checkpoint={file}: {key}.{name} has shape {tuple(value.shape)}, not "
+                    f"{tuple(parameter.shape)}; use the settings that it was saved with"
+                )
+        # A fused optimizer counts its steps on the device, any other on the host.
+        on_device = optimizer.defaults.get("fused") or False
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device) if key != "step" or on_device else value
+            for key, value in saved.items()
+        }
+    if tensors:
+        raise CheckpointError(
+            f"checkpoint={file}: unknown tensor {next(iter(tensors))}; use another"
+        )
+    if cuda_state is not None and parameter.device.type == "cuda":
+        torch.cuda.set_rng_state(cuda_state, parameter.device)
+
+
+def copy_into(
+    parameters: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor], file: Path
+) -> None:
+    """Copies `tensors` into the parameters of the same names, which must be all of them."""
+    for name, parameter in parameters.items():
+        if name not in tensors:
+            raise CheckpointError(f"checkpoint={file}: {name} is missing; use another one")
+        if tensors[name].shape != parameter.shape:
+            raise CheckpointError(
+                f"checkpoint={file}: {name} has shape {tuple(tensors[name].shape)}, the model "
+                f"needs {tuple(parameter.shape)}; use the model settings that it was saved with"
+            )
+    if extra := tensors.keys() - parameters.keys():
+        raise CheckpointError(f"checkpoint={file}: unknown tensor {min(extra)}; use another one")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError, ValueError) as error:
+        cause = " ".join(str(error).split())
+        raise CheckpointError(
+            f"checkpoint={file}: unreadable ({cause}); use another one"
+        ) from error

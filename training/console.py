@@ -1,0 +1,53 @@
+"""What a person sees while training: a progress bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+
+class Console:
+    """Prints on the main rank; does nothing on the others."""
+
+    def __init__(self, is_main: bool, first_step: int, max_steps: int):
+        self.is_main = is_main
+        self.first_step, self.max_steps = first_step, max_steps
+        self.started = time.monotonic()
+        self.rich = RichConsole(highlight=False, soft_wrap=True)
+        self.bar = None
+        if is_main and self.rich.is_terminal:
+            columns = (BarColumn(24), TaskProgressColumn(), TextColumn("{task.description}"))
+            self.bar = Progress(*columns, console=self.rich, transient=True)
+            self.task = self.bar.add_task("", total=max_steps, completed=first_step)
+            self.bar.start()
+
+    def step(self, step: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
+        """One line of progress: loss in nats per token, learning rate, speed, time left."""
+        done = step - self.first_step
+        left = (time.monotonic() - self.started) / done * (self.max_steps - step)
+        line = (
+            f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  loss {loss:.4f}  "
+            f"lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s  {duration(left)} left"
+        )
+        if self.bar:
+            self.bar.update(self.task, completed=step, description=line)
+        else:
+            self.print(line)
+
+    def print(self, text: str = "") -> None:
+        """A line of its own, above the bar where there is one. The text is never read as markup."""
+        if self.is_main:
+            self.rich.print(text, markup=False)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()
+
+
+def duration(seconds: float) -> str:
+    """3725 -> 1:02:05; 65 -> 1:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,171 @@
+"""Hugging Face GPT-2 weights, in and out: `from_hf` and `to_hf`.
+
+The only file that speaks Hugging Face's names. Their layout differs from ours in three ways:
+queries, keys and values lie side by side in one matrix `c_attn`; every projection is a `Conv1D`,
+whose weight is the transpose of a Linear's; and files may carry a `transformer.` prefix and old
+causal-mask buffers. The files are plain safetensors and JSON, read and written here; the
+transformers library is not needed.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model import GPT, ModelConfig
+from training.checkpoint import CheckpointError, _read, copy_into, empty_model
+
+# ours: (theirs, transposed)
+BLOCK = {
+    "attn_norm.weight": ("ln_1.weight", False),
+    "attn_norm.bias": ("ln_1.bias", False),
+    "attn.out_proj.weight": ("attn.c_proj.weight", True),
+    "attn.out_proj.bias": ("attn.c_proj.bias", False),
+    "mlp_norm.weight": ("ln_2.weight", False),
+    "mlp_norm.bias": ("ln_2.bias", False),
+    "mlp.fc.weight": ("mlp.c_fc.weight", True),
+    "mlp.fc.bias": ("mlp.c_fc.bias", False),
+    "mlp.out_proj.weight": ("mlp.c_proj.weight", True),
+    "mlp.out_proj.bias": ("mlp.c_proj.bias", False),
+}
+OUTSIDE = {
+    "token_emb.weight": "wte.weight",
+    "pos_emb.weight": "wpe.weight",
+    "final_norm.weight": "ln_f.weight",
+    "final_norm.bias": "ln_f.bias",
+}
+PROJECTIONS = ("W_query", "W_key", "W_value")  # their order inside c_attn
+
+# What a GPT-2 config.json must say (or leave to its default) for our model to be the same function.
+REQUIRED = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",  # the tanh form
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
+    """The model in a Hugging Face GPT-2 directory (config.json, model.safetensors), eval mode.
+
+    Raises CheckpointError when it is no GPT-2, or one that computes something else.
+    """
+    folder = Path(folder)
+    config = _model_config(folder / "config.json", attention)
+    file = folder / "model.safetensors"
+    tensors = _read(file)
+    theirs = {
+        name.removeprefix("transformer."): value
+        for name, value in tensors.items()
+        # The tied head comes twice in some files; masks were saved as buffers by old versions.
+        if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias"))
+    }
+    model = empty_model(config)
+    try:
+        ours = _to_ours(theirs, config.num_layers)
+    except KeyError as error:
+        raise CheckpointError(
+            f"checkpoint={file}: {error.args[0]} is missing; use another"
+        ) from error
+    if theirs:
+        raise CheckpointError(
+            f"checkpoint={file}: unknown tensor {min(theirs)}; it is no plain GPT-2"
+        )
+    copy_into(dict(model.named_parameters()), ours, file)
+    return model.eval()
+
+
+def to_hf(model: GPT, folder: str | Path) -> None:
+    """Writes config.json and model.safetensors such that transformers loads the same model.
+
+    Without q/k/v biases, which GPT-2 always has, zeros are written for them.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = {name: value.detach().cpu().float() for name, value in model.named_parameters()}
+    c = model.config
+    theirs = {f"transformer.{name}": ours[key] for key, name in OUTSIDE.items()}
+    for layer in range(c.num_layers):
+        for key, (name, transposed) in BLOCK.items():
+            value = ours[f"blocks.{layer}.{key}"]
+            theirs[f"transformer.h.{layer}.{name}"] = value.T if transposed else value
+        attn = f"blocks.{layer}.attn"
+        weights = [ours[f"{attn}.{which}.weight"].T for which in PROJECTIONS]  # (C, C) each
+        theirs[f"transformer.h.{layer}.attn.c_attn.weight"] = torch.cat(weights, dim=1)  # (C, 3 C)
+        zeros = torch.zeros(c.emb_dim)
+        biases = [ours.get(f"{attn}.{which}.bias", zeros) for which in PROJECTIONS]
+        theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
+    theirs = {name: value.contiguous().clone() for name, value in theirs.items()}
+    save_file(theirs, folder / "model.safetensors", {"format": "pt"})
+    settings = REQUIRED | {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": c.vocab_size,
+        "n_positions": c.context_length,
+        "n_embd": c.emb_dim,
+        "n_head": c.num_heads,
+        "n_layer": c.num_layers,
+        "attn_pdrop": c.dropout,
+        "embd_pdrop": c.dropout,
+        "resid_pdrop": c.dropout,
+        "bos_token_id": c.vocab_size - 1 if c.vocab_size < 50257 else 50256,
+        "eos_token_id": c.vocab_size - 1 if c.vocab_size < 50257 else 50256,
+    }
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def is_hf(folder: str | Path) -> bool:
+    """Whether a directory looks like Hugging Face's: config.json beside the weights."""
+    return (Path(folder) / "config.json").is_file()
+
+
+def _model_config(file: Path, attention: str) -> ModelConfig:
+    try:
+        theirs = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        cause = " ".join(str(error).split())
+        raise CheckpointError(
+            f"checkpoint={file}: unreadable ({cause}); use another one"
+        ) from error
+    for key, needed in REQUIRED.items():
+        if theirs.get(key, needed) != needed:
+            cause = f"{key} is {theirs[key]!r}, and our model computes {needed!r} only"
+            raise CheckpointError(f"checkpoint={file}: {cause}; use a plain GPT-2")
+    inner = theirs.get("n_inner")
+    if inner is not None and inner != 4 * theirs["n_embd"]:
+        raise CheckpointError(f"checkpoint={file}: n_inner is not 4 n_embd; use a plain GPT-2")
+    try:
+        return ModelConfig(
+            vocab_size=theirs["vocab_size"],
+            context_length=theirs["n_positions"],
+            emb_dim=theirs["n_embd"],
+            num_heads=theirs["n_head"],
+            num_layers=theirs["n_layer"],
+            dropout=theirs.get("resid_pdrop", 0.1),
+            qkv_bias=True,
+            attention=attention,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        cause = " ".join(str(error).split())
+        raise CheckpointError(
+            f"checkpoint={file}: does not fit ({cause}); use another one"
+        ) from error
+
+
+def _to_ours(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Takes every tensor it knows out of `theirs` and returns them under our names."""
+    ours = {key: theirs.pop(name) for key, name in OUTSIDE.items()}
+    for layer in range(num_layers):
+        for key, (name, transposed) in BLOCK.items():
+            value = theirs.pop(f"h.{layer}.{name}")
+            ours[f"blocks.{layer}.{key}"] = value.T if transposed else value
+        weight = theirs.pop(f"h.{layer}.attn.c_attn.weight")  # (C, 3 C)
+        bias = theirs.pop(f"h.{layer}.attn.c_attn.bias")  # (3 C,)
+        for which, w, b in zip(PROJECTIONS, weight.chunk(3, dim=1), bias.chunk(3), strict=True):
+            ours[f"blocks.{layer}.attn.{which}.weight"] = w.T  # (C, C)
+            ours[f"blocks.{layer}.attn.{which}.bias"] = b
+    return ours

@@ -1,0 +1,162 @@
+"""Where the numbers go: metrics.jsonl in the run's directory always, Weights & Biases as asked.
+
+The only file that knows wandb. A tracker takes one row of metrics for each step, and pictures
+with it, and sends both to the same places under the same keys.
+"""
+
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MODES = ("auto", "online", "offline", "disabled")
+
+
+@dataclass
+class WandbConfig:
+    """The run as Weights & Biases shows it."""
+
+    mode: str = "auto"  # auto (online with an API key, else offline) | online | offline | disabled
+    project: str = "clearhead"
+    name: str | None = None  # null: the run's name
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[tuple[str, object, str, str]]:
+        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        found = []
+        if self.mode not in MODES:
+            found.append(("mode", self.mode, "no such mode", f"use one of {', '.join(MODES)}"))
+        if not self.project:
+            found.append(("project", self.project, "needs a name", "use wandb.project=clearhead"))
+        return found
+
+
+class Tracker:
+    """Writes metrics.jsonl and feeds a W&B run; made on the main rank.
+
+    settings: the whole resolved configuration as plain values, shown on the dashboard.
+    run_id: the id of the W&B run to continue, or None for a new one.
+    """
+
+    def __init__(
+        self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
+    ):
+        self.folder = folder
+        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self.run = _start_wandb(config, folder, settings, run_id)
+
+    @property
+    def run_id(self) -> str | None:
+        """The W&B run's id, to be continued after a resume; None when W&B is off."""
+        return self.run.id if self.run else None
+
+    def where(self) -> str | None:
+        """What to open or do to see the dashboard."""
+        if self.run is None:
+            return None
+        if self.run.offline:
+            return f"wandb sync {Path(self.run.dir).parent}"
+        return self.run.url
+
+    def log(
+        self, metrics: dict[str, float], step: int, pictures: dict[str, Path] | None = None
+    ) -> None:
+        """One row: metrics and pictures (PNG files in the run's directory) of one step.
+
+        Call it once for each step, in order: W&B drops a row that comes later for an earlier step.
+        """
+        pictures = pictures or {}
+        row = {"step": step} | {key: _finite_or_text(value) for key, value in metrics.items()}
+        row |= {key: str(path.relative_to(self.folder)) for key, path in pictures.items()}
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if self.run:
+            import wandb
+
+            images = {key: wandb.Image(str(path)) for key, path in pictures.items()}
+            self.run.log(metrics | images, step=step)
+
+    def summary(self, values: dict[str, float]) -> None:
+        """What the run came to, shown in the dashboard's table of runs."""
+        if self.run:
+            self.run.summary.update(values)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Closes both; W&B marks the run as failed when the code is not 0."""
+        self.file.close()
+        if self.run:
+            self.run.finish(exit_code=exit_code)
+
+
+class NoTracker:
+    """The tracker of the other ranks: takes everything and does nothing."""
+
+    run_id = None
+
+    def where(self) -> None: ...
+
+    def log(self, metrics, step, pictures=None) -> None: ...
+
+    def summary(self, values) -> None: ...
+
+    def finish(self, exit_code: int = 0) -> None: ...
+
+
+def drop_rows_after(folder: Path, step: int) -> None:
+    """Cuts metrics.jsonl and samples.jsonl back to `step`: a resumed run writes the rest again."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if not (path := folder / name).exists():
+            continue
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (json.JSONDecodeError, KeyError):
+                continue  # a line that was being written when the run was cut off
+        whole = path.with_suffix(".tmp")
+        whole.write_text("".join(kept), encoding="utf-8")
+        os.replace(whole, path)
+
+
+def _finite_or_text(value: float) -> float | str:
+    """JSON has no NaN and no infinity; a reader should see them all the same."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _start_wandb(config: WandbConfig, folder: Path, settings: dict, run_id: str | None):
+    """The W&B run, or None. What goes wrong there is a line on stderr, never a lost run."""
+    mode = os.environ.get("WANDB_MODE", "auto") if config.mode == "auto" else config.mode
+    if mode == "disabled":
+        return None
+    try:
+        import wandb
+
+        if mode not in ("online", "offline"):
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+            if mode == "offline":
+                print(
+                    "W&B: no API key found, so this run is recorded offline "
+                    "(wandb login, then wandb sync; wandb=off for none)",
+                    file=sys.stderr,
+                )
+        run = wandb.init(
+            project=config.project,
+            name=config.name or folder.name,
+            group=config.group,
+            tags=config.tags,
+            mode=mode,
+            dir=str(folder),
+            config=settings,
+            id=run_id,
+            resume="allow" if run_id else None,
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        )
+    except Exception as error:
+        cause = " ".join(str(error).split())
+        print(f"W&B: left out, metrics are in metrics.jsonl ({cause})", file=sys.stderr)
+        return None
+    return run
