@@ -110,10 +110,8 @@ class TrainerConfig:
         }
         for key, allowed in choices.items():
             if (value := getattr(self, key)) not in allowed:
-                names = [str(choice).lower() for choice in allowed]
-                near = difflib.get_close_matches(str(value), names, n=1)
-                fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
-                found.append((key, value, "no such choice", fix))
+                names = ", ".join(str(choice).lower() for choice in allowed)
+                found.append((key, value, "no such choice", f"use one of {names}"))
         if self.resume is True or self.resume == "":
             found.append(
                 ("resume", self.resume, "no such choice", "use auto, must, false or a path")
@@ -317,7 +315,7 @@ def check_names(
         key, value = override.key_or_group, override.get_value_element_as_str()
         if override.is_delete():
             fix = f"to change it, give {key}=VALUE"
-            problems.append(("~" + key, value, "settings cannot be deleted", fix))
+            problems.append(("~" + key, NO_VALUE, "settings cannot be deleted", fix))
         elif key in groups:
             wrong = [choice for choice in value.split(",") if not _has_choice(key, choice, search)]
             if wrong:
