@@ -112,6 +112,8 @@ def _flex_mask(num_queries: int, num_keys: int, device: torch.device):
     from torch.nn.attention.flex_attention import create_block_mask
 
     offset = num_keys - num_queries  # the same bottom-right alignment as causal_mask
+    if offset < 0:
+        raise ValueError(f"{num_queries} queries need at least as many keys; got {num_keys}")
 
     def causal(batch, head, query, key):
         return key <= query + offset

@@ -252,7 +252,12 @@ def load_tokens(config: DataConfig, tokenizer: tiktoken.Encoding) -> np.ndarray:
     for number, path in enumerate(find_files(config.path)):
         if number > 0:
             buffer.append_end_of_text()
-        buffer.append(read_text(path))
+        text = read_text(path)
+        try:
+            buffer.append(text)
+        except ValueError as error:  # tiktoken gives up on a million blanks in a row
+            fix = "shorten its longest run of white space"
+            raise DataError(f"data.path={path}: cannot be tokenised ({error}); {fix}") from error
     return buffer.tokens()
 
 

@@ -229,8 +229,9 @@ class GPT(nn.Module):
                     token = logits.argmax(-1, keepdim=True)  # (B, 1)
                 else:
                     if top_k is not None and top_k < logits.shape[-1]:
-                        smallest_kept = logits.topk(top_k).values[:, -1:]
-                        logits[logits < smallest_kept] = float("-inf")
+                        kept = logits.topk(top_k)
+                        logits = torch.full_like(logits, float("-inf"))
+                        logits.scatter_(-1, kept.indices, kept.values)
                     probabilities = torch.softmax(logits / temperature, dim=-1)
                     token = torch.multinomial(probabilities, 1, generator=generator)
                 token = token.to(input_ids.device)

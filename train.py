@@ -100,7 +100,8 @@ class Trainer:
         self.introduce()
         if self.state.step == 0:
             metrics, pictures = self.look_up()
-            self.tracker.log(metrics, step=0, pictures=pictures)
+            if metrics or pictures:
+                self.tracker.log(metrics, step=0, pictures=pictures)
 
         losses, norms, started = [], [], time.perf_counter()
         while self.state.step < settings.max_steps:

@@ -5,6 +5,7 @@ Shapes: L layers, H heads, T tokens of the prompt.
 
 import math
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +93,10 @@ def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -
     bar.set_yticks([])
     bar.tick_params(length=2, labelsize=9)
     bar.set_xlabel("attention weight (square-root scale)", fontsize=9)
-    figure.savefig(path, dpi=DPI)
+    with warnings.catch_warnings():
+        # A token in a script that the font lacks is drawn as a box; no need to say so each time.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(path, dpi=DPI)
 
 
 def sharpest_head(weights: np.ndarray) -> tuple[int, int]:

@@ -102,6 +102,7 @@ def to_hf(model: GPT, folder: str | Path) -> None:
         theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
     theirs = {name: value.contiguous().clone() for name, value in theirs.items()}
     save_file(theirs, folder / "model.safetensors", {"format": "pt"})
+    end_of_text = min(50256, c.vocab_size - 1)  # the last id of GPT-2's and of the byte tokenizer
     settings = REQUIRED | {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": c.vocab_size,
@@ -112,8 +113,8 @@ def to_hf(model: GPT, folder: str | Path) -> None:
         "attn_pdrop": c.dropout,
         "embd_pdrop": c.dropout,
         "resid_pdrop": c.dropout,
-        "bos_token_id": c.vocab_size - 1 if c.vocab_size < 50257 else 50256,
-        "eos_token_id": c.vocab_size - 1 if c.vocab_size < 50257 else 50256,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
     }
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -126,6 +127,8 @@ def is_hf(folder: str | Path) -> bool:
 def _model_config(file: Path, attention: str) -> ModelConfig:
     try:
         theirs = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(theirs, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         cause = " ".join(str(error).split())
         raise CheckpointError(
@@ -135,10 +138,9 @@ def _model_config(file: Path, attention: str) -> ModelConfig:
         if theirs.get(key, needed) != needed:
             cause = f"{key} is {theirs[key]!r}, and our model computes {needed!r} only"
             raise CheckpointError(f"checkpoint={file}: {cause}; use a plain GPT-2")
-    inner = theirs.get("n_inner")
-    if inner is not None and inner != 4 * theirs["n_embd"]:
-        raise CheckpointError(f"checkpoint={file}: n_inner is not 4 n_embd; use a plain GPT-2")
     try:
+        if theirs.get("n_inner") not in (None, 4 * theirs["n_embd"]):
+            raise ValueError("n_inner is not 4 n_embd")
         return ModelConfig(
             vocab_size=theirs["vocab_size"],
             context_length=theirs["n_positions"],

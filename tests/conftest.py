@@ -1,0 +1,104 @@
+"""What all tests share: no network, no W&B account, one thread each, runs in temporary folders."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch or wandb. Two test processes run at once on two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["HF_HUB_OFFLINE"] = "1"
+for secret in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "RANK", "WORLD_SIZE"):
+    os.environ.pop(secret, None)
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "tests" / "no_network"))
+import sitecustomize  # noqa: E402  blocks sockets; the processes that tests start find it too
+
+assert sitecustomize.BLOCKED
+
+# A model that trains in no time: two layers of two heads over bytes.
+TINY = (
+    "model=gpt2-nano",
+    "model.vocab_size=257",
+    "model.context_length=32",
+    "model.emb_dim=32",
+    "model.num_heads=2",
+    "model.num_layers=2",
+    "data.tokenizer=byte",
+    "data.max_length=32",
+    "trainer.max_steps=4",
+    "trainer.batch_size=8",
+    "trainer.warmup_steps=2",
+    "trainer.eval_every=2",
+    "trainer.eval_windows=8",
+    "trainer.sample_tokens=8",
+    "trainer.precision=fp32",
+    "trainer.device=cpu",
+    "lens=off",
+    "wandb=off",
+)
+
+TEXT = "".join(
+    f"Line {n}: the quick fox number {n * 7 % 13} jumps over the dog.\n" for n in range(60)
+)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def trainer(tmp_path, monkeypatch, text_file):
+    """trainer(*overrides) -> a Trainer on a tiny model, in a temporary folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*overrides):
+        from train import Trainer
+        from training.config import compose
+
+        made = Trainer(compose([*TINY, f"data.path={text_file}", *overrides]))
+        trainers.append(made)
+        return made
+
+    trainers = []
+    yield make
+    for made in trainers:
+        made.console.close()
+        made.tracker.finish()
+
+
+@pytest.fixture
+def command(tmp_path):
+    """command("train.py", *arguments) -> the finished process; no network, no account, no cache."""
+
+    def run(script, *arguments, timeout=120, **environment):
+        home = tmp_path / "home"
+        home.mkdir(exist_ok=True)
+        path = os.pathsep.join([str(REPOSITORY / "tests" / "no_network"), str(REPOSITORY)])
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            "TMPDIR": str(home),
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        module = ["-m", script] if not script.endswith(".py") else [str(REPOSITORY / script)]
+        return subprocess.run(
+            [sys.executable, *module, *arguments],
+            cwd=tmp_path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run

@@ -1,0 +1,225 @@
+"""The door: what is accepted, what is refused, and how it is said."""
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+from training.config import CONFIGS, GROUPS, ConfigError, coerce, compose, fill, parse
+
+
+def problems(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        compose(list(overrides))
+    return str(caught.value).splitlines()
+
+
+# One line each: what is typed, what the answer begins with, what it must say.
+REFUSED = [
+    ("modle=gpt2-small", "modle=gpt2-small: ", "did you mean model?"),
+    ("model=gpt2-smal", "model=gpt2-smal: ", "did you mean model=gpt2-small?"),
+    ("model=llama", "model=llama: ", "gpt2-large, gpt2-medium, gpt2-nano, gpt2-small, gpt2-xl"),
+    ("optimizer.lrr=1", "optimizer.lrr=1: ", "did you mean optimizer.lr?"),
+    ("lr=1", "lr=1: ", "did you mean optimizer.lr?"),
+    ("max_step=1", "max_step=1: ", "did you mean trainer.max_steps?"),
+    ("+model.typo=1", "model.typo=1: ", "no such setting; model has vocab_size"),
+    ("++model.num_head=1", "model.num_head=1: ", "did you mean model.num_heads?"),
+    ("hydra.ouput_subdir=x", "hydra.ouput_subdir=x: ", "did you mean hydra.output_subdir?"),
+    ("hydra.run.dirr=x", "hydra.run.dirr=x: ", "did you mean hydra.run.dir?"),
+    ("optimizer.lr=abc", "optimizer.lr=abc: ", "must be a number"),
+    ("optimizer.lr=-1", "optimizer.lr=-1.0: ", "must be a positive number"),
+    ("optimizer.lr=nan", "optimizer.lr=nan: ", "must be a positive number"),
+    ("optimizer.lr=inf", "optimizer.lr=inf: ", "must be a positive number"),
+    ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: ", "two numbers"),
+    ("optimizer.betas=0.9", "optimizer.betas=0.9: ", "a list of numbers"),
+    ("optimizer.schedule=linear", "optimizer.schedule=linear: ", "cosine, wsd, constant"),
+    ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1.0: ", "must not be negative"),
+    ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio=2.0: ", "share"),
+    ("optimizer.decay_fraction=0", "optimizer.decay_fraction=0.0: ", "share"),
+    ("optimizer.eps=0", "optimizer.eps=0.0: ", "positive"),
+    ("model.num_heads=5", "model.num_heads=5: ", "emb_dim=768 cannot be split into 5 equal heads"),
+    ("model.num_layers=0", "model.num_layers=0: ", "at least 1"),
+    ("model.dropout=1.5", "model.dropout=1.5: ", "probability"),
+    ("model.emb_dim=null", "model.emb_dim=null: ", "whole number"),
+    ("model.emb_dim=1.5", "model.emb_dim=1.5: ", "whole number"),
+    ("model.qkv_bias=3", "model.qkv_bias=3: ", "true or false"),
+    ("model.attention=flash", "model.attention=flash: ", "sdpa"),
+    ("model.attention=flex", "model.attention=flex: ", "model.dropout=0"),
+    ("data.max_length=2048", "data.max_length=2048: ", "model.context_length=1024"),
+    ("data.tokenizer=word", "data.tokenizer=word: ", "gpt2 or byte"),
+    ("data.val_fraction=1", "data.val_fraction=1.0: ", "share"),
+    ("data.stride=0", "data.stride=0: ", "1 or more"),
+    ("data.endoftext=maybe", "data.endoftext=maybe: ", "token or text"),
+    ("data=text", "data.path=null: ", "set data.path=FILE"),
+    ("model.vocab_size=1000", "model.vocab_size=1000: ", "data.tokenizer=gpt2 has 50257 ids"),
+    ("trainer.max_steps=0", "trainer.max_steps=0: ", "at least 1"),
+    ("trainer.max_steps=1.5", "trainer.max_steps=1.5: ", "whole number"),
+    ("trainer.warmup_steps=1000", "trainer.warmup_steps=1000: ", "max_steps=120"),
+    ("trainer.micro_batch_size=3", "trainer.micro_batch_size=3: ", "batch_size=2"),
+    ("trainer.grad_clip=-1", "trainer.grad_clip=-1.0: ", "negative"),
+    ("trainer.precision=fp8", "trainer.precision=fp8: ", "auto, fp32, bf16, fp16"),
+    ("trainer.compile=maybe", "trainer.compile=maybe: ", "auto, true, false"),
+    ("trainer.device=tpu", "trainer.device=tpu: ", "auto, cpu, cuda, mps"),
+    ("trainer.resume=true", "trainer.resume=true: ", "auto, must, false or a path"),
+    ("lens.every=-1", "lens.every=-1: ", "0 for no lens"),
+    ("lens.max_tokens=1", "lens.max_tokens=1: ", "2 or more"),
+    ("lens.prompts=[]", "lens.prompts=[]: ", "lens=off"),
+    ("lens.prompts=['']", "lens.prompts='': ", "empty prompt"),
+    ("wandb.mode=of", "wandb.mode=of: ", "auto, online, offline, disabled"),
+    ("wandb.project=''", "wandb.project=: ", "needs a name"),
+    ("parallel=many", "parallel=many: ", "no such choice"),
+    ("name=../escape", "name=../escape: ", "runs/<name>"),
+    ("seed=x", "seed=x: ", "whole number"),
+    ("~data", "~data", "cannot be deleted"),
+    ("foo", "foo: ", "is not of the form key=value"),
+    ("model={emb_dim:3}", "model={emb_dim:3}: ", "no such model"),
+]
+
+
+@pytest.mark.parametrize(("override", "begins", "says"), REFUSED, ids=[r[0] for r in REFUSED])
+def test_refused_in_one_line(override, begins, says):
+    lines = problems(override)
+    assert len(lines) == 1
+    assert lines[0].startswith(begins)
+    assert says in lines[0]
+
+
+def test_every_problem_is_listed():
+    lines = problems("optimizer.lrr=1", "model.num_heads=5", "optimizer.lr=-1", "seed=x")
+    assert [line.split("=")[0] for line in lines] == [
+        "optimizer.lrr",
+        "model.num_heads",
+        "optimizer.lr",
+        "seed",
+    ]
+
+
+def test_accepted_forms():
+    settings = compose(
+        [
+            "model=gpt2-nano",
+            "+experiment=laptop",
+            "optimizer.lr=3e-4",
+            "++trainer.max_steps=1e3",
+            "lens.prompts=[one prompt,another]",
+            "data.path=[a.txt,b.txt]",
+            "name=2026",
+            "trainer.compile=false",
+        ]
+    )
+    assert settings.model.emb_dim == 128
+    assert settings.optimizer.lr == 3e-4
+    assert settings.trainer.max_steps == 1000
+    assert isinstance(settings.trainer.max_steps, int)
+    assert settings.lens.prompts == ["one prompt", "another"]
+    assert settings.data.path == ["a.txt", "b.txt"]
+    assert settings.name == "2026"
+    assert settings.trainer.compile is False
+    assert settings.trainer.warmup_steps == 50  # from the experiment
+
+
+def test_group_choices_and_interpolation():
+    assert compose(["lens=off"]).lens.every == 0
+    assert compose(["wandb=off"]).wandb.mode == "disabled"
+    text = compose(["data=text", "data.path=x.txt", "model=gpt2-nano"])
+    assert text.data.max_length == text.model.context_length == 256
+
+
+def test_own_config_folder(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\noptimizer:\n  lr: 0.125\n"
+    )
+    assert compose(["experiment=mine"], config_dir=str(tmp_path)).optimizer.lr == 0.125
+    assert "no such experiment" in problems("experiment=mine")[0]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_yaml_files_and_dataclasses_name_the_same_settings_with_the_same_defaults(group):
+    module, name = GROUPS[group]
+    schema = getattr(importlib.import_module(module), name)
+    default = {"model": "gpt2-small", "data": "sample", "optimizer": "adamw"}.get(group, "default")
+    values = yaml.safe_load((CONFIGS / group / f"{default}.yaml").read_text())
+    fields = {field.name: getattr(schema(), field.name) for field in dataclasses.fields(schema)}
+    if group == "data":
+        values["path"] = None  # the sample's
+    assert list(values) == list(fields)
+    assert values == fields
+
+
+def test_every_shipped_choice_is_valid():
+    for path in CONFIGS.glob("*/*.yaml"):
+        extra = ["data.path=x.txt"] if path.stem == "text" else []
+        compose([f"{path.parent.name}={path.stem}", *extra])
+
+
+def test_no_instantiation_from_configuration():
+    assert "no such setting" in problems("+model._target_=os.system")[0]
+    for path in CONFIGS.rglob("*.yaml"):
+        assert "_target_" not in path.read_text()
+
+
+def test_coerce_is_strict():
+    for value, hint in [(True, int), (1, bool), ("1", int), (1.5, int), ([1, "x"], list[float])]:
+        with pytest.raises(TypeError):
+            coerce(value, hint)
+    assert coerce(None, int | None) is None
+    assert coerce(True, str | bool) is True
+    assert coerce("auto", str | bool) == "auto"
+
+
+def test_small_commands_are_checked_alike():
+    from generate import GenerateConfig
+
+    settings = parse(GenerateConfig, ["checkpoint=runs/x", "prompt=Say: a=b, {c} [d", "top_k=null"])
+    assert settings.prompt == "Say: a=b, {c} [d"
+    assert settings.top_k is None
+    with pytest.raises(ConfigError) as caught:
+        parse(GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
+    text = str(caught.value)
+    assert "promt=x: no such setting; did you mean prompt?" in text
+    assert "temperature=-1.0: must not be negative" in text
+    assert fill(GenerateConfig, {})[1][0][:1] == ("checkpoint",)
+
+
+# --------------------------------------------------------------------- as a user meets it
+
+
+def test_a_mistyped_key_is_answered_without_torch_and_leaves_nothing(command, tmp_path):
+    done = command("train.py", "modle=gpt2-small")
+    assert done.returncode == 2
+    assert done.stderr == "modle=gpt2-small: no such setting; did you mean model?\n"
+    assert done.stdout == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["home"]
+
+    code = (
+        "import sys; sys.argv = ['train.py', 'optimizer.lr=abc']; import train\n"
+        "try: train.main()\n"
+        "except SystemExit as stop: assert stop.code == 2 and 'torch' not in sys.modules\n"
+        "else: raise AssertionError"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
+
+
+def test_help_and_show(command):
+    shown = command("train.py", "--help")
+    assert shown.returncode == 0
+    assert "gpt2-nano" in shown.stdout
+    assert "max_steps: 120" in shown.stdout
+    shown = command("train.py", "--cfg", "job", "optimizer.lr=0.5")
+    assert shown.returncode == 0
+    assert yaml.safe_load(shown.stdout)["optimizer"]["lr"] == 0.5
+    assert "the text to continue" in command("generate.py", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nonsense"], ["--config-path=x"], ["--cfg", "job", "x=1"]]
+)
+def test_options_are_checked_too(command, arguments):
+    done = command("train.py", *arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,326 @@
+"""training/hf.py against the oracle: tiny random GPT-2 models of the transformers library.
+
+Nothing is fetched: the models are built from a configuration and written to a temporary folder.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model import GPT, ModelConfig
+from training.checkpoint import CheckpointError
+from training.hf import from_hf, is_hf, to_hf
+
+VOCAB_SIZE = 61
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Imported here and not above: it takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        import transformers
+
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
+        yield transformers
+
+
+def oracle(transformers, seed=0, **changes):
+    """Their GPT-2, with weights wide enough for a difference to show."""
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "n_positions": 32,
+        "n_embd": 24,
+        "n_head": 3,
+        "n_layer": 2,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": VOCAB_SIZE - 1,
+        "eos_token_id": VOCAB_SIZE - 1,
+        "attn_implementation": "eager",
+    }
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings | changes))
+    fill(theirs, seed)
+    return theirs.eval()
+
+
+def fill(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = "ln_" in name or "norm" in name
+            parameter.copy_(0.25 * noise + (1.0 if is_norm and "weight" in name else 0.0))
+
+
+def our_model(seed=3, **changes):
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "context_length": 32,
+        "emb_dim": 24,
+        "num_heads": 3,
+        "num_layers": 2,
+        "dropout": 0.0,
+    }
+    model = GPT(ModelConfig(**settings | changes))
+    fill(model, seed)
+    return model.eval()
+
+
+def random_ids(B=2, T=17):
+    return torch.randint(VOCAB_SIZE, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def theirs(transformers):
+    return oracle(transformers)
+
+
+@pytest.fixture(scope="module")
+def folder(theirs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    theirs.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A copy of the folder, to be changed: edit(settings, tensors) -> the changed folder."""
+
+    def edit(settings=(), tensors=lambda tensors: None):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config |= dict(settings)
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        weights = load_file(folder / "model.safetensors")
+        tensors(weights)
+        save_file(weights, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return edit
+
+
+def assert_same_weights(a, b):
+    a, b = dict(a.named_parameters()), dict(b.named_parameters())
+    assert list(a) == list(b)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- From theirs to ours -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "explicit"])
+def test_logits_are_theirs(theirs, folder, kernel):
+    ours = from_hf(folder, attention=kernel)
+    assert not ours.training
+    with torch.no_grad():
+        expected = theirs(random_ids()).logits
+        logits, _ = ours(random_ids())
+    assert expected.std() > 0.5  # there is something to compare
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_attention_weights_are_theirs(theirs, folder):
+    with torch.no_grad():
+        expected = theirs(random_ids(), output_attentions=True).attentions
+    assert len(expected) == 2
+    for ours, layer in zip(from_hf(folder).attn_weights(random_ids()), expected, strict=True):
+        assert layer.shape == (2, 3, 17, 17)
+        torch.testing.assert_close(ours, layer, atol=1e-5, rtol=0)
+
+
+def test_loss_is_theirs(theirs, folder):
+    ids = random_ids()
+    _, loss = from_hf(folder)(ids[:, :-1], ids[:, 1:])
+    torch.testing.assert_close(loss, theirs(ids, labels=ids).loss, atol=1e-5, rtol=0)
+
+
+def test_greedy_text_is_theirs(theirs, folder):
+    prompt = random_ids(B=1, T=5)
+    expected = theirs.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=20,
+        min_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens = torch.cat(list(from_hf(folder).generate(prompt, 20, temperature=0)), dim=1)
+    assert tokens.shape == (1, 20)
+    assert torch.equal(tokens, expected[:, 5:])
+    assert tokens.unique().numel() > 3
+
+
+def test_settings_are_read(folder, copy):
+    assert is_hf(folder)
+    assert from_hf(folder).config == ModelConfig(VOCAB_SIZE, 32, 24, 3, 2, 0.0)
+    assert from_hf(copy({"resid_pdrop": 0.3})).config.dropout == 0.3
+
+
+def test_with_and_without_prefix(folder, copy):
+    def remove_prefix(tensors):
+        assert any(name.startswith("transformer.") for name in tensors)
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    assert_same_weights(from_hf(copy(tensors=remove_prefix)), from_hf(folder))
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_old_mask_buffers_and_a_second_head_are_left_out(folder, copy, prefix):
+    def as_old_versions_wrote(tensors):
+        for name in list(tensors):
+            tensors[prefix + name.removeprefix("transformer.")] = tensors.pop(name)
+        for layer in range(2):
+            mask = torch.ones(32, 32, dtype=torch.uint8).tril().view(1, 1, 32, 32)
+            tensors[f"{prefix}h.{layer}.attn.bias"] = mask
+            tensors[f"{prefix}h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors["lm_head.weight"] = tensors[f"{prefix}wte.weight"].clone()
+
+    assert_same_weights(from_hf(copy(tensors=as_old_versions_wrote)), from_hf(folder))
+
+
+def test_bf16_files_load_as_fp32(folder, copy):
+    def to_bf16(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].bfloat16()
+
+    loaded = from_hf(copy(tensors=to_bf16))
+    for name, parameter in from_hf(folder).named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter.bfloat16().float())
+
+
+# --- From ours to theirs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_transformers_loads_what_we_write(transformers, tmp_path, qkv_bias):
+    ours = our_model(qkv_bias=qkv_bias)
+    to_hf(ours, tmp_path / "new" / "folder")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "new" / "folder", attn_implementation="eager", output_loading_info=True
+    )
+    assert type(theirs).__name__ == "GPT2LMHeadModel"
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        expected, _ = ours(random_ids())
+        logits = theirs.eval()(random_ids()).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_there_and_back_is_bitwise_the_same(tmp_path):
+    ours = our_model(dropout=0.1)
+    to_hf(ours, tmp_path)
+    back = from_hf(tmp_path)
+    assert back.config == ours.config
+    assert_same_weights(back, ours)
+
+
+def test_there_and_back_from_theirs(theirs, folder, tmp_path):
+    to_hf(from_hf(folder), tmp_path)
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_without_biases_the_same_function_comes_back(tmp_path):
+    ours = our_model(qkv_bias=False)
+    to_hf(ours, tmp_path)
+    back = from_hf(tmp_path)
+    assert back.blocks[0].attn.W_query.bias.count_nonzero() == 0
+    torch.testing.assert_close(back(random_ids())[0], ours(random_ids())[0])
+
+
+# --- What cannot be loaded -----------------------------------------------------------------------
+
+
+def assert_refused(folder, message):
+    """One line that names the file, the cause and the way out."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        from_hf(folder)
+    text = str(caught.value)
+    assert text.startswith(f"checkpoint={folder}")
+    assert "; " in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("activation_function", "gelu"),
+        ("activation_function", "relu"),
+        ("model_type", "gpt_neo"),
+        ("layer_norm_epsilon", 1e-6),
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("tie_word_embeddings", False),
+        ("n_inner", 50),
+    ],
+)
+def test_models_that_compute_something_else_are_refused(copy, key, value):
+    assert_refused(copy({key: value}), f"{key} is ")
+
+
+def test_missing_tensor(copy):
+    folder = copy(tensors=lambda tensors: tensors.pop("transformer.h.1.ln_2.bias"))
+    assert_refused(folder, r"h\.1\.ln_2\.bias is missing")
+
+
+def test_extra_tensor(copy):
+    def add(tensors):
+        tensors["transformer.h.1.attn.rotary"] = torch.zeros(2)
+
+    assert_refused(copy(tensors=add), r"unknown tensor h\.1\.attn\.rotary")
+
+
+def test_more_layers_than_the_configuration_says(copy):
+    assert_refused(copy({"n_layer": 1}), r"unknown tensor h\.1\.")
+    assert_refused(copy({"n_layer": 3}), r"h\.2\..* is missing")
+
+
+def test_wrong_shape(copy):
+    assert_refused(copy({"n_positions": 64}), r"pos_emb.weight has shape \(32, 24\).*\(64, 24\)")
+
+    def untransposed(tensors):
+        name = "transformer.h.0.attn.c_attn.weight"
+        tensors[name] = tensors[name].T.contiguous()
+
+    assert_refused(copy(tensors=untransposed), "W_query.weight has shape")
+
+
+@pytest.mark.parametrize("left", [0, 5, 1000, -100])
+def test_truncated_file(copy, left):
+    folder = copy()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:left])
+    assert_refused(folder, "unreadable")
+
+
+def test_missing_files(copy):
+    folder = copy()
+    (folder / "model.safetensors").unlink()
+    assert_refused(folder, "model.safetensors: unreadable")
+    (folder / "config.json").unlink()
+    assert not is_hf(folder)
+    assert_refused(folder, "config.json: unreadable")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"model_type": "gpt2"}', '{"n_inner": 96}', '{"n_embd": "24"}']
+)
+def test_broken_configuration(copy, text):
+    folder = copy()
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    assert_refused(folder, "config.json: ")
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "n_positions", "n_embd", "n_head", "n_layer"])
+@pytest.mark.parametrize("value", [0, -1, "12", None])
+def test_sizes_that_are_none(copy, key, value):
+    assert_refused(copy({key: value}), "config.json: ")

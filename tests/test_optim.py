@@ -1,0 +1,88 @@
+"""The optimizer and the course of its learning rate."""
+
+import math
+
+import pytest
+import torch
+
+from model import GPT, ModelConfig
+from training.optim import OptimizerConfig, build_optimizer, learning_rate
+
+
+def tiny():
+    torch.manual_seed(0)
+    return GPT(
+        ModelConfig(
+            vocab_size=61, context_length=16, emb_dim=16, num_heads=2, num_layers=2, dropout=0.0
+        )
+    )
+
+
+def course(schedule, warmup=10, steps=100, **settings):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, **settings)
+    return [learning_rate(step, config, warmup, steps) for step in range(steps)]
+
+
+def test_warmup_rises_linearly_to_the_peak():
+    rates = course("cosine")
+    assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+
+
+def test_cosine_falls_to_the_floor_and_passes_half_way_in_the_middle():
+    rates = course("cosine", warmup=0, steps=101, min_lr_ratio=0.1)
+    assert rates[0] == 1.0
+    assert rates[50] == pytest.approx(0.55)
+    assert rates[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rates[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+
+
+def test_wsd_is_flat_then_falls_linearly():
+    rates = course("wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+    assert rates[10:81] == [1.0] * 71
+    assert rates[99] == pytest.approx(0.0)
+    falls = [a - b for a, b in zip(rates[80:], rates[81:], strict=False)]
+    assert falls == pytest.approx([falls[0]] * len(falls))
+
+
+def test_constant_and_degenerate_lengths():
+    assert course("constant")[10:] == [1.0] * 90
+    for schedule in ("cosine", "wsd", "constant"):
+        assert course(schedule, warmup=0, steps=1) == [1.0]
+        assert all(math.isfinite(rate) for rate in course(schedule, warmup=5, steps=5))
+
+
+def test_only_matrices_decay():
+    model = tiny()
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    decayed, plain = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.3
+    assert plain["weight_decay"] == 0.0
+    assert all(p.dim() >= 2 for p in decayed["params"])
+    assert all(p.dim() == 1 for p in plain["params"])
+    count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    assert count == model.num_parameters()
+
+
+def test_update_is_adamw_by_the_formula():
+    """Two steps against Loshchilov and Hutter's algorithm 2, written out."""
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(3, 2)
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5, betas=[0.9, 0.95], eps=1e-8)
+    optimizer = build_optimizer(layer, config)
+    expected = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in expected.items()}
+    for step in (1, 2):
+        layer(torch.randn(4, 3)).square().sum().backward()
+        for name, parameter in layer.named_parameters():
+            g, (m, v) = parameter.grad, moments[name]
+            m.mul_(0.9).add_(0.1 * g)
+            v.mul_(0.95).add_(0.05 * g**2)
+            decay = 0.5 if parameter.dim() >= 2 else 0.0
+            expected[name] *= 1 - 0.1 * decay
+            m_hat, v_hat = m / (1 - 0.9**step), v / (1 - 0.95**step)
+            expected[name] -= 0.1 * m_hat / (v_hat.sqrt() + 1e-8)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-5, atol=1e-6)

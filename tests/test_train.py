@@ -1,0 +1,409 @@
+"""The loop, trained for real on a tiny model: what it learns, writes, saves and continues."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from conftest import REPOSITORY, TINY
+
+from training import checkpoint
+from training.config import ConfigError
+from training.parallel import Parallel
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run):
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+# ------------------------------------------------------------------------------------- learning
+
+
+def test_one_batch_is_learnt_by_heart(trainer, tmp_path):
+    """Everything has to work for the loss to fall below 0.1: data, model, loss, optimizer."""
+    text = tmp_path / "short.txt"
+    text.write_text(
+        "The ferry bell at the top of the steps rang twice, and nobody came.\n", "utf-8"
+    )
+    run = trainer(
+        f"data.path={text}",
+        "data.val_fraction=0",
+        "trainer.batch_size=2",
+        "trainer.max_steps=150",
+        "trainer.sample_tokens=0",
+        "model.dropout=0",
+        "model.emb_dim=64",
+        "optimizer.lr=1e-2",
+        "optimizer.weight_decay=0",
+    )
+    assert len(run.train_set) == 2
+    run.train()
+    first, *_, last = rows(run.folder)
+    assert first["train/loss"] > 2
+    assert last["train/loss"] < 0.1
+
+
+def test_loss_starts_at_that_of_guessing(trainer):
+    run = trainer()
+    assert run.validate()["val/loss"] == pytest.approx(math.log(257), abs=0.1)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_accumulated_gradients_equal_those_of_the_whole_batch(trainer, micro):
+    """8 windows as 1 x 8, 4 x 2, 8 x 1, and as 3 + 3 + 2, which weighting by batches gets wrong."""
+
+    def gradients(size):
+        run = trainer("model.dropout=0", f"trainer.micro_batch_size={size}")
+        taken = {}
+
+        def keep(model, optimizer, grad_clip):
+            taken.update({name: p.grad.clone() for name, p in model.named_parameters()})
+            return torch.tensor(0.0)
+
+        run.parallel.update = keep
+        loss, _, _ = run.step()
+        return loss, taken
+
+    whole_loss, whole = gradients(8)
+    loss, accumulated = gradients(micro)
+    assert float(loss) == pytest.approx(float(whole_loss), abs=1e-6)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(accumulated[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_are_clipped_to_the_norm():
+    layer = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    before = torch.nn.utils.parameters_to_vector(layer.parameters()).detach().clone()
+    parallel = Parallel(torch.device("cpu"), torch.float32)
+    parallel.backward(100 * layer(torch.ones(1, 3)).sum())
+    norm = parallel.update(layer, optimizer, grad_clip=0.5)
+    moved = torch.nn.utils.parameters_to_vector(layer.parameters()).detach() - before
+    assert float(norm) > 100
+    assert float(moved.norm()) == pytest.approx(0.5, rel=1e-4)
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_the_learning_rate_is_what_the_optimizer_uses(trainer):
+    run = trainer("trainer.warmup_steps=2", "optimizer.lr=0.5", "trainer.max_steps=4")
+    used = []
+    for _ in range(4):
+        _, _, rate = run.step()
+        assert all(group["lr"] == rate for group in run.optimizer.param_groups)
+        used.append(rate)
+    assert used == pytest.approx([0.25, 0.5, 0.5, 0.05])
+
+
+def test_same_seed_same_run_and_another_seed_another(trainer):
+    def final(*overrides):
+        run = trainer(*overrides)
+        run.train()
+        return weights(run)
+
+    first = final("seed=1")
+    assert_same(first, final("seed=1"))
+    assert not torch.equal(first["token_emb.weight"], final("seed=2")["token_emb.weight"])
+
+
+def test_validation_and_samples_leave_training_alone(trainer):
+    """However often one looks, the weights come out the same, bit for bit, with dropout on."""
+
+    def final(*overrides):
+        run = trainer("model.dropout=0.2", *overrides)
+        run.train()
+        return weights(run)
+
+    often = final("trainer.eval_every=1", "trainer.sample_tokens=5", "trainer.log_every=1")
+    never = final("trainer.eval_every=0", "trainer.sample_tokens=0", "trainer.log_every=3")
+    assert_same(often, never)
+
+
+def test_bf16_keeps_master_weights_in_fp32_and_stays_near(trainer):
+    full, half = trainer("model.dropout=0"), trainer("model.dropout=0", "trainer.precision=bf16")
+    for _ in range(4):
+        loss, half_loss = full.step()[0], half.step()[0]
+        assert float(half_loss) == pytest.approx(float(loss), abs=0.02)
+        assert float(half_loss) != float(loss)
+    assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+    state = half.optimizer.state[half.model.token_emb.weight]
+    assert state["exp_avg"].dtype == torch.float32
+
+
+def test_validation_is_the_mean_over_the_windows(trainer):
+    run = trainer("trainer.eval_windows=5", "trainer.micro_batch_size=2")
+    found = run.validate()
+    count = len(run.val_set)
+    chosen = [round(i * (count - 1) / 4) for i in range(5)]
+    run.model.eval()
+    losses = []
+    for window in chosen:
+        input_ids, target_ids = run.val_set[window]
+        losses.append(run.model(input_ids[None], target_ids[None])[1].item())
+    assert found["val/loss"] == pytest.approx(sum(losses) / 5, rel=1e-5)
+    # One byte a token: nats per token are bits per byte after division by ln 2.
+    assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
+
+
+# ------------------------------------------------------------------------ what a run leaves behind
+
+
+def test_the_run_directory(trainer, tmp_path):
+    run = trainer("name=full", "lens=default", "lens.every=2", "trainer.save_every=3")
+    run.train()
+    folder = tmp_path / "runs" / "full"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "attention",
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+    ]
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["model"]["emb_dim"] == 32
+    assert saved["optimizer"]["betas"] == [0.9, 0.95]
+
+    start, *steps = rows(folder)
+    assert start["step"] == 0
+    assert "val/loss" in start
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    for row in steps:
+        assert row["train/tokens"] == row["step"] * 8 * 32
+        assert {"train/loss", "train/learning_rate", "train/grad_norm"} <= row.keys()
+        assert ("val/loss" in row) == (row["step"] % 2 == 0)
+    pictures = [key for key in steps[1] if key.startswith("attention/heatmap/")]
+    assert len(pictures) == 3
+    assert all((folder / steps[1][key]).is_file() for key in pictures)
+    assert [json.loads(s)["step"] for s in (folder / "samples.jsonl").open()] == [2, 4]
+
+    checkpoints = folder / "checkpoints"
+    assert os.readlink(checkpoints / "last") == "step_00000004"
+    assert (checkpoints / "best" / "model.safetensors").is_file()
+    files = sorted(p.name for p in (checkpoints / "last").iterdir())
+    assert files == ["model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def test_only_the_best_and_the_newest_checkpoints_stay(trainer, monkeypatch):
+    run = trainer("trainer.save_every=1", "trainer.keep=2", "trainer.max_steps=6")
+    losses = iter([5.0, 1.0, 3.0, 4.0])  # at steps 0, 2, 4, 6
+    monkeypatch.setattr(run, "validate", lambda: {"val/loss": next(losses)})
+    run.train()
+    folder = run.folder / "checkpoints"
+    kept = sorted(p.name for p in folder.iterdir() if not p.is_symlink())
+    assert kept == ["step_00000002", "step_00000005", "step_00000006"]
+    assert os.readlink(folder / "best") == "step_00000002"
+
+
+def test_default_names_never_collide(tmp_path):
+    folders = {checkpoint.open_run(None, "gpt2", tmp_path / "runs") for _ in range(5)}
+    assert len(folders) == 5
+
+
+# --------------------------------------------------------------------------------------- resuming
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(trainer):
+    """Bit for bit: weights, moments, order of data, dropout, schedule, the log."""
+    whole = trainer("name=whole", "model.dropout=0.2", "trainer.max_steps=6")
+    whole.train()
+
+    half = trainer("name=half", "model.dropout=0.2", "trainer.max_steps=6", "trainer.save_every=3")
+    half.look_up()
+    while half.state.step < 3:
+        half.step()
+    half.save({}, always=True)
+    half.step()  # lost: after the last checkpoint
+    torch.manual_seed(12345)
+
+    rest = trainer("name=half", "model.dropout=0.2", "trainer.max_steps=6", "trainer.save_every=3")
+    assert rest.state.step == 3
+    rest.train()
+    assert_same(weights(rest), weights(whole))
+    for a, b in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
+        mine, theirs = rest.optimizer.state[a], whole.optimizer.state[b]
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    wanted = {row["step"]: row["train/loss"] for row in rows(whole.folder) if row["step"] > 3}
+    got = {row["step"]: row["train/loss"] for row in rows(rest.folder) if row["step"] > 3}
+    assert got == wanted
+
+
+def test_rows_after_the_checkpoint_are_written_once(trainer):
+    run = trainer("name=a", "trainer.save_every=2", "trainer.max_steps=4")
+    run.train()
+    (run.folder / "metrics.jsonl").open("a").write('{"step": 5, "train/loss": 1')  # cut off
+    again = trainer("name=a", "trainer.save_every=2", "trainer.max_steps=6")
+    again.train()
+    assert [row["step"] for row in rows(again.folder)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_resume_by_path_must_and_false(trainer):
+    run = trainer("name=a")
+    run.train()
+    longer = trainer(f"trainer.resume={run.folder}", "trainer.max_steps=5")
+    assert longer.folder.resolve() == run.folder.resolve()
+    assert longer.state.step == 4
+    branch = trainer(f"trainer.resume={run.folder}", "name=b", "trainer.max_steps=5")
+    assert branch.folder.name == "b"
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        trainer("name=c", "trainer.resume=must")
+    with pytest.raises(ConfigError, match="holds a run"):
+        trainer("name=a", "trainer.resume=false")
+    with pytest.raises(checkpoint.CheckpointError, match="no such directory"):
+        trainer("trainer.resume=nowhere")
+
+
+def test_another_setting_that_matters_is_refused_by_name(trainer):
+    run = trainer("name=a")
+    run.train()
+    with pytest.raises(ConfigError) as caught:
+        trainer("name=a", "optimizer.lr=0.5", "model.emb_dim=64", "trainer.max_steps=9")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("model.emb_dim=64: ")
+    assert "was trained with 32" in lines[0]
+    assert lines[1].startswith("optimizer.lr=0.5: ")
+
+
+def test_init_from_takes_weights_and_nothing_else(trainer, tmp_path):
+    from training.hf import to_hf
+
+    run = trainer("name=a")
+    run.train()
+    to_hf(run.model, tmp_path / "hf")
+    for source in (run.folder, tmp_path / "hf"):
+        fresh = trainer(f"trainer.init_from={source}", "model.dropout=0.3")
+        assert fresh.state.step == 0
+        assert fresh.model.blocks[0].dropout.p == 0.3
+        assert_same(weights(fresh), weights(run))
+    with pytest.raises(ConfigError, match=r"model.num_layers=1: .* use model.num_layers=2"):
+        trainer(f"trainer.init_from={run.folder}", "model.num_layers=1")
+
+
+# -------------------------------------------------------------------------------- as a user meets it
+
+
+def test_a_run_from_the_command_line(command, tmp_path, text_file):
+    """README's way: sockets blocked, no account, an empty home; then text from what was trained."""
+    settings = [s for s in TINY if not s.startswith(("lens", "wandb"))]
+    done = command("train.py", *settings, f"data.path={text_file}", "name=mine")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("step 4/4  loss ") for line in lines)
+    assert any(line.startswith("training loss    ") for line in lines)
+    assert any(line.startswith("validation loss  ") for line in lines)
+    assert "run directory    runs/mine" in lines
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("W&B: no API key found, so this run is recorded offline")
+    assert not list((tmp_path / "home").rglob("*.bpe*"))
+
+    talk = ["generate.py", "checkpoint=runs/mine", "prompt=Line 1", "num_tokens=20"]
+    first, again = command(*talk), command(*talk)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("Line 1")
+    assert len(first.stdout) > 10
+    assert first.stdout == again.stdout
+    assert command(*talk, "seed=1").stdout != first.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "says"),
+    [
+        (["data.path=nowhere.txt"], 3, "data.path=nowhere.txt: no such file"),
+        (["trainer.init_from=nowhere"], 3, "checkpoint=nowhere: no such directory"),
+        (["trainer.device=cuda"], 2, "trainer.device=cuda: this machine"),
+        (["trainer.precision=fp16"], 2, "trainer.precision=fp16: half precision needs a GPU"),
+    ],
+)
+def test_errors_are_one_line_and_leave_no_run(command, tmp_path, text_file, overrides, code, says):
+    done = command("train.py", *TINY, f"data.path={text_file}", *overrides)
+    assert done.returncode == code
+    assert done.stderr.startswith(says)
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+    shown = command("train.py", *TINY, f"data.path={text_file}", *overrides, "debug=true")
+    assert shown.returncode == code
+    assert "Traceback" in shown.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_stops(tmp_path, text_file, number, code):
+    settings = [*TINY, f"data.path={text_file}", "trainer.max_steps=100000", "name=long"]
+    settings += ["trainer.eval_every=0"]
+    process = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "train.py"), *settings],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:  # waits for the first steps, not for a time
+        if line.startswith("step") and "/100000" in line:
+            break
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "saved in runs/long" in errors
+    last = tmp_path / "runs" / "long" / "checkpoints" / "last"
+    step = json.loads((last / "state.json").read_text())["step"]
+    assert step >= 1
+    assert rows(tmp_path / "runs" / "long")[-1]["step"] == step
+
+
+def test_multirun_trains_once_for_each_value(command, tmp_path, text_file):
+    settings = [s for s in TINY if "eval_every" not in s]
+    done = command("train.py", "-m", *settings, f"data.path={text_file}", "seed=1,2")
+    assert done.returncode == 0, done.stderr
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 2
+    assert [yaml.safe_load((run / "config.yaml").read_text())["seed"] for run in runs] == [1, 2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "multirun", "runs", "text.txt"]
+
+
+def test_compiled_training_uses_and_saves_the_same_parameters(trainer, tmp_path, monkeypatch):
+    """torch.compile is replaced by its eager backend: the plumbing, not the code generator."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: real(model, backend="eager"))
+    compiled = trainer("trainer.compile=true", "name=compiled", "model.dropout=0")
+    plain = trainer("trainer.compile=false", "model.dropout=0")
+    assert compiled.fast_model is not compiled.model
+    compiled.train()
+    plain.train()
+    assert compiled.train_loss == pytest.approx(plain.train_loss, rel=1e-5)
+    model, _ = checkpoint.load_model(checkpoint.find(tmp_path / "runs" / "compiled"))
+    assert_same(model.state_dict(), weights(compiled))
+
+
+def test_the_clock_leaves_out_looking(trainer, monkeypatch):
+    """tokens_per_second counts training time alone, whatever a validation costs."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    run = trainer("trainer.log_every=3", "trainer.eval_every=2", "trainer.max_steps=6")
+    step, look_up = run.step, run.look_up
+
+    def slow_step():
+        now[0] += 1.0
+        return step()
+
+    def slow_look_up():
+        now[0] += 100.0
+        return look_up()
+
+    run.step, run.look_up = slow_step, slow_look_up
+    run.train()
+    speeds = [row["train/tokens_per_second"] for row in rows(run.folder) if "train/loss" in row]
+    assert speeds == pytest.approx([256.0, 256.0])
