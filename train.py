@@ -33,7 +33,7 @@ class Trainer:
 
         self.settings = settings
         trainer = settings.trainer
-        if problems := parallel.check(trainer.device, trainer.precision):
+        if problems := parallel.check(trainer.device, trainer.precision, "trainer."):
             raise ConfigError(problems)
         resume_from = find_resume(settings)
         self.parallel = parallel.start(trainer.device, trainer.precision, settings.seed)

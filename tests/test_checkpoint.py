@@ -131,7 +131,7 @@ def test_optimizer_of_another_shape_is_refused(saved, trainer):
         saved / "optimizer.safetensors",
         lambda t: t.update({"exp_avg.final_norm.bias": torch.zeros(5)}),
     )
-    with pytest.raises(CheckpointError, match="exp_avg.final_norm.bias has shape"):
+    with pytest.raises(CheckpointError, match=r"exp_avg\.final_norm\.bias has shape"):
         trainer("name=saved", "trainer.max_steps=5")
 
 

@@ -1,5 +1,6 @@
 """The optimizer and the course of its learning rate."""
 
+import itertools
 import math
 
 import pytest
@@ -34,14 +35,14 @@ def test_cosine_falls_to_the_floor_and_passes_half_way_in_the_middle():
     assert rates[50] == pytest.approx(0.55)
     assert rates[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     assert rates[100] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates))
 
 
 def test_wsd_is_flat_then_falls_linearly():
     rates = course("wsd", decay_fraction=0.2, min_lr_ratio=0.0)
     assert rates[10:81] == [1.0] * 71
     assert rates[99] == pytest.approx(0.0)
-    falls = [a - b for a, b in zip(rates[80:], rates[81:], strict=False)]
+    falls = [a - b for a, b in itertools.pairwise(rates[80:])]
     assert falls == pytest.approx([falls[0]] * len(falls))
 
 

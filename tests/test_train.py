@@ -294,7 +294,7 @@ def test_init_from_takes_weights_and_nothing_else(trainer, tmp_path):
         trainer(f"trainer.init_from={run.folder}", "model.num_layers=1")
 
 
-# -------------------------------------------------------------------------------- as a user meets it
+# ------------------------------------------------------------------------------ as a user meets it
 
 
 def test_a_run_from_the_command_line(command, tmp_path, text_file):

@@ -182,13 +182,13 @@ def load_parameters(folder: Path, model: GPT) -> None:
     Raises CheckpointError naming the first tensor that is missing, unknown or of another shape.
     """
     file = folder / "model.safetensors"
-    copy_into(dict(model.named_parameters()), _read(file), file)
+    copy_into(dict(model.named_parameters()), read_tensors(file), file)
 
 
 def load_optimizer(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
     """Restores the optimizer's state and the random generators'."""
     file = folder / "optimizer.safetensors"
-    tensors = _read(file)
+    tensors = read_tensors(file)
     torch.set_rng_state(tensors.pop("random.cpu"))
     cuda_state = tensors.pop("random.cuda", None)
     for name, parameter in model.named_parameters():
@@ -234,7 +234,8 @@ def copy_into(
             parameter.copy_(tensors[name])
 
 
-def _read(file: Path) -> dict[str, torch.Tensor]:
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file. Raises CheckpointError when it is damaged."""
     try:
         return load_file(file)
     except (SafetensorError, OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model import GPT, ModelConfig
-from training.checkpoint import CheckpointError, _read, copy_into, empty_model
+from training.checkpoint import CheckpointError, copy_into, empty_model, read_tensors
 
 # ours: (theirs, transposed)
 BLOCK = {
@@ -58,7 +58,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     folder = Path(folder)
     config = _model_config(folder / "config.json", attention)
     file = folder / "model.safetensors"
-    tensors = _read(file)
+    tensors = read_tensors(file)
     theirs = {
         name.removeprefix("transformer."): value
         for name, value in tensors.items()

@@ -102,21 +102,26 @@ def start(device: str, precision: str, seed: int) -> Parallel:
     return Parallel(torch.device(chosen), dtype or _best_dtype(chosen))
 
 
-def check(device: str, precision: str) -> list[tuple[str, object, str, str]]:
-    """What this machine lacks of what is asked for: (key, value, cause, fix) for each problem."""
+def check(
+    device: str, precision: str = "auto", group: str = ""
+) -> list[tuple[str, object, str, str]]:
+    """What this machine lacks of what is asked for: (key, value, cause, fix) for each problem.
+
+    group: "trainer." where the settings have that prefix.
+    """
     found = []
     available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device in available and not available[device]():
         cause = "this machine (or this build of torch) has none"
-        found.append(("trainer.device", device, cause, "use trainer.device=auto or cpu"))
+        found.append((group + "device", device, cause, f"use {group}device=auto or cpu"))
         return found
     chosen = _best_device() if device == "auto" else device
     if precision == "fp16" and chosen != "cuda":
         cause = f"half precision needs a GPU, and this runs on {chosen}"
-        found.append(("trainer.precision", precision, cause, "use trainer.precision=auto"))
+        found.append((group + "precision", precision, cause, f"use {group}precision=auto"))
     if precision == "bf16" and chosen == "cuda" and not torch.cuda.is_bf16_supported(False):
         cause = "this GPU has no bf16"
-        found.append(("trainer.precision", precision, cause, "use trainer.precision=auto or fp16"))
+        found.append((group + "precision", precision, cause, f"use {group}precision=auto or fp16"))
     if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         cause = f"started as {ranks} processes, and training runs in one so far"
         found.append(("WORLD_SIZE", ranks, cause, "start it as python train.py"))
@@ -162,6 +167,8 @@ def compiled(
         choice == "auto" and (training_flops < worth or not _can_compile(device))
     ):
         return model
+    if choice == "auto":  # nobody asked for it, so a compiler that fails must not end the run
+        torch._dynamo.config.suppress_errors = True
     return torch.compile(model)
 
 
