@@ -9,7 +9,9 @@ model.py and attention.py, the data in data.py, what is seen of the heads in len
 imported when a run begins, so that a mistyped setting is answered before torch is loaded.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import sys
@@ -17,6 +19,30 @@ import time
 from pathlib import Path
 
 from training.config import ConfigError, Settings, command
+
+
+class Meter:
+    """Losses and time since the last line of the log. Keeps device tensors and waits for none."""
+
+    def start(self) -> None:
+        self.losses, self.grad_norm, self.since = [], None, time.perf_counter()
+
+    def add(self, loss, grad_norm) -> None:
+        self.losses.append(loss)
+        self.grad_norm = grad_norm
+
+    @contextlib.contextmanager
+    def paused(self):
+        """What happens inside is not training time."""
+        before = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - before
+
+    def mean_loss(self):
+        return sum(self.losses) / len(self.losses)
+
+    def steps_per_second(self) -> float:
+        return len(self.losses) / (time.perf_counter() - self.since)
 
 
 class Trainer:
@@ -28,7 +54,7 @@ class Trainer:
         from model import GPT
         from training import checkpoint, parallel
         from training.console import Console
-        from training.optim import build_optimizer
+        from training.optim import build_optimizer, learning_rate
         from training.tracker import NoTracker, Tracker, drop_rows_after
 
         self.settings = settings
@@ -61,6 +87,12 @@ class Trainer:
         )
         self.peak_flops = parallel.peak_flops(self.parallel.device)
         self.optimizer = build_optimizer(self.model, settings.optimizer)
+        self.learning_rate = functools.partial(
+            learning_rate,
+            config=settings.optimizer,
+            warmup_steps=trainer.warmup_steps,
+            max_steps=trainer.max_steps,
+        )
 
         self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
         if resume_from:
@@ -89,7 +121,9 @@ class Trainer:
             )
         self.state.wandb_id = self.tracker.run_id
         self.console = Console(self.parallel.is_main, self.state.step, trainer.max_steps)
+        self.meter = Meter()
         self.stop_signal: int | None = None
+        self.train_loss: float | None = None
         self.last_sample = ""
 
     # ------------------------------------------------------------------------------- the loop
@@ -99,41 +133,20 @@ class Trainer:
         settings = self.settings.trainer
         self.introduce()
         if self.state.step == 0:
-            metrics, pictures = self.look_up()
-            if metrics or pictures:
-                self.tracker.log(metrics, step=0, pictures=pictures)
-
-        losses, norms, started = [], [], time.perf_counter()
+            self.look_up({})
+        self.meter.start()
         while self.state.step < settings.max_steps:
-            loss, grad_norm, learning_rate = self.step()
-            losses.append(loss)
-            norms.append(grad_norm)
-
-            step, metrics, pictures = self.state.step, {}, {}
-            if step % settings.log_every == 0 or step == settings.max_steps:
-                metrics = self.measure(losses, norms, learning_rate, started)
-                losses, norms = [], []
-            before = time.perf_counter()
-            if self.is_due(settings.eval_every) or self.lens.due(step, settings.max_steps):
-                more, pictures = self.look_up()
-                metrics |= more
-            if metrics or pictures:
-                self.tracker.log(metrics, step, pictures)
-            stopping = self.stop_signal is not None
-            if self.is_due(settings.save_every) or "val/loss" in metrics or stopping:
-                self.save(metrics, always=stopping or self.is_due(settings.save_every))
-            if not losses:
-                started = time.perf_counter()
-            else:  # looked up between two lines of the log: not training time
-                started += time.perf_counter() - before
-            if stopping:
+            self.meter.add(*self.step())
+            metrics = self.measure() if self.is_due(settings.log_every) else {}
+            with self.meter.paused():
+                self.look_up(metrics)
+                self.save_if_due(metrics)
+            if self.stop_signal is not None:
                 self.stop()
         self.conclude()
 
     def step(self):
-        """One optimizer step: the batch in micro-batches, the update. Returns device tensors."""
-        from training.optim import learning_rate, set_learning_rate
-
+        """One optimizer step: (mean loss, norm of the gradient), both still on the device."""
         settings = self.settings.trainer
         windows = self.order.windows(self.state.step, self.parallel.rank, self.parallel.world_size)
         size = settings.micro_batch_size or len(windows)
@@ -147,33 +160,32 @@ class Trainer:
             loss = loss * (len(micro) / len(windows))
             self.parallel.backward(loss)
             mean_loss = mean_loss + loss.detach()
-        rate = learning_rate(
-            self.state.step, self.settings.optimizer, settings.warmup_steps, settings.max_steps
-        )
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(self.state.step)
         grad_norm = self.parallel.update(self.model, self.optimizer, settings.grad_clip)
         self.state.step += 1
         self.state.tokens += self.tokens_per_step
-        return mean_loss, grad_norm, rate
+        return mean_loss, grad_norm
 
-    def measure(self, losses: list, norms: list, learning_rate: float, started: float) -> dict:
+    def measure(self) -> dict[str, float]:
         """The training metrics since the last line of the log; the only wait for the device."""
-        loss = self.parallel.mean(sum(losses) / len(losses))
-        grad_norm = float(norms[-1])
+        state = self.state
+        self.train_loss = self.parallel.mean(self.meter.mean_loss())
         self.parallel.synchronize()
-        speed = self.tokens_per_step * len(losses) / (time.perf_counter() - started)
-        self.console.step(self.state.step, loss, learning_rate, speed)
+        speed = self.tokens_per_step * self.meter.steps_per_second()
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.console.step(state.step, self.train_loss, rate, speed)
         metrics = {
-            "train/loss": loss,
-            "train/learning_rate": learning_rate,
-            "train/grad_norm": grad_norm,
-            "train/tokens": self.state.tokens,
+            "train/loss": self.train_loss,
+            "train/learning_rate": rate,
+            "train/grad_norm": float(self.meter.grad_norm),
+            "train/tokens": state.tokens,
             "train/tokens_per_second": speed,
         }
         if self.peak_flops:
             share = self.flops_per_token * speed / self.parallel.world_size / self.peak_flops
             metrics["train/mfu"] = share
-        self.train_loss = loss
+        self.meter.start()
         return metrics
 
     # --------------------------------------------------------------------------- looking up
@@ -183,17 +195,17 @@ class Trainer:
         step = self.state.step
         return step == self.settings.trainer.max_steps or (every > 0 and step % every == 0)
 
-    def look_up(self) -> tuple[dict[str, float], dict[str, Path]]:
-        """Validation and a sample, and the lens, whichever is due at this step."""
-        step, settings = self.state.step, self.settings.trainer
-        metrics, pictures = {}, {}
+    def look_up(self, metrics: dict[str, float]) -> None:
+        """Validation, a sample and the lens, whichever is due; then this step's row of the log."""
+        step, settings, pictures = self.state.step, self.settings.trainer, {}
         if step == 0 or self.is_due(settings.eval_every):
-            metrics = self.validate()
+            metrics |= self.validate()
             if settings.sample_tokens > 0 and step > 0:
                 self.sample()
         if self.lens.due(step, settings.max_steps):
             pictures = self.look_at_attention()
-        return metrics, pictures
+        if metrics or pictures:
+            self.tracker.log(metrics, step, pictures)
 
     def validate(self) -> dict[str, float]:
         """Mean loss over the validation windows (at most eval_windows of them, always the same)."""
@@ -267,22 +279,25 @@ class Trainer:
 
     # ---------------------------------------------------------------------- saving and ending
 
-    def save(self, metrics: dict[str, float], always: bool) -> None:
-        """A checkpoint, when this is the best validation so far or one is due anyway."""
+    def save_if_due(self, metrics: dict[str, float]) -> None:
+        """A checkpoint, when this is the best validation so far or the interval says so."""
+        state, val_loss = self.state, metrics.get("val/loss")
+        is_best = val_loss is not None and (state.best_loss is None or val_loss < state.best_loss)
+        if is_best:
+            state.best_loss, state.best_step = val_loss, state.step
+        if is_best or self.is_due(self.settings.trainer.save_every):
+            self.save(is_best)
+
+    def save(self, is_best: bool = False) -> None:
         from training import checkpoint
 
-        state = self.state
-        is_best = "val/loss" in metrics and (
-            state.best_loss is None or metrics["val/loss"] < state.best_loss
-        )
-        if is_best:
-            state.best_loss, state.best_step = metrics["val/loss"], state.step
-        if self.parallel.is_main and (is_best or always):
+        if self.parallel.is_main:
             keep = self.settings.trainer.keep
-            checkpoint.save(self.folder, self.model, self.optimizer, state, keep, is_best)
+            checkpoint.save(self.folder, self.model, self.optimizer, self.state, keep, is_best)
 
     def stop(self) -> None:
         """Ends the run before its time, after a checkpoint, with the signal's exit code."""
+        self.save()
         self.console.close()
         name = signal.Signals(self.stop_signal).name
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
@@ -313,8 +328,8 @@ class Trainer:
         summary = {"best_val_loss": state.best_loss, "best_step": state.best_step}
         self.tracker.summary({key: value for key, value in summary.items() if value is not None})
         out.print()
-        if train_loss := getattr(self, "train_loss", None):
-            out.print(f"training loss    {train_loss:.4f}  (step {state.step})")
+        if self.train_loss is not None:
+            out.print(f"training loss    {self.train_loss:.4f}  (step {state.step})")
         if state.val_loss is not None:
             best = (
                 f"; best {state.best_loss:.4f} at step {state.best_step}" if state.best_loss else ""

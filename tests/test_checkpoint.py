@@ -113,15 +113,15 @@ def test_a_damaged_model_is_not_half_loaded(saved, trainer):
 def test_an_unfinished_checkpoint_is_never_seen(trainer, monkeypatch):
     run = trainer("name=cut", "trainer.save_every=1", "trainer.eval_every=0")
     run.step()
-    run.save({}, always=True)
+    run.save()
     first = checkpoint.find(run.folder)
     run.step()
     monkeypatch.setattr(checkpoint, "optimizer_tensors", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run.save({}, always=True)
+        run.save()
     assert checkpoint.find(run.folder) == first
     monkeypatch.undo()
-    run.save({}, always=True)  # the left-over is cleared away
+    run.save()  # the left-over is cleared away
     assert checkpoint.find(run.folder).name == "step_00000002"
     assert not list((run.folder / "checkpoints").glob("*.part"))
 

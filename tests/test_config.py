@@ -9,7 +9,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
-from training.config import CONFIGS, GROUPS, ConfigError, coerce, compose, fill, parse
+from training.config import CONFIGS, GROUPS, ConfigError, check_sweep, coerce, compose, fill, parse
 
 
 def problems(*overrides):
@@ -36,7 +36,7 @@ REFUSED = [
     ("optimizer.lr=inf", "optimizer.lr=inf: ", "must be a positive number"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: ", "two numbers"),
     ("optimizer.betas=0.9", "optimizer.betas=0.9: ", "a list of numbers"),
-    ("optimizer.schedule=linear", "optimizer.schedule=linear: ", "cosine, wsd, constant"),
+    ("optimizer.schedule=linear", "optimizer.schedule=linear: ", "wsd, cosine, constant"),
     ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1.0: ", "must not be negative"),
     ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio=2.0: ", "share"),
     ("optimizer.decay_fraction=0", "optimizer.decay_fraction=0.0: ", "share"),
@@ -119,7 +119,7 @@ def test_accepted_forms():
     assert settings.data.path == ["a.txt", "b.txt"]
     assert settings.name == "2026"
     assert settings.trainer.compile is False
-    assert settings.trainer.warmup_steps == 50  # from the experiment
+    assert settings.trainer.batch_size == 8  # from the experiment
 
 
 def test_group_choices_and_interpolation():
@@ -127,6 +127,20 @@ def test_group_choices_and_interpolation():
     assert compose(["wandb=off"]).wandb.mode == "disabled"
     text = compose(["data=text", "data.path=x.txt", "model=gpt2-nano"])
     assert text.data.max_length == text.model.context_length == 256
+
+
+def test_a_sweep_is_checked_before_its_first_job():
+    check_sweep(["optimizer.lr=1e-3,3e-4", "seed=1,2", "model=gpt2-nano,gpt2-small"], None)
+    with pytest.raises(ConfigError) as caught:
+        check_sweep(
+            ["model=gpt2-nano", "optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"], None
+        )
+    lines = str(caught.value).splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == [
+        "optimizer.lr=abc",
+        "optimizer.lrr=1",
+        "seed=x",
+    ]
 
 
 def test_own_config_folder(tmp_path):

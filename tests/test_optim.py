@@ -29,6 +29,12 @@ def test_warmup_rises_linearly_to_the_peak():
     assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
 
 
+def test_warmup_left_open_is_a_tenth_of_the_run_at_most_2000():
+    assert course("constant", warmup=None, steps=100) == course("constant", warmup=10, steps=100)
+    assert learning_rate(1999, OptimizerConfig(lr=1.0), None, 10**6) == 1.0
+    assert learning_rate(1998, OptimizerConfig(lr=1.0), None, 10**6) < 1.0
+
+
 def test_cosine_falls_to_the_floor_and_passes_half_way_in_the_middle():
     rates = course("cosine", warmup=0, steps=101, min_lr_ratio=0.1)
     assert rates[0] == 1.0

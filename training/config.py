@@ -66,12 +66,14 @@ class TrainerConfig:
     max_steps: int = 120  # optimizer steps
     batch_size: int = 2  # windows per optimizer step, over all ranks
     micro_batch_size: int | None = None  # windows at once on a device; null: the whole share
-    warmup_steps: int = 10  # steps over which the learning rate rises
+    warmup_steps: int | None = (
+        None  # the learning rate rises; null: a tenth of the run, at most 2000
+    )
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     eval_every: int = 40  # steps between validations; 0: only at the end
     eval_windows: int = 100  # at most so many validation windows, the same each time
     log_every: int = 1  # steps between lines in the log
-    save_every: int = 0  # steps between checkpoints; 0: only the best and the last
+    save_every: int = 500  # steps between checkpoints, besides the best and last; 0: only those
     keep: int = 1  # how many of the newest checkpoints stay, besides the best
     precision: str = "auto"  # auto | fp32 | bf16 | fp16
     compile: str | bool = "auto"  # auto | true | false
@@ -90,7 +92,7 @@ class TrainerConfig:
                     (key, getattr(self, key), "must be at least 1", f"set {key}=1 or more")
                 )
         for key in ("warmup_steps", "eval_every", "save_every", "sample_tokens"):
-            if getattr(self, key) < 0:
+            if (getattr(self, key) or 0) < 0:
                 found.append((key, getattr(self, key), "must not be negative", "use 0 or more"))
         if not 0 <= self.grad_clip < math.inf:
             found.append(
@@ -100,7 +102,7 @@ class TrainerConfig:
         if micro is not None and not 1 <= micro <= max(1, batch):
             cause = f"must be from 1 to batch_size={batch}"
             found.append(("micro_batch_size", micro, cause, "use a part of the batch, or null"))
-        if self.warmup_steps > self.max_steps > 0:
+        if (self.warmup_steps or 0) > self.max_steps > 0:
             cause = f"the run ends after max_steps={self.max_steps}"
             found.append(("warmup_steps", self.warmup_steps, cause, "use fewer"))
         choices = {
@@ -281,6 +283,34 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Settings:
     return settings
 
 
+def check_sweep(overrides: list[str], config_dir: str | None) -> None:
+    """Checks every value that a multirun will try, before its first job starts.
+
+    Each swept value is composed with the first of the others. Raises ConfigError with all problems.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    variants: list[list[str]] = []  # for each override, the overrides it stands for
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+            choices = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
+        except (HydraException, TypeError, ValueError):
+            choices = []  # no override at all, named by compose; or an interval, which has no list
+        variants.append([f"{override.key_or_group}={c}" for c in choices] or [text])
+    problems: list[Problem] = []
+    first = [values[0] for values in variants]
+    for place, values in enumerate(variants):
+        for value in values if len(values) > 1 or place == 0 else []:
+            try:
+                compose([*first[:place], value, *first[place + 1 :]], config_dir)
+            except ConfigError as error:
+                problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+
+
 def register_resolvers() -> None:
     """`${repository:}` in a YAML file is the folder of this repository."""
     from omegaconf import OmegaConf
@@ -444,8 +474,12 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
             if args.help or args.hydra_help or args.shell_completion or args.info:
                 _hydra_main(run)
                 return
-            settings = compose(args.overrides, args.config_dir) if not args.multirun else None
-            if args.multirun or args.cfg:
+            if args.multirun:
+                check_sweep(args.overrides, args.config_dir)
+                _hydra_main(run)
+                return
+            settings = compose(args.overrides, args.config_dir)
+            if args.cfg:
                 _hydra_main(run)
             else:
                 run(settings)

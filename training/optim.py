@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule: AdamW, decay on matrices, warmup and cosine.
+"""The optimizer and its learning-rate schedule: AdamW, decay on matrices, warmup and decay.
 
 The schedule is a plain function of the step, so it has no state to save and can be plotted
 without training. torch is imported when an optimizer is built, not before.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-SCHEDULES = ("cosine", "wsd", "constant")
+SCHEDULES = ("wsd", "cosine", "constant")
 
 
 @dataclass
@@ -22,7 +22,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # on matrices only; biases and norms are left alone
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
-    schedule: str = "cosine"  # cosine | wsd (warmup, stable, decay) | constant
+    schedule: str = "wsd"  # wsd (warmup, stable, decay) | cosine | constant
     min_lr_ratio: float = 0.1  # where the schedule ends, as a share of lr
     decay_fraction: float = 0.2  # wsd: the last part of the run, in which the rate falls
 
@@ -75,16 +75,20 @@ def build_optimizer(model: "torch.nn.Module", config: OptimizerConfig) -> "torch
     )
 
 
-def learning_rate(step: int, config: OptimizerConfig, warmup_steps: int, max_steps: int) -> float:
+def learning_rate(
+    step: int, config: OptimizerConfig, warmup_steps: int | None, max_steps: int
+) -> float:
     """The learning rate of optimizer step `step`, 0 <= step < max_steps.
 
-    Rises linearly to lr over warmup_steps, then, with r = min_lr_ratio and u in 0..1 the share
-    of the remaining steps done:
+    Rises linearly to lr over warmup_steps (None: a tenth of max_steps, at most 2,000). Then, with
+    r = min_lr_ratio and u in 0..1 the share of the remaining steps done:
       cosine    lr (r + (1 - r) (1 + cos(pi u)) / 2)             (Loshchilov and Hutter 2017)
       wsd       lr, then linearly to r lr over the last decay_fraction of all steps
                                                                  (Hu et al. 2024)
       constant  lr
     """
+    if warmup_steps is None:
+        warmup_steps = min(max_steps // 10, 2000)
     if step < warmup_steps:
         return config.lr * (step + 1) / warmup_steps
     if config.schedule == "constant":
@@ -99,8 +103,3 @@ def learning_rate(step: int, config: OptimizerConfig, warmup_steps: int, max_ste
     done = min(1.0, (step - start) / max(1, max_steps - 1 - start))
     fall = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
-
-
-def set_learning_rate(optimizer: "torch.optim.Optimizer", lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
