@@ -50,12 +50,21 @@ def causal_attn_weights(queries: Tensor, keys: Tensor) -> Tensor:
     return torch.softmax(attn_scores, dim=-1)  # over the keys
 
 
-def explicit(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
+def explicit(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    dropout_p: float = 0.0,
+    capture: Callable[[Tensor], None] | None = None,
+) -> Tensor:
     """The plainly right kernel: weights, dropout on the weights, weighted sum of the values.
 
     queries (B, H, T, D), keys and values (B, H, S, D) -> context_vec (B, H, T, D). So do all.
+    This one can also hand out its weights: capture(attn_weights), fp32, before dropout.
     """
     attn_weights = causal_attn_weights(queries, keys)  # (B, H, T, S)
+    if capture is not None:
+        capture(attn_weights)
     attn_weights = F.dropout(attn_weights, dropout_p)
     return attn_weights.to(values.dtype) @ values  # (B, H, T, D)
 
@@ -193,8 +202,8 @@ class MultiHeadAttention(nn.Module):
     def forward(self, x: Tensor, capture: Callable[[Tensor], None] | None = None) -> Tensor:
         """x (B, T, d_in) -> (B, T, d_out).
 
-        With `capture`, the attention weights are computed in the open and handed over as fp32
-        (B, H, T, T), before dropout; without it, the kernel may never form them at all.
+        With `capture`, attention is computed by `explicit`, which hands over its weights as fp32
+        (B, H, T, T); without it, the kernel may never form them at all.
         """
         num_tokens = x.shape[1]
         if num_tokens > self.context_length:
@@ -205,11 +214,11 @@ class MultiHeadAttention(nn.Module):
         keys = self.split_heads(self.W_key(x))  # (B, H, T, D)
         values = self.split_heads(self.W_value(x))  # (B, H, T, D)
 
-        kernel = self.kernel
-        if capture is not None:
-            capture(causal_attn_weights(queries, keys))
-            kernel = explicit
-        context_vec = kernel(queries, keys, values, self.dropout if self.training else 0.0)
+        dropout_p = self.dropout if self.training else 0.0
+        if capture is None:
+            context_vec = self.kernel(queries, keys, values, dropout_p)  # (B, H, T, D)
+        else:
+            context_vec = explicit(queries, keys, values, dropout_p, capture)
 
         # Back to one row per token: the heads' results stand side by side.
         context_vec = context_vec.transpose(1, 2).flatten(2)  # (B, T, H * D)

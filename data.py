@@ -201,7 +201,7 @@ def find_files(path: str | list[str]) -> list[Path]:
     Raises DataError when an entry names nothing.
     """
     files: list[Path] = []
-    for entry in [path] if isinstance(path, str) else path:
+    for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
         if os.path.isdir(entry):
             found = sorted(p for p in Path(entry).rglob("*.txt") if p.is_file())
             if not found:
@@ -297,8 +297,8 @@ class GPTDatasetV1(Dataset):
         if len(tokens) < max_length + 1:
             raise DataError(
                 f"data.max_length={max_length}: a window needs {max_length + 1} tokens (one more, "
-                f"to predict) and the text has {len(tokens)}; use a longer text or a smaller "
-                f"data.max_length"
+                f"to predict) and there are {len(tokens)} to train on; use a longer text or a "
+                f"smaller data.max_length"
             )
         self.tokens = tokens
         self.max_length = max_length
@@ -339,6 +339,11 @@ def create_dataloader(
     whose order can be continued from any step.
     """
     dataset = GPTDatasetV1(txt, get_tokenizer("gpt2"), max_length, stride)
+    if drop_last and len(dataset) < batch_size:
+        raise DataError(
+            f"batch_size={batch_size}: the text has {len(dataset)} windows, and drop_last would "
+            f"leave no batch at all; use a smaller batch_size or drop_last=False"
+        )
     return DataLoader(
         dataset,
         batch_size=batch_size,

@@ -48,17 +48,16 @@ def main(settings: GenerateConfig) -> None:
     import torch
 
     from data import get_tokenizer
-    from training import checkpoint, hf, parallel
+    from training import parallel
+    from training.hf import load_any
 
     if problems := parallel.check(settings.device):
         raise ConfigError(problems)
     place = parallel.start(settings.device, "fp32", settings.seed)
-    if hf.is_hf(settings.checkpoint):
-        model, tokenizer, window = hf.from_hf(settings.checkpoint), get_tokenizer("gpt2"), None
-    else:
-        model, state = checkpoint.load_model(checkpoint.find(settings.checkpoint))
-        tokenizer = get_tokenizer(state.settings["data"]["tokenizer"])
-        window = state.settings["data"]["max_length"]  # positions beyond it were never trained
+    model, state = load_any(settings.checkpoint)
+    data = state.settings["data"] if state else {"tokenizer": "gpt2", "max_length": None}
+    tokenizer = get_tokenizer(data["tokenizer"])
+    window = data["max_length"]  # positions beyond it were never trained
     model.to(place.device)
 
     prompt_ids = tokenizer.encode(settings.prompt, allowed_special="all") or [tokenizer.eot_token]

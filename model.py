@@ -12,6 +12,7 @@ V vocabulary, L layers.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,8 +47,9 @@ class ModelConfig:
                     (key, getattr(self, key), "must be at least 1", f"set {key}=1 or more")
                 )
         if not found and self.emb_dim % self.num_heads != 0:
-            fitting = [h for h in range(1, self.emb_dim + 1) if self.emb_dim % h == 0]
-            nearest = min(fitting, key=lambda h: abs(h - self.num_heads))
+            # Outwards from what was asked for; 1 divides everything, so this ends.
+            tries = (self.num_heads + way * far for far in itertools.count(1) for way in (-1, 1))
+            nearest = next(h for h in tries if h >= 1 and self.emb_dim % h == 0)
             cause = f"emb_dim={self.emb_dim} cannot be split into {self.num_heads} equal heads"
             fix = f"use a divisor of {self.emb_dim}, such as {nearest}"
             found.append(("num_heads", self.num_heads, cause, fix))

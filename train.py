@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import signal
 import sys
 import time
@@ -21,8 +22,17 @@ from pathlib import Path
 from training.config import ConfigError, Settings, command
 
 
+class Diverged(RuntimeError):
+    """The loss is no longer a number. The command exits with 4."""
+
+    exit_code = 4
+
+
 class Meter:
     """Losses and time since the last line of the log. Keeps device tensors and waits for none."""
+
+    def __init__(self):
+        self.start()
 
     def start(self) -> None:
         self.losses, self.grad_norm, self.since = [], None, time.perf_counter()
@@ -49,12 +59,14 @@ class Trainer:
     """One training run: its parts, and the loop that they are for."""
 
     def __init__(self, settings: Settings):
+        import numpy as np
+
         from data import WindowOrder, bytes_per_token, get_tokenizer, load_datasets
         from lens import Lens
         from model import GPT
         from training import checkpoint, parallel
         from training.console import Console
-        from training.optim import build_optimizer, learning_rate
+        from training.optim import build_optimizer, default_warmup, learning_rate
         from training.tracker import NoTracker, Tracker, drop_rows_after
 
         self.settings = settings
@@ -67,12 +79,16 @@ class Trainer:
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
         self.train_set, self.val_set = load_datasets(settings.data, self.tokenizer)
         self.order = WindowOrder(len(self.train_set), trainer.batch_size, settings.seed)
+        self.val_windows = np.arange(0)
         if self.val_set:
-            self.val_bytes_per_token = bytes_per_token(self.tokenizer, self.val_set.tokens[1:])
+            count = min(len(self.val_set), trainer.eval_windows)
+            self.val_windows = np.linspace(0, len(self.val_set) - 1, count).round().astype(np.int64)
+            _, targets = self.val_set.batch(self.val_windows)
+            self.val_bytes_per_token = bytes_per_token(self.tokenizer, targets.numpy().ravel())
 
         # `model` is the module itself: looked into, saved, validated. `fast_model` shares its
         # parameters and may be compiled: trained.
-        if trainer.init_from:
+        if trainer.init_from and not resume_from:
             self.model = load_weights(trainer.init_from, settings)
         else:
             self.model = GPT(settings.model)
@@ -87,6 +103,12 @@ class Trainer:
         )
         self.peak_flops = parallel.peak_flops(self.parallel.device)
         self.optimizer = build_optimizer(self.model, settings.optimizer)
+        saved = checkpoint.load_state(resume_from) if resume_from else None
+        if trainer.warmup_steps is None:
+            # Resolved once: a run that is made longer later keeps the warmup it had.
+            trainer.warmup_steps = default_warmup(trainer.max_steps)
+            if saved:
+                trainer.warmup_steps = saved.settings["trainer"]["warmup_steps"]
         self.learning_rate = functools.partial(
             learning_rate,
             config=settings.optimizer,
@@ -95,12 +117,14 @@ class Trainer:
         )
 
         self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
-        if resume_from:
-            self.state = checkpoint.load_state(resume_from)
-            refuse_other_settings(self.state.settings, settings, resume_from)
-            self.state.settings = dataclasses.asdict(settings)
+        if saved:
+            refuse_other_settings(saved.settings, settings, resume_from)
+            saved.settings = self.state.settings
+            self.state = saved
             checkpoint.load_parameters(resume_from, self.model)
             checkpoint.load_optimizer(resume_from, self.model, self.optimizer)
+            if saved.scaler:
+                self.parallel.scaler.load_state_dict(saved.scaler)
 
         self.lens = Lens(
             settings.lens,
@@ -110,8 +134,14 @@ class Trainer:
         )
 
         # Nothing has been written so far; what could be wrong has been found.
-        resumed_run = resume_from.parent.parent if resume_from and not settings.name else None
-        self.folder = resumed_run or checkpoint.open_run(settings.name, model_name(settings))
+        origin = checkpoint.run_of(resume_from) if resume_from else None
+        if origin is None or (settings.name and settings.name != origin.name):
+            self.folder = checkpoint.open_run(settings.name, model_name(settings))
+            # A branch has a W&B run and a best checkpoint of its own.
+            state = self.state
+            state.wandb_id = state.best_loss = state.best_step = None
+        else:
+            self.folder = origin
         write_config(self.folder / "config.yaml", self.state.settings)
         drop_rows_after(self.folder, self.state.step if resume_from else -1)
         self.tracker = NoTracker()
@@ -119,7 +149,7 @@ class Trainer:
             self.tracker = Tracker(
                 settings.wandb, self.folder, self.state.settings, self.state.wandb_id
             )
-        self.state.wandb_id = self.tracker.run_id
+        self.state.wandb_id = self.tracker.run_id or self.state.wandb_id
         self.console = Console(self.parallel.is_main, self.state.step, trainer.max_steps)
         self.meter = Meter()
         self.stop_signal: int | None = None
@@ -170,7 +200,7 @@ class Trainer:
     def measure(self) -> dict[str, float]:
         """The training metrics since the last line of the log; the only wait for the device."""
         state = self.state
-        self.train_loss = self.parallel.mean(self.meter.mean_loss())
+        self.train_loss = self.finite(self.meter.mean_loss())
         self.parallel.synchronize()
         speed = self.tokens_per_step * self.meter.steps_per_second()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -187,6 +217,17 @@ class Trainer:
             metrics["train/mfu"] = share
         self.meter.start()
         return metrics
+
+    def finite(self, loss) -> float:
+        """The mean of a loss over all ranks; raises Diverged when it is no number any more."""
+        loss = self.parallel.mean(loss)
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"optimizer.lr={self.settings.optimizer.lr}: the loss is {loss} at step "
+                f"{self.state.step}; use a smaller rate, more trainer.warmup_steps or "
+                f"trainer.precision=fp32; the checkpoints before this step are intact"
+            )
+        return loss
 
     # --------------------------------------------------------------------------- looking up
 
@@ -209,29 +250,25 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Mean loss over the validation windows (at most eval_windows of them, always the same)."""
-        import numpy as np
-
         if self.val_set is None:
             return {}
-        settings = self.settings.trainer
-        count = min(len(self.val_set), settings.eval_windows)
-        windows = np.linspace(0, len(self.val_set) - 1, count).round().astype(np.int64)
+        settings, windows = self.settings.trainer, self.val_windows
         size = settings.micro_batch_size or settings.batch_size
         total = 0.0
         with self.parallel.inference(self.model):
-            for first in range(0, count, size):
+            for first in range(0, len(windows), size):
                 micro = windows[first : first + size]
                 input_ids, target_ids = self.parallel.to_device(*self.val_set.batch(micro))
                 _, loss = self.model(input_ids, target_ids)
                 total = total + loss * len(micro)
-        val_loss = self.parallel.mean(total / count)
-        bits_per_byte = val_loss / np.log(2) / self.val_bytes_per_token
+        val_loss = self.finite(total / len(windows))
+        bits_per_byte = val_loss / math.log(2) / self.val_bytes_per_token
         self.state.val_loss = val_loss
         self.console.print(
             f"step {self.state.step}  validation loss {val_loss:.4f}  "
             f"{bits_per_byte:.3f} bits per byte"
         )
-        return {"val/loss": val_loss, "val/bits_per_byte": float(bits_per_byte)}
+        return {"val/loss": val_loss, "val/bits_per_byte": bits_per_byte}
 
     def sample(self) -> None:
         """Continues the sample prompt; always with the same random draws, to compare steps."""
@@ -282,7 +319,7 @@ class Trainer:
     def save_if_due(self, metrics: dict[str, float]) -> None:
         """A checkpoint, when this is the best validation so far or the interval says so."""
         state, val_loss = self.state, metrics.get("val/loss")
-        is_best = val_loss is not None and (state.best_loss is None or val_loss < state.best_loss)
+        is_best = val_loss is not None and val_loss < (state.best_loss or math.inf)
         if is_best:
             state.best_loss, state.best_step = val_loss, state.step
         if is_best or self.is_due(self.settings.trainer.save_every):
@@ -291,6 +328,9 @@ class Trainer:
     def save(self, is_best: bool = False) -> None:
         from training import checkpoint
 
+        if self.meter.losses:
+            self.finite(self.meter.mean_loss())  # nothing broken replaces a good checkpoint
+        self.state.scaler = self.parallel.scaler.state_dict() or None
         if self.parallel.is_main:
             keep = self.settings.trainer.keep
             checkpoint.save(self.folder, self.model, self.optimizer, self.state, keep, is_best)
@@ -318,6 +358,8 @@ class Trainer:
             f"{val_windows:,} to validate; {settings.trainer.batch_size} a step"
         )
         out.print(f"run directory: {self.folder}")
+        if url := self.tracker.where():
+            out.print(f"dashboard: {url}")
         if self.state.step > 0:
             out.print(f"resumed after step {self.state.step}")
 
@@ -361,16 +403,32 @@ def find_resume(settings: Settings) -> Path | None:
 
     resume = settings.trainer.resume
     if resume not in ("auto", "must", False):
-        return checkpoint.find(resume)
+        found = checkpoint.find(resume, "trainer.resume")
+        refuse_to_go_back(found, settings)
+        return found
     last = Path("runs") / settings.name / "checkpoints" / "last" if settings.name else None
-    exists = last is not None and last.exists()
+    exists = last is not None and last.is_symlink()
     if resume == "must" and not exists:
         fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
         raise ConfigError([("trainer.resume", "must", "there is nothing to resume", fix)])
     if resume is False and exists:
         fix = "give another name, or trainer.resume=auto to go on"
         raise ConfigError([("name", settings.name, f"{last.parent.parent} holds a run", fix)])
-    return last.resolve() if exists else None
+    return checkpoint.find(last, "name") if exists else None
+
+
+def refuse_to_go_back(found: Path, settings: Settings) -> None:
+    """Raises ConfigError where going on from `found` would overwrite what its run did since."""
+    from training import checkpoint
+
+    run = checkpoint.run_of(found)
+    if run is None or (settings.name and settings.name != run.name):
+        return
+    newest = checkpoint.newest_step(run)
+    if checkpoint.load_state(found).step < newest:
+        cause = f"{run} has gone on to step {newest}"
+        fix = "give name=NEW to branch off there, or resume the run itself"
+        raise ConfigError([("trainer.resume", settings.trainer.resume, cause, fix)])
 
 
 # What may differ between a run and its continuation without changing what is computed.
@@ -417,12 +475,10 @@ def refuse_other_settings(saved: dict, settings: Settings, folder: Path) -> None
 
 def load_weights(source: str, settings: Settings):
     """The model of trainer.init_from: a run, a checkpoint, or a Hugging Face directory."""
-    from training import checkpoint, hf
+    from training import checkpoint
+    from training.hf import load_any
 
-    if hf.is_hf(source):
-        model = hf.from_hf(source)
-    else:
-        model, _ = checkpoint.load_model(checkpoint.find(source))
+    model, _ = load_any(source, "trainer.init_from")
     fixed = ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers", "qkv_bias")
     problems = []
     for key in fixed:
@@ -444,7 +500,7 @@ def model_name(settings: Settings) -> str:
 
 
 def write_config(path: Path, settings: dict) -> None:
-    """The resolved settings as YAML, to read and to train from again."""
+    """The resolved settings as YAML: what this run was told, defaults and all."""
     from omegaconf import OmegaConf
 
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
@@ -455,11 +511,14 @@ def main(settings: Settings) -> None:
     """Train as the settings say."""
     trainer = Trainer(settings)
 
+    at_once = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
     def on_signal(number: int, _) -> None:
         trainer.stop_signal = number
-        signal.signal(number, signal.default_int_handler)  # a second one stops at once
+        signal.signal(number, at_once[number])  # a second one stops at once
+        print("stopping after this step; once more to stop at once", file=sys.stderr)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in at_once:
         signal.signal(number, on_signal)
     exit_code = 4
     try:
@@ -469,6 +528,8 @@ def main(settings: Settings) -> None:
         exit_code = stopped.code
         raise
     finally:
+        for number, handler in at_once.items():
+            signal.signal(number, handler)
         trainer.console.close()
         trainer.tracker.finish(exit_code)
 

@@ -36,9 +36,9 @@ class LensConfig:
         found = []
         if self.every < 0:
             found.append(("every", self.every, "must not be negative", "use 0 for no lens"))
-        if self.max_tokens < 2:
-            cause = "one token has nothing to attend to"
-            found.append(("max_tokens", self.max_tokens, cause, "use 2 or more"))
+        if not 2 <= self.max_tokens <= 256:
+            cause = "a heatmap shows from 2 to 256 tokens"
+            found.append(("max_tokens", self.max_tokens, cause, "use 64 or so"))
         if self.every > 0 and not self.prompts:
             found.append(("prompts", "[]", "nothing to look at", "give a prompt, or use lens=off"))
         for prompt in self.prompts:

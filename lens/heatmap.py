@@ -105,6 +105,8 @@ def sharpest_head(weights: np.ndarray) -> tuple[int, int]:
     By the mean over queries of the largest weight on any key but the first: many heads rest on
     the first token when they have nothing to do, and that is sharp but says little.
     """
+    if weights.shape[-1] == 1:
+        return 0, 0
     largest = weights[:, :, 1:, 1:].max(-1).mean(-1)  # (L, H)
     layer, head = np.unravel_index(largest.argmax(), largest.shape)
     return int(layer), int(head)

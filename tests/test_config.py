@@ -66,7 +66,7 @@ REFUSED = [
     ("trainer.device=tpu", "trainer.device=tpu: ", "auto, cpu, cuda, mps"),
     ("trainer.resume=true", "trainer.resume=true: ", "auto, must, false or a path"),
     ("lens.every=-1", "lens.every=-1: ", "0 for no lens"),
-    ("lens.max_tokens=1", "lens.max_tokens=1: ", "2 or more"),
+    ("lens.max_tokens=1", "lens.max_tokens=1: ", "2 to 256"),
     ("lens.prompts=[]", "lens.prompts=[]: ", "lens=off"),
     ("lens.prompts=['']", "lens.prompts='': ", "empty prompt"),
     ("wandb.mode=of", "wandb.mode=of: ", "auto, online, offline, disabled"),
@@ -75,6 +75,11 @@ REFUSED = [
     ("name=../escape", "name=../escape: ", "runs/<name>"),
     ("seed=x", "seed=x: ", "whole number"),
     ("~data", "~data", "cannot be deleted"),
+    ("seed=-1", "seed=-1: ", "2^63"),
+    ("seed=99999999999999999999", "seed=99999999999999999999: ", "2^63"),
+    ("optimizer.lr=1,2", "optimizer.lr=1,2: ", "-m trains once for each"),
+    ("trainer.device=a(b", "trainer.device=a(b: ", "quote the value"),
+    ("model.emb_dim=1000000007", "model.num_heads=12: ", "such as 1"),
     ("foo", "foo: ", "is not of the form key=value"),
     ("model={emb_dim:3}", "model={emb_dim:3}: ", "no such model"),
 ]
@@ -171,6 +176,11 @@ def test_every_shipped_choice_is_valid():
         compose([f"{path.parent.name}={path.stem}", *extra])
 
 
+def test_a_missing_config_folder_is_named():
+    with pytest.raises(ConfigError, match="--config-dir=nowhere: no such folder"):
+        compose([], config_dir="nowhere")
+
+
 def test_no_instantiation_from_configuration():
     assert "no such setting" in problems("+model._target_=os.system")[0]
     for path in CONFIGS.rglob("*.yaml"):
@@ -184,6 +194,34 @@ def test_coerce_is_strict():
     assert coerce(None, int | None) is None
     assert coerce(True, str | bool) is True
     assert coerce("auto", str | bool) == "auto"
+
+
+TYPED_AS_TEXT = [
+    "Hello, world",
+    "a=b",
+    "[INST",
+    "2026_11",
+    "1e3",
+    "it's",
+    'say "x"',
+    "{c}",
+    "ü (1)",
+]
+
+
+@pytest.mark.parametrize("text", TYPED_AS_TEXT)
+def test_free_text_is_taken_as_typed(text):
+    from generate import GenerateConfig
+
+    assert compose([f"trainer.sample_prompt={text}"]).trainer.sample_prompt == text
+    assert parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} "]).prompt == f" {text} "
+
+
+def test_free_text_may_be_quoted_null_or_a_list():
+    settings = compose(["trainer.sample_prompt='a, b'", "wandb.group=null", "data.path=[a,b]"])
+    assert settings.trainer.sample_prompt == "a, b"
+    assert settings.wandb.group is None
+    assert settings.data.path == ["a", "b"]
 
 
 def test_small_commands_are_checked_alike():

@@ -193,7 +193,7 @@ def test_text_shorter_than_a_window_is_refused():
     for text in ("", "abcde"):
         with pytest.raises(DataError) as caught:
             GPTDatasetV1(text, tokenizer, max_length=5, stride=1)
-        cause = f"needs 6 tokens (one more, to predict) and the text has {len(text)}"
+        cause = f"needs 6 tokens (one more, to predict) and there are {len(text)} to train on"
         check_refusal(caught.value, "data.max_length=5", cause, "use a longer text or a smaller")
     dataset = GPTDatasetV1("abcdef", tokenizer, max_length=5, stride=1)
     assert [(x.tolist(), y.tolist()) for x, y in dataset] == [([*b"abcde"], [*b"bcdef"])]
@@ -582,7 +582,7 @@ def test_validation_shorter_than_a_window_is_refused(tmp_path):
 def test_training_text_shorter_than_a_window_is_refused(tmp_path):
     with pytest.raises(DataError) as caught:
         load(byte_config(write(tmp_path / "a.txt", "\ufeff")))  # nothing but a byte-order mark
-    check_refusal(caught.value, "data.max_length=4", "the text has 0", "use a longer text")
+    check_refusal(caught.value, "data.max_length=4", "there are 0", "use a longer text")
 
 
 @pytest.mark.parametrize(

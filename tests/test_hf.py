@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from model import GPT, ModelConfig
 from training.checkpoint import CheckpointError
-from training.hf import from_hf, is_hf, to_hf
+from training.hf import from_hf, load_any, to_hf
 
 VOCAB_SIZE = 61
 
@@ -156,7 +156,7 @@ def test_greedy_text_is_theirs(theirs, folder):
 
 
 def test_settings_are_read(folder, copy):
-    assert is_hf(folder)
+    assert load_any(folder)[1] is None
     assert from_hf(folder).config == ModelConfig(VOCAB_SIZE, 32, 24, 3, 2, 0.0)
     assert from_hf(copy({"resid_pdrop": 0.3})).config.dropout == 0.3
 
@@ -307,7 +307,8 @@ def test_missing_files(copy):
     (folder / "model.safetensors").unlink()
     assert_refused(folder, "model.safetensors: unreadable")
     (folder / "config.json").unlink()
-    assert not is_hf(folder)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load_any(folder)
     assert_refused(folder, "config.json: unreadable")
 
 

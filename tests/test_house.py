@@ -89,7 +89,7 @@ def test_each_library_is_known_in_one_place(package, allowed):
 
 
 def test_the_ground_floor_needs_torch_alone():
-    standard = {"functools", "math", "collections", "dataclasses"}
+    standard = {"functools", "itertools", "math", "collections", "dataclasses"}
     for name in ("attention", "model"):
         roots = {n.split(".")[0] for _, n in imports(REPOSITORY / f"{name}.py")}
         assert roots <= standard | {"torch", "attention"}

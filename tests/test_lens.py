@@ -59,6 +59,12 @@ def test_every_prompt_becomes_a_picture_of_every_head(tmp_path):
         assert min(imread(path).shape[:2]) > 300
 
 
+def test_a_prompt_of_one_token_is_drawn_too(tmp_path):
+    lens = lens_on("x")
+    pictures = lens.look(lambda ids: causal_weights(2, 2, len(ids)), 0, tmp_path)
+    assert len(pictures) == 1
+
+
 def test_the_grid_shows_every_cell_of_every_head(tmp_path):
     """Each weight can be read back from the picture's pixels, heads where their labels say."""
     lens = lens_on("abcdef")

@@ -56,6 +56,9 @@ def test_dropping_rows(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     drop_rows_after(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a\u2028b\x85c"}\n')
+    drop_rows_after(tmp_path, 2)
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "text": "a\u2028b\x85c"}\n'
     drop_rows_after(tmp_path, -1)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
@@ -78,6 +81,55 @@ def test_a_broken_wandb_never_stops_training(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["W&B: left out, metrics are in metrics.jsonl (server says no)"]
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_a_wandb_that_dies_in_the_middle_is_left_out_once(tmp_path, capsys):
+    class Dead:
+        id = "x"
+
+        def log(self, *_, **__):
+            raise ConnectionResetError("gone")
+
+    tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
+    tracker.run = Dead()
+    for step in (1, 2):
+        tracker.log({"train/loss": 1.0}, step=step)
+    tracker.summary({"best_val_loss": 1.0})
+    tracker.finish()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["W&B: left out, metrics are in metrics.jsonl (gone)"]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_no_key_means_offline_with_one_notice_and_no_question(tmp_path, monkeypatch, capsys, mode):
+    import wandb
+
+    started = {}
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr(wandb, "login", lambda prompt, verify: prompt)  # there is no key
+    monkeypatch.setattr(wandb, "init", lambda **options: started.update(options))
+    Tracker(WandbConfig(mode=mode), tmp_path, {}).finish()
+    assert started["mode"] == "offline"
+    assert capsys.readouterr().err.startswith("W&B: no API key found")
+
+
+def test_an_unreachable_server_means_offline(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    modes = []
+
+    def init(mode, **_):
+        modes.append(mode)
+        if mode == "online":
+            raise wandb.errors.CommError("timed out")
+
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr(wandb, "login", lambda prompt, verify: True)
+    monkeypatch.setattr(wandb, "init", init)
+    Tracker(WandbConfig(), tmp_path, {}).finish()
+    assert modes == ["online", "offline"]
+    assert "not reached (timed out)" in capsys.readouterr().err
 
 
 def test_a_whole_run_on_wandb(command, tmp_path, text_file):

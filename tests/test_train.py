@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import yaml
 from conftest import REPOSITORY, TINY
 
+from train import Diverged
 from training import checkpoint
 from training.config import ConfigError
 from training.parallel import Parallel
@@ -160,6 +162,20 @@ def test_validation_is_the_mean_over_the_windows(trainer):
     assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
 
 
+def test_a_loss_that_is_no_number_ends_the_run_and_spoils_no_checkpoint(trainer):
+    run = trainer("name=a", "trainer.save_every=1", "trainer.log_every=100", "trainer.keep=9")
+    run.step()
+    run.save()
+    with torch.no_grad():
+        run.model.final_norm.weight.fill_(float("nan"))
+    with pytest.raises(Diverged, match="the loss is nan at step 2") as caught:
+        run.train()
+    assert caught.value.exit_code == 4
+    model, state = checkpoint.load_model(checkpoint.find(run.folder))
+    assert state.step == 1
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
 # ------------------------------------------------------------------------ what a run leaves behind
 
 
@@ -267,6 +283,59 @@ def test_resume_by_path_must_and_false(trainer):
         trainer("trainer.resume=nowhere")
 
 
+def test_an_older_checkpoint_needs_a_name_of_its_own(trainer, tmp_path):
+    """Going on from it in place would overwrite what came after."""
+    run = trainer("name=a", "trainer.save_every=1", "trainer.keep=9")
+    run.train()
+    older = run.folder / "checkpoints" / "step_00000002"
+    with pytest.raises(ConfigError, match="runs/a has gone on to step 4; give name=NEW"):
+        trainer(f"trainer.resume={older}")
+    branch = trainer(f"trainer.resume={older}", "name=b")
+    assert (branch.state.step, branch.state.best_loss, branch.state.wandb_id) == (2, None, None)
+    branch.train()
+    assert_same(weights(branch), weights(run))
+    assert checkpoint.find(run.folder).name == "step_00000004"
+
+
+def test_a_checkpoint_copied_elsewhere_starts_a_run_of_its_own(trainer, tmp_path):
+    run = trainer("name=a")
+    run.train()
+    shutil.copytree(checkpoint.find(run.folder), tmp_path / "backup" / "step4")
+    again = trainer(f"trainer.resume={tmp_path}/backup/step4", "trainer.max_steps=6")
+    assert again.folder.parent.name == "runs"
+    assert again.folder.name != "a"
+    assert again.state.step == 4
+    assert sorted(p.name for p in (tmp_path / "backup").iterdir()) == ["step4"]
+
+
+def test_a_dangling_last_is_refused_not_restarted(trainer):
+    run = trainer("name=a")
+    run.train()
+    shutil.rmtree(checkpoint.find(run.folder))
+    before = (run.folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(checkpoint.CheckpointError, match="name=runs/a/checkpoints/last"):
+        trainer("name=a")
+    assert (run.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_longer_run_keeps_its_warmup(trainer):
+    run = trainer("name=a", "trainer.warmup_steps=null", "trainer.max_steps=20")
+    assert run.settings.trainer.warmup_steps == 2
+    run.train()
+    longer = trainer("name=a", "trainer.warmup_steps=null", "trainer.max_steps=400")
+    assert longer.state.step == 20
+    assert longer.settings.trainer.warmup_steps == 2
+    assert longer.learning_rate(20) == longer.settings.optimizer.lr
+
+
+def test_a_finished_run_is_not_disturbed_by_calling_it_again(trainer):
+    run = trainer("name=a")
+    run.train()
+    log = (run.folder / "metrics.jsonl").read_bytes()
+    trainer("name=a").train()
+    assert (run.folder / "metrics.jsonl").read_bytes() == log
+
+
 def test_another_setting_that_matters_is_refused_by_name(trainer):
     run = trainer("name=a")
     run.train()
@@ -324,7 +393,7 @@ def test_a_run_from_the_command_line(command, tmp_path, text_file):
     ("overrides", "code", "says"),
     [
         (["data.path=nowhere.txt"], 3, "data.path=nowhere.txt: no such file"),
-        (["trainer.init_from=nowhere"], 3, "checkpoint=nowhere: no such directory"),
+        (["trainer.init_from=nowhere"], 3, "trainer.init_from=nowhere: no such directory"),
         (["trainer.device=cuda"], 2, "trainer.device=cuda: this machine"),
         (["trainer.precision=fp16"], 2, "trainer.precision=fp16: half precision needs a GPU"),
     ],
@@ -372,6 +441,13 @@ def test_multirun_trains_once_for_each_value(command, tmp_path, text_file):
     assert len(runs) == 2
     assert [yaml.safe_load((run / "config.yaml").read_text())["seed"] for run in runs] == [1, 2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "multirun", "runs", "text.txt"]
+
+
+def test_an_error_in_a_multirun_is_one_line_too(command):
+    done = command("train.py", "-m", *TINY, "data.path=nowhere.txt", "seed=1,2")
+    assert done.returncode == 3
+    assert done.stderr.startswith("data.path=nowhere.txt: no such file")
+    assert done.stderr.count("\n") == 1
 
 
 def test_compiled_training_uses_and_saves_the_same_parameters(trainer, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -42,7 +42,8 @@ class State:
     best_loss: float | None = None
     best_step: int | None = None
     wandb_id: str | None = None
-    format: int = field(default=FORMAT)
+    scaler: dict | None = None  # fp16's loss scale
+    format: int = FORMAT
 
 
 def open_run(name: str | None, model_name: str, runs: Path = Path("runs")) -> Path:
@@ -97,6 +98,17 @@ def _point(link: Path, target: str) -> None:
     os.replace(fresh, link)
 
 
+def run_of(folder: Path) -> Path | None:
+    """The run's directory that a checkpoint stands in; None for one that was copied elsewhere."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else None
+
+
+def newest_step(run: Path) -> int:
+    """The step of a run's newest whole checkpoint, 0 when there is none."""
+    names = [path.name for path in (run / "checkpoints").glob("step_*")]
+    return max((int(n[5:]) for n in names if re.fullmatch(r"step_\d+", n)), default=0)
+
+
 def _prune(checkpoints: Path, keep: int) -> None:
     best = (checkpoints / "best").resolve()
     whole = sorted(p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
@@ -121,19 +133,19 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
     return tensors
 
 
-def find(path: str | Path) -> Path:
+def find(path: str | Path, key: str = "checkpoint") -> Path:
     """The checkpoint that a path means: itself, or the last one of a run's directory.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError, naming the setting `key`, when there is none.
     """
     path = Path(path)
     for folder in (path, path / "checkpoints" / "last"):
         if (folder / "state.json").is_file() and (folder / "model.safetensors").is_file():
             return folder.resolve()
     if not path.exists():
-        raise CheckpointError(f"checkpoint={path}: no such directory; give a run or a checkpoint")
+        raise CheckpointError(f"{key}={path}: no such directory; give a run or a checkpoint")
     fix = "give runs/NAME or runs/NAME/checkpoints/step_..."
-    raise CheckpointError(f"checkpoint={path}: holds no checkpoint; {fix}")
+    raise CheckpointError(f"{key}={path}: holds no checkpoint; {fix}")
 
 
 def load_state(folder: Path) -> State:

@@ -39,6 +39,17 @@ CONFIGS = REPOSITORY / "configs"
 Problem = tuple[str, object, str, str]  # (key, value, cause, fix)
 NO_VALUE = object()  # the value of a problem that has none
 
+# Settings whose value is free text: taken as typed, commas, brackets, digits and all.
+FREE_TEXT = {
+    "name",
+    "data.path",
+    "trainer.sample_prompt",
+    "trainer.resume",
+    "trainer.init_from",
+    "wandb.project",
+    "wandb.name",
+    "wandb.group",
+}
 # Hydra's own settings that take any key.
 HYDRA_FREE = ("hydra.job.env_set", "hydra.sweeper", "hydra.launcher", "hydra.callbacks")
 
@@ -70,7 +81,7 @@ class TrainerConfig:
         None  # the learning rate rises; null: a tenth of the run, at most 2000
     )
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
-    eval_every: int = 40  # steps between validations; 0: only at the end
+    eval_every: int = 40  # steps between validations; 0: only at the start and the end
     eval_windows: int = 100  # at most so many validation windows, the same each time
     log_every: int = 1  # steps between lines in the log
     save_every: int = 500  # steps between checkpoints, besides the best and last; 0: only those
@@ -258,6 +269,9 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Settings:
     from omegaconf.errors import OmegaConfBaseException
 
     register_resolvers()
+    if config_dir and not os.path.isdir(config_dir):
+        raise ConfigError([("--config-dir", config_dir, "no such folder", "check the path")])
+    overrides = [quoted(text) for text in overrides]
     search = [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"] if config_dir else []
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -319,6 +333,22 @@ def register_resolvers() -> None:
         OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY))
 
 
+def quoted(text: str) -> str:
+    """An override whose value is free text, quoted for Hydra's grammar; any other as it is.
+
+    Left alone: what is quoted already, a list, a reference ${...}, and null, true and false.
+    """
+    key, equals, value = text.partition("=")
+    whole = (("'", "'"), ('"', '"'), ("[", "]"), ("${", "}"))
+    plain = value in ("", "null", "true", "false") or any(
+        value.startswith(a) and value.endswith(b) for a, b in whole
+    )
+    if not equals or key.lstrip("+") not in FREE_TEXT or plain:
+        return text
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{key}="{escaped}"'
+
+
 def check_names(
     overrides: list[str], search: list[str]
 ) -> tuple[list[tuple[str, str]], list[Problem]]:
@@ -340,7 +370,12 @@ def check_names(
         try:
             override = parser.parse_override(text)
         except HydraException:
-            problems.append((text, NO_VALUE, "is not of the form key=value", "see --help"))
+            fix = f"quote the value, {_quoting(text)}" if "=" in text else "see --help"
+            problems.append((text, NO_VALUE, "is not of the form key=value", fix))
+            continue
+        if override.is_sweep_override():
+            fix = f"-m trains once for each; a text with a comma is quoted, {_quoting(text)}"
+            problems.append((text, NO_VALUE, "several values for one run", fix))
             continue
         key, value = override.key_or_group, override.get_value_element_as_str()
         if override.is_delete():
@@ -359,6 +394,11 @@ def check_names(
         else:
             problems.append(unknown_key(key, value, visible))
     return good, problems
+
+
+def _quoting(text: str) -> str:
+    key, _, value = text.partition("=")
+    return f"""'{key}="{value}"'"""
 
 
 def _dotted(tree, prefix: str = ""):
@@ -423,6 +463,8 @@ def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | Non
     if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]*", name):
         cause = "becomes the folder runs/<name>"
         problems.append(("name", name, cause, "use letters, digits and . _ - only"))
+    if not 0 <= (seed := parts.get("seed", 0)) < 2**63:
+        problems.append(("seed", seed, "must be from 0 to 2^63 - 1", "use seed=0"))
     if (parallel := parts.get("parallel", "auto")) not in ("auto", "single"):
         problems.append(("parallel", parallel, "no such choice", "use auto or single"))
     problems += cross_problems(parts)
@@ -480,6 +522,7 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
                 return
             settings = compose(args.overrides, args.config_dir)
             if args.cfg:
+                sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
                 _hydra_main(run)
             else:
                 run(settings)
@@ -496,9 +539,10 @@ def _hydra_main(run: Callable[[Settings], None]) -> None:
 
     def task(config) -> None:
         settings, problems = build(OmegaConf.to_container(config, resolve=True))
-        if problems:
-            raise ConfigError(problems)
-        run(settings)
+        with errors_in_one_line(debug=config.debug is True):
+            if problems:
+                raise ConfigError(problems)
+            run(settings)
 
     hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")(task)()
 
@@ -535,16 +579,20 @@ def parse(schema: type, arguments: list[str]) -> object:
     from hydra.errors import HydraException
 
     parser, values, problems = OverridesParser.create(), {}, []
+    free_text = {name for name, hint in typing.get_type_hints(schema).items() if hint is str}
     for text in arguments:
         key, equals, raw = text.partition("=")
         if not equals or not re.fullmatch(r"\w+", key):
             problems.append((text, NO_VALUE, "is not of the form key=value", "see --help"))
             continue
+        if key in free_text:  # taken as typed: a prompt may hold anything, and blanks count
+            values[key] = raw
+            continue
         try:
             value = parser.parse_override(text).value()
-            values[key] = value if isinstance(value, str | int | float | list | None) else raw
+            values[key] = value if isinstance(value, int | float | None) else raw
         except HydraException:
-            values[key] = raw  # free text, such as a prompt with quotes or brackets
+            values[key] = raw  # of the wrong type, then
     settings, more = fill(schema, values)
     if problems or more:
         raise ConfigError(problems + more)

@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model import GPT, ModelConfig
-from training.checkpoint import CheckpointError, copy_into, empty_model, read_tensors
+from training.checkpoint import (
+    CheckpointError,
+    State,
+    copy_into,
+    empty_model,
+    find,
+    load_model,
+    read_tensors,
+)
 
 # ours: (theirs, transposed)
 BLOCK = {
@@ -119,9 +127,14 @@ def to_hf(model: GPT, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def is_hf(folder: str | Path) -> bool:
-    """Whether a directory looks like Hugging Face's: config.json beside the weights."""
-    return (Path(folder) / "config.json").is_file()
+def load_any(path: str | Path, key: str = "checkpoint") -> tuple[GPT, State | None]:
+    """The model of a run, a checkpoint or a Hugging Face directory; the latter has no state.
+
+    Raises CheckpointError, naming the setting `key`, when the path is none of these.
+    """
+    if (Path(path) / "config.json").is_file():
+        return from_hf(path), None
+    return load_model(find(path, key))
 
 
 def _model_config(file: Path, attention: str) -> ModelConfig:

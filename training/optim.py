@@ -75,20 +75,21 @@ def build_optimizer(model: "torch.nn.Module", config: OptimizerConfig) -> "torch
     )
 
 
-def learning_rate(
-    step: int, config: OptimizerConfig, warmup_steps: int | None, max_steps: int
-) -> float:
+def default_warmup(max_steps: int) -> int:
+    """Steps of warmup where the settings name none: a tenth of the run, at most 2,000."""
+    return min(max_steps // 10, 2000)
+
+
+def learning_rate(step: int, config: OptimizerConfig, warmup_steps: int, max_steps: int) -> float:
     """The learning rate of optimizer step `step`, 0 <= step < max_steps.
 
-    Rises linearly to lr over warmup_steps (None: a tenth of max_steps, at most 2,000). Then, with
-    r = min_lr_ratio and u in 0..1 the share of the remaining steps done:
+    Rises linearly to lr over warmup_steps. Then, with r = min_lr_ratio and u in 0..1 the share of
+    the remaining steps done:
       cosine    lr (r + (1 - r) (1 + cos(pi u)) / 2)             (Loshchilov and Hutter 2017)
       wsd       lr, then linearly to r lr over the last decay_fraction of all steps
                                                                  (Hu et al. 2024)
       constant  lr
     """
-    if warmup_steps is None:
-        warmup_steps = min(max_steps // 10, 2000)
     if step < warmup_steps:
         return config.lr * (step + 1) / warmup_steps
     if config.schedule == "constant":
@@ -96,10 +97,10 @@ def learning_rate(
     if config.schedule == "cosine":
         start = warmup_steps
     else:
-        start = max(warmup_steps, round(max_steps * (1 - config.decay_fraction)))
+        start = max(warmup_steps, round(max_steps * (1 - config.decay_fraction)) - 1)
     if step < start:
         return config.lr
-    # The last step, max_steps - 1, runs at exactly r lr.
+    # From lr at step `start` to exactly r lr at the last step, max_steps - 1.
     done = min(1.0, (step - start) / max(1, max_steps - 1 - start))
     fall = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)

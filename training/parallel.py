@@ -160,9 +160,10 @@ def compiled(
     """A second handle on the model, compiled or not; the model itself stays as it is.
 
     auto: compile where the run is long enough to earn the compilation back. On two CPU cores it
-    takes some 45 s and saves 5 to 20 % of each step, on a GPU a minute and saves about half.
+    takes some 40 s and was measured to save 2 % of each step (docs/benchmarks.md), so it pays
+    after an hour; on a GPU fused kernels save far more, and half a minute of work suffices.
     """
-    worth = {"cpu": 5e14, "cuda": 2e16}.get(device.type, float("inf"))
+    worth = {"cpu": 2e15, "cuda": 2e16}.get(device.type, float("inf"))
     if choice is False or (
         choice == "auto" and (training_flops < worth or not _can_compile(device))
     ):

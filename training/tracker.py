@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,22 +74,33 @@ class Tracker:
         row |= {key: str(path.relative_to(self.folder)) for key, path in pictures.items()}
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        if self.run:
+
+        def send(run) -> None:
             import wandb
 
             images = {key: wandb.Image(str(path)) for key, path in pictures.items()}
-            self.run.log(metrics | images, step=step)
+            run.log(metrics | images, step=step)
+
+        self._wandb(send)
 
     def summary(self, values: dict[str, float]) -> None:
         """What the run came to, shown in the dashboard's table of runs."""
-        if self.run:
-            self.run.summary.update(values)
+        self._wandb(lambda run: run.summary.update(values))
 
     def finish(self, exit_code: int = 0) -> None:
         """Closes both; W&B marks the run as failed when the code is not 0."""
         self.file.close()
-        if self.run:
-            self.run.finish(exit_code=exit_code)
+        self._wandb(lambda run: run.finish(exit_code=exit_code))
+
+    def _wandb(self, action: Callable) -> None:
+        """Does something with the W&B run; when it fails, says so once and goes on without."""
+        if self.run is None:
+            return
+        try:
+            action(self.run)
+        except Exception as error:
+            self.run = None
+            _left_out(error)
 
 
 class NoTracker:
@@ -111,7 +123,7 @@ def drop_rows_after(folder: Path, step: int) -> None:
         if not (path := folder / name).exists():
             continue
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n"):
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
@@ -135,28 +147,41 @@ def _start_wandb(config: WandbConfig, folder: Path, settings: dict, run_id: str 
     try:
         import wandb
 
-        if mode not in ("online", "offline"):
-            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-            if mode == "offline":
-                print(
-                    "W&B: no API key found, so this run is recorded offline "
-                    "(wandb login, then wandb sync; wandb=off for none)",
-                    file=sys.stderr,
-                )
-        run = wandb.init(
-            project=config.project,
-            name=config.name or folder.name,
-            group=config.group,
-            tags=config.tags,
-            mode=mode,
-            dir=str(folder),
-            config=settings,
-            id=run_id,
-            resume="allow" if run_id else None,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
-        )
+        if mode != "offline" and not wandb.login(prompt=False, verify=False):
+            mode = "offline"
+            print(
+                "W&B: no API key found, so this run is recorded offline "
+                "(wandb login, then wandb sync; wandb=off for none)",
+                file=sys.stderr,
+            )
+        options = {
+            "project": config.project,
+            "name": config.name or folder.name,
+            "group": config.group,
+            "tags": config.tags,
+            "dir": str(folder),
+            "config": settings,
+            "id": run_id,
+            "resume": "allow" if run_id else None,
+            "settings": wandb.Settings(
+                console="off", silent=True, disable_git=True, save_code=False, init_timeout=20
+            ),
+        }
+        if mode != "offline":
+            try:
+                return wandb.init(mode="online", **options)
+            except Exception as error:
+                cause = _one_line(error)
+                print(f"W&B: not reached ({cause}); recorded offline instead", file=sys.stderr)
+        return wandb.init(mode="offline", **options)
     except Exception as error:
-        cause = " ".join(str(error).split())
-        print(f"W&B: left out, metrics are in metrics.jsonl ({cause})", file=sys.stderr)
+        _left_out(error)
         return None
-    return run
+
+
+def _left_out(error: Exception) -> None:
+    print(f"W&B: left out, metrics are in metrics.jsonl ({_one_line(error)})", file=sys.stderr)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
