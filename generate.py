@@ -11,7 +11,8 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from training.config import ConfigError, Problem, settings_command
+from training.command import settings_command
+from training.config import Problem, refuse
 
 
 @dataclass
@@ -51,8 +52,7 @@ def main(settings: GenerateConfig) -> None:
     from training import parallel
     from training.hf import load_any
 
-    if problems := parallel.check(settings.device):
-        raise ConfigError(problems)
+    refuse(parallel.check(settings.device))
     place = parallel.start(settings.device, "fp32", settings.seed)
     model, state = load_any(settings.checkpoint)
     data = state.settings["data"] if state else {"tokenizer": "gpt2", "max_length": None}

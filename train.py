@@ -19,7 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-from training.config import ConfigError, Settings, command
+from training.command import command
+from training.config import Settings, refuse
 
 
 class Diverged(RuntimeError):
@@ -59,73 +60,65 @@ class Trainer:
     """One training run: its parts, and the loop that they are for."""
 
     def __init__(self, settings: Settings):
-        import numpy as np
-
-        from data import WindowOrder, bytes_per_token, get_tokenizer, load_datasets
-        from lens import Lens
-        from model import GPT
-        from training import checkpoint, parallel
-        from training.console import Console
-        from training.optim import build_optimizer, default_warmup, learning_rate
-        from training.tracker import NoTracker, Tracker, drop_rows_after
+        """Builds all the parts; nothing is written before every one of them fits."""
+        from training import checkpoint, parallel, resume
 
         self.settings = settings
         trainer = settings.trainer
-        if problems := parallel.check(trainer.device, trainer.precision, "trainer."):
-            raise ConfigError(problems)
-        resume_from = find_resume(settings)
+        refuse(parallel.check(trainer.device, trainer.precision, "trainer."))
+        self.resume_from, problems = resume.find_checkpoint(settings)
+        refuse(problems)
+        self.saved = checkpoint.load_state(self.resume_from) if self.resume_from else None
         self.parallel = parallel.start(trainer.device, trainer.precision, settings.seed)
+        self.load_data()
+        self.build_model()
+        self.build_optimizer()
+        self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
+        if self.saved:
+            self.restore()
+        self.open_run()
+        self.meter = Meter()
+        self.stop_signal: int | None = None
+        self.train_loss: float | None = None
+        self.last_sample = ""
 
+    def load_data(self) -> None:
+        """Tokens, the windows to train on and their order, the windows to validate on."""
+        import numpy as np
+
+        from data import WindowOrder, bytes_per_token, get_tokenizer, load_datasets
+
+        settings, trainer = self.settings, self.settings.trainer
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
         self.train_set, self.val_set = load_datasets(settings.data, self.tokenizer)
         self.order = WindowOrder(len(self.train_set), trainer.batch_size, settings.seed)
-        self.val_windows = np.arange(0)
-        if self.val_set:
+        self.tokens_per_step = trainer.batch_size * settings.data.max_length
+        if self.val_set:  # at most eval_windows of them, evenly spread, always the same
             count = min(len(self.val_set), trainer.eval_windows)
-            self.val_windows = np.linspace(0, len(self.val_set) - 1, count).round().astype(np.int64)
+            self.val_windows = np.linspace(0, len(self.val_set) - 1, count).round().astype(int)
             _, targets = self.val_set.batch(self.val_windows)
             self.val_bytes_per_token = bytes_per_token(self.tokenizer, targets.numpy().ravel())
 
-        # `model` is the module itself: looked into, saved, validated. `fast_model` shares its
-        # parameters and may be compiled: trained.
-        if trainer.init_from and not resume_from:
-            self.model = load_weights(trainer.init_from, settings)
+    def build_model(self) -> None:
+        """`model` is the module itself: looked into, saved, validated. `fast_model` shares its
+        parameters and may be compiled: trained."""
+        from lens import Lens
+        from model import GPT
+        from training import parallel, resume
+
+        settings, trainer = self.settings, self.settings.trainer
+        if trainer.init_from and not self.saved:
+            self.model, problems = resume.initial_weights(settings)
+            refuse(problems)
         else:
             self.model = GPT(settings.model)
         self.model.to(self.parallel.device).train()
-        self.tokens_per_step = trainer.batch_size * settings.data.max_length
         self.flops_per_token = self.model.flops_per_token(settings.data.max_length)
-        self.fast_model = parallel.compiled(
-            self.model,
-            trainer.compile,
-            self.parallel.device,
-            self.flops_per_token * self.tokens_per_step * trainer.max_steps,
-        )
         self.peak_flops = parallel.peak_flops(self.parallel.device)
-        self.optimizer = build_optimizer(self.model, settings.optimizer)
-        saved = checkpoint.load_state(resume_from) if resume_from else None
-        if trainer.warmup_steps is None:
-            # Resolved once: a run that is made longer later keeps the warmup it had.
-            trainer.warmup_steps = default_warmup(trainer.max_steps)
-            if saved:
-                trainer.warmup_steps = saved.settings["trainer"]["warmup_steps"]
-        self.learning_rate = functools.partial(
-            learning_rate,
-            config=settings.optimizer,
-            warmup_steps=trainer.warmup_steps,
-            max_steps=trainer.max_steps,
+        all_flops = self.flops_per_token * self.tokens_per_step * trainer.max_steps
+        self.fast_model = parallel.compiled(
+            self.model, trainer.compile, self.parallel.device, all_flops
         )
-
-        self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
-        if saved:
-            refuse_other_settings(saved.settings, settings, resume_from)
-            saved.settings = self.state.settings
-            self.state = saved
-            checkpoint.load_parameters(resume_from, self.model)
-            checkpoint.load_optimizer(resume_from, self.model, self.optimizer)
-            if saved.scaler:
-                self.parallel.scaler.load_state_dict(saved.scaler)
-
         self.lens = Lens(
             settings.lens,
             encode=self.tokenizer.encode_ordinary,
@@ -133,28 +126,56 @@ class Trainer:
             context_length=settings.data.max_length,
         )
 
-        # Nothing has been written so far; what could be wrong has been found.
-        origin = checkpoint.run_of(resume_from) if resume_from else None
-        if origin is None or (settings.name and settings.name != origin.name):
+    def build_optimizer(self) -> None:
+        from training.optim import build_optimizer, default_warmup, learning_rate
+
+        settings, trainer = self.settings, self.settings.trainer
+        self.optimizer = build_optimizer(self.model, settings.optimizer)
+        if trainer.warmup_steps is None:
+            # Resolved once: a run that is made longer later keeps the warmup it had.
+            saved = self.saved and self.saved.settings["trainer"]["warmup_steps"]
+            trainer.warmup_steps = default_warmup(trainer.max_steps) if saved is None else saved
+        self.learning_rate = functools.partial(
+            learning_rate,
+            config=settings.optimizer,
+            warmup_steps=trainer.warmup_steps,
+            max_steps=trainer.max_steps,
+        )
+
+    def restore(self) -> None:
+        """Puts everything where the checkpoint has it; refuses settings that would change it."""
+        from training import checkpoint, resume
+
+        run = checkpoint.run_of(self.resume_from) or self.resume_from
+        refuse(resume.changed_settings(self.saved.settings, self.state.settings, run))
+        self.saved.settings = self.state.settings
+        self.state = self.saved
+        checkpoint.load_parameters(self.resume_from, self.model)
+        checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer)
+        if self.state.scaler:
+            self.parallel.scaler.load_state_dict(self.state.scaler)
+
+    def open_run(self) -> None:
+        """The run's directory, its log, its place on W&B."""
+        from training import checkpoint
+        from training.console import Console
+        from training.tracker import NoTracker, Tracker, drop_rows_after
+
+        settings, state = self.settings, self.state
+        origin = checkpoint.run_of(self.resume_from) if self.resume_from else None
+        if origin and settings.name in (None, origin.name):
+            self.folder = origin
+        else:
             self.folder = checkpoint.open_run(settings.name, model_name(settings))
             # A branch has a W&B run and a best checkpoint of its own.
-            state = self.state
             state.wandb_id = state.best_loss = state.best_step = None
-        else:
-            self.folder = origin
-        write_config(self.folder / "config.yaml", self.state.settings)
-        drop_rows_after(self.folder, self.state.step if resume_from else -1)
+        write_config(self.folder / "config.yaml", state.settings)
+        drop_rows_after(self.folder, state.step if self.saved else -1)
         self.tracker = NoTracker()
         if self.parallel.is_main:
-            self.tracker = Tracker(
-                settings.wandb, self.folder, self.state.settings, self.state.wandb_id
-            )
-        self.state.wandb_id = self.tracker.run_id or self.state.wandb_id
-        self.console = Console(self.parallel.is_main, self.state.step, trainer.max_steps)
-        self.meter = Meter()
-        self.stop_signal: int | None = None
-        self.train_loss: float | None = None
-        self.last_sample = ""
+            self.tracker = Tracker(settings.wandb, self.folder, state.settings, state.wandb_id)
+        state.wandb_id = self.tracker.run_id or state.wandb_id
+        self.console = Console(self.parallel.is_main, state.step, settings.trainer.max_steps)
 
     # ------------------------------------------------------------------------------- the loop
 
@@ -249,7 +270,7 @@ class Trainer:
             self.tracker.log(metrics, step, pictures)
 
     def validate(self) -> dict[str, float]:
-        """Mean loss over the validation windows (at most eval_windows of them, always the same)."""
+        """Mean loss over the chosen validation windows."""
         if self.val_set is None:
             return {}
         settings, windows = self.settings.trainer, self.val_windows
@@ -358,8 +379,8 @@ class Trainer:
             f"{val_windows:,} to validate; {settings.trainer.batch_size} a step"
         )
         out.print(f"run directory: {self.folder}")
-        if url := self.tracker.where():
-            out.print(f"dashboard: {url}")
+        if where := self.tracker.where():
+            out.print(f"W&B: {where}")
         if self.state.step > 0:
             out.print(f"resumed after step {self.state.step}")
 
@@ -387,111 +408,8 @@ class Trainer:
         out.print(
             f"more text        python generate.py checkpoint={self.folder} prompt='The ferry'"
         )
-        if url := self.tracker.where():
-            out.print(f"dashboard        {url}")
-
-
-# ------------------------------------------------------------------------- beginning and resuming
-
-
-def find_resume(settings: Settings) -> Path | None:
-    """The checkpoint to go on from, or None for a new run.
-
-    auto: go on when runs/<name> has a checkpoint. must: it has to have one. A path: that one.
-    """
-    from training import checkpoint
-
-    resume = settings.trainer.resume
-    if resume not in ("auto", "must", False):
-        found = checkpoint.find(resume, "trainer.resume")
-        refuse_to_go_back(found, settings)
-        return found
-    last = Path("runs") / settings.name / "checkpoints" / "last" if settings.name else None
-    exists = last is not None and last.is_symlink()
-    if resume == "must" and not exists:
-        fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
-        raise ConfigError([("trainer.resume", "must", "there is nothing to resume", fix)])
-    if resume is False and exists:
-        fix = "give another name, or trainer.resume=auto to go on"
-        raise ConfigError([("name", settings.name, f"{last.parent.parent} holds a run", fix)])
-    return checkpoint.find(last, "name") if exists else None
-
-
-def refuse_to_go_back(found: Path, settings: Settings) -> None:
-    """Raises ConfigError where going on from `found` would overwrite what its run did since."""
-    from training import checkpoint
-
-    run = checkpoint.run_of(found)
-    if run is None or (settings.name and settings.name != run.name):
-        return
-    newest = checkpoint.newest_step(run)
-    if checkpoint.load_state(found).step < newest:
-        cause = f"{run} has gone on to step {newest}"
-        fix = "give name=NEW to branch off there, or resume the run itself"
-        raise ConfigError([("trainer.resume", settings.trainer.resume, cause, fix)])
-
-
-# What may differ between a run and its continuation without changing what is computed.
-FREE_TO_CHANGE = {
-    "name",
-    "debug",
-    "parallel",
-    "lens",
-    "wandb",
-    "model.attention",
-    "trainer.max_steps",
-    "trainer.micro_batch_size",
-    "trainer.eval_every",
-    "trainer.eval_windows",
-    "trainer.log_every",
-    "trainer.save_every",
-    "trainer.keep",
-    "trainer.compile",
-    "trainer.device",
-    "trainer.resume",
-    "trainer.init_from",
-    "trainer.sample_prompt",
-    "trainer.sample_tokens",
-}
-
-
-def refuse_other_settings(saved: dict, settings: Settings, folder: Path) -> None:
-    """Raises ConfigError when the settings would make the continuation another run."""
-    problems = []
-    for group, now in dataclasses.asdict(settings).items():
-        if group in FREE_TO_CHANGE:
-            continue
-        pairs = {"": now} if not isinstance(now, dict) else now
-        for key, value in pairs.items():
-            full = f"{group}.{key}" if key else group
-            before = saved.get(group, {}).get(key) if key else saved.get(group)
-            if full not in FREE_TO_CHANGE and value != before:
-                cause = f"{folder.parent.parent} was trained with {before}"
-                fix = f"use {full}={before}, or another name= for a new run"
-                problems.append((full, value, cause, fix))
-    if problems:
-        raise ConfigError(problems)
-
-
-def load_weights(source: str, settings: Settings):
-    """The model of trainer.init_from: a run, a checkpoint, or a Hugging Face directory."""
-    from training import checkpoint
-    from training.hf import load_any
-
-    model, _ = load_any(source, "trainer.init_from")
-    fixed = ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers", "qkv_bias")
-    problems = []
-    for key in fixed:
-        have, want = getattr(model.config, key), getattr(settings.model, key)
-        if have != want:
-            cause = f"the weights of trainer.init_from={source} have {have}"
-            problems.append((f"model.{key}", want, cause, f"use model.{key}={have}"))
-    if problems:
-        raise ConfigError(problems)
-    # Dropout and the kernel are this run's choice; the weights fit all of them.
-    fresh = checkpoint.empty_model(settings.model)
-    fresh.load_state_dict(model.state_dict())
-    return fresh
+        if where := self.tracker.where():
+            out.print(f"W&B              {where}")
 
 
 def model_name(settings: Settings) -> str:

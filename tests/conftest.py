@@ -61,7 +61,7 @@ def trainer(tmp_path, monkeypatch, text_file):
 
     def make(*overrides):
         from train import Trainer
-        from training.config import compose
+        from training.command import compose
 
         made = Trainer(compose([*TINY, f"data.path={text_file}", *overrides]))
         trainers.append(made)

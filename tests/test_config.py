@@ -9,7 +9,8 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
-from training.config import CONFIGS, GROUPS, ConfigError, check_sweep, coerce, compose, fill, parse
+from training.command import check_sweep, compose, parse
+from training.config import CONFIGS, GROUPS, ConfigError, coerce, fill
 
 
 def problems(*overrides):

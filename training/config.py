@@ -1,28 +1,17 @@
-"""The door: command line and configs/ in, checked settings out, or every problem named.
+"""What a training run can be told, as typed dataclasses, and every problem with it at once.
 
-    @command
-    def main(settings: Settings): ...
-
-Hydra composes the YAML files of configs/ with the overrides. Then each group is checked by the
-dataclass that stands beside the code it configures. Names are checked without loading torch, so
-a mistyped key is answered at once.
-
-A problem is a tuple (key, value, cause, fix) and is shown as the line `key=value: cause; fix`.
-Exit codes: 0 done; 2 bad configuration; 3 bad data or checkpoint; 4 failed while running; 130
-and 143 stopped by Ctrl-C and SIGTERM.
+Each group of settings has a dataclass beside the code that it configures; `build` fills them all
+from plain values. A problem is a tuple (key, value, cause, fix) and is shown as the line
+`key=value: cause; fix`. How the values get here from the command line: training/command.py.
 """
 
 import dataclasses
 import difflib
 import importlib
 import math
-import os
 import re
-import sys
-import traceback
 import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,20 +28,6 @@ CONFIGS = REPOSITORY / "configs"
 Problem = tuple[str, object, str, str]  # (key, value, cause, fix)
 NO_VALUE = object()  # the value of a problem that has none
 
-# Settings whose value is free text: taken as typed, commas, brackets, digits and all.
-FREE_TEXT = {
-    "name",
-    "data.path",
-    "trainer.sample_prompt",
-    "trainer.resume",
-    "trainer.init_from",
-    "wandb.project",
-    "wandb.name",
-    "wandb.group",
-}
-# Hydra's own settings that take any key.
-HYDRA_FREE = ("hydra.job.env_set", "hydra.sweeper", "hydra.launcher", "hydra.callbacks")
-
 
 class ConfigError(ValueError):
     """Settings that cannot be used: one line for each problem. Commands exit with 2."""
@@ -64,10 +39,22 @@ class ConfigError(ValueError):
         super().__init__("\n".join(describe(problem) for problem in problems))
 
 
+def refuse(problems: list[Problem]) -> None:
+    """Raises ConfigError when there are any."""
+    if problems:
+        raise ConfigError(problems)
+
+
 def describe(problem: Problem) -> str:
     key, value, cause, fix = problem
-    what = key if value is NO_VALUE else f"{key}={_shown(value)}"
+    what = key if value is NO_VALUE else f"{key}={shown(value)}"
     return f"{what}: {cause}; {fix}"
+
+
+def shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 @dataclass
@@ -77,9 +64,7 @@ class TrainerConfig:
     max_steps: int = 120  # optimizer steps
     batch_size: int = 2  # windows per optimizer step, over all ranks
     micro_batch_size: int | None = None  # windows at once on a device; null: the whole share
-    warmup_steps: int | None = (
-        None  # the learning rate rises; null: a tenth of the run, at most 2000
-    )
+    warmup_steps: int | None = None  # the rate rises; null: a tenth of the run, at most 2000
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     eval_every: int = 40  # steps between validations; 0: only at the start and the end
     eval_windows: int = 100  # at most so many validation windows, the same each time
@@ -160,7 +145,7 @@ GROUPS = {
 PLAIN = {"seed": int, "name": str | None, "debug": bool, "parallel": str}
 
 
-# ------------------------------------------------------------------- values -> typed dataclasses
+# -------------------------------------------------------------------- values -> settings
 
 
 def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, list[Problem]]:
@@ -183,7 +168,7 @@ def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, l
         try:
             merged[key] = coerce(value, hints[key])
         except TypeError as error:
-            fix = f"such as {_shown(merged[key])}" if key in merged else "see --help"
+            fix = f"such as {shown(merged[key])}" if key in merged else "see --help"
             found.append((prefix + key, value, str(error), fix))
             merged.setdefault(key, value)
     missing = [name for name in hints if name not in merged]
@@ -253,188 +238,6 @@ def unknown_key(key: str, value: object, known: list[str]) -> Problem:
     return (key, value, "no such setting", fix)
 
 
-# ----------------------------------------------------------------- command line -> plain values
-
-
-def compose(overrides: list[str], config_dir: str | None = None) -> Settings:
-    """The settings that configs/ and these overrides make.
-
-    Raises ConfigError listing every problem.
-    """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    register_resolvers()
-    if config_dir and not os.path.isdir(config_dir):
-        raise ConfigError([("--config-dir", config_dir, "no such folder", "check the path")])
-    overrides = [quoted(text) for text in overrides]
-    search = [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"] if config_dir else []
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        good, problems = check_names(overrides, search)
-        try:
-            config = hydra_compose("config", search + [text for _, text in good])
-            values = OmegaConf.to_container(config, resolve=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            cause = str(error).strip().splitlines()[0].rstrip(".")
-            problems.append(("command line", " ".join(overrides), cause, "see --help"))
-            raise ConfigError(problems) from error
-    # First what was touched: most mistakes are found there, before torch is loaded.
-    touched = {key.split(".")[0] for key, _ in good}
-    if "experiment" in touched:
-        touched = set(GROUPS)
-    if touched & {"model", "data"}:
-        touched |= {"model", "data"}
-    _, more = build(values, touched)
-    if not problems and not more:
-        settings, more = build(values)
-    if problems or more:
-        raise ConfigError(problems + more)
-    return settings
-
-
-def check_sweep(overrides: list[str], config_dir: str | None) -> None:
-    """Checks every value that a multirun will try, before its first job starts.
-
-    Each swept value is composed with the first of the others. Raises ConfigError with all problems.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    variants: list[list[str]] = []  # for each override, the overrides it stands for
-    for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-            choices = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
-        except (HydraException, TypeError, ValueError):
-            choices = []  # no override at all, named by compose; or an interval, which has no list
-        variants.append([f"{override.key_or_group}={c}" for c in choices] or [text])
-    problems: list[Problem] = []
-    first = [values[0] for values in variants]
-    for place, values in enumerate(variants):
-        for value in values if len(values) > 1 or place == 0 else []:
-            try:
-                compose([*first[:place], value, *first[place + 1 :]], config_dir)
-            except ConfigError as error:
-                problems += [problem for problem in error.problems if problem not in problems]
-    if problems:
-        raise ConfigError(problems)
-
-
-def register_resolvers() -> None:
-    """`${repository:}` in a YAML file is the folder of this repository."""
-    from omegaconf import OmegaConf
-
-    if not OmegaConf.has_resolver("repository"):
-        OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY))
-
-
-def quoted(text: str) -> str:
-    """An override whose value is free text, quoted for Hydra's grammar; any other as it is.
-
-    Left alone: what is quoted already, a list, a reference ${...}, and null, true and false.
-    """
-    key, equals, value = text.partition("=")
-    whole = (("'", "'"), ('"', '"'), ("[", "]"), ("${", "}"))
-    plain = value in ("", "null", "true", "false") or any(
-        value.startswith(a) and value.endswith(b) for a, b in whole
-    )
-    if not equals or key.lstrip("+") not in FREE_TEXT or plain:
-        return text
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{key}="{escaped}"'
-
-
-def check_names(
-    overrides: list[str], search: list[str]
-) -> tuple[list[tuple[str, str]], list[Problem]]:
-    """Sorts overrides into (key, text) that name something, and problems for those that do not.
-
-    Hydra by itself stops at the first, lets `+anything=1` in, and does not look below `hydra.`.
-    """
-    from hydra import compose as hydra_compose
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    tree = hydra_compose("config", search, return_hydra_config=True)
-    keys = list(_dotted(tree))
-    groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
-    visible = [key for key in keys if not key.startswith("hydra.")] + sorted(groups)
-    parser = OverridesParser.create()
-    good, problems = [], []
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
-            fix = f"quote the value, {_quoting(text)}" if "=" in text else "see --help"
-            problems.append((text, NO_VALUE, "is not of the form key=value", fix))
-            continue
-        if override.is_sweep_override():
-            fix = f"-m trains once for each; a text with a comma is quoted, {_quoting(text)}"
-            problems.append((text, NO_VALUE, "several values for one run", fix))
-            continue
-        key, value = override.key_or_group, override.get_value_element_as_str()
-        if override.is_delete():
-            fix = f"to change it, give {key}=VALUE"
-            problems.append(("~" + key, NO_VALUE, "settings cannot be deleted", fix))
-        elif key in groups:
-            wrong = [choice for choice in value.split(",") if not _has_choice(key, choice, search)]
-            if wrong:
-                problems.append(_unknown_choice(key, wrong[0]))
-            else:
-                good.append((key, text.lstrip("+")))
-        elif key.startswith("hydra/") or key.startswith(HYDRA_FREE) or key in keys:
-            good.append((key, text.lstrip("+")))
-        elif key.startswith("hydra."):
-            problems.append(unknown_key(key, value, [k for k in keys if k.startswith("hydra.")]))
-        else:
-            problems.append(unknown_key(key, value, visible))
-    return good, problems
-
-
-def _quoting(text: str) -> str:
-    key, _, value = text.partition("=")
-    return f"""'{key}="{value}"'"""
-
-
-def _dotted(tree, prefix: str = ""):
-    """Every key of a nested configuration, with dots, mappings too."""
-    from omegaconf import DictConfig
-
-    for key in tree:
-        node = tree._get_node(key)
-        yield prefix + str(key)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
-            yield from _dotted(node, f"{prefix}{key}.")
-
-
-def _choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-
-
-def _has_choice(group: str, choice: str, search: list[str]) -> bool:
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.object_type import ObjectType
-
-    loader = GlobalHydra.instance().config_loader()
-    if search:  # a folder of the user's, given with --config-dir
-        folder = search[0].split("file://")[1].rstrip("]")
-        if os.path.isfile(os.path.join(folder, group, f"{choice}.yaml")):
-            return True
-    return choice in loader.get_group_options(group, ObjectType.CONFIG)
-
-
-def _unknown_choice(group: str, choice: str) -> Problem:
-    choices = _choices(group)
-    near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.6)
-    fix = f"did you mean {group}={near[0]}?" if near else f"use one of {', '.join(choices)}"
-    return (group, choice, f"no such {group}", fix)
-
-
 def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | None, list[Problem]]:
     """Typed settings from the composed plain values, and every problem found.
 
@@ -488,144 +291,3 @@ def cross_problems(parts: dict) -> list[Problem]:
         cause = f"data.tokenizer={from_data.tokenizer} has {needed} ids"
         found.append(("model.vocab_size", from_model.vocab_size, cause, f"use {needed} or more"))
     return found
-
-
-# ------------------------------------------------------------------------------------- commands
-
-
-def command(run: Callable[[Settings], None]) -> Callable[[], None]:
-    """Makes run(settings) a command of Hydra's: overrides, --help, --cfg, --multirun and all.
-
-    A single run is composed here; Hydra's own machinery is started for everything else only, so
-    no rank of a distributed run makes directories or log files that nobody asked for.
-    """
-
-    def main() -> None:
-        from hydra._internal.utils import get_args_parser
-
-        parser = get_args_parser()
-        args, unknown = parser.parse_known_args()
-        with errors_in_one_line(debug="debug=true" in args.overrides):
-            if unknown:
-                raise ConfigError([(unknown[0], NO_VALUE, "no such option", "see --help")])
-            for option in ("config_path", "config_name", "experimental_rerun"):
-                if getattr(args, option):
-                    flag = "--" + option.replace("_", "-")
-                    fix = "add your own files with --config-dir"
-                    raise ConfigError([(flag, getattr(args, option), "is not supported", fix)])
-            if args.help or args.hydra_help or args.shell_completion or args.info:
-                _hydra_main(run)
-                return
-            if args.multirun:
-                check_sweep(args.overrides, args.config_dir)
-                _hydra_main(run)
-                return
-            settings = compose(args.overrides, args.config_dir)
-            if args.cfg:
-                sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
-                _hydra_main(run)
-            else:
-                run(settings)
-
-    main.__doc__ = run.__doc__
-    return main
-
-
-def _hydra_main(run: Callable[[Settings], None]) -> None:
-    import hydra
-    from omegaconf import OmegaConf
-
-    register_resolvers()
-
-    def task(config) -> None:
-        settings, problems = build(OmegaConf.to_container(config, resolve=True))
-        with errors_in_one_line(debug=config.debug is True):
-            if problems:
-                raise ConfigError(problems)
-            run(settings)
-
-    hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")(task)()
-
-
-def settings_command(schema: type) -> Callable:
-    """Makes run(settings) a command whose settings are one dataclass: key=value and --help.
-
-    For commands without groups. The dataclass's docstring is the usage line, and each field's
-    metadata["help"] says what it is.
-    """
-
-    def decorate(run: Callable) -> Callable[[], None]:
-        def main() -> None:
-            arguments = sys.argv[1:]
-            if any(argument in ("-h", "--help") for argument in arguments):
-                print(schema.__doc__, end="\n\n")
-                for field in dataclasses.fields(schema):
-                    required = field.default is dataclasses.MISSING
-                    default = "required" if required else _shown(field.default)
-                    print(f"  {field.name:<14} {field.metadata['help']}  [{default}]")
-                return
-            with errors_in_one_line(debug="debug=true" in arguments):
-                run(parse(schema, arguments))
-
-        main.__doc__ = schema.__doc__
-        return main
-
-    return decorate
-
-
-def parse(schema: type, arguments: list[str]) -> object:
-    """key=value arguments as an instance of the dataclass; ConfigError lists every problem."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser, values, problems = OverridesParser.create(), {}, []
-    free_text = {name for name, hint in typing.get_type_hints(schema).items() if hint is str}
-    for text in arguments:
-        key, equals, raw = text.partition("=")
-        if not equals or not re.fullmatch(r"\w+", key):
-            problems.append((text, NO_VALUE, "is not of the form key=value", "see --help"))
-            continue
-        if key in free_text:  # taken as typed: a prompt may hold anything, and blanks count
-            values[key] = raw
-            continue
-        try:
-            value = parser.parse_override(text).value()
-            values[key] = value if isinstance(value, int | float | None) else raw
-        except HydraException:
-            values[key] = raw  # of the wrong type, then
-    settings, more = fill(schema, values)
-    if problems or more:
-        raise ConfigError(problems + more)
-    return settings
-
-
-def _shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
-class errors_in_one_line:
-    """Turns an exception into its one line on stderr and its exit code; debug: the traceback."""
-
-    def __init__(self, debug: bool = False):
-        self.debug = debug
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, trace) -> bool:
-        if error is None or isinstance(error, SystemExit):
-            return False
-        if self.debug:
-            traceback.print_exception(error)
-        elif os.environ.get("RANK", "0") == "0" and not isinstance(error, KeyboardInterrupt):
-            print(_one_line(error), file=sys.stderr)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 4))
-
-
-def _one_line(error: BaseException) -> str:
-    if hasattr(error, "exit_code"):  # ours: worded for the user
-        return str(error)
-    text = " ".join(str(error).split()) or "no further word"
-    return f"{type(error).__name__}: {text}; run again with debug=true for the traceback"
