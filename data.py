@@ -362,6 +362,12 @@ def load_datasets(
     stride, so that each of its tokens is predicted once. None when val_fraction is 0.
     """
     tokens = load_tokens(config, tokenizer)
+    if 2 <= len(tokens) <= config.max_length:
+        raise DataError(
+            f"data.path={config.path}: {len(tokens)} tokens, and a window needs "
+            f"{config.max_length + 1}; use a longer text, or data.max_length={len(tokens) - 1} "
+            f"data.val_fraction=0 to train on all of it in one window"
+        )
     num_val = int(len(tokens) * config.val_fraction)
     train_tokens, val_tokens = tokens[: len(tokens) - num_val], tokens[len(tokens) - num_val :]
     train_set = GPTDatasetV1.from_tokens(

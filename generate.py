@@ -19,7 +19,9 @@ from training.config import Problem, refuse
 class GenerateConfig:
     """python generate.py checkpoint=runs/NAME prompt="The ferry bell" [KEY=VALUE ...]"""
 
-    checkpoint: str = field(metadata={"help": "a run, a checkpoint or a Hugging Face directory"})
+    checkpoint: str = field(
+        metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
+    )
     prompt: str = field(default="The", metadata={"help": "the text to continue"})
     num_tokens: int = field(default=100, metadata={"help": "how many tokens to add"})
     num_samples: int = field(default=1, metadata={"help": "how many continuations"})

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 import signal
 import sys
 import time
@@ -169,10 +170,12 @@ class Trainer:
             self.folder = checkpoint.open_run(settings.name, model_name(settings))
             # A branch has a W&B run and a best checkpoint of its own.
             state.wandb_id = state.best_loss = state.best_step = None
-        write_config(self.folder / "config.yaml", state.settings)
-        drop_rows_after(self.folder, state.step if self.saved else -1)
         self.tracker = NoTracker()
-        if self.parallel.is_main:
+        finished = state.step >= settings.trainer.max_steps
+        if not finished:  # else there is nothing to do, and the record stays as it is
+            write_config(self.folder / "config.yaml", state.settings)
+            drop_rows_after(self.folder, state.step if self.saved else -1)
+        if self.parallel.is_main and not finished:
             self.tracker = Tracker(settings.wandb, self.folder, state.settings, state.wandb_id)
         state.wandb_id = self.tracker.run_id or state.wandb_id
         self.console = Console(self.parallel.is_main, state.step, settings.trainer.max_steps)
@@ -362,8 +365,12 @@ class Trainer:
         self.console.close()
         name = signal.Signals(self.stop_signal).name
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
-        again = f"go on with: python train.py trainer.resume={self.folder} and the same settings"
-        print(f"{where}; {again}", file=sys.stderr)
+        arguments = sys.argv[1:]
+        if self.settings.name is None:
+            arguments = [a for a in arguments if not a.startswith("trainer.resume=")]
+            arguments.append(f"trainer.resume={self.folder}")
+        again = shlex.join(["python", "train.py", *arguments])
+        print(f"{where}; go on with: {again}", file=sys.stderr)
         sys.exit(130 if self.stop_signal == signal.SIGINT else 143)
 
     def introduce(self) -> None:
@@ -381,7 +388,10 @@ class Trainer:
         out.print(f"run directory: {self.folder}")
         if where := self.tracker.where():
             out.print(f"W&B: {where}")
-        if self.state.step > 0:
+        if self.state.step >= settings.trainer.max_steps:
+            more = "a larger trainer.max_steps goes on"
+            out.print(f"finished already, after step {self.state.step}; {more}")
+        elif self.state.step > 0:
             out.print(f"resumed after step {self.state.step}")
 
     def conclude(self) -> None:
@@ -405,9 +415,8 @@ class Trainer:
             out.print(
                 f"heatmaps         {self.folder / 'attention'}  (PNG, one for each prompt and look)"
             )
-        out.print(
-            f"more text        python generate.py checkpoint={self.folder} prompt='The ferry'"
-        )
+        prompt = shlex.quote(f"prompt={self.settings.trainer.sample_prompt}")
+        out.print(f"more text        python generate.py checkpoint={self.folder} {prompt}")
         if where := self.tracker.where():
             out.print(f"W&B              {where}")
 

@@ -32,7 +32,8 @@ def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -
     num_layers, num_heads, num_tokens, _ = weights.shape
     # Pixels: heatmaps of about 84, more where there are few heads; each cell is a whole number of
     # pixels, so that none is blurred.
-    scale = max(1, round(min(160, max(84, 1000 / num_heads)) / num_tokens))
+    smallest = 2 if num_heads <= 16 else 1
+    scale = max(smallest, round(min(160, max(84, 1000 / num_heads)) / num_tokens))
     size, gap = scale * num_tokens, 8
     grid = _tile(_colour(weights), scale, gap)  # (height, width, 3)
 
@@ -53,9 +54,12 @@ def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -
 
     write(left, 12, f"step {step}", fontsize=17, weight="bold")
     what = f"attention of {num_layers} layers × {num_heads} heads"
+    if step == 0:
+        what += ", before training: every token looks back evenly"
     write(left + 40 + 11 * len(f"step {step}"), 17, what, fontsize=12.5, color="#444444")
     crop = f"  (first {num_tokens} tokens)" if prompt.cropped else ""
-    shown = textwrap.shorten(" ".join(prompt.text.split()), width // 8, placeholder=" ...")
+    text = "".join(prompt.tokens) if prompt.cropped else prompt.text
+    shown = textwrap.shorten(" ".join(text.split()), width // 9 - len(crop), placeholder=" ...")
     write(left, 43, f"“{shown}”{crop}", fontsize=11, color="#222222")
 
     ax = axes(left, top, grid.shape[1], grid.shape[0])
@@ -80,9 +84,11 @@ def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -
     for number, (title, panel_weights) in enumerate(panels.items()):
         ax = axes(panel_left, top + number * (panel + under), panel, panel)
         ax.imshow(_colour(panel_weights), interpolation="nearest")
-        ax.set_xticks(range(num_tokens), labels, rotation=90, parse_math=False)
-        ax.set_yticks(range(num_tokens), labels, parse_math=False)
-        ax.tick_params(length=0, labelsize=9 if num_tokens <= 40 else 6, pad=3)
+        every = math.ceil(num_tokens / 40)  # so that labels have room
+        places = range(0, num_tokens, every)
+        ax.set_xticks(places, labels[::every], rotation=90, parse_math=False)
+        ax.set_yticks(places, labels[::every], parse_math=False)
+        ax.tick_params(length=0, labelsize=9, pad=3)
         ax.set_title(title, fontsize=11, loc="left", pad=6)
         ax.set_frame_on(False)
 

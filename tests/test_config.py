@@ -81,6 +81,7 @@ REFUSED = [
     ("optimizer.lr=1,2", "optimizer.lr=1,2: ", "-m trains once for each"),
     ("trainer.device=a(b", "trainer.device=a(b: ", "quote the value"),
     ("model.emb_dim=1000000007", "model.num_heads=12: ", "such as 1"),
+    ("model=gpt2", "model=gpt2: ", "use one of gpt2-large"),
     ("foo", "foo: ", "is not of the form key=value"),
     ("model={emb_dim:3}", "model={emb_dim:3}: ", "no such model"),
 ]
@@ -133,6 +134,17 @@ def test_group_choices_and_interpolation():
     assert compose(["wandb=off"]).wandb.mode == "disabled"
     text = compose(["data=text", "data.path=x.txt", "model=gpt2-nano"])
     assert text.data.max_length == text.model.context_length == 256
+
+
+def test_the_runs_of_a_sweep_need_names_of_their_own():
+    with pytest.raises(ConfigError, match="name=one: several runs cannot share one directory"):
+        check_sweep(["name=one", "seed=1,2"], None)
+    check_sweep(["name=one,two", "optimizer.lr=1e-3"], None)
+
+
+def test_a_bare_prompt_is_one_prompt():
+    prompts = compose(["lens.prompts=The dog bit the man, so he ran"]).lens.prompts
+    assert prompts == ["The dog bit the man, so he ran"]
 
 
 def test_a_sweep_is_checked_before_its_first_job():

@@ -583,6 +583,10 @@ def test_training_text_shorter_than_a_window_is_refused(tmp_path):
     with pytest.raises(DataError) as caught:
         load(byte_config(write(tmp_path / "a.txt", "\ufeff")))  # nothing but a byte-order mark
     check_refusal(caught.value, "data.max_length=4", "there are 0", "use a longer text")
+    file = write(tmp_path / "b.txt", "abcd")
+    with pytest.raises(DataError) as caught:
+        load(byte_config(file))
+    check_refusal(caught.value, f"data.path={file}", "4 tokens", "data.max_length=3 data.val")
 
 
 @pytest.mark.parametrize(

@@ -60,5 +60,5 @@ def test_the_notebook_example_runs(tmp_path, monkeypatch):
     torch.manual_seed(0)
     to_hf(GPT(ModelConfig(50257, 32, 16, 2, 3)), tmp_path / "gpt2")
     names = {}
-    exec(code.replace("path/to/gpt2", str(tmp_path / "gpt2")), names)
+    exec(code.replace("runs/NAME", str(tmp_path / "gpt2")), names)
     assert [layer.shape[:2] for layer in names["layers"]] == [(1, 2)] * 3

@@ -328,12 +328,15 @@ def test_a_longer_run_keeps_its_warmup(trainer):
     assert longer.learning_rate(20) == longer.settings.optimizer.lr
 
 
-def test_a_finished_run_is_not_disturbed_by_calling_it_again(trainer):
+@pytest.mark.parametrize("steps", [4, 3])
+def test_a_finished_run_is_not_disturbed_by_calling_it_again(trainer, capsys, steps):
     run = trainer("name=a")
     run.train()
-    log = (run.folder / "metrics.jsonl").read_bytes()
-    trainer("name=a").train()
-    assert (run.folder / "metrics.jsonl").read_bytes() == log
+    files = [run.folder / name for name in ("metrics.jsonl", "config.yaml")]
+    before = [file.read_bytes() for file in files]
+    trainer("name=a", f"trainer.max_steps={steps}").train()
+    assert [file.read_bytes() for file in files] == before
+    assert "finished already, after step 4" in capsys.readouterr().out
 
 
 def test_another_setting_that_matters_is_refused_by_name(trainer):
@@ -426,7 +429,7 @@ def test_a_signal_saves_and_stops(tmp_path, text_file, number, code):
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    assert "saved in runs/long" in errors
+    assert "saved in runs/long; go on with: python train.py model=gpt2-nano" in errors
     last = tmp_path / "runs" / "long" / "checkpoints" / "last"
     step = json.loads((last / "state.json").read_text())["step"]
     assert step >= 1

@@ -45,6 +45,7 @@ FREE_TEXT = {
     "wandb.name",
     "wandb.group",
 }
+BLANKS = "write key=value without blanks, or with quotes around it: 'key=some words'"
 # Hydra's own settings that take any key.
 HYDRA_FREE = ("hydra.job.env_set", "hydra.sweeper", "hydra.launcher", "hydra.callbacks")
 
@@ -109,6 +110,10 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> None:
             choices = []  # no override at all, named by compose; or an interval, which has no list
         variants.append([f"{override.key_or_group}={c}" for c in choices] or [text])
     problems: list[Problem] = []
+    fixed_name = [v[0] for v in variants if v[0].lstrip("+").startswith("name=") and len(v) == 1]
+    if fixed_name and any(len(values) > 1 for values in variants):
+        fix = "leave it out, or give a name for each value; wandb.group=NAME holds them together"
+        problems.append((fixed_name[0], NO_VALUE, "several runs cannot share one directory", fix))
     first = [values[0] for values in variants]
     for place, values in enumerate(variants):
         for value in values if len(values) > 1 or place == 0 else []:
@@ -137,10 +142,10 @@ def quoted(text: str) -> str:
     plain = value in ("", "null", "true", "false") or any(
         value.startswith(a) and value.endswith(b) for a, b in whole
     )
-    if not equals or key.lstrip("+") not in FREE_TEXT or plain:
+    if not equals or key.lstrip("+") not in FREE_TEXT | {"lens.prompts"} or plain:
         return text
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{key}="{escaped}"'
+    return f'{key}=["{escaped}"]' if "prompts" in key else f'{key}="{escaped}"'
 
 
 def check_names(
@@ -164,7 +169,7 @@ def check_names(
         try:
             override = parser.parse_override(text)
         except HydraException:
-            fix = f"quote the value, {_quoting(text)}" if "=" in text else "see --help"
+            fix = f"quote the value, {_quoting(text)}" if "=" in text else BLANKS
             problems.append((text, NO_VALUE, "is not of the form key=value", fix))
             continue
         if override.is_sweep_override():
@@ -224,7 +229,7 @@ def _has_choice(group: str, choice: str, search: list[str]) -> bool:
 
 def _unknown_choice(group: str, choice: str) -> Problem:
     choices = _choices(group)
-    near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.8)
     fix = f"did you mean {group}={near[0]}?" if near else f"use one of {', '.join(choices)}"
     return (group, choice, f"no such {group}", fix)
 
@@ -320,8 +325,8 @@ def parse(schema: type, arguments: list[str]) -> object:
     free_text = {name for name, hint in typing.get_type_hints(schema).items() if hint is str}
     for text in arguments:
         key, equals, raw = text.partition("=")
-        if not equals or not re.fullmatch(r"\w+", key):
-            problems.append((text, NO_VALUE, "is not of the form key=value", "see --help"))
+        if not equals or not re.fullmatch(r"[\w.]+", key):
+            problems.append((text, NO_VALUE, "is not of the form key=value", BLANKS))
             continue
         if key in free_text:  # taken as typed: a prompt may hold anything, and blanks count
             values[key] = raw

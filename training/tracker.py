@@ -59,7 +59,7 @@ class Tracker:
         if self.run is None:
             return None
         if self.run.offline:
-            return f"offline; to upload it: wandb sync {Path(self.run.dir).parent}"
+            return f"offline; to upload it: wandb sync {self.folder}/wandb/offline-run-*"
         return self.run.url
 
     def log(
