@@ -33,7 +33,7 @@ def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -
     # Pixels: heatmaps of about 84, more where there are few heads; each cell is a whole number of
     # pixels, so that none is blurred.
     smallest = 2 if num_heads <= 16 else 1
-    scale = max(smallest, round(min(160, max(84, 1000 / num_heads)) / num_tokens))
+    scale = max(smallest, round(min(250, max(84, 1000 / num_heads)) / num_tokens))
     size, gap = scale * num_tokens, 8
     grid = _tile(_colour(weights), scale, gap)  # (height, width, 3)
 
@@ -54,8 +54,8 @@ def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -
 
     write(left, 12, f"step {step}", fontsize=17, weight="bold")
     what = f"attention of {num_layers} layers × {num_heads} heads"
-    if step == 0:
-        what += ", before training: every token looks back evenly"
+    if np.abs(weights - evenly(num_tokens)).max() < 0.1:
+        what += "; so far every token looks back evenly"
     write(left + 40 + 11 * len(f"step {step}"), 17, what, fontsize=12.5, color="#444444")
     crop = f"  (first {num_tokens} tokens)" if prompt.cropped else ""
     text = "".join(prompt.tokens) if prompt.cropped else prompt.text
@@ -103,6 +103,12 @@ def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -
         # A token in a script that the font lacks is drawn as a box; no need to say so each time.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(path, dpi=DPI)
+
+
+def evenly(num_tokens: int) -> np.ndarray:
+    """The weights of a head that has learned nothing: query q gives 1 / (q + 1) to each key."""
+    ones = np.tril(np.ones((num_tokens, num_tokens), np.float32))
+    return ones / ones.sum(-1, keepdims=True)
 
 
 def sharpest_head(weights: np.ndarray) -> tuple[int, int]:

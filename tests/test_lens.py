@@ -72,7 +72,7 @@ def test_the_grid_shows_every_cell_of_every_head(tmp_path):
     path = tmp_path / "grid.png"
     draw_grid(weights, lens.prompts[0], 0, path)
     pixels = (imread(path)[..., :3] * 255).round().astype(np.uint8)
-    scale, gap, left, top = round(160 / 6), 8, 46, 92
+    scale, gap, left, top = round(250 / 6), 8, 46, 92
     colours = _colour(weights)
     for layer in range(3):
         for head in range(4):
