@@ -365,9 +365,8 @@ class Trainer:
         self.console.close()
         name = signal.Signals(self.stop_signal).name
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
-        arguments = sys.argv[1:]
+        arguments = [a for a in sys.argv[1:] if not a.startswith("trainer.resume=")]
         if self.settings.name is None:
-            arguments = [a for a in arguments if not a.startswith("trainer.resume=")]
             arguments.append(f"trainer.resume={self.folder}")
         again = shlex.join(["python", "train.py", *arguments])
         print(f"{where}; go on with: {again}", file=sys.stderr)

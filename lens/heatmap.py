@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -23,7 +24,7 @@ DPI = 100
 
 
 def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -> None:
-    """Writes a PNG: the grid of all heads, and their mean enlarged with the prompt's tokens.
+    """Writes a PNG: the grid of all heads; enlarged, with tokens, their mean and the sharpest one.
 
     attn_weights: for each layer an array (H, T, T). Weights are shown on a square-root scale, so
     that a weight of 0.04 is a fifth as bright as a weight of 1, not invisible.
@@ -82,27 +83,35 @@ def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -
     }
     panel_left = width - panel - 40
     for number, (title, panel_weights) in enumerate(panels.items()):
-        ax = axes(panel_left, top + number * (panel + under), panel, panel)
-        ax.imshow(_colour(panel_weights), interpolation="nearest")
-        every = math.ceil(num_tokens / 40)  # so that labels have room
-        places = range(0, num_tokens, every)
-        ax.set_xticks(places, labels[::every], rotation=90, parse_math=False)
-        ax.set_yticks(places, labels[::every], parse_math=False)
-        ax.tick_params(length=0, labelsize=9, pad=3)
-        ax.set_title(title, fontsize=11, loc="left", pad=6)
-        ax.set_frame_on(False)
-
-    bar = axes(panel_left, bar_top, panel, 12)
-    bar.imshow(_colour(np.linspace(0, 1, 256)[None] ** 2), aspect="auto", extent=(0, 1, 0, 1))
-    ticks = [0, 0.01, 0.1, 0.25, 0.5, 1]
-    bar.set_xticks([math.sqrt(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
-    bar.set_yticks([])
-    bar.tick_params(length=2, labelsize=9)
-    bar.set_xlabel("attention weight (square-root scale)", fontsize=9)
+        place = (panel_left, top + number * (panel + under), panel, panel)
+        _draw_map(axes(*place), panel_weights, labels, title)
+    _draw_scale(axes(panel_left, bar_top, panel, 12))
     with warnings.catch_warnings():
         # A token in a script that the font lacks is drawn as a box; no need to say so each time.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(path, dpi=DPI)
+
+
+def _draw_map(ax: Axes, weights: np.ndarray, labels: list[str], title: str) -> None:
+    """One head's (T, T) weights, enlarged, with the tokens on both axes as far as there is room."""
+    every = math.ceil(len(labels) / 40)
+    places = range(0, len(labels), every)
+    ax.imshow(_colour(weights), interpolation="nearest")
+    ax.set_xticks(places, labels[::every], rotation=90, parse_math=False)
+    ax.set_yticks(places, labels[::every], parse_math=False)
+    ax.tick_params(length=0, labelsize=9, pad=3)
+    ax.set_title(title, fontsize=11, loc="left", pad=6)
+    ax.set_frame_on(False)
+
+
+def _draw_scale(ax: Axes) -> None:
+    """The colour bar: which colour is which weight."""
+    ax.imshow(_colour(np.linspace(0, 1, 256)[None] ** 2), aspect="auto", extent=(0, 1, 0, 1))
+    ticks = [0, 0.01, 0.1, 0.25, 0.5, 1]
+    ax.set_xticks([math.sqrt(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
+    ax.set_yticks([])
+    ax.tick_params(length=2, labelsize=9)
+    ax.set_xlabel("attention weight (square-root scale)", fontsize=9)
 
 
 def evenly(num_tokens: int) -> np.ndarray:

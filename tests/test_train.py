@@ -297,6 +297,17 @@ def test_an_older_checkpoint_needs_a_name_of_its_own(trainer, tmp_path):
     assert checkpoint.find(run.folder).name == "step_00000004"
 
 
+def test_a_branch_never_overwrites_another_run(trainer):
+    trainer("name=a").train()
+    other = trainer("name=b", "seed=7")
+    other.train()
+    before = (other.folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="name=b: runs/b holds a run of its own"):
+        trainer("trainer.resume=runs/a", "name=b", "trainer.max_steps=9")
+    assert (other.folder / "metrics.jsonl").read_bytes() == before
+    assert trainer("trainer.resume=runs/a", "name=a", "trainer.max_steps=9").state.step == 4
+
+
 def test_a_checkpoint_copied_elsewhere_starts_a_run_of_its_own(trainer, tmp_path):
     run = trainer("name=a")
     run.train()

@@ -18,6 +18,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable
+from pathlib import Path
 
 from training.config import (
     CONFIGS,
@@ -33,6 +34,9 @@ from training.config import (
     shown,
     unknown_key,
 )
+
+if typing.TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 # Settings whose value is free text: taken as typed, commas, brackets, digits and all.
 FREE_TEXT = {
@@ -69,10 +73,13 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Settings:
     if config_dir and not os.path.isdir(config_dir):
         raise ConfigError([("--config-dir", config_dir, "no such folder", "check the path")])
     overrides = [quoted(text) for text in overrides]
+    # A folder of the user's own, beside configs/.
     search = [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"] if config_dir else []
+    folders = [CONFIGS, Path(config_dir)] if config_dir else [CONFIGS]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        good, problems = check_names(overrides, search)
+        tree = hydra_compose("config", search, return_hydra_config=True)
+        good, problems = check_names(overrides, tree, folders)
         try:
             config = hydra_compose("config", search + [text for _, text in good])
             values = OmegaConf.to_container(config, resolve=True)
@@ -149,17 +156,16 @@ def quoted(text: str) -> str:
 
 
 def check_names(
-    overrides: list[str], search: list[str]
+    overrides: list[str], tree: "DictConfig", folders: list[Path]
 ) -> tuple[list[tuple[str, str]], list[Problem]]:
     """Sorts overrides into (key, text) that name something, and problems for those that do not.
 
-    Hydra by itself stops at the first, lets `+anything=1` in, and does not look below `hydra.`.
+    tree is the configuration without overrides, folders hold the groups' files. Hydra by itself
+    stops at the first problem, lets `+anything=1` in, and does not look below `hydra.`.
     """
-    from hydra import compose as hydra_compose
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    tree = hydra_compose("config", search, return_hydra_config=True)
     keys = list(_dotted(tree))
     groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     visible = [key for key in keys if not key.startswith("hydra.")] + sorted(groups)
@@ -181,11 +187,11 @@ def check_names(
             fix = f"to change it, give {key}=VALUE"
             problems.append(("~" + key, NO_VALUE, "settings cannot be deleted", fix))
         elif key in groups:
-            wrong = [choice for choice in value.split(",") if not _has_choice(key, choice, search)]
-            if wrong:
-                problems.append(_unknown_choice(key, wrong[0]))
-            else:
+            choices = sorted(p.stem for folder in folders for p in (folder / key).glob("*.yaml"))
+            if value in choices or (key, value) == ("experiment", "null"):
                 good.append((key, text.lstrip("+")))
+            else:
+                problems.append(_unknown_choice(key, value, choices))
         elif key.startswith("hydra/") or key.startswith(HYDRA_FREE) or key in keys:
             good.append((key, text.lstrip("+")))
         elif key.startswith("hydra."):
@@ -211,24 +217,7 @@ def _dotted(tree, prefix: str = ""):
             yield from _dotted(node, f"{prefix}{key}.")
 
 
-def _choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-
-
-def _has_choice(group: str, choice: str, search: list[str]) -> bool:
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.object_type import ObjectType
-
-    loader = GlobalHydra.instance().config_loader()
-    if search:  # a folder of the user's, given with --config-dir
-        folder = search[0].split("file://")[1].rstrip("]")
-        if os.path.isfile(os.path.join(folder, group, f"{choice}.yaml")):
-            return True
-    return choice in loader.get_group_options(group, ObjectType.CONFIG)
-
-
-def _unknown_choice(group: str, choice: str) -> Problem:
-    choices = _choices(group)
+def _unknown_choice(group: str, choice: str, choices: list[str]) -> Problem:
     near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.8)
     fix = f"did you mean {group}={near[0]}?" if near else f"use one of {', '.join(choices)}"
     return (group, choice, f"no such {group}", fix)

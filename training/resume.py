@@ -45,10 +45,13 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
     false: it must not. A path: that one. Raises CheckpointError when it cannot be read.
     """
     resume, name = settings.trainer.resume, settings.name
+    last = Path("runs") / name / "checkpoints" / "last" if name else None
     if resume not in ("auto", "must", False):
         found = checkpoint.find(resume, "trainer.resume")
+        if last and last.is_symlink() and checkpoint.run_of(found) != last.parent.parent.resolve():
+            fix = "leave trainer.resume out to go on with it, or give a new name"
+            return None, [("name", name, f"runs/{name} holds a run of its own", fix)]
         return found, going_back(found, settings)
-    last = Path("runs") / name / "checkpoints" / "last" if name else None
     if last is None or not last.is_symlink():
         if resume == "must":
             fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
