@@ -34,11 +34,10 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
     return everything.tril(diagonal=num_keys - num_queries)
 
 
-def causal_attn_weights(queries: Tensor, keys: Tensor) -> Tensor:
-    """The attention weights, softmax(mask(Q K^T / sqrt(D))), in fp32.
+def causal_attn_scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """How well each query fits each key it may see, mask(Q K^T / sqrt(D)), in fp32.
 
-    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S); each row sums to one, and a query's
-    weight on any key after it is exactly zero.
+    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S); -inf for every key after the query.
     """
     head_dim = queries.shape[-1]
     attn_scores = queries @ keys.transpose(-2, -1)  # (B, H, T, S)
@@ -46,8 +45,16 @@ def causal_attn_weights(queries: Tensor, keys: Tensor) -> Tensor:
     # and the softmax starts out soft. D is the width of one head, not of the whole layer.
     attn_scores = attn_scores.float() / math.sqrt(head_dim)
     mask = causal_mask(queries.shape[-2], keys.shape[-2], queries.device)
-    attn_scores = attn_scores.masked_fill(~mask, float("-inf"))
-    return torch.softmax(attn_scores, dim=-1)  # over the keys
+    return attn_scores.masked_fill(~mask, float("-inf"))
+
+
+def causal_attn_weights(queries: Tensor, keys: Tensor) -> Tensor:
+    """The attention weights, softmax(mask(Q K^T / sqrt(D))), in fp32.
+
+    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S); each row sums to one, and a query's
+    weight on any key after it is exactly zero.
+    """
+    return torch.softmax(causal_attn_scores(queries, keys), dim=-1)  # over the keys
 
 
 def explicit(
@@ -55,16 +62,17 @@ def explicit(
     keys: Tensor,
     values: Tensor,
     dropout_p: float = 0.0,
-    capture: Callable[[Tensor], None] | None = None,
+    capture: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """The plainly right kernel: weights, dropout on the weights, weighted sum of the values.
 
     queries (B, H, T, D), keys and values (B, H, S, D) -> context_vec (B, H, T, D). So do all.
-    This one can also hand out its weights: capture(attn_weights), fp32, before dropout.
+    This one can also show what it does: capture(attn_weights, attn_scores), both fp32 and
+    (B, H, T, S), the weights before dropout, the scores masked with -inf.
     """
     attn_weights = causal_attn_weights(queries, keys)  # (B, H, T, S)
     if capture is not None:
-        capture(attn_weights)
+        capture(attn_weights, causal_attn_scores(queries, keys))
     attn_weights = F.dropout(attn_weights, dropout_p)
     return attn_weights.to(values.dtype) @ values  # (B, H, T, D)
 
@@ -199,11 +207,11 @@ class MultiHeadAttention(nn.Module):
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
 
-    def forward(self, x: Tensor, capture: Callable[[Tensor], None] | None = None) -> Tensor:
+    def forward(self, x: Tensor, capture: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
         """x (B, T, d_in) -> (B, T, d_out).
 
-        With `capture`, attention is computed by `explicit`, which hands over its weights as fp32
-        (B, H, T, T); without it, the kernel may never form them at all.
+        With `capture`, attention is computed by `explicit`, which hands over its weights and
+        scores as fp32 (B, H, T, T); without it, the kernel may never form them at all.
         """
         num_tokens = x.shape[1]
         if num_tokens > self.context_length:

@@ -10,7 +10,7 @@ size), so there is no shuffling state to save, and nothing to lose.
     order = WindowOrder(len(dataset), batch_size=8, seed=0)
     input_ids, target_ids = dataset.batch(order.windows(step=0))
 
-Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
+Needs torch, numpy and tiktoken, and synthetic.py. Shapes: B batch, T positions in a window.
 """
 
 import functools
@@ -28,6 +28,8 @@ import tiktoken
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from synthetic import CycleWalks, RepeatedSequences
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = {"gpt2": 50257, "byte": 257}  # name: number of ids
@@ -49,11 +51,12 @@ class DataConfig:
     stride: int | None = None  # from one window's start to the next; null: max_length, no overlap
     val_fraction: float = 0.1  # the last part of the tokens is held back for validation
     endoftext: str = "token"  # what "<|endoftext|>" written in a text is: that token, or its text
+    synthetic: str | None = None  # instead of a text: null | induction (see synthetic.py)
 
     def problems(self) -> list[tuple[str, object, str, str]]:
         """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
         found = []
-        if not self.path:
+        if not self.path and not self.synthetic:
             found.append(("path", self.path, "no text given", "set data.path=FILE, or data=sample"))
         if self.tokenizer not in TOKENIZERS:
             found.append(("tokenizer", self.tokenizer, "no such tokenizer", "use gpt2 or byte"))
@@ -66,6 +69,14 @@ class DataConfig:
             found.append(("val_fraction", self.val_fraction, cause, "use 0.1, or 0 for none"))
         if self.endoftext not in ("token", "text"):
             found.append(("endoftext", self.endoftext, "no such choice", "use token or text"))
+        if self.synthetic not in (None, "induction"):
+            found.append(("synthetic", self.synthetic, "no such choice", "use null or induction"))
+        elif self.synthetic and self.path:
+            fix = "give one of the two: data=induction, or data.synthetic=null"
+            found.append(("path", self.path, "data.synthetic makes its own sequences", fix))
+        elif self.synthetic and (self.tokenizer != "byte" or not 16 <= self.max_length <= 124):
+            cause = "needs data.tokenizer=byte and data.max_length from 16 to 124"
+            found.append(("synthetic", self.synthetic, cause, "use data=induction as it is"))
         return found
 
 
@@ -316,6 +327,11 @@ class GPTDatasetV1(Dataset):
         input_ids, target_ids = self.batch(np.array([index]))
         return input_ids[0], target_ids[0]
 
+    def common_tokens(self, most: int = 1000) -> np.ndarray:
+        """The ids that occur most often in the first million tokens, the commonest first."""
+        ids, counts = np.unique(self.tokens[:1_000_000], return_counts=True)
+        return ids[np.argsort(-counts, kind="stable")][:most]
+
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Several windows at once, gathered in one go: (B,) -> (B, T), (B, T), int64."""
         starts = windows.astype(np.int64)[:, None] * self.stride
@@ -355,12 +371,15 @@ def create_dataloader(
 
 def load_datasets(
     config: DataConfig, tokenizer: tiktoken.Encoding
-) -> tuple[GPTDatasetV1, GPTDatasetV1 | None]:
+) -> tuple[GPTDatasetV1 | CycleWalks, GPTDatasetV1 | RepeatedSequences | None]:
     """The training and the validation windows of data.path; no token is in both.
 
     The validation part is the end of the text, and its windows do not overlap whatever the
-    stride, so that each of its tokens is predicted once. None when val_fraction is 0.
+    stride, so that each of its tokens is predicted once. None when val_fraction is 0. With
+    data.synthetic: sequences made on the spot instead, of the same interface (synthetic.py).
     """
+    if config.synthetic:
+        return CycleWalks(config.max_length), RepeatedSequences(config.max_length)
     tokens = load_tokens(config, tokenizer)
     if 2 <= len(tokens) <= config.max_length:
         raise DataError(

@@ -107,7 +107,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, capture: Callable[[Tensor], None] | None = None) -> Tensor:
+    def forward(self, x: Tensor, capture: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
         x = x + self.dropout(self.attn(self.attn_norm(x), capture))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x  # (B, T, C)
@@ -152,12 +152,12 @@ class GPT(nn.Module):
                 module.reset_parameters()
 
     def hidden_states(
-        self, input_ids: Tensor, capture: Callable[[int, Tensor], None] | None = None
+        self, input_ids: Tensor, capture: Callable[[int, Tensor, Tensor], None] | None = None
     ) -> Tensor:
         """input_ids (B, T) -> what the head reads, (B, T, C).
 
-        With `capture`, capture(layer, attn_weights (B, H, T, T) in fp32) is called for each layer
-        in turn; one layer's weights are alive at a time unless the callee keeps them.
+        With `capture`, capture(layer, attn_weights, attn_scores), both (B, H, T, T) in fp32, is
+        called for each layer in turn; one layer's are alive at a time unless the callee keeps them.
         Raises ValueError when T exceeds the context length.
         """
         num_tokens = input_ids.shape[1]
@@ -175,14 +175,17 @@ class GPT(nn.Module):
         self,
         input_ids: Tensor,
         target_ids: Tensor | None = None,
-        capture: Callable[[int, Tensor], None] | None = None,
+        capture: Callable[[int, Tensor, Tensor], None] | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """input_ids (B, T) -> (logits (B, T, V), None), or with target_ids (B, T) -> (None, loss).
 
         The loss is the mean cross-entropy in nats per token, computed in fp32. For `capture` and
-        the limit on T see `hidden_states`.
+        the limit on T see `hidden_states`; with it, the logits are those of the last position
+        alone, (B, 1, V): who looks at the heads need not pay for the largest matrix.
         """
         x = self.hidden_states(input_ids, capture)  # (B, T, C)
+        if capture is not None and target_ids is None:
+            x = x[:, -1:]  # (B, 1, C)
         logits = F.linear(x, self.token_emb.weight)  # (B, T, V)
         if target_ids is None:
             return logits, None
@@ -190,19 +193,24 @@ class GPT(nn.Module):
         return None, F.cross_entropy(logits.flatten(0, 1).float(), target_ids.flatten())
 
     @torch.no_grad()
-    def attn_weights(self, input_ids: Tensor) -> list[Tensor]:
-        """Every layer's attention weights on input_ids (B, T): L tensors (B, H, T, T), fp32, CPU.
+    def look_into(self, input_ids: Tensor, capture: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Reads input_ids (B, T) for the sake of `capture` (see `hidden_states`).
 
-        Computed without dropout and without touching any random state; the mode is restored.
+        Without dropout, gradients or any random state; the mode is restored. Goes through forward,
+        so that the hooks of a sharded model gather its parameters.
         """
         was_training = self.training
         self.eval()
         try:
-            layers: list[Tensor] = []
-            self.hidden_states(input_ids, lambda _, attn_weights: layers.append(attn_weights.cpu()))
-            return layers
+            self(input_ids, capture=capture)
         finally:
             self.train(was_training)
+
+    def attn_weights(self, input_ids: Tensor) -> list[Tensor]:
+        """Every layer's attention weights on input_ids (B, T): L of (B, H, T, T), fp32, CPU."""
+        layers: list[Tensor] = []
+        self.look_into(input_ids, lambda _, attn_weights, __: layers.append(attn_weights.cpu()))
+        return layers
 
     @torch.no_grad()
     def generate(

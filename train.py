@@ -18,10 +18,15 @@ import shlex
 import signal
 import sys
 import time
+import typing
+from collections.abc import Callable
 from pathlib import Path
 
 from training.command import command
 from training.config import Settings, refuse
+
+if typing.TYPE_CHECKING:
+    from lens import Look
 
 
 class Diverged(RuntimeError):
@@ -30,39 +35,13 @@ class Diverged(RuntimeError):
     exit_code = 4
 
 
-class Meter:
-    """Losses and time since the last line of the log. Keeps device tensors and waits for none."""
-
-    def __init__(self):
-        self.start()
-
-    def start(self) -> None:
-        self.losses, self.grad_norm, self.since = [], None, time.perf_counter()
-
-    def add(self, loss, grad_norm) -> None:
-        self.losses.append(loss)
-        self.grad_norm = grad_norm
-
-    @contextlib.contextmanager
-    def paused(self):
-        """What happens inside is not training time."""
-        before = time.perf_counter()
-        yield
-        self.since += time.perf_counter() - before
-
-    def mean_loss(self):
-        return sum(self.losses) / len(self.losses)
-
-    def steps_per_second(self) -> float:
-        return len(self.losses) / (time.perf_counter() - self.since)
-
-
 class Trainer:
     """One training run: its parts, and the loop that they are for."""
 
     def __init__(self, settings: Settings):
         """Builds all the parts; nothing is written before every one of them fits."""
         from training import checkpoint, parallel, resume
+        from training.meter import Meter
 
         self.settings = settings
         trainer = settings.trainer
@@ -73,37 +52,36 @@ class Trainer:
         self.parallel = parallel.start(trainer.device, trainer.precision, settings.seed)
         self.load_data()
         self.build_model()
+        self.build_lens()
         self.build_optimizer()
         self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
         if self.saved:
             self.restore()
         self.open_run()
         self.meter = Meter()
+        self.seconds_watching = 0.0
         self.stop_signal: int | None = None
         self.train_loss: float | None = None
         self.last_sample = ""
 
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""
-        import numpy as np
-
         from data import WindowOrder, bytes_per_token, get_tokenizer, load_datasets
+        from training.validation import Validation
 
         settings, trainer = self.settings, self.settings.trainer
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
         self.train_set, self.val_set = load_datasets(settings.data, self.tokenizer)
         self.order = WindowOrder(len(self.train_set), trainer.batch_size, settings.seed)
         self.tokens_per_step = trainer.batch_size * settings.data.max_length
-        if self.val_set:  # at most eval_windows of them, evenly spread, always the same
-            count = min(len(self.val_set), trainer.eval_windows)
-            self.val_windows = np.linspace(0, len(self.val_set) - 1, count).round().astype(int)
-            _, targets = self.val_set.batch(self.val_windows)
-            self.val_bytes_per_token = bytes_per_token(self.tokenizer, targets.numpy().ravel())
+        self.validation = None
+        if self.val_set:
+            bytes_of = functools.partial(bytes_per_token, self.tokenizer)
+            self.validation = Validation(self.val_set, trainer.eval_windows, bytes_of)
 
     def build_model(self) -> None:
         """`model` is the module itself: looked into, saved, validated. `fast_model` shares its
         parameters and may be compiled: trained."""
-        from lens import Lens
         from model import GPT
         from training import parallel, resume
 
@@ -120,12 +98,22 @@ class Trainer:
         self.fast_model = parallel.compiled(
             self.model, trainer.compile, self.parallel.device, all_flops
         )
-        self.lens = Lens(
-            settings.lens,
-            encode=self.tokenizer.encode_ordinary,
-            decode=self.tokenizer.decode,
-            context_length=settings.data.max_length,
-        )
+
+    def build_lens(self) -> None:
+        from lens import Lens
+
+        self.lens = None
+        if self.settings.lens.every == 0:
+            return
+        with self.never_in_the_way("lens: failed and is off from here on"):
+            self.lens = Lens(
+                self.settings.lens,
+                encode=self.tokenizer.encode_ordinary,
+                token_bytes=self.tokenizer.decode_single_token_bytes,
+                context_length=self.settings.data.max_length,
+                vocabulary=self.train_set.common_tokens(),
+                bos=self.tokenizer.eot_token,
+            )
 
     def build_optimizer(self) -> None:
         from training.optim import build_optimizer, default_warmup, learning_rate
@@ -185,19 +173,23 @@ class Trainer:
     def train(self) -> None:
         """Trains to the last step, looking up as often as the settings say."""
         settings = self.settings.trainer
+        started = time.perf_counter()
         self.introduce()
-        if self.state.step == 0:
-            self.look_up({})
-        self.meter.start()
-        while self.state.step < settings.max_steps:
-            self.meter.add(*self.step())
-            metrics = self.measure() if self.is_due(settings.log_every) else {}
-            with self.meter.paused():
-                self.look_up(metrics)
-                self.save_if_due(metrics)
-            if self.stop_signal is not None:
-                self.stop()
-        self.conclude()
+        try:
+            if self.state.step == 0:
+                self.look_up({})
+            self.meter.start()
+            while self.state.step < settings.max_steps:
+                self.meter.add(*self.step())
+                metrics = self.measure() if self.is_due(settings.log_every) else {}
+                with self.meter.paused():
+                    self.look_up(metrics)
+                    self.save_if_due(metrics)
+                if self.stop_signal is not None:
+                    self.stop()
+        finally:
+            self.write_report()  # of a run that failed, too: it is the one to look at
+        self.conclude(time.perf_counter() - started)
 
     def step(self):
         """One optimizer step: (mean loss, norm of the gradient), both still on the device."""
@@ -210,7 +202,8 @@ class Trainer:
             input_ids, target_ids = self.parallel.to_device(*self.train_set.batch(micro))
             with self.parallel.autocast():
                 _, loss = self.fast_model(input_ids, target_ids)
-            # Each window counts the same, whatever the sizes of the micro-batches.
+            # Each window counts the same, whatever the sizes of the micro-batches. (Nearly, with
+            # synthetic data, whose windows ask for different numbers of targets.)
             loss = loss * (len(micro) / len(windows))
             self.parallel.backward(loss)
             mean_loss = mean_loss + loss.detach()
@@ -262,37 +255,41 @@ class Trainer:
 
     def look_up(self, metrics: dict[str, float]) -> None:
         """Validation, a sample and the lens, whichever is due; then this step's row of the log."""
-        step, settings, pictures = self.state.step, self.settings.trainer, {}
-        if step == 0 or self.is_due(settings.eval_every):
+        step, settings, look = self.state.step, self.settings.trainer, None
+        lens_due = self.lens is not None and self.lens.due(step, settings.max_steps)
+        validation_due = step == 0 or self.is_due(settings.eval_every)
+        if lens_due or validation_due:
+            self.parallel.synchronize()  # else they would wait for training, and count as theirs
+        if validation_due:
             metrics |= self.validate()
             if settings.sample_tokens > 0 and step > 0:
                 self.sample()
-        if self.lens.due(step, settings.max_steps):
-            pictures = self.look_at_attention()
-        if metrics or pictures:
-            self.tracker.log(metrics, step, pictures)
+        started = time.perf_counter()
+        if lens_due:
+            look = self.look_at_attention()
+        if metrics or look:
+            self.tracker.log(metrics, step, look)
+        if look:
+            if "attention/timelapse" in look.pages:
+                self.write_report()
+            self.seconds_watching += time.perf_counter() - started
 
     def validate(self) -> dict[str, float]:
-        """Mean loss over the chosen validation windows."""
-        if self.val_set is None:
+        """The loss on the validation windows, and what it means in words."""
+        if self.validation is None:
             return {}
-        settings, windows = self.settings.trainer, self.val_windows
+        settings = self.settings.trainer
         size = settings.micro_batch_size or settings.batch_size
-        total = 0.0
-        with self.parallel.inference(self.model):
-            for first in range(0, len(windows), size):
-                micro = windows[first : first + size]
-                input_ids, target_ids = self.parallel.to_device(*self.val_set.batch(micro))
-                _, loss = self.model(input_ids, target_ids)
-                total = total + loss * len(micro)
-        val_loss = self.finite(total / len(windows))
-        bits_per_byte = val_loss / math.log(2) / self.val_bytes_per_token
-        self.state.val_loss = val_loss
-        self.console.print(
-            f"step {self.state.step}  validation loss {val_loss:.4f}  "
-            f"{bits_per_byte:.3f} bits per byte"
-        )
-        return {"val/loss": val_loss, "val/bits_per_byte": bits_per_byte}
+        loss, accuracy = self.validation.run(self.model, self.parallel, size)
+        self.state.val_loss = self.finite(loss)
+        metrics = self.validation.metrics(self.state.val_loss, accuracy)
+        if accuracy is None:
+            words = f"{metrics['val/bits_per_byte']:.3f} bits per byte"
+        else:
+            words = f"{accuracy:.1%} right"
+        step, loss = self.state.step, self.state.val_loss
+        self.console.print(f"step {step}  validation loss {loss:.4f}  {words}")
+        return metrics
 
     def sample(self) -> None:
         """Continues the sample prompt; always with the same random draws, to compare steps."""
@@ -320,23 +317,48 @@ class Trainer:
             with open(self.folder / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def look_at_attention(self) -> dict[str, Path]:
-        """Pictures of every head. A lens that fails says so; it never ends a training run."""
+    def look_at_attention(self) -> "Look | None":
+        """What every head does, in numbers, pictures and pages. On every rank: all run the model,
+        the main one writes."""
         import torch
 
-        def attn_weights_of(token_ids: list[int]):
+        def look_into(token_ids: list[int], capture: Callable) -> None:
             input_ids = torch.tensor([token_ids], device=self.parallel.device)
-            return [layer[0] for layer in self.model.attn_weights(input_ids)]
+            self.model.look_into(input_ids, capture)
 
+        look, failed = None, 1.0
+        with self.never_in_the_way("lens: failed and is off from here on"):
+            look = self.lens.look(
+                look_into,
+                self.state.step,
+                self.settings.trainer.max_steps,
+                self.folder / "attention",
+                run_name=self.folder.name,
+                write=self.parallel.is_main,
+            )
+            failed = 0.0
+        if self.parallel.mean(failed) > 0:  # on one rank: off on all, or the others would wait
+            self.lens = None
+        return look
+
+    def write_report(self) -> None:
+        """report.html: what there is to see of the run so far, in one file."""
+        from training.report import write_report
+
+        if self.parallel.is_main:
+            with self.never_in_the_way("report.html: not written"):
+                write_report(self.folder)
+
+    @contextlib.contextmanager
+    def never_in_the_way(self, what: str):
+        """Whatever only shows the run never ends it: what fails is a line on stderr."""
         try:
-            return self.lens.look(attn_weights_of, self.state.step, self.folder / "attention")
+            yield
         except Exception as error:
             if self.settings.debug:
                 raise
-            self.lens.config.every = 0
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"lens: failed and is off from here on ({cause})", file=sys.stderr)
-            return {}
+            print(f"{what} ({cause})", file=sys.stderr)
 
     # ---------------------------------------------------------------------- saving and ending
 
@@ -393,7 +415,7 @@ class Trainer:
         elif self.state.step > 0:
             out.print(f"resumed after step {self.state.step}")
 
-    def conclude(self) -> None:
+    def conclude(self, seconds: float) -> None:
         """The last words: losses, a sample, and what to open."""
         self.console.close()
         out, state = self.console, self.state
@@ -410,10 +432,12 @@ class Trainer:
         if self.last_sample:
             out.print(f"\n{self.last_sample}\n")
         out.print(f"run directory    {self.folder}")
-        if (self.folder / "attention").is_dir():
-            out.print(
-                f"heatmaps         {self.folder / 'attention'}  (PNG, one for each prompt and look)"
-            )
+        for finding in self.lens.findings() if self.lens else ():
+            out.print(f"heads            {finding}")
+        if (timelapse := self.folder / "attention" / "timelapse.html").is_file():
+            share = f"{self.seconds_watching:.1f} s of {seconds:.0f} s"
+            out.print(f"watch the heads  {timelapse}  (looking took {share})")
+        out.print(f"report           {self.folder / 'report.html'}")
         prompt = shlex.quote(f"prompt={self.settings.trainer.sample_prompt}")
         out.print(f"more text        python generate.py checkpoint={self.folder} {prompt}")
         if where := self.tracker.where():

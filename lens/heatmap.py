@@ -1,146 +1,170 @@
-"""A picture of every head: one heatmap each, layers downwards, heads across.
+"""Pictures of heads as PNG: all of them in one grid, or those of one layer with their tokens.
+
+Drawn with Pillow, because a look happens in the middle of a training run: some milliseconds a
+picture. Colours and font are matplotlib's.
 
 Shapes: L layers, H heads, T tokens of the prompt.
 """
 
+import functools
 import math
 import textwrap
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFont
 
-if TYPE_CHECKING:
-    from . import Prompt
+from .probe import Prompt, from_codes, triangle_to_square
+from .statistics import evenly
 
 COLOUR_MAP = "viridis"  # even steps of lightness: readable in grey and by colour-blind people
-DPI = 100
+WIDTH = 1000  # pixels of a grid, about; dashboards show it at half of that
+FORBIDDEN = 236  # the grey of what the causal mask forbids
+INK, PALE_INK = (25, 25, 25), (95, 95, 95)
 
 
-def draw_grid(attn_weights: Sequence, prompt: "Prompt", step: int, path: Path) -> None:
-    """Writes a PNG: the grid of all heads; enlarged, with tokens, their mean and the sharpest one.
+def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
+    """Writes a PNG of every head: layers downwards, heads across.
 
-    attn_weights: for each layer an array (H, T, T). Weights are shown on a square-root scale, so
-    that a weight of 0.04 is a fifth as bright as a weight of 1, not invisible.
+    codes: uint8 (L, H, T (T + 1) / 2), the lower triangles on a square-root scale (probe.to_codes),
+    so that a weight of 0.04 is a fifth as bright as a weight of 1, not invisible. Letters are
+    large, for the picture is read on a dashboard at half of its size.
     """
-    weights = np.stack([np.asarray(layer, dtype=np.float32) for layer in attn_weights])
-    num_layers, num_heads, num_tokens, _ = weights.shape
-    # Pixels: heatmaps of about 84, more where there are few heads; each cell is a whole number of
-    # pixels, so that none is blurred.
-    smallest = 2 if num_heads <= 16 else 1
-    scale = max(smallest, round(min(250, max(84, 1000 / num_heads)) / num_tokens))
-    size, gap = scale * num_tokens, 8
-    grid = _tile(_colour(weights), scale, gap)  # (height, width, 3)
+    num_layers, num_heads, _ = codes.shape
+    squares = triangle_to_square(codes)  # (L, H, T, T)
+    room = min(250, max(40, WIDTH // num_heads - 8))
+    squares = _pooled(squares, math.ceil(squares.shape[-1] / max(room, 128)))
+    scale = max(1, round(room / squares.shape[-1]))
+    size, gap = scale * squares.shape[-1], 6
+    grid = _tile(colour(squares), scale, gap)
+    height, width = grid.shape[:2]
 
-    # Everything is placed in pixels; the figure is as large as its parts.
-    left, top, between, under = 46, 92, 130, 110
-    panel = 16 * min(max(num_tokens, 16), 40)  # an enlarged map, with room for every token's label
-    width = left + max(grid.shape[1], 300) + between + panel + 40
-    bar_top = top + 2 * (panel + under)
-    height = max(top + grid.shape[0], bar_top + 12) + 60
-    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    letters = round(min(30, max(17, (width + 60) / 42)))
+    font, bold, small = _font(letters), _font(letters + 4, "Bold"), _font(letters - 3)
+    left = round(font.getlength(f"L{num_layers - 1}")) + 12
+    total = max(left + width + 12, 560)
+    text_top, grid_top = 14 + letters + 14, 2 * letters + 56 + letters
+    image = Image.new("RGB", (total, grid_top + height + 2 * letters + 40), "white")
+    draw = ImageDraw.Draw(image)
 
-    def axes(x: float, y: float, w: float, h: float):
-        return figure.add_axes((x / width, 1 - (y + h) / height, w / width, h / height))
+    draw.text((left, 10), f"step {step:,}", INK, bold)
+    after = left + bold.getlength(f"step {step:,}") + letters
+    what = " × ".join(
+        f"{count} {name}{'s' if count > 1 else ''}"
+        for count, name in ((num_layers, "layer"), (num_heads, "head"))
+    )
+    if np.abs(from_codes(codes) - evenly_triangle(codes.shape[-1])).max() < 0.1:
+        what = "so far every token looks back evenly"
+    draw.text((after, 12), what, PALE_INK, font)
+    fits = round((total - left) / small.getlength("m") * 1.45)
+    draw.text((left, text_top), _title(prompt, fits), INK, small)
 
-    def write(x: float, y: float, text: str, **style) -> None:
-        figure.text(x / width, 1 - y / height, text, va="top", parse_math=False, **style)
-
-    write(left, 12, f"step {step}", fontsize=17, weight="bold")
-    what = f"attention of {num_layers} layers × {num_heads} heads"
-    if np.abs(weights - evenly(num_tokens)).max() < 0.1:
-        what += "; so far every token looks back evenly"
-    write(left + 40 + 11 * len(f"step {step}"), 17, what, fontsize=12.5, color="#444444")
-    crop = f"  (first {num_tokens} tokens)" if prompt.cropped else ""
-    text = "".join(prompt.tokens) if prompt.cropped else prompt.text
-    shown = textwrap.shorten(" ".join(text.split()), width // 9 - len(crop), placeholder=" ...")
-    write(left, 43, f"“{shown}”{crop}", fontsize=11, color="#222222")
-
-    ax = axes(left, top, grid.shape[1], grid.shape[0])
-    ax.imshow(grid, interpolation="nearest", aspect="auto")
-    centres = np.arange(max(num_layers, num_heads)) * (size + gap) + size / 2
-    ax.set_xticks(centres[:num_heads], [f"H{head}" for head in range(num_heads)])
-    ax.set_yticks(centres[:num_layers], [f"L{layer}" for layer in range(num_layers)])
-    ax.xaxis.tick_top()
-    ax.tick_params(length=0, labelsize=11, pad=3)
-    ax.set_frame_on(False)
-    reading = ("row: the token that looks", "column: the token looked at", "brighter: more weight")
-    for line, text in enumerate(reading):
-        write(left + line * 235, height - 36, text, fontsize=10, color="#444444")
-
-    labels = [_label(token) for token in prompt.tokens]
-    layer, head = sharpest_head(weights)
-    panels = {
-        "mean over all heads": weights.mean((0, 1)),
-        f"sharpest head: L{layer} H{head}": weights[layer, head],
-    }
-    panel_left = width - panel - 40
-    for number, (title, panel_weights) in enumerate(panels.items()):
-        place = (panel_left, top + number * (panel + under), panel, panel)
-        _draw_map(axes(*place), panel_weights, labels, title)
-    _draw_scale(axes(panel_left, bar_top, panel, 12))
-    with warnings.catch_warnings():
-        # A token in a script that the font lacks is drawn as a box; no need to say so each time.
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure.savefig(path, dpi=DPI)
+    image.paste(Image.fromarray(grid), (left, grid_top))
+    widest = font.getlength(f"H{num_heads - 1}") + 6
+    for head in range(0, num_heads, math.ceil(widest / (size + gap))):
+        x = left + head * (size + gap) + size / 2
+        draw.text((x, grid_top - 5), f"H{head}", INK, font, anchor="md")
+    for layer in range(0, num_layers, math.ceil((letters + 2) / (size + gap))):
+        y = grid_top + layer * (size + gap) + size / 2
+        draw.text((left - 8, y), f"L{layer}", INK, font, anchor="rm")
+    _draw_scale(image, left, grid_top + height + 16, small)
+    image.save(path, compress_level=3)
 
 
-def _draw_map(ax: Axes, weights: np.ndarray, labels: list[str], title: str) -> None:
-    """One head's (T, T) weights, enlarged, with the tokens on both axes as far as there is room."""
-    every = math.ceil(len(labels) / 40)
-    places = range(0, len(labels), every)
-    ax.imshow(_colour(weights), interpolation="nearest")
-    ax.set_xticks(places, labels[::every], rotation=90, parse_math=False)
-    ax.set_yticks(places, labels[::every], parse_math=False)
-    ax.tick_params(length=0, labelsize=9, pad=3)
-    ax.set_title(title, fontsize=11, loc="left", pad=6)
-    ax.set_frame_on(False)
+def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: Path) -> None:
+    """Writes a PNG of one layer's heads, enlarged, with the tokens on both axes.
 
-
-def _draw_scale(ax: Axes) -> None:
-    """The colour bar: which colour is which weight."""
-    ax.imshow(_colour(np.linspace(0, 1, 256)[None] ** 2), aspect="auto", extent=(0, 1, 0, 1))
-    ticks = [0, 0.01, 0.1, 0.25, 0.5, 1]
-    ax.set_xticks([math.sqrt(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
-    ax.set_yticks([])
-    ax.tick_params(length=2, labelsize=9)
-    ax.set_xlabel("attention weight (square-root scale)", fontsize=9)
-
-
-def evenly(num_tokens: int) -> np.ndarray:
-    """The weights of a head that has learned nothing: query q gives 1 / (q + 1) to each key."""
-    ones = np.tril(np.ones((num_tokens, num_tokens), np.float32))
-    return ones / ones.sum(-1, keepdims=True)
-
-
-def sharpest_head(weights: np.ndarray) -> tuple[int, int]:
-    """(layer, head) whose rows are most concentrated on few tokens *other than the first*.
-
-    By the mean over queries of the largest weight on any key but the first: many heads rest on
-    the first token when they have nothing to do, and that is sharp but says little.
+    codes: uint8 (H, T (T + 1) / 2).
     """
-    if weights.shape[-1] == 1:
-        return 0, 0
-    largest = weights[:, :, 1:, 1:].max(-1).mean(-1)  # (L, H)
-    layer, head = np.unravel_index(largest.argmax(), largest.shape)
-    return int(layer), int(head)
+    squares = triangle_to_square(codes)  # (H, T, T)
+    num_heads, num_tokens, _ = squares.shape
+    scale = max(2, min(16, 480 // num_tokens))
+    size, font, bold = scale * num_tokens, _font(12), _font(20, "Bold")
+    labels = [label(token) for token in prompt.tokens[:num_tokens]]
+    margin = round(max(font.getlength(text) for text in labels)) + 10
+    across = min(num_heads, max(1, round(math.sqrt(num_heads * 1.4))))
+    down = math.ceil(num_heads / across)
+    wide, high = margin + size + 18, margin + size + 34
+    image = Image.new("RGB", (max(across * wide + 12, 640), 92 + down * high + 60), "white")
+    draw = ImageDraw.Draw(image)
+    draw.text((12, 10), f"step {step:,}, layer {layer}", INK, bold)
+    fits = round(image.width / _font(15).getlength("m") * 1.45)
+    draw.text((12, 46), _title(prompt, fits), INK, _font(15))
+    for head in range(num_heads):
+        x, y = 12 + head % across * wide, 80 + head // across * high
+        draw.text((x + margin, y), f"L{layer} H{head}", INK, _font(15, "Bold"))
+        place = (x + margin, y + 22)
+        image.paste(Image.fromarray(_tile(colour(squares[None, head, None]), scale, 0)), place)
+        _write_tokens(draw, labels, scale, place, size, font)
+    _draw_scale(image, 12 + margin, image.height - 46, _font(15))
+    image.save(path, compress_level=3)
 
 
-def _colour(weights: np.ndarray) -> np.ndarray:
-    """Weights (..., T, T) -> colours (..., T, T, 3) uint8; what the mask forbids is pale grey."""
-    table = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.uint8)
-    colours = table[np.clip(np.sqrt(weights) * 255, 0, 255).astype(np.uint8)]
-    rows, columns = weights.shape[-2:]
-    if rows == columns:
-        colours[..., np.triu(np.ones((rows, columns), bool), k=1), :] = 238
+def _write_tokens(
+    draw: ImageDraw.ImageDraw,
+    labels: list[str],
+    scale: int,
+    place: tuple[int, int],
+    size: int,
+    font: ImageFont.FreeTypeFont,
+) -> None:
+    """Tokens left of the rows and under the columns, as many as there is room for."""
+    upright = ImageFont.TransposedFont(font, Image.Transpose.ROTATE_90)
+    x, y = place
+    for number in range(0, len(labels), math.ceil(13 / scale)):
+        middle = (number + 0.5) * scale
+        draw.text((x - 5, y + middle), labels[number], INK, font, anchor="rm")
+        draw.text((round(x + middle - 7), y + size + 5), labels[number], INK, upright)
+
+
+def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont) -> None:
+    """The colour bar and how to read a map."""
+    draw = ImageDraw.Draw(image)
+    bar = np.linspace(0, 255, 200).astype(np.uint8)[None].repeat(round(font.size * 0.8), 0)
+    draw.text((x, y), "0", PALE_INK, font)
+    bar_x = round(x + font.getlength("0") + 8)
+    image.paste(Image.fromarray(_table()[bar]), (bar_x, round(y + font.size * 0.25)))
+    words = "weight 1 (√ scale)   row looks at column"
+    draw.text((bar_x + 208, y), words, PALE_INK, font)
+
+
+def colour(codes: np.ndarray) -> np.ndarray:
+    """Codes uint8 (..., T, T) -> colours (..., T, T, 3) uint8; what the mask forbids is grey."""
+    colours = _table()[codes]
+    colours[..., *np.triu_indices(codes.shape[-1], k=1), :] = FORBIDDEN
     return colours
+
+
+def label(token: str, longest: int = 12) -> str:
+    """A token as an axis label: white space and odd characters visible, not too long."""
+    shown = token.strip() or repr(token)[1:-1].replace(" ", "␣")
+    shown = "".join(c if c.isprintable() else "·" for c in shown)
+    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+
+
+def evenly_triangle(num_cells: int) -> np.ndarray:
+    """The weights of a head that has learned nothing, as a lower triangle of so many cells."""
+    num_tokens = int((2 * num_cells) ** 0.5)
+    return evenly(num_tokens)[0].numpy()[np.tril_indices(num_tokens)]
+
+
+def _title(prompt: Prompt, fits: int) -> str:
+    """The prompt's text in about so many characters; a cropped one says so."""
+    crop = f"  (first {prompt.shown} tokens)" if prompt.cropped else ""
+    text = "".join(prompt.tokens[: prompt.shown]) if prompt.cropped else prompt.text
+    text = "".join(c if c.isprintable() else " " for c in text)
+    shown = textwrap.shorten(text, max(12, fits - len(crop)), placeholder=" …")
+    return (f"“{shown}”" if not prompt.period else shown) + crop
+
+
+def _pooled(squares: np.ndarray, factor: int) -> np.ndarray:
+    """(..., T, T) with blocks of factor x factor cells replaced by their largest."""
+    if factor <= 1:
+        return squares
+    rest = -squares.shape[-1] % factor
+    padded = np.pad(squares, [(0, 0)] * (squares.ndim - 2) + [(0, rest)] * 2)
+    blocks = padded.reshape(*padded.shape[:-2], padded.shape[-2] // factor, factor, -1, factor)
+    return blocks.max((-3, -1))
 
 
 def _tile(colours: np.ndarray, scale: int, gap: int) -> np.ndarray:
@@ -155,8 +179,19 @@ def _tile(colours: np.ndarray, scale: int, gap: int) -> np.ndarray:
     return canvas
 
 
-def _label(token: str, longest: int = 12) -> str:
-    """A token as an axis label: white space and odd characters visible, not too long."""
-    shown = token.strip() or repr(token)[1:-1].replace(" ", "␣")
-    shown = "".join(c if c.isprintable() else "·" for c in shown)
-    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+@functools.cache
+def _table() -> np.ndarray:
+    """256 colours, (256, 3) uint8."""
+    import matplotlib
+
+    colours = matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3]
+    return (colours * 255).round().astype(np.uint8)
+
+
+@functools.cache
+def _font(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which knows the alphabets of Europe, Greek and Cyrillic, at so many pixels."""
+    import matplotlib
+
+    name = f"DejaVuSans-{weight}.ttf" if weight else "DejaVuSans.ttf"
+    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/{name}", size)

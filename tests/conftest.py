@@ -1,6 +1,7 @@
 """What all tests share: no network, no W&B account, one thread each, runs in temporary folders."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,45 @@ def command(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A real Chromium: the machine's own, none is ever downloaded."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None and not os.environ.get("CI"):
+        pytest.skip("this machine has no Chromium; on Debian: apt install chromium")
+    quiet = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=chromium, args=quiet)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """opened(page.html, fragment) -> it in a browser, `before` being run before its own scripts.
+    Fails when anything was fetched or refused, when a script failed, or when the page said
+    anything on the console."""
+    contexts, wrong = [], []
+
+    def open_page(path, fragment="", before="", **options):
+        context = browser.new_context(**options)
+        contexts.append(context)
+        if before:
+            context.add_init_script(before)
+        page = context.new_page()
+        address = path.resolve().as_uri()
+        page.on("console", lambda message: wrong.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (wrong.append("dialog"), dialog.dismiss()))
+        page.on("request", lambda r: r.url == address or wrong.append(f"request: {r.url}"))
+        page.goto(address + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []

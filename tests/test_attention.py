@@ -475,11 +475,13 @@ def test_capture_hands_out_the_weights_and_changes_nothing(name):
     module = MultiHeadAttention(6, 12, 9, 0.0, num_heads=3, qkv_bias=True, attention=name)
     x = torch.randn(2, 7, 6)
     captured = []
-    output = module(x, captured.append)
+    output = module(x, lambda *both: captured.extend(both))
     expected_output, expected_weights = by_hand(module, x)
-    assert len(captured) == 1
-    assert captured[0].dtype == torch.float32
-    torch.testing.assert_close(captured[0], expected_weights, atol=1e-6, rtol=1e-5)
+    attn_weights, attn_scores = captured
+    assert attn_weights.dtype == attn_scores.dtype == torch.float32
+    torch.testing.assert_close(attn_weights, expected_weights, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(attn_scores.softmax(-1), attn_weights, atol=1e-6, rtol=1e-5)
+    assert (attn_scores.isneginf() == ~causal_mask(7, 7, x.device)).all()
     torch.testing.assert_close(output, expected_output, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(output, module(x), atol=1e-6, rtol=1e-5)
 
@@ -489,7 +491,7 @@ def test_captured_weights_are_those_before_dropout():
     module = MultiHeadAttention(6, 6, 9, 0.5, num_heads=2)
     x = torch.randn(2, 7, 6)
     captured = []
-    dropped = module(x, captured.append)
+    dropped = module(x, lambda *both: captured.extend(both))
     expected_output, expected_weights = by_hand(module, x)
     torch.testing.assert_close(captured[0], expected_weights, atol=1e-6, rtol=1e-5)
     assert (dropped - expected_output).abs().max() > 1e-3
@@ -500,7 +502,7 @@ def test_captured_weights_are_fp32_under_autocast():
     x = torch.randn(2, 7, 6)
     captured = []
     with torch.autocast("cpu", torch.bfloat16):
-        assert module(x, captured.append).dtype == torch.bfloat16
+        assert module(x, lambda *both: captured.extend(both)).dtype == torch.bfloat16
     assert captured[0].dtype == torch.float32
     torch.testing.assert_close(captured[0].sum(-1), torch.ones(2, 2, 7))
     torch.testing.assert_close(captured[0], by_hand(module, x)[1], atol=0.02, rtol=0)

@@ -17,10 +17,11 @@ FLOORS = [
     ["training.command"],
     ["training.config"],
     ["training", "lens", "data"],
-    ["model"],
+    ["model", "synthetic"],
     ["attention"],
 ]
-OURS = {"train", "generate", "scripts", "training", "lens", "data", "model", "attention"}
+OURS = {"train", "generate", "scripts", "training", "lens", "data", "synthetic", "model"}
+OURS |= {"attention"}
 
 
 def module_of(path):

@@ -402,10 +402,11 @@ def test_dropout_works_in_training_only():
 def test_capture_is_called_for_each_layer(name):
     model, ids = tiny(attention=name), random_ids()
     captured = []
-    logits, _ = model(ids, capture=lambda layer, weights: captured.append((layer, weights)))
+    logits, _ = model(ids, capture=lambda layer, weights, _: captured.append((layer, weights)))
     assert [layer for layer, _ in captured] == [0, 1]
     assert all(weights.shape == (2, 4, 9, 9) for _, weights in captured)
-    torch.testing.assert_close(logits, model(ids)[0], atol=1e-4, rtol=1e-4)
+    assert logits.shape[1] == 1  # of the last position
+    torch.testing.assert_close(logits, model(ids)[0][:, -1:], atol=1e-4, rtol=1e-4)
     for (_, weights), again in zip(captured, model.attn_weights(ids), strict=True):
         torch.testing.assert_close(weights, again)
 

@@ -1,24 +1,62 @@
 """Metrics on disk and on W&B: real offline runs, read back from their files."""
 
+import csv
 import json
 import math
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import REPOSITORY, TEXT, TINY
 from matplotlib.image import imsave
 
-from training.tracker import NoTracker, Tracker, WandbConfig, drop_rows_after
+from lens import Look
+from lens.page import read
+from lens.statistics import STATISTICS
+from training.tracker import FILES_AT_MOST, NoTracker, Tracker, WandbConfig, drop_rows_after
 
 
 @pytest.fixture
-def picture(tmp_path):
-    path = tmp_path / "attention" / "grid.png"
-    path.parent.mkdir()
-    imsave(path, np.zeros((4, 4, 3)))
-    return path
+def look(tmp_path):
+    """A look with a number of each kind, a picture and a page."""
+    folder = tmp_path / "attention"
+    folder.mkdir()
+    imsave(folder / "grid.png", np.zeros((4, 4, 3)))
+    (folder / "page.html").write_text("<!doctype html><p>all heads</p>")
+    return Look(
+        metrics={"attention_layers/entropy/L00": 0.5},
+        heads={"attention_heads/entropy/L00H00": 0.25},
+        histograms={"attention_histograms/entropy": np.array([0.25, 0.75])},
+        pictures={"attention/heatmap/x": folder / "grid.png"},
+        pages={"attention/viewer": folder / "page.html"},
+    )
+
+
+class Recorded:
+    """Stands for a W&B run: keeps what it is told."""
+
+    id = "x"
+
+    def __init__(self):
+        self.rows, self.metrics = {}, []
+
+    def log(self, row, step):
+        self.rows[step] = row
+
+    def define_metric(self, *arguments, **options):
+        self.metrics.append((arguments, options))
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    run = Recorded()
+    monkeypatch.setattr("training.tracker._start_wandb", lambda *_: run)
+    return run
 
 
 def history(folder):
@@ -31,18 +69,77 @@ def history(folder):
     return found, records, file.parent / "files"
 
 
-def test_rows_on_disk(tmp_path, picture):
+def test_rows_on_disk(tmp_path, look):
+    """The means over layers and the files of a look; every head stands in statistics.jsonl."""
     tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
     tracker.log({"train/loss": 1.5, "train/grad_norm": math.inf}, step=1)
-    tracker.log({"val/loss": math.nan}, step=2, pictures={"attention/heatmap/x": picture})
+    tracker.log({"val/loss": math.nan}, step=2, look=look)
     tracker.finish()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [
         {"step": 1, "train/loss": 1.5, "train/grad_norm": "inf"},
-        {"step": 2, "val/loss": "nan", "attention/heatmap/x": "attention/grid.png"},
+        {
+            "step": 2,
+            "val/loss": "nan",
+            "attention_layers/entropy/L00": 0.5,
+            "attention/heatmap/x": "attention/grid.png",
+            "attention/viewer": "attention/page.html",
+        },
     ]
     assert tracker.run_id is None
     assert tracker.where() is None
+
+
+def test_a_look_becomes_one_row_of_each_kind_of_media(tmp_path, look, recorded):
+    import wandb
+
+    look.tables = {"attention/table": (("statistic", "head"), [("entropy", 0)])}
+    tracker = Tracker(WandbConfig(), tmp_path, {})
+    tracker.log({"train/loss": 1.5}, step=3, look=look)
+    tracker.finish()
+    assert list(recorded.rows) == [3]
+    row = recorded.rows[3]
+    assert row["train/loss"] == 1.5
+    assert row["attention_layers/entropy/L00"] == 0.5
+    assert row["attention_heads/entropy/L00H00"] == 0.25
+    kinds = {key: type(value) for key, value in row.items() if not isinstance(value, float)}
+    assert kinds == {
+        "attention_histograms/entropy": wandb.Histogram,
+        "attention/heatmap/x": wandb.Image,
+        "attention/viewer": wandb.Html,
+        "attention/table": wandb.Table,
+    }
+    assert recorded.metrics == [(("attention_heads/*",), {"hidden": True})]
+
+
+def test_beyond_the_limit_files_are_left_out_and_numbers_stay(
+    tmp_path, look, recorded, monkeypatch
+):
+    monkeypatch.setattr("training.tracker.FILES_AT_MOST", 5)
+    tracker = Tracker(WandbConfig(), tmp_path, {})
+    for step in range(4):
+        tracker.log({"train/loss": 1.0}, step, look)
+    tracker.finish()
+    with_files = [step for step, row in recorded.rows.items() if "attention/viewer" in row]
+    assert with_files == [0, 1]  # two files each
+    for row in recorded.rows.values():
+        assert row["attention_layers/entropy/L00"] == 0.5
+        assert row["attention_heads/entropy/L00H00"] == 0.25
+        assert "attention_histograms/entropy" in row
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all("attention/viewer" in row for row in rows)  # on disk they are
+
+
+def test_a_run_that_goes_on_counts_the_files_it_has_logged(tmp_path, look, recorded):
+    first = Tracker(WandbConfig(), tmp_path, {})
+    assert first.files_left == FILES_AT_MOST
+    for step in range(3):
+        first.log({"attention_layers/entropy/L00": 1.0}, step, look)
+    first.finish()
+    assert first.files_left == FILES_AT_MOST - 6
+    resumed = Tracker(WandbConfig(), tmp_path, {})
+    assert resumed.files_left == first.files_left
+    resumed.finish()
 
 
 def test_rows_are_on_disk_at_once(tmp_path):
@@ -132,28 +229,125 @@ def test_an_unreachable_server_means_offline(tmp_path, monkeypatch, capsys):
     assert "not reached (timed out)" in capsys.readouterr().err
 
 
-def test_a_whole_run_on_wandb(command, tmp_path, text_file):
-    """Every row, every heatmap and the configuration, at the right steps, offline, no account."""
-    settings = [s for s in TINY if not s.startswith(("lens", "wandb", "trainer.sample"))]
-    settings += [f"data.path={text_file}", "name=watched", "lens.every=2", "wandb.tags=[a,b]"]
-    done = command("train.py", *settings)
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """A whole run, offline and without an account: (overrides, its folder, what W&B has)."""
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    overrides = [s for s in TINY if not s.startswith(("lens", "wandb", "trainer.sample"))]
+    overrides += [f"data.path={folder}/text.txt", "lens.every=2", "lens.layers=[1]"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(REPOSITORY / "train.py"),
+            *overrides,
+            "name=watched",
+            "wandb.tags=[a,b]",
+        ],
+        cwd=folder,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+            "PYTHONPATH": str(REPOSITORY / "tests" / "no_network"),
+            "OMP_NUM_THREADS": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "runs" / "watched"
-    rows, records, files = history(folder)
+    return overrides, folder / "runs" / "watched", history(folder / "runs" / "watched")
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_whole_run_on_wandb(watched):
+    """Every row and the configuration, at the right steps."""
+    _, folder, (rows, records, _) = watched
     assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4]
-    local = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for row, mine in zip(rows, local, strict=True):
+    for row, mine in zip(rows, metrics(folder), strict=True):
         assert row["_step"] == mine.pop("step")
         for key, value in mine.items():
-            if key.startswith("attention/heatmap/"):
-                assert row[f"{key}._type"] == "image-file"
-                stored = files / row[f"{key}.path"]
-                assert stored.read_bytes() == (folder / value).read_bytes()
-            else:
+            if not isinstance(value, str):
                 assert row[key] == pytest.approx(value)
-    with_pictures = [row["_step"] for row in rows if any("heatmap" in key for key in row)]
-    assert with_pictures == [0, 2, 4]
     text = json.dumps(records)
-    assert "clearhead" in text
-    assert "watched" in text
-    assert "emb_dim" in text
+    for part in ("clearhead", "watched", "emb_dim"):
+        assert part in text
+
+
+def test_pictures_and_pages_on_wandb_are_those_on_disk_byte_for_byte(watched):
+    """Nothing is put into a page on its way: its policy would forbid it."""
+    _, folder, (rows, _, files) = watched
+    kinds = {}
+    for row, mine in zip(rows, metrics(folder), strict=True):
+        for key, value in mine.items():
+            if isinstance(value, str):
+                kinds.setdefault(row[f"{key}._type"], []).append((row["_step"], key))
+                if key != "attention/timelapse" or row["_step"] == 4:  # written over since
+                    stored = files / row[f"{key}.path"]
+                    assert stored.read_bytes() == (folder / value).read_bytes()
+    assert {step for step, _ in kinds["image-file"]} == {0, 2, 4}
+    assert len(kinds["image-file"]) == 3 * 4 * 2  # looks, prompts, grid and layer
+    assert kinds["html-file"] == [
+        (0, "attention/viewer"),
+        (2, "attention/viewer"),
+        (2, "attention/timelapse"),
+        (4, "attention/viewer"),
+        (4, "attention/timelapse"),
+    ]
+    (half,) = read(files / rows[2]["attention/timelapse.path"])
+    assert [frame["step"] for frame in half["frames"]] == [0, 2]
+
+
+def test_numbers_of_layers_are_shown_those_of_heads_hidden(watched):
+    _, folder, (rows, records, _) = watched
+    hidden = [record["metric"] for record in records if record["type"] == "metric"]
+    (rule,) = [metric for metric in hidden if metric["options"].get("hidden")]
+    assert rule["glob_name"] == "attention_heads/*"
+    looks = [json.loads(x) for x in (folder / "attention" / "statistics.jsonl").open()]
+    assert [look["step"] for look in looks] == [0, 2, 4]
+    for look in looks:
+        row = rows[look["step"]]
+        for key in STATISTICS:
+            for layer in (0, 1):
+                mean = row[f"attention_layers/{key}/L0{layer}"]
+                assert mean == pytest.approx(sum(look[key][layer]) / 2, abs=1e-4)
+                for head in (0, 1):
+                    value = row[f"attention_heads/{key}/L0{layer}H0{head}"]
+                    assert value == pytest.approx(look[key][layer][head], abs=1e-4)
+            assert row[f"attention_histograms/{key}._type"] == "histogram"
+            assert sum(row[f"attention_histograms/{key}.values"]) == 4
+    for step in (1, 3):
+        assert not [key for key in rows[step] if key.startswith("attention")]
+
+
+def test_the_table_comes_at_the_end(watched):
+    _, folder, (rows, _, files) = watched
+    with_table = [row["_step"] for row in rows if "attention/table._type" in row]
+    assert with_table == [4]
+    table = json.loads((files / rows[4]["attention/table.path"]).read_text())
+    with open(folder / "attention" / "heads.csv", newline="", encoding="utf-8") as file:
+        names, *written = csv.reader(file)
+    assert table["columns"] == names
+    assert [[str(value) for value in row] for row in table["data"]] == written
+    assert len(written) == len(STATISTICS) * 4
+
+
+def test_without_wandb_the_same_is_on_disk(watched, trainer):
+    overrides, folder, _ = watched
+    run = trainer("lens=default", *overrides, "wandb=off", "name=alone")
+    run.train()
+    seen, alone = folder / "attention", run.folder / "attention"
+    assert sorted(p.name for p in alone.iterdir()) == sorted(p.name for p in seen.iterdir())
+    for name in ("statistics.jsonl", "heads.csv"):
+        assert (alone / name).read_bytes() == (seen / name).read_bytes()
+    for path in alone.glob("*.png"):
+        assert path.read_bytes() == (seen / path.name).read_bytes()
+    (one,), (other,) = read(alone / "timelapse.html"), read(seen / "timelapse.html")
+    assert one["frames"] == other["frames"]
+    assert not (run.folder / "wandb").exists()
+    keys = [sorted(row) for row in metrics(folder)]
+    assert [sorted(row) for row in metrics(run.folder)] == keys

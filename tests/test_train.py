@@ -188,6 +188,7 @@ def test_the_run_directory(trainer, tmp_path):
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "report.html",
         "samples.jsonl",
     ]
     saved = yaml.safe_load((folder / "config.yaml").read_text())
@@ -203,7 +204,7 @@ def test_the_run_directory(trainer, tmp_path):
         assert {"train/loss", "train/learning_rate", "train/grad_norm"} <= row.keys()
         assert ("val/loss" in row) == (row["step"] % 2 == 0)
     pictures = [key for key in steps[1] if key.startswith("attention/heatmap/")]
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     assert all((folder / steps[1][key]).is_file() for key in pictures)
     assert [json.loads(s)["step"] for s in (folder / "samples.jsonl").open()] == [2, 4]
 

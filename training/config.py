@@ -282,6 +282,10 @@ def cross_problems(parts: dict) -> list[Problem]:
     from data import TOKENIZERS
 
     found = []
+    for layer in parts["lens"].layers if parts.get("lens") else ():
+        if layer >= from_model.num_layers:
+            cause = f"the model has layers 0 to {from_model.num_layers - 1}"
+            found.append(("lens.layers", layer, cause, "leave it out"))
     if from_data.max_length > from_model.context_length:
         cause = f"the model reads at most model.context_length={from_model.context_length} tokens"
         fix = f"use data.max_length={from_model.context_length} or less"

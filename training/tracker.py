@@ -1,17 +1,25 @@
 """Where the numbers go: metrics.jsonl in the run's directory always, Weights & Biases as asked.
 
-The only file that knows wandb. A tracker takes one row of metrics for each step, and pictures
-with it, and sends both to the same places under the same keys.
+The only file that knows wandb. A tracker takes one row of metrics for each step, and with it what
+the lens saw, and sends both to the same places under the same keys. Some things go to W&B alone:
+the statistics of every head, which stand in attention/statistics.jsonl, their histograms, and the
+table of heads, which is attention/heads.csv.
 """
 
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from lens import Look
+
+FILES_AT_MOST = 950  # of one run on W&B, which becomes slow beyond a thousand
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -46,8 +54,11 @@ class Tracker:
         self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
     ):
         self.folder = folder
+        self.files_left = FILES_AT_MOST - _files_logged(folder / "metrics.jsonl")
         self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self.run = _start_wandb(config, folder, settings, run_id)
+        # Hidden: a thousand curves would bury the others. A panel of one's own can show any.
+        self._wandb(lambda run: run.define_metric("attention_heads/*", hidden=True))
 
     @property
     def run_id(self) -> str | None:
@@ -62,26 +73,43 @@ class Tracker:
             return f"offline; to upload it: wandb sync {self.folder}/wandb/offline-run-*"
         return self.run.url
 
-    def log(
-        self, metrics: dict[str, float], step: int, pictures: dict[str, Path] | None = None
-    ) -> None:
-        """One row: metrics and pictures (PNG files in the run's directory) of one step.
+    def log(self, metrics: dict[str, float], step: int, look: "Look | None" = None) -> None:
+        """One row: the metrics of one step, and what the lens saw (files in the run's directory).
 
         Call it once for each step, in order: W&B drops a row that comes later for an earlier step.
         """
-        pictures = pictures or {}
+        if look:
+            metrics = metrics | look.metrics
+        files = look.pictures | look.pages if look else {}
         row = {"step": step} | {key: _finite_or_text(value) for key, value in metrics.items()}
-        row |= {key: str(path.relative_to(self.folder)) for key, path in pictures.items()}
+        row |= {key: str(path.relative_to(self.folder)) for key, path in files.items()}
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
 
-        def send(run) -> None:
-            import wandb
+        media = self._media(look) if look and self.run else {}
+        self._wandb(lambda run: run.log(metrics | media, step=step))
 
-            images = {key: wandb.Image(str(path)) for key, path in pictures.items()}
-            run.log(metrics | images, step=step)
+    def _media(self, look: "Look") -> dict[str, object]:
+        """A look in W&B's types. What fails is left out, and named; it is on disk all the same."""
+        import wandb
 
-        self._wandb(send)
+        media = dict(look.heads)
+        media |= {key: wandb.Histogram(values) for key, values in look.histograms.items()}
+        pictures, pages = look.pictures, look.pages
+        if len(pictures) + len(pages) > self.files_left:
+            # A run made longer and longer: the time-lapse has what matters, and comes rarely.
+            pictures = {}
+            pages = {key: path for key, path in pages.items() if key == "attention/timelapse"}
+        self.files_left -= len(pictures) + len(pages)
+        try:
+            media |= {key: wandb.Image(str(path)) for key, path in pictures.items()}
+            # inject=False: by default W&B would add a stylesheet from its server to the page.
+            media |= {key: wandb.Html(str(path), inject=False) for key, path in pages.items()}
+            for key, (columns, rows) in look.tables.items():
+                media[key] = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        except Exception as error:
+            print(f"W&B: a picture or page was left out ({_one_line(error)})", file=sys.stderr)
+        return media
 
     def summary(self, values: dict[str, float]) -> None:
         """What the run came to, shown in the dashboard's table of runs."""
@@ -110,7 +138,7 @@ class NoTracker:
 
     def where(self) -> None: ...
 
-    def log(self, metrics, step, pictures=None) -> None: ...
+    def log(self, metrics, step, look=None) -> None: ...
 
     def summary(self, values) -> None: ...
 
@@ -132,6 +160,13 @@ def drop_rows_after(folder: Path, step: int) -> None:
         whole = path.with_suffix(".tmp")
         whole.write_text("".join(kept), encoding="utf-8")
         os.replace(whole, path)
+
+
+def _files_logged(metrics: Path) -> int:
+    """How many pictures and pages the rows so far name: a run that goes on has logged them."""
+    if not metrics.exists():
+        return 0
+    return len(re.findall(r'": "attention/', metrics.read_text(encoding="utf-8")))
 
 
 def _finite_or_text(value: float) -> float | str:

@@ -1,0 +1,116 @@
+"""Every attention head of a trained model on any text, as one interactive page.
+
+    python -m scripts.inspect_attention checkpoint=runs/NAME text="The bell rang twice."
+    python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
+
+`checkpoint` is a run, one of its checkpoints, or a Hugging Face GPT-2 directory. The page is the
+one that training makes (docs/lens.md), with the strongest heads of each kind in the terminal. The
+repeated sequence is drawn from the whole vocabulary here, from frequent tokens there.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.command import settings_command
+from training.config import Problem, refuse
+
+
+@dataclass
+class InspectConfig:
+    """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
+
+    checkpoint: str = field(
+        metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
+    )
+    text: str = field(default="", metadata={"help": "what to look at; empty: three sentences"})
+    out: str = field(default="attention.html", metadata={"help": "the page to write"})
+    compare: str = field(default="", metadata={"help": "a second model, side by side"})
+    max_tokens: int = field(default=64, metadata={"help": "longer texts are cropped, and marked"})
+    repeated: int = field(
+        default=24, metadata={"help": "besides, so many random tokens written twice; 0: none"}
+    )
+    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | mps"})
+    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+
+    def problems(self) -> list[Problem]:
+        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        found = [
+            ("text" if key == "prompts" else key, *rest)
+            for key, *rest in lens_config(self.text, self.max_tokens, self.repeated).problems()
+        ]
+        if not self.out.endswith(".html"):
+            found.append(("out", self.out, "is to be a page", "use a name that ends in .html"))
+        if self.device not in ("auto", "cpu", "cuda", "mps"):
+            found.append(("device", self.device, "no such device", "use auto, cpu, cuda or mps"))
+        return found
+
+
+def lens_config(text: str, max_tokens: int, repeated: int):
+    """The settings of the lens: its own prompts when there is no text."""
+    from lens import LensConfig
+
+    prompts = {"prompts": [text]} if text else {}
+    return LensConfig(max_tokens=max_tokens, repeated=repeated, **prompts)
+
+
+@settings_command(InspectConfig)
+def main(settings: InspectConfig) -> None:
+    from lens.page import page
+    from training import parallel
+
+    refuse(parallel.check(settings.device))
+    device = parallel.start(settings.device, "fp32", seed=0).device
+    runs = []
+    for key in ("checkpoint", "compare"):
+        if path := getattr(settings, key):
+            print(f"{path}:")
+            runs.append(look_at(path, key, settings, device))
+    out = Path(settings.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    names = " and ".join(run["name"] for run in runs)
+    out.write_text(page(runs, title=f"attention of {names}"), encoding="utf-8")
+    print(f"open {out} in a browser ({out.stat().st_size / 1e6:.1f} MB)")
+
+
+def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
+    """What the page needs of one model; the strongest heads of each kind are printed."""
+    import torch
+
+    from data import get_tokenizer
+    from lens import Lens
+    from lens.history import strongest
+    from lens.page import frame_data, run_data
+    from lens.probe import probe
+    from synthetic import SYMBOLS
+    from training.checkpoint import CheckpointError
+    from training.hf import load_any
+
+    model, state = load_any(path, key)
+    model.to(device)
+    data = {"tokenizer": "gpt2", "max_length": model.config.context_length, "synthetic": None}
+    data |= state.settings["data"] if state else {}
+    tokenizer = get_tokenizer(data["tokenizer"])
+    if (have := model.config.vocab_size) < (need := tokenizer.n_vocab):
+        cause = f"has {have} token ids, and the {data['tokenizer']} tokenizer {need}"
+        raise CheckpointError(f"{key}={path}: {cause}; use a model of that tokenizer")
+    lens = Lens(
+        lens_config(settings.text, settings.max_tokens, settings.repeated),
+        encode=tokenizer.encode_ordinary,
+        token_bytes=tokenizer.decode_single_token_bytes,
+        context_length=data["max_length"],
+        vocabulary=SYMBOLS if data["synthetic"] else range(tokenizer.n_vocab),
+        bos=tokenizer.eot_token,
+    )
+
+    def look_into(token_ids, capture) -> None:
+        model.look_into(torch.tensor([token_ids], device=device), capture)
+
+    frame = probe(look_into, lens.prompts, step=state.step if state else 0)
+    for title, heads in strongest(frame.row).items():
+        print(f"  {title:<16}", "   ".join(f"L{la} H{h} {value:.2f}" for la, h, value in heads))
+    name = Path(path).resolve().name
+    return run_data(name, lens.prompts, [frame_data(frame)], [frame.row])
+
+
+if __name__ == "__main__":
+    main()

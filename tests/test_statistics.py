@@ -1,0 +1,219 @@
+"""The statistics of heads: known answers on pure patterns, and plain loops on random weights."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lens.statistics import STATISTICS, distance, entropy, evenly, first_token, measure
+
+T, P = 21, 10  # [BOS] + R + R
+KEYS = list(STATISTICS)
+OF_WEIGHTS = [key for key, statistic in STATISTICS.items() if statistic.needs == "weights"]
+
+
+def looking(at, num_tokens=T):
+    """One head, (1, T, T), whose token q looks at token at(q) alone."""
+    weights = torch.zeros(1, num_tokens, num_tokens)
+    for q in range(num_tokens):
+        weights[0, q, at(q)] = 1.0
+    return weights
+
+
+def back(n):
+    """Looks n tokens back; the first ones, which cannot, at themselves."""
+    return looking(lambda q: q - n if q >= n else q)
+
+
+def random_weights(num_heads, num_tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = 3 * torch.randn(num_heads, num_tokens, num_tokens, generator=generator)
+    future = torch.ones(num_tokens, num_tokens).triu(1).bool()
+    scores = scores.masked_fill(future, -math.inf)
+    return scores.softmax(-1), scores
+
+
+def measured(weights, period=0, scores=None):
+    return dict(zip(KEYS, measure(weights, scores, period), strict=True))
+
+
+def harmonic(n):
+    return sum(1 / i for i in range(1, n + 1))
+
+
+EVEN = {  # the closed forms of the docstrings
+    "entropy": 1.0,
+    "distance": (T - 1) / 4,
+    "first_token": (harmonic(T) - 1) / (T - 1),
+    "diagonal": (harmonic(T) - 1) / (T - 1),
+    "previous_token": (harmonic(T) - 1) / (T - 1),
+    "induction": (harmonic(2 * P + 1) - harmonic(P + 1)) / P,
+    "duplicate_token": (harmonic(2 * P + 1) - harmonic(P + 1)) / P,
+}
+ITSELF = {"entropy": 0, "distance": 0, "first_token": 0, "diagonal": 1, "previous_token": 0}
+ITSELF |= {"induction": 0, "duplicate_token": 0}
+BACK_ONE = {"entropy": 0, "distance": 20 / 21, "first_token": 1 / 20, "diagonal": 0}
+BACK_ONE |= {"previous_token": 1, "induction": 0, "duplicate_token": 0}
+# The first token is none that a stripe of the second copy reaches: those end at R's first.
+TO_FIRST = {"entropy": 0, "distance": 10, "first_token": 1, "diagonal": 0}
+TO_FIRST |= {"previous_token": 1 / 20, "induction": 0, "duplicate_token": 0}
+# Queries from 9 on look 9 back: 12 of them; 8 of the 20 after the first look at themselves.
+INDUCTION = {"entropy": 0, "distance": 9 * 12 / 21, "first_token": 1 / 20, "diagonal": 8 / 20}
+INDUCTION |= {"previous_token": 0, "induction": 1, "duplicate_token": 0}
+DUPLICATE = {"entropy": 0, "distance": 10 * 11 / 21, "first_token": 1 / 20, "diagonal": 9 / 20}
+DUPLICATE |= {"previous_token": 0, "induction": 0, "duplicate_token": 1}
+
+PATTERNS = {
+    "evenly": (evenly(T), EVEN),
+    "itself": (back(0), ITSELF),
+    "previous": (back(1), BACK_ONE),
+    "first": (looking(lambda q: 0), TO_FIRST),
+    "induction": (back(P - 1), INDUCTION),
+    "duplicate": (back(P), DUPLICATE),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pure_pattern_has_its_known_values(name):
+    weights, expected = PATTERNS[name]
+    found = measured(weights, P)
+    for key, value in expected.items():
+        assert found[key].item() == pytest.approx(value, abs=1e-6), key
+
+
+@pytest.mark.parametrize("key", [key for key in EVEN if key != "entropy"])
+def test_a_mixture_has_the_mean_of_its_parts(key):
+    parts = [weights for weights, _ in PATTERNS.values()]
+    mixed = measured(sum(parts) / len(parts), P)[key].item()
+    values = [expected[key] for _, expected in PATTERNS.values()]
+    assert mixed == pytest.approx(sum(values) / len(values), abs=1e-6)
+
+
+def test_the_entropy_of_a_mixture_is_that_of_its_row_lengths():
+    """Half on itself, half on the token before: one bit in every row, ln(q + 1) at most."""
+    half = (back(0) + back(1)) / 2
+    expected = sum(math.log(2) / math.log(q + 1) for q in range(1, T)) / (T - 1)
+    assert entropy(half).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_published_figures_of_even_attention_at_64_tokens():
+    found = measured(evenly(64))
+    for key in ("previous_token", "first_token", "diagonal"):
+        assert found[key].item() == pytest.approx(0.0594, abs=5e-5)
+    assert found["distance"].item() == pytest.approx(15.75, abs=1e-4)
+    assert found["entropy"].item() == pytest.approx(1, abs=1e-6)
+
+
+def by_loops(a, period):
+    """The definitions, term by term. a: nested lists (T, T)."""
+    n = len(a)
+
+    def mean(terms):
+        terms = list(terms)
+        return sum(terms) / len(terms)
+
+    def nats(row):
+        return -sum(w * math.log(w) for w in row if w > 0)
+
+    found = {
+        "entropy": mean(nats(a[q]) / math.log(q + 1) for q in range(1, n)),
+        "distance": mean(sum(a[q][k] * (q - k) for k in range(q + 1)) for q in range(n)),
+        "first_token": mean(a[q][0] for q in range(1, n)),
+        "diagonal": mean(a[q][q] for q in range(1, n)),
+        "previous_token": mean(a[q][q - 1] for q in range(1, n)),
+    }
+    if period:
+        second_copy = range(period + 1, 2 * period + 1)
+        found["induction"] = mean(a[q][q - period + 1] for q in second_copy)
+        found["duplicate_token"] = mean(a[q][q - period] for q in second_copy)
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 12), st.integers(1, 3), st.integers(0, 10**6))
+def test_random_weights_by_plain_loops(period, num_heads, seed):
+    num_tokens = 2 * period + 1
+    weights, scores = random_weights(num_heads, num_tokens, seed)
+    found = measured(weights, period, scores)
+    for head in range(num_heads):
+        for key, value in by_loops(weights[head].tolist(), period).items():
+            assert found[key][head].item() == pytest.approx(value, abs=1e-5), key
+        allowed = [scores[head, q, k].item() for q in range(num_tokens) for k in range(q + 1)]
+        assert found["largest_logit"][head].item() == max(allowed)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 8, 63])
+def test_random_weights_of_any_length_by_plain_loops(num_tokens):
+    weights, _ = random_weights(2, num_tokens, num_tokens)
+    found = measured(weights)
+    for head in range(2):
+        for key, value in by_loops(weights[head].tolist(), 0).items():
+            assert found[key][head].item() == pytest.approx(value, abs=1e-5), key
+
+
+def test_two_tokens():
+    weights = torch.tensor([[[1.0, 0.0], [0.25, 0.75]]])
+    found = measured(weights)
+    bits = -(0.25 * math.log2(0.25) + 0.75 * math.log2(0.75))
+    assert found["entropy"].item() == pytest.approx(bits)
+    assert found["distance"].item() == pytest.approx(0.125)
+    assert found["first_token"].item() == found["previous_token"].item() == 0.25
+    assert found["diagonal"].item() == 0.75
+
+
+def test_one_token_has_a_distance_only():
+    """Nothing is known of a head that had no choice; a mean over no rows is nan, not 0 or 1."""
+    found = measured(torch.ones(3, 1, 1), scores=torch.tensor([[[1.0]], [[-2.0]], [[5.0]]]))
+    for key in ("entropy", "first_token", "diagonal", "previous_token"):
+        assert found[key].isnan().all(), key
+    assert found["distance"].tolist() == [0, 0, 0]
+    assert found["largest_logit"].tolist() == [1, -2, 5]
+
+
+def test_the_largest_logit_looks_past_the_mask_and_below_zero():
+    inf = math.inf
+    scores = torch.tensor([[[-7.0, -inf], [-3.0, -9.0]], [[-inf, -inf], [400.0, 2.0]]])
+    found = measured(scores.softmax(-1).nan_to_num(), scores=scores)
+    assert found["largest_logit"].tolist() == [-3, 400]
+
+
+def test_all_are_measured_in_order_for_each_head():
+    weights, scores = random_weights(3, T, 0)
+    table = measure(weights, scores, P)
+    assert table.shape == (len(KEYS), 3)
+    assert table.dtype == torch.float32
+    assert torch.equal(table[KEYS.index("entropy")], entropy(weights))
+    assert torch.equal(table[KEYS.index("distance")], distance(weights))
+    assert torch.equal(table[KEYS.index("first_token")], first_token(weights))
+    assert not table.isnan().any()
+
+
+def test_what_a_prompt_cannot_tell_is_nan():
+    weights, scores = random_weights(2, T, 0)
+    of_a_text = measured(weights)
+    assert {key for key, values in of_a_text.items() if values.isnan().any()} == {
+        "induction",
+        "duplicate_token",
+        "largest_logit",
+    }
+    assert not measured(weights, 0, scores)["largest_logit"].isnan().any()
+    assert not measured(weights, P)["induction"].isnan().any()
+
+
+def test_a_statistic_of_one_head_does_not_depend_on_the_others():
+    weights, scores = random_weights(4, T, 3)
+    together = measure(weights, scores, P)
+    alone = [measure(weights[h : h + 1], scores[h : h + 1], P) for h in range(4)]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1))
+
+
+def test_every_statistic_tells_its_pattern_from_an_even_head():
+    """What the page calls uniform lies well away from what the pattern of that name scores."""
+    names = {"diagonal": "itself", "previous_token": "previous", "first_token": "first"}
+    names |= {"induction": "induction", "duplicate_token": "duplicate"}
+    for key, name in names.items():
+        assert measured(PATTERNS[name][0], P)[key].item() == pytest.approx(1)
+        assert EVEN[key] < 0.2
+    assert set(OF_WEIGHTS) <= set(EVEN)

@@ -1,0 +1,291 @@
+"""runs/<name>/report.html: a whole run on one page, for whoever has no Weights & Biases account.
+
+    write_report(Path("runs/first"))
+
+Reads what the run has written into its directory and nothing else, so it can be called at any time:
+what is not there yet is said to be missing. The page stands in report.html beside this file. It
+fetches nothing, and holds the attention page in a sandboxed frame, so it is complete when it is
+sent alone. Only the standard library is used.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+import time
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+from training.chart import Chart, Points, figure, finite, points_of
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+# What a run's directory may hold, and what it is.
+FILES = (
+    ("report.html", "this page"),
+    ("metrics.jsonl", "losses, learning rate, speed, statistics of layers; a line for each step"),
+    ("samples.jsonl", "what the model wrote after each validation; a line for each"),
+    ("config.yaml", "all settings of the run, defaults and all"),
+    ("attention/timelapse.html", "the attention of every head over the whole run, interactive"),
+    ("attention/step_*.html", "the attention of every head at one step, interactive"),
+    ("attention/heads.csv", "every head ranked by each statistic"),
+    ("attention/statistics.jsonl", "the statistics of every head; a line for each look"),
+    ("attention/step_*.png", "pictures of every head, one for each prompt and look"),
+    ("checkpoints/last", "the newest checkpoint: safetensors and JSON"),
+    ("checkpoints/best", "the checkpoint with the lowest validation loss"),
+    ("checkpoints/step_*", "the checkpoints themselves"),
+    ("wandb", "the record for Weights & Biases; wandb sync uploads it"),
+)
+
+CHARTS = (
+    Chart("Loss", "nats per token", ("train/loss", "val/loss"), log=True, wide=True),
+    Chart("Validation", "bits per byte", ("val/bits_per_byte",)),
+    Chart("Validation accuracy", "share of targets", ("val/accuracy",)),
+    Chart("Learning rate", "", ("train/learning_rate",), from_zero=True),
+    Chart("Throughput", "tokens per second", ("train/tokens_per_second",), from_zero=True),
+    Chart("Gradient norm", "before clipping", ("train/grad_norm",), from_zero=True, log=True),
+)
+
+
+def write_report(folder: Path) -> Path:
+    """Writes folder/report.html from what is in the run's directory; returns where it is."""
+    rows, samples = read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl")
+    config, template = read_text(folder / "config.yaml"), TEMPLATE.read_bytes()
+    page = attention_page(folder)
+    embedded = read(page) if page else b""
+    report = folder / "report.html"
+    being_written = folder / "report.html.tmp"
+    parts = {
+        "CSP": content_security_policy(template, embedded),
+        "NAME": escape(folder.resolve().name),
+        "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {state(rows, config)}",
+        "FACTS": facts(rows),
+        "CHARTS": charts(rows),
+        "SAMPLES": samples_section(samples),
+        "ATTENTION": attention_section(folder, page, embedded),
+        "SETTINGS": settings_section(config),
+        "FILES": files_section(folder),
+    }
+    # One pass over the template alone: what a part says is never read as a placeholder. Bytes,
+    # because the attention page has megabytes of them and as text each would be two or four.
+    being_written.write_bytes(
+        re.sub(rb"__([A-Z]+)__", lambda found: as_bytes(parts[found[1].decode()]), template)
+    )
+    os.replace(being_written, report)
+    return report
+
+
+def as_bytes(part: str | bytes) -> bytes:
+    """UTF-8. A sample may hold half of a surrogate pair, which has none."""
+    return part if isinstance(part, bytes) else part.encode("utf-8", "replace")
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+def read(path: Path) -> bytes:
+    """What a file says; nothing when it is not there."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def read_text(path: Path) -> str:
+    """The same as text. A character that is cut in two does no harm."""
+    return read(path).decode("utf-8", "replace")
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a .jsonl file by step; a line that is cut off or is no row is left out."""
+    rows = []
+    for line in read_text(path).split("\n"):  # splitlines would split inside a sample's text
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 2**53:
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["step"])
+
+
+# ---------------------------------------------------------------------------------- the numbers
+
+
+def state(rows: list[dict], config: str) -> str:
+    """How far the run has come."""
+    if not rows:
+        return "before the first step was logged"
+    found = re.search(r"^trainer:\n(?: .*\n)*?  max_steps: (\d+)$", config, re.MULTILINE)
+    whole = f" of {int(found[1]):,}" if found else ""
+    return f"after step {rows[-1]['step']:,}{whole}"
+
+
+def facts(rows: list[dict]) -> str:
+    """The few numbers that are asked for first."""
+    train, val = finite(points_of(rows, "train/loss")), finite(points_of(rows, "val/loss"))
+    shown = []
+    if train:
+        shown.append(("Training loss", f"{train[-1][1]:.4f}", f"at step {train[-1][0]:,}"))
+    if val:
+        step, loss = min(val, key=lambda point: point[1])
+        shown.append(("Best validation loss", f"{loss:.4f}", f"at step {step:,}"))
+        for key, name, form in (
+            ("val/bits_per_byte", "Bits per byte", ".3f"),
+            ("val/accuracy", "Accuracy", ".1%"),
+        ):
+            there = dict(finite(points_of(rows, key)))
+            if step in there:
+                shown.append((name, format(there[step], form), f"at step {step:,}"))
+    if tokens := finite(points_of(rows, "train/tokens")):
+        shown.append(("Tokens seen", f"{tokens[-1][1]:,.0f}", ""))
+    if speed := median(points_of(rows, "train/tokens_per_second")):
+        shown.append(("Tokens per second", f"{speed:,.0f}", "median"))
+    if share := median(points_of(rows, "train/mfu")):
+        shown.append(("FLOPs utilisation", f"{share:.1%}", "median"))
+    tiles = "".join(
+        f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
+        for name, value, more in shown
+    )
+    return f'<dl class="facts">{tiles}</dl>' if shown else ""
+
+
+def median(points: Points) -> float | None:
+    values = sorted(value for _, value in finite(points))
+    return values[len(values) // 2] if values else None
+
+
+# ----------------------------------------------------------------------------------- the charts
+
+
+def charts(rows: list[dict]) -> str:
+    drawn = "".join(figure(chart, rows) for chart in CHARTS)
+    return f'<div class="charts">{drawn}</div>' if drawn else "<p>No metrics yet.</p>"
+
+
+# ----------------------------------------------------------------------- samples, attention, files
+
+
+def samples_section(samples: list[dict]) -> str:
+    """Every sample with its prompt set apart from what the model wrote, newest first."""
+    if not samples:
+        return "<p>No samples yet.</p>"
+    articles = []
+    for row in reversed(samples):
+        prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
+        if not text.startswith(prompt):
+            prompt = ""
+        start = f'<span class="prompt">{escape(prompt)}</span>' if prompt else ""
+        body = f"<p>{start}{escape(text[len(prompt) :])}</p>"
+        articles.append(f"<article><h3>step {row['step']:,}</h3>{body}</article>")
+    return (
+        '<p class="quiet">The prompt is set in <span class="prompt">bold</span>; the rest is what '
+        "the model wrote.</p>"
+        '<div class="samples" tabindex="0" role="region" aria-label="Samples, newest first">'
+        f"{''.join(articles)}</div>"
+    )
+
+
+def attention_page(folder: Path) -> Path | None:
+    """The time-lapse, or else the newest step's page."""
+    timelapse = folder / "attention" / "timelapse.html"
+    steps = sorted((folder / "attention").glob("step_*.html"))
+    return timelapse if timelapse.is_file() else steps[-1] if steps else None
+
+
+def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:
+    """The attention page in a frame that may run its script and do nothing else."""
+    if not embedded:
+        pictures = sorted((folder / "attention").glob("step_*.png"))
+        newest = [p for p in pictures if p.name[:13] == pictures[-1].name[:13]]
+        links = ", ".join(link(folder, picture) for picture in newest)
+        return f"<p>No interactive page yet.{f' Newest pictures: {links}.' if links else ''}</p>"
+    where = quote(page.relative_to(folder).as_posix())
+    start = (
+        f'<p class="quiet">Every head of every layer. <a href="{where}">Open it on its own page</a>'
+        "; below, drag the lower right corner for more height.</p>"
+        '<div class="embedded"><iframe sandbox="allow-scripts" title="Attention of every head" '
+        'srcdoc="'
+    )
+    content = embedded.replace(b"&", b"&amp;").replace(b'"', b"&quot;")
+    return start.encode() + content + b'"></iframe></div>'
+
+
+def content_security_policy(template: bytes, embedded: bytes) -> str:
+    """Nothing is fetched, and only known scripts and styles run.
+
+    A frame inherits the policy of the page around it, beside its own: its blocks are listed too.
+    """
+    blocks = inline_blocks(template) + inline_blocks(embedded)
+    sources = {kind: [sha256(text) for k, text in blocks if k == kind] for kind in KINDS}
+    scripts, styles = (" ".join(sources[kind]) or "'none'" for kind in KINDS)
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+KINDS = ("script", "style")
+
+
+def inline_blocks(page: bytes) -> list[tuple[str, bytes]]:
+    """("script" or "style", text) of each block that a browser would run; data blocks are none."""
+    blocks, position = [], 0
+    while found := re.compile(rb"<!--|<(script|style)\b([^>]*)>").search(page, position):
+        # find() jumps over megabytes of data; a pattern would walk through them.
+        end = page.find(b"</" + found[1] + b">" if found[1] else b"-->", found.end())
+        end = position = end if end >= 0 else len(page)
+        is_data = b"type=" in (found[2] or b"") and b"module" not in found[2]
+        if found[1] and not is_data:
+            blocks.append((found[1].decode(), page[found.end() : end]))
+    return blocks
+
+
+def sha256(text: bytes) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
+
+
+def settings_section(config: str) -> str:
+    if not config.strip():
+        return "<p>No config.yaml yet.</p>"
+    return f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>"
+
+
+def files_section(folder: Path) -> str:
+    """What is in the directory and what each file is; several of a kind are one line."""
+    lines = []
+    for pattern, about in FILES:
+        found = sorted(folder.glob(pattern))
+        if pattern == "report.html":
+            size, name = "", "report.html"
+        elif not found:
+            continue
+        else:
+            size = "" if any(p.is_dir() for p in found) else bytes_text(sum_of_sizes(found))
+            name = link(folder, found[0]) if len(found) == 1 else several(folder, found)
+        lines.append(f'<tr><td>{name}<td>{about}<td class="size">{size}')
+    return f"<table>{''.join(lines)}</table>"
+
+
+def sum_of_sizes(paths: list[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def several(folder: Path, paths: list[Path]) -> str:
+    """Many files of a kind: how many, and the newest."""
+    return f"{len(paths):,} files, the newest {link(folder, paths[-1])}"
+
+
+def link(folder: Path, path: Path) -> str:
+    where = path.relative_to(folder).as_posix()
+    return f'<a href="{quote(where)}">{html.escape(where)}</a>'
+
+
+def bytes_text(count: int) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
