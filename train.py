@@ -137,6 +137,7 @@ class Trainer:
 
         run = checkpoint.run_of(self.resume_from) or self.resume_from
         refuse(resume.changed_settings(self.saved.settings, self.state.settings, run))
+        self.lens_before = self.saved.settings.get("lens", {})
         self.saved.settings = self.state.settings
         self.state = self.saved
         checkpoint.load_parameters(self.resume_from, self.model)
@@ -414,6 +415,11 @@ class Trainer:
             out.print(f"finished already, after step {self.state.step}; {more}")
         elif self.state.step > 0:
             out.print(f"resumed after step {self.state.step}")
+        for key in ("prompts", "repeated", "max_tokens") if self.saved else ():
+            value = getattr(settings.lens, key)
+            if self.lens and (before := self.lens_before.get(key, value)) != value:
+                what = "the lens looks at something else than before: its curves join the two"
+                out.print(f"lens.{key}: {what}; it was {before}")
 
     def conclude(self, seconds: float) -> None:
         """The last words: losses, a sample, and what to open."""
@@ -435,8 +441,8 @@ class Trainer:
         for finding in self.lens.findings() if self.lens else ():
             out.print(f"heads            {finding}")
         if (timelapse := self.folder / "attention" / "timelapse.html").is_file():
-            share = f"{self.seconds_watching:.1f} s of {seconds:.0f} s"
-            out.print(f"watch the heads  {timelapse}  (looking took {share})")
+            share = f"  (looking took {self.seconds_watching:.1f} s of {seconds:.0f} s)"
+            out.print(f"watch the heads  {timelapse}{share if self.seconds_watching else ''}")
         out.print(f"report           {self.folder / 'report.html'}")
         prompt = shlex.quote(f"prompt={self.settings.trainer.sample_prompt}")
         out.print(f"more text        python generate.py checkpoint={self.folder} {prompt}")

@@ -65,7 +65,8 @@ class LensConfig:
             found.append(("frames", self.frames, cause, "use 24 or so"))
         if not 0 <= self.repeated <= 127 or self.repeated == 1:
             found.append(("repeated", self.repeated, "is from 2 to 127, or 0", "use 24 or so"))
-        if self.every > 0 and not self.prompts and (self.repeated == 0 or self.max_tokens < 5):
+        too_short = 2 <= self.max_tokens < 5  # for a token twice and the start
+        if self.every > 0 and not self.prompts and (self.repeated == 0 or too_short):
             fix = "give a prompt, or use lens=off"
             found.append(("prompts", "[]", "nothing to look at", fix))
         for prompt in self.prompts:

@@ -18,7 +18,7 @@ from .probe import Prompt, from_codes, triangle_to_square
 from .statistics import evenly
 
 COLOUR_MAP = "viridis"  # even steps of lightness: readable in grey and by colour-blind people
-WIDTH = 1000  # pixels of a grid, about; dashboards show it at half of that
+WIDTH = 800  # pixels of a grid, about; dashboards show it at half of that
 FORBIDDEN = 236  # the grey of what the causal mask forbids
 INK, PALE_INK = (25, 25, 25), (95, 95, 95)
 
@@ -68,7 +68,7 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
         y = grid_top + layer * (size + gap) + size / 2
         draw.text((left - 8, y), f"L{layer}", INK, font, anchor="rm")
     _draw_scale(image, left, grid_top + height + 16, small)
-    image.save(path, compress_level=3)
+    image.save(path, compress_level=1)
 
 
 def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: Path) -> None:
@@ -97,7 +97,7 @@ def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: P
         image.paste(Image.fromarray(_tile(colour(squares[None, head, None]), scale, 0)), place)
         _write_tokens(draw, labels, scale, place, size, font)
     _draw_scale(image, 12 + margin, image.height - 46, _font(15))
-    image.save(path, compress_level=3)
+    image.save(path, compress_level=1)
 
 
 def _write_tokens(

@@ -85,13 +85,13 @@ class History:
 
 
 def strongest(row: Row, most: int = 5) -> dict[str, list[tuple[int, int, float]]]:
-    """For each kind of head the strongest: {title: [(layer, head, value), ...]}, highest first."""
+    """For each kind of head the strongest: {key: [(layer, head, value), ...]}, highest first."""
     found = {}
     for key in KINDS:
         values = row.values[key]
         if not np.isnan(values).any():
             places = [np.unravel_index(i, values.shape) for i in np.argsort(-values, axis=None)]
-            found[STATISTICS[key].title] = [
+            found[key] = [
                 (int(layer), int(head), float(values[layer, head])) for layer, head in places[:most]
             ]
     return found

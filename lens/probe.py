@@ -158,7 +158,7 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
 
 def _heads(attn: Tensor) -> Tensor:
     """(1, H, T, T) or (H, T, T), a tensor or an array, as an fp32 tensor (H, T, T)."""
-    attn = torch.as_tensor(attn).float()
+    attn = torch.as_tensor(attn).detach().float()
     return attn[0] if attn.dim() == 4 else attn
 
 

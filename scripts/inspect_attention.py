@@ -63,7 +63,6 @@ def main(settings: InspectConfig) -> None:
     runs = []
     for key in ("checkpoint", "compare"):
         if path := getattr(settings, key):
-            print(f"{path}:")
             runs.append(look_at(path, key, settings, device))
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,8 @@ def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
     from lens import Lens
     from lens.history import strongest
     from lens.page import frame_data, run_data
-    from lens.probe import probe
+    from lens.probe import probe, uniform_values
+    from lens.statistics import STATISTICS
     from synthetic import SYMBOLS
     from training.checkpoint import CheckpointError
     from training.hf import load_any
@@ -106,8 +106,11 @@ def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
         model.look_into(torch.tensor([token_ids], device=device), capture)
 
     frame = probe(look_into, lens.prompts, step=state.step if state else 0)
-    for title, heads in strongest(frame.row).items():
-        print(f"  {title:<16}", "   ".join(f"L{la} H{h} {value:.2f}" for la, h, value in heads))
+    print(f"{path}: strongest heads (in brackets: a head that looks back evenly)")
+    uniform = uniform_values(lens.prompts)
+    for key, heads in strongest(frame.row).items():
+        kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
+        print(f"  {kind:<24}", "   ".join(f"L{la} H{h} {value:.2f}" for la, h, value in heads))
     name = Path(path).resolve().name
     return run_data(name, lens.prompts, [frame_data(frame)], [frame.row])
 

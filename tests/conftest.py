@@ -1,5 +1,7 @@
 """What all tests share: no network, no W&B account, one thread each, runs in temporary folders."""
 
+import functools
+import json
 import os
 import shutil
 import subprocess
@@ -120,19 +122,29 @@ def browser():
         launched.close()
 
 
+@pytest.fixture(scope="session")
+def window(browser):
+    """window(**options) -> a browser window, kept for the next test that wants one like it."""
+
+    @functools.cache
+    def make(options):
+        return browser.new_context(**json.loads(options))
+
+    return lambda **options: make(json.dumps(options, sort_keys=True))
+
+
 @pytest.fixture
-def opened(browser):
+def opened(window):
     """opened(page.html, fragment) -> it in a browser, `before` being run before its own scripts.
     Fails when anything was fetched or refused, when a script failed, or when the page said
     anything on the console."""
-    contexts, wrong = [], []
+    pages, wrong = [], []
 
     def open_page(path, fragment="", before="", **options):
-        context = browser.new_context(**options)
-        contexts.append(context)
+        page = window(**options).new_page()
+        pages.append(page)
         if before:
-            context.add_init_script(before)
-        page = context.new_page()
+            page.add_init_script(before)
         address = path.resolve().as_uri()
         page.on("console", lambda message: wrong.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
@@ -142,6 +154,6 @@ def opened(browser):
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
     assert wrong == []

@@ -132,6 +132,10 @@ def test_accepted_forms():
 
 def test_group_choices_and_interpolation():
     assert compose(["lens=off"]).lens.every == 0
+    for experiment in ("laptop", "induction"):
+        assert compose([f"experiment={experiment}"]).lens.every > 0
+        assert compose([f"experiment={experiment}", "lens=off"]).lens.every == 0
+        assert compose([f"experiment={experiment}", "trainer.max_steps=10"])
     assert compose(["wandb=off"]).wandb.mode == "disabled"
     text = compose(["data=text", "data.path=x.txt", "model=gpt2-nano"])
     assert text.data.max_length == text.model.context_length == 256

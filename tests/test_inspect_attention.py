@@ -61,7 +61,7 @@ def test_a_run_of_ours_as_a_command(command, home, tmp_path):
     done = command(SCRIPT, f"checkpoint={home}/runs/one", "text=The fox.", f"out={out}")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert re.search(r"previous token +L\d H\d 0\.\d\d   L\d H\d", done.stdout)
+    assert re.search(r"previous token \(0\.\d\d\) +L\d H\d 0\.\d\d   L\d H\d", done.stdout)
     assert f"open {out} in a browser" in done.stdout
     (run,) = read(out)
     assert run["name"] == "one"

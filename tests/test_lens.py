@@ -612,3 +612,33 @@ def test_no_lens_leaves_no_folder(trainer, tmp_path):
     run.train()
     assert "lens=off" in TINY
     assert not (tmp_path / "runs" / "off" / "attention").exists()
+
+
+def test_a_run_that_goes_on_with_other_prompts_says_so(trainer, capsys):
+    settings = ("name=changed", "lens=default", "lens.every=2")
+    trainer(*settings, "lens.prompts=[one,two]").train()
+    capsys.readouterr()
+    trainer(*settings, "lens.prompts=[one,two]", "trainer.max_steps=6").train()
+    assert "something else than before" not in capsys.readouterr().out
+    trainer(*settings, "lens.prompts=[three]", "trainer.max_steps=8").train()
+    said = [line for line in capsys.readouterr().out.splitlines() if "than before" in line]
+    assert len(said) == 1
+    assert said[0].startswith("lens.prompts: the lens looks at something else")
+    assert "one" in said[0]
+
+
+def test_infinite_scores_leave_the_record_readable(tmp_path):
+    """A run that diverges is the one to look at: its pages must open."""
+    lens = lens_on("the bank", every=10)
+
+    def look_into(token_ids, capture):
+        weights = torch.eye(len(token_ids)).expand(2, -1, -1)
+        capture(0, weights, torch.full((2, *weights.shape[1:]), torch.inf))
+
+    lens.look(look_into, 0, 10, tmp_path)
+    look = lens.look(look_into, 10, 10, tmp_path)
+    assert not [key for key in look.metrics if "largest_logit" in key]
+    for line in (tmp_path / "statistics.jsonl").read_text().splitlines():
+        assert json.loads(line, parse_constant=pytest.fail)["largest_logit"] == [[None, None]]
+    (run,) = read(tmp_path / "timelapse.html")
+    json.loads(unpacked(run["history"]), parse_constant=pytest.fail)

@@ -1,4 +1,4 @@
-"""What README.md says is true: its commands are valid, its answers come, its files are there."""
+"""What README.md and docs/lens.md say is true: commands, answers, examples, files and links."""
 
 import itertools
 import re
@@ -8,18 +8,21 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
+from lens.page import read
 from model import GPT, ModelConfig
 from training.command import check_sweep, compose
 from training.hf import to_hf
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+LENS = (REPOSITORY / "docs" / "lens.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 LINES = [line for _, block in BLOCKS for line in block.splitlines()]
+LENS_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", LENS, re.DOTALL)
 
 
 def commands(program):
     found = []
-    for line in LINES:
+    for line in LINES + [line for _, block in LENS_BLOCKS for line in block.splitlines()]:
         words = shlex.split(line, comments=True)
         if words[:2] == ["python", program]:
             found.append(words[2:])
@@ -51,8 +54,9 @@ def test_every_file_of_the_tour_is_there(name):
 
 
 def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
-        assert (REPOSITORY / target).exists(), target
+    for text, folder in ((README, REPOSITORY), (LENS, REPOSITORY / "docs")):
+        for target in re.findall(r"\]\(((?!http)[^)#]+)\)", text):
+            assert (folder / target).exists(), target
 
 
 def test_the_notebook_example_runs(tmp_path, monkeypatch):
@@ -62,3 +66,22 @@ def test_the_notebook_example_runs(tmp_path, monkeypatch):
     names = {}
     exec(code.replace("runs/NAME", str(tmp_path / "gpt2")), names)
     assert [layer.shape[:2] for layer in names["layers"]] == [(1, 2)] * 3
+
+
+def test_the_lens_beside_another_model(tmp_path, monkeypatch):
+    """The example of docs/lens.md, with a tiny transformers model and a tokenizer of bytes."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Tokenizer:
+        vocab_size, bos_token_id = 256, 256
+        encode = staticmethod(lambda text: list(text.encode()))
+        decode = staticmethod(lambda ids: "".join(map(chr, ids)))
+
+    shape = GPT2Config(vocab_size=257, n_positions=48, n_embd=16, n_layer=2, n_head=2)
+    shape._attn_implementation = "eager"
+    (code,) = [block for language, block in LENS_BLOCKS if language == "python"]
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer})
+    (run,) = read(tmp_path / "attention" / "timelapse.html")
+    assert [frame["step"] for frame in run["frames"]] == [0, 50, 100]
+    assert [prompt["period"] for prompt in run["prompts"]] == [0, 23]

@@ -204,7 +204,7 @@ INDUCTION += ("data.max_length=64", "trainer.max_steps=2", "name=induction")
 
 
 def test_a_run_says_how_much_is_right(trainer, tmp_path):
-    run = trainer(*INDUCTION, "lens.every=1")
+    run = trainer(*INDUCTION, "lens=induction", "lens.every=1")
     assert [prompt.name for prompt in run.lens.prompts] == ["1-repeated"]
     run.train()
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]

@@ -351,3 +351,22 @@ def test_without_wandb_the_same_is_on_disk(watched, trainer):
     assert not (run.folder / "wandb").exists()
     keys = [sorted(row) for row in metrics(folder)]
     assert [sorted(row) for row in metrics(run.folder)] == keys
+
+
+def test_a_bad_picture_costs_the_picture_only(tmp_path, capsys):
+    class Run:
+        id, rows = "x", []
+
+        def log(self, row, step):
+            self.rows.append(row)
+
+    tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
+    tracker.run = Run()
+    missing = {"attention/heatmap/x": tmp_path / "missing.png"}
+    tracker.log(
+        {"train/loss": 1.0}, 1, Look({"attention_layers/entropy/L00": 0.5}, {}, {}, missing)
+    )
+    tracker.file.close()
+    assert Run.rows == [{"train/loss": 1.0, "attention_layers/entropy/L00": 0.5}]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("W&B: a picture or page was left out")

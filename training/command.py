@@ -203,6 +203,8 @@ def check_names(
 
 def _quoting(text: str) -> str:
     key, _, value = text.partition("=")
+    if key == "lens.prompts":
+        return """'lens.prompts=["one","another"]'"""
     return f"""'{key}="{value}"'"""
 
 
