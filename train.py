@@ -271,8 +271,8 @@ class Trainer:
         if metrics or look:
             self.tracker.log(metrics, step, look)
         if look:
-            if "attention/timelapse" in look.pages:
-                self.write_report()
+            if "attention/timelapse" in look.pages and step < settings.max_steps:
+                self.write_report()  # at the end it is written anyway
             self.seconds_watching += time.perf_counter() - started
 
     def validate(self) -> dict[str, float]:

@@ -95,7 +95,7 @@ class Lens:
 
     encode(text) gives token ids, token_bytes(id) the bytes that an id stands for (KeyError when
     none). The repeated sequence is drawn from `vocabulary` and begins with `bos`; without a
-    vocabulary there is none. run_name is what the pages call the run.
+    vocabulary there is none.
     """
 
     def __init__(
@@ -143,8 +143,9 @@ class Lens:
     ) -> Look | None:
         """Looks at every head on every prompt; writes what there is to see into `folder`.
 
-        look_into: see probe.py. write=False looks and returns None: for the ranks of a sharded
-        model that must take part in running it and have nothing to write.
+        look_into: see probe.py. run_name is what the pages call the run. write=False looks and
+        returns None: for the ranks of a sharded model that must take part in running it and have
+        nothing to write.
         """
         from .history import COLUMNS, History
         from .probe import probe
