@@ -18,6 +18,7 @@ for secret in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "RANK", "WORLD_SIZ
     os.environ.pop(secret, None)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+pytest.register_assert_rewrite("known_pages")
 sys.path.insert(0, str(REPOSITORY / "tests" / "no_network"))
 import sitecustomize  # noqa: E402  blocks sockets; the processes that tests start find it too
 
@@ -157,3 +158,32 @@ def opened(window):
     for page in pages:
         page.close()
     assert wrong == []
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(run, ...) -> the path of their page (runs as of known_pages.py)."""
+    from lens.page import page
+
+    def to_file(*runs, title="attention", name="page.html"):
+        path = tmp_path / name
+        path.write_text(page([run.data for run in runs], title), encoding="utf-8")
+        return path
+
+    return to_file
+
+
+@pytest.fixture
+def shown(write, opened):
+    """shown(run, ...) -> their page in a browser, its first view standing, every frame decoded:
+    a change of the step shows at once then, however busy the machine is. What happens while
+    frames are being decoded has tests of its own."""
+    from known_pages import DECODE_ALL, a_run, ready
+
+    def show(*runs, fragment="", title="attention", **options):
+        opened_page = opened(write(*runs or (a_run(),), title=title), fragment, **options)
+        ready(opened_page)
+        opened_page.evaluate(DECODE_ALL)
+        return opened_page
+
+    return show

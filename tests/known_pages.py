@@ -1,0 +1,191 @@
+"""Pages of runs whose weights are known, and what a browser shows of them.
+
+Pages are made as a run makes them, by lens/probe.py and lens/page.py, of weights that are known
+here; every check goes back to these, past the bytes and the script in between.
+"""
+
+import base64
+import functools
+import re
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+import torch
+
+from lens.page import frame_data, run_data
+from lens.probe import Prompt, probe
+
+HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
+WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ",", " ", " far"]
+PERIOD = 4
+
+
+class Given(Prompt):
+    __hash__ = object.__hash__  # so that runs of it are made once
+
+
+def prompt(name, tokens, period=0):
+    return Given(name, "".join(tokens), list(range(len(tokens))), tokens, period=period)
+
+
+PROMPTS = (
+    prompt("1-she-sat-on-the", WORDS),
+    prompt("2-once", ["Once", " upon", " a", " time"]),
+    prompt("3-repeated", ["<|endoftext|>", *2 * [" oak", " lamp", " grey", " rope"]], PERIOD),
+)
+STEPS = (0, 40, 80, 120)  # with weights
+HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
+NOWHERE = ("largest_logit", 1, 2)  # a statistic that this head has no value of
+
+
+@dataclass
+class Run:
+    """What the page is given of a run, and what it was made of."""
+
+    data: dict
+    prompts: tuple
+    weights: dict  # step -> for each prompt fp32 (L, H, T, T)
+    rows: dict  # step -> Row
+
+
+@functools.cache
+def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history=HISTORY, seed=0):
+    """Random heads, sharper from step to step."""
+    weights, rows, frames = {}, {}, {}
+    for step in history:
+        draw = torch.Generator().manual_seed(1000 * seed + step)
+        weights[step] = []
+
+        def look_into(token_ids, capture, step=step, draw=draw):
+            size = len(token_ids)
+            scores = torch.randn(layers, heads, size, size, generator=draw) * (1 + step / 40)
+            scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -torch.inf)
+            for layer in range(layers):
+                capture(layer, scores[layer].softmax(-1), scores[layer])
+            weights[step].append(scores.softmax(-1).numpy())
+
+        frame = probe(look_into, prompts, step)
+        key, layer, head = NOWHERE
+        if layer < layers and head < heads:
+            frame.row.values[key][layer, head] = np.nan
+        rows[step] = frame.row
+        if step in steps:
+            frames[step] = frame_data(frame)
+    data = run_data(name, prompts, list(frames.values()), list(rows.values()))
+    return Run(data, prompts, weights, rows)
+
+
+def second_run():
+    return a_run("second", seed=7)
+
+
+DECODE_ALL = """() => Promise.all(window.lens.runs.slice(0, 2).flatMap((run, of) =>
+  run.frames.map((_, frame) => window.lens.decode(of, frame))))"""
+
+
+def ready(lens):
+    lens.locator("html[data-ready='1']").wait_for()
+
+
+def state(lens, key):
+    return lens.evaluate("key => window.lens.state[key]", key)
+
+
+def tile(lens, layer, head):
+    return lens.locator(f".head[data-layer='{layer}'][data-head='{head}']")
+
+
+def as_shown(value):
+    """A statistic as the page writes it."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f}"
+
+
+VIRIDIS = matplotlib.colormaps["viridis"](np.arange(256), bytes=True)[:, :3].astype(int)
+READ_PIXELS = """all => all.map((canvas) => {
+  const { width, height } = canvas;
+  const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const { data } = copy.getImageData(0, 0, width, height);
+  let text = "";
+  for (const byte of data) text += String.fromCharCode(byte);
+  return [width, height, btoa(text)];
+})"""
+READ_WEIGHTS = """async ([run, frame]) => {
+  await lens.decode(run, frame);
+  const { prompts, layers, heads } = lens.runs[run];
+  const numbers = [];
+  prompts.forEach(({ tokens }, prompt) => {
+    for (let layer = 0; layer < layers; layer++)
+      for (let head = 0; head < heads; head++)
+        for (let query = 0; query < tokens.length; query++)
+          for (let key = 0; key < tokens.length; key++)
+            numbers.push(lens.weight(run, frame, prompt, layer, head, query, key));
+  });
+  let text = "";
+  for (const byte of new Uint8Array(Float32Array.from(numbers).buffer))
+    text += String.fromCharCode(byte);
+  return btoa(text);
+}"""
+
+
+def pixels(canvases):
+    """The pixels of each canvas, (height, width, 3)."""
+    return [
+        np.frombuffer(base64.b64decode(data), np.uint8).reshape(high, wide, 4)[..., :3].astype(int)
+        for wide, high, data in canvases.evaluate_all(READ_PIXELS)
+    ]
+
+
+def thumbnails(lens, run):
+    """The pixels of all thumbnails in the order of the page: (L, H, T, T, 3)."""
+    found = np.stack(pixels(lens.locator(".head canvas")))
+    return found.reshape(run.data["layers"], run.data["heads"], *found.shape[1:])
+
+
+def tint(lens):
+    """The colour of cells that a token cannot look at."""
+    pair = lens.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--tint')")
+    theme = lens.locator("html").get_attribute("data-theme")
+    hexes = dict(zip(("light", "dark"), re.findall("#(......)", pair), strict=True))
+    return list(bytes.fromhex(hexes[theme]))
+
+
+def assert_drawn(found, part, tint, within=3, first=0):
+    """found (..., T, T, 3) has the colours of part (..., T, T), 0 to 1; the rest has the tint."""
+    below = np.tril(np.ones(part.shape[-2:], bool))
+    below[:, :first] = False
+    wanted = VIRIDIS[np.rint(255 * part).astype(int)]
+    assert np.abs(found - wanted)[..., below, :].max() <= within
+    assert (found[..., ~below, :] == tint).all()
+
+
+def assert_weights(lens, run, number=0):
+    for frame, step in enumerate(STEPS):
+        found = base64.b64decode(lens.evaluate(READ_WEIGHTS, [number, frame]))
+        true = np.concatenate([weights.ravel() for weights in run.weights[step]])
+        assert np.abs(np.frombuffer(found, np.float32) - true).max() <= 1 / 255
+
+
+def cell(lens, query, key, canvas="#map", size=len(WORDS)):
+    """The middle of a cell of an enlarged map, as a place in the window."""
+    box = lens.locator(canvas).bounding_box()
+    side = box["width"] / size
+    return box["x"] + (key + 0.5) * side, box["y"] + (query + 0.5) * side
+
+
+def grid_order(lens):
+    read = "all => all.map(({ dataset }) => [Number(dataset.layer), Number(dataset.head)])"
+    return [tuple(place) for place in lens.locator(".head:visible").evaluate_all(read)]
+
+
+def ranked(values, descending):
+    """(layer, head) by value; those without one last."""
+    places = [place for place in np.ndindex(values.shape) if not np.isnan(values[place])]
+    places.sort(key=lambda place: round(float(values[place]), 4), reverse=descending)
+    return places + [place for place in np.ndindex(values.shape) if np.isnan(values[place])]
+
+
+def readout_query(lens):
+    return lens.locator("#readout").inner_text().split(" looks ")[0]
