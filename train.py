@@ -55,6 +55,7 @@ class Trainer:
         self.build_lens()
         self.build_optimizer()
         self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
+        self.state.data = self.data.checksums
         if self.saved:
             self.restore()
         self.open_run()
@@ -66,18 +67,28 @@ class Trainer:
 
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""
-        from data import WindowOrder, bytes_per_token, get_tokenizer, load_datasets
+        from data import check_unchanged, evenly, load_datasets, order_of
+        from tokens.tokenizers import bytes_per_token, get_tokenizer
+        from training.feed import Feed
         from training.validation import Validation
 
         settings, trainer = self.settings, self.settings.trainer
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
-        self.train_set, self.val_set = load_datasets(settings.data, self.tokenizer)
-        self.order = WindowOrder(len(self.train_set), trainer.batch_size, settings.seed)
+        if self.saved:
+            self.refuse_changes({"data": dataclasses.asdict(settings.data)})
+        self.data = load_datasets(settings.data)
+        if self.saved and self.saved.data is not None:
+            check_unchanged(self.saved.data, self.data.checksums, settings.data.path)
+        self.train_set, self.val_set = self.data.train, self.data.val
+        order = order_of(self.train_set, trainer.batch_size, settings.seed)
+        self.feed = Feed(self.train_set, order, trainer.micro_batch_size, self.parallel)
         self.tokens_per_step = trainer.batch_size * settings.data.max_length
         self.validation = None
         if self.val_set:
+            windows = evenly(self.val_set, trainer.eval_windows)
             bytes_of = functools.partial(bytes_per_token, self.tokenizer)
-            self.validation = Validation(self.val_set, trainer.eval_windows, bytes_of)
+            bytes_of = None if settings.data.synthetic else bytes_of
+            self.validation = Validation(self.val_set, windows, bytes_of)
 
     def build_model(self) -> None:
         """`model` is the module itself: looked into, saved, validated. `fast_model` shares its
@@ -133,17 +144,23 @@ class Trainer:
 
     def restore(self) -> None:
         """Puts everything where the checkpoint has it; refuses settings that would change it."""
-        from training import checkpoint, resume
+        from training import checkpoint
 
-        run = checkpoint.run_of(self.resume_from) or self.resume_from
-        refuse(resume.changed_settings(self.saved.settings, self.state.settings, run))
+        self.refuse_changes(self.state.settings)
         self.lens_before = self.saved.settings.get("lens", {})
-        self.saved.settings = self.state.settings
+        self.saved.settings, self.saved.data = self.state.settings, self.state.data
         self.state = self.saved
         checkpoint.load_parameters(self.resume_from, self.model)
         checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer)
         if self.state.scaler:
             self.parallel.scaler.load_state_dict(self.state.scaler)
+
+    def refuse_changes(self, settings: dict) -> None:
+        """Refuses settings that would make the continuation another run."""
+        from training import checkpoint, resume
+
+        run = checkpoint.run_of(self.resume_from) or self.resume_from
+        refuse(resume.changed_settings(self.saved.settings, settings, run))
 
     def open_run(self) -> None:
         """The run's directory, its log, its place on W&B."""
@@ -195,17 +212,11 @@ class Trainer:
     def step(self):
         """One optimizer step: (mean loss, norm of the gradient), both still on the device."""
         settings = self.settings.trainer
-        windows = self.order.windows(self.state.step, self.parallel.rank, self.parallel.world_size)
-        size = settings.micro_batch_size or len(windows)
         mean_loss = 0.0
-        for first in range(0, len(windows), size):
-            micro = windows[first : first + size]
-            input_ids, target_ids = self.parallel.to_device(*self.train_set.batch(micro))
+        for input_ids, target_ids, share in self.feed.batches(self.state.step):
             with self.parallel.autocast():
                 _, loss = self.fast_model(input_ids, target_ids)
-            # Each window counts the same, whatever the sizes of the micro-batches. (Nearly, with
-            # synthetic data, whose windows ask for different numbers of targets.)
-            loss = loss * (len(micro) / len(windows))
+            loss = loss * share  # each target counts the same, whatever the micro-batches
             self.parallel.backward(loss)
             mean_loss = mean_loss + loss.detach()
         for group in self.optimizer.param_groups:
@@ -407,6 +418,8 @@ class Trainer:
             f"{len(self.train_set):,} windows of {settings.data.max_length} tokens to train on, "
             f"{val_windows:,} to validate; {settings.trainer.batch_size} a step"
         )
+        for note in self.data.notes:
+            out.print(f"note: {note}")
         out.print(f"run directory: {self.folder}")
         if where := self.tracker.where():
             out.print(f"W&B: {where}")

@@ -1,4 +1,4 @@
-"""What README.md and docs/lens.md say is true: commands, answers, examples, files and links."""
+"""What README.md and docs/ say is true: commands, answers, examples, files and links."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ from conftest import REPOSITORY
 
 from lens.page import read
 from model import GPT, ModelConfig
-from training.command import check_sweep, compose
+from training.command import check_sweep, compose, parse
 from training.hf import to_hf
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -18,14 +18,17 @@ LENS = (REPOSITORY / "docs" / "lens.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 LINES = [line for _, block in BLOCKS for line in block.splitlines()]
 LENS_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", LENS, re.DOTALL)
+DATA = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+DATA_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", DATA, re.DOTALL)
 
 
-def commands(program):
-    found = []
-    for line in LINES + [line for _, block in LENS_BLOCKS for line in block.splitlines()]:
-        words = shlex.split(line, comments=True)
-        if words[:2] == ["python", program]:
-            found.append(words[2:])
+def commands(*program):
+    found, start = [], ["python", *program]
+    for _, block in BLOCKS + LENS_BLOCKS + DATA_BLOCKS:
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[: len(start)] == start:
+                found.append(words[len(start) :])
     return found
 
 
@@ -38,6 +41,14 @@ def test_every_training_command_is_valid():
             check_sweep(words[1:], None)
         else:
             compose(words)
+
+
+def test_every_command_that_prepares_data_is_valid():
+    from scripts.prepare_data import PrepareConfig
+
+    assert len(commands("-m", "scripts.prepare_data")) >= 3
+    for words in commands("-m", "scripts.prepare_data"):
+        parse(PrepareConfig, words)
 
 
 def test_answers_to_mistakes_are_those_shown(command):
@@ -54,7 +65,8 @@ def test_every_file_of_the_tour_is_there(name):
 
 
 def test_links_lead_somewhere():
-    for text, folder in ((README, REPOSITORY), (LENS, REPOSITORY / "docs")):
+    docs = REPOSITORY / "docs"
+    for text, folder in ((README, REPOSITORY), (LENS, docs), (DATA, docs)):
         for target in re.findall(r"\]\(((?!http)[^)#]+)\)", text):
             assert (folder / target).exists(), target
 

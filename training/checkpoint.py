@@ -43,6 +43,7 @@ class State:
     best_step: int | None = None
     wandb_id: str | None = None
     scaler: dict | None = None  # fp16's loss scale
+    data: list | None = None  # checksums of the tokens: (file, of each block)
     format: int = FORMAT
 
 

@@ -42,6 +42,8 @@ if typing.TYPE_CHECKING:
 FREE_TEXT = {
     "name",
     "data.path",
+    "data.val_path",
+    "data.text_key",
     "trainer.sample_prompt",
     "trainer.resume",
     "trainer.init_from",
@@ -293,10 +295,10 @@ def settings_command(schema: type) -> Callable:
             arguments = sys.argv[1:]
             if any(argument in ("-h", "--help") for argument in arguments):
                 print(schema.__doc__, end="\n\n")
-                for field in dataclasses.fields(schema):
+                for name, field in _flat(schema).items():
                     required = field.default is dataclasses.MISSING
                     default = "required" if required else shown(field.default)
-                    print(f"  {field.name:<14} {field.metadata['help']}  [{default}]")
+                    print(f"  {name:<14} {field.metadata['help']}  [{default}]")
                 return
             with errors_in_one_line(debug="debug=true" in arguments):
                 run(parse(schema, arguments))
@@ -307,26 +309,51 @@ def settings_command(schema: type) -> Callable:
     return decorate
 
 
+def _flat(schema: type) -> dict[str, dataclasses.Field]:
+    """The settings of a dataclass by name; a field that is a dataclass is a group, NAME.KEY."""
+    flat = {}
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(field.type):
+            flat |= {f"{field.name}.{name}": inner for name, inner in _flat(field.type).items()}
+        else:
+            flat[field.name] = field
+    return flat
+
+
 def parse(schema: type, arguments: list[str]) -> object:
     """key=value arguments as an instance of the dataclass; ConfigError lists every problem."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser, values, problems = OverridesParser.create(), {}, []
-    free_text = {name for name, hint in typing.get_type_hints(schema).items() if hint is str}
+    known = _flat(schema)
+    free_text = {name for name, field in known.items() if field.type in (str, str | list[str])}
     for text in arguments:
         key, equals, raw = text.partition("=")
         if not equals or not re.fullmatch(r"[\w.]+", key):
             problems.append((text, NO_VALUE, "is not of the form key=value", BLANKS))
             continue
-        if key in free_text:  # taken as typed: a prompt may hold anything, and blanks count
+        if key not in known:
+            problems.append(unknown_key(key, raw, list(known)))
+            continue
+        is_list = known[key].type is not str and raw.startswith("[") and raw.endswith("]")
+        if key in free_text and not is_list:
+            # Taken as typed: a prompt may hold anything, and blanks count.
             values[key] = raw
             continue
         try:
             value = parser.parse_override(text).value()
-            values[key] = value if isinstance(value, int | float | None) else raw
+            values[key] = value if isinstance(value, int | float | list | None) else raw
         except HydraException:
             values[key] = raw  # of the wrong type, then
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(field.type):
+            prefix = f"{field.name}."
+            names = [name for name in values if name.startswith(prefix)]
+            group = {name.removeprefix(prefix): values.pop(name) for name in names}
+            filled, more = fill(field.type, group, prefix)
+            problems += more
+            values[field.name] = filled or object.__new__(field.type)  # so that the rest is checked
     settings, more = fill(schema, values)
     refuse(problems + more)
     return settings

@@ -196,6 +196,8 @@ def coerce(value: object, hint: object) -> object:
         raise TypeError(f"must be {_name(hint)}")
     if value is None and hint is type(None):
         return None
+    if dataclasses.is_dataclass(hint) and isinstance(value, hint):
+        return value
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and not isinstance(value, bool):
@@ -225,9 +227,10 @@ def _name(hint: object) -> str:
 
 def unknown_key(key: str, value: object, known: list[str]) -> Problem:
     """The problem of a key that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    if not near:  # the right word in the wrong group, or without one
-        last = key.rsplit(".", 1)[-1]
+    last = key.rsplit(".", 1)[-1]
+    near = [name for name in known if name.rsplit(".", 1)[-1] == last]  # in another group
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    if not near:  # nearly the right word in the wrong group, or without one
         by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
         near = [by_last[hit] for hit in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
     if near:
@@ -279,7 +282,7 @@ def cross_problems(parts: dict) -> list[Problem]:
     from_data, from_model = parts.get("data"), parts.get("model")
     if from_data is None or from_model is None:
         return []
-    from data import TOKENIZERS
+    from tokens.tokenizers import TOKENIZERS
 
     found = []
     for layer in parts["lens"].layers if parts.get("lens") else ():

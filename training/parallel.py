@@ -42,11 +42,13 @@ class Parallel:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
+    def pinned(self, *tensors: Tensor) -> list[Tensor]:
+        """Host tensors where a GPU can fetch them by itself; as they are for other devices."""
+        return [tensor.pin_memory() if self.device.type == "cuda" else tensor for tensor in tensors]
+
     def to_device(self, *tensors: Tensor) -> list[Tensor]:
         """Copies host tensors to the device; on a GPU the copy overlaps with what it is doing."""
-        if self.device.type != "cuda":
-            return [tensor.to(self.device) for tensor in tensors]
-        return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
+        return [tensor.to(self.device, non_blocking=True) for tensor in self.pinned(*tensors)]
 
     @contextlib.contextmanager
     def inference(self, model: torch.nn.Module) -> Iterator[None]:

@@ -22,6 +22,8 @@ FREE_TO_CHANGE = {
     "lens",
     "wandb",
     "model.attention",
+    "data.path",  # what is there is compared by its checksums
+    "data.verify",
     "trainer.max_steps",
     "trainer.micro_batch_size",
     "trainer.eval_every",

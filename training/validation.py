@@ -18,39 +18,44 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """At most `most` windows of a data set, evenly spread.
+    """Some windows of a data set.
 
-    dataset: anything with len() and batch(windows) -> (input_ids, target_ids), targets that do
-    not count being negative. bytes_per_token(token ids) says how many bytes of text a token of
-    these stands for on average.
+    dataset: anything with batch(windows) -> (input_ids, target_ids), targets that do not count
+    being negative. bytes_per_token(token ids) says how many bytes of text a token of these stands
+    for on average; None where the share of right answers is asked for instead.
     """
 
-    def __init__(self, dataset, most: int, bytes_per_token: Callable[[np.ndarray], float]):
+    def __init__(
+        self,
+        dataset,
+        windows: np.ndarray,
+        bytes_per_token: Callable[[np.ndarray], float] | None,
+    ):
         self.dataset = dataset
-        count = min(len(dataset), most)
-        self.windows = np.linspace(0, len(dataset) - 1, count).round().astype(int)
-        _, targets = dataset.batch(self.windows)
-        self.some_ignored = bool((targets < 0).any())
-        if not self.some_ignored:
-            self.bytes_per_token = bytes_per_token(targets.numpy().ravel())
+        self.windows = windows
+        self.bytes_per_token = None
+        if bytes_per_token:
+            _, targets = dataset.batch(windows)
+            self.bytes_per_token = bytes_per_token(targets[targets >= 0].numpy())
 
     def run(
         self, model: torch.nn.Module, parallel: "Parallel", batch_size: int
     ) -> tuple[torch.Tensor, float | None]:
-        """(mean loss in nats, on the device; share of right answers, where some are ignored)."""
-        total, right = 0.0, 0.0
+        """(mean loss in nats over all targets, on the device; share of right answers, where that
+        is asked for)."""
+        total, right, count = 0.0, 0.0, 0
         with parallel.inference(model):
             for first in range(0, len(self.windows), batch_size):
                 windows = self.windows[first : first + batch_size]
-                input_ids, target_ids = parallel.to_device(*self.dataset.batch(windows))  # (B, T)
+                input_ids, target_ids = self.dataset.batch(windows)  # (B, T)
+                targets = int((target_ids >= 0).sum())
+                input_ids, target_ids = parallel.to_device(input_ids, target_ids)
                 _, loss = model(input_ids, target_ids)
-                total = total + loss * len(windows)
-                if self.some_ignored:
+                total, count = total + loss * targets, count + targets
+                if self.bytes_per_token is None:
                     logits, _ = model(input_ids)  # (B, T, V)
-                    hits = (logits.argmax(-1) == target_ids)[target_ids >= 0]
-                    right += float(hits.float().mean()) * len(windows)
-        count = len(self.windows)
-        return total / count, (right / count if self.some_ignored else None)
+                    right += int((logits.argmax(-1) == target_ids).sum())
+        return total / count, (right / count if self.bytes_per_token is None else None)
 
     def metrics(self, loss: float, accuracy: float | None) -> dict[str, float]:
         """The row of the log."""

@@ -1,0 +1,191 @@
+"""Texts of any size -> token files that training maps into memory.
+
+    python -m scripts.prepare_data data.path=corpus/sample.txt out=tokens-sample
+    python -m scripts.prepare_data data.path='web/*.jsonl.gz' out=web part=3/16
+    python train.py data=shards data.path=web
+
+Text, JSON lines and Parquet become shards in llm.c's layout and a manifest (docs/data.md). All
+cores work, memory stays flat, and after a stop the same command goes on where it was.
+"""
+
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.command import settings_command
+from training.config import ConfigError, Problem
+
+
+@dataclass
+class SourceConfig:
+    """Which texts, and what they become."""
+
+    path: str | list[str] = field(
+        metadata={"help": "a file, a folder, a glob, a list of these, or hub:NAME:CONFIG:SPLIT"}
+    )
+    tokenizer: str = field(default="gpt2", metadata={"help": "gpt2 | byte"})
+    text_key: str = field(default="text", metadata={"help": "where JSON and Parquet have the text"})
+    endoftext: str = field(
+        default="token", metadata={"help": "what <|endoftext|> in a text is: token | text"}
+    )
+
+    def problems(self) -> list[Problem]:
+        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        from tokens.tokenizers import TOKENIZERS
+
+        found = []
+        if not self.path:
+            found.append(("path", self.path, "no text given", "set data.path=FILE"))
+        if self.tokenizer not in TOKENIZERS:
+            found.append(("tokenizer", self.tokenizer, "no such tokenizer", "use gpt2 or byte"))
+        if self.endoftext not in ("token", "text"):
+            found.append(("endoftext", self.endoftext, "no such choice", "use token or text"))
+        return found
+
+
+@dataclass
+class PrepareConfig:
+    """python -m scripts.prepare_data data.path=TEXTS out=DIR [KEY=VALUE ...]"""
+
+    data: SourceConfig
+    out: str = field(metadata={"help": "the folder of the token files"})
+    part: str = field(default="1/1", metadata={"help": "i/n: the i-th of n machines that share"})
+    workers: int = field(default=0, metadata={"help": "processes; 0: as many as there are cores"})
+    shard_tokens: int = field(default=100_000_000, metadata={"help": "tokens in a file at most"})
+    engine: str = field(default="auto", metadata={"help": "auto | gigatoken | tiktoken (slower)"})
+    check_every: int = field(
+        default=512, metadata={"help": "one piece of text in so many is checked by tiktoken"}
+    )
+    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+
+    def problems(self) -> list[Problem]:
+        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        found = []
+        if not self.out:
+            found.append(("out", self.out, "no folder given", "set out=DIR"))
+        if os.path.exists(self.out) and not os.path.isdir(self.out):
+            found.append(("out", self.out, "is a file", "give a folder"))
+        numbers = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part)
+        if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
+            found.append(("part", self.part, "is to be i/n, i from 1 to n", "such as part=1/4"))
+        if self.workers < 0:
+            found.append(("workers", self.workers, "must not be negative", "use 0 for all cores"))
+        if not 1 <= self.shard_tokens < 2**31:
+            cause = "must be from 1 to 2^31 - 1: the layout counts so far"
+            found.append(("shard_tokens", self.shard_tokens, cause, "use 100000000"))
+        if self.engine not in ("auto", "gigatoken", "tiktoken"):
+            fix = "use auto, gigatoken or tiktoken"
+            found.append(("engine", self.engine, "no such engine", fix))
+        if self.check_every < 1:
+            found.append(("check_every", self.check_every, "must be at least 1", "use 512"))
+        return found
+
+
+@settings_command(PrepareConfig)
+def main(settings: PrepareConfig) -> None:
+    from tokens.prepare import Preparation, Recipe
+    from tokens.sources import find_files
+
+    data = settings.data
+    recipe = Recipe(
+        data.tokenizer, data.endoftext, settings.engine, settings.check_every, settings.shard_tokens
+    )
+    folder = Path(settings.out)
+    preparation = Preparation(find_files(data.path), folder, data.text_key, recipe)
+    try:
+        complete = not preparation.begin()
+    except OSError as error:
+        cause = f"cannot be written ({error.strerror})"
+        raise ConfigError([("out", settings.out, cause, "give another folder")]) from error
+    if complete:
+        print(f"{folder} is complete already")
+        return
+    part = tuple(map(int, settings.part.split("/")))
+    tasks = preparation.unfinished(*part)
+    mine = [task for task in preparation.tasks if task.number % part[1] == part[0] - 1]
+    if len(tasks) < len(mine):
+        print(f"going on: {len(mine) - len(tasks)} of {len(mine)} tasks were done before")
+    if tasks:
+        workers = settings.workers or len(os.sched_getaffinity(0))
+        started = time.perf_counter()
+        with Progress(sum(task.size for task in tasks)) as progress:
+            try:
+                preparation.run(tasks, workers, progress.show, part)
+            except KeyboardInterrupt:
+                print("stopped; the same command goes on from here", file=sys.stderr)
+                raise
+        seconds = time.perf_counter() - started
+        print(
+            f"{progress.done / 1e6:,.1f} MB of text in {seconds:,.1f} s: "
+            f"{progress.done / seconds / 1e6:,.1f} MB/s"
+        )
+    manifest = preparation.finish()
+    if manifest is None:
+        left = len(preparation.unfinished())
+        print(f"part {settings.part} is done; {left} tasks of other parts are not yet")
+        return
+    counts = {"token": manifest["tokens"], "document": manifest["documents"]}
+    counts["shard"] = len(manifest["shards"])
+    words = [f"{n:,} {noun}{'' if n == 1 else 's'}" for noun, n in counts.items()]
+    print(f"{', '.join(words)} in {folder}")
+    tokenizer = "" if data.tokenizer == "gpt2" else f" data.tokenizer={data.tokenizer}"
+    print(f"train on them: python train.py data=shards data.path={folder}{tokenizer}")
+
+
+class Progress:
+    """Megabytes, speed and time left: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, total: int):
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as Bar
+
+        self.total, self.done, self.told = total, 0, time.monotonic()
+        self.bar = None
+        console = Console()
+        if console.is_terminal:
+            columns = (
+                BarColumn(32),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
+            self.bar = Bar(*columns, console=console, transient=True)
+            self.task = self.bar.add_task("", total=total or None)
+        self.started = self.told
+
+    def __enter__(self) -> "Progress":
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def show(self, done: int) -> None:
+        """So many bytes of text so far; of compressed files more come than were announced."""
+        self.done, now = done, time.monotonic()
+        if self.bar:
+            self.bar.update(self.task, completed=done, total=max(self.total, done) or None)
+        elif now - self.told >= 10:
+            self.told = now
+            speed = done / (now - self.started)
+            left = max(0, self.total - done) / speed if speed else 0
+            print(
+                f"{done / 1e6:,.0f} MB of {self.total / 1e6:,.0f}, {speed / 1e6:,.1f} MB/s, "
+                f"about {left:,.0f} s left",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

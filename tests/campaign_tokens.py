@@ -1,0 +1,63 @@
+"""The tokens of hundreds of megabytes of real text, streamed, against one call of tiktoken.
+
+    make campaign TEXTS=FOLDER          # any folder of texts; what is not UTF-8 is passed over
+
+The longer the folder, the more it says: source trees, documentation, other languages and scripts.
+Not part of `make test`; the file's name keeps it out.
+"""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokens.encoding import StreamEncoder
+from tokens.tokenizers import get_tokenizer
+
+GROUP = 20_000_000  # bytes that one call encodes
+FOLDER = os.environ.get("TEXTS", "")
+
+
+def texts():
+    """The texts of the folder in random order, joined to strings of about GROUP bytes."""
+    files = sorted(path for path in Path(FOLDER).rglob("*") if path.is_file())
+    random.Random(0).shuffle(files)
+    group, size = [], 0
+    for path in files:
+        try:
+            text = path.read_bytes().decode()
+        except (UnicodeDecodeError, OSError):
+            continue
+        if "\0" in text:
+            continue
+        group.append(text)
+        size += len(text.encode())
+        if size >= GROUP:
+            yield "".join(group), size
+            group, size = [], 0
+    if group:
+        yield "".join(group), size
+
+
+@pytest.mark.skipif(not FOLDER, reason="needs TEXTS=FOLDER")
+@pytest.mark.parametrize("engine", ["gigatoken", "tiktoken"])
+def test_streamed_tokens_are_those_of_one_call(engine):
+    tokenizer, draw, total = get_tokenizer("gpt2"), random.Random(1), 0
+    for text, size in texts():
+        if engine == "tiktoken" and total > 200e6:
+            break  # a tenth of the speed
+        expected = tokenizer.encode_to_numpy(text, allowed_special="all")
+        encoder = StreamEncoder("gpt2", engine=engine, piece=draw.choice([2**10, 2**14, 2**18]))
+        blocks, start = [], 0
+        while start < len(text):
+            end = start + draw.randint(1, 2**20)
+            blocks.append(text[start:end].encode())
+            start = end
+        ids = np.concatenate(list(encoder.encode(blocks)))
+        assert np.array_equal(ids, expected)
+        assert encoder.text_bytes == size
+        total += size
+        print(f"{engine}: {total / 1e6:,.0f} MB alike", flush=True)
+    assert total > 0

@@ -1,0 +1,361 @@
+"""A text of any length -> the ids that one call of the tokenizer on all of it would give.
+
+    for ids in StreamEncoder("gpt2").encode(blocks):  # uint16 arrays
+        ...
+
+A long text is cut into pieces at places where GPT-2's pattern always cuts, so that the ids of the
+pieces are those of the whole, and memory stays at a few pieces. The pattern (Radford et al. 2019;
+`r50k_pat_str` in tiktoken) takes, from the left,
+
+    's 't 're 've 'm 'll 'd | ?letters | ?digits | ?others | white space
+
+where an optional blank goes with what follows it, and white space before a visible character
+leaves its last one to it. No alternative looks back, so two neighbours are always parted when
+
+- the left one is visible and the right one is white space, or
+- they are of two different kinds among letters, digits and others, the left one not being an
+  apostrophe, which a letter may follow in a contraction.
+
+A run of one kind without any such place, a gigabyte of one letter say, is a single match of the
+pattern. There byte-pair encoding itself is continued from piece to piece; see `StreamEncoder`.
+
+Bulk encoding is gigatoken's (some ten to thirty times the speed of tiktoken); tiktoken stays the
+tokenizer of record: a sample of the pieces is encoded by both, and a difference ends the work. One
+difference is known, of the versions of Unicode that they are built on; see NEWER.
+"""
+
+import base64
+import ctypes
+import functools
+import importlib.util
+import itertools
+import os
+import platform
+import re
+import sys
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from tokens import END_OF_TEXT, DataError
+from tokens.tokenizers import get_tokenizer
+
+PIECE = 2**18  # bytes; gigatoken is fastest with pieces from a quarter of a megabyte to one
+CHECK_EVERY = 512  # one piece in so many, and the first, is encoded by tiktoken too
+
+# Where the pattern always cuts, in UTF-8, as far as it is seen without knowing all of Unicode: the
+# end of what is visible; a change of kind in ASCII; a letter of Chinese, Japanese or Korean before
+# that script's punctuation. "|" is on no side, so the end-of-text token is never cut in two.
+_END_OF_VISIBLE = (
+    rb"(?=[\t-\r ])(?<![\t-\r\x1c-\x20])(?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)"
+    rb"(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)"
+)
+_OTHERS = rb"\x00-\x08\x0e-\x1b\x7f!-/:-@\[-`{}~"
+_CJK_LETTER = (
+    rb"(?:(?<=[\xe5-\xe8][\x80-\xbf]{2})|(?<=[\xeb\xec][\x80-\xbf]{2})|(?<=\xe3\x81[\x81-\xbf])"
+    rb"|(?<=\xe3\x82[\x80-\x96\xa1-\xbf])|(?<=\xe3\x83[\x80-\xba]))"
+)
+_CJK_OTHER = (
+    rb"(?=\xe3\x80[\x81\x82\x8c\x8d]|\xef\xbc[\x81\x8c\x9a\x9b\x9f]|\xe2\x80[\x9c\x9d\xa6])"
+)
+CUT = re.compile(
+    rb"|".join(
+        (
+            _END_OF_VISIBLE,
+            rb"(?<=[A-Za-z])(?=[0-9%s])" % _OTHERS,
+            rb"(?<=[0-9])(?=[A-Za-z%s])" % _OTHERS,
+            rb"(?<=[%s])(?<!')(?=[A-Za-z0-9])" % _OTHERS,
+            _CJK_OTHER + _CJK_LETTER,
+        )
+    )
+)
+
+
+# Four separators that are white space to Python alone, and what stands in the end-of-text token.
+UNCERTAIN = "\x1c\x1d\x1e\x1f|"
+
+# gigatoken 0.10 takes 4,657 characters for letters or digits, as Unicode 17 does, that tiktoken,
+# of an older version, takes for others. It shows before a contraction: "\u088f's" is two matches of
+# the pattern for the one, "\u088f'" and "s" for the other. No other difference was found
+# (docs/data.md). Text with one of these characters, or a neighbour of theirs, goes to tiktoken.
+NEWER = re.compile(
+    rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xea\x9f[\x8e\x8f\x92\x94\xb1]"
+    rb"|\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]"
+    rb"|\x9e\x9b|\xab\x9c|\xac\xba|[\xb2\xb3])"
+)
+
+
+def find_cut(text: bytes | bytearray, start: int, stop: int) -> int | None:
+    """The first place from `start` > 0 to before `stop` where the pattern always cuts, or None."""
+    found = CUT.search(text, start, min(len(text), stop + 3))  # a character may reach behind stop
+    if found and found.start() >= stop:
+        found = None
+    other = _find_cut_anywhere(text, start, found.start() if found else stop)
+    return found.start() if found and other is None else other
+
+
+def _find_cut_anywhere(text: bytes | bytearray, start: int, stop: int) -> int | None:
+    """The same for all of Unicode, character by character: for texts without blanks or ASCII."""
+    place = character_end(text, start - 1)  # a cut shows in the characters on its two sides
+    part = text[place : stop + 3]
+    if part.isascii():
+        return None
+    last_kind = None
+    for character in part.decode("utf-8", "surrogateescape"):
+        kind = _kind(character)
+        if place >= stop:
+            return None
+        if place >= start and last_kind in ("L", "N", "O") and kind not in (None, last_kind):
+            return place
+        # An apostrophe may begin a contraction with what follows.
+        last_kind = None if character == "'" else kind
+        place += len(character.encode("utf-8", "surrogateescape"))
+    return None
+
+
+@functools.cache
+def _kind(character: str) -> str | None:
+    """L letter, N number, S white space, O any other; None where it is not certain.
+
+    That is: versions of Unicode differ (that of 3.2 and today's agree on the rest, and so whatever
+    version a tokenizer is built on); a character is not whole; UNCERTAIN.
+    """
+    old = unicodedata.ucd_3_2_0.category(character)
+    if old != unicodedata.category(character) or old in ("Cn", "Cs") or character in UNCERTAIN:
+        return None
+    if character.isspace():
+        return "S"
+    return old[0] if old[0] in "LN" else "O"
+
+
+# --------------------------------------------------------------------------------- the encoder
+
+
+class StreamEncoder:
+    """Encodes texts of any length, piece by piece, in a few megabytes.
+
+    tokenizer: gpt2 | byte. endoftext: what "<|endoftext|>" in the text is, token | text.
+    engine: auto | gigatoken | tiktoken; auto takes gigatoken where it is installed.
+
+    A run without a cut. Byte-pair encoding has this property: a sequence of tokens is the
+    encoding of its text exactly when each two neighbours are the encoding of theirs (van Antwerpen
+    and Neubeck 2024, "So many tokens, so little time"; crate `bpe`). So when a run is encoded up to
+    somewhere as A, and again from the end of A's k-th token on as B, and A's token k and B's first
+    are the encoding of theirs, then A's first k tokens followed by B are the encoding of it all.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        endoftext: str = "token",
+        engine: str = "auto",
+        piece: int = PIECE,
+        check_every: int = CHECK_EVERY,
+    ):
+        self.tokenizer = get_tokenizer(tokenizer)
+        self.piece = max(piece, 32)  # several times the longest character
+        self.check_every = check_every
+        self.pieces = self.text_bytes = 0  # encoded so far
+        special = {END_OF_TEXT} if endoftext == "token" else set()
+        if engine == "auto":
+            engine = "gigatoken" if importlib.util.find_spec("gigatoken") else "tiktoken"
+        self._reference = functools.partial(
+            self.tokenizer.encode_to_numpy, allowed_special=special, disallowed_special=()
+        )
+        if tokenizer == "byte":
+            engine = "numpy"
+            self._encode = functools.partial(_bytes_as_ids, special=bool(special))
+        elif engine == "gigatoken":
+            self._gigatoken = gigatoken(bool(special))
+            self._encode = self._by_gigatoken
+        else:
+            self._encode = lambda text: self._reference(text.decode())
+        self.engine = engine
+
+    def encode(
+        self, blocks: Iterable[bytes], what: str = "the text", offset: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Blocks of UTF-8, whole characters each -> ids, uint16 arrays, in order.
+
+        `what` names the text in errors, and `offset` is the byte where it begins there. Raises
+        DataError when the two tokenizers differ.
+        """
+        rest = bytearray()  # the text from `offset` on, as far as it was read
+        span = 2 * self.piece  # a stretch without a cut is encoded so far at once
+        before: int | None = None  # in a run: the last id given out
+        follows: int | None = None  # and the one that is to come next
+        for block in itertools.chain(blocks, [None]):
+            rest += block or b""
+            while len(rest) > span or (block is None and rest):
+                end = cut = len(rest) if len(rest) <= span else find_cut(rest, self.piece, span)
+                if cut is None:
+                    end = character_end(rest, span)
+                text = bytes(rest[:end])
+                ids = self._piece(text, what, offset)
+                if ids[0] != follows and before is not None:
+                    self._check_neighbours(before, int(ids[0]), what, offset)
+                if cut is None:
+                    count = self._settled(text, ids)
+                    if count is None:
+                        span *= 2
+                        continue
+                    before, follows, ids = int(ids[count - 1]), int(ids[count]), ids[:count]
+                    end = int(self._token_sizes()[ids].sum())
+                else:
+                    before, follows, span = None, None, 2 * self.piece
+                self.text_bytes += end
+                yield ids
+                offset += end
+                del rest[:end]
+
+    def _settled(self, text: bytes, ids: np.ndarray) -> int | None:
+        """How many ids of a run that was encoded up to somewhere can be given out.
+
+        Its last tokens may change with more text. Before them: a place at the end of a character
+        where encoding anew goes on as before. Not before an apostrophe and a letter, which at the
+        beginning of a text could be a contraction.
+        """
+        ends = np.cumsum(self._token_sizes()[ids])
+        last = int(np.searchsorted(ends, len(text) - max(512, self.piece // 16)))
+        for count in range(last, max(0, last - 100), -1):
+            begin = int(ends[count - 1])
+            if text[begin] & 0xC0 == 0x80 or re.match(rb"'[a-z]", text[begin : begin + 2]):
+                continue
+            if self._encode(text[begin:])[0] == ids[count]:
+                return count
+        return None
+
+    def _check_neighbours(self, left: int, right: int, what: str, offset: int) -> None:
+        """Refuses two tokens of a run that are not the encoding of their text. (Not seen yet.)"""
+        words = self.tokenizer.decode_tokens_bytes([left, right])
+        if self.tokenizer._encode_single_piece(b"".join(words)) != [left, right]:
+            cause = f"a run without a break at byte {offset} cannot be tokenised in parts"
+            raise DataError(f"data.path={what}: {cause}; put a line break into it")
+
+    @functools.cache  # noqa: B019 one encoder lives as long as its process
+    def _token_sizes(self) -> np.ndarray:
+        """How many bytes of text each id stands for."""
+        words = self.tokenizer.decode_tokens_bytes(range(self.tokenizer.n_vocab))
+        return np.array([len(word) for word in words])
+
+    def _by_gigatoken(self, text: bytes) -> np.ndarray:
+        # The search is a hundred times as slow as the rest of the test.
+        foreign = not text.isascii() and any(byte in text for byte in (b"\xe0", b"\xea", b"\xf0"))
+        if foreign and NEWER.search(text):
+            return self._reference(text.decode())
+        return self._gigatoken.encode(text)
+
+    def _piece(self, text: bytes, what: str, offset: int) -> np.ndarray:
+        """The ids of a whole piece; one in `check_every` compared with tiktoken's."""
+        ids = self._encode(text).astype(np.uint16)
+        if self.pieces % self.check_every == 0 and self.engine == "gigatoken":
+            expected = self._reference(text.decode())
+            if not np.array_equal(ids, expected):
+                raise DataError(
+                    f"data.path={what}: gigatoken and tiktoken disagree on the text from byte "
+                    f"{offset} to {offset + len(text)}; use engine=tiktoken, which is slower"
+                )
+        self.pieces += 1
+        return ids
+
+
+def text_blocks(txt: str, size: int = 2**16) -> Iterator[bytes]:
+    """A string as blocks of UTF-8; a lone half of a surrogate pair becomes U+FFFD, as with
+    tiktoken."""
+    start = 0
+    while start < len(txt):
+        end = start + size
+        while "\ud800" <= txt[end - 1 : end] <= "\udbff":  # its other half may follow
+            end += 1
+        part, start = txt[start:end], end
+        try:
+            yield part.encode()
+        except UnicodeEncodeError:
+            yield part.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def character_end(text: bytes | bytearray, end: int) -> int:
+    """The last place up to `end` that is not inside a character of UTF-8."""
+    for place in range(end, max(-1, end - 4), -1):
+        if place >= len(text) or text[place] & 0xC0 != 0x80:
+            return place
+    return end
+
+
+@functools.cache
+def gigatoken(special: bool) -> "Gigatoken":
+    """The one of this process; special: whether it knows the end-of-text token."""
+    return Gigatoken(special)
+
+
+class Gigatoken:
+    """GPT-2's encoding by gigatoken, of the vocabulary that tiktoken has loaded and checked.
+
+    gigatoken remembers every word that it has seen, and would grow by gigabytes on a long text:
+    it is made anew whenever the process has grown by MOST_GROWTH.
+    """
+
+    MOST_GROWTH = 2**24  # bytes
+    LOOK_EVERY = 2**20  # bytes of text
+    RENEW_EVERY = 2**26  # bytes of text, where the process's memory cannot be read
+
+    def __init__(self, special: bool):
+        tokenizer = get_tokenizer("gpt2")
+        self._specials = {END_OF_TEXT: tokenizer.eot_token} if special else {}
+        words = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
+        lines = [b"%s %d\n" % (base64.b64encode(word), rank) for rank, word in enumerate(words)]
+        self._ranks = b"".join(lines)
+        self._renew()
+
+    def _renew(self) -> None:
+        from gigatoken.gigatoken_rs import BPETokenizer
+
+        self._tokenizer = None  # the old one goes first
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+            file.write(self._ranks)
+            file.flush()
+            self._tokenizer = BPETokenizer.from_tiktoken(file.name, "gpt2", self._specials)
+        give_back_memory()
+        self._resident, self._read, self._looked = resident_bytes(), 0, 0
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """uint32 ids of UTF-8."""
+        self._read += len(text)
+        if self._read - self._looked > self.LOOK_EVERY:
+            self._looked = self._read
+            if self._grown():
+                give_back_memory()
+                if self._grown():
+                    self._renew()
+        return self._tokenizer.encode(text)
+
+    def _grown(self) -> bool:
+        if not self._resident:
+            return self._read > self.RENEW_EVERY
+        return resident_bytes() - self._resident > self.MOST_GROWTH
+
+
+def give_back_memory() -> None:
+    """Returns freed memory to the system, which glibc by itself keeps: half a megabyte for each
+    megabyte of text, as blocks of many sizes come and go."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """The memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _bytes_as_ids(text: bytes, special: bool) -> np.ndarray:
+    """The byte tokenizer's ids: tiktoken's would be the same, one match of a pattern a byte."""
+    end_of_text = np.array([256], np.uint16)
+    parts = text.split(END_OF_TEXT.encode()) if special else [text]
+    arrays = [np.frombuffer(part, np.uint8).astype(np.uint16) for part in parts]
+    return np.concatenate([a for part in arrays for a in (end_of_text, part)][1:])

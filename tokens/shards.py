@@ -1,0 +1,405 @@
+"""Token files: llm.c's shards, nanoGPT's plain ones, and the manifest beside ours.
+
+A shard, as llm.c published the layout and modded-nanogpt reads it, all little-endian:
+
+    256 x int32   header: magic 20240520, version 1, number of tokens, zeros
+    n x uint16    token ids
+
+nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
+shards, and beside them
+
+    manifest.json          tokenizer, counts, and for each shard its tokens, documents and checksums
+    <shard>.documents      uint32 for each document of the shard: where its first token is
+
+A checksum is the SHA-256 of a block of 4 MiB, so that damage is known by its place.
+
+    streams = open_shards("fineweb/", "gpt2")     # maps the files
+    streams["train"].gather(np.array([5]), 1024)  # ids from the fifth on (tokens/stream.py)
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tokens import DataError
+from tokens.sources import find_files
+from tokens.stream import BLOCK_BYTES, TokenStream
+from tokens.tokenizers import TOKENIZERS
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 256 * 4
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+VERIFY_AT_MOST = 2**30  # bytes that are verified whole whenever they are opened
+TOKEN = np.dtype("<u2")
+
+
+@dataclass
+class ShardEntry:
+    """What the manifest says of one shard."""
+
+    file: str  # a name in the manifest's folder
+    tokens: int
+    documents: int  # that begin in it
+    sha256: list[str]  # of each BLOCK_BYTES of the file
+    documents_sha256: str
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+class ShardWriter:
+    """Writes one shard; until `close` under another name, so that a shard is always whole."""
+
+    def __init__(self, path: Path, end_of_text: int):
+        self.path = path
+        self.end_of_text = end_of_text
+        self.tokens = 0
+        self._waiting: list[np.ndarray] = []  # to be written
+        self._starts: list[np.ndarray] = []
+        self._written = 0
+        self._part = in_the_making(path)
+        self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
+        self._file.write(bytes(HEADER_BYTES))
+
+    def append(self, ids: np.ndarray) -> None:
+        """More token ids, uint16."""
+        self._waiting.append(ids)
+        self.tokens += len(ids)
+        if self.tokens - self._written >= 2**20:
+            self._write()
+
+    def _write(self) -> None:
+        ids = np.concatenate([np.zeros(0, TOKEN), *self._waiting])
+        self._starts.append(np.flatnonzero(ids == self.end_of_text) + self._written)
+        self._file.write(ids.astype(TOKEN, copy=False).tobytes())
+        self._waiting, self._written = [], self.tokens
+
+    def close(self) -> ShardEntry:
+        """Completes the file and gives it its name."""
+        self._write()
+        header = np.zeros(256, "<i4")
+        header[:3] = MAGIC, VERSION, self.tokens
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+        starts = np.concatenate([np.zeros(0, np.int64), *self._starts]).astype("<u4")
+        documents = documents_file(self.path)
+        write_whole(documents, starts.tobytes())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        checksums = list(block_checksums(self._part))
+        os.replace(self._part, self.path)
+        return ShardEntry(
+            self.path.name,
+            self.tokens,
+            len(starts),
+            checksums,
+            hashlib.sha256(starts.tobytes()).hexdigest(),
+        )
+
+    def abandon(self) -> None:
+        """Removes what was written."""
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+
+def documents_file(shard: Path) -> Path:
+    return shard.with_suffix(".documents")
+
+
+def in_the_making(path: Path) -> Path:
+    """What a file is called until it is complete; another name on every machine and every time."""
+    return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file under another name first: it is there whole or not at all."""
+    part = in_the_making(path)
+    with open(part, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def write_manifest(
+    folder: Path, entries: list[ShardEntry], tokenizer: str, **facts: str | int
+) -> dict:
+    """The manifest of the shards in this folder, in this order; facts go into it as they are."""
+    manifest = {
+        "format": "clearhead-shards",
+        "version": MANIFEST_VERSION,
+        "tokenizer": tokenizer,
+        "vocab_size": TOKENIZERS[tokenizer],
+        **facts,
+        "tokens": sum(entry.tokens for entry in entries),
+        "documents": sum(entry.documents for entry in entries),
+        "block_bytes": BLOCK_BYTES,
+        "shards": [asdict(entry) for entry in entries],
+    }
+    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    return manifest
+
+
+def block_checksums(path: Path) -> Iterator[str]:
+    """The SHA-256 of each block of a file."""
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            yield hashlib.sha256(block).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def is_shards(path: str | list[str] | None) -> bool:
+    """Whether data.path names token files: *.bin, or a folder with a manifest or *.bin in it."""
+    entries = [path] if isinstance(path, str) else path or []
+    return any(_shard_files(os.path.expanduser(entry)) for entry in entries)
+
+
+def _shard_files(entry: str) -> list[Path]:
+    """The token files that one entry of data.path names, in order; none for an entry of texts."""
+    if os.path.isdir(entry):
+        folder = Path(entry)
+        if (folder / MANIFEST).is_file():
+            return [folder / shard.file for shard in _read_manifest(folder).shards]
+        return sorted(folder.glob("*.bin"))
+    if os.path.isfile(entry):
+        return [Path(entry)] if entry.endswith(".bin") else []
+    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
+
+
+def open_shards(
+    path: str | list[str], tokenizer: str, verify: str | bool = "auto"
+) -> dict[str, TokenStream]:
+    """The token files that data.path names, mapped: {"train": ..., "val": ...}.
+
+    Files with "val" in their names are for validation where others are not: llm.c's and nanoGPT's
+    way; otherwise there is no "val". verify: true reads every byte, false only headers, auto all
+    of it up to 1 GiB and beyond that the first and last block of each file.
+    Raises DataError naming the file and the byte, before anything large is allocated.
+    """
+    files = []
+    for entry in [path] if isinstance(path, str) else path:
+        found = _shard_files(os.path.expanduser(entry))
+        if not found:
+            find_files(entry)  # refuses what is not there
+            cause = "a text, and other entries of data.path are token files"
+            fix = "prepare it too: python -m scripts.prepare_data"
+            raise DataError(f"data.path={entry}: {cause}; {fix}")
+        files += found
+    folders = {file.parent for file in files}
+    manifests = {f: _read_manifest(f) for f in folders if (f / MANIFEST).is_file()}
+    for folder, manifest in manifests.items():
+        if manifest.tokenizer != tokenizer:
+            raise DataError(
+                f"data.tokenizer={tokenizer}: {folder / MANIFEST} is of shards made with "
+                f"{manifest.tokenizer}; use data.tokenizer={manifest.tokenizer}"
+            )
+    opened = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
+    whole = verify is True or (
+        verify == "auto" and sum(shard.size for shard in opened) <= VERIFY_AT_MOST
+    )
+    for shard in opened:
+        blocks = range(-(-shard.size // BLOCK_BYTES))
+        if not whole:
+            blocks = sorted({0, len(blocks) - 1}) if verify == "auto" else []
+        shard.verify(blocks)
+    is_val = [re.search(r"(?:^|[_.-])val(?:[_.-]|$)", shard.path.stem) for shard in opened]
+    if all(is_val) or not any(is_val):
+        return {"train": _stream(opened)}
+    return {
+        "train": _stream([s for s, val in zip(opened, is_val, strict=True) if not val]),
+        "val": _stream([s for s, val in zip(opened, is_val, strict=True) if val]),
+    }
+
+
+def _stream(shards: list["_Shard"]) -> TokenStream:
+    first = shards[0]
+    return TokenStream(
+        [shard.ids for shard in shards],
+        first.vocab_size,
+        first.vocab_size - 1,
+        [(str(shard.path), shard.first_byte) for shard in shards],
+        [shard.documents if shard.entry else None for shard in shards],
+        [(shard.path.name, shard.checksums) for shard in shards],
+    )
+
+
+@dataclass
+class _Manifest:
+    tokenizer: str
+    shards: list[ShardEntry]
+
+
+def _read_manifest(folder: Path) -> _Manifest:
+    """The manifest, every value of it checked: it may come from anywhere."""
+    path = folder / MANIFEST
+
+    def bad(cause: str) -> DataError:
+        return DataError(f"data.path={path}: {cause}; prepare the data anew")
+
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise bad(f"cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise bad(f"not JSON ({error})") from error
+    if not isinstance(values, dict) or values.get("format") != "clearhead-shards":
+        raise bad("not a manifest of token shards")
+    if values.get("version") != MANIFEST_VERSION:
+        raise bad(f"version {values.get('version')!r}, and this reads version {MANIFEST_VERSION}")
+    if values.get("block_bytes") != BLOCK_BYTES:
+        raise bad(f"checksums of {values.get('block_bytes')!r} bytes, not of {BLOCK_BYTES}")
+    tokenizer, shards = values.get("tokenizer"), values.get("shards")
+    if tokenizer not in list(TOKENIZERS):
+        raise bad(f"tokenizer {tokenizer!r} is none of {', '.join(TOKENIZERS)}")
+    if not isinstance(shards, list) or not shards:
+        raise bad("lists no shards")
+    kinds = {"file": str, "tokens": int, "documents": int, "sha256": list}
+    kinds["documents_sha256"] = str
+    for shard in shards:
+        if not isinstance(shard, dict) or set(shard) != set(kinds):
+            raise bad("a shard without one of " + ", ".join(kinds))
+        if any(type(shard[key]) is not kind for key, kind in kinds.items()) or any(
+            type(checksum) is not str for checksum in shard["sha256"]
+        ):
+            raise bad(f"a value of shard {shard['file']!r} is of another type")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.bin", shard["file"]):
+            raise bad(f"{shard['file']!r} is no name of a shard in this folder")
+    name, times = Counter(shard["file"] for shard in shards).most_common(1)[0]
+    if times > 1:
+        raise bad(f"lists {name} twice")
+    return _Manifest(tokenizer, [ShardEntry(**shard) for shard in shards])
+
+
+@dataclass
+class _Shard:
+    """A token file whose header fits its size."""
+
+    path: Path
+    size: int  # bytes of the file
+    first_byte: int  # where its ids begin
+    ids: np.ndarray  # mapped, not read
+    vocab_size: int
+    entry: ShardEntry | None  # what the manifest says of it
+    checksums: list[str]  # of its blocks, shortened; "" for one that was not read
+
+    def verify(self, blocks: Iterable[int]) -> None:
+        """Reads these blocks: are their ids in the vocabulary, and is their checksum right?"""
+        with open(self.path, "rb", buffering=0) as file:
+            for block in blocks:
+                first = block * BLOCK_BYTES
+                file.seek(first)
+                raw = file.read(BLOCK_BYTES)
+                checksum = hashlib.sha256(raw).hexdigest()
+                if self.entry and checksum != self.entry.sha256[block]:
+                    cause = f"checksum mismatch in the {len(raw)} bytes from byte {first} on"
+                    raise _bad_file(self.path, f"{cause} ({MANIFEST})", "prepare or copy it anew")
+                self.checksums[block] = checksum[:12]
+                skip = max(0, self.first_byte - first)
+                ids = np.frombuffer(raw[skip : len(raw) // 2 * 2], TOKEN)
+                if len(ids) and ids.max() >= self.vocab_size:
+                    place = int((ids >= self.vocab_size).argmax())
+                    cause = (
+                        f"id {ids[place]} at byte {first + skip + 2 * place} is beyond the "
+                        f"vocabulary of {self.vocab_size}"
+                    )
+                    raise _bad_file(self.path, cause, "use its own tokenizer, or make it anew")
+
+    def documents(self) -> np.ndarray:
+        """Where documents begin in it, from the file beside it, which is checked."""
+        path = documents_file(self.path)
+        try:
+            size = path.stat().st_size
+            raw = path.read_bytes() if size == 4 * self.entry.documents else b""
+        except OSError as error:
+            raise _bad_file(
+                path, f"cannot be read ({error.strerror})", "prepare it anew"
+            ) from error
+        if size != 4 * self.entry.documents:
+            cause = f"ends at byte {size}, and {4 * self.entry.documents} are to be there"
+            raise _bad_file(path, cause, "prepare or copy it anew")
+        if hashlib.sha256(raw).hexdigest() != self.entry.documents_sha256:
+            cause = f"checksum mismatch in the {len(raw)} bytes from byte 0 on ({MANIFEST})"
+            raise _bad_file(path, cause, "prepare or copy it anew")
+        starts = np.frombuffer(raw, "<u4").astype(np.int64)
+        if np.any(np.diff(starts, prepend=-1, append=self.entry.tokens) <= 0):
+            raise _bad_file(path, "does not ascend, or leaves the shard", "prepare it anew")
+        return starts
+
+
+def _bad_file(path: Path, cause: str, fix: str) -> DataError:
+    return DataError(f"data.path={path}: {cause}; {fix}")
+
+
+def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shard:
+    """Maps a token file after its header, its size and the manifest agree."""
+    again = "prepare or copy it anew"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise _bad_file(path, "not a regular file", "give a token file")
+    try:
+        with open(path, "rb") as file:
+            header = file.read(HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise _bad_file(path, f"cannot be read ({error.strerror})", again) from error
+    magic, version = np.frombuffer(header[:8].ljust(8, b"\0"), "<i4").tolist()
+    vocab_size = TOKENIZERS[tokenizer]
+    entries = {entry.file: entry for entry in manifest.shards} if manifest else {}
+    entry = entries.get(path.name)
+    if magic == MAGIC:
+        first_byte = HEADER_BYTES
+        if version != VERSION:
+            cause = f"version {version} at byte 4, and this reads version {VERSION}"
+            raise _bad_file(path, cause, "get the GPT-2 files, of uint16 ids")
+        # 64 bits, of which the layout uses 31: a count that makes no sense is seen as what it is.
+        count = int.from_bytes(header[8:16], "little")
+        needed = HEADER_BYTES + 2 * count
+        if needed > size:
+            cause = f"truncated at byte {size}: the header (byte 8) counts {count} tokens"
+            raise _bad_file(path, f"{cause}, which end at byte {needed}", again)
+        if needed < size:
+            cause = (
+                f"trailing bytes from byte {needed} to {size}: the header (byte 8) counts {count}"
+            )
+            raise _bad_file(path, f"{cause} tokens", again)
+    else:
+        first_byte, count = 0, size // 2
+        beginning = np.frombuffer(header[: len(header) // 2 * 2], TOKEN)
+        strange = np.flatnonzero(beginning >= vocab_size)
+        looks_like_header = len(header) == HEADER_BYTES and not any(header[12:])
+        if size == 0:
+            raise _bad_file(path, "truncated at byte 0: the file is empty", again)
+        if entry or looks_like_header or len(strange):
+            cause = f"wrong magic {magic} at byte 0, where {MAGIC} is to be"
+            if len(strange) and not looks_like_header:
+                cause += f", and no plain ids either (id {beginning[strange[0]]} at byte "
+                cause += f"{2 * strange[0]} is beyond the vocabulary of {vocab_size})"
+            raise _bad_file(path, cause, "give token files of llm.c's or nanoGPT's layout")
+        if size % 2:
+            cause = f"truncated at byte {size}, in the middle of a plain uint16 id"
+            raise _bad_file(path, cause, again)
+    if entry and len(entry.sha256) != -(-size // BLOCK_BYTES):
+        cause = f"{MANIFEST} has {len(entry.sha256)} checksums of its {size} bytes"
+        raise _bad_file(path, cause, again)
+    if entry and entry.tokens != count:
+        cause = f"has {count} tokens (byte 8), and {MANIFEST} says {entry.tokens}"
+        raise _bad_file(path, cause, again)
+    ids = np.zeros(0, TOKEN)
+    if count:
+        ids = np.asarray(np.memmap(path, TOKEN, "r", first_byte, (count,)))
+    checksums = [checksum[:12] for checksum in entry.sha256] if entry else []
+    blocks = -(-size // BLOCK_BYTES)
+    return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums or [""] * blocks)

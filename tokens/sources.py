@@ -1,0 +1,393 @@
+"""Files of text -> documents, as blocks of UTF-8, without ever holding a file whole.
+
+    for number, blocks in enumerate(documents(Part(path))):
+        for block in blocks:  # bytes, whole characters
+            ...
+
+By name: *.jsonl (also *.ndjson) is a JSON object a line, *.parquet is Parquet, anything else is
+plain text, one document a file. Each but Parquet also as *.gz and *.zst. Parquet and zstd need
+pyarrow, a data set of the Hugging Face hub needs datasets; both are asked for when it comes to it.
+
+What cannot be read is a DataError with the file and the byte (or line, or row) where it happens;
+nothing is skipped or repaired silently, except a byte-order mark at the start of a text.
+"""
+
+import contextlib
+import glob
+import gzip
+import importlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from tokens import DataError
+from tokens.encoding import StreamEncoder, find_cut, text_blocks
+
+BLOCK = 2**20  # bytes read at once
+WINDOW = 2**16  # bytes in which a cut is looked for
+SIDE = 4  # bytes on each side of a cut in which it shows: the longest character
+TEXTS = (".txt", ".jsonl", ".ndjson", ".parquet")  # what a folder is searched for
+COMPRESSED = (".gz", ".zst")
+HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or the part of a large one that is read by itself.
+
+    Parts meet where a text may be cut without changing its tokens; in JSON lines between lines, in
+    Parquet between row groups. `start` and `stop` are where the cut is looked for: bytes, or row
+    groups in Parquet. stop=None: to the end.
+    """
+
+    path: str
+    start: int = 0
+    stop: int | None = None
+    text_key: str = "text"  # where JSON and Parquet have the text
+
+    @property
+    def kind(self) -> str:
+        """text | jsonl | parquet | hub"""
+        return kind_of(self.path)
+
+
+def kind_of(path: str) -> str:
+    if path.startswith(HUB):
+        return "hub"
+    name = path.removesuffix(".gz").removesuffix(".zst")
+    if name.endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    return "parquet" if path.endswith(".parquet") else "text"
+
+
+def find_files(path: str | list[str]) -> list[str]:
+    """The files that data.path names: a file, a folder (its texts, at any depth), a glob, a list.
+
+    In sorted order for each entry, so that the same folder is always the same text.
+    Raises DataError when an entry names nothing.
+    """
+    files: list[str] = []
+    endings = tuple(text + packed for text in TEXTS for packed in ("", *COMPRESSED))
+    for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
+        if entry.startswith(HUB):
+            found = [entry]
+        elif os.path.isdir(entry):
+            found = sorted(
+                p for p in Path(entry).rglob("*") if p.name.endswith(endings) and p.is_file()
+            )
+            if not found:
+                what = "no *.txt, *.jsonl or *.parquet (nor *.bin) file in this folder"
+                fix = f"name the files with a glob, such as data.path='{entry}/*.md'"
+                raise DataError(f"data.path={entry}: {what}; {fix}")
+        elif os.path.exists(entry):
+            found = [entry]
+        else:
+            found = sorted(p for p in glob.glob(entry, recursive=True) if os.path.isfile(p))
+            if not found:
+                fix = f"check the path; relative ones start at {os.getcwd()}"
+                raise DataError(f"data.path={entry}: no such file; {fix}")
+        files += map(str, found)
+    return files
+
+
+def documents(part: Part) -> Iterator[Iterable[bytes]]:
+    """The documents of a file or part of one, each as blocks of UTF-8.
+
+    Raises DataError naming the file, the place and a way out.
+    """
+    readers = {"text": _texts, "jsonl": _json_lines, "parquet": _parquet_rows, "hub": _hub_rows}
+    return readers[part.kind](part)
+
+
+def encode_part(part: Part, encoder: StreamEncoder) -> Iterator[np.ndarray]:
+    """The token ids of a file or part of one, uint16; each document begins with the end-of-text
+    token. One that stands there already is not doubled; a document without a text is none."""
+    end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
+    continues = part.kind == "text" and part.start > 0
+    begin = _place(part)[0] if continues else 0
+    for blocks in documents(part):
+        for number, ids in enumerate(encoder.encode(blocks, part.path, begin)):
+            if number == 0 and not continues and ids[0] != end_of_text[0]:
+                yield end_of_text
+            yield ids
+
+
+# ------------------------------------------------------------------------------------ plain text
+
+
+def _texts(part: Part) -> Iterator[Iterable[bytes]]:
+    yield _text_blocks(part)
+
+
+def _text_blocks(part: Part) -> Iterator[bytes]:
+    """A text file as it is, line ends included, in whole characters; checked on the way."""
+    begin, end = _place(part)
+    with _opened(part.path) as file:
+        if begin:
+            file.seek(begin)
+        offset = begin
+        carried = b""  # the beginning of a character that the next block completes
+        while raw := _read(file, part.path, BLOCK if end is None else min(BLOCK, end - offset)):
+            if offset == 0:
+                _check_beginning(part.path, raw)
+            if (zero := raw.find(b"\0")) >= 0:
+                raise DataError(
+                    f"data.path={part.path}: binary (a zero byte at byte {offset + zero}); "
+                    f"give a text file"
+                )
+            block = carried + raw
+            whole = _whole_characters(block, offset - len(carried), part.path)
+            carried = block[whole:]
+            text = block[:whole]
+            if offset == 0:
+                text = text.removeprefix(b"\xef\xbb\xbf")
+            offset += len(raw)
+            if text:
+                yield text
+        if carried:
+            raise _not_utf8(part.path, carried[0], offset - len(carried))
+        if offset == 0 and end is None:
+            raise DataError(f"data.path={part.path}: the file is empty; give a text of some length")
+
+
+def _whole_characters(block: bytes, offset: int, path: str) -> int:
+    """How much of the block is whole characters; DataError where it is not UTF-8."""
+    try:
+        block.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":
+            return error.start
+        raise _not_utf8(path, block[error.start], offset + error.start) from error
+    return len(block)
+
+
+def _not_utf8(path: str, byte: int, offset: int) -> DataError:
+    fix = f"convert it: iconv -f LATIN1 -t UTF-8 '{path}' > utf8.txt"
+    return DataError(f"data.path={path}: not UTF-8 (0x{byte:02x} at byte {offset}); {fix}")
+
+
+def _check_beginning(path: str, raw: bytes) -> None:
+    """Refuses what is known by its first bytes not to be text."""
+    kinds = ((b"\x1f\x8b", "gzip", ".gz"), (b"\x28\xb5\x2f\xfd", "zstd", ".zst"))
+    for magic, kind, ending in kinds:
+        if raw.startswith(magic):
+            fix = f"give it a name that ends in {ending}, or unpack it"
+            raise DataError(f"data.path={path}: a {kind} archive, not text; {fix}")
+    if raw.startswith(b"PK\x03\x04"):
+        raise DataError(f"data.path={path}: a zip archive, not text; unpack it first")
+    if raw.startswith(b"PAR1"):
+        fix = "give it a name that ends in .parquet"
+        raise DataError(f"data.path={path}: Parquet, not text; {fix}")
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        fix = f"convert it: iconv -f UTF-16 -t UTF-8 '{path}' > utf8.txt"
+        raise DataError(f"data.path={path}: UTF-16, not UTF-8, at byte 0; {fix}")
+
+
+def _place(part: Part) -> tuple[int, int | None]:
+    """From which byte to which a part of a text or of JSON lines is; None: to the file's end."""
+    if part.stop is None:
+        return (_cut_from(part, part.start) if part.start else 0), None
+    if part.stop <= part.start:
+        return 0, 0
+    end = _cut_from(part, part.stop)
+    # No cut in all of it: it is the inside of a run, and belongs to the part where that began.
+    begin = _cut_from(part, part.start, part.stop) if part.start else 0
+    return (end if begin is None else begin), end
+
+
+def _cut_from(part: Part, place: int, before: int | None = None) -> int | None:
+    """The first place from `place` on where the file may be cut: in a text where the tokens stay
+    the same, in JSON lines at the beginning of a line. The file's end when there is none; None
+    when there is none before `before`."""
+    place = max(place, SIDE)  # behind a byte-order mark
+    with _opened(part.path) as file:
+        base = place - SIDE  # of the window in the file
+        file.seek(base)
+        window = b""
+        while before is None or base < before:
+            block = _read(file, part.path, WINDOW)
+            window += block
+            # Of the last places, what stands behind them is not seen yet.
+            stop = len(window) - SIDE if block else len(window)
+            if part.kind == "jsonl":  # a line begins where there is a line end before
+                found = window.find(b"\n", SIDE - 1, stop - 1) + 1 or None
+            else:
+                found = find_cut(window, SIDE, stop) if stop > SIDE else None
+            if found is not None or not block:
+                return base + (len(window) if found is None else found)
+            if stop > SIDE:
+                base, window = base + stop - SIDE, window[stop - SIDE :]
+        return None
+
+
+# --------------------------------------------------------------------- JSON lines, Parquet, hub
+
+
+def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
+    """The texts of the lines; a blank line is passed over."""
+    begin, end = _place(part)
+    with _opened(part.path) as file:
+        if begin:
+            file.seek(begin)
+        offset = begin
+        while end is None or offset < end:
+            line = _read(file, part.path, None)
+            if not line:
+                break
+            if line.strip():
+                yield list(text_blocks(_json_text(line, part, offset), BLOCK))
+            offset += len(line)
+
+
+def _json_text(line: bytes, part: Part, offset: int) -> str:
+    where = f"data.path={part.path}: the line at byte {offset}"
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        cause = " ".join(str(error).split())
+        raise DataError(f"{where} is not JSON ({cause}); mend it or leave it out") from error
+    text = record.get(part.text_key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f"{where} {_no_text(record, part.text_key)}")
+    return text
+
+
+def _no_text(record: object, key: str) -> str:
+    keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "no keys"
+    return f"has no text under {key!r} (it has {keys}); set data.text_key"
+
+
+def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
+    with _parquet(part.path) as file:
+        if part.text_key not in file.schema_arrow.names:
+            record = dict.fromkeys(file.schema_arrow.names)
+            raise DataError(f"data.path={part.path}: {_no_text(record, part.text_key)}")
+        groups = range(file.num_row_groups)[part.start : part.stop]
+        row = 0
+        try:
+            for batch in file.iter_batches(256, row_groups=groups, columns=[part.text_key]):
+                for text in batch.column(0).to_pylist():
+                    if not isinstance(text, str):
+                        record = {part.text_key: text}
+                        where = f"row {row} of the row groups from {part.start}"
+                        raise DataError(
+                            f"data.path={part.path}: {where} {_no_text(record, part.text_key)}"
+                        )
+                    row += 1
+                    yield list(text_blocks(text, BLOCK))
+        except DataError:
+            raise
+        except Exception as error:  # damage shows in many ways
+            raise _damaged(part.path, error) from error
+
+
+@contextlib.contextmanager
+def _parquet(path: str):
+    """The open Parquet file."""
+    parquet = _needed("pyarrow.parquet", path, "Parquet", "pyarrow")
+    _check_regular(path)
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:  # damage shows in many ways
+        raise _damaged(path, error) from error
+    with file:
+        yield file
+
+
+def row_groups(path: str) -> list[int]:
+    """The bytes of each row group of a Parquet file."""
+    with _parquet(path) as file:
+        meta = file.metadata
+        return [meta.row_group(number).total_byte_size for number in range(file.num_row_groups)]
+
+
+def _hub_rows(part: Part) -> Iterator[Iterable[bytes]]:
+    """The texts of part `start` of `stop`; a hub data set is stored in so many."""
+    rows = hub_data(part.path)
+    if part.stop:
+        rows = rows.shard(num_shards=part.stop, index=part.start)
+    records = iter(rows)
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # of the network, of a file
+            raise _damaged(part.path, error) from error
+        text = record.get(part.text_key)
+        if not isinstance(text, str):
+            raise DataError(f"data.path={part.path}: {_no_text(record, part.text_key)}")
+        yield list(text_blocks(text, BLOCK))
+
+
+def hub_data(path: str):
+    """The streamed data set of hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT.
+
+    The one place where data comes over the network, because the user named it so.
+    """
+    datasets = _needed("datasets", path, "the Hugging Face hub", "datasets")
+    name, config, split = [*path.removeprefix(HUB).split(":"), "", ""][:3]
+    try:
+        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    except Exception as error:  # of many kinds: no such name, no network, a choice to make
+        cause = f"cannot be opened ({' '.join(str(error).split())[:200]})"
+        fix = "check NAME:CONFIG:SPLIT, and the network"
+        raise DataError(f"data.path={path}: {cause}; {fix}") from error
+
+
+# -------------------------------------------------------------------------------- opening files
+
+
+def _check_regular(path: str) -> None:
+    if not os.path.isfile(path):
+        raise DataError(f"data.path={path}: not a regular file; give a text file")
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    """The file's bytes, unpacked where its name says so."""
+    _check_regular(path)
+    try:
+        if path.endswith(".gz"):
+            file = gzip.open(path)  # noqa: SIM115 closed below
+        elif path.endswith(".zst"):
+            arrow = _needed("pyarrow", path, "zstd", "pyarrow")
+            file = io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
+        else:
+            file = open(path, "rb", buffering=BLOCK)  # noqa: SIM115 closed below
+    except OSError as error:
+        fix = "check its permissions"
+        raise DataError(
+            f"data.path={path}: cannot be read ({error.strerror or error}); {fix}"
+        ) from error
+    with file:
+        yield file
+
+
+def _read(file: BinaryIO, path: str, size: int | None) -> bytes:
+    """The next `size` bytes, or with None the next line."""
+    try:
+        return file.readline() if size is None else file.read(size)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str, error: Exception) -> DataError:
+    cause = " ".join(str(error).split())
+    return DataError(f"data.path={path}: cannot be read ({cause}); make or fetch the file anew")
+
+
+def _needed(module: str, path: str, what: str, package: str):
+    """A library that only some data needs; DataError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fix = f"pip install {package}"
+        raise DataError(f"data.path={path}: reading {what} needs {package}; {fix}") from error
