@@ -15,8 +15,10 @@ Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 
 import itertools
 import math
+import os
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tiktoken
@@ -35,7 +37,7 @@ from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
 
-LARGE = 200_000_000  # tokens, of a text that is tokenised anew at every start
+LARGE = 10**9  # bytes of text that are tokenised in some seconds, at every start anew
 Checksums = list[tuple[str, list[str]]]  # (file, of each of its blocks)
 
 
@@ -133,11 +135,21 @@ def load_stream(config: DataConfig, path: str | list[str]) -> dict[str, TokenStr
     """
     if is_shards(path):
         return open_shards(path, config.tokenizer, config.verify)
+    files = find_files(path)
+    _announce(path, sum(os.path.getsize(file) for file in files if os.path.isfile(file)))
     encoder = StreamEncoder(config.tokenizer, config.endoftext)
-    parts = [Part(file, text_key=config.text_key) for file in find_files(path)]
+    parts = [Part(file, text_key=config.text_key) for file in files]
     tokens = _collected(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
     tokenizer = encoder.tokenizer
     return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
+
+
+def _announce(path: str | list[str], size: int) -> None:
+    """Says, before it begins, that a large text is better tokenised once and for all."""
+    if size > LARGE and os.environ.get("RANK", "0") == "0":
+        command = f"python -m scripts.prepare_data data.path={path} out=DIR"
+        what = f"{size / 1e9:.1f} GB of text will be tokenised into memory, at each start anew"
+        print(f"note: {what}; once and for all: {command}", file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------- tokens -> windows
@@ -153,7 +165,11 @@ class GPTDatasetV1(Dataset):
 
     def __init__(self, txt: str, tokenizer: tiktoken.Encoding, max_length: int, stride: int):
         ids = encode_text(txt, tokenizer)
-        self._cut(TokenStream([ids], tokenizer.n_vocab, tokenizer.eot_token), max_length, stride)
+        try:
+            end_of_text = tokenizer.eot_token
+        except KeyError:  # an encoding without one; plain windows need none
+            end_of_text = -1
+        self._cut(TokenStream([ids], tokenizer.n_vocab, end_of_text), max_length, stride)
 
     @classmethod
     def from_stream(cls, tokens: TokenStream, max_length: int, stride: int) -> "GPTDatasetV1":
@@ -365,7 +381,8 @@ def load_datasets(config: DataConfig) -> Loaded:
         return Loaded(CycleWalks(config.max_length), RepeatedSequences(config.max_length), [], [])
     if not config.weights or isinstance(config.path, str):
         return _load_source(config, config.path)
-    sources = [_load_source(config, entry) for entry in config.path]
+    others = replace(config, val_path=None, val_fraction=0.0) if config.val_path else config
+    sources = [_load_source(others if n else config, e) for n, e in enumerate(config.path)]
     val_set = sources[0].val  # the same for all with data.val_path, and none for all without
     if val_set is not None and not config.val_path:
         val_set = MixedDataset([source.val for source in sources], config.weights)
@@ -380,23 +397,21 @@ def load_datasets(config: DataConfig) -> Loaded:
 def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
     """The windows of one source."""
     streams, notes = load_stream(config, path), []
-    if not streams["train"].names and len(streams["train"]) > LARGE:
-        command = f"python -m scripts.prepare_data data.path={path} out=DIR"
-        notes.append(f"a text of this size is better tokenised once and for all: {command}")
-    checksums = [pair for stream in streams.values() for pair in stream.checksums()]
     train, val = streams["train"], streams.get("val")
-    cut = GPTDatasetV1.from_stream
-    if config.within_documents:
-        cut = DocumentWindows.from_stream
+    checksums = [pair for stream in streams.values() for pair in stream.checksums()]
     if config.val_path:
         found = load_stream(config, config.val_path)
         val = found.get("val", found["train"])
+        checksums += val.checksums()
     elif config.val_fraction == 0:
         val = None
-    elif val is None:
+    elif val is not None:
+        names = ", ".join(os.path.basename(name) for name, _ in val.names[:3])
+        notes.append(f"validating on the files named val ({names}); data.val_fraction is not used")
+    else:
         train, val = _split(config, path, train, notes)
-    stride = config.stride or config.max_length
-    train_set = cut(train, config.max_length, stride)
+    cut = (DocumentWindows if config.within_documents else GPTDatasetV1).from_stream
+    train_set = cut(train, config.max_length, config.stride or config.max_length)
     val_set = None
     if val is not None:
         if len(val) < config.max_length + 1:
@@ -435,8 +450,12 @@ def _split(
     return train, val
 
 
-def check_unchanged(before: Checksums, now: Checksums, path: object) -> None:
+def check_unchanged(before: Checksums | None, now: Checksums, path: object) -> None:
     """Raises DataError when the tokens are others than those that a checkpoint was trained on."""
+    if before is None:
+        cause = "the checkpoint is of an earlier version, whose tokens were others"
+        fix = "begin a new run; trainer.init_from= starts it from these weights"
+        raise DataError(f"data.path={path}: {cause}; {fix}")
     fix = "restore the data, or give another name= for a new run"
     for (old_file, old), (file, new) in itertools.zip_longest(before, now, fillvalue=("none", [])):
         if old_file != file:

@@ -77,7 +77,7 @@ class Trainer:
         if self.saved:
             self.refuse_changes({"data": dataclasses.asdict(settings.data)})
         self.data = load_datasets(settings.data)
-        if self.saved and self.saved.data is not None:
+        if self.saved:
             check_unchanged(self.saved.data, self.data.checksums, settings.data.path)
         self.train_set, self.val_set = self.data.train, self.data.val
         order = order_of(self.train_set, trainer.batch_size, settings.seed)

@@ -10,6 +10,8 @@ cores work, memory stays flat, and after a stop the same command goes on where i
 
 import os
 import re
+import shlex
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -105,12 +107,13 @@ def main(settings: PrepareConfig) -> None:
         return
     part = tuple(map(int, settings.part.split("/")))
     tasks = preparation.unfinished(*part)
-    mine = [task for task in preparation.tasks if task.number % part[1] == part[0] - 1]
+    mine = preparation.share(*part)
     if len(tasks) < len(mine):
         print(f"going on: {len(mine) - len(tasks)} of {len(mine)} tasks were done before")
     if tasks:
-        workers = settings.workers or len(os.sched_getaffinity(0))
+        workers = settings.workers or cores()
         started = time.perf_counter()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers end, too
         with Progress(sum(task.size for task in tasks)) as progress:
             try:
                 preparation.run(tasks, workers, progress.show, part)
@@ -132,7 +135,15 @@ def main(settings: PrepareConfig) -> None:
     words = [f"{n:,} {noun}{'' if n == 1 else 's'}" for noun, n in counts.items()]
     print(f"{', '.join(words)} in {folder}")
     tokenizer = "" if data.tokenizer == "gpt2" else f" data.tokenizer={data.tokenizer}"
-    print(f"train on them: python train.py data=shards data.path={folder}{tokenizer}")
+    path = shlex.quote(f"data.path={folder}")
+    print(f"train on them: python train.py data=shards {path}{tokenizer}")
+
+
+def cores() -> int:
+    """How many this process may use, where the system tells; else how many there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Progress:

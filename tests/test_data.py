@@ -746,8 +746,8 @@ def test_validation_on_a_text_of_its_own(val_fraction, tmp_path):
     loaded = load_datasets(byte_config(path, val_path=in_turn, within_documents=True))
     assert ids_of(loaded.val) == [256, *b"is c.txt", 256, *b"is b.txt"]
     assert type(loaded.val) is DocumentWindows
-    train_alone = load_datasets(byte_config(path)).checksums
-    assert loaded.checksums == train_alone  # another validation is not another run
+    alone = [load_datasets(byte_config(p)).checksums for p in (path, in_turn)]
+    assert loaded.checksums == alone[0] + alone[1]  # both are to stay what they were
 
 
 @pytest.mark.parametrize("content", [b"abc", b"\xef\xbb\xbf"], ids=["short", "a mark alone"])
@@ -868,15 +868,18 @@ def test_entries_without_weights_are_one_text(tmp_path):
     assert ids_of(loaded.train) == [256, *b"bbbbb", 256, *b"aaaaa"]
 
 
-def test_a_large_text_is_better_prepared(tmp_path, monkeypatch):
+def test_a_large_text_is_better_prepared(tmp_path, monkeypatch, capsys):
     text = write(tmp_path / "a.txt", "a" * 49)
     tokens = token_file(tmp_path / "a.bin", b"a" * 60)
     monkeypatch.setattr(data, "LARGE", 50)
-    assert load_datasets(byte_config(text)).notes == []
-    write(text, "a" * 50)
-    (note,) = load_datasets(byte_config(text)).notes
-    assert note.endswith(f": python -m scripts.prepare_data data.path={text} out=DIR")
-    assert load_datasets(byte_config(tokens)).notes == []  # that is what was done
+    load_datasets(byte_config(text))
+    assert capsys.readouterr().err == ""
+    write(text, "a" * 51)
+    load_datasets(byte_config(text))
+    command = f"python -m scripts.prepare_data data.path={text} out=DIR\n"
+    assert capsys.readouterr().err.endswith(f"once and for all: {command}")
+    load_datasets(byte_config(tokens))  # that is what was done
+    assert capsys.readouterr().err == ""
 
 
 def test_a_single_weighted_path_is_that_path(tmp_path, monkeypatch):
@@ -948,7 +951,7 @@ def test_files_named_val_are_to_validate_on(val_fraction, tmp_path):
     assert ids_of(loaded.train) == [256, *b"first", 256, *b"second"]
     assert ids_of(loaded.val) == [256, *b"held back"]
     assert (loaded.train.stride, loaded.val.stride) == (1, 4)
-    assert loaded.notes == []
+    assert "validating on the files named val (web_val_000000.bin)" in loaded.notes[0]
     names = [name for name, _ in loaded.checksums]
     assert names == ["web_train_000001.bin", "web_train_000002.bin", "web_val_000000.bin"]
 

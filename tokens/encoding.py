@@ -255,7 +255,8 @@ class StreamEncoder:
             if not np.array_equal(ids, expected):
                 raise DataError(
                     f"data.path={what}: gigatoken and tiktoken disagree on the text from byte "
-                    f"{offset} to {offset + len(text)}; use engine=tiktoken, which is slower"
+                    f"{offset} to {offset + len(text)}; prepare it with engine=tiktoken "
+                    f"(python -m scripts.prepare_data), which is slower"
                 )
         self.pieces += 1
         return ids

@@ -19,11 +19,13 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -32,7 +34,15 @@ import numpy as np
 
 from tokens import DataError
 from tokens.encoding import StreamEncoder
-from tokens.shards import MANIFEST, ShardEntry, ShardWriter, write_manifest, write_whole
+from tokens.shards import (
+    HEADER_BYTES,
+    MANIFEST,
+    ShardEntry,
+    ShardWriter,
+    documents_file,
+    write_manifest,
+    write_whole,
+)
 from tokens.sources import COMPRESSED, HUB, Part, encode_part, hub_data, kind_of, row_groups
 
 SMALLEST_TASK = 2**24  # bytes of text
@@ -66,8 +76,14 @@ class Task:
         """Changes when a text does, or what is done with it."""
         texts = []
         for part in self.parts:
-            state = None if part.kind == "hub" else os.stat(part.path)
-            changed = [state.st_size, state.st_mtime_ns] if state else None
+            changed = None
+            if part.kind != "hub":
+                try:
+                    state = os.stat(part.path)
+                except OSError as error:
+                    cause = f"cannot be read any more ({error.strerror})"
+                    raise DataError(f"data.path={part.path}: {cause}; put it back") from error
+                changed = [state.st_size, state.st_mtime_ns]
             name = os.path.basename(part.path)
             texts.append([name, part.start, part.stop, part.text_key, changed])
         return _hash([recipe.settings(), texts])
@@ -134,10 +150,9 @@ def run_task(task: Task, folder: Path, recipe: Recipe, progress: Callable[[int],
         recipe.tokenizer, recipe.endoftext, recipe.engine, check_every=recipe.check_every
     )
     _record(folder, task.number).unlink(missing_ok=True)  # it would tell of other shards
-    for old in folder.glob(f"shard_{task.number:05d}_*"):
-        old.unlink(
-            missing_ok=True
-        )  # of a run that was interrupted, perhaps with other workers' names
+    for path, number in shard_files(folder):
+        if number == task.number:
+            path.unlink(missing_ok=True)  # of a run that was interrupted
     made_of = task.fingerprint(recipe)
     entries: list[ShardEntry] = []
     writer: ShardWriter | None = None
@@ -172,6 +187,15 @@ def run_task(task: Task, folder: Path, recipe: Recipe, progress: Callable[[int],
     return encoder.text_bytes
 
 
+def shard_files(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Our shards in a folder and what was to become one, each with its task's number; no other
+    file, however alike its name: the texts may be in the same folder."""
+    ours = re.compile(r"shard_(\d{5,})_\d{2,}\.(?:bin|documents)(?:\.part-[0-9a-f]{16})?")
+    for path in sorted(folder.iterdir()):
+        if found := ours.fullmatch(path.name):
+            yield path, int(found[1])
+
+
 def _record(folder: Path, number: int) -> Path:
     return folder / "preparing" / f"{number:05d}.json"
 
@@ -191,6 +215,10 @@ class Preparation:
     def __init__(self, files: list[str], folder: Path, text_key: str, recipe: Recipe):
         self.folder = folder
         self.recipe = recipe
+        for file in files:  # rather now than after hours
+            if kind_of(file) == "text" and os.path.isfile(file) and not os.path.getsize(file):
+                fix = "leave it out, or give a text of some length"
+                raise DataError(f"data.path={file}: the file is empty; {fix}")
         self.tasks = make_tasks(files, text_key, recipe.shard_tokens)
         # The same texts by name and the same settings: the same preparation. Whether a text has
         # changed since, each task sees for itself.
@@ -205,8 +233,12 @@ class Preparation:
         fix = "give another out=, or delete the folder to begin anew"
         if manifest := self._manifest():
             if manifest.get("made_of") != self._made_of():
-                cause = "holds the token files of other texts, or of other settings"
+                cause = "holds the token files of other (or changed) texts, or of other settings"
                 raise DataError(f"out={self.folder}: {cause}; {fix}")
+            entries = [ShardEntry(**shard) for shard in manifest["shards"]]
+            if missing := [entry.file for entry in entries if not self._whole(entry)]:
+                cause = f"{missing[0]} or its .documents is not whole any more"
+                raise DataError(f"out={self.folder}: {cause}; delete the folder to begin anew")
             self._clear_away(manifest)
             return False
         plan = self.folder / "preparing" / "plan.json"
@@ -236,8 +268,11 @@ class Preparation:
 
     def unfinished(self, part: int = 1, parts: int = 1) -> list[Task]:
         """The tasks of this part that have no record, or not all their shards."""
-        mine = (task for task in self.tasks if task.number % parts == part - 1)
-        return [task for task in mine if not self._finished(task)]
+        return [task for task in self.share(part, parts) if not self._finished(task)]
+
+    def share(self, part: int, parts: int) -> list[Task]:
+        """The tasks of this part."""
+        return [task for task in self.tasks if task.number % parts == part - 1]
 
     def _finished(self, task: Task) -> bool:
         path = _record(self.folder, task.number)
@@ -245,8 +280,17 @@ class Preparation:
             return False
         record = json.loads(path.read_bytes())
         return record["made_of"] == task.fingerprint(self.recipe) and all(
-            (self.folder / entry["file"]).exists() for entry in record["shards"]
+            self._whole(ShardEntry(**shard)) for shard in record["shards"]
         )
+
+    def _whole(self, entry: ShardEntry) -> bool:
+        """Whether a shard and its documents are there, as long as they should be."""
+        shard = self.folder / entry.file
+        sizes = {
+            shard: HEADER_BYTES + 2 * entry.tokens,
+            documents_file(shard): 4 * entry.documents,
+        }
+        return all(path.exists() and path.stat().st_size == size for path, size in sizes.items())
 
     def run(
         self,
@@ -257,7 +301,8 @@ class Preparation:
     ) -> None:
         """Does these tasks with so many processes; progress(bytes of text so far) now and then."""
         with self._locked(*part):
-            if self._manifest():
+            tasks = [task for task in tasks if not self._finished(task)]
+            if self._manifest() or not tasks:
                 return  # another process has done it all meanwhile
             try:
                 if workers == 1 or len(tasks) == 1:
@@ -285,6 +330,10 @@ class Preparation:
                 cause = "is being prepared by another process"
                 fix = "wait for it, or stop it"
                 raise DataError(f"out={self.folder}: {cause}; {fix}") from None
+            except OSError as error:
+                file.close()
+                cause = f"its file system has no locks ({error.strerror})"
+                raise DataError(f"out={self.folder}: {cause}; give another folder") from error
             return file
 
         folder = self.folder / "preparing"
@@ -322,6 +371,9 @@ class Preparation:
                 progress(sum(counts))
                 for future in done:
                     future.result()  # raises what the task raised
+        except BrokenProcessPool as error:
+            cause = "a worker was killed, out of memory perhaps"
+            raise PreparationStopped(f"workers={workers}: {cause}; use fewer") from error
         except BaseException:
             for process in (pool._processes or {}).values():
                 process.terminate()
@@ -359,9 +411,11 @@ class Preparation:
     def _clear_away(self, manifest: dict) -> None:
         """Removes what the making left, of texts that have changed since perhaps."""
         ours = {Path(shard["file"]).stem for shard in manifest["shards"]}
-        for path in [*self.folder.glob("shard_*"), *self.folder.glob(f"{MANIFEST}.part-*")]:
+        for path, _ in shard_files(self.folder):
             if path.name.split(".")[0] not in ours or ".part-" in path.name:
                 path.unlink(missing_ok=True)
+        for path in self.folder.glob(f"{MANIFEST}.part-*"):
+            path.unlink(missing_ok=True)
         shutil.rmtree(self.folder / "preparing", ignore_errors=True)
 
 

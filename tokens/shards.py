@@ -19,6 +19,7 @@ A checksum is the SHA-256 of a block of 4 MiB, so that damage is known by its pl
 
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -174,6 +175,9 @@ def _shard_files(entry: str) -> list[Path]:
         folder = Path(entry)
         if (folder / MANIFEST).is_file():
             return [folder / shard.file for shard in _read_manifest(folder).shards]
+        if (folder / "preparing" / "plan.json").is_file():
+            fix = "the command that prepares it goes on where it was"
+            raise DataError(f"data.path={entry}: is not prepared to the end; {fix}")
         return sorted(folder.glob("*.bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
@@ -207,6 +211,7 @@ def open_shards(
                 f"data.tokenizer={tokenizer}: {folder / MANIFEST} is of shards made with "
                 f"{manifest.tokenizer}; use data.tokenizer={manifest.tokenizer}"
             )
+    allow_open_files(len(files))
     opened = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
     whole = verify is True or (
         verify == "auto" and sum(shard.size for shard in opened) <= VERIFY_AT_MOST
@@ -216,13 +221,29 @@ def open_shards(
         if not whole:
             blocks = sorted({0, len(blocks) - 1}) if verify == "auto" else []
         shard.verify(blocks)
-    is_val = [re.search(r"(?:^|[_.-])val(?:[_.-]|$)", shard.path.stem) for shard in opened]
+    is_val = [
+        re.search(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)", shard.path.stem)
+        for shard in opened
+    ]
     if all(is_val) or not any(is_val):
         return {"train": _stream(opened)}
     return {
         "train": _stream([s for s, val in zip(opened, is_val, strict=True) if not val]),
         "val": _stream([s for s, val in zip(opened, is_val, strict=True) if val]),
     }
+
+
+def allow_open_files(count: int) -> None:
+    """Asks the system for so many more open files than usual: a mapped one counts as one."""
+    if importlib.util.find_spec("resource"):  # not on Windows
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = count + 256
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _stream(shards: list["_Shard"]) -> TokenStream:
@@ -399,7 +420,11 @@ def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shar
         raise _bad_file(path, cause, again)
     ids = np.zeros(0, TOKEN)
     if count:
-        ids = np.asarray(np.memmap(path, TOKEN, "r", first_byte, (count,)))
+        try:
+            ids = np.asarray(np.memmap(path, TOKEN, "r", first_byte, (count,)))
+        except OSError as error:
+            fix = "raise the limit of open files: ulimit -n"
+            raise _bad_file(path, f"cannot be mapped ({error.strerror})", fix) from error
     checksums = [checksum[:12] for checksum in entry.sha256] if entry else []
     blocks = -(-size // BLOCK_BYTES)
     return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums or [""] * blocks)

@@ -4,9 +4,9 @@
         for block in blocks:  # bytes, whole characters
             ...
 
-By name: *.jsonl (also *.ndjson) is a JSON object a line, *.parquet is Parquet, anything else is
-plain text, one document a file. Each but Parquet also as *.gz and *.zst. Parquet and zstd need
-pyarrow, a data set of the Hugging Face hub needs datasets; both are asked for when it comes to it.
+By name: *.jsonl (also *.ndjson, *.json) is a JSON object a line, *.parquet is Parquet, anything
+else is plain text, one document a file. Each but Parquet also as *.gz and *.zst. Parquet and zstd
+need pyarrow, a data set of the Hugging Face hub needs datasets; both are asked for when needed.
 
 What cannot be read is a DataError with the file and the byte (or line, or row) where it happens;
 nothing is skipped or repaired silently, except a byte-order mark at the start of a text.
@@ -33,7 +33,7 @@ from tokens.encoding import StreamEncoder, find_cut, text_blocks
 BLOCK = 2**20  # bytes read at once
 WINDOW = 2**16  # bytes in which a cut is looked for
 SIDE = 4  # bytes on each side of a cut in which it shows: the longest character
-TEXTS = (".txt", ".jsonl", ".ndjson", ".parquet")  # what a folder is searched for
+TEXTS = (".txt", ".jsonl", ".ndjson")  # what a folder is searched for, besides *.parquet
 COMPRESSED = (".gz", ".zst")
 HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
 
@@ -61,10 +61,12 @@ class Part:
 def kind_of(path: str) -> str:
     if path.startswith(HUB):
         return "hub"
-    name = path.removesuffix(".gz").removesuffix(".zst")
-    if name.endswith((".jsonl", ".ndjson")):
+    name = path.lower()
+    for packed in COMPRESSED:
+        name = name.removesuffix(packed)
+    if name.endswith((".jsonl", ".ndjson", ".json")):
         return "jsonl"
-    return "parquet" if path.endswith(".parquet") else "text"
+    return "parquet" if path.lower().endswith(".parquet") else "text"
 
 
 def find_files(path: str | list[str]) -> list[str]:
@@ -75,12 +77,15 @@ def find_files(path: str | list[str]) -> list[str]:
     """
     files: list[str] = []
     endings = tuple(text + packed for text in TEXTS for packed in ("", *COMPRESSED))
+    endings = (*endings, ".parquet")
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
         if entry.startswith(HUB):
             found = [entry]
         elif os.path.isdir(entry):
             found = sorted(
-                p for p in Path(entry).rglob("*") if p.name.endswith(endings) and p.is_file()
+                p
+                for p in Path(entry).rglob("*")
+                if p.name.lower().endswith(endings) and p.is_file()
             )
             if not found:
                 what = "no *.txt, *.jsonl or *.parquet (nor *.bin) file in this folder"
@@ -260,6 +265,9 @@ def _json_text(line: bytes, part: Part, offset: int) -> str:
 
 
 def _no_text(record: object, key: str) -> str:
+    if isinstance(record, dict) and key in record:
+        kind = "null" if record[key] is None else f"of type {type(record[key]).__name__}"
+        return f"has under {key!r} what is {kind}, not a text; mend it or leave it out"
     keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "no keys"
     return f"has no text under {key!r} (it has {keys}); set data.text_key"
 
@@ -355,9 +363,12 @@ def _opened(path: str) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked where its name says so."""
     _check_regular(path)
     try:
-        if path.endswith(".gz"):
+        if path.lower().endswith((".bz2", ".xz", ".zstd", ".lz4", ".7z")):
+            fix = "unpack it, or pack it as .gz or .zst"
+            raise DataError(f"data.path={path}: this kind of compression is not read; {fix}")
+        if path.lower().endswith(".gz"):
             file = gzip.open(path)  # noqa: SIM115 closed below
-        elif path.endswith(".zst"):
+        elif path.lower().endswith(".zst"):
             arrow = _needed("pyarrow", path, "zstd", "pyarrow")
             file = io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
         else:

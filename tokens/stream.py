@@ -131,10 +131,19 @@ class TokenStream:
         """Where documents begin, int64: 0, and wherever else the end-of-text token stands."""
         found = [np.zeros(1, np.int64)]
         for begin, array, known in zip(self.begins, self.arrays, self._starts, strict=False):
-            local = known() if known else np.flatnonzero(array == self.end_of_text)
+            local = known() if known else self._search(array)
             found.append(local.astype(np.int64) + begin)
         starts = np.concatenate(found)
         return starts[1:] if len(starts) > 1 and starts[1] == 0 else starts
+
+    def _search(self, array: np.ndarray) -> np.ndarray:
+        """Where the end-of-text token stands, looked for a million ids at a time."""
+        size, found, mapping = 2**20, [np.zeros(0, np.int64)], _mapping(array)
+        for first in range(0, len(array), size):
+            found.append(np.flatnonzero(array[first : first + size] == self.end_of_text) + first)
+            if mapping:
+                mapping.madvise(mmap.MADV_DONTNEED)
+        return np.concatenate(found)
 
     def nearest_document(self, position: int, reach: int) -> int | None:
         """The beginning of a document nearest to a position, at most `reach` tokens away."""

@@ -48,7 +48,8 @@ class Parallel:
 
     def to_device(self, *tensors: Tensor) -> list[Tensor]:
         """Copies host tensors to the device; on a GPU the copy overlaps with what it is doing."""
-        return [tensor.to(self.device, non_blocking=True) for tensor in self.pinned(*tensors)]
+        overlaps = self.device.type == "cuda"  # elsewhere the host's copy could change under it
+        return [t.to(self.device, non_blocking=overlaps) for t in self.pinned(*tensors)]
 
     @contextlib.contextmanager
     def inference(self, model: torch.nn.Module) -> Iterator[None]:

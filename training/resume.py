@@ -23,6 +23,7 @@ FREE_TO_CHANGE = {
     "wandb",
     "model.attention",
     "data.path",  # what is there is compared by its checksums
+    "data.val_path",
     "data.verify",
     "trainer.max_steps",
     "trainer.micro_batch_size",
@@ -91,7 +92,9 @@ def changed_settings(saved: dict, now: dict, run: Path) -> list["Problem"]:
             pairs = [(group, values, saved.get(group))]
         else:
             before = saved.get(group, {})
-            pairs = [(f"{group}.{key}", value, before.get(key)) for key, value in values.items()]
+            # A setting that the checkpoint does not know came later, and left things as they were.
+            known = {key: value for key, value in values.items() if key in before}
+            pairs = [(f"{group}.{key}", value, before[key]) for key, value in known.items()]
         for key, value, before in pairs:
             if key not in FREE_TO_CHANGE and value != before:
                 cause = f"{run} was trained with {before}"
