@@ -923,7 +923,6 @@ def shard(path: Path, text: bytes) -> Path:
     return path
 
 
-# DEFECT: _load_source refuses such a file as if it were to train on.
 @pytest.mark.parametrize("count", [0, 4])
 def test_a_file_named_val_shorter_than_a_window_is_refused(count, tmp_path):
     token_file(tmp_path / "train.bin", b"to be trained on")

@@ -528,7 +528,6 @@ def test_a_folder_named_like_a_shard_is_refused(tmp_path):
     check_refusal(error, f"data.path={tmp_path / 'a.bin'}", "cannot be read (Is a direct", ANEW)
 
 
-# DEFECT: the opening of a FIFO never ends.
 def test_a_fifo_is_refused_at_once(tmp_path):
     def too_long(*_):
         raise AssertionError("waits for the FIFO")
@@ -575,7 +574,6 @@ def test_damaged_documents_are_refused(damage, cause, tmp_path):
         check_refusal(caught.value, f"data.path={path}", cause, "anew")
 
 
-# DEFECT: all of the file is read before its length is looked at.
 def test_documents_of_a_wrong_length_are_not_read(tmp_path):
     prepare(tmp_path, IDS)
     path = tmp_path / "shard_00000_00.documents"
@@ -691,7 +689,6 @@ def test_a_damaged_manifest_is_refused(damage, tmp_path):
     check_manifest(tmp_path, *MANIFESTS[damage])
 
 
-# DEFECT: a traceback, or an error of two lines, or no error at all.
 MORE_MANIFESTS = {
     "a tokenizer that is a list": (setting("tokenizer", ["gpt2"]), "tokenizer ['gpt2'] is none"),
     "a tokenizer that is a dict": (setting("tokenizer", {}), "tokenizer {} is none of gpt2, byte"),
@@ -714,7 +711,6 @@ def test_a_strange_manifest_is_refused(damage, tmp_path):
     check_manifest(tmp_path, *MORE_MANIFESTS[damage])
 
 
-# DEFECT: PermissionError; shards, their documents and texts that cannot be read are told of.
 def test_a_manifest_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     def deny(_path):
         raise PermissionError(13, "Permission denied")
@@ -745,7 +741,6 @@ def test_manifest_and_shard_that_disagree_are_refused(tmp_path):
         check_refusal(caught.value, key, f"ends at byte 8, and {4 * count} are to be", ANEW)
 
 
-# DEFECT: says "has 70 tokens (byte 8), and manifest.json says 70".
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_wrong_number_of_checksums_is_refused(number, tmp_path):
     prepare(tmp_path, ids_of(70))
@@ -786,7 +781,6 @@ json_values = st.recursive(
 )
 
 
-# DEFECT: finds those of MORE_MANIFESTS by itself.
 @many
 @given(st.data(), json_values)
 def test_whatever_a_manifest_says_there_is_one_line_of_complaint_or_none(draw, value):
@@ -949,7 +943,6 @@ def tree(tmp_path, monkeypatch):
         ("~/z/one.bin", [7]),
         (["y/2.bin", "prepared", "~/z/*.bin"], [12, 1, 2, 3, 4, 5, 7]),
         (["z/one.bin", "z/one.bin"], [7, 7]),
-        # DEFECT: ** means one folder here, and any number of them where texts are looked for.
         ("**/3.bin", [13]),
         ("**/[23].bin", [12, 13]),
     ],
@@ -975,7 +968,6 @@ def test_texts_and_token_files_do_not_mix(text, shards, tree):
         check_refusal(refusal(path), f"data.path={text}", cause, "python -m scripts.prepare_data")
 
 
-# DEFECT: is told to be a text.
 @pytest.mark.parametrize("path", ["nothing.bin", "no/*.bin", "nowhere"])
 def test_an_entry_of_a_list_that_is_missing(path, tree):
     check_refusal(refusal(["y/1.bin", path]), f"data.path={path}", "no such file", "")

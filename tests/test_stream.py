@@ -98,7 +98,6 @@ def test_a_window_over_many_arrays_and_past_the_end():
     ]
 
 
-# DEFECT: IndexError where the window has nothing of the stream in it.
 @pytest.mark.parametrize("start", [5, 6, 100])
 @pytest.mark.parametrize("lists", [[[0, 1], [2, 3, 4]], [[0, 1, 2, 3, 4], []]])
 def test_a_window_behind_the_end_holds_no_token(lists, start):
