@@ -59,7 +59,7 @@ class PrepareConfig:
     shard_tokens: int = field(default=100_000_000, metadata={"help": "tokens in a file at most"})
     engine: str = field(default="auto", metadata={"help": "auto | gigatoken | tiktoken (slower)"})
     check_every: int = field(
-        default=512, metadata={"help": "one piece of text in so many is checked by tiktoken"}
+        default=128, metadata={"help": "one piece of text in so many is checked by tiktoken"}
     )
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
@@ -82,7 +82,7 @@ class PrepareConfig:
             fix = "use auto, gigatoken or tiktoken"
             found.append(("engine", self.engine, "no such engine", fix))
         if self.check_every < 1:
-            found.append(("check_every", self.check_every, "must be at least 1", "use 512"))
+            found.append(("check_every", self.check_every, "must be at least 1", "use 128"))
         return found
 
 
