@@ -1238,7 +1238,7 @@ def test_settings_as_they_are_given():
         ("shard_tokens=0", "shard_tokens=0: must be from 1 to 2^31 - 1"),
         ("shard_tokens=2147483648", "shard_tokens=2147483648: must be from 1 to 2^31 - 1"),
         ("engine=fast", "engine=fast: no such engine; use auto, gigatoken or tiktoken"),
-        ("check_every=0", "check_every=0: must be at least 1; use 512"),
+        ("check_every=0", "check_every=0: must be at least 1; use 128"),
         ("debug=maybe", "debug=maybe: must be true or false; such as false"),
     ],
 )

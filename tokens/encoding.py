@@ -169,6 +169,9 @@ class StreamEncoder:
             engine = "numpy"
             self._encode = functools.partial(_bytes_as_ids, special=bool(special))
         elif engine == "gigatoken":
+            if not importlib.util.find_spec("gigatoken"):
+                fix = "pip install gigatoken, or engine=tiktoken"
+                raise DataError(f"engine=gigatoken: is not installed; {fix}")
             self._gigatoken = gigatoken(bool(special))
             self._encode = self._by_gigatoken
         else:
@@ -204,7 +207,7 @@ class StreamEncoder:
                         span *= 2
                         continue
                     before, follows, ids = int(ids[count - 1]), int(ids[count]), ids[:count]
-                    end = int(self._token_sizes()[ids].sum())
+                    end = int(token_sizes(self.tokenizer.name)[ids].sum())
                 else:
                     before, follows, span = None, None, 2 * self.piece
                 self.text_bytes += end
@@ -219,7 +222,7 @@ class StreamEncoder:
         where encoding anew goes on as before. Not before an apostrophe and a letter, which at the
         beginning of a text could be a contraction.
         """
-        ends = np.cumsum(self._token_sizes()[ids])
+        ends = np.cumsum(token_sizes(self.tokenizer.name)[ids])
         last = int(np.searchsorted(ends, len(text) - max(512, self.piece // 16)))
         for count in range(last, max(0, last - 100), -1):
             begin = int(ends[count - 1])
@@ -235,12 +238,6 @@ class StreamEncoder:
         if self.tokenizer._encode_single_piece(b"".join(words)) != [left, right]:
             cause = f"a run without a break at byte {offset} cannot be tokenised in parts"
             raise DataError(f"data.path={what}: {cause}; put a line break into it")
-
-    @functools.cache  # noqa: B019 one encoder lives as long as its process
-    def _token_sizes(self) -> np.ndarray:
-        """How many bytes of text each id stands for."""
-        words = self.tokenizer.decode_tokens_bytes(range(self.tokenizer.n_vocab))
-        return np.array([len(word) for word in words])
 
     def _by_gigatoken(self, text: bytes) -> np.ndarray:
         # The search is a hundred times as slow as the rest of the test.
@@ -289,6 +286,14 @@ def character_end(text: bytes | bytearray, end: int) -> int:
         if place >= len(text) or text[place] & 0xC0 != 0x80:
             return place
     return end
+
+
+@functools.cache
+def token_sizes(tokenizer: str) -> np.ndarray:
+    """How many bytes of text each id stands for."""
+    encoding = get_tokenizer(tokenizer)
+    words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
+    return np.array([len(word) for word in words])
 
 
 @functools.cache

@@ -8,8 +8,9 @@ By name: *.jsonl (also *.ndjson, *.json) is a JSON object a line, *.parquet is P
 else is plain text, one document a file. Each but Parquet also as *.gz and *.zst. Parquet and zstd
 need pyarrow, a data set of the Hugging Face hub needs datasets; both are asked for when needed.
 
-What cannot be read is a DataError with the file and the byte (or line, or row) where it happens;
-nothing is skipped or repaired silently, except a byte-order mark at the start of a text.
+What cannot be read is a DataError with the file and the byte (or line, or row) where it happens.
+Passed over are a byte-order mark at the start of a text, an empty text in JSON or Parquet, and
+half a surrogate pair in JSON, which becomes U+FFFD as with tiktoken.
 """
 
 import contextlib
@@ -199,12 +200,10 @@ def _place(part: Part) -> tuple[int, int | None]:
     """From which byte to which a part of a text or of JSON lines is; None: to the file's end."""
     if part.stop is None:
         return (_cut_from(part, part.start) if part.start else 0), None
-    if part.stop <= part.start:
-        return 0, 0
-    end = _cut_from(part, part.stop)
-    # No cut in all of it: it is the inside of a run, and belongs to the part where that began.
     begin = _cut_from(part, part.start, part.stop) if part.start else 0
-    return (end if begin is None else begin), end
+    if begin is None or begin >= part.stop:
+        return 0, 0  # nothing, or the inside of a run, which belongs to the part where it began
+    return begin, _cut_from(part, part.stop)
 
 
 def _cut_from(part: Part, place: int, before: int | None = None) -> int | None:
