@@ -1542,4 +1542,4 @@ def test_memory_stays_flat_however_long_the_text(tmp_path, command, words, sizes
         done = command("peak", f"data.path={file}", f"out=out{size}", PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.split()[-1]) / 1000)
-    assert 30 < peaks[1] < peaks[0] + 24, peaks  # megabytes
+    assert 30 < peaks[1] < peaks[0] + 50, peaks  # megabytes

@@ -309,7 +309,7 @@ class Gigatoken:
     it is made anew whenever the process has grown by MOST_GROWTH.
     """
 
-    MOST_GROWTH = 2**24  # bytes
+    MOST_GROWTH = 2**25  # bytes
     LOOK_EVERY = 2**20  # bytes of text
     RENEW_EVERY = 2**26  # bytes of text, where the process's memory cannot be read
 
