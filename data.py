@@ -400,7 +400,10 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
     train, val = streams["train"], streams.get("val")
     checksums = [pair for stream in streams.values() for pair in stream.checksums()]
     if config.val_path:
-        found = load_stream(config, config.val_path)
+        try:
+            found = load_stream(config, config.val_path)
+        except DataError as error:
+            raise DataError(str(error).replace("data.path=", "data.val_path=", 1)) from error
         val = found.get("val", found["train"])
         checksums += val.checksums()
     elif config.val_fraction == 0:

@@ -1543,3 +1543,12 @@ def test_memory_stays_flat_however_long_the_text(tmp_path, command, words, sizes
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.split()[-1]) / 1000)
     assert 30 < peaks[1] < peaks[0] + 50, peaks  # megabytes
+
+
+def test_after_a_mistake_the_mended_command_begins_anew(here, tmp_path):
+    write_source(tmp_path / "a.jsonl", ["Some words."])
+    code, _, errors = here("data.path=a.jsonl", "data.text_key=body", "out=out")
+    assert code == 3
+    check_refusal(errors, "data.path=a.jsonl", "no text under 'body'", "set data.text_key")
+    assert here("data.path=a.jsonl", "out=out")[0] == 0
+    assert ids_of(tmp_path / "out") == expected_ids([("jsonl", ["Some words."])])

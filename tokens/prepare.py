@@ -248,8 +248,11 @@ class Preparation:
         if not plan.exists():
             write_whole(plan, json.dumps({"plan": self.plan}).encode())
         if json.loads(plan.read_bytes())["plan"] != self.plan:
-            cause = "its preparation was begun with other texts or settings"
-            raise DataError(f"out={self.folder}: {cause}; {fix}")
+            if any(plan.parent.glob("[0-9]*.json")):
+                cause = "its preparation was begun with other texts or settings"
+                raise DataError(f"out={self.folder}: {cause}; {fix}")
+            with self._locked(1, 1):  # nobody is at it, and nothing was done: by a mistake, perhaps
+                write_whole(plan, json.dumps({"plan": self.plan}).encode())
         return True
 
     def _manifest(self) -> dict | None:
