@@ -17,6 +17,7 @@ import tiktoken
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import check_refusal
 
 import data
 from data import (
@@ -104,17 +105,6 @@ def refusal(config: DataConfig) -> DataError:
     with pytest.raises(DataError) as caught:
         load_datasets(config)
     return caught.value
-
-
-def check_refusal(error: DataError, key: str, cause: str, fix: str) -> None:
-    """One line `key=value: cause; fix`, and the exit code of bad data."""
-    assert error.exit_code == 3
-    message = str(error)
-    assert "\n" not in message
-    assert message.startswith(f"{key}: ")
-    told_cause, _, told_fix = message.removeprefix(f"{key}: ").partition("; ")
-    assert cause in told_cause
-    assert fix in told_fix
 
 
 def stream_of(ids, cuts=(), dtype=np.uint16, vocab_size: int = 257) -> TokenStream:

@@ -23,6 +23,7 @@ import regex  # tiktoken's own dependency: its engine knows \p{L}
 import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import check_refusal
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from tokens import END_OF_TEXT, DataError
@@ -102,17 +103,6 @@ def asked(encoder: StreamEncoder, monkeypatch) -> list[bytes]:
 
     monkeypatch.setattr(encoder, "_encode", encode)
     return texts
-
-
-def check_refusal(error: DataError, key: str, cause: str, fix: str) -> None:
-    """One line `key=value: cause; fix`, and the exit code of bad data."""
-    assert error.exit_code == 3
-    message = str(error)
-    assert "\n" not in message
-    assert message.startswith(f"{key}: ")
-    told_cause, _, told_fix = message.removeprefix(f"{key}: ").partition("; ")
-    assert cause in told_cause
-    assert fix in told_fix
 
 
 # ---------------------------------------------------------------------------- ids of the whole

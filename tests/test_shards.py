@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import check_refusal
 
 from tokens import DataError
 from tokens import shards as module
@@ -92,17 +93,6 @@ def read(path: object, tokenizer: str = "gpt2", verify: str | bool = True) -> li
     streams = open_shards(path if isinstance(path, list) else str(path), tokenizer, verify)
     assert list(streams) == ["train"]
     return ids_in(streams["train"])
-
-
-def check_refusal(error: DataError, key: str, cause: str, fix: str) -> None:
-    """One line `key=value: cause; fix`, and the exit code of bad data."""
-    assert error.exit_code == 3
-    message = str(error)
-    assert "\n" not in message
-    assert message.startswith(f"{key}: ")
-    told_cause, _, told_fix = message.removeprefix(f"{key}: ").partition("; ")
-    assert cause in told_cause
-    assert fix in told_fix
 
 
 @contextlib.contextmanager

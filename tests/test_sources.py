@@ -25,6 +25,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import check_refusal
 
 from tokens import END_OF_TEXT, DataError, sources
 from tokens.encoding import StreamEncoder
@@ -113,23 +114,11 @@ def expected_ids(texts: Iterable[str], name: str = "gpt2", endoftext: str = "tok
     return found
 
 
-def check_refusal(error: DataError, path: object, cause: str, fix: str) -> None:
-    """One line `data.path=PATH: cause; fix`, and the exit code of bad data."""
-    assert error.exit_code == 3
-    message = str(error)
-    assert "\n" not in message
-    assert message.startswith(f"data.path={path}: ")
-    told_cause, _, told_fix = message.removeprefix(f"data.path={path}: ").partition("; ")
-    assert cause in told_cause
-    assert "data.path=" not in told_cause  # not one refusal inside another
-    assert fix in told_fix
-
-
 def check_refused(path: object, cause: str, fix: str, *rest, **options) -> None:
     """That reading the file is refused so."""
     with pytest.raises(DataError) as caught:
         read(path, *rest, **options)
-    check_refusal(caught.value, path, cause, fix)
+    check_refusal(caught.value, f"data.path={path}", cause, fix)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +205,7 @@ def test_path_that_names_nothing_is_refused(entry, cause, fix, tmp_path):
     for given_path in (str(path), [str(tmp_path / "notes" / "notes.md"), str(path)]):
         with pytest.raises(DataError) as caught:
             find_files(given_path)
-        check_refusal(caught.value, path, cause, fix)
+        check_refusal(caught.value, f"data.path={path}", cause, fix)
 
 
 @pytest.mark.parametrize(
@@ -528,7 +517,7 @@ def test_unusable_json_line_is_refused(kind, ending, tmp_path):
     assert b"".join(next(found)) == b"good"  # what comes before it is given out
     with pytest.raises(DataError) as caught:
         next(found)
-    check_refusal(caught.value, path, f"the line at byte 18 {cause}", fix)
+    check_refusal(caught.value, f"data.path={path}", f"the line at byte 18 {cause}", fix)
     if not ending:
         check_refused(path, f"the line at byte 18 {cause}", fix, 5)
 
@@ -594,7 +583,9 @@ def test_what_is_no_parquet_is_refused(content, function, tmp_path):
     path = write(tmp_path / "a.parquet", content)
     with pytest.raises(DataError) as caught:
         function(str(path))
-    check_refusal(caught.value, path, "cannot be read (", "make or fetch the file anew")
+    check_refusal(
+        caught.value, f"data.path={path}", "cannot be read (", "make or fetch the file anew"
+    )
 
 
 def test_truncated_parquet_is_refused(tmp_path):
@@ -621,7 +612,7 @@ def test_damaged_parquet_is_read_or_refused(compression, tmp_path):
         try:
             read(path)
         except DataError as error:
-            check_refusal(error, path, "", "")
+            check_refusal(error, f"data.path={path}", "", "")
             refused += 1
     assert refused > len(whole) // 5 // 4
 
@@ -936,7 +927,12 @@ def test_unreadable_file_is_refused(name, opener, tmp_path, monkeypatch):
         patch.setattr(opener, deny)  # root may read everything
         with pytest.raises(DataError) as caught:
             read(path)
-    check_refusal(caught.value, path, "cannot be read (Permission denied)", "check its permission")
+    check_refusal(
+        caught.value,
+        f"data.path={path}",
+        "cannot be read (Permission denied)",
+        "check its permission",
+    )
 
 
 @pytest.mark.parametrize(
@@ -955,7 +951,12 @@ def test_missing_library_is_told_with_the_command(path, what, package, tmp_path,
         monkeypatch.setitem(sys.modules, module, None)  # import raises ModuleNotFoundError
     with pytest.raises(DataError) as caught:
         read(path)
-    check_refusal(caught.value, path, f"reading {what} needs {package}", f"pip install {package}")
+    check_refusal(
+        caught.value,
+        f"data.path={path}",
+        f"reading {what} needs {package}",
+        f"pip install {package}",
+    )
     assert str(caught.value).endswith(package)  # no more than the command
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import check_refusal
 
 from tokens import DataError
 from tokens import stream as module
@@ -57,17 +58,6 @@ def cut_up(stream: TokenStream, cuts: list[int]) -> list[TokenStream]:
         parts.append(first)
         begin = cut
     return [*parts, stream]
-
-
-def check_refusal(error: DataError, key: str, cause: str, fix: str) -> None:
-    """One line `key=value: cause; fix`, and the exit code of bad data."""
-    assert error.exit_code == 3
-    message = str(error)
-    assert "\n" not in message
-    assert message.startswith(f"{key}: ")
-    told_cause, _, told_fix = message.removeprefix(f"{key}: ").partition("; ")
-    assert cause in told_cause
-    assert fix in told_fix
 
 
 # --------------------------------------------------------------------------------------- gather

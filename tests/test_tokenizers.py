@@ -17,6 +17,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import check_refusal
 
 from tokens import END_OF_TEXT, DataError
 from tokens.tokenizers import TOKENIZERS, bytes_per_token, get_tokenizer
@@ -38,17 +39,6 @@ endoftexts = st.sampled_from(["token", "text"])
 def encode_at_once(text: str, tokenizer: tiktoken.Encoding, endoftext: str = "token") -> list[int]:
     allowed = {END_OF_TEXT} if endoftext == "token" else set()
     return tokenizer.encode(text, allowed_special=allowed, disallowed_special=())
-
-
-def check_refusal(error: DataError, key: str, cause: str, fix: str) -> None:
-    """One line `key=value: cause; fix`, and the exit code of bad data."""
-    assert error.exit_code == 3
-    message = str(error)
-    assert "\n" not in message
-    assert message.startswith(f"{key}: ")
-    told_cause, _, told_fix = message.removeprefix(f"{key}: ").partition("; ")
-    assert cause in told_cause
-    assert fix in told_fix
 
 
 # ---------------------------------------------------------------------------------------- bytes
