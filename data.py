@@ -128,14 +128,17 @@ def _collected(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return np.frombuffer(data, np.uint16)
 
 
-def load_stream(config: DataConfig, path: str | list[str]) -> dict[str, TokenStream]:
+def load_stream(
+    config: DataConfig, path: str | list[str], notes: list[str] | None = None
+) -> dict[str, TokenStream]:
     """What a path names, text or token files, as one stream: {"train": ...}.
 
-    With a "val" besides where token files are named so.
+    With a "val" besides where token files are named so. What the user should be told is added to
+    the notes.
     """
     if is_shards(path):
         return open_shards(path, config.tokenizer, config.verify)
-    files = find_files(path)
+    files = find_files(path, notes)
     _announce(path, sum(os.path.getsize(file) for file in files if os.path.isfile(file)))
     encoder = StreamEncoder(config.tokenizer, config.endoftext)
     parts = [Part(file, text_key=config.text_key) for file in files]
@@ -396,7 +399,8 @@ def load_datasets(config: DataConfig) -> Loaded:
 
 def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
     """The windows of one source."""
-    streams, notes = load_stream(config, path), []
+    notes: list[str] = []
+    streams = load_stream(config, path, notes)
     train, val = streams["train"], streams.get("val")
     checksums = [pair for stream in streams.values() for pair in stream.checksums()]
     if config.val_path:
@@ -410,7 +414,10 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
         val = None
     elif val is not None:
         names = ", ".join(os.path.basename(name) for name, _ in val.names[:3])
-        notes.append(f"validating on the files named val ({names}); data.val_fraction is not used")
+        notes.append(
+            f"data.path={path}: validating on the files named val ({names}); "
+            f"data.val_fraction is not used"
+        )
     else:
         train, val = _split(config, path, train, notes)
     cut = (DocumentWindows if config.within_documents else GPTDatasetV1).from_stream

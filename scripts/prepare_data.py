@@ -96,7 +96,10 @@ def main(settings: PrepareConfig) -> None:
         data.tokenizer, data.endoftext, settings.engine, settings.check_every, settings.shard_tokens
     )
     folder = Path(settings.out)
-    preparation = Preparation(find_files(data.path), folder, data.text_key, recipe)
+    notes: list[str] = []
+    preparation = Preparation(find_files(data.path, notes), folder, data.text_key, recipe)
+    for note in notes:
+        print(f"note: {note}")
     try:
         complete = not preparation.begin()
     except OSError as error:
@@ -104,6 +107,7 @@ def main(settings: PrepareConfig) -> None:
         raise ConfigError([("out", settings.out, cause, "give another folder")]) from error
     if complete:
         print(f"{folder} is complete already")
+        report(preparation.finish(), settings)
         return
     part = tuple(map(int, settings.part.split("/")))
     tasks = preparation.unfinished(*part)
@@ -130,12 +134,18 @@ def main(settings: PrepareConfig) -> None:
         left = len(preparation.unfinished())
         print(f"part {settings.part} is done; {left} tasks of other parts are not yet")
         return
+    report(manifest, settings)
+
+
+def report(manifest: dict, settings: PrepareConfig) -> None:
+    """Says what there is now, and how to train on it."""
     counts = {"token": manifest["tokens"], "document": manifest["documents"]}
     counts["shard"] = len(manifest["shards"])
     words = [f"{n:,} {noun}{'' if n == 1 else 's'}" for noun, n in counts.items()]
-    print(f"{', '.join(words)} in {folder}")
-    tokenizer = "" if data.tokenizer == "gpt2" else f" data.tokenizer={data.tokenizer}"
-    path = shlex.quote(f"data.path={folder}")
+    print(f"{', '.join(words)} in {settings.out}")
+    name = settings.data.tokenizer
+    tokenizer = "" if name == "gpt2" else f" data.tokenizer={name}"
+    path = shlex.quote(f"data.path={settings.out}")
     print(f"train on them: python train.py data=shards {path}{tokenizer}")
 
 

@@ -196,7 +196,7 @@ def test_find_files_at_home(tree, monkeypatch):
     [
         ("missing.txt", "no such file", "check the path; relative ones start at "),
         ("*.csv", "no such file", "check the path"),
-        ("notes", "no *.txt, *.jsonl or *.parquet (nor *.bin) file in this folder", "/*.md'"),
+        ("notes", "no *.txt, *.jsonl or *.parquet file in this folder", "/*.md'"),
     ],
 )
 def test_path_that_names_nothing_is_refused(entry, cause, fix, tmp_path):
@@ -206,6 +206,31 @@ def test_path_that_names_nothing_is_refused(entry, cause, fix, tmp_path):
         with pytest.raises(DataError) as caught:
             find_files(given_path)
         check_refusal(caught.value, f"data.path={path}", cause, fix)
+
+
+def test_what_a_folder_has_besides_its_texts_is_told(tmp_path):
+    write(tmp_path / "a.txt", "text")
+    write(tmp_path / ".git" / "HEAD", "hidden")
+    write(tmp_path / ".hidden", "hidden")
+    notes: list[str] = []
+    find_files(str(tmp_path), notes)
+    assert notes == []
+    write(tmp_path / "deep" / "b.md", "text")
+    find_files(str(tmp_path), notes)
+    write(tmp_path / "c.py", "text")
+    find_files([str(tmp_path), str(tmp_path / "c.py")], notes)
+    for note, told in zip(
+        notes, ["a file is passed over, such as b.md;", "2 files are"], strict=True
+    ):
+        assert note.startswith(f"data.path={tmp_path}: {told}")
+
+
+def test_a_folder_of_token_files_is_no_folder_of_texts(tmp_path):
+    write(tmp_path / "tokens" / "train.bin", b"\1\0")
+    with pytest.raises(DataError) as caught:
+        find_files(str(tmp_path))
+    fix = f"python train.py data=shards 'data.path={tmp_path / 'tokens'}'"
+    check_refusal(caught.value, f"data.path={tmp_path}", "no *.txt,", fix)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +319,7 @@ UNUSABLE = {
     "zip": (b"PK\x03\x04\x14\0", "a zip archive", "unpack it"),
     "zstd": (packed(b"text", ".zst"), "a zstd archive", "ends in .zst, or unpack it"),
     "Parquet": (b"PAR1\x15\0", "Parquet, not text", "ends in .parquet"),
+    "token file": (b"\x88\xd8\x34\x01\1\0\0\0", "tokens, not text", "train on them: python train"),
 }
 
 
@@ -491,7 +517,6 @@ UNUSABLE_LINES = {
         "is not JSON ('utf-8' codec can't decode",
         MEND,
     ),
-    "a list": (b'["text"]', "has no text under 'text' (it has no keys)", SET_KEY),
     "a string": (b'"text"', "has no text under 'text' (it has no keys)", SET_KEY),
     "null": (b"null", "has no text under 'text' (it has no keys)", SET_KEY),
     "other keys": (
@@ -503,7 +528,9 @@ UNUSABLE_LINES = {
     "no text": (b'{"text": null}', "has under 'text' what is null, not a text", MEND),
     "a list of texts": (b'{"text": ["a"]}', "has under 'text' what is of type list", MEND),
     "surrogate": (b'{"text": "a\xed\xa0\x80"}', "is not JSON ('utf-8' codec", MEND),
-    "too deep": (b"[" * 100_000, "is not JSON (", MEND),
+    "too deep": (b'{"a":' * 100_000, "is not JSON (", MEND),
+    "an array": (b'[{"text": "a"}]', "begins an array, not an object", "jq -c '.[]'"),
+    "an array of many lines": (b'\xef\xbb\xbf [\n{"text": "a"}]', "begins an array", "jq -c '.[]'"),
 }
 
 

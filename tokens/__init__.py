@@ -12,6 +12,7 @@ and modded-nanogpt. So that token is where documents part, wherever the tokens c
 """
 
 END_OF_TEXT = "<|endoftext|>"
+SHARD_MAGIC = 20240520  # llm.c's: how a token file begins
 
 
 class DataError(ValueError):

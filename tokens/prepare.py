@@ -234,6 +234,9 @@ class Preparation:
         if manifest := self._manifest():
             if manifest.get("made_of") != self._made_of():
                 cause = "holds the token files of other (or changed) texts, or of other settings"
+                for key in ("tokenizer", "endoftext"):
+                    if manifest.get(key, value := getattr(self.recipe, key)) != value:
+                        cause = f"holds token files made with data.{key}={manifest[key]}"
                 raise DataError(f"out={self.folder}: {cause}; {fix}")
             entries = [ShardEntry(**shard) for shard in manifest["shards"]]
             if missing := [entry.file for entry in entries if not self._whole(entry)]:

@@ -31,12 +31,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tokens import DataError
+from tokens import SHARD_MAGIC, DataError
 from tokens.sources import find_files
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
-MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 256 * 4
 MANIFEST = "manifest.json"
@@ -90,7 +89,7 @@ class ShardWriter:
         """Completes the file and gives it its name."""
         self._write()
         header = np.zeros(256, "<i4")
-        header[:3] = MAGIC, VERSION, self.tokens
+        header[:3] = SHARD_MAGIC, VERSION, self.tokens
         self._file.seek(0)
         self._file.write(header.tobytes())
         starts = np.concatenate([np.zeros(0, np.int64), *self._starts]).astype("<u4")
@@ -380,7 +379,7 @@ def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shar
     vocab_size = TOKENIZERS[tokenizer]
     entries = {entry.file: entry for entry in manifest.shards} if manifest else {}
     entry = entries.get(path.name)
-    if magic == MAGIC:
+    if magic == SHARD_MAGIC:
         first_byte = HEADER_BYTES
         if version != VERSION:
             cause = f"version {version} at byte 4, and this reads version {VERSION}"
@@ -404,7 +403,7 @@ def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shar
         if size == 0:
             raise _bad_file(path, "truncated at byte 0: the file is empty", again)
         if entry or looks_like_header or len(strange):
-            cause = f"wrong magic {magic} at byte 0, where {MAGIC} is to be"
+            cause = f"wrong magic {magic} at byte 0, where {SHARD_MAGIC} is to be"
             if len(strange) and not looks_like_header:
                 cause += f", and no plain ids either (id {beginning[strange[0]]} at byte "
                 cause += f"{2 * strange[0]} is beyond the vocabulary of {vocab_size})"

@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tokens import DataError
+from tokens import SHARD_MAGIC, DataError
 from tokens.encoding import StreamEncoder, find_cut, text_blocks
 
 BLOCK = 2**20  # bytes read at once
@@ -36,6 +36,7 @@ WINDOW = 2**16  # bytes in which a cut is looked for
 SIDE = 4  # bytes on each side of a cut in which it shows: the longest character
 TEXTS = (".txt", ".jsonl", ".ndjson")  # what a folder is searched for, besides *.parquet
 COMPRESSED = (".gz", ".zst")
+TRAIN_ON_TOKENS = "train on them: python train.py data=shards 'data.path={}'"
 HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
 
 
@@ -70,28 +71,33 @@ def kind_of(path: str) -> str:
     return "parquet" if path.lower().endswith(".parquet") else "text"
 
 
-def find_files(path: str | list[str]) -> list[str]:
+def find_files(path: str | list[str], notes: list[str] | None = None) -> list[str]:
     """The files that data.path names: a file, a folder (its texts, at any depth), a glob, a list.
 
-    In sorted order for each entry, so that the same folder is always the same text.
+    In sorted order for each entry, so that the same folder is always the same text. `notes` are
+    added to when a folder has files besides, which are not taken.
     Raises DataError when an entry names nothing.
     """
     files: list[str] = []
-    endings = tuple(text + packed for text in TEXTS for packed in ("", *COMPRESSED))
-    endings = (*endings, ".parquet")
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
         if entry.startswith(HUB):
             found = [entry]
         elif os.path.isdir(entry):
-            found = sorted(
-                p
-                for p in Path(entry).rglob("*")
-                if p.name.lower().endswith(endings) and p.is_file()
-            )
+            found, others = _texts_in(Path(entry))
             if not found:
-                what = "no *.txt, *.jsonl or *.parquet (nor *.bin) file in this folder"
+                what = "no *.txt, *.jsonl or *.parquet file in this folder"
                 fix = f"name the files with a glob, such as data.path='{entry}/*.md'"
+                if of_tokens := [p for p in others if p.suffix == ".bin"]:
+                    where = of_tokens[0].parent
+                    what = f"{what}, but *.bin"
+                    fix = f"if these are tokens, {TRAIN_ON_TOKENS.format(where)}"
                 raise DataError(f"data.path={entry}: {what}; {fix}")
+            if others and notes is not None:
+                files_are = "a file is" if len(others) == 1 else f"{len(others):,} files are"
+                notes.append(
+                    f"data.path={entry}: {files_are} passed over, such as {others[0].name}; "
+                    f"a folder's texts are *.txt, *.jsonl and *.parquet, a glob takes all"
+                )
         elif os.path.exists(entry):
             found = [entry]
         else:
@@ -101,6 +107,20 @@ def find_files(path: str | list[str]) -> list[str]:
                 raise DataError(f"data.path={entry}: no such file; {fix}")
         files += map(str, found)
     return files
+
+
+def _texts_in(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The texts in a folder, at any depth, and the other files, but for hidden ones."""
+    endings = tuple(text + packed for text in TEXTS for packed in ("", *COMPRESSED))
+    texts, others = [], []
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        if path.name.lower().endswith((*endings, ".parquet")):
+            texts.append(path)
+        elif not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            others.append(path)
+    return texts, others
 
 
 def documents(part: Part) -> Iterator[Iterable[bytes]]:
@@ -188,6 +208,8 @@ def _check_beginning(path: str, raw: bytes) -> None:
             raise DataError(f"data.path={path}: a {kind} archive, not text; {fix}")
     if raw.startswith(b"PK\x03\x04"):
         raise DataError(f"data.path={path}: a zip archive, not text; unpack it first")
+    if raw.startswith(SHARD_MAGIC.to_bytes(4, "little")):
+        raise DataError(f"data.path={path}: tokens, not text; {TRAIN_ON_TOKENS.format(path)}")
     if raw.startswith(b"PAR1"):
         fix = "give it a name that ends in .parquet"
         raise DataError(f"data.path={path}: Parquet, not text; {fix}")
@@ -252,6 +274,9 @@ def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
 
 def _json_text(line: bytes, part: Part, offset: int) -> str:
     where = f"data.path={part.path}: the line at byte {offset}"
+    if line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        fix = "make a line of each of its objects: jq -c '.[]' FILE > lines.jsonl"
+        raise DataError(f"{where} begins an array, not an object; {fix}")
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
