@@ -12,9 +12,9 @@ train: $(VENV)/train  ## train GPT-2 small on the sample; more settings: make tr
 test: $(VENV)/test  ## all tests
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
-campaign: $(VENV)/test  ## what takes long: make campaign TEXTS=FOLDER compares the tokens of all texts there
+campaign: $(VENV)/test  ## what takes long; TEXTS=FOLDER compares the tokens of all texts there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign_tokens.py $(ARGS)
-	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/test_prepare_data.py $(ARGS)
+	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/test_prepare_stopped.py $(ARGS)
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .

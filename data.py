@@ -231,6 +231,10 @@ class GPTDatasetV1(Dataset):
         ids = ids.long() & bits  # (B, T + 1)
         return ids[:, :-1], ids[:, 1:]
 
+    def num_targets(self, ids: Tensor) -> int:
+        """How many targets count in what `gather` gave."""
+        return len(ids) * self.max_length
+
 
 class DocumentWindows(GPTDatasetV1):
     """Windows that stay within a document: from its end-of-text token to the next one, which is
@@ -268,6 +272,10 @@ class DocumentWindows(GPTDatasetV1):
         input_ids = torch.where(input_ids == NO_TOKEN, self.tokens.end_of_text, input_ids)
         return input_ids, torch.where(target_ids == NO_TOKEN, IGNORED, target_ids)
 
+    def num_targets(self, ids: Tensor) -> int:
+        filled_up = torch.tensor(NO_TOKEN).to(ids.dtype)  # as `gather` stores it
+        return int((ids[:, 1:] != filled_up).sum())
+
 
 class MixedDataset(Dataset):
     """The windows of several data sets, those of the second numbered behind the first's, ...
@@ -280,7 +288,7 @@ class MixedDataset(Dataset):
         self.weights = weights
         self.sizes = [len(dataset) for dataset in datasets]
         self.ends = np.cumsum(self.sizes)
-        self.expand = datasets[0].expand
+        self.expand, self.num_targets = datasets[0].expand, datasets[0].num_targets
 
     def __len__(self) -> int:
         return int(self.ends[-1])

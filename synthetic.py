@@ -35,6 +35,10 @@ class MadeOnTheSpot:
         """What `gather` gave, as it is."""
         return input_ids, target_ids
 
+    def num_targets(self, input_ids: Tensor, target_ids: Tensor) -> int:
+        """How many targets count in what `gather` gave."""
+        return int((target_ids >= 0).sum())
+
 
 class CycleWalks(MadeOnTheSpot):
     """Training windows: walks around a random cycle of symbols, now and then with a jump.

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from data import DocumentWindows, GPTDatasetV1, MixedDataset
 from order import WindowOrder
-from synthetic import IGNORED, RepeatedSequences
+from synthetic import IGNORED, CycleWalks, RepeatedSequences
 from tokens.stream import TokenStream
 from tokens.tokenizers import bytes_per_token, get_tokenizer
 from training.feed import Feed
@@ -65,6 +65,9 @@ class Numbers:
         targets[~torch.isin(inputs[:, 0], torch.tensor(self.both)), 1] = IGNORED
         return inputs, targets
 
+    def num_targets(self, numbers):
+        return len(numbers) + sum(number in self.both for number in numbers.tolist())
+
 
 def read(feed: Feed, step: int) -> list[list[int]]:
     """The windows of each micro-batch."""
@@ -110,6 +113,27 @@ def documents_of(lengths: list[int], max_length: int = 5) -> DocumentWindows:
     ids = [id for n, k in enumerate(lengths) for id in (END, *range(97 + n, 97 + n + k))]
     stream = TokenStream([np.array(ids, np.uint16)], 257, END)
     return DocumentWindows.from_stream(stream, max_length, max_length)
+
+
+def mixed_documents() -> MixedDataset:
+    return MixedDataset([documents_of([3, 9, 1, 4]), documents_of([2, 30])], [0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        GPTDatasetV1("a text of some length " * 9, get_tokenizer("byte"), 5, 3),
+        documents_of([3, 9, 0, 1, 4, 30]),
+        mixed_documents(),
+        RepeatedSequences(16),
+        CycleWalks(16),
+    ],
+    ids=["plain", "documents", "mixture", "repeated", "walks"],
+)
+def test_targets_are_counted_as_they_are_stored(dataset):
+    windows = np.arange(min(12, len(dataset)))
+    _, target_ids = dataset.batch(windows)
+    assert dataset.num_targets(*dataset.gather(windows)) == int((target_ids >= 0).sum())
 
 
 def tiny_model(seed: int = 0) -> torch.nn.Module:

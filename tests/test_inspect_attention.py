@@ -1,5 +1,6 @@
 """scripts/inspect_attention.py as a user meets it: one page for one model, or for two."""
 
+import functools
 import json
 import re
 
@@ -40,20 +41,9 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture
-def inspect(home, tmp_path, monkeypatch, capsys):
+def inspect(in_process, home):
     """inspect(*arguments) -> (exit code, out, err), run in `home`, in this process."""
-
-    def run(*arguments):
-        monkeypatch.chdir(home)
-        monkeypatch.setattr("sys.argv", ["inspect_attention", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as stopped:
-            code = stopped.code
-        return code, *capsys.readouterr()
-
-    return run
+    return functools.partial(in_process, main, home)
 
 
 def test_a_run_of_ours_as_a_command(command, home, tmp_path):

@@ -398,6 +398,9 @@ class Numbers:
     def expand(self, numbers):
         return numbers, numbers
 
+    def num_targets(self, numbers):
+        return len(numbers)
+
 
 def fed(order: WindowOrder, steps, world_size: int = 1, micro_batch_size: int | None = None):
     """The global batch of each step, as the ranks read it, micro-batch by micro-batch."""

@@ -1,22 +1,14 @@
 """scripts/prepare_data.py and tokens/prepare.py: the shards hold tiktoken's ids, whoever did which
-part of the work, however often it was stopped; and training on them is training on the texts.
+part of the work; what is refused, and how. Stopped and gone on with: test_prepare_stopped.py.
 
-Run: python -m pytest tests/test_prepare_data.py. CAMPAIGN_KILLS=20 before it kills that often.
+Run: python -m pytest tests/test_prepare_data.py. Needs no network.
 """
 
-import contextlib
 import dataclasses
-import gzip
+import functools
 import itertools
 import json
 import os
-import random
-import resource
-import shlex
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,241 +19,52 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
-from conftest import REPOSITORY, TEXT, TINY
+from conftest import REPOSITORY
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from known_texts import (
+    SMALL,
+    check_kept,
+    check_manifest,
+    collections,
+    every_kind,
+    expected_ids,
+    files_of,
+    finished_shards,
+    ids_of,
+    in_order,
+    packed,
+    prepare,
+    write_collection,
+    write_source,
+)
+from refusals import check_refusal
 
 from scripts.prepare_data import PrepareConfig, Progress, main
 from tokens import END_OF_TEXT, DataError
 from tokens import prepare as prepare_module
 from tokens import sources as sources_module
 from tokens.prepare import Preparation, Recipe, make_tasks
-from tokens.shards import HEADER_BYTES, open_shards
+from tokens.shards import open_shards
 from tokens.sources import find_files
-from tokens.stream import BLOCK_BYTES
-from tokens.tokenizers import TOKENIZERS, get_tokenizer
 from training.command import parse
 from training.config import ConfigError
 
-KILLS = int(os.environ.get("CAMPAIGN_KILLS", "6"))
 NO_NETWORK = REPOSITORY / "tests" / "no_network"
-PATIENCE = 60  # seconds until a test gives up waiting; nothing is expected to take so long
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 some = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-# -------------------------------------------------------------------------------- what is prepared
-
-FRAGMENTS = [
-    *" \n\r\t\x0b\x1c\x85\u00a0\u2028\u3000\u200b\ufeff",
-    *("  ", "\r\n", "\n\n\n", "\n ", " \n", "the", "Naïve", "don't", "we'll", "'s", "'", "1234"),
-    *("日本語", "Ελλάδα", "שלום", "नमस्ते", "🙂", "👩‍👩‍👧", "e\u0301", "a" * 40, " " * 40),
-    *(END_OF_TEXT, "<|endof", "text|>"),
-]
-mixes = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=40).map("".join)
-# A text file is one document, neither empty nor with a zero byte; the others hold any number.
-a_text = mixes.map(lambda text: [text.replace("\0", "") or "x"])
-kinds = st.sampled_from(["txt", "txt.gz", "txt.zst"])
-row_kinds = st.sampled_from(["jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "parquet"])
-sources = st.tuples(kinds, a_text) | st.tuples(row_kinds, st.lists(mixes, max_size=5))
-collections = st.lists(sources, min_size=1, max_size=5)
-
-
-def write_source(path: Path, texts: list[str]) -> Path:
-    """A file of these documents, of the kind and compression that its name says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.name.endswith(".parquet"):
-        table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())})
-        pyarrow.parquet.write_table(table, path, row_group_size=2)
-        return path
-    content = "".join(texts)
-    if path.name.split(".")[1] in ("jsonl", "ndjson"):
-        content = "".join(json.dumps({"n": n, "text": t}) + "\n" for n, t in enumerate(texts))
-    path.write_bytes(packed(content.encode(), path))
-    return path
-
-
-def packed(raw: bytes, path: Path) -> bytes:
-    """The content of a file, compressed as its name says."""
-    if path.suffix == ".gz":
-        return gzip.compress(raw, 1, mtime=0)
-    return pyarrow.compress(raw, "zstd", asbytes=True) if path.suffix == ".zst" else raw
-
-
-def write_collection(folder: Path, collection: list[tuple[str, list[str]]]) -> Path:
-    """A folder of files, whose sorted order is that of the list."""
-    for number, (kind, texts) in enumerate(collection):
-        write_source(folder / f"{number % 2}" / f"{number:02d}.{kind}", texts)
-    return folder
-
-
-def in_order(collection: list) -> list:
-    """The order in which a folder of two folders is read."""
-    return [*collection[::2], *collection[1::2]]
-
-
-def expected_ids(collection: list, tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
-    """One call of tiktoken for each document, each behind an end-of-text token."""
-    known = get_tokenizer(tokenizer)
-    special = {END_OF_TEXT} if endoftext == "token" else set()
-    ids = []
-    for kind, texts in collection:
-        for text in texts:
-            text = text.removeprefix("\ufeff") if "txt" in kind else text
-            own = known.encode(text, allowed_special=special, disallowed_special=())
-            if own and own[0] != known.eot_token:
-                ids.append(known.eot_token)
-            ids += own
-    return ids
-
-
-def varied_text(size: int, seed: int = 0) -> str:
-    """Lines of made-up words, numbers and documents, no two stretches alike."""
-    chance = random.Random(seed)
-    letters = ["etaoinshrdlucmfwypvbgkjqxz", "αβγδεζηθ", "あいうえお"]
-    words = [
-        "".join(chance.choices(chance.choice(letters), k=chance.randint(1, 9))) for _ in range(3000)
-    ]
-    lines, length = [], 0
-    while length < size:
-        line = " ".join(chance.choices(words, k=40)) + f", {chance.random()}.\n"
-        lines.append(line if chance.random() > 0.05 else line + END_OF_TEXT)
-        length += len(lines[-1])
-    return "".join(lines)
+@pytest.fixture
+def here(in_process, tmp_path):
+    """here(*arguments) -> (exit code, out, err) of the command, run in this process."""
+    return functools.partial(in_process, main, tmp_path, "workers=1")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A folder of every kind of text, enough for a dozen tasks of `SMALL`."""
-    chance = random.Random(1)
-    collection = []
-    for number, kind in enumerate(["txt", "jsonl", "txt.gz", "parquet", "jsonl.zst", "txt.zst"]):
-        text = varied_text(900_000 if kind in ("txt", "jsonl") else 300_000, number)
-        if "txt" not in kind:
-            cuts = sorted(chance.sample(range(len(text)), 200))
-            text = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-        collection.append((kind, [text] if isinstance(text, str) else text))
-    folder = write_collection(tmp_path_factory.mktemp("texts") / "web", collection)
-    return SimpleNamespace(folder=folder, ids=expected_ids(in_order(collection)))
-
-
-SMALL = "shard_tokens=100000"  # which makes tasks of 400 kB
-
-
-# ------------------------------------------------------------------------------------ preparing it
-
-
-def prepare(path: object, folder: Path, **recipe) -> dict:
-    """Prepares in this process, all of it; the manifest."""
-    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto", "check_every": 512}
-    values |= {"shard_tokens": 10**8} | recipe
-    path = [str(p) for p in path] if isinstance(path, list) else str(path)
-    preparation = Preparation(find_files(path), folder, "text", Recipe(**values))
-    assert preparation.begin()
-    preparation.run(preparation.unfinished(), 1, lambda count: None)
-    return preparation.finish()
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file under a folder."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def ids_of(folder: Path) -> list[int]:
-    """The ids of all shards, in the manifest's order, read without any code of ours."""
-    shards = json.loads((folder / "manifest.json").read_text())["shards"]
-    raw = [(folder / shard["file"]).read_bytes()[HEADER_BYTES:] for shard in shards]
-    return np.frombuffer(b"".join(raw), "<u2").tolist()
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
-    """here(*arguments) -> (exit code, out, err) of the command, run in this process."""
-
-    def run(*arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("sys.argv", ["prepare_data", "workers=1", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stopped:
-            code = stopped.code
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def start(tmp_path):
-    """start(*arguments) -> the command as a process that goes on, with a group of its own."""
-    started = []
-
-    def run(*arguments, path=(), **options):
-        home = tmp_path / "home"
-        home.mkdir(exist_ok=True)
-        path = [*path, NO_NETWORK, REPOSITORY]
-        env = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "TMPDIR": str(home),
-            "PYTHONPATH": os.pathsep.join(map(str, path)),
-            "OMP_NUM_THREADS": "1",
-        }
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-        process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.prepare_data", *map(str, arguments)],
-            cwd=tmp_path,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            **options,
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        for pid in group_of(process):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-def group_of(process: subprocess.Popen) -> list[int]:
-    """The processes that a command started, itself too, as far as they live."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, _, group = (entry / "stat").read_text().rpartition(") ")[2].split()[:3]
-            except (FileNotFoundError, ProcessLookupError):  # gone meanwhile
-                continue
-            if int(group) == process.pid and state != "Z":
-                found.append(int(entry.name))
-    return found
-
-
-def wait_until(happens, process: subprocess.Popen | None = None) -> None:
-    """Waits for something that is certain to come; the process has to be alive when it does."""
-    deadline = time.monotonic() + PATIENCE
-    while not happens():
-        assert process is None or process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def check_refusal(error: str, key: str, cause: str, fix: str) -> None:
-    """One line `key=value: cause; fix`."""
-    assert error.count("\n") == 1
-    assert error.startswith(f"{key}: ")
-    told_cause, _, told_fix = error.removeprefix(f"{key}: ").partition("; ")
-    assert cause in told_cause
-    assert fix in told_fix
+    return every_kind(tmp_path_factory.mktemp("texts"))
 
 
 # ------------------------------------------------------------------------------------------- tasks
@@ -397,22 +200,6 @@ def test_shards_hold_the_ids_of_each_document(
         texts = [t.removeprefix("\ufeff") if "txt" in k else t for k, ts in collection for t in ts]
         assert manifest["text_bytes"] == len("".join(texts).encode())
         assert manifest["endoftext"] == endoftext
-
-
-def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: int) -> None:
-    """It says what is there, and nothing else is."""
-    assert json.loads((folder / "manifest.json").read_text()) == manifest
-    end_of_text = TOKENIZERS[tokenizer] - 1
-    assert (manifest["tokenizer"], manifest["vocab_size"]) == (tokenizer, end_of_text + 1)
-    stream = open_shards(str(folder), tokenizer, verify=True)["train"]
-    assert manifest["tokens"] == len(stream) == sum(s["tokens"] for s in manifest["shards"])
-    starts = np.flatnonzero(np.array(ids_of(folder)) == end_of_text)
-    assert stream.document_starts().tolist() == starts.tolist()
-    assert manifest["documents"] == len(starts) == sum(s["documents"] for s in manifest["shards"])
-    assert all(1 <= shard["tokens"] <= shard_tokens for shard in manifest["shards"])
-    named = {shard["file"] for shard in manifest["shards"]}
-    beside = {Path(file).with_suffix(".documents").name for file in named}
-    assert {path.name for path in folder.iterdir()} == named | beside | {"manifest.json"}
 
 
 def test_a_shard_that_is_written_in_several_goes(tmp_path):
@@ -577,6 +364,14 @@ def two_at_once(tmp_path, monkeypatch):
     return [Preparation(files, tmp_path / "out", "text", recipe) for _ in range(2)]
 
 
+def both_done(preparations):
+    """Each has done its half, and none has finished yet."""
+    for number, preparation in enumerate(preparations, 1):
+        assert preparation.begin()
+        preparation.run(preparation.unfinished(number, 2), 1, lambda count: None, (number, 2))
+    return preparations
+
+
 def at_the_first(monkeypatch, owner, name, happens) -> None:
     """At the first call of owner.name something else happens before."""
     real, done = getattr(owner, name), []
@@ -597,20 +392,14 @@ def test_two_machines_may_begin_at_once(tmp_path, monkeypatch):
 
 
 def test_two_parts_may_finish_at_once(tmp_path, monkeypatch):
-    one, other = two_at_once(tmp_path, monkeypatch)
-    for preparation, i in ((one, 1), (other, 2)):
-        assert preparation.begin()
-        preparation.run(preparation.unfinished(i, 2), 1, lambda count: None, (i, 2))
+    one, other = both_done(two_at_once(tmp_path, monkeypatch))
     at_the_first(monkeypatch, os, "replace", other.finish)
     manifest = one.finish()
     assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text())
 
 
 def test_a_part_knows_when_another_has_just_finished_all(tmp_path, monkeypatch):
-    one, other = two_at_once(tmp_path, monkeypatch)
-    for preparation, i in ((one, 1), (other, 2)):
-        assert preparation.begin()
-        preparation.run(preparation.unfinished(i, 2), 1, lambda count: None, (i, 2))
+    one, other = both_done(two_at_once(tmp_path, monkeypatch))
     at_the_first(monkeypatch, one, "_finished", other.finish)
     assert one.finish() == json.loads((tmp_path / "out" / "manifest.json").read_text())
 
@@ -629,303 +418,6 @@ def test_another_finishes_just_before_the_lock(here, tmp_path, monkeypatch):
     code, _, errors = here("data.path=a.txt", "out=out", "shard_tokens=30")
     assert (code, errors) == (0, "")
     assert files_of(tmp_path / "out") == before
-
-
-# ------------------------------------------------------------------------------ stopped and gone on
-
-
-def finished_shards(folder: Path) -> dict[str, tuple]:
-    """The shards of all tasks that left a record, and what would change if they were made anew."""
-    found = {}
-    for path in folder.glob("preparing/[0-9]*.json"):
-        for shard in json.loads(path.read_text())["shards"]:
-            stat = (folder / shard["file"]).stat()
-            found[shard["file"]] = (stat.st_ino, stat.st_mtime_ns)
-    return found
-
-
-def check_kept(folder: Path, before: dict[str, tuple]) -> None:
-    """Finished shards are the very same files."""
-    for file, known in before.items():
-        stat = (folder / file).stat()
-        assert (stat.st_ino, stat.st_mtime_ns) == known, file
-
-
-def test_killed_at_any_moment_it_goes_on_to_the_same_end(start, tmp_path, texts):
-    """SIGKILL for the main process only; the command is given again at once, while its workers may
-    still notice that they are orphans."""
-    log = open(tmp_path / "log", "w")  # noqa: SIM115 closed below; pipes would be waited for
-
-    def begin(out):
-        arguments = [f"data.path={texts.folder}", f"out={out}", SMALL, "engine=tiktoken"]
-        return start(*arguments, "workers=2", stdout=log, stderr=log)
-
-    begun = time.monotonic()
-    assert begin("whole").wait(PATIENCE) == 0
-    duration = time.monotonic() - begun
-    expected = files_of(tmp_path / "whole")
-
-    chance = random.Random(20)
-    moments = [(n + chance.random()) / KILLS * duration for n in range(KILLS)]
-    chance.shuffle(moments)
-    kept = attempts = completed = 0
-    while moments:
-        attempts += 1
-        assert attempts < 10 * KILLS
-        out = tmp_path / f"out{completed}"
-        before = finished_shards(out)
-        kept += len(before)
-        process, begun = begin(out.name), time.monotonic()
-        try:
-            code = process.wait(moments[-1])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            moments.pop()
-        else:
-            assert code == 0, (tmp_path / "log").read_text()
-            assert files_of(out) == expected
-            completed += 1
-            moments[-1] = chance.random() * (time.monotonic() - begun)  # else waited for in vain
-        check_kept(out, before)
-    out = tmp_path / f"out{completed}"
-    before = finished_shards(out)
-    assert begin(out.name).wait(PATIENCE) == 0, (tmp_path / "log").read_text()
-    check_kept(out, before)
-    assert files_of(out) == expected
-    log.close()
-    print(f"{KILLS} kills over {duration:.1f} s each, {attempts} attempts, {kept} shards kept")
-
-
-# At the start of every process of a preparation: the first task goes through, all else waits for a
-# file to go away. So a test finds the preparation in its midst for as long as it likes.
-HOLD = """
-import os, runpy, time
-runpy.run_path({no_network!r})
-real = os.fsync
-def fsync(file):
-    name = os.path.basename(os.readlink(f"/proc/self/fd/{{file}}"))
-    while not name.startswith(("shard_00000", "00000", "plan")) and os.path.exists({hold!r}):
-        time.sleep(0.005)
-    real(file)
-os.fsync = fsync
-"""
-HELD = ["data.path=held", "out=out", "shard_tokens=400", "engine=tiktoken"]
-HELD_TEXTS = [("txt", [f"Text {n}, some words of it. " * 50]) for n in range(6)]
-
-
-@pytest.fixture
-def held(start, tmp_path):
-    """held(...) -> a process of which one task of six is done, and more not until `let_go`."""
-    write_collection(tmp_path / "held", HELD_TEXTS)
-    values = {"no_network": str(NO_NETWORK / "sitecustomize.py"), "hold": str(tmp_path / "hold")}
-    write_source(tmp_path / "hook" / "sitecustomize.py", [HOLD.format(**values)])
-    (tmp_path / "hold").touch()
-
-    def run(*arguments):
-        process = start(*HELD, "workers=2", *arguments, path=[tmp_path / "hook"])
-        wait_until(lambda: finished_shards(tmp_path / "out"), process)
-        return process
-
-    return run
-
-
-@pytest.fixture
-def let_go(tmp_path):
-    """let_go(process) -> its exit code, stdout and stderr, when nothing holds it any more."""
-
-    def run(process):
-        (tmp_path / "hold").unlink()
-        output = process.communicate(timeout=PATIENCE)
-        return process.returncode, *output
-
-    return run
-
-
-def check_goes_on(command, out: Path, *arguments) -> None:
-    """The same command finishes what was stopped, and keeps what was finished."""
-    kept = finished_shards(out)
-    assert kept
-    done = command("scripts.prepare_data", *HELD, *arguments)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("going on: ")
-    check_kept(out, kept)
-    manifest = json.loads((out / "manifest.json").read_text())
-    check_manifest(out, manifest, "gpt2", 400)
-    assert ids_of(out) == expected_ids(in_order(HELD_TEXTS))
-
-
-def stopped_by(process, number: int, group: bool = False) -> tuple[int, str]:
-    """Sends a signal and waits for the end, of orphans too; (exit code, stderr)."""
-    (os.killpg if group else os.kill)(process.pid, number)
-    _, errors = process.communicate(timeout=PATIENCE)
-    wait_until(lambda: not group_of(process))
-    return process.returncode, errors
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_says_how_to_go_on(held, command, tmp_path, workers):
-    """A terminal sends it to the whole group."""
-    code, errors = stopped_by(held(f"workers={workers}"), signal.SIGINT, group=True)
-    assert (code, errors) == (130, "stopped; the same command goes on from here\n")
-    check_goes_on(command, tmp_path / "out", f"workers={workers}")
-
-
-def test_ctrl_c_is_not_the_workers_affair(held, let_go, tmp_path):
-    process = held()
-    for pid in group_of(process):
-        if b"spawn_main" in command_line(pid):
-            os.kill(pid, signal.SIGINT)
-    code, _, errors = let_go(process)
-    assert (code, errors) == (0, "")
-    assert ids_of(tmp_path / "out") == expected_ids(in_order(HELD_TEXTS))
-
-
-def test_ctrl_c_while_the_workers_begin(start, tmp_path):
-    """Holds the workers while they are starting, before anything of ours is imported."""
-    write_collection(tmp_path / "held", HELD_TEXTS)
-    hook = (
-        "import os, runpy, sys, time\n"
-        f"runpy.run_path({str(NO_NETWORK / 'sitecustomize.py')!r})\n"
-        "if 'spawn_main' in ' '.join(sys.orig_argv):\n"
-        f"    open(f'{tmp_path}/hook/begun-{{os.getpid()}}', 'w').close()\n"
-        f"    while not os.path.exists({str(tmp_path / 'go')!r}):\n"
-        "        time.sleep(0.005)\n"
-    )
-    write_source(tmp_path / "hook" / "sitecustomize.py", [hook])
-    process = start(*HELD, "workers=2", path=[tmp_path / "hook"])
-    wait_until(lambda: len(list(tmp_path.glob("hook/begun-*"))) == 2, process)
-    for path in tmp_path.glob("hook/begun-*"):
-        with contextlib.suppress(ProcessLookupError):  # where one dies, the other is stopped
-            os.kill(int(path.name.partition("-")[2]), signal.SIGINT)
-    (tmp_path / "go").touch()
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors) == (0, "")  # as the main process was not asked to stop
-
-
-@pytest.mark.parametrize("group", [False, True])
-def test_sigterm_leaves_no_orphans(held, command, tmp_path, group):
-    code, errors = stopped_by(held(), signal.SIGTERM, group)
-    assert code in (143, -signal.SIGTERM)
-    assert "Traceback" not in errors
-    check_goes_on(command, tmp_path / "out")
-
-
-def test_a_worker_that_is_killed_ends_the_command_in_one_line(held, command, tmp_path):
-    """As the kernel does when memory runs out."""
-    process = held()
-    workers = [p for p in group_of(process) if b"spawn_main" in command_line(p)]
-    assert len(workers) == 2
-    os.kill(workers[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors.count("\n")) == (4, 1)
-    wait_until(lambda: not group_of(process))
-    check_goes_on(command, tmp_path / "out")
-
-
-def command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def test_a_full_disk_ends_it_in_one_line_and_it_goes_on(start, tmp_path):
-    """A limit on the size of files stands for the disk; the first task stays below it."""
-    collection = [("txt", ["Short. " * 6000]), ("txt", ["A text of some length. " * 9000])]
-    write_collection(tmp_path / "web", collection)
-    base = ["data.path=web", "out=out", "data.tokenizer=byte", "shard_tokens=60000", "workers=1"]
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    process = start(*base, preexec_fn=limit)
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 4
-    check_refusal(errors, "out=out", "cannot be written (File too large)", "the same command goes")
-    kept = finished_shards(tmp_path / "out")
-    assert list(kept) == ["shard_00000_00.bin"]
-    assert start(*base).wait(PATIENCE) == 0
-    check_kept(tmp_path / "out", kept)
-    assert ids_of(tmp_path / "out") == expected_ids(collection, "byte")
-    assert not list((tmp_path / "out").glob("*.part-*"))
-
-
-def test_two_at_the_same_time_are_refused(held, let_go, command, tmp_path):
-    first = held()
-    before = finished_shards(tmp_path / "out")
-    second = command("scripts.prepare_data", *HELD, "workers=2")
-    assert second.returncode == 3
-    check_refusal(second.stderr, "out=out", "is being prepared by another process", "wait for it")
-    check_kept(tmp_path / "out", before)
-    code, told, errors = let_go(first)
-    assert (code, errors) == (0, "")
-    assert told.splitlines()[-1] == "train on them: python train.py data=shards data.path=out"
-    assert ids_of(tmp_path / "out") == expected_ids(in_order(HELD_TEXTS))
-
-
-@pytest.mark.parametrize("part", ["1/1", "2/3"])
-def test_another_division_at_the_same_time_is_refused(held, let_go, command, part):
-    first = held("part=1/2")
-    second = command("scripts.prepare_data", *HELD, f"part={part}")
-    code, _, errors = let_go(first)
-    assert (code, errors) == (0, "")
-    assert second.returncode == 3
-    check_refusal(second.stderr, "out=out", "is being prepared by another process", "wait for it")
-
-
-def test_the_other_part_at_the_same_time_is_not(held, let_go, command, tmp_path):
-    first = held("part=1/2")
-    second = command("scripts.prepare_data", *HELD, "workers=2", "part=2/2")
-    assert (second.returncode, second.stderr) == (0, "")
-    assert second.stdout.splitlines()[-1] == "part 2/2 is done; 2 tasks of other parts are not yet"
-    code, told, errors = let_go(first)
-    assert (code, errors) == (0, "")
-    assert told.splitlines()[-1] == "train on them: python train.py data=shards data.path=out"
-    assert ids_of(tmp_path / "out") == expected_ids(in_order(HELD_TEXTS))
-
-
-def test_stopped_behind_the_manifest(here, tmp_path, monkeypatch):
-    path = write_source(tmp_path / "a.txt", ["Some words."])
-    with monkeypatch.context() as patch:
-
-        def stop(*_args, **_kwargs):
-            raise KeyboardInterrupt
-
-        patch.setattr(shutil, "rmtree", stop)
-        assert here(f"data.path={path}", "out=out")[0] == 130
-    assert (tmp_path / "out" / "manifest.json").exists()
-    code, out, _ = here(f"data.path={path}", "out=out")
-    assert code == 0
-    assert out.startswith("out is complete already\n")
-    assert not (tmp_path / "out" / "preparing").exists()
-
-
-def test_stopped_while_the_manifest_is_written(here, tmp_path, monkeypatch):
-    path = write_source(tmp_path / "a.txt", ["Some words."])
-    real = os.replace
-    with monkeypatch.context() as patch:
-
-        def stop(source, target):
-            if Path(target).name == "manifest.json":
-                raise KeyboardInterrupt
-            real(source, target)
-
-        patch.setattr(os, "replace", stop)
-        patch.setattr(os, "getpid", lambda: 7)  # of another process, then
-        assert here(f"data.path={path}", "out=out")[0] == 130
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    assert here(f"data.path={path}", "out=out")[0] == 0
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    check_manifest(tmp_path / "out", manifest, "gpt2", 10**8)
-
-
-def test_moved_texts_are_the_same_texts(here, tmp_path):
-    path = write_source(tmp_path / "a" / "a.txt", ["Some words of a text. " * 20])
-    assert here(f"data.path={path}", "out=out", "shard_tokens=30", "part=1/2")[0] == 0
-    path.parent.rename(tmp_path / "b")
-    code, out, _ = here(f"data.path={tmp_path}/b", "out=out", "shard_tokens=30")
-    assert code == 0
-    assert out.startswith("going on: ")
-    (tmp_path / "b").rename(tmp_path / "c")
-    assert "complete already\n" in here("data.path=c/*.txt", "out=out", "shard_tokens=30")[1]
 
 
 # ----------------------------------------------------------------------------------------- refusals
@@ -1345,172 +837,6 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys, total):
         progress.show(60_000_000)
     assert progress.done == 60_000_000
     assert progress.bar.tasks[0].completed == progress.bar.tasks[0].total == 60_000_000
-
-
-# ----------------------------------------------------------------------------------------- training
-
-
-def rows(run) -> list[dict]:
-    """The log, but for the speed."""
-    found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "train/tokens_per_second"} for row in found]
-
-
-def weights(run) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in run.model.state_dict().items()}
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-TEXTS = {
-    "one": [("txt", [TEXT])],
-    "marked": [("txt", [TEXT.replace("3 jumps", f"3 jumps{END_OF_TEXT}")])],
-    "several": [
-        ("txt", [TEXT[:1500]]),
-        ("jsonl", [TEXT[1000:1400], "short", TEXT[1400:2200], ""]),
-        ("parquet", [TEXT[2200:2300], TEXT[2300:]]),
-    ],
-}
-
-
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("name", list(TEXTS))
-def test_training_on_shards_is_training_on_the_text(trainer, tmp_path, name, within):
-    """Step for step, in every figure but the speed; the shards are many, and cut documents."""
-    path = write_collection(tmp_path / "texts", TEXTS[name])
-    manifest = prepare(path, tmp_path / "out", tokenizer="byte", shard_tokens=300)
-    assert len(manifest["shards"]) > 5
-    settings = [f"data.within_documents={within}", "trainer.max_steps=6", "data.val_fraction=0.2"]
-    direct = trainer(f"data.path={path}", *settings)
-    direct.train()
-    shards = trainer("data=shards", f"data.path={tmp_path / 'out'}", *TINY, *settings)
-    assert len(shards.train_set) == len(direct.train_set)
-    assert len(shards.val_set) == len(direct.val_set)
-    shards.train()
-    assert [row["step"] for row in rows(shards)] == list(range(7))
-    assert rows(shards) == rows(direct)
-    assert_same(weights(shards), weights(direct))
-
-
-def test_the_command_that_is_recommended_works(command, tmp_path, text_file):
-    arguments = [f"data.path={text_file}", "out=out", "data.tokenizer=byte", "shard_tokens=900"]
-    told = command("scripts.prepare_data", *arguments).stdout.splitlines()[-1]
-    told = shlex.split(told.removeprefix("train on them: "))
-    assert told[:2] == ["python", "train.py"]
-    tiny = [s for s in TINY if s != "data.tokenizer=byte"]
-    done = command("train.py", *told[2:], *tiny, "data.val_fraction=0.1", "name=a")
-    assert done.returncode == 0, done.stderr
-    assert "run directory    runs/a" in done.stdout
-
-
-@pytest.fixture
-def mixture(tmp_path):
-    """Two folders of shards, and their weights, as overrides."""
-    for name, text in (("a", TEXT), ("b", TEXT.upper()[:2000])):
-        path = write_source(tmp_path / f"{name}.txt", [text])
-        prepare(path, tmp_path / name, tokenizer="byte", shard_tokens=700)
-    return [f"data.path=[{tmp_path}/a,{tmp_path}/b]", "data.weights=[0.7,0.3]"]
-
-
-def test_a_mixture_of_shards_is_one_of_the_texts(trainer, tmp_path, mixture):
-    settings = ["trainer.max_steps=6", mixture[1]]
-    shards = trainer(mixture[0], *settings)
-    shards.train()
-    direct = trainer(f"data.path=[{tmp_path}/a.txt,{tmp_path}/b.txt]", *settings)
-    direct.train()
-    assert rows(shards) == rows(direct)
-    drawn = [w for step in range(10) for w in shards.feed.order.windows(step)]
-    share = np.mean(np.array(drawn) < shards.train_set.sizes[0])
-    assert share == pytest.approx(0.7, abs=0.02)
-
-
-def test_a_mixture_goes_on_bit_for_bit(trainer, mixture):
-    settings = [*mixture, "model.dropout=0.2", "trainer.max_steps=6", "trainer.save_every=3"]
-    whole = trainer("name=whole", *settings)
-    whole.train()
-    half = trainer("name=half", *settings)
-    half.look_up({})
-    while half.state.step < 3:
-        half.step()
-    half.save()
-    half.step()  # lost: after the last checkpoint
-    torch.manual_seed(12345)
-    rest = trainer("name=half", *settings)
-    assert rest.state.step == 3
-    rest.train()
-    assert_same(weights(rest), weights(whole))
-    wanted = {row["step"]: row for row in rows(whole) if row["step"] > 3}
-    assert {row["step"]: row for row in rows(rest) if row["step"] > 3} == wanted
-
-
-LONG = (
-    "The ferry bell at the top of the steps rang twice, and nobody came.\n" * 35_000
-)  # two blocks
-
-
-@pytest.fixture
-def stopped(trainer, tmp_path):
-    """A run on shards of two blocks of checksums, stopped at step 2; stopped(path) goes on."""
-    path = write_source(tmp_path / "long.txt", [LONG])
-    prepare(path, tmp_path / "out", tokenizer="byte")
-    assert (tmp_path / "out" / "shard_00000_00.bin").stat().st_size > BLOCK_BYTES
-
-    def go_on(path, *overrides):
-        run = trainer(f"data.path={path}", "name=a", "trainer.eval_windows=2", *overrides)
-        run.train()
-        return run
-
-    go_on(tmp_path / "out", "trainer.max_steps=2")
-    return go_on
-
-
-@pytest.mark.parametrize("place", [HEADER_BYTES + 2, BLOCK_BYTES, BLOCK_BYTES + 1000])
-def test_a_damaged_shard_is_found_before_the_run_goes_on(stopped, tmp_path, place):
-    shard = tmp_path / "out" / "shard_00000_00.bin"
-    with open(shard, "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
-    log = tmp_path / "runs" / "a" / "metrics.jsonl"
-    before = log.read_bytes()
-    with pytest.raises(DataError) as caught:
-        stopped(tmp_path / "out", "trainer.max_steps=4")
-    block = place // BLOCK_BYTES * BLOCK_BYTES
-    size = min(BLOCK_BYTES, shard.stat().st_size - block)
-    cause = f"checksum mismatch in the {size} bytes from byte {block} on (manifest.json)"
-    check_refusal(f"{caught.value}\n", f"data.path={shard}", cause, "prepare or copy it anew")
-    assert log.read_bytes() == before
-
-
-@pytest.mark.parametrize("block", [0, 1])
-def test_shards_of_a_changed_text_are_refused(stopped, tmp_path, block):
-    place = 100 if block == 0 else len(LONG) - 100
-    changed = LONG[:place] + "X" + LONG[place + 1 :]
-    path = write_source(tmp_path / "changed.txt", [changed])
-    prepare(path, tmp_path / "new", tokenizer="byte")
-    with pytest.raises(DataError) as caught:
-        stopped(tmp_path / "new", "trainer.max_steps=4")
-    assert caught.value.exit_code == 3
-    cause = f"shard_00000_00.bin is another from byte {block * BLOCK_BYTES} on than the one that "
-    cause += "the checkpoint was trained on"
-    check_refusal(f"{caught.value}\n", f"data.path={tmp_path}/new", cause, "restore the data")
-
-
-def test_shards_of_another_number_are_refused(stopped, tmp_path):
-    prepare(tmp_path / "long.txt", tmp_path / "new", tokenizer="byte", shard_tokens=1_000_000)
-    with pytest.raises(DataError, match="than the one that the checkpoint was trained on"):
-        stopped(tmp_path / "new", "trainer.max_steps=4")
-
-
-def test_moved_shards_go_on(stopped, tmp_path):
-    (tmp_path / "out").rename(tmp_path / "elsewhere")
-    run = stopped(tmp_path / "elsewhere", "trainer.max_steps=4")
-    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
 
 
 # ------------------------------------------------------------------------------------------- memory

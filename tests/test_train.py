@@ -14,25 +14,11 @@ import torch
 import yaml
 from conftest import REPOSITORY, TINY
 
+from runs import assert_same, rows, stop_behind, weights
 from train import Diverged
 from training import checkpoint
 from training.config import ConfigError
 from training.parallel import Parallel
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(run):
-    return {name: value.clone() for name, value in run.model.state_dict().items()}
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
 
 # ------------------------------------------------------------------------------------- learning
 
@@ -240,13 +226,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trainer):
     whole.train()
 
     half = trainer("name=half", "model.dropout=0.2", "trainer.max_steps=6", "trainer.save_every=3")
-    half.look_up({})
-    while half.state.step < 3:
-        half.step()
-    half.save()
-    half.step()  # lost: after the last checkpoint
-    torch.manual_seed(12345)
-
+    stop_behind(half, 3)
     rest = trainer("name=half", "model.dropout=0.2", "trainer.max_steps=6", "trainer.save_every=3")
     assert rest.state.step == 3
     rest.train()

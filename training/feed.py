@@ -16,7 +16,8 @@ class Feed:
 
     dataset: gather(windows) -> tensors as they are stored, pinned and sent to the device as such;
     expand(*tensors) -> (input_ids (B, T), target_ids (B, T)) there, targets that do not count
-    being negative. micro_batch_size: windows at once; None: the whole share of this rank.
+    being negative; num_targets(*tensors) -> how many do. micro_batch_size: windows at once; None:
+    the whole share of this rank.
 
     The next step's batches are gathered in a thread of their own. Nothing depends on it: which
     windows a step has, its number tells.
@@ -46,11 +47,6 @@ class Feed:
         size = self.micro_batch_size or len(windows)
         parts = [windows[first : first + size] for first in range(0, len(windows), size)]
         gathered = [self.dataset.gather(part) for part in parts]
-        counts = [self._targets(tensors) for tensors in gathered]
+        counts = [self.dataset.num_targets(*tensors) for tensors in gathered]
         pinned = [self.parallel.pinned(*tensors) for tensors in gathered]
         return [(tensors, n / sum(counts)) for tensors, n in zip(pinned, counts, strict=True)]
-
-    def _targets(self, tensors: tuple[Tensor, ...]) -> int:
-        """How many targets count."""
-        _, target_ids = self.dataset.expand(*tensors)
-        return int((target_ids >= 0).sum())

@@ -1,0 +1,175 @@
+"""Texts of every kind, their tokens by single calls of tiktoken, and shards made of them."""
+
+import gzip
+import itertools
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from hypothesis import strategies as st
+
+from tokens import END_OF_TEXT
+from tokens.prepare import Preparation, Recipe
+from tokens.shards import HEADER_BYTES, open_shards
+from tokens.sources import find_files
+from tokens.tokenizers import TOKENIZERS, get_tokenizer
+
+SMALL = "shard_tokens=100000"  # which makes tasks of 400 kB
+
+FRAGMENTS = [
+    *" \n\r\t\x0b\x1c\x85\u00a0\u2028\u3000\u200b\ufeff",
+    *("  ", "\r\n", "\n\n\n", "\n ", " \n", "the", "Naïve", "don't", "we'll", "'s", "'", "1234"),
+    *("日本語", "Ελλάδα", "שלום", "नमस्ते", "🙂", "👩‍👩‍👧", "e\u0301", "a" * 40, " " * 40),
+    *(END_OF_TEXT, "<|endof", "text|>"),
+]
+mixes = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=40).map("".join)
+# A text file is one document, neither empty nor with a zero byte; the others hold any number.
+a_text = mixes.map(lambda text: [text.replace("\0", "") or "x"])
+kinds = st.sampled_from(["txt", "txt.gz", "txt.zst"])
+row_kinds = st.sampled_from(["jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "parquet"])
+sources = st.tuples(kinds, a_text) | st.tuples(row_kinds, st.lists(mixes, max_size=5))
+collections = st.lists(sources, min_size=1, max_size=5)
+
+
+def write_source(path: Path, texts: list[str]) -> Path:
+    """A file of these documents, of the kind and compression that its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name.endswith(".parquet"):
+        table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())})
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+        return path
+    content = "".join(texts)
+    if path.name.split(".")[1] in ("jsonl", "ndjson"):
+        content = "".join(json.dumps({"n": n, "text": t}) + "\n" for n, t in enumerate(texts))
+    path.write_bytes(packed(content.encode(), path))
+    return path
+
+
+def packed(raw: bytes, path: Path) -> bytes:
+    """The content of a file, compressed as its name says."""
+    if path.suffix == ".gz":
+        return gzip.compress(raw, 1, mtime=0)
+    return pyarrow.compress(raw, "zstd", asbytes=True) if path.suffix == ".zst" else raw
+
+
+def write_collection(folder: Path, collection: list[tuple[str, list[str]]]) -> Path:
+    """A folder of files, whose sorted order is that of the list."""
+    for number, (kind, texts) in enumerate(collection):
+        write_source(folder / f"{number % 2}" / f"{number:02d}.{kind}", texts)
+    return folder
+
+
+def in_order(collection: list) -> list:
+    """The order in which a folder of two folders is read."""
+    return [*collection[::2], *collection[1::2]]
+
+
+def expected_ids(collection: list, tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
+    """One call of tiktoken for each document, each behind an end-of-text token."""
+    known = get_tokenizer(tokenizer)
+    special = {END_OF_TEXT} if endoftext == "token" else set()
+    ids = []
+    for kind, texts in collection:
+        for text in texts:
+            text = text.removeprefix("\ufeff") if "txt" in kind else text
+            own = known.encode(text, allowed_special=special, disallowed_special=())
+            if own and own[0] != known.eot_token:
+                ids.append(known.eot_token)
+            ids += own
+    return ids
+
+
+def varied_text(size: int, seed: int = 0) -> str:
+    """Lines of made-up words, numbers and documents, no two stretches alike."""
+    chance = random.Random(seed)
+    letters = ["etaoinshrdlucmfwypvbgkjqxz", "αβγδεζηθ", "あいうえお"]
+    words = [
+        "".join(chance.choices(chance.choice(letters), k=chance.randint(1, 9))) for _ in range(3000)
+    ]
+    lines, length = [], 0
+    while length < size:
+        line = " ".join(chance.choices(words, k=40)) + f", {chance.random()}.\n"
+        lines.append(line if chance.random() > 0.05 else line + END_OF_TEXT)
+        length += len(lines[-1])
+    return "".join(lines)
+
+
+def every_kind(folder: Path) -> SimpleNamespace:
+    """A folder of every kind of text, enough for a dozen tasks of `SMALL`; and its tokens."""
+    chance = random.Random(1)
+    collection = []
+    for number, kind in enumerate(["txt", "jsonl", "txt.gz", "parquet", "jsonl.zst", "txt.zst"]):
+        text = varied_text(900_000 if kind in ("txt", "jsonl") else 300_000, number)
+        if "txt" not in kind:
+            cuts = sorted(chance.sample(range(len(text)), 200))
+            text = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+        collection.append((kind, [text] if isinstance(text, str) else text))
+    folder = write_collection(folder / "web", collection)
+    return SimpleNamespace(folder=folder, ids=expected_ids(in_order(collection)))
+
+
+# ------------------------------------------------------------------------------------ preparing it
+
+
+def prepare(path: object, folder: Path, **recipe) -> dict:
+    """Prepares in this process, all of it; the manifest."""
+    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto", "check_every": 512}
+    values |= {"shard_tokens": 10**8} | recipe
+    path = [str(p) for p in path] if isinstance(path, list) else str(path)
+    preparation = Preparation(find_files(path), folder, "text", Recipe(**values))
+    assert preparation.begin()
+    preparation.run(preparation.unfinished(), 1, lambda count: None)
+    return preparation.finish()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def ids_of(folder: Path) -> list[int]:
+    """The ids of all shards, in the manifest's order, read without any code of ours."""
+    shards = json.loads((folder / "manifest.json").read_text())["shards"]
+    raw = [(folder / shard["file"]).read_bytes()[HEADER_BYTES:] for shard in shards]
+    return np.frombuffer(b"".join(raw), "<u2").tolist()
+
+
+def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: int) -> None:
+    """It says what is there, and nothing else is."""
+    assert json.loads((folder / "manifest.json").read_text()) == manifest
+    end_of_text = TOKENIZERS[tokenizer] - 1
+    assert (manifest["tokenizer"], manifest["vocab_size"]) == (tokenizer, end_of_text + 1)
+    stream = open_shards(str(folder), tokenizer, verify=True)["train"]
+    assert manifest["tokens"] == len(stream) == sum(s["tokens"] for s in manifest["shards"])
+    starts = np.flatnonzero(np.array(ids_of(folder)) == end_of_text)
+    assert stream.document_starts().tolist() == starts.tolist()
+    assert manifest["documents"] == len(starts) == sum(s["documents"] for s in manifest["shards"])
+    assert all(1 <= shard["tokens"] <= shard_tokens for shard in manifest["shards"])
+    named = {shard["file"] for shard in manifest["shards"]}
+    beside = {Path(file).with_suffix(".documents").name for file in named}
+    assert {path.name for path in folder.iterdir()} == named | beside | {"manifest.json"}
+
+
+def finished_shards(folder: Path) -> dict[str, tuple]:
+    """The shards of all tasks that left a record, and what would change if they were made anew."""
+    found = {}
+    for path in folder.glob("preparing/[0-9]*.json"):
+        for shard in json.loads(path.read_text())["shards"]:
+            stat = (folder / shard["file"]).stat()
+            found[shard["file"]] = (stat.st_ino, stat.st_mtime_ns)
+    return found
+
+
+def check_kept(folder: Path, before: dict[str, tuple]) -> None:
+    """Finished shards are the very same files."""
+    for file, known in before.items():
+        stat = (folder / file).stat()
+        assert (stat.st_ino, stat.st_mtime_ns) == known, file

@@ -1,0 +1,33 @@
+"""What tests of training look at in a run: its log, its weights."""
+
+import json
+from pathlib import Path
+
+import torch
+
+
+def rows(folder: Path) -> list[dict]:
+    """The log."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def stop_behind(run, step: int) -> None:
+    """Trains to a checkpoint at this step and one step more, which is lost; then other random
+    numbers are due."""
+    run.look_up({})
+    while run.state.step < step:
+        run.step()
+    run.save()
+    run.step()
+    torch.manual_seed(12345)
