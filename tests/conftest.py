@@ -18,7 +18,7 @@ for secret in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "RANK", "WORLD_SIZ
     os.environ.pop(secret, None)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-pytest.register_assert_rewrite("known_pages", "known_texts", "refusals", "runs")
+pytest.register_assert_rewrite("known_pages", "known_runs", "known_texts", "refusals")
 sys.path.insert(0, str(REPOSITORY / "tests" / "no_network"))
 import sitecustomize  # noqa: E402  blocks sockets; the processes that tests start find it too
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 from conftest import REPOSITORY, TINY
+from known_runs import assert_same, rows, stop_behind, weights
 
-from runs import assert_same, rows, stop_behind, weights
 from train import Diverged
 from training import checkpoint
 from training.config import ConfigError

@@ -8,10 +8,10 @@ import shlex
 import numpy as np
 import pytest
 from conftest import TEXT, TINY
+from known_runs import assert_same, rows, stop_behind, weights
 from known_texts import prepare, write_collection, write_source
 from refusals import check_refusal
 
-from runs import assert_same, rows, stop_behind, weights
 from tokens import END_OF_TEXT, DataError
 from tokens.shards import HEADER_BYTES
 from tokens.stream import BLOCK_BYTES
