@@ -479,7 +479,23 @@ def check_unchanged(before: Checksums | None, now: Checksums, path: object) -> N
         if old_file != file:
             cause = f"the checkpoint was trained on {old_file} where there is {file} now"
             raise DataError(f"data.path={path}: {cause}; {fix}")
-        for block, (one, other) in enumerate(itertools.zip_longest(old, new, fillvalue=None)):
-            if one != other and "" not in (one, other):
-                cause = f"{file} is another from byte {block * BLOCK_BYTES} on than the one that"
-                raise DataError(f"data.path={path}: {cause} the checkpoint was trained on; {fix}")
+        if (byte := _first_difference(old, new)) is not None:
+            cause = f"{file} is another from byte {byte} on than the one that"
+            raise DataError(f"data.path={path}: {cause} the checkpoint was trained on; {fix}")
+
+
+def check_same(main_has: Checksums, here: Checksums, path: object) -> None:
+    """Raises DataError when this rank's tokens are others than those of the main one."""
+    fix = "give every machine the same data"
+    for (_, theirs), (file, ours) in itertools.zip_longest(main_has, here, fillvalue=("none", [])):
+        if (byte := _first_difference(theirs, ours)) is not None:
+            cause = f"{file} is another from byte {byte} on than what rank 0 has"
+            raise DataError(f"data.path={path}: {cause}; {fix}")
+
+
+def _first_difference(before: list[str], now: list[str]) -> int | None:
+    """Where the first block begins whose checksums differ; an empty one is not known."""
+    for block, (one, other) in enumerate(itertools.zip_longest(before, now, fillvalue=None)):
+        if one != other and "" not in (one, other):
+            return block * BLOCK_BYTES
+    return None

@@ -51,16 +51,16 @@ def main(settings: GenerateConfig) -> None:
     import torch
 
     from data import get_tokenizer
-    from training import parallel
+    from training import device
     from training.hf import load_any
 
-    refuse(parallel.check(settings.device))
-    place = parallel.start(settings.device, "fp32", settings.seed)
+    refuse(device.check(settings.device))
+    place = device.prepare(settings.device, settings.seed)
     model, state = load_any(settings.checkpoint)
     data = state.settings["data"] if state else {"tokenizer": "gpt2", "max_length": None}
     tokenizer = get_tokenizer(data["tokenizer"])
     window = data["max_length"]  # positions beyond it were never trained
-    model.to(place.device)
+    model.to(place)
 
     prompt_ids = tokenizer.encode(settings.prompt, allowed_special="all") or [tokenizer.eot_token]
     generator = torch.Generator().manual_seed(settings.seed)
@@ -71,7 +71,7 @@ def main(settings: GenerateConfig) -> None:
         # A character may be spread over several tokens: print it when its last byte is there.
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in model.generate(
-            torch.tensor([prompt_ids], device=place.device),
+            torch.tensor([prompt_ids], device=place),
             settings.num_tokens,
             settings.temperature,
             settings.top_k,

@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from attention import KERNELS, MultiHeadAttention
 
@@ -119,6 +120,9 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        # Keep only each block's input for backward, and compute the rest again there: a third
+        # more work in far less memory (Chen et al. 2016).
+        self.activation_checkpointing = False
         self.token_emb = nn.Embedding(config.vocab_size, config.emb_dim)
         self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.dropout)
@@ -168,7 +172,10 @@ class GPT(nn.Module):
         positions = torch.arange(num_tokens, device=input_ids.device)
         x = self.dropout(self.token_emb(input_ids) + self.pos_emb(positions))  # (B, T, C)
         for layer, block in enumerate(self.blocks):
-            x = block(x, functools.partial(capture, layer) if capture else None)
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, functools.partial(capture, layer) if capture else None)
         return self.final_norm(x)
 
     def forward(
@@ -176,15 +183,16 @@ class GPT(nn.Module):
         input_ids: Tensor,
         target_ids: Tensor | None = None,
         capture: Callable[[int, Tensor, Tensor], None] | None = None,
+        last_only: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """input_ids (B, T) -> (logits (B, T, V), None), or with target_ids (B, T) -> (None, loss).
 
         The loss is the mean cross-entropy in nats per token, computed in fp32. For `capture` and
-        the limit on T see `hidden_states`; with it, the logits are those of the last position
-        alone, (B, 1, V): who looks at the heads need not pay for the largest matrix.
+        the limit on T see `hidden_states`. With last_only, the logits are those of the last
+        position alone, (B, 1, V): who needs no others need not pay for the largest matrix.
         """
         x = self.hidden_states(input_ids, capture)  # (B, T, C)
-        if capture is not None and target_ids is None:
+        if last_only:
             x = x[:, -1:]  # (B, 1, C)
         logits = F.linear(x, self.token_emb.weight)  # (B, T, V)
         if target_ids is None:
@@ -202,7 +210,7 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            self(input_ids, capture=capture)
+            self(input_ids, capture=capture, last_only=True)
         finally:
             self.train(was_training)
 
@@ -227,14 +235,15 @@ class GPT(nn.Module):
         temperature divides the logits, 0 takes the likeliest token; top_k keeps the k likeliest.
         Reads the last `window` tokens (by default the context length). Random draws come from
         `generator`, on the CPU, so the same seed gives the same text wherever the model runs.
+        Goes through forward, like look_into.
         """
         window = window or self.config.context_length
         was_training = self.training
         self.eval()
         try:
             for _ in range(num_tokens):
-                x = self.hidden_states(input_ids[:, -window:])[:, -1]  # (B, C)
-                logits = F.linear(x, self.token_emb.weight).float().cpu()  # (B, V)
+                logits, _ = self(input_ids[:, -window:], last_only=True)  # (B, 1, V)
+                logits = logits[:, -1].float().cpu()  # (B, V)
                 if temperature == 0:
                     token = logits.argmax(-1, keepdim=True)  # (B, 1)
                 else:

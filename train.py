@@ -35,21 +35,29 @@ class Diverged(RuntimeError):
     exit_code = 4
 
 
+class LostPeer(RuntimeError):
+    """Another rank is gone, or stands still. The command exits with 4."""
+
+    exit_code = 4
+
+
 class Trainer:
     """One training run: its parts, and the loop that they are for."""
 
     def __init__(self, settings: Settings):
         """Builds all the parts; nothing is written before every one of them fits."""
-        from training import checkpoint, parallel, resume
+        from training import checkpoint, device, parallel
         from training.meter import Meter
 
         self.settings = settings
         trainer = settings.trainer
-        refuse(parallel.check(trainer.device, trainer.precision, "trainer."))
-        self.resume_from, problems = resume.find_checkpoint(settings)
-        refuse(problems)
-        self.saved = checkpoint.load_state(self.resume_from) if self.resume_from else None
-        self.parallel = parallel.start(trainer.device, trainer.precision, settings.seed)
+        refuse(parallel.check(settings.parallel, trainer.device, trainer.batch_size))
+        self.parallel = parallel.start(
+            settings.parallel, trainer.device, trainer.precision, settings.seed
+        )
+        with self.parallel.together():
+            refuse(device.check(trainer.device, trainer.precision, "trainer."))
+        self.find_checkpoint()
         self.load_data()
         self.build_model()
         self.build_lens()
@@ -61,13 +69,26 @@ class Trainer:
         self.open_run()
         self.meter = Meter()
         self.seconds_watching = 0.0
-        self.stop_signal: int | None = None
+        self.stop_signal = 0
         self.train_loss: float | None = None
         self.last_sample = ""
 
+    def find_checkpoint(self) -> None:
+        """What the run goes on from, if from anything: the main rank looks, and tells."""
+        from training import checkpoint, resume
+
+        def look() -> tuple[str, dict] | None:
+            found, problems = resume.find_checkpoint(self.settings)
+            refuse(problems)
+            return found and (str(found), dataclasses.asdict(checkpoint.load_state(found)))
+
+        found, state = self.parallel.share(self.parallel.on_main(look)) or (None, None)
+        self.resume_from = found and Path(found)
+        self.saved = checkpoint.State(**state) if state else None
+
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""
-        from data import check_unchanged, evenly, load_datasets, order_of
+        from data import check_same, check_unchanged, evenly, load_datasets, order_of
         from tokens.tokenizers import bytes_per_token, get_tokenizer
         from training.feed import Feed
         from training.validation import Validation
@@ -76,9 +97,13 @@ class Trainer:
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
         if self.saved:
             self.refuse_changes({"data": dataclasses.asdict(settings.data)})
-        self.data = load_datasets(settings.data)
-        if self.saved:
-            check_unchanged(self.saved.data, self.data.checksums, settings.data.path)
+        with self.parallel.together():  # another machine may lack the files
+            self.data = load_datasets(settings.data)
+            if self.saved:
+                check_unchanged(self.saved.data, self.data.checksums, settings.data.path)
+        main_has = self.parallel.share(self.data.checksums)
+        with self.parallel.together():
+            check_same(main_has, self.data.checksums, settings.data.path)
         self.train_set, self.val_set = self.data.train, self.data.val
         order = order_of(self.train_set, trainer.batch_size, settings.seed)
         self.feed = Feed(self.train_set, order, trainer.micro_batch_size, self.parallel)
@@ -94,21 +119,32 @@ class Trainer:
         """`model` is the module itself: looked into, saved, validated. `fast_model` shares its
         parameters and may be compiled: trained."""
         from model import GPT
-        from training import parallel, resume
+        from training import checkpoint, device, resume
 
         settings, trainer = self.settings, self.settings.trainer
-        if trainer.init_from and not self.saved:
-            self.model, problems = resume.initial_weights(settings)
+
+        def build() -> GPT:
+            if self.saved:
+                model = checkpoint.empty_model(settings.model)
+                checkpoint.load_parameters(self.resume_from, model)
+                return model
+            if not trainer.init_from:
+                return GPT(settings.model)
+            model, problems = resume.initial_weights(settings)
             refuse(problems)
-        else:
-            self.model = GPT(settings.model)
-        self.model.to(self.parallel.device).train()
+            return model
+
+        if self.saved:
+            self.refuse_changes({"model": dataclasses.asdict(settings.model)})
+        self.model = self.parallel.place(settings.model, build)
+        self.model.activation_checkpointing = trainer.activation_checkpointing
         self.flops_per_token = self.model.flops_per_token(settings.data.max_length)
-        self.peak_flops = parallel.peak_flops(self.parallel.device)
+        self.peak_flops = device.peak_flops(self.parallel.device)
         all_flops = self.flops_per_token * self.tokens_per_step * trainer.max_steps
-        self.fast_model = parallel.compiled(
-            self.model, trainer.compile, self.parallel.device, all_flops
+        self.compiled = device.should_compile(
+            trainer.compile, self.parallel.device, all_flops / self.parallel.world_size
         )
+        self.fast_model = self.parallel.trained(self.model, self.compiled)
 
     def build_lens(self) -> None:
         from lens import Lens
@@ -125,6 +161,8 @@ class Trainer:
                 vocabulary=self.train_set.common_tokens(),
                 bos=self.tokenizer.eot_token,
             )
+        if self.parallel.largest(self.lens is None):  # off on one rank: off on all
+            self.lens = None
 
     def build_optimizer(self) -> None:
         from training.optim import build_optimizer, default_warmup, learning_rate
@@ -143,15 +181,14 @@ class Trainer:
         )
 
     def restore(self) -> None:
-        """Puts everything where the checkpoint has it; refuses settings that would change it."""
+        """Puts the rest where the checkpoint has it; refuses settings that would change it."""
         from training import checkpoint
 
         self.refuse_changes(self.state.settings)
         self.lens_before = self.saved.settings.get("lens", {})
         self.saved.settings, self.saved.data = self.state.settings, self.state.data
         self.state = self.saved
-        checkpoint.load_parameters(self.resume_from, self.model)
-        checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer)
+        checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer, self.parallel)
         if self.state.scaler:
             self.parallel.scaler.load_state_dict(self.state.scaler)
 
@@ -163,26 +200,35 @@ class Trainer:
         refuse(resume.changed_settings(self.saved.settings, settings, run))
 
     def open_run(self) -> None:
-        """The run's directory, its log, its place on W&B."""
-        from training import checkpoint
+        """The run's directory, its log, its place on W&B: the main rank's affair."""
+        from training import checkpoint, resume
         from training.console import Console
-        from training.tracker import NoTracker, Tracker, drop_rows_after
+        from training.tracker import NoTracker, Tracker, drop_rows_after, last_wandb_id
 
         settings, state = self.settings, self.state
         origin = checkpoint.run_of(self.resume_from) if self.resume_from else None
-        if origin and settings.name in (None, origin.name):
-            self.folder = origin
-        else:
-            self.folder = checkpoint.open_run(settings.name, model_name(settings))
-            # A branch has a W&B run and a best checkpoint of its own.
-            state.wandb_id = state.best_loss = state.best_step = None
-        self.tracker = NoTracker()
         finished = state.step >= settings.trainer.max_steps
-        if not finished:  # else there is nothing to do, and the record stays as it is
-            write_config(self.folder / "config.yaml", state.settings)
-            drop_rows_after(self.folder, state.step if self.saved else -1)
-        if self.parallel.is_main and not finished:
-            self.tracker = Tracker(settings.wandb, self.folder, state.settings, state.wandb_id)
+        self.tracker = NoTracker()
+
+        def open_run() -> str:
+            if goes_on:
+                folder = origin
+            else:
+                name = settings.name or resume.name_before_restart()
+                folder = checkpoint.open_run(name, model_name(settings))
+                # Cut off before its first checkpoint, a run goes on where it is shown.
+                state.wandb_id = last_wandb_id(folder)
+            resume.mark_launch(folder)
+            if not finished:  # else there is nothing to do, and the record stays as it is
+                write_config(folder / "config.yaml", state.settings)
+                drop_rows_after(folder, state.step if self.saved else -1)
+                self.tracker = Tracker(settings.wandb, folder, state.settings, state.wandb_id)
+            return str(folder)
+
+        goes_on = origin is not None and settings.name in (None, origin.name)
+        if not goes_on:  # a branch has a W&B run and a best checkpoint of its own
+            state.wandb_id = state.best_loss = state.best_step = None
+        self.folder = Path(self.parallel.share(self.parallel.on_main(open_run)))
         state.wandb_id = self.tracker.run_id or state.wandb_id
         self.console = Console(self.parallel.is_main, state.step, settings.trainer.max_steps)
 
@@ -203,8 +249,10 @@ class Trainer:
                 with self.meter.paused():
                     self.look_up(metrics)
                     self.save_if_due(metrics)
-                if self.stop_signal is not None:
+                if self.was_told_to_stop():
                     self.stop()
+        except Exception as error:
+            raise self.explained(error) from error
         finally:
             self.write_report()  # of a run that failed, too: it is the one to look at
         self.conclude(time.perf_counter() - started)
@@ -213,11 +261,13 @@ class Trainer:
         """One optimizer step: (mean loss, norm of the gradient), both still on the device."""
         settings = self.settings.trainer
         mean_loss = 0.0
-        for input_ids, target_ids, share in self.feed.batches(self.state.step):
-            with self.parallel.autocast():
-                _, loss = self.fast_model(input_ids, target_ids)
-            loss = loss * share  # each target counts the same, whatever the micro-batches
-            self.parallel.backward(loss)
+        self.parallel.reseed(self.settings.seed, self.state.step)
+        for input_ids, target_ids, weight, more_to_come in self.feed.batches(self.state.step):
+            with self.parallel.accumulating(more_to_come):
+                with self.parallel.autocast():
+                    _, loss = self.fast_model(input_ids, target_ids)
+                loss = loss * weight  # each target counts the same, whatever the micro-batches
+                self.parallel.backward(loss)
             mean_loss = mean_loss + loss.detach()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.state.step)
@@ -229,7 +279,7 @@ class Trainer:
     def measure(self) -> dict[str, float]:
         """The training metrics since the last line of the log; the only wait for the device."""
         state = self.state
-        self.train_loss = self.finite(self.meter.mean_loss())
+        self.train_loss = self.finite(self.parallel.mean(self.meter.mean_loss()))
         self.parallel.synchronize()
         speed = self.tokens_per_step * self.meter.steps_per_second()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -247,9 +297,8 @@ class Trainer:
         self.meter.start()
         return metrics
 
-    def finite(self, loss) -> float:
-        """The mean of a loss over all ranks; raises Diverged when it is no number any more."""
-        loss = self.parallel.mean(loss)
+    def finite(self, loss: float) -> float:
+        """The loss; raises Diverged when it is no number any more. The same on all ranks."""
         if not math.isfinite(loss):
             raise Diverged(
                 f"optimizer.lr={self.settings.optimizer.lr}: the loss is {loss} at step "
@@ -257,6 +306,19 @@ class Trainer:
                 f"trainer.precision=fp32; the checkpoints before this step are intact"
             )
         return loss
+
+    def explained(self, error: Exception) -> Exception:
+        """The error, or what it means to the user where that can be told."""
+        if self.parallel.lost_peer(error):
+            key, cause = (
+                f"parallel.timeout={self.settings.parallel.timeout}",
+                " ".join(str(error).split()),
+            )
+            return LostPeer(
+                f"{key}: another rank is gone or did not answer ({cause}); the last checkpoint is "
+                f"intact, and the same command goes on from it"
+            )
+        return error
 
     # --------------------------------------------------------------------------- looking up
 
@@ -291,7 +353,7 @@ class Trainer:
         if self.validation is None:
             return {}
         settings = self.settings.trainer
-        size = settings.micro_batch_size or settings.batch_size
+        size = settings.micro_batch_size or settings.batch_size // self.parallel.world_size
         loss, accuracy = self.validation.run(self.model, self.parallel, size)
         self.state.val_loss = self.finite(loss)
         metrics = self.validation.metrics(self.state.val_loss, accuracy)
@@ -311,7 +373,7 @@ class Trainer:
         prompt_ids = self.tokenizer.encode_ordinary(settings.sample_prompt)
         input_ids = torch.tensor([prompt_ids or [self.tokenizer.eot_token]])
         (input_ids,) = self.parallel.to_device(input_ids)
-        with self.parallel.autocast():
+        with self.parallel.inference(self.model):
             tokens = self.model.generate(
                 input_ids,
                 settings.sample_tokens,
@@ -336,9 +398,10 @@ class Trainer:
 
         def look_into(token_ids: list[int], capture: Callable) -> None:
             input_ids = torch.tensor([token_ids], device=self.parallel.device)
-            self.model.look_into(input_ids, capture)
+            with self.parallel.looking(self.model):
+                self.model.look_into(input_ids, capture)
 
-        look, failed = None, 1.0
+        look, failed = None, True
         with self.never_in_the_way("lens: failed and is off from here on"):
             look = self.lens.look(
                 look_into,
@@ -348,8 +411,8 @@ class Trainer:
                 run_name=self.folder.name,
                 write=self.parallel.is_main,
             )
-            failed = 0.0
-        if self.parallel.mean(failed) > 0:  # on one rank: off on all, or the others would wait
+            failed = False
+        if self.parallel.largest(failed):  # on one rank: off on all, or the others would wait
             self.lens = None
         return look
 
@@ -370,7 +433,7 @@ class Trainer:
             if self.settings.debug:
                 raise
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"{what} ({cause})", file=sys.stderr)
+            print(f"{self.parallel.label}{what} ({cause})", file=sys.stderr)
 
     # ---------------------------------------------------------------------- saving and ending
 
@@ -386,12 +449,18 @@ class Trainer:
     def save(self, is_best: bool = False) -> None:
         from training import checkpoint
 
-        if self.meter.losses:
-            self.finite(self.meter.mean_loss())  # nothing broken replaces a good checkpoint
+        if self.meter.losses:  # nothing broken replaces a good checkpoint
+            self.finite(self.parallel.mean(self.meter.mean_loss()))
         self.state.scaler = self.parallel.scaler.state_dict() or None
+        tensors = checkpoint.collect(self.model, self.optimizer, self.parallel)
         if self.parallel.is_main:
             keep = self.settings.trainer.keep
-            checkpoint.save(self.folder, self.model, self.optimizer, self.state, keep, is_best)
+            checkpoint.save(self.folder, tensors, self.state, keep, is_best)
+
+    def was_told_to_stop(self) -> bool:
+        """Whether a signal came, to any rank: they stop after the same step."""
+        self.stop_signal = self.parallel.largest(self.stop_signal)
+        return self.stop_signal > 0
 
     def stop(self) -> None:
         """Ends the run before its time, after a checkpoint, with the signal's exit code."""
@@ -402,17 +471,17 @@ class Trainer:
         arguments = [a for a in sys.argv[1:] if not a.startswith("trainer.resume=")]
         if self.settings.name is None:
             arguments.append(f"trainer.resume={self.folder}")
-        again = shlex.join(["python", "train.py", *arguments])
-        print(f"{where}; go on with: {again}", file=sys.stderr)
+        again = shlex.join([*self.parallel.command, "train.py", *arguments])
+        if self.parallel.is_main:
+            print(f"{where}; go on with: {again}", file=sys.stderr)
         sys.exit(130 if self.stop_signal == signal.SIGINT else 143)
 
     def introduce(self) -> None:
         settings, out = self.settings, self.console
-        precision = str(self.parallel.dtype).removeprefix("torch.")
         val_windows = len(self.val_set) if self.val_set else 0
         out.print(
-            f"{self.model.num_parameters():,} parameters on {self.parallel.device} in {precision}"
-            f"{', compiled' if self.fast_model is not self.model else ''}"
+            f"{self.model.num_parameters():,} parameters {self.parallel.describe()}"
+            f"{', compiled' if self.compiled else ''}"
         )
         out.print(
             f"{len(self.train_set):,} windows of {settings.data.max_length} tokens to train on, "
@@ -485,7 +554,8 @@ def main(settings: Settings) -> None:
     def on_signal(number: int, _) -> None:
         trainer.stop_signal = number
         signal.signal(number, at_once[number])  # a second one stops at once
-        print("stopping after this step; once more to stop at once", file=sys.stderr)
+        if trainer.parallel.is_main:
+            print("stopping after this step; once more to stop at once", file=sys.stderr)
 
     for number in at_once:
         signal.signal(number, on_signal)
@@ -501,6 +571,7 @@ def main(settings: Settings) -> None:
             signal.signal(number, handler)
         trainer.console.close()
         trainer.tracker.finish(exit_code)
+        trainer.parallel.close(failed=exit_code == 4)
 
 
 if __name__ == "__main__":

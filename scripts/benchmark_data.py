@@ -139,11 +139,12 @@ def resident(pid: int | str) -> float:
 def loader(folder: Path) -> dict:
     """Tokens a second of 10,000 batches of 64 windows of 1,024 tokens, in training's order."""
     import numpy as np
+    import torch
 
     from data import DataConfig, load_datasets, order_of
     from tokens.shards import ShardWriter
-    from training import parallel
     from training.feed import Feed
+    from training.parallel import Parallel
 
     shard = folder / "loader" / "shard.bin"
     shard.parent.mkdir()
@@ -162,7 +163,7 @@ def loader(folder: Path) -> dict:
         seconds.append(time.perf_counter() - started)
         if step % 1000 == 100 or step == BATCHES - 1:
             memory.append(resident("self"))
-    feed = Feed(dataset, order, None, parallel.start("cpu", "fp32", seed=0))
+    feed = Feed(dataset, order, None, Parallel(torch.device("cpu"), torch.float32))
     started = time.perf_counter()
     for step in range(1000):
         list(feed.batches(step))

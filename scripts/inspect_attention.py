@@ -56,10 +56,10 @@ def lens_config(text: str, max_tokens: int, repeated: int):
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
     from lens.page import page
-    from training import parallel
+    from training.device import check, prepare
 
-    refuse(parallel.check(settings.device))
-    device = parallel.start(settings.device, "fp32", seed=0).device
+    refuse(check(settings.device))
+    device = prepare(settings.device, seed=0)
     runs = []
     for key in ("checkpoint", "compare"):
         if path := getattr(settings, key):

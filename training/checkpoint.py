@@ -1,12 +1,13 @@
 """Checkpoints: what a run needs to go on, as safetensors and JSON. No pickle, read or written.
 
     runs/<name>/checkpoints/step_00000100/model.safetensors      parameters, by the model's names
-                                          optimizer.safetensors  moments, and the random state
+                                          optimizer.safetensors  moments
                                           state.json             step, settings, best loss, ...
     runs/<name>/checkpoints/last, best                           links to two of them
 
 A checkpoint is written under another name and renamed when complete, so a folder called
-step_... is always whole.
+step_... is always whole. The main rank writes and reads; the files are the same whatever the
+number of ranks and the way they share the model, so any other may go on from them.
 """
 
 import json
@@ -15,6 +16,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +24,13 @@ from safetensors.torch import load_file, save_file
 
 from model import GPT, ModelConfig
 
-FORMAT = 1  # of state.json; raised when an older reader would misunderstand
+if TYPE_CHECKING:
+    from training.parallel import Parallel
+
+FORMAT = 2  # of state.json; raised when an older reader would misunderstand
+
+
+Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
 
 
 class CheckpointError(ValueError):
@@ -66,22 +74,19 @@ def open_run(name: str | None, model_name: str, runs: Path = Path("runs")) -> Pa
     raise CheckpointError(f"name={stem}: thousands of runs have this name; give another with name=")
 
 
-def save(
-    run: Path,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    state: State,
-    keep: int,
-    is_best: bool = False,
-) -> Path:
-    """Writes the checkpoint of this step, points `last` (and `best`) at it, prunes older ones."""
+def save(run: Path, tensors: Tensors, state: State, keep: int, is_best: bool = False) -> Path:
+    """Writes the checkpoint of this step, points `last` (and `best`) at it, prunes older ones.
+
+    tensors: of model and optimizer, as `collect` gives them.
+    """
     folder = run / "checkpoints" / f"step_{state.step:08d}"
     if not folder.exists():
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        save_file(model_tensors(model), part / "model.safetensors", {"format": "pt"})
-        save_file(optimizer_tensors(model, optimizer), part / "optimizer.safetensors")
+        of_model, of_optimizer = tensors
+        save_file(of_model, part / "model.safetensors", {"format": "pt"})
+        save_file(of_optimizer, part / "optimizer.safetensors")
         (part / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
         os.replace(part, folder)
     _point(folder.parent / "last", folder.name)
@@ -118,20 +123,17 @@ def _prune(checkpoints: Path, keep: int) -> None:
             shutil.rmtree(old)
 
 
-def model_tensors(model: GPT) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+def collect(model: GPT, optimizer: torch.optim.Optimizer, parallel: "Parallel") -> Tensors:
+    """The parameters, and the optimizer's state, both under the parameters' names, on the CPU.
 
-
-def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state under the parameters' names, and the random generators' states."""
-    tensors = {"random.cpu": torch.get_rng_state()}
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    On all ranks; only the main one gets the tensors, the others None in their places.
+    """
+    of_model, of_optimizer = {}, {}
     for name, parameter in model.named_parameters():
+        of_model[name] = parallel.gather(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    return tensors
+            of_optimizer[f"{key}.{name}"] = parallel.gather(torch.as_tensor(value))
+    return of_model, of_optimizer
 
 
 def find(path: str | Path, key: str = "checkpoint") -> Path:
@@ -198,34 +200,43 @@ def load_parameters(folder: Path, model: GPT) -> None:
     copy_into(dict(model.named_parameters()), read_tensors(file), file)
 
 
-def load_optimizer(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
-    """Restores the optimizer's state and the random generators'."""
-    file = folder / "optimizer.safetensors"
-    tensors = read_tensors(file)
-    torch.set_rng_state(tensors.pop("random.cpu"))
-    cuda_state = tensors.pop("random.cuda", None)
+def load_optimizer(
+    folder: Path, model: GPT, optimizer: torch.optim.Optimizer, parallel: "Parallel"
+) -> None:
+    """Restores the optimizer's state. On all ranks; the main one reads."""
+    tensors = parallel.on_main(lambda: read_optimizer(folder, model)) or {}
+    keys = parallel.share({name: list(of_one) for name, of_one in tensors.items()})
+    # A fused optimizer counts its steps on the device, any other on the host.
+    of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"
     for name, parameter in model.named_parameters():
-        suffix = "." + name
-        keys = {key[: -len(suffix)] for key in tensors if key.endswith(suffix)}
-        saved = {key: tensors.pop(key + suffix) for key in keys if "." not in key}
-        for key, value in saved.items():
-            if key != "step" and value.shape != parameter.shape:
-                raise CheckpointError(
-                    f"checkpoint={file}: {key}.{name} has shape {tuple(value.shape)}, not "
-                    f"{tuple(parameter.shape)}; use the settings that it was saved with"
-                )
-        # A fused optimizer counts its steps on the device, any other on the host.
-        on_device = optimizer.defaults.get("fused") or False
+        like = {"step": torch.empty((), device=of_steps)}
         optimizer.state[parameter] = {
-            key: value.to(parameter.device) if key != "step" or on_device else value
-            for key, value in saved.items()
+            key: parallel.scatter(tensors.get(name, {}).get(key), like.get(key, parameter))
+            for key in keys.get(name, [])
         }
-    if tensors:
-        raise CheckpointError(
-            f"checkpoint={file}: unknown tensor {next(iter(tensors))}; use another"
-        )
-    if cuda_state is not None and parameter.device.type == "cuda":
-        torch.cuda.set_rng_state(cuda_state, parameter.device)
+
+
+def read_optimizer(folder: Path, model: GPT) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's state of a checkpoint: for each parameter's name, tensors by key.
+
+    Raises CheckpointError when it does not fit the model.
+    """
+    file = folder / "optimizer.safetensors"
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, value in read_tensors(file).items():
+        key, _, name = full_name.partition(".")
+        if key == "random":  # of format 1: what is drawn follows from seed, step and rank now
+            continue
+        if name not in shapes:
+            raise CheckpointError(f"checkpoint={file}: unknown tensor {full_name}; use another one")
+        if value.shape != (wanted := torch.Size() if key == "step" else shapes[name]):
+            raise CheckpointError(
+                f"checkpoint={file}: {full_name} has shape {tuple(value.shape)}, not "
+                f"{tuple(wanted)}; use the settings that it was saved with"
+            )
+        state.setdefault(name, {})[key] = value
+    return state
 
 
 def copy_into(

@@ -20,6 +20,7 @@ if typing.TYPE_CHECKING:
     from lens import LensConfig
     from model import ModelConfig
     from training.optim import OptimizerConfig
+    from training.parallel import ParallelConfig
     from training.tracker import WandbConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -63,7 +64,9 @@ class TrainerConfig:
 
     max_steps: int = 120  # optimizer steps
     batch_size: int = 2  # windows per optimizer step, over all ranks
-    micro_batch_size: int | None = None  # windows at once on a device; null: the whole share
+    # windows at once on a device; null: the whole share; auto: the most that fit (GPU)
+    micro_batch_size: int | str | None = None
+    activation_checkpointing: bool = False  # compute activations again in backward: less memory
     warmup_steps: int | None = None  # the rate rises; null: a tenth of the run, at most 2000
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     eval_every: int = 40  # steps between validations; 0: only at the start and the end
@@ -95,7 +98,10 @@ class TrainerConfig:
                 ("grad_clip", self.grad_clip, "must not be negative", "use 1.0, or 0 for none")
             )
         micro, batch = self.micro_batch_size, self.batch_size
-        if micro is not None and not 1 <= micro <= max(1, batch):
+        if isinstance(micro, str) and micro != "auto":
+            fix = "use a whole number, auto, or null for the whole share"
+            found.append(("micro_batch_size", micro, "no such choice", fix))
+        elif isinstance(micro, int) and not 1 <= micro <= max(1, batch):
             cause = f"must be from 1 to batch_size={batch}"
             found.append(("micro_batch_size", micro, cause, "use a part of the batch, or null"))
         if (self.warmup_steps or 0) > self.max_steps > 0:
@@ -124,12 +130,12 @@ class Settings:
     seed: int
     name: str | None  # the run's directory is runs/<name>; null: date, time and model
     debug: bool  # true: errors come with their traceback
-    parallel: str  # auto | single
     model: "ModelConfig"
     data: "DataConfig"
     optimizer: "OptimizerConfig"
     trainer: TrainerConfig
     lens: "LensConfig"
+    parallel: "ParallelConfig"
     wandb: "WandbConfig"
 
 
@@ -140,9 +146,10 @@ GROUPS = {
     "optimizer": ("training.optim", "OptimizerConfig"),
     "trainer": ("training.config", "TrainerConfig"),
     "lens": ("lens", "LensConfig"),
+    "parallel": ("training.parallel", "ParallelConfig"),
     "wandb": ("training.tracker", "WandbConfig"),
 }
-PLAIN = {"seed": int, "name": str | None, "debug": bool, "parallel": str}
+PLAIN = {"seed": int, "name": str | None, "debug": bool}
 
 
 # -------------------------------------------------------------------- values -> settings
@@ -271,8 +278,6 @@ def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | Non
         problems.append(("name", name, cause, "use letters, digits and . _ - only"))
     if not 0 <= (seed := parts.get("seed", 0)) < 2**63:
         problems.append(("seed", seed, "must be from 0 to 2^63 - 1", "use seed=0"))
-    if (parallel := parts.get("parallel", "auto")) not in ("auto", "single"):
-        problems.append(("parallel", parallel, "no such choice", "use auto or single"))
     problems += cross_problems(parts)
     return (Settings(**parts) if not problems and touched is None else None), problems
 

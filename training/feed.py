@@ -33,20 +33,29 @@ class Feed:
         self._thread = ThreadPoolExecutor(1, "feed")
         self._next: tuple[int, Future] | None = None  # (step, its micro-batches)
 
-    def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """(input_ids, target_ids, the share of the step's targets that are in it), each."""
+    def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor, float, bool]]:
+        """(input_ids, target_ids, weight, whether more of this step is to come), each.
+
+        The mean loss of a micro-batch, times its weight, is its part of the step's loss: the
+        mean over all ranks of the ranks' sums is the mean over all targets of all ranks.
+        """
         ahead, future = self._next or (None, None)
         if ahead != step:
             future = self._thread.submit(self._gather, step)
         self._next = step + 1, self._thread.submit(self._gather, step + 1)
-        for tensors, share in future.result():
-            yield *self.dataset.expand(*self.parallel.to_device(*tensors)), share
+        micro_batches = future.result()
+        (total,) = self.parallel.sum(sum(count for _, count in micro_batches))
+        for number, (tensors, count) in enumerate(micro_batches, start=1):
+            weight = count * self.parallel.world_size / total
+            on_device = self.dataset.expand(*self.parallel.to_device(*tensors))
+            yield *on_device, weight, number < len(micro_batches)
 
-    def _gather(self, step: int) -> list[tuple[list[Tensor], float]]:
+    def _gather(self, step: int) -> list[tuple[list[Tensor], int]]:
+        """This rank's micro-batches, and how many targets each has."""
         windows = self.order.windows(step, self.parallel.rank, self.parallel.world_size)
         size = self.micro_batch_size or len(windows)
         parts = [windows[first : first + size] for first in range(0, len(windows), size)]
         gathered = [self.dataset.gather(part) for part in parts]
         counts = [self.dataset.num_targets(*tensors) for tensors in gathered]
         pinned = [self.parallel.pinned(*tensors) for tensors in gathered]
-        return [(tensors, n / sum(counts)) for tensors, n in zip(pinned, counts, strict=True)]
+        return list(zip(pinned, counts, strict=True))

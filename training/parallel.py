@@ -1,26 +1,60 @@
-"""Where the model runs: device, precision, seeds, and the ranks behind one object.
+"""The processes that train one model together, behind one object.
 
-The loop asks this object for a mean, a backward pass or a place on the device, and never asks
-which rank it is. One process on one device so far; the interface is what several ranks need.
+The loop asks this object for a mean, a backward pass or a tensor to be saved, and never asks
+which rank it is:
+
+    Parallel        one process on one device
+    ranks.py DDP    several, each with the whole model; the gradients are averaged (Li et al. 2020)
+             FSDP   several, each with its share of every parameter, gradient and moment; a block's
+                    parameters are gathered when it is computed (ZeRO-3, Rajbhandari et al. 2020)
+
+torchrun starts the processes and tells each its rank. Tensors travel over NCCL between GPUs and
+over gloo between CPUs; what the processes have to agree on (a count, a signal, an error) travels
+between their CPUs always, so that a GPU is never waited for.
 """
 
 import contextlib
-import ctypes
-import importlib.util
 import os
-import platform
-import shutil
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from model import GPT, ModelConfig
+from training import device as devices
+
+STRATEGIES = ("auto", "single", "ddp", "fsdp")
+LONGEST_TIMEOUT = 1800  # seconds; a run that hangs should not hold its machines for longer
+
+
+@dataclass
+class ParallelConfig:
+    """How several processes share the work."""
+
+    strategy: str = "auto"  # auto | single | ddp | fsdp
+    timeout: int = 600  # seconds until a rank that does not answer ends the run
+    reshard_after_forward: bool = True  # fsdp: false keeps gathered weights until backward
+
+    def problems(self) -> list[tuple[str, object, str, str]]:
+        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        found = []
+        if self.strategy not in STRATEGIES:
+            fix = f"use one of {', '.join(STRATEGIES)}"
+            found.append(("strategy", self.strategy, "no such strategy", fix))
+        if not 1 <= self.timeout < LONGEST_TIMEOUT:
+            cause = f"must be from 1 to below {LONGEST_TIMEOUT} seconds"
+            found.append(("timeout", self.timeout, cause, "use 600"))
+        return found
+
+
+# ------------------------------------------------------------------------------ one process
 
 
 @dataclass
 class Parallel:
-    """One process on one device. Made by `start`."""
+    """One process on one device, and the interface of several. Made by `start`."""
 
     device: torch.device
     dtype: torch.dtype  # what matrix products run in; parameters stay in fp32
@@ -36,20 +70,35 @@ class Parallel:
         """True on the rank that prints, logs and writes files."""
         return self.rank == 0
 
+    @property
+    def label(self) -> str:
+        """What this rank's own words begin with."""
+        return "" if self.is_main else f"rank {self.rank}: "
+
+    @property
+    def command(self) -> list[str]:
+        """How the processes were started."""
+        return ["python"]
+
+    def describe(self) -> str:
+        """What to tell the user: on what, in what precision, with how many ranks."""
+        return f"on {self.device} in {str(self.dtype).removeprefix('torch.')}"
+
+    # ------------------------------------------------------------------ model and precision
+
+    def place(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
+        """The model that build() makes, on the device: what is saved, validated, looked into."""
+        return build().to(self.device).train()
+
+    def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
+        """A second handle on a placed model, with the same parameters: the one to train."""
+        return torch.compile(model) if compiled else model
+
     def autocast(self) -> contextlib.AbstractContextManager:
         """Matrix products in `dtype`, everything delicate in fp32; does nothing for fp32."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
-
-    def pinned(self, *tensors: Tensor) -> list[Tensor]:
-        """Host tensors where a GPU can fetch them by itself; as they are for other devices."""
-        return [tensor.pin_memory() if self.device.type == "cuda" else tensor for tensor in tensors]
-
-    def to_device(self, *tensors: Tensor) -> list[Tensor]:
-        """Copies host tensors to the device; on a GPU the copy overlaps with what it is doing."""
-        overlaps = self.device.type == "cuda"  # elsewhere the host's copy could change under it
-        return [t.to(self.device, non_blocking=overlaps) for t in self.pinned(*tensors)]
 
     @contextlib.contextmanager
     def inference(self, model: torch.nn.Module) -> Iterator[None]:
@@ -61,6 +110,50 @@ class Parallel:
                 yield
         finally:
             model.train(was_training)
+
+    def looking(self, model: GPT) -> contextlib.AbstractContextManager:
+        """Around forward passes that look into a model: in full precision where it is at hand."""
+        return contextlib.nullcontext()
+
+    # ------------------------------------------------------------------------------ tensors
+
+    def pinned(self, *tensors: Tensor) -> list[Tensor]:
+        """Host tensors where a GPU can fetch them by itself; as they are for other devices."""
+        return [tensor.pin_memory() if self.device.type == "cuda" else tensor for tensor in tensors]
+
+    def to_device(self, *tensors: Tensor) -> list[Tensor]:
+        """Copies host tensors to the device; on a GPU the copy overlaps with what it is doing."""
+        overlaps = self.device.type == "cuda"  # elsewhere the host's copy could change under it
+        return [t.to(self.device, non_blocking=overlaps) for t in self.pinned(*tensors)]
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """A parameter or moment as a whole, on the CPU of the main rank; None on the others.
+
+        On all ranks, in the same order.
+        """
+        return tensor.detach().cpu().contiguous()
+
+    def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
+        """What this rank holds of a tensor that the main rank has: placed as `like` is.
+
+        On all ranks, in the same order; `whole` is None on the others.
+        """
+        return whole.to(like.device, like.dtype)
+
+    # ------------------------------------------------------------------------- gradient step
+
+    def reseed(self, seed: int, step: int) -> None:
+        """Sets the random state of a step's dropout: a function of (seed, step, rank).
+
+        So there is no state to save, and a run that goes on draws what it would have drawn.
+        """
+        mixed = np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)
+        torch.manual_seed(int(mixed[0]))
+
+    def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+        """Around forward and backward of a micro-batch; the ranks exchange gradients only when
+        no more of this step is to come."""
+        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`, scaled up in fp16 so that small ones do not vanish."""
@@ -81,131 +174,110 @@ class Parallel:
         optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
-    def mean(self, value: Tensor | float) -> float:
-        """The mean over all ranks, as a number; waits for the device."""
-        return float(value)
-
     def synchronize(self) -> None:
         """Waits until the device has done all it was given, so that a clock can be read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    # --------------------------------------------------------------------------- agreement
 
-def start(device: str, precision: str, seed: int) -> Parallel:
-    """Chooses device and precision, seeds the generators, prepares the process for training.
+    def sum(self, *values: float) -> list[float]:
+        """The sums of some numbers over all ranks."""
+        return list(values)
 
-    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. `check` has made sure
-    that the machine has what is asked for.
+    def mean(self, value: Tensor | float) -> float:
+        """The mean over all ranks, as a number; waits for the device."""
+        return self.sum(float(value))[0] / self.world_size
+
+    def largest(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        return value
+
+    def share(self, value: object) -> object:
+        """The main rank's value, on every rank. Anything that JSON can hold."""
+        return value
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails inside on one rank fails on all of them: the others would wait for it.
+
+        Nothing inside may wait for another rank.
+        """
+        yield
+
+    def on_main(self, action: Callable[[], object]) -> object:
+        """What action() returns, on the main rank; None on the others. Errors are raised on all."""
+        result = None
+        with self.together():
+            if self.is_main:
+                result = action()
+        return result
+
+    def lost_peer(self, error: BaseException) -> bool:
+        """Whether an error means that another rank is gone or does not answer."""
+        return False
+
+    def close(self, failed: bool) -> None:
+        """Leaves the other ranks, at the end of a run."""
+
+
+# ------------------------------------------------------------------------------------- starting
+
+
+def launched() -> bool:
+    """Whether torchrun (or something like it) started this process as one of several or of one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check(config: ParallelConfig, device: str, batch_size: int) -> list[tuple]:
+    """What of the way the command was started does not fit: (key, value, cause, fix) each.
+
+    batch_size: windows per optimizer step over all ranks.
     """
-    chosen = _best_device() if device == "auto" else device
-    if chosen == "cpu":
-        keep_freed_memory()
-    torch.manual_seed(seed)  # every device's default generator; it drives dropout and the start
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return Parallel(torch.device(chosen), dtype or _best_dtype(chosen))
-
-
-def check(
-    device: str, precision: str = "auto", group: str = ""
-) -> list[tuple[str, object, str, str]]:
-    """What this machine lacks of what is asked for: (key, value, cause, fix) for each problem.
-
-    group: "trainer." where the settings have that prefix.
-    """
+    ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
+    strategy, key = config.strategy, "parallel"
+    if not launched() and strategy in ("ddp", "fsdp"):
+        fix = f"start it with torchrun --nproc_per_node=N train.py parallel={strategy} ..."
+        return [(key, strategy, "started as one process, without torchrun", fix)]
+    if not launched() and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        cause = "srun started it several times, and none knows of the others"
+        fix = "let srun start torchrun, once a machine, as scripts/slurm.sh does"
+        return [(key, strategy, cause, fix)]
     found = []
-    available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if device in available and not available[device]():
-        cause = "this machine (or this build of torch) has none"
-        found.append((group + "device", device, cause, f"use {group}device=auto or cpu"))
-        return found
-    chosen = _best_device() if device == "auto" else device
-    if precision == "fp16" and chosen != "cuda":
-        cause = f"half precision needs a GPU, and this runs on {chosen}"
-        found.append((group + "precision", precision, cause, f"use {group}precision=auto"))
-    if precision == "bf16" and chosen == "cuda" and not torch.cuda.is_bf16_supported(False):
-        cause = "this GPU has no bf16"
-        found.append((group + "precision", precision, cause, f"use {group}precision=auto or fp16"))
-    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        cause = f"started as {ranks} processes, and training runs in one so far"
-        found.append(("WORLD_SIZE", ranks, cause, "start it as python train.py"))
+    if strategy == "single" and ranks > 1:
+        cause = f"started as {ranks} processes, which would all train the same"
+        found.append((key, strategy, cause, "use parallel=auto, or start it without torchrun"))
+    if batch_size % ranks != 0:
+        cause = f"cannot be shared out evenly over {ranks} ranks"
+        nearest = -(-batch_size // ranks) * ranks
+        fix = f"use a multiple of {ranks}, such as {nearest}"
+        found.append(("trainer.batch_size", batch_size, cause, fix))
+    if ranks > 1 and device == "mps":
+        cause = "several processes cannot share it"
+        found.append(("trainer.device", device, cause, "use trainer.device=cpu"))
     return found
 
 
-def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+def start(config: ParallelConfig, device: str, precision: str, seed: int) -> Parallel:
+    """Chooses the device, the precision and the strategy; joins the other ranks.
 
-
-def _best_dtype(device: str) -> torch.dtype:
-    """bf16 where the hardware multiplies in it, else fp32. fp16 needs care: on request only."""
-    if device == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device == "cpu":
-        fast = _cpu_has_bf16()
-    else:
-        fast = False
-    return torch.bfloat16 if fast else torch.float32
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the processor has bf16 products (AVX512-BF16, AMX); emulated ones are slow."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # older than torch 2.12
-        flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, flag, bool)() for flag in flags)
-    has = torch.cpu.get_capabilities()
-    return any(has.get(flag, False) for flag in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
-
-
-def compiled(
-    model: torch.nn.Module, choice: str | bool, device: torch.device, training_flops: float
-) -> torch.nn.Module:
-    """A second handle on the model, compiled or not; the model itself stays as it is.
-
-    auto: compile where the run is long enough to earn the compilation back. On two CPU cores it
-    takes some 40 s and was measured to save 2 % of each step (docs/benchmarks.md), so it pays
-    after an hour; on a GPU fused kernels save far more, and half a minute of work suffices.
+    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. `check`, here and in
+    training/device.py, has made sure that they can be had.
     """
-    worth = {"cpu": 2e15, "cuda": 2e16}.get(device.type, float("inf"))
-    if choice is False or (
-        choice == "auto" and (training_flops < worth or not _can_compile(device))
-    ):
-        return model
-    if choice == "auto":  # nobody asked for it, so a compiler that fails must not end the run
-        torch._dynamo.config.suppress_errors = True
-    return torch.compile(model)
+    ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
+    strategy = config.strategy
+    if strategy == "auto":
+        strategy = "ddp" if ranks > 1 else "single"
+    if strategy != "single" and device == "auto" and devices.best_device() == "mps":
+        device = "cpu"
+    chosen = devices.prepare(device, seed)
+    dtype = devices.DTYPES.get(precision) or devices.best_dtype(chosen)
+    if strategy == "single":
+        return Parallel(chosen, dtype)
+    from training.ranks import DDP, FSDP
 
-
-def _can_compile(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return importlib.util.find_spec("triton") is not None
-    return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s that NVIDIA's data sheet states for this GPU; None when unknown."""
-    if device.type != "cuda":
-        return None
-    stated = {
-        "B200": 2250e12,
-        "H200": 989e12,
-        "H100": 989e12,
-        "A100": 312e12,
-        "L40S": 362e12,
-        "L4": 121e12,
-    }
-    name = torch.cuda.get_device_name(device)
-    return next((flops for model, flops in stated.items() if model in name), None)
-
-
-def keep_freed_memory() -> None:
-    """Tells the C library to keep freed memory instead of returning it to the system.
-
-    A step on CPU allocates and frees gigabytes of activations; by default each large tensor is
-    mapped afresh, and the page faults cost a third of the step (docs/benchmarks.md).
-    """
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        libc = ctypes.CDLL(None)
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
+    if strategy == "ddp":
+        return DDP(chosen, dtype, timeout=config.timeout)
+    return FSDP(
+        chosen, dtype, timeout=config.timeout, reshard_after_forward=config.reshard_after_forward
+    )

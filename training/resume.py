@@ -4,6 +4,8 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 (key, value, cause, fix), and the caller refuses it (see training/config.py).
 """
 
+import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,8 +49,10 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
     trainer.resume=auto: go on when runs/<name> has a checkpoint. must: it has to have one.
     false: it must not. A path: that one. Raises CheckpointError when it cannot be read.
     """
-    resume, name = settings.trainer.resume, settings.name
+    resume, name = settings.trainer.resume, settings.name or name_before_restart()
     last = Path("runs") / name / "checkpoints" / "last" if name else None
+    if was_restarted() and last and last.is_symlink():
+        resume = "auto"  # the command's wish was fulfilled when it was first started
     if resume not in ("auto", "must", False):
         found = checkpoint.find(resume, "trainer.resume")
         if last and last.is_symlink() and checkpoint.run_of(found) != last.parent.parent.resolve():
@@ -64,6 +68,43 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
         fix = "give another name, or trainer.resume=auto to go on"
         return None, [("name", name, f"runs/{name} holds a run", fix)]
     return checkpoint.find(last, "name"), []
+
+
+def was_restarted() -> bool:
+    """Whether torchrun or Slurm started the same command before, and it was cut off."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(int(os.environ.get(count, "0")) > 0 for count in counts)
+
+
+LAUNCH = "torchrun.txt"  # in a run's directory: the launch that made it
+_opened: list[Path] = []  # the runs of this process; a multirun has several
+
+
+def _launch() -> str | None:
+    """What tells the next run of this launch by torchrun from any other run.
+
+    It stays the same when torchrun starts its processes anew, with the same parent.
+    """
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    return job and f"{job} {socket.gethostname()} {os.getppid()} {len(_opened)}"
+
+
+def mark_launch(folder: Path) -> None:
+    """Notes in a run's directory which launch trains it."""
+    if launch := _launch():
+        (folder / LAUNCH).write_text(launch, encoding="utf-8")
+    _opened.append(folder)
+
+
+def name_before_restart() -> str | None:
+    """The name of the run that this one was before torchrun started the processes anew.
+
+    For runs without a name of their own, which is chosen by the clock.
+    """
+    if not was_restarted() or (launch := _launch()) is None:
+        return None
+    marks = [mark for mark in Path("runs").glob(f"*/{LAUNCH}") if mark.read_text() == launch]
+    return max(marks, key=lambda mark: mark.stat().st_mtime).parent.name if marks else None
 
 
 def going_back(found: Path, settings: "Settings") -> list["Problem"]:

@@ -162,6 +162,15 @@ def drop_rows_after(folder: Path, step: int) -> None:
         os.replace(whole, path)
 
 
+def last_wandb_id(folder: Path) -> str | None:
+    """The id of the run's last W&B run, None when there was none: wandb names its folders
+    run-DATE-ID and offline-run-DATE-ID."""
+    folders = list((folder / "wandb").glob("*run-*-*"))
+    # Not "offline-": sorted by date, then, whichever way they were recorded.
+    names = sorted(folder.name.removeprefix("offline-") for folder in folders)
+    return names[-1].split("-", 2)[2] if names else None
+
+
 def _files_logged(metrics: Path) -> int:
     """How many pictures and pages the rows so far name: a run that goes on has logged them."""
     if not metrics.exists():

@@ -40,21 +40,29 @@ class Validation:
 
     def run(
         self, model: torch.nn.Module, parallel: "Parallel", batch_size: int
-    ) -> tuple[torch.Tensor, float | None]:
-        """(mean loss in nats over all targets, on the device; share of right answers, where that
-        is asked for)."""
-        total, right, count = 0.0, 0.0, 0
+    ) -> tuple[float, float | None]:
+        """(mean loss in nats over all targets; share of right answers, where that is asked for).
+
+        The ranks share the windows out, and all know the result.
+        """
+        total, right, count = 0.0, 0, 0
+        mine = self.windows[parallel.rank :: parallel.world_size]
+        most = -(-len(self.windows) // parallel.world_size)  # of the rank that has most
         with parallel.inference(model):
-            for first in range(0, len(self.windows), batch_size):
-                windows = self.windows[first : first + batch_size]
-                input_ids, target_ids = self.dataset.batch(windows)  # (B, T)
-                targets = int((target_ids >= 0).sum())
-                input_ids, target_ids = parallel.to_device(input_ids, target_ids)
+            for first in range(0, most, batch_size):
+                windows = mine[first : first + batch_size]
+                # A sharded model computes on all ranks or on none: one that has nothing left
+                # computes something, and leaves it uncounted.
+                counts = len(windows) > 0
+                input_ids, target_ids = self.dataset.batch(windows if counts else self.windows[:1])
+                targets = counts * int((target_ids >= 0).sum())
+                input_ids, target_ids = parallel.to_device(input_ids, target_ids)  # (B, T)
                 _, loss = model(input_ids, target_ids)
                 total, count = total + loss * targets, count + targets
                 if self.bytes_per_token is None:
                     logits, _ = model(input_ids)  # (B, T, V)
-                    right += int((logits.argmax(-1) == target_ids).sum())
+                    right += counts * int((logits.argmax(-1) == target_ids).sum())
+        total, right, count = parallel.sum(float(total), right, count)
         return total / count, (right / count if self.bytes_per_token is None else None)
 
     def metrics(self, loss: float, accuracy: float | None) -> dict[str, float]:

@@ -1,0 +1,125 @@
+"""The device that a process computes on: which one, in which precision, and what it is capable of.
+
+Used by every command; what several processes do together stands in training/parallel.py.
+"""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+
+import torch
+
+from training.hardware import kind_named
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check(
+    device: str, precision: str = "auto", group: str = ""
+) -> list[tuple[str, object, str, str]]:
+    """What this machine lacks of what is asked for: (key, value, cause, fix) for each problem.
+
+    group: "trainer." where the settings have that prefix.
+    """
+    found = []
+    available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if device in available and not available[device]():
+        cause = "this machine (or this build of torch) has none"
+        found.append((group + "device", device, cause, f"use {group}device=auto or cpu"))
+        return found
+    chosen = best_device() if device == "auto" else device
+    if precision == "fp16" and chosen != "cuda":
+        cause = f"half precision needs a GPU, and this runs on {chosen}"
+        found.append((group + "precision", precision, cause, f"use {group}precision=auto"))
+    if precision == "bf16" and chosen == "cuda" and not torch.cuda.is_bf16_supported(False):
+        cause = "this GPU has no bf16"
+        found.append((group + "precision", precision, cause, f"use {group}precision=auto or fp16"))
+    return found
+
+
+def prepare(device: str, seed: int) -> torch.device:
+    """The device that is asked for (auto | cpu | cuda | mps); seeds its generators.
+
+    Of several GPUs each process of a machine takes its own, as torchrun numbers them.
+    """
+    chosen = best_device() if device == "auto" else device
+    if chosen == "cpu":
+        keep_freed_memory()
+    elif chosen == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        chosen = f"cuda:{torch.cuda.current_device()}"
+    torch.manual_seed(seed)  # every device's default generator
+    return torch.device(chosen)
+
+
+def best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def best_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where the hardware multiplies in it, else fp32. fp16 needs care: on request only."""
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        fast = _cpu_has_bf16()
+    else:
+        fast = False
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the processor has bf16 products (AVX512-BF16, AMX); emulated ones are slow."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # older than torch 2.12
+        flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, flag, bool)() for flag in flags)
+    has = torch.cpu.get_capabilities()
+    return any(has.get(flag, False) for flag in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
+
+
+def should_compile(choice: str | bool, device: torch.device, training_flops: float) -> bool:
+    """Whether to compile the model. training_flops: of the whole run, on this device.
+
+    auto: where the run is long enough to earn the compilation back. On two CPU cores it takes
+    some 40 s and was measured to save 2 % of each step (docs/benchmarks.md), so it pays after an
+    hour; on a GPU fused kernels save far more, and half a minute of work suffices.
+    """
+    if isinstance(choice, bool):
+        return choice
+    worth = {"cpu": 2e15, "cuda": 2e16}.get(device.type, float("inf"))
+    if training_flops < worth or not _can_compile(device):
+        return False
+    # Nobody asked for it, so a compiler that fails must not end the run.
+    torch._dynamo.config.suppress_errors = True
+    return True
+
+
+def _can_compile(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s that the maker states for this GPU; None when unknown."""
+    if device.type != "cuda":
+        return None
+    kind = kind_named(torch.cuda.get_device_name(device))
+    return kind.flops if kind else None
+
+
+def keep_freed_memory() -> None:
+    """Tells the C library to keep freed memory instead of returning it to the system.
+
+    A step on CPU allocates and frees gigabytes of activations; by default each large tensor is
+    mapped afresh, and the page faults cost a third of the step (docs/benchmarks.md).
+    """
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)

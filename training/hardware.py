@@ -1,0 +1,38 @@
+"""Kinds of devices, in figures: what their makers state, and what renting one costs about.
+
+Needs nothing. The prices are round figures of late 2026 for an hour of one device, on demand;
+they are there to compare plans with, and yours are given with price=.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of device. Bandwidths are per device and direction, in bytes per second."""
+
+    title: str  # as its driver names it, or part of that
+    flops: float  # dense bf16 FLOP/s
+    memory: float  # bytes
+    link: float  # between the devices of one machine (NVLink, or PCIe)
+    network: float  # between machines, each device's share
+    per_machine: int  # devices that usually stand together
+    price: float  # US dollars an hour
+
+
+KINDS = {
+    "b200": Kind("B200", 2250e12, 180e9, 900e9, 50e9, 8, 5.0),
+    "h200": Kind("H200", 989e12, 141e9, 450e9, 50e9, 8, 3.5),
+    "h100": Kind("H100", 989e12, 80e9, 450e9, 50e9, 8, 2.5),
+    "a100": Kind("A100", 312e12, 80e9, 300e9, 25e9, 8, 1.5),
+    "a100-40gb": Kind("A100-SXM4-40GB", 312e12, 40e9, 300e9, 25e9, 8, 1.2),
+    "l40s": Kind("L40S", 362e12, 48e9, 32e9, 12.5e9, 8, 1.0),
+    "l4": Kind("L4", 121e12, 24e9, 16e9, 6.25e9, 8, 0.7),
+    "rtx4090": Kind("RTX 4090", 165e12, 24e9, 32e9, 3e9, 4, 0.4),
+}
+
+
+def kind_named(device_name: str) -> Kind | None:
+    """The kind of a device that its driver calls so; None when it is none of these."""
+    matches = [kind for kind in KINDS.values() if kind.title in device_name]
+    return max(matches, key=lambda kind: len(kind.title), default=None)  # L40S is no L4

@@ -1,0 +1,243 @@
+"""Several processes that train one model: DDP and FSDP on torch.distributed.
+
+See training/parallel.py, whose interface this is. Imported when there are several processes only.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from model import GPT, ModelConfig
+from training.parallel import Parallel
+
+
+class PeerError(RuntimeError):
+    """An error of the whole run, found by one rank or several and raised on all of them."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class DDP(Parallel):
+    """Every rank holds the whole model and a part of each batch."""
+
+    timeout: int = 600  # seconds
+
+    def __post_init__(self):
+        super().__post_init__()
+        on_gpu = self.device.type == "cuda"
+        limit = datetime.timedelta(seconds=self.timeout)
+        if not dist.is_initialized():
+            # Of two ways to notice a lost rank, the CPUs' comes first: it raises an error that
+            # can be told, where NCCL's ends the process.
+            grace = datetime.timedelta(seconds=60 if on_gpu else 0)
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit + grace)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.agreeing = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
+        self.wrapped: DistributedDataParallel | None = None
+
+    @property
+    def command(self) -> list[str]:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        nodes = [f"--nnodes={self.world_size // here}", "..."] if here < self.world_size else []
+        return ["torchrun", *nodes, f"--nproc_per_node={here}"]
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.world_size} ranks ({type(self).__name__.lower()})"
+
+    def place(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
+        """Built on the main rank, whose parameters the others receive."""
+        source = self.on_main(build)
+        model = self.shell(config).train()
+        parameters = dict(source.named_parameters()) if source else {}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                self.fill(parameter, parameters.get(name))
+        return model
+
+    def shell(self, config: ModelConfig) -> GPT:
+        """A model on the device whose parameters hold nothing yet."""
+        with torch.device("meta"):
+            model = GPT(config)
+        return self.split(model).to_empty(device=self.device)
+
+    def split(self, model: GPT) -> GPT:
+        """A model without memory, as this rank will hold it."""
+        return model
+
+    def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
+        parameter.copy_(self.scatter(whole, parameter))
+
+    def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
+        self.wrapped = DistributedDataParallel(
+            model, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+        return torch.compile(self.wrapped) if compiled else self.wrapped
+
+    def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+        return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        return super().gather(tensor) if self.is_main else None
+
+    def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
+        mine = whole.to(like.device, like.dtype) if self.is_main else torch.empty_like(like)
+        mine = mine.contiguous()
+        dist.broadcast(mine, src=0, group=self.agreeing if like.device.type == "cpu" else None)
+        return mine
+
+    # --------------------------------------------------------------------------- agreement
+
+    def sum(self, *values: float) -> list[float]:
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def largest(self, value: int) -> int:
+        return int(self._reduced([value], dist.ReduceOp.MAX)[0])
+
+    def share(self, value: object) -> object:
+        return self._told_by(0, value)
+
+    def _reduced(self, values, operation) -> list[float]:
+        """In double precision, in which counts of tokens are exact."""
+        numbers = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(numbers, operation, group=self.agreeing)
+        return numbers.tolist()
+
+    def _told_by(self, rank: int, value: object) -> object:
+        text = json.dumps(value).encode() if self.rank == rank else b""
+        length = self.largest(len(text))
+        letters = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
+        dist.broadcast(letters, src=rank, group=self.agreeing)
+        return json.loads(bytes(letters.tolist()))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        error = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        # The lowest rank that has failed tells the others.
+        order = self.world_size - self.rank if error is not None else 0
+        if (first := self.largest(order)) == 0:
+            return
+        speaker = self.world_size - first
+        told = None
+        if self.rank == speaker:
+            told = [describe_error(error), getattr(error, "exit_code", 4)]
+        message, exit_code = self._told_by(speaker, told)
+        if self.rank == speaker == 0:
+            raise error
+        if speaker > 0:
+            host = self._told_by(speaker, socket.gethostname())
+            message = f"{message} (on rank {speaker}, {host})"
+        raise PeerError(message, exit_code) from error
+
+    def lost_peer(self, error: BaseException) -> bool:
+        words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out")
+        return isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+        )
+
+    def close(self, failed: bool) -> None:
+        """Leaves the group. After a failure others may be gone, and what waits for them on a GPU
+        would keep this process from ending: then the process ends here and now."""
+        if not failed:
+            dist.destroy_process_group()
+        elif self.device.type == "cuda":
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(4)
+
+
+@dataclass
+class FSDP(DDP):
+    """Every rank holds its share of each parameter, gradient and moment (FSDP2)."""
+
+    reshard_after_forward: bool = True
+    compiled: bool = False
+
+    def split(self, model: GPT) -> GPT:
+        """Shards a model that has no memory yet, so that no rank ever holds the whole of it.
+
+        Blocks are gathered in the precision of the products, half the bytes to send. Embeddings
+        and the last norm stay in fp32, and with them the residual stream, as in one process.
+        """
+        reduced = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
+        of_blocks = MixedPrecisionPolicy(param_dtype=self.dtype, **reduced)
+        for block in model.blocks:
+            fully_shard(
+                block, reshard_after_forward=self.reshard_after_forward, mp_policy=of_blocks
+            )
+        return fully_shard(model, mp_policy=MixedPrecisionPolicy(**reduced))
+
+    def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
+        parameter.to_local().copy_(self.scatter(whole, parameter).to_local())
+
+    def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
+        """The model itself; its blocks are compiled each by itself, between the gatherings."""
+        self.model, self.compiled = model, compiled
+        for block in model.blocks if compiled else ():
+            block.compile()
+        return model
+
+    def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+        self.model.set_requires_gradient_sync(not more_to_come)
+        if not self.reshard_after_forward:  # gathered once a step, then, not once a micro-batch
+            self.model.set_reshard_after_backward(not more_to_come)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def inference(self, model: torch.nn.Module) -> Iterator[None]:
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else None
+        try:
+            with eager or contextlib.nullcontext(), super().inference(model):
+                yield
+        finally:
+            # What a forward without backward leaves gathered would be stale after the next step.
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def update(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float
+    ) -> Tensor:
+        return super().update(model, optimizer, grad_clip).full_tensor()
+
+    def looking(self, model: GPT) -> contextlib.AbstractContextManager:
+        """In the run's precision: that is what the parameters are gathered in."""
+        return self.inference(model)
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        # One tensor at a time is whole on each device, and only the main rank keeps it.
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return super().gather(whole)
+
+    def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return super().scatter(whole, like)
+        empty = functools.partial(torch.empty, like.shape, dtype=like.dtype, device=like.device)
+        whole = whole.to(like.device, like.dtype) if self.is_main else empty()
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=0)
+
+
+def describe_error(error: BaseException) -> str:
+    """An error as one line; of ours, the one that it is worded in."""
+    if hasattr(error, "exit_code"):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further word'}"
