@@ -15,6 +15,8 @@ import difflib
 import os
 import re
 import sys
+import tempfile
+import time
 import traceback
 import typing
 from collections.abc import Callable
@@ -51,6 +53,7 @@ FREE_TEXT = {
     "wandb.name",
     "wandb.group",
 }
+WAIT_FOR_RANK_0 = 10  # seconds
 BLANKS = "write key=value without blanks, or with quotes around it: 'key=some words'"
 # Hydra's own settings that take any key.
 HYDRA_FREE = ("hydra.job.env_set", "hydra.sweeper", "hydra.launcher", "hydra.callbacks")
@@ -255,7 +258,10 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
                 return
             if args.multirun:
                 check_sweep(args.overrides, args.config_dir)
-                _hydra_main(run)
+                with tempfile.TemporaryDirectory() as unseen:
+                    if os.environ.get("RANK", "0") != "0":  # Hydra's record is the main rank's
+                        sys.argv.append(f"hydra.sweep.dir={unseen}")
+                    _hydra_main(run)
                 return
             settings = compose(args.overrides, args.config_dir)
             if args.cfg:
@@ -373,8 +379,15 @@ class errors_in_one_line:
             return False
         if self.debug:
             traceback.print_exception(error)
-        elif os.environ.get("RANK", "0") == "0" and not isinstance(error, KeyboardInterrupt):
-            print(_one_line(error), file=sys.stderr)
+        elif not isinstance(error, KeyboardInterrupt):
+            rank = os.environ.get("RANK", "0")
+            # Ours are the same on all ranks, unless they say otherwise; any other is this one's.
+            if rank == "0":
+                print(_one_line(error), file=sys.stderr)
+            elif getattr(error, "of_one_rank", not hasattr(error, "exit_code")):
+                print(f"rank {rank}: {_one_line(error)}", file=sys.stderr)
+            else:  # torchrun ends all ranks when the first one ends: let rank 0 speak before
+                time.sleep(WAIT_FOR_RANK_0)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 4))
 
 

@@ -218,7 +218,7 @@ class Parallel:
         return False
 
     def close(self, failed: bool) -> None:
-        """Leaves the other ranks, at the end of a run."""
+        """At the end of a run, when all is written."""
 
 
 # ------------------------------------------------------------------------------------- starting

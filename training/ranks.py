@@ -3,6 +3,7 @@
 See training/parallel.py, whose interface this is. Imported when there are several processes only.
 """
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -47,6 +48,7 @@ class DDP(Parallel):
             # can be told, where NCCL's ends the process.
             grace = datetime.timedelta(seconds=60 if on_gpu else 0)
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit + grace)
+            atexit.register(dist.destroy_process_group)  # not before: a sweep has further runs
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.agreeing = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
         self.wrapped: DistributedDataParallel | None = None
@@ -84,9 +86,7 @@ class DDP(Parallel):
         parameter.copy_(self.scatter(whole, parameter))
 
     def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
-        self.wrapped = DistributedDataParallel(
-            model, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return torch.compile(self.wrapped) if compiled else self.wrapped
 
     def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
@@ -155,11 +155,9 @@ class DDP(Parallel):
         )
 
     def close(self, failed: bool) -> None:
-        """Leaves the group. After a failure others may be gone, and what waits for them on a GPU
-        would keep this process from ending: then the process ends here and now."""
-        if not failed:
-            dist.destroy_process_group()
-        elif self.device.type == "cuda":
+        """After a failure others may be gone, and what waits for them on a GPU would keep this
+        process from ending: then it ends here and now."""
+        if failed and self.device.type == "cuda":
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(4)
