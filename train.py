@@ -62,6 +62,7 @@ class Trainer:
         self.build_model()
         self.build_lens()
         self.build_optimizer()
+        self.fit_micro_batch()
         self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
         self.state.data = self.data.checksums
         if self.saved:
@@ -180,6 +181,14 @@ class Trainer:
             max_steps=trainer.max_steps,
         )
 
+    def fit_micro_batch(self) -> None:
+        """trainer.micro_batch_size=auto becomes a number, which the run's settings then have."""
+        if self.settings.trainer.micro_batch_size == "auto":
+            from training.fitting import find_micro_batch
+
+            found = find_micro_batch(self.settings, self.parallel, self.model)
+            self.settings.trainer.micro_batch_size = self.feed.micro_batch_size = found
+
     def restore(self) -> None:
         """Puts the rest where the checkpoint has it; refuses settings that would change it."""
         from training import checkpoint
@@ -231,6 +240,12 @@ class Trainer:
         self.folder = Path(self.parallel.share(self.parallel.on_main(open_run)))
         state.wandb_id = self.tracker.run_id or state.wandb_id
         self.console = Console(self.parallel.is_main, state.step, settings.trainer.max_steps)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Windows at once on this rank."""
+        share = self.settings.trainer.batch_size // self.parallel.world_size
+        return min(share, self.settings.trainer.micro_batch_size or share)
 
     # ------------------------------------------------------------------------------- the loop
 
@@ -309,15 +324,16 @@ class Trainer:
 
     def explained(self, error: Exception) -> Exception:
         """The error, or what it means to the user where that can be told."""
+        from training.fitting import is_out_of_memory, what_would_fit
+
         if self.parallel.lost_peer(error):
-            key, cause = (
-                f"parallel.timeout={self.settings.parallel.timeout}",
-                " ".join(str(error).split()),
-            )
             return LostPeer(
-                f"{key}: another rank is gone or did not answer ({cause}); the last checkpoint is "
-                f"intact, and the same command goes on from it"
+                f"parallel.timeout={self.settings.parallel.timeout}: another rank is gone or did "
+                f"not answer ({' '.join(str(error).split())}); the same command goes on from the "
+                f"last checkpoint, which is intact"
             )
+        if is_out_of_memory(error):
+            return what_would_fit(self.settings, self.parallel, self.micro_batch_size)
         return error
 
     # --------------------------------------------------------------------------- looking up
@@ -352,9 +368,7 @@ class Trainer:
         """The loss on the validation windows, and what it means in words."""
         if self.validation is None:
             return {}
-        settings = self.settings.trainer
-        size = settings.micro_batch_size or settings.batch_size // self.parallel.world_size
-        loss, accuracy = self.validation.run(self.model, self.parallel, size)
+        loss, accuracy = self.validation.run(self.model, self.parallel, self.micro_batch_size)
         self.state.val_loss = self.finite(loss)
         metrics = self.validation.metrics(self.state.val_loss, accuracy)
         if accuracy is None:
@@ -486,6 +500,7 @@ class Trainer:
         out.print(
             f"{len(self.train_set):,} windows of {settings.data.max_length} tokens to train on, "
             f"{val_windows:,} to validate; {settings.trainer.batch_size} a step"
+            f"{self.division()}"
         )
         for note in self.data.notes:
             out.print(f"note: {note}")
@@ -502,6 +517,15 @@ class Trainer:
             if self.lens and (before := self.lens_before.get(key, value)) != value:
                 what = "the lens looks at something else than before: its curves join the two"
                 out.print(f"lens.{key}: {what}; it was {before}")
+
+    def division(self) -> str:
+        """How a step's windows are shared out: ", 4 x 2 on each of 2 ranks"; nothing if not."""
+        ranks, size = self.parallel.world_size, self.micro_batch_size
+        share = self.settings.trainer.batch_size // ranks
+        if ranks == 1 and size == share:
+            return ""
+        times = f"{-(-share // size)} x {size}" if size < share else f"{share}"
+        return f", {times} on each of {ranks} ranks" if ranks > 1 else f", {times}"
 
     def conclude(self, seconds: float) -> None:
         """The last words: losses, a sample, and what to open."""

@@ -17,6 +17,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +61,7 @@ class Parallel:
     dtype: torch.dtype  # what matrix products run in; parameters stay in fp32
     rank: int = 0
     world_size: int = 1
+    strategy: ClassVar[str] = "single"
 
     def __post_init__(self):
         # Does nothing unless the products are in fp16.
@@ -69,6 +71,11 @@ class Parallel:
     def is_main(self) -> bool:
         """True on the rank that prints, logs and writes files."""
         return self.rank == 0
+
+    @property
+    def precision(self) -> str:
+        """What the settings call `dtype`."""
+        return next(name for name, dtype in devices.DTYPES.items() if dtype == self.dtype)
 
     @property
     def label(self) -> str:

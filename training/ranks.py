@@ -11,8 +11,10 @@ import json
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ class DDP(Parallel):
     """Every rank holds the whole model and a part of each batch."""
 
     timeout: int = 600  # seconds
+    strategy: ClassVar[str] = "ddp"
 
     def __post_init__(self):
         super().__post_init__()
@@ -60,7 +63,7 @@ class DDP(Parallel):
         return ["torchrun", *nodes, f"--nproc_per_node={here}"]
 
     def describe(self) -> str:
-        return f"{super().describe()}, {self.world_size} ranks ({type(self).__name__.lower()})"
+        return f"{super().describe()}, {self.world_size} ranks ({self.strategy})"
 
     def place(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
         """Built on the main rank, whose parameters the others receive."""
@@ -169,19 +172,23 @@ class FSDP(DDP):
 
     reshard_after_forward: bool = True
     compiled: bool = False
+    strategy: ClassVar[str] = "fsdp"
 
     def split(self, model: GPT) -> GPT:
         """Shards a model that has no memory yet, so that no rank ever holds the whole of it.
 
-        Blocks are gathered in the precision of the products, half the bytes to send. Embeddings
-        and the last norm stay in fp32, and with them the residual stream, as in one process.
+        The matrices of a block are gathered in the precision of the products, half the bytes to
+        send. All else stays in fp32, gathered for the whole step: embeddings and norms, and with
+        them the residual stream, as in one process.
         """
         reduced = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
-        of_blocks = MixedPrecisionPolicy(param_dtype=self.dtype, **reduced)
-        for block in model.blocks:
+        of_products = MixedPrecisionPolicy(param_dtype=self.dtype, **reduced)
+        for branch in (part for block in model.blocks for part in (block.attn, block.mlp)):
             fully_shard(
-                block, reshard_after_forward=self.reshard_after_forward, mp_policy=of_blocks
+                branch, reshard_after_forward=self.reshard_after_forward, mp_policy=of_products
             )
+        # About changing in place what a branch returns; nothing here does.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         return fully_shard(model, mp_policy=MixedPrecisionPolicy(**reduced))
 
     def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
