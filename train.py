@@ -576,10 +576,13 @@ def main(settings: Settings) -> None:
     at_once = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def on_signal(number: int, _) -> None:
-        trainer.stop_signal = number
-        signal.signal(number, at_once[number])  # a second one stops at once
+        trainer.stop_signal, words = number, "stopping after this step"
+        if trainer.parallel.world_size == 1:
+            signal.signal(number, at_once[number])  # a second one stops at once
+            words += "; once more to stop at once"
+        # With several ranks the same signal comes again, from torchrun, which knows how to hurry.
         if trainer.parallel.is_main:
-            print("stopping after this step; once more to stop at once", file=sys.stderr)
+            print(words, file=sys.stderr)
 
     for number in at_once:
         signal.signal(number, on_signal)
@@ -591,11 +594,11 @@ def main(settings: Settings) -> None:
         exit_code = stopped.code
         raise
     finally:
-        for number, handler in at_once.items():
-            signal.signal(number, handler)
         trainer.console.close()
         trainer.tracker.finish(exit_code)
         trainer.parallel.close(failed=exit_code == 4)
+        for number, handler in at_once.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -158,9 +158,16 @@ class DDP(Parallel):
         )
 
     def close(self, failed: bool) -> None:
-        """After a failure others may be gone, and what waits for them on a GPU would keep this
-        process from ending: then it ends here and now."""
-        if failed and self.device.type == "cuda":
+        """Waits for the main rank, which has more to write: torchrun and Slurm end all ranks when
+        one has ended.
+
+        After a failure others may be gone, and what waits for them on a GPU would keep this
+        process from ending: then it ends here and now.
+        """
+        if not failed:
+            with contextlib.suppress(RuntimeError):  # it is late to complain
+                self.largest(0)
+        elif self.device.type == "cuda":
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(4)
