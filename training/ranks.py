@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -109,6 +110,11 @@ class DDP(Parallel):
     def sum(self, *values: float) -> list[float]:
         return self._reduced(values, dist.ReduceOp.SUM)
 
+    def mean(self, value: Tensor | float) -> float:
+        # First the CPUs: a device that waits for a rank that is gone cannot be waited for.
+        self.largest(0)
+        return super().mean(value)
+
     def largest(self, value: int) -> int:
         return int(self._reduced([value], dist.ReduceOp.MAX)[0])
 
@@ -190,13 +196,17 @@ class FSDP(DDP):
         """
         reduced = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
         of_products = MixedPrecisionPolicy(param_dtype=self.dtype, **reduced)
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
         for branch in (part for block in model.blocks for part in (block.attn, block.mlp)):
             fully_shard(
-                branch, reshard_after_forward=self.reshard_after_forward, mp_policy=of_products
+                branch,
+                mesh=mesh,
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=of_products,
             )
         # About changing in place what a branch returns; nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        return fully_shard(model, mp_policy=MixedPrecisionPolicy(**reduced))
+        return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**reduced))
 
     def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
         parameter.to_local().copy_(self.scatter(whole, parameter).to_local())

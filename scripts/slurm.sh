@@ -1,0 +1,61 @@
+#!/bin/bash
+# A training run under Slurm, on one machine or on many:
+#
+#   sbatch --nodes=2 --gpus-per-node=8 scripts/slurm.sh name=big model=gpt2-xl parallel=fsdp ...
+#
+# The arguments are those of train.py; name= is needed, so that the run goes on after it was cut
+# off. Options of sbatch go before the script and win over those below. Each machine runs one
+# torchrun, which starts a process for each of its GPUs (PROCESSES= sets another number, as for
+# machines without). A process that dies is started anew with all others, from the last checkpoint,
+# up to RESTARTS times. Before the time limit, and when Slurm preempts the job, training saves and
+# stops, and the job is put back into the queue. The environment (venv, modules) is that of the
+# shell that calls sbatch. Machines need to see the same folder, or at least the same data; the
+# first one writes.
+#SBATCH --job-name=clearhead
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@180
+#SBATCH --output=slurm-%j.log
+
+set -uo pipefail
+restarts=${RESTARTS:-3}
+grace=${GRACE:-150} # seconds to save in, of the 180 above
+port=$((20000 + SLURM_JOB_ID % 20000))
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+if [[ " $* " != *" name="* ]]; then
+  echo "name=: missing, and without it a run that was cut off begins anew; give name=NAME" >&2
+  exit 2
+fi
+
+# torchrun hands a SIGTERM on to the processes and gives them this long.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$grace
+
+# One torchrun on each machine. The processes of a machine share its cores.
+srun --kill-on-bad-exit=1 bash -c '
+  processes=${PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((${SLURM_CPUS_ON_NODE:-1} + processes - 1) / processes))}
+  exec torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --max-restarts="$0" \
+    --rdzv_backend=c10d --rdzv_endpoint="$1" --rdzv_id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
+    train.py "${@:2}"' "$restarts" "$first:$port" "$@" &
+step=$!
+
+stopped=
+stop() { # by Slurm: near the time limit, or preempted
+  stopped=yes
+  scancel --signal=TERM "$SLURM_JOB_ID.0"
+}
+trap stop USR1 TERM
+
+# A signal ends wait before the step has ended.
+while kill -0 "$step" 2>/dev/null; do
+  wait "$step"
+  code=$?
+done
+
+if [[ -n $stopped && $code -ne 0 ]]; then
+  echo "stopped by Slurm; back into the queue, to go on from the last checkpoint" >&2
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
