@@ -15,6 +15,7 @@ import difflib
 import json
 import math
 import sys
+import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -133,12 +134,10 @@ class Job:
 
 def flops_per_token(job: Job) -> float:
     """FLOPs to train on one token, as GPT.flops_per_token counts them; recomputation is extra."""
-    import torch
-
     from model import GPT
 
-    with torch.device("meta"):
-        return GPT(job.model).flops_per_token(job.length)
+    # The formula needs the configuration alone, and a model of this size takes its time.
+    return GPT.flops_per_token(types.SimpleNamespace(config=job.model), job.length)
 
 
 # ------------------------------------------------------------------------------------ speed
@@ -293,20 +292,20 @@ def measurements(kind: str, folder: Path = RESULTS) -> Iterator[Measured]:
         results = json.loads(path.read_text(encoding="utf-8"))
         runs = results.get("runs") if isinstance(results, dict) else None
         for run in runs if isinstance(runs, list) else []:
-            rates = run.get("tokens_per_second") if isinstance(run, dict) else None
-            if not isinstance(run.get("settings"), str) or not isinstance(rates, list) or not rates:
+            run = run if isinstance(run, dict) else {}
+            rates, settings = run.get("tokens_per_second"), run.get("settings")
+            if not isinstance(settings, str) or not isinstance(rates, list) or not rates:
                 continue
             of_cpu = "+cpu" in str(results.get("versions", {}).get("torch"))
             devices = run.get("devices", results.get("devices", 1))
             plain = "cpu" if of_cpu and devices == 1 else None
-            overrides = results.get("command", "").split() + run["settings"].split()
-            overrides = [text for text in overrides if "=" in text]
-            is_plain = all("=" in text for text in run["settings"].split())
+            is_plain = all("=" in text for text in settings.split())
             if run.get("kind", results.get("kind", plain)) != kind or not is_plain:
                 continue
-            settings = compose(overrides)
-            job = job_of(settings, PlanConfig(devices=devices, kind=kind))
-            name = run.get("name", run["settings"])
+            overrides = results.get("command", "").split() + settings.split()
+            overrides = [text for text in overrides if "=" in text]
+            job = job_of(of_training(overrides), PlanConfig(devices=devices, kind=kind))
+            name = run.get("name", settings)
             yield Measured(job, median(rates), f"{path.name}, {name}")
 
 
@@ -456,10 +455,11 @@ def advice(job: Job) -> list[str]:
                 found.append(line(words, other))
         if len(found) == 4:
             break
-    for name, kind in KINDS.items():
-        if job.memory().total <= kind.memory and name != "cpu":
-            found.append(f"kind={name}: has {kind.memory / 1e9:.0f} GB")
-            break
+    larger = {name: kind.memory for name, kind in KINDS.items() if name != "cpu"}
+    larger = {name: size for name, size in larger.items() if size >= job.memory().total}
+    if larger:
+        name = min(larger, key=larger.get)
+        found.append(f"kind={name}: has {larger[name] / 1e9:.0f} GB")
     return found
 
 
@@ -467,7 +467,7 @@ def advice(job: Job) -> list[str]:
 
 
 def gigabytes(number: float) -> str:
-    return f"{number / 1e9:.1f}" if number >= 0.95e9 else f"{number / 1e9:.2f}"
+    return f"{number / 1e9:.1f}" if number >= 0.05e9 else "<0.1"
 
 
 def rounded(number: float, digits: int = 2) -> str:
@@ -496,9 +496,10 @@ def duration(seconds: float) -> str:
 def figures(job: Job, price: float, measured: list[Measured]) -> dict:
     """Everything that a plan says, as JSON can hold it. Bytes, seconds, US dollars."""
     share, source = utilisation(job, measured)
-    fast, needed, single = speed(job, share), job.memory(), job
-    if job.devices > 1:  # one device at the same micro-batch, as if the model fitted it
-        single = dataclasses.replace(job, devices=1, strategy="single")
+    fast, needed = speed(job, share), job.memory()
+    # One device with the whole batch, in micro-batches as large as fit: what scaling is held to.
+    single = dataclasses.replace(job, devices=1, strategy="single")
+    single = dataclasses.replace(single, micro=single.largest() or job.micro)
     alone = speed(single, share).tokens_per_second
     seconds = job.tokens / fast.tokens_per_second
     return {
@@ -609,16 +610,15 @@ def memory_lines(job: Job, plan: dict, settings: Settings) -> list[str]:
     return lines
 
 
-def milliseconds(seconds: float) -> str:
-    return rounded(seconds * 1e3) if seconds < 10 else rounded(seconds * 1e3, 3)
-
-
 def step_lines(job: Job, plan: dict) -> list[str]:
     step = plan["step"]
     lines = [f"{'A step':<78}{'ms':>8}"]
 
     def row(name: str, words: str, seconds: float) -> None:
         lines.append(f"  {name:<13} {words:<62}{milliseconds(seconds):>8}")
+
+    def milliseconds(seconds: float) -> str:
+        return f"{seconds * 1e3:,.{1 if step['step'] < 1 else 0}f}"
 
     bound = "bound by the host, which launches kernels" if step["launch_bound"] else ""
     row("compute", bound, step["compute"])
@@ -661,10 +661,10 @@ def assumption_lines(job: Job, plan: dict) -> list[str]:
     slack = memory.SLACK[job.device]
     libraries = memory.LIBRARIES[job.device] + (memory.NCCL if not cpu and job.devices > 1 else 0)
     how = "measured" if cpu else "assumed"
+    products, moved = rounded(peak / 1e12, 3), rounded(kind.bandwidth / 1e9, 3)
     lines = [
         plan["utilisation_source"],
-        f"{source}: {rounded(peak / 1e12)} TFLOP/s of products, {rounded(kind.bandwidth / 1e9)} "
-        "GB/s of memory",
+        f"{source}: {products} TFLOP/s of products, {moved} GB/s of memory",
         f"{how}: the allocator wastes {slack:.0%}; {gigabytes(libraries)} GB of libraries",
     ]
     if job.compiled:
@@ -703,15 +703,22 @@ def composed(arguments: list[str]) -> tuple[Settings, PlanConfig]:
     except ConfigError as error:
         problems += error.problems
     try:
-        settings = compose(others)
+        settings = of_training(others)
     except ConfigError as error:
-        # There need be no text yet: data=text without data.path is a plan all the same.
-        serious = [p for p in error.problems if p[:2] != ("data.path", None)]
-        problems += [_own_key(problem, own) for problem in serious]
-        if not serious:
-            settings = compose([*others, "data.path=none"])
+        problems += [_own_key(problem, own) for problem in error.problems]
     refuse(problems)
     return settings, plan
+
+
+def of_training(overrides: list[str]) -> Settings:
+    """The settings of a training command; there need be no text yet, so that data=text without
+    data.path is no mistake here."""
+    try:
+        return compose(overrides)
+    except ConfigError as error:
+        serious = [problem for problem in error.problems if problem[:2] != ("data.path", None)]
+        refuse(serious)
+        return compose([*overrides, "data.path=none"])
 
 
 def _own_key(problem: Problem, own: set[str]) -> Problem:
