@@ -15,6 +15,8 @@ test: $(VENV)/test  ## all tests
 campaign: $(VENV)/test  ## what takes long; TEXTS=FOLDER compares the tokens of all texts there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign_tokens.py $(ARGS)
 	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/test_prepare_stopped.py $(ARGS)
+	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/test_ranks_lost.py $(ARGS)
+	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/test_ranks.py $(ARGS)
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .

@@ -18,7 +18,9 @@ for secret in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "RANK", "WORLD_SIZ
     os.environ.pop(secret, None)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-pytest.register_assert_rewrite("known_pages", "known_runs", "known_texts", "refusals")
+pytest.register_assert_rewrite(
+    "known_pages", "known_ranks", "known_runs", "known_texts", "refusals"
+)
 sys.path.insert(0, str(REPOSITORY / "tests" / "no_network"))
 import sitecustomize  # noqa: E402  blocks sockets; the processes that tests start find it too
 
@@ -49,6 +51,23 @@ TINY = (
 TEXT = "".join(
     f"Line {n}: the quick fox number {n * 7 % 13} jumps over the dog.\n" for n in range(60)
 )
+
+
+TOGETHER = ("test_ranks.py", "test_ranks_lost.py")  # whose tests look at the same few launches
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One process has all tests of such a file, so that each launch is made once. What xdist_group
+    is for; pytest 9.2 has renamed what pytest-xdist 3.8 does it by."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(TOGETHER) else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture

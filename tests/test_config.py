@@ -73,7 +73,10 @@ REFUSED = [
     ("lens.prompts=['']", "lens.prompts='': ", "empty prompt"),
     ("wandb.mode=of", "wandb.mode=of: ", "auto, online, offline, disabled"),
     ("wandb.project=''", "wandb.project=: ", "needs a name"),
-    ("parallel=many", "parallel=many: ", "no such choice"),
+    ("parallel=many", "parallel=many: ", "no such parallel; use one of auto, ddp, fsdp, single"),
+    ("parallel.strategy=many", "parallel.strategy=many: ", "no such strategy; use one of auto"),
+    ("parallel.timeout=0", "parallel.timeout=0: ", "from 1 to below 1800"),
+    ("parallel.timeout=1800", "parallel.timeout=1800: ", "from 1 to below 1800"),
     ("name=../escape", "name=../escape: ", "runs/<name>"),
     ("seed=x", "seed=x: ", "whole number"),
     ("~data", "~data", "cannot be deleted"),
@@ -179,7 +182,8 @@ def test_own_config_folder(tmp_path):
 def test_yaml_files_and_dataclasses_name_the_same_settings_with_the_same_defaults(group):
     module, name = GROUPS[group]
     schema = getattr(importlib.import_module(module), name)
-    default = {"model": "gpt2-small", "data": "sample", "optimizer": "adamw"}.get(group, "default")
+    shipped = {"model": "gpt2-small", "data": "sample", "optimizer": "adamw", "parallel": "auto"}
+    default = shipped.get(group, "default")
     values = yaml.safe_load((CONFIGS / group / f"{default}.yaml").read_text())
     fields = {field.name: getattr(schema(), field.name) for field in dataclasses.fields(schema)}
     if group == "data":

@@ -32,10 +32,12 @@ END = 256  # the byte tokenizer's end-of-text token
 
 
 class Rank:
-    """One of many ranks, whose device keeps a list of what it was sent, and from which thread."""
+    """One of many ranks, whose device keeps a list of what it was sent, and from which thread.
 
-    def __init__(self, rank: int = 0, world_size: int = 1):
-        self.rank, self.world_size = rank, world_size
+    elsewhere: what the others have of whatever is summed over all."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, elsewhere: int = 0):
+        self.rank, self.world_size, self.elsewhere = rank, world_size, elsewhere
         self.pinned_by: list[str] = []
         self.sent: list[tuple[str, torch.dtype]] = []
 
@@ -46,6 +48,9 @@ class Rank:
     def to_device(self, *tensors):
         self.sent += [(threading.current_thread().name, tensor.dtype) for tensor in tensors]
         return list(tensors)
+
+    def sum(self, *values):
+        return [value + self.elsewhere for value in values]
 
 
 class Numbers:
@@ -71,7 +76,12 @@ class Numbers:
 
 def read(feed: Feed, step: int) -> list[list[int]]:
     """The windows of each micro-batch."""
-    return [input_ids[:, 0].tolist() for input_ids, _, _ in feed.batches(step)]
+    return [input_ids[:, 0].tolist() for input_ids, _, _, _ in feed.batches(step)]
+
+
+def weights(feed: Feed) -> list[float]:
+    """Of each micro-batch of the first step."""
+    return [weight for _, _, weight, _ in feed.batches(0)]
 
 
 def flat(batches) -> list[int]:
@@ -95,17 +105,39 @@ def test_micro_batches_are_the_ranks_share_in_its_order(rank, micro_batch_size, 
         assert flat(batches) == order.windows(step, rank, 2).tolist()
 
 
-def test_shares_count_targets_not_windows():
+def test_weights_count_targets_not_windows():
     order = WindowOrder(4, 4, 0)
     first, second, third, last = order.windows(0).tolist()
     feed = Feed(Numbers(both=[first, second, last]), order, 2, Rank())
-    assert [share for _, _, share in feed.batches(0)] == [4 / 7, 3 / 7]
+    assert weights(feed) == [4 / 7, 3 / 7]
     feed = Feed(Numbers(both=[first, second, last]), order, 3, Rank())
-    assert [share for _, _, share in feed.batches(0)] == [5 / 7, 2 / 7]
+    assert weights(feed) == [5 / 7, 2 / 7]
     feed = Feed(Numbers(both=[third]), order, 1, Rank())
-    assert [share for _, _, share in feed.batches(0)] == [1 / 5, 1 / 5, 2 / 5, 1 / 5]
+    assert weights(feed) == [1 / 5, 1 / 5, 2 / 5, 1 / 5]
     feed = Feed(Numbers(), order, None, Rank())
-    assert [share for _, _, share in feed.batches(0)] == [1.0]
+    assert weights(feed) == [1.0]
+
+
+def test_weights_are_of_the_targets_of_all_ranks():
+    """Their sum over the ranks is the number of ranks, as the ranks' sums are averaged."""
+    order = WindowOrder(4, 4, 0)
+    both = order.windows(0).tolist()[0:3:2]  # the first of each rank's two windows
+    ranks = [Rank(rank, 2, elsewhere=3) for rank in range(2)]
+    feeds = [Feed(Numbers(both), order, 1, rank) for rank in ranks]
+    assert [weights(feed) for feed in feeds] == [[2 * 2 / 6, 2 * 1 / 6]] * 2
+    both = both[:1]
+    feeds = [
+        Feed(Numbers(both), order, None, Rank(rank, 2, elsewhere))
+        for rank, elsewhere in ((0, 2), (1, 3))
+    ]
+    assert flat(weights(feed) for feed in feeds) == [2 * 3 / 5, 2 * 2 / 5]
+
+
+def test_all_but_the_last_micro_batch_announce_more():
+    order = WindowOrder(100, 12, 0)
+    for size, more in [(None, [False]), (2, [True, True, False]), (4, [True, False])]:
+        feed = Feed(Numbers(), order, size, Rank(1, 2))
+        assert [more_to_come for *_, more_to_come in feed.batches(3)] == more
 
 
 def documents_of(lengths: list[int], max_length: int = 5) -> DocumentWindows:
@@ -172,12 +204,13 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(
     expected.backward()
     expected = float(expected.detach())
     expected_gradient, model.table.grad = model.table.grad, None
-    total, shares = 0.0, 0.0
-    for input_ids, target_ids, share in Feed(dataset, order, micro_batch_size, CPU).batches(step):
+    total, weight_sum = 0.0, 0.0
+    feed = Feed(dataset, order, micro_batch_size, CPU)
+    for input_ids, target_ids, weight, _ in feed.batches(step):
         _, loss = model(input_ids, target_ids)
-        (loss * share).backward()
-        total, shares = total + float(loss.detach()) * share, shares + share
-    assert shares == pytest.approx(1)
+        (loss * weight).backward()
+        total, weight_sum = total + float(loss.detach()) * weight, weight_sum + weight
+    assert weight_sum == pytest.approx(1)
     assert total == pytest.approx(expected, rel=1e-5)
     assert torch.allclose(model.table.grad, expected_gradient, atol=1e-6)
 
@@ -185,11 +218,11 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(
 def test_batches_are_those_of_the_data_set():
     dataset = documents_of([3, 9, 1, 4])
     order = WindowOrder(len(dataset), 3, 0)
-    ((input_ids, target_ids, share),) = Feed(dataset, order, None, CPU).batches(2)
+    ((input_ids, target_ids, weight, more_to_come),) = Feed(dataset, order, None, CPU).batches(2)
     expected_inputs, expected_targets = dataset.batch(order.windows(2))
     assert torch.equal(input_ids, expected_inputs)
     assert torch.equal(target_ids, expected_targets)
-    assert share == 1.0
+    assert (weight, more_to_come) == (1.0, False)
 
 
 # --------------------------------------------------------------------------------------- ahead
@@ -417,8 +450,7 @@ def test_the_model_is_left_as_it_was():
     model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     for training in (True, False):
         model.train(training)
-        loss, _ = Validation(dataset, np.arange(2), bytes_of).run(model, CPU, 1)
+        Validation(dataset, np.arange(2), bytes_of).run(model, CPU, 1)
         assert model.training is training
-        assert not loss.requires_grad
     assert modes == [False] * 4
     assert model.table.grad is None

@@ -388,6 +388,9 @@ class Rank:
 
     to_device = pinned
 
+    def sum(self, *values):
+        return list(values)
+
 
 class Numbers:
     """A data set whose window w is the number w."""
@@ -414,7 +417,7 @@ def fed(order: WindowOrder, steps, world_size: int = 1, micro_batch_size: int | 
     for step in steps:
         batch = []
         for feed in feeds:
-            parts = [input_ids[:, 0].tolist() for input_ids, _, _ in feed.batches(step)]
+            parts = [input_ids[:, 0].tolist() for input_ids, _, _, _ in feed.batches(step)]
             assert [len(part) for part in parts] == [
                 min(size, share - first) for first in range(0, share, size)
             ]

@@ -197,9 +197,9 @@ class FSDP(DDP):
         reduced = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
         of_products = MixedPrecisionPolicy(param_dtype=self.dtype, **reduced)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        for branch in (part for block in model.blocks for part in (block.attn, block.mlp)):
+        for block in model.blocks:
             fully_shard(
-                branch,
+                [block.attn, block.mlp],  # in one message
                 mesh=mesh,
                 reshard_after_forward=self.reshard_after_forward,
                 mp_policy=of_products,
