@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from training.hardware import kind_named
+from training.hardware import WORTH_COMPILING, kind_named
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -90,7 +90,7 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
     """
     if isinstance(choice, bool):
         return choice
-    worth = {"cpu": 2e15, "cuda": 2e16}.get(device.type, float("inf"))
+    worth = WORTH_COMPILING.get(device.type, float("inf"))
     if training_flops < worth or not _can_compile(device):
         return False
     # Nobody asked for it, so a compiler that fails must not end the run.

@@ -37,6 +37,10 @@ KINDS = {
 }
 
 
+# FLOPs of a run, on a device, from which on compilation is earned back (docs/benchmarks.md).
+WORTH_COMPILING = {"cpu": 2e15, "cuda": 2e16}
+
+
 def kind_named(device_name: str) -> Kind | None:
     """The kind of a device that its driver calls so; None when it is none of these."""
     matches = [kind for kind in KINDS.values() if kind.title in device_name]

@@ -250,18 +250,24 @@ def check(config: ParallelConfig, device: str, batch_size: int) -> list[tuple]:
         cause = "srun started it several times, and none knows of the others"
         fix = "let srun start torchrun, once a machine, as scripts/slurm.sh does"
         return [(key, strategy, cause, fix)]
-    found = []
-    if strategy == "single" and ranks > 1:
-        cause = f"started as {ranks} processes, which would all train the same"
-        found.append((key, strategy, cause, "use parallel=auto, or start it without torchrun"))
-    if batch_size % ranks != 0:
-        cause = f"cannot be shared out evenly over {ranks} ranks"
-        nearest = -(-batch_size // ranks) * ranks
-        fix = f"use a multiple of {ranks}, such as {nearest}"
-        found.append(("trainer.batch_size", batch_size, cause, fix))
+    found = check_ranks(strategy, ranks, batch_size)
     if ranks > 1 and device == "mps":
         cause = "several processes cannot share it"
         found.append(("trainer.device", device, cause, "use trainer.device=cpu"))
+    return found
+
+
+def check_ranks(strategy: str, ranks: int, batch_size: int) -> list[tuple]:
+    """What does not fit a number of ranks: (key, value, cause, fix) for each problem."""
+    found = []
+    if strategy == "single" and ranks > 1:
+        cause = f"started as {ranks} processes, which would all train the same"
+        fix = "use parallel=auto, or start it without torchrun"
+        found.append(("parallel", strategy, cause, fix))
+    if batch_size % ranks != 0:
+        cause = f"cannot be shared out evenly over {ranks} ranks"
+        fix = f"use a multiple of {ranks}, such as {-(-batch_size // ranks) * ranks}"
+        found.append(("trainer.batch_size", batch_size, cause, fix))
     return found
 
 
