@@ -51,12 +51,11 @@ class Trainer:
 
         self.settings = settings
         trainer = settings.trainer
-        refuse(parallel.check(settings.parallel, trainer.device, trainer.batch_size))
+        problems = parallel.check(settings.parallel, trainer.device, trainer.batch_size)
+        refuse(problems or device.check(trainer.device, trainer.precision, "trainer."))
         self.parallel = parallel.start(
             settings.parallel, trainer.device, trainer.precision, settings.seed
         )
-        with self.parallel.together():
-            refuse(device.check(trainer.device, trainer.precision, "trainer."))
         self.find_checkpoint()
         self.load_data()
         self.build_model()

@@ -31,6 +31,10 @@ def check(
         found.append((group + "device", device, cause, f"use {group}device=auto or cpu"))
         return found
     chosen = best_device() if device == "auto" else device
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if chosen == "cuda" and here > gpus:
+        cause = f"{here} processes on a machine with {gpus} of them"
+        found.append((group + "device", device, cause, f"use --nproc_per_node={gpus}"))
     if precision == "fp16" and chosen != "cuda":
         cause = f"half precision needs a GPU, and this runs on {chosen}"
         found.append((group + "precision", precision, cause, f"use {group}precision=auto"))
