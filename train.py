@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import shlex
 import signal
 import sys
@@ -39,6 +40,11 @@ class LostPeer(RuntimeError):
     """Another rank is gone, or stands still. The command exits with 4."""
 
     exit_code = 4
+
+    @property
+    def of_one_rank(self) -> bool:
+        """Whether to tell it here too: the main rank may be the one that is gone."""
+        return os.environ.get("LOCAL_RANK") == "1"
 
 
 class Trainer:

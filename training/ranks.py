@@ -9,8 +9,10 @@ import datetime
 import functools
 import json
 import os
+import secrets
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,7 +53,14 @@ class DDP(Parallel):
             # Of two ways to notice a lost rank, the CPUs' comes first: it raises an error that
             # can be told, where NCCL's ends the process.
             grace = datetime.timedelta(seconds=60 if on_gpu else 0)
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit + grace)
+            known, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=fresh(known, rank, world_size, limit),
+                rank=rank,
+                world_size=world_size,
+                timeout=limit + grace,
+            )
             atexit.register(dist.destroy_process_group)  # not before: a sweep has further runs
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.agreeing = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
@@ -256,6 +265,36 @@ class FSDP(DDP):
         empty = functools.partial(torch.empty, like.shape, dtype=like.dtype, device=like.device)
         whole = whole.to(like.device, like.dtype) if self.is_main else empty()
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=0)
+
+
+def fresh(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> dist.Store:
+    """A part of the store that no earlier start of these ranks has written to.
+
+    torchrun keeps one store over its restarts, and in it the addresses of processes that are gone
+    (pytorch issue 135712). So rank 0 draws a word for this start, and tells it to each rank in
+    answer to a word that this rank has drawn: no old answer can be that. Raises DistStoreError
+    after the time limit.
+    """
+    word, until = secrets.token_hex(8), time.monotonic() + limit.total_seconds()
+    silent = set(range(1, world_size)) if rank == 0 else {rank}
+    if rank > 0:
+        store.set(f"hello/{rank}", word)
+    while silent:
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"no answer of rank {min(silent) if rank == 0 else 0}")
+        for other in sorted(silent):
+            hello, welcome = f"hello/{other}", f"welcome/{other}"
+            if rank == 0 and store.check([f"heard/{word}/{other}"]):
+                silent.remove(other)
+            elif rank == 0 and store.check([hello]):
+                store.set(welcome, f"{store.get(hello).decode()} {word}")
+            elif rank > 0 and store.check([welcome]):
+                mine, answer = store.get(welcome).decode().split()
+                if mine == word:
+                    store.set(f"heard/{answer}/{rank}", "")
+                    word, silent = answer, set()
+        time.sleep(0.01)
+    return dist.PrefixStore(word, store)
 
 
 def describe_error(error: BaseException) -> str:

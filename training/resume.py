@@ -4,6 +4,8 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 (key, value, cause, fix), and the caller refuses it (see training/config.py).
 """
 
+import contextlib
+import json
 import os
 import socket
 from pathlib import Path
@@ -51,8 +53,8 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
     """
     resume, name = settings.trainer.resume, settings.name or name_before_restart()
     last = Path("runs") / name / "checkpoints" / "last" if name else None
-    if was_restarted() and last and last.is_symlink():
-        resume = "auto"  # the command's wish was fulfilled when it was first started
+    if last and last.is_symlink() and was_cut_off(last.parent.parent):
+        resume = "auto"
     if resume not in ("auto", "must", False):
         found = checkpoint.find(resume, "trainer.resume")
         if last and last.is_symlink() and checkpoint.run_of(found) != last.parent.parent.resolve():
@@ -70,30 +72,46 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
     return checkpoint.find(last, "name"), []
 
 
-def was_restarted() -> bool:
-    """Whether torchrun or Slurm started the same command before, and it was cut off."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(int(os.environ.get(count, "0")) > 0 for count in counts)
-
-
-LAUNCH = "torchrun.txt"  # in a run's directory: the launch that made it
+MARK = "launch.json"  # in a run's directory: what started it
 _opened: list[Path] = []  # the runs of this process; a multirun has several
 
 
-def _launch() -> str | None:
-    """What tells the next run of this launch by torchrun from any other run.
+def _launch() -> dict[str, str]:
+    """What tells this start of a run from any other, and stays when it is started anew.
 
-    It stays the same when torchrun starts its processes anew, with the same parent.
+    torchrun starts its processes again when one has died: with the same parent, which began at
+    the same time. Slurm starts a job again that it has put back into the queue.
     """
-    job = os.environ.get("TORCHELASTIC_RUN_ID")
-    return job and f"{job} {socket.gethostname()} {os.getppid()} {len(_opened)}"
+    found = {}
+    if job := os.environ.get("TORCHELASTIC_RUN_ID"):
+        agent = os.getppid()
+        began = str(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        with contextlib.suppress(OSError):  # not everywhere; clock ticks since boot
+            began = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+        found["torchrun"] = f"{job} {socket.gethostname()} {agent} {began} {len(_opened)}"
+    if job := os.environ.get("SLURM_JOB_ID"):
+        found["slurm"] = job
+    return found
 
 
 def mark_launch(folder: Path) -> None:
-    """Notes in a run's directory which launch trains it."""
+    """Notes in a run's directory what has started it."""
     if launch := _launch():
-        (folder / LAUNCH).write_text(launch, encoding="utf-8")
+        (folder / MARK).write_text(json.dumps(launch), encoding="utf-8")
     _opened.append(folder)
+
+
+def was_cut_off(run: Path) -> bool:
+    """Whether this very start made the run before, so that it has to go on, whatever the settings
+    say: they were fulfilled then."""
+    try:
+        before = json.loads((run / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    now = _launch()
+    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    keys = {"torchrun", "slurm"} if requeued else {"torchrun"}
+    return any(before.get(key) == now[key] for key in keys & now.keys())
 
 
 def name_before_restart() -> str | None:
@@ -101,10 +119,12 @@ def name_before_restart() -> str | None:
 
     For runs without a name of their own, which is chosen by the clock.
     """
-    if not was_restarted() or (launch := _launch()) is None:
+    if "torchrun" not in _launch():
         return None
-    marks = [mark for mark in Path("runs").glob(f"*/{LAUNCH}") if mark.read_text() == launch]
-    return max(marks, key=lambda mark: mark.stat().st_mtime).parent.name if marks else None
+    return next(
+        (mark.parent.name for mark in Path("runs").glob(f"*/{MARK}") if was_cut_off(mark.parent)),
+        None,
+    )
 
 
 def going_back(found: Path, settings: "Settings") -> list["Problem"]:
