@@ -4,6 +4,7 @@ run that torchrun starts anew finds itself (training/resume.py).
 Run: python -m pytest tests/test_parallel.py. The ranks themselves: test_ranks.py.
 """
 
+import json
 import os
 
 import pytest
@@ -16,7 +17,7 @@ from training.config import refuse
 from training.parallel import Parallel, ParallelConfig, check, start
 from training.tracker import last_wandb_id
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -160,69 +161,74 @@ def test_seed_step_and_rank_are_not_mixed_up():
 # --------------------------------------------------------------------------- started anew
 
 
-def test_only_a_count_above_zero_is_a_restart(monkeypatch):
-    assert not resume.was_restarted()
-    for name in RESTARTS:
-        monkeypatch.setenv(name, "0")
-        assert not resume.was_restarted()
-        monkeypatch.setenv(name, "2")
-        assert resume.was_restarted()
-        monkeypatch.delenv(name)
-
-
-def make_run(name, mark=None):
+def make_run(name, **mark):
     folder = resume.Path("runs") / name
     folder.mkdir(parents=True)
     if mark:
-        (folder / resume.LAUNCH).write_text(mark)
+        (folder / resume.MARK).write_text(json.dumps(mark))
     return folder
 
 
-def test_a_launch_without_torchrun_leaves_no_mark_and_finds_none(monkeypatch):
+def test_a_start_without_torchrun_leaves_no_mark_and_finds_none(monkeypatch):
     folder = make_run("a")
     resume.mark_launch(folder)
     assert list(folder.iterdir()) == []
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert resume.name_before_restart() is None
+    assert not resume.was_cut_off(folder)
 
 
 def test_after_a_restart_a_run_without_name_finds_itself(launched, monkeypatch):
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=0)
-    make_run("another", mark="none elsewhere 1 0")
+    make_run("another", torchrun="none elsewhere 1 0")
     make_run("without")
-    resume.mark_launch(make_run("mine"))
+    assert resume.name_before_restart() is None
+    resume.mark_launch(mine := make_run("mine"))
     monkeypatch.setattr(resume, "_opened", [])  # as processes started anew
-    assert resume.name_before_restart() is None  # it was not restarted
-    launched(2, TORCHELASTIC_RESTART_COUNT=1)
     assert resume.name_before_restart() == "mine"
+    assert resume.was_cut_off(mine)
     launched(2, TORCHELASTIC_RUN_ID="of another job")
     assert resume.name_before_restart() is None
+    assert not resume.was_cut_off(mine)
 
 
-def test_another_torchrun_with_the_same_id_is_another_launch(launched, monkeypatch):
-    """--standalone and the default both name every job alike."""
+def test_another_torchrun_with_the_same_id_is_another_start(launched, monkeypatch):
+    """The default names every job alike."""
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=1)
     resume.mark_launch(make_run("a"))
     monkeypatch.setattr(resume, "_opened", [])
+    assert resume.name_before_restart() == "a"
     parent = os.getppid()
-    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
-    assert resume.name_before_restart() is None
-    monkeypatch.setattr(os, "getppid", lambda: parent)
+    with monkeypatch.context() as other:
+        other.setattr(os, "getppid", lambda: os.getpid())  # one that lives, and began later
+        assert resume.name_before_restart() is None
+    assert os.getppid() == parent
     monkeypatch.setattr(resume.socket, "gethostname", lambda: "another-machine")
     assert resume.name_before_restart() is None
 
 
 def test_the_runs_of_a_sweep_are_told_apart(launched, monkeypatch):
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=0)
+    monkeypatch.setattr(resume, "_opened", [])
     for name in ("first", "second"):
         resume.mark_launch(make_run(name))
-    launched(2, TORCHELASTIC_RESTART_COUNT=1)
     monkeypatch.setattr(resume, "_opened", [])
     found = []
     for _ in range(3):
         found.append(resume.name_before_restart())
         resume._opened.append(None)
     assert found == ["first", "second", None]
+
+
+def test_a_job_that_slurm_put_back_goes_on_whatever_it_was_told_first(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    resume.mark_launch(run := make_run("a"))
+    assert not resume.was_cut_off(run)  # a second command of the same job
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert resume.was_cut_off(run)
+    assert resume.name_before_restart() is None  # a job may have several runs without names
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert not resume.was_cut_off(run)
 
 
 # --------------------------------------------------------------------------- the same everywhere

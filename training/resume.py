@@ -101,7 +101,7 @@ def mark_launch(folder: Path) -> None:
     _opened.append(folder)
 
 
-def was_cut_off(run: Path) -> bool:
+def was_cut_off(run: Path, by_slurm: bool = True) -> bool:
     """Whether this very start made the run before, so that it has to go on, whatever the settings
     say: they were fulfilled then."""
     try:
@@ -109,7 +109,7 @@ def was_cut_off(run: Path) -> bool:
     except (OSError, ValueError):
         return False
     now = _launch()
-    requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    requeued = by_slurm and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     keys = {"torchrun", "slurm"} if requeued else {"torchrun"}
     return any(before.get(key) == now[key] for key in keys & now.keys())
 
@@ -119,12 +119,8 @@ def name_before_restart() -> str | None:
 
     For runs without a name of their own, which is chosen by the clock.
     """
-    if "torchrun" not in _launch():
-        return None
-    return next(
-        (mark.parent.name for mark in Path("runs").glob(f"*/{MARK}") if was_cut_off(mark.parent)),
-        None,
-    )
+    runs = (mark.parent for mark in Path("runs").glob(f"*/{MARK}"))
+    return next((run.name for run in runs if was_cut_off(run, by_slurm=False)), None)
 
 
 def going_back(found: Path, settings: "Settings") -> list["Problem"]:
