@@ -24,27 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from training.command import command
-from training.config import Settings, refuse
+from training.config import ConfigError, Settings, refuse
+from training.errors import Diverged, LostPeer, one_line
 
 if typing.TYPE_CHECKING:
     from lens import Look
-
-
-class Diverged(RuntimeError):
-    """The loss is no longer a number. The command exits with 4."""
-
-    exit_code = 4
-
-
-class LostPeer(RuntimeError):
-    """Another rank is gone, or stands still. The command exits with 4."""
-
-    exit_code = 4
-
-    @property
-    def of_one_rank(self) -> bool:
-        """Whether to tell it here too: the main rank may be the one that is gone."""
-        return os.environ.get("LOCAL_RANK") == "1"
 
 
 class Trainer:
@@ -57,8 +41,11 @@ class Trainer:
 
         self.settings = settings
         trainer = settings.trainer
-        problems = parallel.check(settings.parallel, trainer.device, trainer.batch_size)
-        refuse(problems or device.check(trainer.device, trainer.precision, "trainer."))
+        refuse(parallel.check(settings.parallel, trainer.device, trainer.batch_size))
+        if problems := device.check(trainer.device, trainer.precision, "trainer."):
+            error = ConfigError(problems)
+            error.of_one_rank = os.environ.get("LOCAL_RANK") == "0"  # it is about one machine
+            raise error
         self.parallel = parallel.start(
             settings.parallel, trainer.device, trainer.precision, settings.seed
         )
@@ -80,8 +67,10 @@ class Trainer:
         self.last_sample = ""
 
     def find_checkpoint(self) -> None:
-        """What the run goes on from, if from anything: the main rank looks, and tells."""
+        """What the run goes on from, if from anything: the main rank looks, and tells. Refuses
+        settings that would make it another run."""
         from training import checkpoint, resume
+        from training.optim import default_warmup
 
         def look() -> tuple[str, dict] | None:
             found, problems = resume.find_checkpoint(self.settings)
@@ -91,6 +80,15 @@ class Trainer:
         found, state = self.parallel.share(self.parallel.on_main(look)) or (None, None)
         self.resume_from = found and Path(found)
         self.saved = checkpoint.State(**state) if state else None
+        trainer = self.settings.trainer
+        if trainer.warmup_steps is None:
+            # Resolved once: a run that is made longer later keeps the warmup it had.
+            saved = self.saved and self.saved.settings["trainer"]["warmup_steps"]
+            trainer.warmup_steps = default_warmup(trainer.max_steps) if saved is None else saved
+        if self.saved:
+            run = checkpoint.run_of(self.resume_from) or self.resume_from
+            now = dataclasses.asdict(self.settings)
+            refuse(resume.changed_settings(self.saved.settings, now, run))
 
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""
@@ -101,8 +99,6 @@ class Trainer:
 
         settings, trainer = self.settings, self.settings.trainer
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
-        if self.saved:
-            self.refuse_changes({"data": dataclasses.asdict(settings.data)})
         with self.parallel.together():  # another machine may lack the files
             self.data = load_datasets(settings.data)
             if self.saved:
@@ -140,8 +136,6 @@ class Trainer:
             refuse(problems)
             return model
 
-        if self.saved:
-            self.refuse_changes({"model": dataclasses.asdict(settings.model)})
         self.model = self.parallel.place(settings.model, build)
         self.model.activation_checkpointing = trainer.activation_checkpointing
         self.flops_per_token = self.model.flops_per_token(settings.data.max_length)
@@ -171,14 +165,10 @@ class Trainer:
             self.lens = None
 
     def build_optimizer(self) -> None:
-        from training.optim import build_optimizer, default_warmup, learning_rate
+        from training.optim import build_optimizer, learning_rate
 
         settings, trainer = self.settings, self.settings.trainer
         self.optimizer = build_optimizer(self.model, settings.optimizer)
-        if trainer.warmup_steps is None:
-            # Resolved once: a run that is made longer later keeps the warmup it had.
-            saved = self.saved and self.saved.settings["trainer"]["warmup_steps"]
-            trainer.warmup_steps = default_warmup(trainer.max_steps) if saved is None else saved
         self.learning_rate = functools.partial(
             learning_rate,
             config=settings.optimizer,
@@ -191,27 +181,20 @@ class Trainer:
         if self.settings.trainer.micro_batch_size == "auto":
             from training.fitting import find_micro_batch
 
-            found = find_micro_batch(self.settings, self.parallel, self.model)
+            found = find_micro_batch(self.settings, self.parallel, self.model, self.compiled)
             self.settings.trainer.micro_batch_size = self.feed.micro_batch_size = found
 
     def restore(self) -> None:
-        """Puts the rest where the checkpoint has it; refuses settings that would change it."""
+        """Puts the rest where the checkpoint has it."""
         from training import checkpoint
 
-        self.refuse_changes(self.state.settings)
         self.lens_before = self.saved.settings.get("lens", {})
         self.saved.settings, self.saved.data = self.state.settings, self.state.data
+        self.saved.format = checkpoint.FORMAT  # of what is written from here on
         self.state = self.saved
         checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer, self.parallel)
         if self.state.scaler:
             self.parallel.scaler.load_state_dict(self.state.scaler)
-
-    def refuse_changes(self, settings: dict) -> None:
-        """Refuses settings that would make the continuation another run."""
-        from training import checkpoint, resume
-
-        run = checkpoint.run_of(self.resume_from) or self.resume_from
-        refuse(resume.changed_settings(self.saved.settings, settings, run))
 
     def open_run(self) -> None:
         """The run's directory, its log, its place on W&B: the main rank's affair."""
@@ -230,8 +213,8 @@ class Trainer:
             else:
                 name = settings.name or resume.name_before_restart()
                 folder = checkpoint.open_run(name, model_name(settings))
-                # Cut off before its first checkpoint, a run goes on where it is shown.
-                state.wandb_id = last_wandb_id(folder)
+                if resume.was_cut_off(folder):  # before its first checkpoint
+                    state.wandb_id = last_wandb_id(folder)
             resume.mark_launch(folder)
             if not finished:  # else there is nothing to do, and the record stays as it is
                 write_config(folder / "config.yaml", state.settings)
@@ -331,14 +314,14 @@ class Trainer:
         """The error, or what it means to the user where that can be told."""
         from training.fitting import is_out_of_memory, what_would_fit
 
+        if is_out_of_memory(error):
+            return what_would_fit(self.settings, self.parallel, self.micro_batch_size)
         if self.parallel.lost_peer(error):
             return LostPeer(
                 f"parallel.timeout={self.settings.parallel.timeout}: another rank is gone or did "
                 f"not answer ({' '.join(str(error).split())}); the same command goes on from the "
                 f"last checkpoint, which is intact"
             )
-        if is_out_of_memory(error):
-            return what_would_fit(self.settings, self.parallel, self.micro_batch_size)
         return error
 
     # --------------------------------------------------------------------------- looking up
@@ -451,8 +434,7 @@ class Trainer:
         except Exception as error:
             if self.settings.debug:
                 raise
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"{self.parallel.label}{what} ({cause})", file=sys.stderr)
+            print(f"{self.parallel.label}{what} ({one_line(error)})", file=sys.stderr)
 
     # ---------------------------------------------------------------------- saving and ending
 
@@ -576,16 +558,18 @@ def write_config(path: Path, settings: dict) -> None:
 @command
 def main(settings: Settings) -> None:
     """Train as the settings say."""
+    from training.parallel import launched
+
     trainer = Trainer(settings)
 
     at_once = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def on_signal(number: int, _) -> None:
         trainer.stop_signal, words = number, "stopping after this step"
-        if trainer.parallel.world_size == 1:
+        if not launched():
             signal.signal(number, at_once[number])  # a second one stops at once
             words += "; once more to stop at once"
-        # With several ranks the same signal comes again, from torchrun, which knows how to hurry.
+        # Under torchrun the same signal comes again, from it, and it knows how to hurry.
         if trainer.parallel.is_main:
             print(words, file=sys.stderr)
 
@@ -598,10 +582,13 @@ def main(settings: Settings) -> None:
     except SystemExit as stopped:
         exit_code = stopped.code
         raise
+    except KeyboardInterrupt:
+        exit_code = 130
+        raise
     finally:
         trainer.console.close()
         trainer.tracker.finish(exit_code)
-        trainer.parallel.close(failed=exit_code == 4)
+        trainer.parallel.close(exit_code)
         for number, handler in at_once.items():
             signal.signal(number, handler)
 

@@ -14,7 +14,6 @@ import difflib
 import json
 import math
 import sys
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +33,6 @@ from training.speed import (
     speed,
     utilisation,
 )
-
-if typing.TYPE_CHECKING:
-    pass
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 MOST_DEVICES = 1024  # how far the advice looks
@@ -109,7 +105,10 @@ def measurements(kind: str, folder: Path = RESULTS) -> Iterator[Measured]:
                 continue
             overrides = results.get("command", "").split() + settings.split()
             overrides = [text for text in overrides if "=" in text]
-            job = job_of(of_training(overrides), PlanConfig(devices=devices, kind=kind))
+            try:
+                job = job_of(of_training(overrides), PlanConfig(devices=devices, kind=kind))
+            except ConfigError:
+                continue  # of settings that are called otherwise by now
             name = run.get("name", settings)
             yield Measured(job, median(rates), f"{path.name}, {name}")
 

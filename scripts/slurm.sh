@@ -9,8 +9,8 @@
 # machines without). A process that dies is started anew with all others, from the last checkpoint,
 # up to RESTARTS times. Before the time limit, and when Slurm preempts the job, training saves and
 # stops, and the job is put back into the queue. The environment (venv, modules) is that of the
-# shell that calls sbatch. Machines need to see the same folder, or at least the same data; the
-# first one writes.
+# shell that calls sbatch. Give --exclusive or --cpus-per-task= too: some clusters lend one core
+# else. Machines need to see the same folder, or at least the same data; the first one writes.
 #SBATCH --job-name=clearhead
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
@@ -33,7 +33,7 @@ fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$grace
 
 # One torchrun on each machine. The processes of a machine share its cores.
-srun --kill-on-bad-exit=1 bash -c '
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}" bash -c '
   processes=${PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((${SLURM_CPUS_ON_NODE:-1} + processes - 1) / processes))}
   exec torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --max-restarts="$0" \
@@ -49,6 +49,7 @@ stop() { # by Slurm: near the time limit, or preempted
 trap stop USR1 TERM
 
 # A signal ends wait before the step has ended.
+code=1
 while kill -0 "$step" 2>/dev/null; do
   wait "$step"
   code=$?

@@ -194,7 +194,9 @@ def test_sixteen_bytes_a_parameter_in_one_process():
         )
         assert needed.weights == 4 * parameters
         assert needed.optimizer == 8 * parameters
-        assert needed.gradients == 4 * parameters
+        # With DDP the buckets stand beside what the micro-batches before the last have left.
+        beside = 2 if (strategy, accumulating) == ("ddp", True) else 1
+        assert needed.gradients == beside * 4 * parameters
 
 
 def test_fsdp_shares_out_what_it_can():

@@ -405,10 +405,17 @@ def test_capture_is_called_for_each_layer(name):
     logits, _ = model(ids, capture=lambda layer, weights, _: captured.append((layer, weights)))
     assert [layer for layer, _ in captured] == [0, 1]
     assert all(weights.shape == (2, 4, 9, 9) for _, weights in captured)
-    assert logits.shape[1] == 1  # of the last position
-    torch.testing.assert_close(logits, model(ids)[0][:, -1:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, model(ids)[0], atol=1e-4, rtol=1e-4)
     for (_, weights), again in zip(captured, model.attn_weights(ids), strict=True):
         torch.testing.assert_close(weights, again)
+
+
+def test_of_the_last_position_alone():
+    model, ids = tiny(), random_ids()
+    logits, loss = model(ids, last_only=True)
+    assert loss is None
+    assert logits.shape == (2, 1, model.config.vocab_size)
+    torch.testing.assert_close(logits, model(ids)[0][:, -1:])
 
 
 def test_attn_weights_leave_no_trace():

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_told_with_what_would(in_process, tmp_path):
     assert "    parallel=fsdp: " in out
     assert "tokens a second" not in out
     tight = ("model=gpt2-xl", "data=text", "data.path=any", "trainer.batch_size=32")
-    tight += ("trainer.micro_batch_size=32",)
+    tight += ("trainer.compile=false", "trainer.micro_batch_size=32")
     out = told(in_process, tmp_path, *tight)
     assert "does NOT fit" in out
     for line in out.partition("what would fit:")[2].partition("\n\n")[0].strip().splitlines():

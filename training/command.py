@@ -36,6 +36,7 @@ from training.config import (
     shown,
     unknown_key,
 )
+from training.errors import one_line
 
 if typing.TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -380,19 +381,22 @@ class errors_in_one_line:
         if self.debug:
             traceback.print_exception(error)
         elif not isinstance(error, KeyboardInterrupt):
-            rank = os.environ.get("RANK", "0")
-            # Ours are the same on all ranks, unless they say otherwise; any other is this one's.
-            if rank == "0":
-                print(_one_line(error), file=sys.stderr)
-            elif getattr(error, "of_one_rank", not hasattr(error, "exit_code")):
-                print(f"rank {rank}: {_one_line(error)}", file=sys.stderr)
-            else:  # torchrun ends all ranks when the first one ends: let rank 0 speak before
-                time.sleep(WAIT_FOR_RANK_0)
+            self.tell(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 4))
 
-
-def _one_line(error: BaseException) -> str:
-    if hasattr(error, "exit_code"):  # ours: worded for the user
-        return str(error)
-    text = " ".join(str(error).split()) or "no further word"
-    return f"{type(error).__name__}: {text}; run again with debug=true for the traceback"
+    def tell(self, error: BaseException) -> None:
+        """On rank 0; on others what is this rank's own affair."""
+        rank, line, expected = (
+            os.environ.get("RANK", "0"),
+            one_line(error),
+            hasattr(error, "exit_code"),
+        )
+        if not expected:
+            line += "; run again with debug=true for the traceback"
+        if rank == "0":
+            print(line, file=sys.stderr)
+            return
+        if expected:  # most likely rank 0 has it too; torchrun ends all ranks when one has ended
+            time.sleep(WAIT_FOR_RANK_0)
+        if getattr(error, "of_one_rank", not expected):
+            print(f"rank {rank}: {line}", file=sys.stderr)

@@ -3,33 +3,28 @@
 How much a step needs is estimated by formula (training/memory.py); on a GPU it is also tried.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from training.memory import estimate, smaller_micro_batch
+from training.errors import OutOfMemory
+from training.memory import USABLE, estimate, smaller_micro_batch
 
 if TYPE_CHECKING:
     from model import GPT
     from training.config import Settings
     from training.parallel import Parallel
 
-USABLE = 0.92  # of a device's memory; what is left is for fragments and for others
-
-
-class OutOfMemory(RuntimeError):
-    """A step needs more memory than the device has. The command exits with 4."""
-
-    exit_code = 4
-    of_one_rank = True
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of torch's says that memory ran out, on whatever device."""
-    of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or of_cpu
+    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    said = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def what_would_fit(settings: "Settings", parallel: "Parallel", windows: int) -> OutOfMemory:
@@ -58,12 +53,16 @@ def what_would_fit(settings: "Settings", parallel: "Parallel", windows: int) -> 
     )
 
 
-def find_micro_batch(settings: "Settings", parallel: "Parallel", model: "GPT") -> int:
+def find_micro_batch(
+    settings: "Settings", parallel: "Parallel", model: "GPT", compiled: bool
+) -> int:
     """The most windows at once that fit, of those that divide a rank's share evenly.
 
-    By estimate; on a GPU the estimate is where trials begin, each of two forward and backward
-    passes beside an optimizer's moments. All ranks find the same. No trace is left in the model,
-    and dropout is seeded at every step, so that trials change nothing that is trained.
+    By estimate; on a GPU that holds the whole model the estimate is where trials begin, each of
+    two forward and backward passes beside an optimizer's moments. A sharded model is not tried:
+    its ranks would wait for one whose memory ran out. All ranks find the same. Trials run the
+    model as it is when not compiled and leave no trace in it, and dropout is seeded at every step,
+    so that they change nothing that is trained.
     """
     share = settings.trainer.batch_size // parallel.world_size
     sizes = [n for n in range(1, share + 1) if share % n == 0]
@@ -80,12 +79,13 @@ def find_micro_batch(settings: "Settings", parallel: "Parallel", model: "GPT") -
             activation_checkpointing=settings.trainer.activation_checkpointing,
             reshard_after_forward=settings.parallel.reshard_after_forward,
             device=parallel.device.type,
+            compiled=compiled,
         )
         return needed.total <= USABLE * memory_of(parallel.device)
 
     start = max(0, sum(estimated(size) for size in sizes) - 1)  # estimates grow with the size
     start = -parallel.largest(-start)  # the smallest of all ranks'
-    if parallel.device.type != "cuda":
+    if parallel.device.type != "cuda" or parallel.strategy == "fsdp":
         return sizes[start]
     return search(sizes, start, lambda size: _fits(size, settings, parallel, model))
 
@@ -113,6 +113,8 @@ def memory_of(device: torch.device) -> float:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        machine = min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -123,12 +125,12 @@ def _fits(windows: int, settings: "Settings", parallel: "Parallel", model: "GPT"
     failed, moments = False, None
     try:
         moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
-        for more_to_come in (True, False):  # the second beside the gradients of the first
+        # The bare model, without DDP around it: nothing here waits for another rank.
+        for _ in range(2):  # the second beside the gradients of the first
             token_ids = torch.zeros(shape, dtype=torch.long, device=parallel.device)
-            with parallel.accumulating(more_to_come):
-                with parallel.autocast():
-                    _, loss = model(token_ids, token_ids)
-                loss.backward()
+            with parallel.autocast():
+                _, loss = model(token_ids, token_ids)
+            loss.backward()
     except torch.OutOfMemoryError:
         failed = True
     finally:

@@ -1,9 +1,10 @@
 """Kinds of devices, in figures: what their makers state, and what renting one costs about.
 
-Needs nothing. The prices are round figures of late 2026 for an hour of one device, on demand;
+The prices are round figures of late 2026 for an hour of one device, on demand;
 they are there to compare plans with, and yours are given with price=.
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -43,5 +44,5 @@ WORTH_COMPILING = {"cpu": 2e15, "cuda": 2e16}
 
 def kind_named(device_name: str) -> Kind | None:
     """The kind of a device that its driver calls so; None when it is none of these."""
-    matches = [kind for kind in KINDS.values() if kind.title in device_name]
-    return max(matches, key=lambda kind: len(kind.title), default=None)  # L40S is no L4
+    matches = [k for k in KINDS.values() if re.search(rf"\b{re.escape(k.title)}\b", device_name)]
+    return max(matches, key=lambda kind: len(kind.title), default=None)

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+USABLE = 0.92  # of a device's memory; what is left is for fragments and for others
 # What the heap cannot use again, as a share of all that is allocated. On a CPU, training keeps
 # freed memory (training/device.py) and the heap has holes: 10 to 36 % in the runs that were
 # measured, 20 % on average (docs/scaling.md). For the caching allocator of a GPU 5 % is assumed:
@@ -218,7 +219,8 @@ def estimate(
     Rajbhandari et al. 2020, section 3.1, there with fp16 gradients). What is there when:
 
     gradients   Set to None after a step, so they grow during the backward. Before it they are there
-                with DDP, whose buckets they are views of, and when accumulating; FSDP reduces at
+                with DDP, whose buckets they are views of, and when accumulating: with DDP beside
+                the buckets, as only the last micro-batch makes views of them; FSDP reduces at
                 the last micro-batch alone, and until then every rank holds all of them unsharded.
     casts       Autocast casts each weight once in a forward and forgets it at its end; those that
                 backward needs live until it has come past. FSDP gathers blocks cast already.
@@ -242,7 +244,7 @@ def estimate(
     weights, optimizer = 4 * share, 8 * share
     kept = activations(model, *shape, activation_checkpointing)
     # Gradients that are there before the backward.
-    before = 4 * everything if accumulating or strategy == "ddp" else 0
+    before = 4 * everything * (accumulating + (strategy == "ddp"))
     # Norms and positions take no part in products.
     of_block = 0 if sharded or not autocast else 2 * (block - 4 * model.emb_dim)
     of_head = 2 * v_c if autocast else 0

@@ -192,9 +192,13 @@ class Parallel:
         """The sums of some numbers over all ranks."""
         return list(values)
 
+    def number(self, value: Tensor | float) -> float:
+        """A number that is still on the device; waits for it."""
+        return float(value)
+
     def mean(self, value: Tensor | float) -> float:
         """The mean over all ranks, as a number; waits for the device."""
-        return self.sum(float(value))[0] / self.world_size
+        return self.sum(self.number(value))[0] / self.world_size
 
     def largest(self, value: int) -> int:
         """The largest of all ranks' values."""
@@ -224,7 +228,7 @@ class Parallel:
         """Whether an error means that another rank is gone or does not answer."""
         return False
 
-    def close(self, failed: bool) -> None:
+    def close(self, exit_code: int) -> None:
         """At the end of a run, when all is written."""
 
 

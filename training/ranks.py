@@ -27,15 +27,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, ModelConfig
+from training.errors import PeerError, one_line
 from training.parallel import Parallel
-
-
-class PeerError(RuntimeError):
-    """An error of the whole run, found by one rank or several and raised on all of them."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 @dataclass
@@ -119,10 +112,14 @@ class DDP(Parallel):
     def sum(self, *values: float) -> list[float]:
         return self._reduced(values, dist.ReduceOp.SUM)
 
-    def mean(self, value: Tensor | float) -> float:
+    def number(self, value: Tensor | float) -> float:
         # First the CPUs: a device that waits for a rank that is gone cannot be waited for.
         self.largest(0)
-        return super().mean(value)
+        return super().number(value)
+
+    def synchronize(self) -> None:
+        self.largest(0)
+        super().synchronize()
 
     def largest(self, value: int) -> int:
         return int(self._reduced([value], dist.ReduceOp.MAX)[0])
@@ -157,7 +154,7 @@ class DDP(Parallel):
         speaker = self.world_size - first
         told = None
         if self.rank == speaker:
-            told = [describe_error(error), getattr(error, "exit_code", 4)]
+            told = [one_line(error), getattr(error, "exit_code", 4)]
         message, exit_code = self._told_by(speaker, told)
         if self.rank == speaker == 0:
             raise error
@@ -172,20 +169,18 @@ class DDP(Parallel):
             isinstance(error, RuntimeError) and any(word in str(error) for word in words)
         )
 
-    def close(self, failed: bool) -> None:
+    def close(self, exit_code: int) -> None:
         """Waits for the main rank, which has more to write: torchrun and Slurm end all ranks when
         one has ended.
 
         After a failure others may be gone, and what waits for them on a GPU would keep this
-        process from ending: then it ends here and now.
+        process from ending: it ends without, as soon as the error is told.
         """
-        if not failed:
+        if exit_code in (0, 143):
             with contextlib.suppress(RuntimeError):  # it is late to complain
                 self.largest(0)
         elif self.device.type == "cuda":
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(4)
+            atexit.register(_leave, exit_code)
 
 
 @dataclass
@@ -193,8 +188,12 @@ class FSDP(DDP):
     """Every rank holds its share of each parameter, gradient and moment (FSDP2)."""
 
     reshard_after_forward: bool = True
-    compiled: bool = False
     strategy: ClassVar[str] = "fsdp"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.model: GPT | None = None
+        self.compiled = False
 
     def split(self, model: GPT) -> GPT:
         """Shards a model that has no memory yet, so that no rank ever holds the whole of it.
@@ -267,6 +266,12 @@ class FSDP(DDP):
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=0)
 
 
+def _leave(exit_code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 def fresh(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> dist.Store:
     """A part of the store that no earlier start of these ranks has written to.
 
@@ -295,10 +300,3 @@ def fresh(store: dist.Store, rank: int, world_size: int, limit: datetime.timedel
                     word, silent = answer, set()
         time.sleep(0.01)
     return dist.PrefixStore(word, store)
-
-
-def describe_error(error: BaseException) -> str:
-    """An error as one line; of ours, the one that it is worded in."""
-    if hasattr(error, "exit_code"):
-        return str(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further word'}"

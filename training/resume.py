@@ -31,6 +31,7 @@ FREE_TO_CHANGE = {
     "data.verify",
     "trainer.max_steps",
     "trainer.micro_batch_size",
+    "trainer.activation_checkpointing",
     "trainer.eval_every",
     "trainer.eval_windows",
     "trainer.log_every",
@@ -85,7 +86,7 @@ def _launch() -> dict[str, str]:
     found = {}
     if job := os.environ.get("TORCHELASTIC_RUN_ID"):
         agent = os.getppid()
-        began = str(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        began = ""
         with contextlib.suppress(OSError):  # not everywhere; clock ticks since boot
             began = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
         found["torchrun"] = f"{job} {socket.gethostname()} {agent} {began} {len(_opened)}"

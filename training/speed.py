@@ -72,7 +72,7 @@ class Job:
         )
 
     def fits(self, windows: int | None = None) -> bool:
-        return self.memory(windows).total <= self.kind.memory
+        return self.memory(windows).total <= memory.USABLE * self.kind.memory
 
     def largest(self) -> int | None:
         """The largest micro-batch that fits; None when not even one window does."""

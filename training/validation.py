@@ -62,7 +62,7 @@ class Validation:
                 if self.bytes_per_token is None:
                     logits, _ = model(input_ids)  # (B, T, V)
                     right += counts * int((logits.argmax(-1) == target_ids).sum())
-        total, right, count = parallel.sum(float(total), right, count)
+        total, right, count = parallel.sum(parallel.number(total), right, count)
         return total / count, (right / count if self.bytes_per_token is None else None)
 
     def metrics(self, loss: float, accuracy: float | None) -> dict[str, float]:

@@ -1,0 +1,46 @@
+"""What ends a run while it runs: each error has its exit code, and is told in one line.
+
+Errors of settings, data and checkpoints stand beside what raises them: ConfigError (2) in
+training/config.py, DataError (3) in tokens/, CheckpointError (3) in training/checkpoint.py.
+"""
+
+import os
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, as one line; of ours, the lines that it is worded in."""
+    if hasattr(error, "exit_code"):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further word'}"
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a number. On all ranks."""
+
+    exit_code = 4
+
+
+class LostPeer(RuntimeError):
+    """Another rank is gone, or stands still."""
+
+    exit_code = 4
+
+    @property
+    def of_one_rank(self) -> bool:
+        """Whether to tell it here too: the main rank may be the one that is gone."""
+        return os.environ.get("LOCAL_RANK") == "1"
+
+
+class PeerError(RuntimeError):
+    """What some rank has found wrong, raised on all of them."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class OutOfMemory(RuntimeError):
+    """A step needs more memory than the device of this rank has."""
+
+    exit_code = 4
+    of_one_rank = True
