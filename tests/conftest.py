@@ -22,6 +22,7 @@ pytest.register_assert_rewrite(
     "known_pages", "known_ranks", "known_runs", "known_texts", "refusals"
 )
 sys.path.insert(0, str(REPOSITORY / "tests" / "no_network"))
+sys.modules.pop("sitecustomize", None)  # Debian's Python has one of its own
 import sitecustomize  # noqa: E402  blocks sockets; the processes that tests start find it too
 
 assert sitecustomize.BLOCKED
