@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -317,10 +318,15 @@ class Trainer:
         if is_out_of_memory(error):
             return what_would_fit(self.settings, self.parallel, self.micro_batch_size)
         if self.parallel.lost_peer(error):
+            # Of what the library says, the first sentence, without its places and addresses.
+            said = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
+            last = self.folder / "checkpoints" / "last"
+            then = f"go on with: {self.command_to_go_on()}"
+            if not last.is_symlink():
+                then = "there was no checkpoint yet: the same command begins anew"
             return LostPeer(
                 f"parallel.timeout={self.settings.parallel.timeout}: another rank is gone or did "
-                f"not answer ({' '.join(str(error).split())}); the same command goes on from the "
-                f"last checkpoint, which is intact"
+                f"not answer ({said.partition('. ')[0]}); {then}"
             )
         return error
 
@@ -469,13 +475,16 @@ class Trainer:
         self.console.close()
         name = signal.Signals(self.stop_signal).name
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
+        if self.parallel.is_main:
+            print(f"{where}; go on with: {self.command_to_go_on()}", file=sys.stderr)
+        sys.exit(130 if self.stop_signal == signal.SIGINT else 143)
+
+    def command_to_go_on(self) -> str:
+        """What to type after a stop."""
         arguments = [a for a in sys.argv[1:] if not a.startswith("trainer.resume=")]
         if self.settings.name is None:
             arguments.append(f"trainer.resume={self.folder}")
-        again = shlex.join([*self.parallel.command, "train.py", *arguments])
-        if self.parallel.is_main:
-            print(f"{where}; go on with: {again}", file=sys.stderr)
-        sys.exit(130 if self.stop_signal == signal.SIGINT else 143)
+        return shlex.join([*self.parallel.command, "train.py", *arguments])
 
     def introduce(self) -> None:
         settings, out = self.settings, self.console
@@ -483,6 +492,7 @@ class Trainer:
         out.print(
             f"{self.model.num_parameters():,} parameters {self.parallel.describe()}"
             f"{', compiled' if self.compiled else ''}"
+            f"{', activation checkpointing' if settings.trainer.activation_checkpointing else ''}"
         )
         out.print(
             f"{len(self.train_set):,} windows of {settings.data.max_length} tokens to train on, "
@@ -512,6 +522,8 @@ class Trainer:
         if ranks == 1 and size == share:
             return ""
         times = f"{-(-share // size)} x {size}" if size < share else f"{share}"
+        if share % size:
+            times = f"{share} in portions of at most {size}"
         return f", {times} on each of {ranks} ranks" if ranks > 1 else f", {times}"
 
     def conclude(self, seconds: float) -> None:

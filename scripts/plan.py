@@ -70,7 +70,9 @@ class PlanConfig:
             found.append(("tokens", self.tokens, "must be more than 0", "use 10e9 or so"))
         if self.price is not None and not 0 <= self.price < math.inf:
             found.append(("price", self.price, "must not be negative", "use 2.5 or so"))
-        if self.out and not Path(self.out).absolute().parent.is_dir():
+        if self.out and Path(self.out).is_dir():
+            found.append(("out", self.out, "is a folder", "give the name of a file in it"))
+        elif self.out and not Path(self.out).absolute().parent.is_dir():
             found.append(("out", self.out, "no such folder", "make it, or name another"))
         return found
 
@@ -195,7 +197,8 @@ def advice(job: Job) -> list[str]:
         if len(found) == 4:
             break
     larger = {name: kind.memory for name, kind in KINDS.items() if name != "cpu"}
-    larger = {name: size for name, size in larger.items() if size >= job.memory().total}
+    needed = job.memory().total / memory.USABLE
+    larger = {name: size for name, size in larger.items() if size >= needed}
     if larger:
         name = min(larger, key=larger.get)
         found.append(f"kind={name}: has {larger[name] / 1e9:.0f} GB")
@@ -404,7 +407,8 @@ def assumption_lines(job: Job, plan: dict) -> list[str]:
     lines = [
         plan["utilisation_source"],
         f"{source}: {products} TFLOP/s of products, {moved} GB/s of memory",
-        f"{how}: the allocator wastes {slack:.0%}; {gigabytes(libraries)} GB of libraries",
+        f"{how}: the allocator wastes {slack:.0%}; {1 - memory.USABLE:.0%} of the memory stay "
+        f"free; {gigabytes(libraries)} GB of libraries",
     ]
     if job.compiled:
         lines.append("assumed: what the compiler keeps for backward; compilation is not counted")

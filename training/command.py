@@ -255,7 +255,8 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
                     fix = "add your own files with --config-dir"
                     raise ConfigError([(flag, getattr(args, option), "is not supported", fix)])
             if args.help or args.hydra_help or args.shell_completion or args.info:
-                _hydra_main(run)
+                if os.environ.get("RANK", "0") == "0":
+                    _hydra_main(run)
                 return
             if args.multirun:
                 check_sweep(args.overrides, args.config_dir)

@@ -63,7 +63,9 @@ class DDP(Parallel):
     def command(self) -> list[str]:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         nodes = [f"--nnodes={self.world_size // here}", "..."] if here < self.world_size else []
-        return ["torchrun", *nodes, f"--nproc_per_node={here}"]
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        again = [f"--max-restarts={restarts}"] if restarts != "0" else []
+        return ["torchrun", *nodes, f"--nproc_per_node={here}", *again]
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.world_size} ranks ({self.strategy})"
