@@ -1,0 +1,110 @@
+"""Micro-batches and memory: the search for the largest, and what is told when one did not fit."""
+
+import pytest
+import torch
+
+from training import fitting
+from training.errors import OutOfMemory
+from training.memory import estimate
+
+
+@pytest.mark.parametrize("start", range(5))
+@pytest.mark.parametrize("largest", [1, 2, 4, 8, 16])
+def test_the_search_finds_the_largest_from_wherever_it_begins(start, largest):
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= largest
+
+    assert fitting.search([1, 2, 4, 8, 16], start, fits) == largest
+    assert len(tried) == len(set(tried))
+    assert sum(size > largest for size in tried) <= max(1, start)
+
+
+def test_when_nothing_fits_the_smallest_is_left_to_fail_by_itself():
+    assert fitting.search([2, 4], 1, lambda size: False) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("MPS backend out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError(),
+    ],
+)
+def test_memory_that_has_run_out_is_recognised(error):
+    assert fitting.is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError("out of memory")])
+def test_other_errors_are_not_taken_for_it(error):
+    assert not fitting.is_out_of_memory(error)
+
+
+def without_memory(run):
+    def no_room(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run.fast_model = no_room
+
+
+def test_a_step_without_room_says_what_fits_and_that_goes_on(trainer):
+    run = trainer("name=tight", "trainer.save_every=1", "trainer.max_steps=2")
+    run.train()
+    run = trainer("name=tight", "trainer.max_steps=4", "trainer.micro_batch_size=4")
+    without_memory(run)
+    with pytest.raises(OutOfMemory) as caught:
+        run.train()
+    assert caught.value.exit_code == 4
+    assert str(caught.value) == (
+        "trainer.micro_batch_size=4: 4 windows of 32 tokens do not fit into the memory of cpu; use "
+        "trainer.micro_batch_size=2: 4 micro-batches a step on each device keep the batch of 8; "
+        "the last checkpoint is intact"
+    )
+    run = trainer("name=tight", "trainer.max_steps=4", "trainer.micro_batch_size=2")
+    assert run.state.step == 2
+    run.train()
+    assert run.state.step == 4
+
+
+def test_what_is_left_when_one_window_is_too_many(trainer):
+    """In this order, and each is free to change in a run that goes on."""
+    settings = ["name=one", "trainer.micro_batch_size=1", "trainer.max_steps=2"]
+    run = trainer(*settings)
+    run.train()
+    error = fitting.what_would_fit(run.settings, run.parallel, 1)
+    assert "; use trainer.activation_checkpointing=true, " in str(error)
+    settings += ["trainer.activation_checkpointing=true", "trainer.max_steps=3"]
+    run = trainer(*settings)
+    run.train()
+    assert run.state.step == 3
+    error = fitting.what_would_fit(run.settings, run.parallel, 1)
+    assert "; use parallel=fsdp on several devices" in str(error)
+
+
+def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(trainer, monkeypatch):
+    settings = ["trainer.max_steps=3", "model.dropout=0"]
+    plain = trainer("name=plain", *settings)
+    plain.train()
+    shape = {"precision": "fp32", "device": "cpu", "accumulating": True}
+    enough = estimate(plain.settings.model, 2, 32, **shape).total
+    monkeypatch.setattr(fitting, "memory_of", lambda _: 1.0001 * enough / fitting.USABLE)
+    auto = trainer("name=auto", *settings, "trainer.micro_batch_size=auto")
+    assert auto.settings.trainer.micro_batch_size == auto.micro_batch_size == 2
+    auto.train()
+    assert auto.state.val_loss == pytest.approx(plain.state.val_loss, rel=1e-5)
+    assert "micro_batch_size: 2\n" in (auto.folder / "config.yaml").read_text()
+    monkeypatch.setattr(fitting, "memory_of", lambda _: 0.0)
+    assert trainer("name=least", "trainer.micro_batch_size=auto").micro_batch_size == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_trials_on_a_gpu_leave_no_trace(trainer):
+    run = trainer("trainer.device=cuda", "trainer.micro_batch_size=auto")
+    assert run.micro_batch_size == 8
+    assert all(parameter.grad is None for parameter in run.model.parameters())
