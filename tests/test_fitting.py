@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from known_runs import assert_same, weights
 
 from training import fitting
 from training.errors import OutOfMemory
@@ -102,9 +103,41 @@ def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(trainer, monkey
     assert trainer("name=least", "trainer.micro_batch_size=auto").micro_batch_size == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_trials_on_a_gpu_leave_no_trace(trainer):
-    run = trainer("trainer.device=cuda", "trainer.micro_batch_size=auto")
-    assert run.micro_batch_size == 8
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Trials call these; the rest of a trial runs anywhere."""
+    limits = []
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, _: limits.append(part)
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return limits
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_trial_leaves_no_trace(trainer, as_on_a_gpu, monkeypatch, room):
+    run = trainer("model.dropout=0.2")
+    before = weights(run)
+    if not room:
+        forward, calls = run.model.forward, []
+
+        def second_has_none(*args):
+            calls.append(args)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(*args)
+
+        monkeypatch.setattr(run.model, "forward", second_has_none)
+    assert fitting._fits(4, run.settings, run.parallel, run.model) is room
+    assert as_on_a_gpu == [fitting.USABLE, 1.0]
+    assert_same(before, weights(run))
     assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert not run.optimizer.state
+
+
+def test_a_trial_that_fails_otherwise_says_so(trainer, as_on_a_gpu, monkeypatch):
+    run = trainer()
+    monkeypatch.setattr(run.model, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fitting._fits(4, run.settings, run.parallel, run.model)
+    assert as_on_a_gpu == [fitting.USABLE, 1.0]

@@ -387,12 +387,8 @@ class errors_in_one_line:
 
     def tell(self, error: BaseException) -> None:
         """On rank 0; on others what is this rank's own affair."""
-        rank, line, expected = (
-            os.environ.get("RANK", "0"),
-            one_line(error),
-            hasattr(error, "exit_code"),
-        )
-        if not expected:
+        rank, line = os.environ.get("RANK", "0"), one_line(error)
+        if not (expected := hasattr(error, "exit_code")):
             line += "; run again with debug=true for the traceback"
         if rank == "0":
             print(line, file=sys.stderr)

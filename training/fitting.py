@@ -83,7 +83,8 @@ def find_micro_batch(
         )
         return needed.total <= USABLE * memory_of(parallel.device)
 
-    start = max(0, sum(estimated(size) for size in sizes) - 1)  # estimates grow with the size
+    # The last, not the first that does not fit: accumulating costs more than a larger whole share.
+    start = max((place for place, size in enumerate(sizes) if estimated(size)), default=0)
     start = -parallel.largest(-start)  # the smallest of all ranks'
     if parallel.device.type != "cuda" or parallel.strategy == "fsdp":
         return sizes[start]
@@ -131,7 +132,9 @@ def _fits(windows: int, settings: "Settings", parallel: "Parallel", model: "GPT"
             with parallel.autocast():
                 _, loss = model(token_ids, token_ids)
             loss.backward()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         failed = True
     finally:
         del moments
