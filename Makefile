@@ -3,8 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
+# The tests of docs/reliability.md.
+FAULTS := $(wildcard tests/test_*fault*.py) tests/test_bad_input.py tests/test_security.py \
+    tests/test_fuzz.py tests/test_rows.py
 
-.PHONY: train test campaign lint format clean
+.PHONY: train test campaign audit lint format clean
 
 train: $(VENV)/train  ## train GPT-2 small on the sample; more settings: make train ARGS="seed=1"
 	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)
@@ -12,11 +15,23 @@ train: $(VENV)/train  ## train GPT-2 small on the sample; more settings: make tr
 test: $(VENV)/test  ## all tests
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
-campaign: $(VENV)/test  ## what takes long; TEXTS=FOLDER compares the tokens of all texts there
+campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of all texts there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign_tokens.py $(ARGS)
 	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/test_prepare_stopped.py $(ARGS)
-	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/test_ranks_lost.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/test_ranks.py $(ARGS)
+	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/test_ranks_lost.py $(ARGS)
+	rm -f campaign.jsonl
+	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
+	    $(VENV)/bin/python -m pytest -n 2 $(FAULTS) $(ARGS)
+	$(VENV)/bin/python tests/tally.py campaign.jsonl benchmarks/results/reliability.json
+
+# In an environment of its own, so that what is installed is what is audited. --strict: a package
+# that the service does not know is a failure, not a pass. torch's "+cpu" is no version of PyPI's.
+audit: $(VENV)/test  ## known vulnerabilities of what is installed; needs the network; ARGS="-s osv"
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/pip install -q --disable-pip-version-check "pip-audit>=2.9"
+	$(VENV)/bin/pip freeze | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
+	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)/audit/installed.txt $(ARGS)
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .
@@ -26,12 +41,12 @@ format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-$(VENV)/train: requirements.txt
+$(VENV)/train: requirements.txt requirements-floors.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements.txt
 	touch $@
 
-$(VENV)/test: requirements.txt requirements-dev.txt
+$(VENV)/test: requirements.txt requirements-dev.txt requirements-floors.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements-dev.txt
 	touch $@

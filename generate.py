@@ -7,12 +7,14 @@
 """
 
 import codecs
-import math
 import sys
 from dataclasses import dataclass, field
 
 from training.command import settings_command
 from training.config import Problem, refuse
+from training.terminal import visible
+
+MOST = 1_000_000  # tokens, samples
 
 
 @dataclass
@@ -34,13 +36,19 @@ class GenerateConfig:
     def problems(self) -> list[Problem]:
         """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
         found = []
+        if not self.checkpoint:
+            found.append(("checkpoint", "", "is empty", "give a run or a checkpoint"))
         for key in ("num_tokens", "num_samples"):
-            if getattr(self, key) < 1:
-                found.append((key, getattr(self, key), "must be at least 1", "use 1 or more"))
-        if not 0 <= self.temperature < math.inf:
-            found.append(("temperature", self.temperature, "must not be negative", "use 0 to 1"))
+            if not 1 <= getattr(self, key) <= MOST:
+                cause = f"must be from 1 to {MOST:,}"
+                found.append((key, getattr(self, key), cause, "use 100 or so"))
+        if not (self.temperature == 0 or 0.001 <= self.temperature <= 1000):
+            cause = "must be 0 (the likeliest token), or from 0.001 to 1000"
+            found.append(("temperature", self.temperature, cause, "use 0.8 or so"))
         if self.top_k is not None and self.top_k < 1:
             found.append(("top_k", self.top_k, "must be at least 1", "use 50, or null for all"))
+        if not 0 <= self.seed < 2**63:
+            found.append(("seed", self.seed, "must be from 0 to 2^63 - 1", "use seed=0"))
         if self.device not in ("auto", "cpu", "cuda", "mps"):
             found.append(("device", self.device, "no such device", "use auto, cpu, cuda or mps"))
         return found
@@ -52,14 +60,18 @@ def main(settings: GenerateConfig) -> None:
 
     from data import get_tokenizer
     from training import device
+    from training.checkpoint import CheckpointError
     from training.hf import load_any
 
     refuse(device.check(settings.device))
     place = device.prepare(settings.device, settings.seed)
     model, state = load_any(settings.checkpoint)
-    data = state.settings["data"] if state else {"tokenizer": "gpt2", "max_length": None}
-    tokenizer = get_tokenizer(data["tokenizer"])
-    window = data["max_length"]  # positions beyond it were never trained
+    name, window = trained_on(state, settings.checkpoint)
+    tokenizer = get_tokenizer(name)
+    if (have := model.config.vocab_size) < (need := tokenizer.n_vocab):
+        cause = f"has {have} token ids, and the {name} tokenizer {need}"
+        fix = "use a model of that tokenizer"
+        raise CheckpointError(f"checkpoint={settings.checkpoint}: {cause}; {fix}")
     model.to(place)
 
     prompt_ids = tokenizer.encode(settings.prompt, allowed_special="all") or [tokenizer.eot_token]
@@ -67,7 +79,7 @@ def main(settings: GenerateConfig) -> None:
     for number in range(settings.num_samples):
         if number > 0:
             print("\n---")
-        print(settings.prompt, end="", flush=True)
+        show(settings.prompt)
         # A character may be spread over several tokens: print it when its last byte is there.
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in model.generate(
@@ -81,11 +93,31 @@ def main(settings: GenerateConfig) -> None:
             if (token := int(token)) == tokenizer.eot_token:
                 break
             if token < tokenizer.n_vocab:  # a padded vocabulary has ids that stand for nothing
-                print(
-                    decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True
-                )
-        print(decoder.decode(b"", final=True))
-        sys.stdout.flush()
+                show(decoder.decode(tokenizer.decode_single_token_bytes(token)))
+        show(decoder.decode(b"", final=True) + "\n")
+
+
+def trained_on(state, path: str) -> tuple[str, int | None]:
+    """The tokenizer of a checkpoint, and the window it was trained with: positions beyond that
+    have learned nothing. Weights alone are GPT-2's."""
+    from tokens.tokenizers import TOKENIZERS
+    from training.checkpoint import CheckpointError
+
+    if state is None:
+        return "gpt2", None
+    data = state.settings.get("data")
+    name, window = (data.get(key) for key in ("tokenizer", "max_length")) if data else (None, None)
+    if name not in TOKENIZERS or not isinstance(window, int) or window < 1:
+        cause = f"its settings name tokenizer {name!r} and max_length {window!r}"
+        raise CheckpointError(f"checkpoint={path}: {cause}; use another one")
+    return name, window
+
+
+def show(text: str) -> None:
+    """Prints a piece of text at once; on a terminal without what a terminal would obey."""
+    if sys.stdout.isatty():
+        text = visible(text.replace("\r", ""))
+    print(text, end="", flush=True)
 
 
 if __name__ == "__main__":

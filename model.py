@@ -12,7 +12,6 @@ V vocabulary, L layers.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,9 +47,10 @@ class ModelConfig:
                     (key, getattr(self, key), "must be at least 1", f"set {key}=1 or more")
                 )
         if not found and self.emb_dim % self.num_heads != 0:
-            # Outwards from what was asked for; 1 divides everything, so this ends.
-            tries = (self.num_heads + way * far for far in itertools.count(1) for way in (-1, 1))
-            nearest = next(h for h in tries if h >= 1 and self.emb_dim % h == 0)
+            # Outwards from what was asked for, but not for ever; 1 divides everything.
+            asked = min(self.num_heads, self.emb_dim)
+            tries = (asked + way * far for far in range(10_000) for way in (-1, 1))
+            nearest = next((h for h in tries if h >= 1 and self.emb_dim % h == 0), 1)
             cause = f"emb_dim={self.emb_dim} cannot be split into {self.num_heads} equal heads"
             fix = f"use a divisor of {self.emb_dim}, such as {nearest}"
             found.append(("num_heads", self.num_heads, cause, fix))

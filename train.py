@@ -12,7 +12,6 @@ imported when a run begins, so that a mistyped setting is answered before torch 
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import re
@@ -26,21 +25,28 @@ from pathlib import Path
 
 from training.command import command
 from training.config import ConfigError, Settings, refuse
-from training.errors import Diverged, LostPeer, one_line
+from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
+from training.signals import StopSignals, end_quietly, exit_code
 
 if typing.TYPE_CHECKING:
     from lens import Look
 
 
 class Trainer:
-    """One training run: its parts, and the loop that they are for."""
+    """One training run: its parts, and the loop that they are for.
 
-    def __init__(self, settings: Settings):
+    signals: what asks it to stop, if anything does.
+    """
+
+    def __init__(self, settings: Settings, signals: StopSignals | None = None):
         """Builds all the parts; nothing is written before every one of them fits."""
-        from training import checkpoint, device, parallel
-        from training.meter import Meter
+        from training import device, parallel
 
         self.settings = settings
+        self.signals = signals or StopSignals(is_main=True, relayed=False)
+        self.folder = self.saver = self.taken = self.lock = None
+        self.opened = contextlib.ExitStack()  # what is closed at the end, the last one first
+        self.exit_code = 0
         trainer = settings.trainer
         refuse(parallel.check(settings.parallel, trainer.device, trainer.batch_size))
         if problems := device.check(trainer.device, trainer.precision, "trainer."):
@@ -50,30 +56,35 @@ class Trainer:
         self.parallel = parallel.start(
             settings.parallel, trainer.device, trainer.precision, settings.seed
         )
-        self.find_checkpoint()
-        self.load_data()
-        self.build_model()
-        self.build_lens()
-        self.build_optimizer()
-        self.fit_micro_batch()
-        self.state = checkpoint.State(step=0, settings=dataclasses.asdict(settings))
-        self.state.data = self.data.checksums
-        if self.saved:
-            self.restore()
-        self.open_run()
-        self.meter = Meter()
-        self.seconds_watching = 0.0
-        self.stop_signal = 0
+        self.opened.callback(lambda: self.parallel.close(self.exit_code))
+        self.notes: list[str] = []  # what else there is to know about the run
+        try:
+            with self.explaining(step=False):
+                self.find_checkpoint()
+                self.load_data()
+                self.build_model()
+                self.build_lens()
+                self.build_optimizer()
+                self.fit_micro_batch()
+                self.build_state()
+                self.open_run()
+        except BaseException as error:
+            self.close(exit_code_of(error))
+            raise
+        self.seconds_watching = self.seconds_saving = 0.0
         self.train_loss: float | None = None
         self.last_sample = ""
 
     def find_checkpoint(self) -> None:
         """What the run goes on from, if from anything: the main rank looks, and tells. Refuses
         settings that would make it another run."""
-        from training import checkpoint, resume
+        from training import checkpoint, directory, resume
         from training.optim import default_warmup
 
         def look() -> tuple[str, dict] | None:
+            own = resume.own_directory(self.settings)
+            if own and own.is_dir() and not directory.is_occupied(own):
+                self.take(own)  # from here on nobody else changes what is in it
             found, problems = resume.find_checkpoint(self.settings)
             refuse(problems)
             return found and (str(found), dataclasses.asdict(checkpoint.load_state(found)))
@@ -84,16 +95,35 @@ class Trainer:
         trainer = self.settings.trainer
         if trainer.warmup_steps is None:
             # Resolved once: a run that is made longer later keeps the warmup it had.
-            saved = self.saved and self.saved.settings["trainer"]["warmup_steps"]
-            trainer.warmup_steps = default_warmup(trainer.max_steps) if saved is None else saved
+            before = self.saved and self.saved.settings["trainer"].get("warmup_steps")
+            known = isinstance(before, int)
+            trainer.warmup_steps = before if known else default_warmup(trainer.max_steps)
         if self.saved:
             run = checkpoint.run_of(self.resume_from) or self.resume_from
+            if resume.goes_on(self.resume_from, self.settings):
+                run = resume.own_directory(self.settings)  # as the user calls it
             now = dataclasses.asdict(self.settings)
-            refuse(resume.changed_settings(self.saved.settings, now, run))
+            changed = resume.changed_settings(self.saved.settings, now, run)
+            if trainer.resume_override:
+                self.notes += [f"{key}={value}: {cause}" for key, value, cause, _ in changed]
+            else:
+                refuse(changed)
+
+    def take(self, folder: Path) -> None:
+        """Keeps other processes out of a run's directory."""
+        from durable import clear
+        from training import directory
+
+        self.taken = folder
+        self.lock = directory.take(folder)
+        if self.lock:
+            self.opened.enter_context(self.lock)
+        clear(folder)
 
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""
         from data import check_same, check_unchanged, evenly, load_datasets, order_of
+        from tokens import DataError
         from tokens.tokenizers import bytes_per_token, get_tokenizer
         from training.feed import Feed
         from training.validation import Validation
@@ -103,7 +133,12 @@ class Trainer:
         with self.parallel.together():  # another machine may lack the files
             self.data = load_datasets(settings.data)
             if self.saved:
-                check_unchanged(self.saved.data, self.data.checksums, settings.data.path)
+                try:
+                    check_unchanged(self.saved.data, self.data.checksums, settings.data.path)
+                except DataError as error:
+                    if not trainer.resume_override:
+                        raise
+                    self.notes.append(str(error).partition("; ")[0])
         main_has = self.parallel.share(self.data.checksums)
         with self.parallel.together():
             check_same(main_has, self.data.checksums, settings.data.path)
@@ -185,56 +220,94 @@ class Trainer:
             found = find_micro_batch(self.settings, self.parallel, self.model, self.compiled)
             self.settings.trainer.micro_batch_size = self.feed.micro_batch_size = found
 
-    def restore(self) -> None:
-        """Puts the rest where the checkpoint has it."""
+    def build_state(self) -> None:
+        """Where the run stands: at its beginning, or where the checkpoint has it."""
         from training import checkpoint
+        from training.guard import Guard, Spikes
+        from training.meter import Meter
 
+        trainer = self.settings.trainer
+        self.meter = Meter()
+        self.best_before: tuple[float | None, int | None] = None, None
+        limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
+        self.guard, self.spikes = Guard(limit, self.parallel.device), Spikes()
+        self.state = checkpoint.State(step=0, settings=dataclasses.asdict(self.settings))
+        self.state.data = self.data.checksums
+        if not self.saved:
+            return
         self.lens_before = self.saved.settings.get("lens", {})
         self.saved.settings, self.saved.data = self.state.settings, self.state.data
         self.saved.format = checkpoint.FORMAT  # of what is written from here on
         self.state = self.saved
         checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer, self.parallel)
-        if self.state.scaler:
-            self.parallel.scaler.load_state_dict(self.state.scaler)
+        self.guard.restore(self.state.skipped, self.state.skipped_in_a_row)
+        try:
+            self.spikes = checkpoint.typed(Spikes, self.state.spikes)
+            if self.state.scaler:
+                self.parallel.scaler.load_state_dict(self.state.scaler)
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise checkpoint.Damaged(
+                self.resume_from / checkpoint.STATE, f"is unreadable ({one_line(error)})"
+            ) from error
 
     def open_run(self) -> None:
         """The run's directory, its log, its place on W&B: the main rank's affair."""
-        from training import checkpoint, resume
+        from durable import write_whole
+        from training import directory, resume
         from training.console import Console
+        from training.rows import RowFile
+        from training.saving import Saver
         from training.tracker import NoTracker, Tracker, drop_rows_after, last_wandb_id
 
         settings, state = self.settings, self.state
-        origin = checkpoint.run_of(self.resume_from) if self.resume_from else None
+        goes_on = resume.goes_on(self.resume_from, settings)
         finished = state.step >= settings.trainer.max_steps
         self.tracker = NoTracker()
 
         def open_run() -> str:
             if goes_on:
-                folder = origin
+                folder = resume.own_directory(settings)
             else:
-                name = settings.name or resume.name_before_restart()
-                folder = checkpoint.open_run(name, model_name(settings))
-                if resume.was_cut_off(folder):  # before its first checkpoint
+                name = settings.name or directory.name_before_restart()
+                folder = directory.create(name, model_name(settings))
+                if directory.was_cut_off(folder):  # before its first checkpoint
                     state.wandb_id = last_wandb_id(folder)
-            resume.mark_launch(folder)
+            if self.taken != folder:  # it was not there before
+                self.take(folder)
+                directory.check_new(folder)
+            directory.mark_launch(folder)
+            self.saver = Saver(folder, settings.trainer.keep, state if goes_on else None)
+            self.opened.callback(self.saver.close)
             if not finished:  # else there is nothing to do, and the record stays as it is
-                write_config(folder / "config.yaml", state.settings)
+                write_whole(folder / directory.CONFIG, as_yaml(state.settings).encode())
                 drop_rows_after(folder, state.step if self.saved else -1)
                 self.tracker = Tracker(settings.wandb, folder, state.settings, state.wandb_id)
+                self.opened.callback(lambda: self.tracker.finish(self.exit_code))
+                self.samples = RowFile(folder / "samples.jsonl")
+                self.opened.callback(self.samples.close)
             return str(folder)
 
-        goes_on = origin is not None and settings.name in (None, origin.name)
+        def in_words() -> str:
+            with directory.writable(directory.RUNS / (settings.name or "")):
+                return open_run()
+
         if not goes_on:  # a branch has a W&B run and a best checkpoint of its own
             state.wandb_id = state.best_loss = state.best_step = None
-        self.folder = Path(self.parallel.share(self.parallel.on_main(open_run)))
+        self.folder = Path(self.parallel.share(self.parallel.on_main(in_words)))
         state.wandb_id = self.tracker.run_id or state.wandb_id
         self.console = Console(self.parallel.is_main, state.step, settings.trainer.max_steps)
+        self.opened.callback(self.console.close)
 
     @property
     def micro_batch_size(self) -> int:
         """Windows at once on this rank."""
         share = self.settings.trainer.batch_size // self.parallel.world_size
         return min(share, self.settings.trainer.micro_batch_size or share)
+
+    def close(self, code: int) -> None:
+        """Closes what is open: what is being written comes to its end. code: the exit code."""
+        self.exit_code = code
+        self.opened.close()
 
     # ------------------------------------------------------------------------------- the loop
 
@@ -244,19 +317,23 @@ class Trainer:
         started = time.perf_counter()
         self.introduce()
         try:
-            if self.state.step == 0:
-                self.look_up({})
-            self.meter.start()
-            while self.state.step < settings.max_steps:
-                self.meter.add(*self.step())
-                metrics = self.measure() if self.is_due(settings.log_every) else {}
-                with self.meter.paused():
-                    self.look_up(metrics)
-                    self.save_if_due(metrics)
-                if self.was_told_to_stop():
-                    self.stop()
-        except Exception as error:
-            raise self.explained(error) from error
+            with self.explaining():
+                self.signals.phase = "training"
+                if self.state.step == 0:
+                    self.look_up({})
+                self.meter.start(self.state.losses or [])
+                first = self.state.step
+                while self.state.step < settings.max_steps:
+                    self.meter.add(*self.step())
+                    metrics = self.measure() if self.is_due(settings.log_every) else {}
+                    with self.meter.paused():
+                        self.look_up(metrics)
+                        self.save_if_due(metrics)
+                    if self.was_told_to_stop():
+                        self.stop()
+                self.signals.phase = "finishing"
+                if self.state.step > first:
+                    self.finish_saving()
         finally:
             self.write_report()  # of a run that failed, too: it is the one to look at
         self.conclude(time.perf_counter() - started)
@@ -275,16 +352,20 @@ class Trainer:
             mean_loss = mean_loss + loss.detach()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.state.step)
-        grad_norm = self.parallel.update(self.model, self.optimizer, settings.grad_clip)
+        norm = self.parallel.update(self.model, self.optimizer, settings.grad_clip, self.guard)
         self.state.step += 1
         self.state.tokens += self.tokens_per_step
-        return mean_loss, grad_norm
+        if self.parallel.device.type == "cpu":  # where looking costs nothing; else when measuring
+            self.check_numbers()
+        return mean_loss, norm
 
     def measure(self) -> dict[str, float]:
         """The training metrics since the last line of the log; the only wait for the device."""
-        state = self.state
-        self.train_loss = self.finite(self.parallel.mean(self.meter.mean_loss()))
-        self.parallel.synchronize()
+        state, losses = self.state, self.meter.losses(self.parallel)
+        self.check_numbers()
+        finite = [loss for loss in losses if math.isfinite(loss)]  # the others were left out
+        self.train_loss = sum(finite) / len(finite) if finite else math.nan
+        scores = [z for loss in losses if (z := self.spikes.add(loss)) is not None]
         speed = self.tokens_per_step * self.meter.steps_per_second()
         rate = self.optimizer.param_groups[0]["lr"]
         self.console.step(state.step, self.train_loss, rate, speed)
@@ -294,41 +375,89 @@ class Trainer:
             "train/grad_norm": float(self.meter.grad_norm),
             "train/tokens": state.tokens,
             "train/tokens_per_second": speed,
+            "train/skipped_steps": state.skipped,
+            "train/loss_spikes": self.spikes.count,
         }
+        if scores:
+            metrics["train/loss_z_score"] = max(scores)
         if self.peak_flops:
             share = self.flops_per_token * speed / self.parallel.world_size / self.peak_flops
             metrics["train/mfu"] = share
         self.meter.start()
         return metrics
 
+    def check_numbers(self) -> None:
+        """Takes note of steps that were left out; raises Diverged when there were too many. What
+        is left out is the same on all ranks."""
+        state = self.state
+        before, (state.skipped, state.skipped_in_a_row, halted) = state.skipped, self.guard.read()
+        if halted:
+            limit, last = self.guard.limit, state.step - halted + 1
+            times = f"{limit} in a row" if limit > 1 else "on_nonfinite"
+            raise Diverged(
+                f"optimizer.lr={self.settings.optimizer.lr}: the loss or gradient of step "
+                f"{last - limit + 1} is no finite number ({times}); {LESS}; {self.intact()}"
+            )
+        if state.skipped > before:
+            left_out = f"{state.skipped - before} of the steps up to {state.step} left out"
+            row = f"{state.skipped_in_a_row} in a row, {self.guard.limit} end the run"
+            self.console.print(f"note: {left_out}, whose loss or gradient was no number ({row})")
+
     def finite(self, loss: float) -> float:
-        """The loss; raises Diverged when it is no number any more. The same on all ranks."""
+        """The validation loss; raises Diverged when it is no number. The same on all ranks."""
         if not math.isfinite(loss):
             raise Diverged(
-                f"optimizer.lr={self.settings.optimizer.lr}: the loss is {loss} at step "
-                f"{self.state.step}; use a smaller rate, more trainer.warmup_steps or "
-                f"trainer.precision=fp32; the checkpoints before this step are intact"
+                f"optimizer.lr={self.settings.optimizer.lr}: the validation loss is {loss} at step "
+                f"{self.state.step}; {LESS}; {self.intact()}"
             )
         return loss
 
-    def explained(self, error: Exception) -> Exception:
-        """The error, or what it means to the user where that can be told."""
+    @contextlib.contextmanager
+    def explaining(self, step: bool = True):
+        """Errors inside are raised as what they mean to the user, where that can be told. step:
+        whether memory that runs out is that of a step."""
         from training.fitting import is_out_of_memory, what_would_fit
 
-        if is_out_of_memory(error):
-            return what_would_fit(self.settings, self.parallel, self.micro_batch_size)
-        if self.parallel.lost_peer(error):
-            # Of what the library says, the first sentence, without its places and addresses.
-            said = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
-            last = self.folder / "checkpoints" / "last"
-            then = f"go on with: {self.command_to_go_on()}"
-            if not last.is_symlink():
-                then = "there was no checkpoint yet: the same command begins anew"
-            return LostPeer(
-                f"parallel.timeout={self.settings.parallel.timeout}: another rank is gone or did "
-                f"not answer ({said.partition('. ')[0]}); {then}"
-            )
-        return error
+        try:
+            yield
+        except Exception as error:
+            if step and is_out_of_memory(error):
+                windows = self.micro_batch_size
+                raise what_would_fit(
+                    self.settings, self.parallel, windows, self.intact()
+                ) from error
+            if self.parallel.lost_peer(error):
+                # Of what the library says, the first sentence, without its places and addresses.
+                said = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
+                self.settle()
+                then = "give the same command again"
+                if self.has_checkpoint():
+                    then = f"go on with: {self.command_to_go_on()}"
+                raise LostPeer(
+                    f"parallel.timeout={self.settings.parallel.timeout}: another rank is gone or "
+                    f"did not answer ({said.partition('. ')[0]}); {then}"
+                ) from error
+            raise
+
+    def has_checkpoint(self) -> bool:
+        from training import checkpoint
+
+        return self.folder is not None and checkpoint.has_any(self.folder)
+
+    def settle(self) -> None:
+        """Lets a checkpoint that is being written come to its end, whatever that is."""
+        if self.saver:
+            with contextlib.suppress(Exception):
+                self.saver.wait()
+
+    def intact(self) -> str:
+        """What there is to go on from."""
+        from training import checkpoint
+
+        self.settle()
+        if not self.has_checkpoint():
+            return "there is no checkpoint yet"
+        return f"the checkpoint of step {checkpoint.newest_step(self.folder)} is intact"
 
     # --------------------------------------------------------------------------- looking up
 
@@ -396,8 +525,7 @@ class Trainer:
         self.console.print(f"step {self.state.step}  sample: {' '.join(text.split())}")
         if self.parallel.is_main:
             row = {"step": self.state.step, "prompt": settings.sample_prompt, "text": text}
-            with open(self.folder / "samples.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.samples.append(row)
 
     def look_at_attention(self) -> "Look | None":
         """What every head does, in numbers, pictures and pages. On every rank: all run the model,
@@ -447,37 +575,88 @@ class Trainer:
     def save_if_due(self, metrics: dict[str, float]) -> None:
         """A checkpoint, when this is the best validation so far or the interval says so."""
         state, val_loss = self.state, metrics.get("val/loss")
+        if val_loss is not None:
+            # Else the best may be one that has not come to the disk.
+            self.tell_not_saved(self.saved_so_far()[1])
         is_best = val_loss is not None and val_loss < (state.best_loss or math.inf)
         if is_best:
+            self.best_before = state.best_loss, state.best_step
             state.best_loss, state.best_step = val_loss, state.step
         if is_best or self.is_due(self.settings.trainer.save_every):
-            self.save(is_best)
+            self.save()
 
-    def save(self, is_best: bool = False) -> None:
+    def save(self) -> None:
+        """A checkpoint of this step, on all ranks. It is written while training goes on, where the
+        host has the memory for a copy."""
         from training import checkpoint
+        from training.fitting import spare_memory
 
-        if self.meter.losses:  # nothing broken replaces a good checkpoint
-            self.finite(self.parallel.mean(self.meter.mean_loss()))
-        self.state.scaler = self.parallel.scaler.state_dict() or None
-        tensors = checkpoint.collect(self.model, self.optimizer, self.parallel)
+        started, state = time.perf_counter(), self.state
+        newest, failed = self.saved_so_far()
+        self.tell_not_saved(failed)
+        if newest == state.step:
+            return
+        state.losses = list(self.meter.losses(self.parallel))
+        self.check_numbers()
+        state.scaler = self.parallel.scaler.state_dict() or None
+        state.spikes = dataclasses.asdict(self.spikes)
+        # Where parameters are on the host, a copy of them must leave room for a step. The main rank
+        # makes the copy, and knows whether training waits.
+        needed = 12 * self.model.num_parameters()
+        copy = self.parallel.device.type != "cpu" or spare_memory() > 2 * needed
+        last = state.step == self.settings.trainer.max_steps or self.signals.received > 0
+        copy, last = self.parallel.share([copy, last])
+        tensors = checkpoint.collect(self.model, self.optimizer, self.parallel, copy and not last)
         if self.parallel.is_main:
-            keep = self.settings.trainer.keep
-            checkpoint.save(self.folder, tensors, self.state, keep, is_best)
+            self.tracker.sync()  # what was logged up to here is not lost either
+            self.samples.sync()
+            self.saver.save(tensors, state)
+        if not copy and not last:
+            self.tell_not_saved(self.saved_so_far()[1])
+        self.seconds_saving += time.perf_counter() - started
+
+    def tell_not_saved(self, failed: str | None) -> None:
+        """Why a checkpoint could not be written; the next may find room."""
+        if failed and self.parallel.is_main:
+            goes_on = "" if self.signals.received else "; training goes on"
+            print(f"{failed}{goes_on}", file=sys.stderr)
+
+    def saved_so_far(self) -> tuple[int | None, str | None]:
+        """Waits until no checkpoint is being written; on all ranks. (The newest one's step, why
+        the last one could not be written.)"""
+        state = self.state
+
+        def wait() -> tuple[int | None, str | None]:
+            failed = self.saver.wait()
+            return self.saver.newest, failed and str(failed)
+
+        newest, failed = self.parallel.share(self.parallel.on_main(wait))
+        if failed and state.best_step is not None and state.best_step > (newest or -1):
+            state.best_loss, state.best_step = self.best_before
+        return newest, failed
+
+    def finish_saving(self) -> None:
+        """The checkpoint of this step is there, or the run has failed."""
+        newest, failed = self.saved_so_far()
+        if newest != self.state.step:
+            raise NotSaved(failed)
 
     def was_told_to_stop(self) -> bool:
         """Whether a signal came, to any rank: they stop after the same step."""
-        self.stop_signal = self.parallel.largest(self.stop_signal)
-        return self.stop_signal > 0
+        self.signals.received = self.parallel.largest(self.signals.received)
+        return self.signals.received > 0
 
     def stop(self) -> None:
         """Ends the run before its time, after a checkpoint, with the signal's exit code."""
         self.save()
+        self.finish_saving()
         self.console.close()
-        name = signal.Signals(self.stop_signal).name
+        number = self.signals.received
+        name = signal.Signals(number).name
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
         if self.parallel.is_main:
             print(f"{where}; go on with: {self.command_to_go_on()}", file=sys.stderr)
-        sys.exit(130 if self.stop_signal == signal.SIGINT else 143)
+        sys.exit(exit_code(number))
 
     def command_to_go_on(self) -> str:
         """What to type after a stop."""
@@ -499,7 +678,9 @@ class Trainer:
             f"{val_windows:,} to validate; {settings.trainer.batch_size} a step"
             f"{self.division()}"
         )
-        for note in self.data.notes:
+        if self.parallel.is_main and self.state.step < settings.trainer.max_steps:
+            self.notes += self.saver.too_large(12 * self.model.num_parameters())
+        for note in (*self.data.notes, *self.notes):
             out.print(f"note: {note}")
         out.print(f"run directory: {self.folder}")
         if where := self.tracker.where():
@@ -543,6 +724,9 @@ class Trainer:
         if self.last_sample:
             out.print(f"\n{self.last_sample}\n")
         out.print(f"run directory    {self.folder}")
+        if self.parallel.is_main and self.saver.written:
+            waited = f"training waited {self.seconds_saving:.1f} s of {seconds:.0f} s"
+            out.print(f"checkpoints      {self.saver.written} written in the background; {waited}")
         for finding in self.lens.findings() if self.lens else ():
             out.print(f"heads            {finding}")
         if (timelapse := self.folder / "attention" / "timelapse.html").is_file():
@@ -560,11 +744,11 @@ def model_name(settings: Settings) -> str:
     return f"gpt2-{settings.model.num_layers}x{settings.model.emb_dim}"
 
 
-def write_config(path: Path, settings: dict) -> None:
-    """The resolved settings as YAML: what this run was told, defaults and all."""
+def as_yaml(settings: dict) -> str:
+    """The resolved settings: what this run was told, defaults and all."""
     from omegaconf import OmegaConf
 
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), encoding="utf-8")
+    return OmegaConf.to_yaml(OmegaConf.create(settings))
 
 
 @command
@@ -572,38 +756,17 @@ def main(settings: Settings) -> None:
     """Train as the settings say."""
     from training.parallel import launched
 
-    trainer = Trainer(settings)
-
-    at_once = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def on_signal(number: int, _) -> None:
-        trainer.stop_signal, words = number, "stopping after this step"
-        if not launched():
-            signal.signal(number, at_once[number])  # a second one stops at once
-            words += "; once more to stop at once"
-        # Under torchrun the same signal comes again, from it, and it knows how to hurry.
-        if trainer.parallel.is_main:
-            print(words, file=sys.stderr)
-
-    for number in at_once:
-        signal.signal(number, on_signal)
-    exit_code = 4
-    try:
-        trainer.train()
-        exit_code = 0
-    except SystemExit as stopped:
-        exit_code = stopped.code
-        raise
-    except KeyboardInterrupt:
-        exit_code = 130
-        raise
-    finally:
-        trainer.console.close()
-        trainer.tracker.finish(exit_code)
-        trainer.parallel.close(exit_code)
-        for number, handler in at_once.items():
-            signal.signal(number, handler)
+    is_main = os.environ.get("RANK", "0") == "0"
+    with StopSignals(is_main, relayed=launched()) as signals:
+        trainer = Trainer(settings, signals)
+        try:
+            trainer.train()
+        except BaseException as error:
+            trainer.close(exit_code_of(error))
+            raise
+        trainer.close(0)
 
 
 if __name__ == "__main__":
+    end_quietly()
     main()

@@ -197,7 +197,9 @@ width of all heads together. Nothing fails, the numbers are just others. On its 
 
 def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.error = lambda message: parser.exit(2, f"{message}; see --help\n")
+    parser.parse_args()
     x = torch.tensor(INPUTS)  # (T, d_in)
     show("x, the six words", x)
     attn_scores = one_query(x)

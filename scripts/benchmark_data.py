@@ -80,9 +80,10 @@ def tokenising(settings: BenchmarkConfig, folder: Path) -> dict:
     from tokens.encoding import character_end
     from tokens.tokenizers import get_tokenizer
 
+    most = min(settings.megabytes * 10**6, os.path.getsize(settings.text))
     with open(settings.text, "rb") as file:
-        raw = file.read(settings.megabytes * 10**6 + 4)
-    raw = raw[: character_end(raw, settings.megabytes * 10**6)]
+        raw = file.read(most + 4)
+    raw = raw[: character_end(raw, most)]
     path = folder / "sample.txt"
     path.write_bytes(raw)
     text, size = raw.decode(), len(raw) / 1e6

@@ -40,6 +40,11 @@ class InspectConfig:
         ]
         if not self.out.endswith(".html"):
             found.append(("out", self.out, "is to be a page", "use a name that ends in .html"))
+        out = Path(self.out)
+        above = next((p for p in out.parents if p.exists()), Path("."))
+        if out.is_dir() or not above.is_dir():
+            cause = "is a folder" if out.is_dir() else f"{above} is no folder"
+            found.append(("out", self.out, cause, "give the name of a file"))
         if self.device not in ("auto", "cpu", "cuda", "mps"):
             found.append(("device", self.device, "no such device", "use auto, cpu, cuda or mps"))
         return found

@@ -70,11 +70,11 @@ class PrepareConfig:
             found.append(("out", self.out, "no folder given", "set out=DIR"))
         if os.path.exists(self.out) and not os.path.isdir(self.out):
             found.append(("out", self.out, "is a file", "give a folder"))
-        numbers = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part)
+        numbers = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", self.part)
         if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
             found.append(("part", self.part, "is to be i/n, i from 1 to n", "such as part=1/4"))
-        if self.workers < 0:
-            found.append(("workers", self.workers, "must not be negative", "use 0 for all cores"))
+        if not 0 <= self.workers <= 1024:
+            found.append(("workers", self.workers, "must be 0 to 1024", "use 0 for all cores"))
         if not 1 <= self.shard_tokens < 2**31:
             cause = "must be from 1 to 2^31 - 1: the layout counts so far"
             found.append(("shard_tokens", self.shard_tokens, cause, "use 100000000"))

@@ -19,7 +19,7 @@ for secret in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "RANK", "WORLD_SIZ
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 pytest.register_assert_rewrite(
-    "known_pages", "known_ranks", "known_runs", "known_texts", "refusals"
+    "known_faults", "known_pages", "known_ranks", "known_runs", "known_texts", "refusals"
 )
 sys.path.insert(0, str(REPOSITORY / "tests" / "no_network"))
 sys.modules.pop("sitecustomize", None)  # Debian's Python has one of its own
@@ -87,6 +87,9 @@ def trainer(tmp_path, monkeypatch, text_file):
         from train import Trainer
         from training.command import compose
 
+        for earlier in trainers:  # whose process would have ended
+            if earlier.lock:
+                earlier.lock.close()
         made = Trainer(compose([*TINY, f"data.path={text_file}", *overrides]))
         trainers.append(made)
         return made
@@ -94,8 +97,7 @@ def trainer(tmp_path, monkeypatch, text_file):
     trainers = []
     yield make
     for made in trainers:
-        made.console.close()
-        made.tracker.finish()
+        made.close(0)
 
 
 @pytest.fixture

@@ -26,8 +26,12 @@ def stop_behind(run, step: int) -> None:
     """Trains to a checkpoint at this step and one step more, which is lost; then other random
     numbers are due."""
     run.look_up({})
+    run.meter.start()
     while run.state.step < step:
-        run.step()
+        run.meter.add(*run.step())
+        if run.is_due(run.settings.trainer.log_every):
+            run.measure()
     run.save()
+    run.finish_saving()
     run.step()
     torch.manual_seed(12345)

@@ -96,7 +96,7 @@ def slow(seconds: float, rank: int = 0):
             (train.Trainer, "sample"),
             (train.Trainer, "open_run"),
             (train.Trainer, "write_report"),
-            (checkpoint, "save"),
+            (checkpoint, "write"),
             (checkpoint, "load_parameters"),
             (lens.Lens, "_draw"),
         ]:
@@ -116,7 +116,14 @@ def compiler(backend: str):
         yield
 
 
-SPECIAL = {"happens": happens, "slow": slow, "compiler": compiler}
+def no_memory(rank: int):
+    """One rank's machine has no room for the copy of a checkpoint."""
+    from training import fitting
+
+    return replaced(fitting, "spare_memory", lambda real: lambda: 0 if rank == RANK else real())
+
+
+SPECIAL = {"happens": happens, "slow": slow, "compiler": compiler, "no_memory": no_memory}
 
 
 def run(folder: str, arguments: list[str]) -> int:

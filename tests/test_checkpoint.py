@@ -1,15 +1,21 @@
 """Checkpoints: whole or refused, in words."""
 
+import errno
 import json
+import math
 import os
 import shutil
+import subprocess
+import threading
 
 import pytest
 import torch
+from known_runs import assert_same, weights
 from safetensors.torch import load_file, save_file
 
-from training import checkpoint
+from training import checkpoint, saving
 from training.checkpoint import CheckpointError
+from training.errors import Diverged, NotSaved
 
 
 @pytest.fixture
@@ -114,9 +120,11 @@ def test_an_unfinished_checkpoint_is_never_seen(trainer, monkeypatch):
     run = trainer("name=cut", "trainer.save_every=1", "trainer.eval_every=0")
     run.step()
     run.save()
+    run.finish_saving()
     first = checkpoint.find(run.folder)
     run.step()
     write = checkpoint.save_file
+    monkeypatch.setattr(saving, "RETRY_AFTER", 0)
 
     def write_the_first_only(tensors, path, *metadata):
         if path.name == "optimizer.safetensors":
@@ -124,13 +132,23 @@ def test_an_unfinished_checkpoint_is_never_seen(trainer, monkeypatch):
         write(tensors, path, *metadata)
 
     monkeypatch.setattr(checkpoint, "save_file", write_the_first_only)
-    with pytest.raises(OSError, match="no space left"):
-        run.save()
+    run.save()
+    with pytest.raises(NotSaved, match=r"step_00000002: could not be written .no space left") as e:
+        run.finish_saving()
+    assert e.value.exit_code == 4
+    assert str(e.value).endswith("make room there: the one of step 1 is intact")
     assert checkpoint.find(run.folder) == first
     monkeypatch.setattr(checkpoint, "save_file", write)
-    run.save()  # the left-over is cleared away
+    run.save()
+    run.finish_saving()
     assert checkpoint.find(run.folder).name == "step_00000002"
     assert not list((run.folder / "checkpoints").glob("*.part"))
+
+
+def seal(folder):
+    """Checksums that fit whatever is in there, as somebody who means it would make them."""
+    sums = [f"{checkpoint.checksum(folder / name)}  {name}\n" for name in checkpoint.FILES]
+    (folder / "SHA256SUMS").write_text("".join(sums))
 
 
 def test_optimizer_of_another_shape_is_refused(saved, trainer):
@@ -138,8 +156,270 @@ def test_optimizer_of_another_shape_is_refused(saved, trainer):
         saved / "optimizer.safetensors",
         lambda t: t.update({"exp_avg.final_norm.bias": torch.zeros(5)}),
     )
+    seal(saved)
     with pytest.raises(CheckpointError, match=r"exp_avg\.final_norm\.bias has shape"):
         trainer("name=saved", "trainer.max_steps=5")
+
+
+# ------------------------------------------------------------------------------------ checksums
+
+
+def test_the_checksums_are_those_of_sha256sum(saved):
+    done = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=saved, check=False)
+    assert done.returncode == 0
+    assert sorted(p.name for p in saved.iterdir()) == sorted([*checkpoint.FILES, "SHA256SUMS"])
+
+
+@pytest.mark.parametrize("name", [*checkpoint.FILES, "SHA256SUMS"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "grow", "remove"])
+def test_a_damaged_checkpoint_is_passed_over_or_refused(saved, trainer, capsys, name, harm):
+    """A run goes on from the one before, with a warning; one that is named is refused."""
+    damage(saved / name, harm)
+    named = r"\S*" if harm == "flip" else rf"\S*{name}"  # a checksum is not what its file has
+    with pytest.raises(CheckpointError, match=rf"^checkpoint={named}: .*; use another one$") as e:
+        trainer(f"trainer.resume={saved}", "name=other")
+    assert e.value.exit_code == 3
+    capsys.readouterr()
+    run = trainer("name=saved", "trainer.max_steps=5")
+    assert run.state.step == 2
+    warned, moved = capsys.readouterr().err.splitlines()
+    assert warned.endswith("; going on from step_00000002, the one before")
+    assert moved.endswith("not used, as the run goes on from step 2; now step_00000004.damaged")
+    run.train()
+    assert run.state.step == 5
+    folders = {p.name for p in (run.folder / "checkpoints").iterdir()}
+    assert folders == {"best", "last", "step_00000004", "step_00000004.damaged", "step_00000005"}
+    assert checkpoint.find(run.folder).name == "step_00000005"
+
+
+def damage(file, harm):
+    raw = bytearray(file.read_bytes())
+    if harm == "flip":
+        raw[len(raw) // 2] ^= 4
+    elif harm == "cut":
+        del raw[-1:]
+    elif harm == "grow":
+        raw += b"\n"
+    file.write_bytes(raw)
+    if harm == "remove":
+        file.unlink()
+
+
+def test_when_all_are_damaged_the_newest_is_named_and_nothing_touched(saved, trainer):
+    run = saved.parent.parent
+    for folder in checkpoint.whole_ones(run):
+        damage(folder / "model.safetensors", "flip")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"step_00000004/model\.safetensors: is not"):
+        trainer("name=saved")
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_checkpoint_without_checksums_is_of_an_older_format_or_refused(saved, trainer):
+    state = json.loads((saved / "state.json").read_text())
+    for key in ("losses", "skipped", "skipped_in_a_row", "spikes"):
+        del state[key]
+    (saved / "SHA256SUMS").unlink()
+    (saved / "state.json").write_text(json.dumps(state | {"format": 2}))
+    run = trainer("name=saved", "trainer.max_steps=5")
+    assert run.state.step == 4
+    run.train()
+    assert checkpoint.load_state(checkpoint.find(run.folder)).format == checkpoint.FORMAT
+
+
+def test_what_is_no_number_is_neither_written_nor_loaded(saved, trainer, tmp_path):
+    run = trainer("name=saved", "trainer.max_steps=6")
+    run.step()
+    run.save()
+    run.finish_saving()
+    run.step()
+    with torch.no_grad():
+        run.model.pos_emb.weight[0, 0] = math.inf
+    run.save()
+    with pytest.raises(Diverged, match=r"^pos_emb.weight: is no finite number after step 6"):
+        run.finish_saving()
+    assert checkpoint.find(run.folder).name == "step_00000005"
+    shutil.copytree(saved, tmp_path / "copy")
+    change_tensors(
+        tmp_path / "copy" / "model.safetensors",
+        lambda tensors: tensors["pos_emb.weight"][0].fill_(math.nan),
+    )
+    seal(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=r"pos_emb\.weight holds what is no finite"):
+        checkpoint.load_model(checkpoint.find(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_layers": 10**9}, "has 2 layers, the model needs 1000000000"),
+        ({"vocab_size": 10**15}, r"token_emb.weight has shape \(257, 32\), the model needs"),
+        ({"context_length": 10**15}, r"pos_emb.weight has shape \(32, 32\), the model needs"),
+        ({"num_heads": 10**40}, "cannot be split into"),
+        ({"emb_dim": "32"}, "emb_dim is '32'"),
+        ({"dropout": None}, "dropout is None"),
+        ({"_target_": "os.system"}, "_target_ is unknown"),
+        ({"attention": "none"}, "no such attention kernel"),
+    ],
+)
+def test_settings_that_do_not_fit_allocate_nothing(saved, changes, says):
+    state = json.loads((saved / "state.json").read_text())
+    state["settings"]["model"] |= changes
+    (saved / "state.json").write_text(json.dumps(state))
+    seal(saved)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        checkpoint.load_model(checkpoint.find(saved))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "no JSON object"),
+        ("[" * 100_000, "unreadable"),
+        ('{"step": 1}', "settings is missing"),
+        ('{"step": -1, "settings": {"model": {}, "data": {}, "trainer": {}}}', "step -1"),
+        ('{"step": true, "settings": {}}', "step is True"),
+        ('{"step": 1e400, "settings": {}}', "step is inf"),
+        ('{"step": 1, "settings": {"model": []}}', "no settings of model"),
+        ('{"step": 1, "settings": {}, "val_loss": NaN}', "val_loss is nan"),
+        ('{"step": 1' + "0" * 5000 + "}", "unreadable"),
+    ],
+)
+def test_a_state_of_other_types_is_refused(saved, text, says):
+    (saved / "state.json").write_text(text)
+    seal(saved)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        checkpoint.load_state(saved)
+    assert str(caught.value).count("\n") == 0
+
+
+# ---------------------------------------------------------------------------------------- saving
+
+
+def test_a_checkpoint_holds_the_step_at_which_it_was_begun(trainer, monkeypatch):
+    """However long it takes to write: training goes on with the parameters meanwhile."""
+    run = trainer("name=a", "trainer.eval_every=0")
+    go_on, write = threading.Event(), checkpoint.write
+
+    def late(*arguments):
+        assert go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", late)
+    run.step()
+    wanted = weights(run)
+    run.save()
+    run.step()
+    assert not torch.equal(wanted["token_emb.weight"], run.model.token_emb.weight)
+    assert run.saver.newest is None
+    go_on.set()
+    run.saved_so_far()
+    model, state = checkpoint.load_model(checkpoint.find(run.folder))
+    assert state.step == run.saver.newest == 1
+    assert_same(dict(model.named_parameters()), wanted)
+
+
+def test_without_memory_for_a_copy_training_waits(trainer, monkeypatch):
+    monkeypatch.setattr("training.fitting.spare_memory", lambda: 0)
+    run = trainer("name=a", "trainer.eval_every=0")
+    run.step()
+    run.save()
+    assert run.saver.newest == 1
+    assert run.saver._writing is None
+
+
+def test_a_full_disk_in_the_middle_is_told_and_training_goes_on(trainer, monkeypatch, capsys):
+    """The checkpoint before stays, the best is still what is on the disk, the next is tried."""
+    run = trainer("name=a", "trainer.eval_every=0", "trainer.save_every=1", "trainer.max_steps=9")
+    monkeypatch.setattr(saving, "RETRY_AFTER", 0)
+    run.step()
+    run.save_if_due({"val/loss": 5.0})
+    write, tries = checkpoint.save_file, []
+
+    def full(tensors, path, *metadata):
+        tries.append(path)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run.step()
+    run.saved_so_far()
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    run.save_if_due({"val/loss": 4.0})
+    run.step()
+    monkeypatch.setattr(checkpoint, "save_file", write)
+    run.save_if_due({"val/loss": 4.5})
+    run.finish_saving()
+    assert len(tries) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("checkpoint=runs/a/checkpoints/step_00000002: could not be written (No")
+    assert "GB free on its disk); make room there: the one of step 1 is intact" in line
+    assert line.endswith("; training goes on")
+    assert os.readlink(run.folder / "checkpoints" / "best") == "step_00000003"
+    assert run.state.best_loss == 4.5
+
+
+def test_the_links_follow_the_state_whatever_happened_to_them(trainer, monkeypatch):
+    """A run that is cut off between a checkpoint and its links has them set by the next start."""
+    settings = ["name=a", "trainer.eval_every=0", "trainer.keep=1", "trainer.max_steps=6"]
+    run = trainer(*settings)
+    for loss in (5.0, 4.0):
+        run.step()
+        run.save_if_due({"val/loss": loss})
+        run.saved_so_far()
+    links = run.folder / "checkpoints"
+    assert [os.readlink(links / name) for name in ("best", "last")] == ["step_00000002"] * 2
+    for name in ("best", "last"):
+        (links / name).unlink()
+        (links / name).symlink_to("step_00000001")
+    run = trainer(*settings)
+    assert [os.readlink(links / name) for name in ("best", "last")] == ["step_00000002"] * 2
+    for _ in range(2):  # neither is the best, which stays
+        run.step()
+        run.save()
+        run.saved_so_far()
+    assert sorted(p.name for p in links.iterdir()) == [
+        "best",
+        "last",
+        "step_00000002",
+        "step_00000004",
+    ]
+    assert os.readlink(links / "best") == "step_00000002"
+
+
+def test_a_best_that_is_damaged_is_linked_to_no_more(saved, trainer):
+    """Else what comes to the same step again would be called the best."""
+    assert os.readlink(saved.parent / "best") == saved.name
+    damage(saved / "model.safetensors", "cut")
+    run = trainer("name=saved", "trainer.max_steps=5", "trainer.eval_every=0")
+    assert os.readlink(saved.parent / "best") == "step_00000002"
+    assert run.state.best_step == 2
+
+
+def test_where_there_are_no_links_older_checkpoints_go_all_the_same(trainer, monkeypatch, capsys):
+    def refused(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(saving, "_point", refused)
+    run = trainer("name=a", "trainer.keep=1", "trainer.save_every=1", "trainer.eval_every=0")
+    run.train()
+    folders = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert folders == {f"step_{step:08d}" for step in (run.state.best_step, 4)}
+    assert capsys.readouterr().err.count("no links to best and last") == 1
+    assert trainer("name=a", "trainer.max_steps=5").state.step == 4
+
+
+def test_what_was_left_half_done_is_cleared_away(saved, trainer):
+    folder = saved.parent
+    (folder / "step_00000009.part").mkdir()
+    (folder / "step_00000009.part" / "model.safetensors").write_bytes(b"half")
+    (folder / "last.part").symlink_to("step_00000009")
+    trainer("name=saved", "trainer.max_steps=5")
+    assert not list(folder.glob("*.part"))
+
+
+def test_others_may_read_a_checkpoint_as_they_may_read_the_rest(saved):
+    modes = {path.stat().st_mode & 0o777 for path in saved.iterdir()}
+    assert len(modes) == 1
 
 
 def test_a_copied_run_goes_on_elsewhere(saved, trainer, tmp_path):

@@ -29,8 +29,9 @@ REFUSED = [
     ("max_step=1", "max_step=1: ", "did you mean trainer.max_steps?"),
     ("+model.typo=1", "model.typo=1: ", "no such setting; model has vocab_size"),
     ("++model.num_head=1", "model.num_head=1: ", "did you mean model.num_heads?"),
-    ("hydra.ouput_subdir=x", "hydra.ouput_subdir=x: ", "did you mean hydra.output_subdir?"),
-    ("hydra.run.dirr=x", "hydra.run.dirr=x: ", "did you mean hydra.run.dir?"),
+    ("hydra.ouput_subdir=x", "hydra.ouput_subdir=x: ", "is Hydra's own"),
+    ("hydra.run.dir=x", "hydra.run.dir=x: ", "is Hydra's own"),
+    ("hydra.sweep.dir=x", "hydra.sweep.dir=x: ", "add -m"),
     ("optimizer.lr=abc", "optimizer.lr=abc: ", "must be a number"),
     ("optimizer.lr=-1", "optimizer.lr=-1.0: ", "must be a positive number"),
     ("optimizer.lr=nan", "optimizer.lr=nan: ", "must be a positive number"),
@@ -169,6 +170,15 @@ def test_a_sweep_is_checked_before_its_first_job():
     ]
 
 
+def test_a_sweep_may_tell_hydra_what_is_its_own():
+    own = ["hydra.sweep.dir=sweeps", "hydra/launcher=basic", "hydra.sweeper.max_batch_size=2"]
+    check_sweep(["seed=1,2", *own], None)
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dirr=x: no such setting; did you mean"):
+        check_sweep(["seed=1,2", "hydra.sweep.dirr=x"], None)
+    with pytest.raises(ConfigError, match=r"hydra/launcher=nope: no such hydra/launcher; use one"):
+        check_sweep(["seed=1,2", "hydra/launcher=nope"], None)
+
+
 def test_own_config_folder(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
@@ -204,7 +214,7 @@ def test_a_missing_config_folder_is_named():
 
 
 def test_no_instantiation_from_configuration():
-    assert "no such setting" in problems("+model._target_=os.system")[0]
+    assert "names code to run" in problems("+model._target_=os.system")[0]
     for path in CONFIGS.rglob("*.yaml"):
         assert "_target_" not in path.read_text()
 
@@ -228,6 +238,13 @@ TYPED_AS_TEXT = [
     'say "x"',
     "{c}",
     "ü (1)",
+    "a\\b",
+    "\\",
+    '\\"',
+    "a\\\\b \\\\",
+    "cost ${x} ${",
+    "\\${oc.env:HOME}",
+    "\\\\${seed}",
 ]
 
 
@@ -235,7 +252,9 @@ TYPED_AS_TEXT = [
 def test_free_text_is_taken_as_typed(text):
     from generate import GenerateConfig
 
-    assert compose([f"trainer.sample_prompt={text}"]).trainer.sample_prompt == text
+    settings = compose([f"trainer.sample_prompt={text}", f"lens.prompts={text}"])
+    assert settings.trainer.sample_prompt == text
+    assert settings.lens.prompts == [text]
     assert parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} "]).prompt == f" {text} "
 
 
@@ -256,7 +275,7 @@ def test_small_commands_are_checked_alike():
         parse(GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
     text = str(caught.value)
     assert "promt=x: no such setting; did you mean prompt?" in text
-    assert "temperature=-1.0: must not be negative" in text
+    assert "temperature=-1.0: must be 0" in text
     assert fill(GenerateConfig, {})[1][0][:1] == ("checkpoint",)
 
 
@@ -297,3 +316,12 @@ def test_options_are_checked_too(command, arguments):
     done = command("train.py", *arguments)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_options_may_stand_anywhere(in_process, tmp_path):
+    from train import main
+
+    for typed in (["--cfg", "job", "seed=7"], ["seed=7", "--cfg", "job"]):
+        code, out, err = in_process(main, tmp_path, *typed, "name=x")
+        assert (code, err) == (0, "")
+        assert (yaml.safe_load(out)["seed"], yaml.safe_load(out)["name"]) == (7, "x")

@@ -64,7 +64,7 @@ def test_a_step_without_room_says_what_fits_and_that_goes_on(trainer):
     assert str(caught.value) == (
         "trainer.micro_batch_size=4: 4 windows of 32 tokens do not fit into the memory of cpu; use "
         "trainer.micro_batch_size=2: 4 micro-batches a step on each device keep the batch of 8; "
-        "the last checkpoint is intact"
+        "the checkpoint of step 2 is intact"
     )
     run = trainer("name=tight", "trainer.max_steps=4", "trainer.micro_batch_size=2")
     assert run.state.step == 2
@@ -77,13 +77,13 @@ def test_what_is_left_when_one_window_is_too_many(trainer):
     settings = ["name=one", "trainer.micro_batch_size=1", "trainer.max_steps=2"]
     run = trainer(*settings)
     run.train()
-    error = fitting.what_would_fit(run.settings, run.parallel, 1)
+    error = fitting.what_would_fit(run.settings, run.parallel, 1, run.intact())
     assert "; use trainer.activation_checkpointing=true, " in str(error)
     settings += ["trainer.activation_checkpointing=true", "trainer.max_steps=3"]
     run = trainer(*settings)
     run.train()
     assert run.state.step == 3
-    error = fitting.what_would_fit(run.settings, run.parallel, 1)
+    error = fitting.what_would_fit(run.settings, run.parallel, 1, run.intact())
     assert "; use parallel=fsdp on several devices" in str(error)
 
 

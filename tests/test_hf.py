@@ -305,7 +305,7 @@ def test_truncated_file(copy, left):
 def test_missing_files(copy):
     folder = copy()
     (folder / "model.safetensors").unlink()
-    assert_refused(folder, "model.safetensors: unreadable")
+    assert_refused(folder, "model.safetensors: is missing")
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         load_any(folder)

@@ -18,9 +18,9 @@ FLOORS = [
     ["training.config"],
     ["training", "lens", "data"],
     ["model", "synthetic", "order", "tokens"],
-    ["attention"],
+    ["attention", "durable"],
 ]
-OURS = {"train", "generate", "scripts", "training", "lens", "data", "tokens", "order"}
+OURS = {"train", "generate", "scripts", "training", "lens", "data", "tokens", "order", "durable"}
 OURS |= {"synthetic", "model", "attention"}
 
 

@@ -105,11 +105,11 @@ def test_odd_text_is_shown_as_it_is(inspect, home):
     assert run["prompts"][0]["text"] == text
 
 
-def test_bytes_that_are_no_text_come_in_through_the_command_line(command, home, tmp_path):
+def test_bytes_that_are_no_text_are_refused_in_a_line(command, home, tmp_path):
     done = command(SCRIPT, f"checkpoint={home}/gpt2", "text=a \udce2 b", "out=x.html")
-    assert done.returncode == 0, done.stderr
-    (run,) = read(tmp_path / "x.html")
-    assert run["prompts"][0]["text"] == "a � b"
+    assert done.returncode == 2
+    assert done.stderr == "text=a \\udce2 b: must be text in UTF-8; see --help\n"
+    assert not (tmp_path / "x.html").exists()
 
 
 @pytest.mark.parametrize(

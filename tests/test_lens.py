@@ -579,7 +579,7 @@ def test_a_resumed_run_has_the_pages_of_one_that_never_stopped(trainer, tmp_path
     run = watched_run(trainer, "name=whole")
     run.train()
     stopped = watched_run(trainer, "name=halves")
-    stopped.stop_signal = signal.SIGTERM
+    stopped.signals.received = signal.SIGTERM
     with pytest.raises(SystemExit):
         stopped.train()
     assert stopped.state.step == 1

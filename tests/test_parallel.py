@@ -1,23 +1,28 @@
 """What several ranks agree on, as far as one process can tell: training/parallel.py, and how a
-run that torchrun starts anew finds itself (training/resume.py).
+run that torchrun starts anew finds itself (training/directory.py).
 
 Run: python -m pytest tests/test_parallel.py. The ranks themselves: test_ranks.py.
 """
 
+import functools
 import json
 import os
+import re
 
 import pytest
 import torch
 from refusals import check_refusal
 
 from data import DataError, check_same
-from training import resume
+from training import directory
 from training.config import refuse
+from training.errors import RunDirectoryError
 from training.parallel import Parallel, ParallelConfig, check, start
+from training.ranks import DDP
 from training.tracker import last_wandb_id
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS += ("SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -26,7 +31,7 @@ def alone(monkeypatch, tmp_path):
     """Nobody started this process as one of several; it is in a folder of its own."""
     for name in (*LAUNCHERS, *RESTARTS):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(resume, "_opened", [])
+    monkeypatch.setattr(directory, "_opened", [])
     monkeypatch.chdir(tmp_path)
 
 
@@ -35,7 +40,8 @@ def launched(monkeypatch):
     """launched(ranks, KEY=value) -> this process is one of so many."""
 
     def launch(ranks, **more):
-        for key, value in {"RANK": 0, "WORLD_SIZE": ranks, **more}.items():
+        fixed = {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+        for key, value in {"RANK": 0, "WORLD_SIZE": ranks, **fixed, **more}.items():
             monkeypatch.setenv(key, str(value))
 
     return launch
@@ -85,6 +91,34 @@ def test_several_processes_need_a_strategy_and_a_batch_that_can_be_shared(launch
     assert len(refused("single", "mps", 9)) == (3 if several else 0)
 
 
+def test_errors_of_ours_are_no_lost_peer_whatever_they_name():
+    lost = functools.partial(DDP.lost_peer, None)
+    assert lost(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
+    assert not lost(RunDirectoryError("name=gloo: runs/gloo is being written; Timed out"))
+    assert not lost(ValueError("gloo"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("MASTER_ADDR", None, "MASTER_ADDR=: is missing, and a launcher sets it for each rank; "),
+        ("MASTER_PORT", "", "MASTER_PORT=: is missing"),
+        ("WORLD_SIZE", "two", "WORLD_SIZE=two: is no number"),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK=-1: is no number"),
+        ("RANK", "2", "RANK=2: there are 2 ranks, counted from 0; start it with torchrun"),
+    ],
+)
+def test_what_a_launcher_leaves_out_is_named(launched, monkeypatch, key, value, says):
+    launched(2)
+    if value is None:
+        monkeypatch.delenv(key)
+    else:
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ValueError, match="^" + re.escape(says)) as caught:
+        refuse(check(ParallelConfig(), "cpu", 8))
+    assert caught.value.exit_code == 2
+
+
 @pytest.mark.parametrize(("batch_size", "nearest"), [(9, 12), (1, 4), (5, 8)])
 def test_the_nearest_batch_that_can_be_shared_is_named(launched, batch_size, nearest):
     launched(4)
@@ -124,7 +158,7 @@ def one(rank: int = 0, world_size: int = 1) -> Parallel:
 def test_alone_everybody_agrees():
     parallel = one()
     assert parallel.sum(1, 2.5) == [1, 2.5]
-    assert parallel.mean(torch.tensor(3.0)) == 3.0
+    assert parallel.means([torch.tensor(3.0), torch.tensor(1.5)]) == [3.0, 1.5]
     assert parallel.largest(15) == 15
     assert parallel.share({"a": [1]}) == {"a": [1]}
     assert parallel.on_main(lambda: "done") == "done"
@@ -162,73 +196,73 @@ def test_seed_step_and_rank_are_not_mixed_up():
 
 
 def make_run(name, **mark):
-    folder = resume.Path("runs") / name
+    folder = directory.RUNS / name
     folder.mkdir(parents=True)
     if mark:
-        (folder / resume.MARK).write_text(json.dumps(mark))
+        (folder / directory.MARK).write_text(json.dumps(mark))
     return folder
 
 
 def test_a_start_without_torchrun_leaves_no_mark_and_finds_none(monkeypatch):
     folder = make_run("a")
-    resume.mark_launch(folder)
+    directory.mark_launch(folder)
     assert list(folder.iterdir()) == []
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert resume.name_before_restart() is None
-    assert not resume.was_cut_off(folder)
+    assert directory.name_before_restart() is None
+    assert not directory.was_cut_off(folder)
 
 
 def test_after_a_restart_a_run_without_name_finds_itself(launched, monkeypatch):
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=0)
     make_run("another", torchrun="none elsewhere 1 0")
     make_run("without")
-    assert resume.name_before_restart() is None
-    resume.mark_launch(mine := make_run("mine"))
-    monkeypatch.setattr(resume, "_opened", [])  # as processes started anew
-    assert resume.name_before_restart() == "mine"
-    assert resume.was_cut_off(mine)
+    assert directory.name_before_restart() is None
+    directory.mark_launch(mine := make_run("mine"))
+    monkeypatch.setattr(directory, "_opened", [])  # as processes started anew
+    assert directory.name_before_restart() == "mine"
+    assert directory.was_cut_off(mine)
     launched(2, TORCHELASTIC_RUN_ID="of another job")
-    assert resume.name_before_restart() is None
-    assert not resume.was_cut_off(mine)
+    assert directory.name_before_restart() is None
+    assert not directory.was_cut_off(mine)
 
 
 def test_another_torchrun_with_the_same_id_is_another_start(launched, monkeypatch):
     """The default names every job alike."""
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=1)
-    resume.mark_launch(make_run("a"))
-    monkeypatch.setattr(resume, "_opened", [])
-    assert resume.name_before_restart() == "a"
+    directory.mark_launch(make_run("a"))
+    monkeypatch.setattr(directory, "_opened", [])
+    assert directory.name_before_restart() == "a"
     parent = os.getppid()
     with monkeypatch.context() as other:
         other.setattr(os, "getppid", lambda: os.getpid())  # one that lives, and began later
-        assert resume.name_before_restart() is None
+        assert directory.name_before_restart() is None
     assert os.getppid() == parent
-    monkeypatch.setattr(resume.socket, "gethostname", lambda: "another-machine")
-    assert resume.name_before_restart() is None
+    monkeypatch.setattr(directory.socket, "gethostname", lambda: "another-machine")
+    assert directory.name_before_restart() is None
 
 
 def test_the_runs_of_a_sweep_are_told_apart(launched, monkeypatch):
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=0)
-    monkeypatch.setattr(resume, "_opened", [])
+    monkeypatch.setattr(directory, "_opened", [])
     for name in ("first", "second"):
-        resume.mark_launch(make_run(name))
-    monkeypatch.setattr(resume, "_opened", [])
+        directory.mark_launch(make_run(name))
+    monkeypatch.setattr(directory, "_opened", [])
     found = []
     for _ in range(3):
-        found.append(resume.name_before_restart())
-        resume._opened.append(None)
+        found.append(directory.name_before_restart())
+        directory._opened.append(None)
     assert found == ["first", "second", None]
 
 
 def test_a_job_that_slurm_put_back_goes_on_whatever_it_was_told_first(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    resume.mark_launch(run := make_run("a"))
-    assert not resume.was_cut_off(run)  # a second command of the same job
+    directory.mark_launch(run := make_run("a"))
+    assert not directory.was_cut_off(run)  # a second command of the same job
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert resume.was_cut_off(run)
-    assert resume.name_before_restart() is None  # a job may have several runs without names
+    assert directory.was_cut_off(run)
+    assert directory.name_before_restart() is None  # a job may have several runs without names
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert not resume.was_cut_off(run)
+    assert not directory.was_cut_off(run)
 
 
 # --------------------------------------------------------------------------- the same everywhere

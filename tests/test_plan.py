@@ -279,6 +279,8 @@ def test_what_training_would_refuse_is_refused_in_its_words(settings, monkeypatc
         job("trainer.batch_size=6", settings, "devices=3")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     settings = compose(["trainer.batch_size=6", settings])
     by_training = parallel.check(settings.parallel, "cpu", settings.trainer.batch_size)
     assert refused.value.problems == by_training != []

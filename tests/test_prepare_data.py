@@ -727,7 +727,7 @@ def test_settings_as_they_are_given():
         ("part=1", "part=1: is to be i/n, i from 1 to n; such as part=1/4"),
         ("part=-1/4", "part=-1/4: is to be i/n, i from 1 to n; such as part=1/4"),
         ("part=0/0", "part=0/0: is to be i/n, i from 1 to n; such as part=1/4"),
-        ("workers=-1", "workers=-1: must not be negative; use 0 for all cores"),
+        ("workers=-1", "workers=-1: must be 0 to 1024; use 0 for all cores"),
         ("workers=all", "workers=all: must be a whole number; such as 0"),
         ("workers=1.5", "workers=1.5: must be a whole number; such as 0"),
         ("workers=[1,2]", "workers=[1, 2]: must be a whole number; such as 0"),

@@ -62,9 +62,10 @@ COMPILER = os.environ.get("CAMPAIGN_COMPILER", "aot_eager")
 
 
 def damage(folder):
-    """A run whose checkpoint is cut off in the middle."""
+    """A run whose checkpoints are no checkpoints any more."""
     run = shutil.copytree(folder / "runs" / "alone", folder / "runs" / "damaged", symlinks=True)
-    (last(run) / "model.safetensors").write_bytes(b"no tensors")
+    for whole in checkpoint.whole_ones(run):
+        (whole / "model.safetensors").write_bytes(b"no tensors")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,8 @@ def two(folder):
             run(f"documents_{way}", *BRIEF, *DOCUMENTS, here),
             run(f"bf16_{way}", *BRIEF, here, "trainer.precision=bf16"),
             run(f"slow_{way}", *SLOW, here, slow={"seconds": 0.2}),
+            run(f"room_0_{way}", *BRIEF, here, no_memory={"rank": 0}),
+            run(f"room_1_{way}", *BRIEF, here, no_memory={"rank": 1}),
             run(f"whole_{way}", *DROPOUT, here),
             run(f"cut_{way}", *DROPOUT, here, happens={"what": "SIGTERM", "rank": 1, "after": 4}),
             run(f"cut_{way}", *DROPOUT, here) | {"name": f"rest_{way}"},
@@ -217,6 +220,13 @@ def test_a_slow_main_rank_is_waited_for(two, folder, way):
 
 
 @pytest.mark.parametrize("way", STRATEGIES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_for_a_copy_on_one_machine_only_is_the_main_ranks_affair(two, folder, way, rank):
+    two.check(f"room_{rank}_{way}")
+    check_same_course(folder / "runs" / f"room_{rank}_{way}", folder / "runs" / "brief")
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
 def test_four_ranks_train_as_one(four, folder, way):
     four.check(f"four_{way}")
     check_same_course(folder / "runs" / f"four_{way}", folder / "runs" / "alone")
@@ -253,6 +263,8 @@ def test_a_checkpoint_tells_the_same_state(two, folder, way):
     for key in ("val_loss", "best_loss"):
         assert getattr(many, key) == pytest.approx(getattr(one, key), rel=1e-5)
         setattr(many, key, getattr(one, key))
+    assert many.spikes == pytest.approx(one.spikes, rel=1e-4)
+    many.spikes = one.spikes
     assert many == one
 
 

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import check_refusal
 
+from durable import write_whole
 from tokens import DataError
 from tokens import shards as module
 from tokens.shards import (
@@ -31,7 +32,6 @@ from tokens.shards import (
     is_shards,
     open_shards,
     write_manifest,
-    write_whole,
 )
 from tokens.stream import TokenStream
 from tokens.tokenizers import TOKENIZERS

@@ -37,7 +37,7 @@ def look(tmp_path):
 class Recorded:
     """Stands for a W&B run: keeps what it is told."""
 
-    id = "x"
+    id, offline, dir = "x", True, "nowhere/files"
 
     def __init__(self):
         self.rows, self.metrics = {}, []
@@ -160,9 +160,44 @@ def test_dropping_rows(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
+def test_rows_that_the_machine_took_down_with_it_are_dropped_whatever_they_look_like(tmp_path):
+    """After a loss of power a file may end in zeros, or in what another file held."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\nnull\n[1]\n{"step": "a"}\n\xff\xfe\n{"step": 2}\n\x00\x00')
+    drop_rows_after(tmp_path, 2)
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_dropping_is_all_or_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(before := b'{"step": 1}\n{"step": 2}\n')
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        drop_rows_after(tmp_path, 1)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    drop_rows_after(tmp_path, 2)  # nothing to drop, nothing to write
+
+
+def test_sync_makes_the_rows_last(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda n: (synced.append(os.fstat(n).st_ino), real(n)))
+    tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
+    tracker.log({"train/loss": 1.0}, step=1)
+    assert synced == []
+    tracker.sync()
+    assert synced == [os.stat(tmp_path / "metrics.jsonl").st_ino, os.stat(tmp_path).st_ino]
+    tracker.finish()
+
+
 def test_the_other_ranks_tracker_takes_the_same_calls():
     ours = {name for name in vars(Tracker) if not name.startswith("_")}
-    assert ours - {"file", "run"} <= {name for name in vars(NoTracker) if not name.startswith("_")}
+    assert ours <= {name for name in vars(NoTracker) if not name.startswith("_")}
 
 
 def test_a_broken_wandb_never_stops_training(tmp_path, monkeypatch, capsys):
@@ -354,19 +389,13 @@ def test_without_wandb_the_same_is_on_disk(watched, trainer):
 
 
 def test_a_bad_picture_costs_the_picture_only(tmp_path, capsys):
-    class Run:
-        id, rows = "x", []
-
-        def log(self, row, step):
-            self.rows.append(row)
-
     tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
-    tracker.run = Run()
+    tracker.run = run = Recorded()
     missing = {"attention/heatmap/x": tmp_path / "missing.png"}
     tracker.log(
         {"train/loss": 1.0}, 1, Look({"attention_layers/entropy/L00": 0.5}, {}, {}, missing)
     )
-    tracker.file.close()
-    assert Run.rows == [{"train/loss": 1.0, "attention_layers/entropy/L00": 0.5}]
-    (line,) = capsys.readouterr().err.splitlines()
+    tracker.finish()
+    assert run.rows == {1: {"train/loss": 1.0, "attention_layers/entropy/L00": 0.5}}
+    line, *_ = capsys.readouterr().err.splitlines()
     assert line.startswith("W&B: a picture or page was left out")

@@ -3,11 +3,14 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +18,11 @@ import yaml
 from conftest import REPOSITORY, TINY
 from known_runs import assert_same, rows, stop_behind, weights
 
-from train import Diverged
-from training import checkpoint
+from train import Diverged, Trainer
+from training import checkpoint, directory
 from training.config import ConfigError
+from training.errors import RunDirectoryError
+from training.guard import Guard
 from training.parallel import Parallel
 
 # ------------------------------------------------------------------------------------- learning
@@ -60,7 +65,7 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(trainer, micro):
         run = trainer("model.dropout=0", f"trainer.micro_batch_size={size}")
         taken = {}
 
-        def keep(model, optimizer, grad_clip):
+        def keep(model, optimizer, grad_clip, guard):
             taken.update({name: p.grad.clone() for name, p in model.named_parameters()})
             return torch.tensor(0.0)
 
@@ -81,7 +86,7 @@ def test_gradients_are_clipped_to_the_norm():
     before = torch.nn.utils.parameters_to_vector(layer.parameters()).detach().clone()
     parallel = Parallel(torch.device("cpu"), torch.float32)
     parallel.backward(100 * layer(torch.ones(1, 3)).sum())
-    norm = parallel.update(layer, optimizer, grad_clip=0.5)
+    norm = parallel.update(layer, optimizer, 0.5, Guard(1, parallel.device))
     moved = torch.nn.utils.parameters_to_vector(layer.parameters()).detach() - before
     assert float(norm) > 100
     assert float(moved.norm()) == pytest.approx(0.5, rel=1e-4)
@@ -152,9 +157,10 @@ def test_a_loss_that_is_no_number_ends_the_run_and_spoils_no_checkpoint(trainer)
     run = trainer("name=a", "trainer.save_every=1", "trainer.log_every=100", "trainer.keep=9")
     run.step()
     run.save()
+    run.finish_saving()
     with torch.no_grad():
         run.model.final_norm.weight.fill_(float("nan"))
-    with pytest.raises(Diverged, match="the loss is nan at step 2") as caught:
+    with pytest.raises(Diverged, match=r"validation loss is nan at step 2; .* step 1 is") as caught:
         run.train()
     assert caught.value.exit_code == 4
     model, state = checkpoint.load_model(checkpoint.find(run.folder))
@@ -170,6 +176,7 @@ def test_the_run_directory(trainer, tmp_path):
     run.train()
     folder = tmp_path / "runs" / "full"
     assert sorted(p.name for p in folder.iterdir()) == [
+        ".lock",
         "attention",
         "checkpoints",
         "config.yaml",
@@ -198,7 +205,7 @@ def test_the_run_directory(trainer, tmp_path):
     assert os.readlink(checkpoints / "last") == "step_00000004"
     assert (checkpoints / "best" / "model.safetensors").is_file()
     files = sorted(p.name for p in (checkpoints / "last").iterdir())
-    assert files == ["model.safetensors", "optimizer.safetensors", "state.json"]
+    assert files == ["SHA256SUMS", "model.safetensors", "optimizer.safetensors", "state.json"]
 
 
 def test_only_the_best_and_the_newest_checkpoints_stay(trainer, monkeypatch):
@@ -213,7 +220,7 @@ def test_only_the_best_and_the_newest_checkpoints_stay(trainer, monkeypatch):
 
 
 def test_default_names_never_collide(tmp_path):
-    folders = {checkpoint.open_run(None, "gpt2", tmp_path / "runs") for _ in range(5)}
+    folders = {directory.create(None, "gpt2", tmp_path / "runs") for _ in range(5)}
     assert len(folders) == 5
 
 
@@ -234,9 +241,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trainer):
     for a, b in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
         mine, theirs = rest.optimizer.state[a], whole.optimizer.state[b]
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-    wanted = {row["step"]: row["train/loss"] for row in rows(whole.folder) if row["step"] > 3}
-    got = {row["step"]: row["train/loss"] for row in rows(rest.folder) if row["step"] > 3}
-    assert got == wanted
+    for row in (logs := [rows(whole.folder), rows(rest.folder)])[0] + logs[1]:
+        row.pop("train/tokens_per_second", None)
+    assert logs[0][4:] == logs[1][1:]  # the row of step 0 is there, of 1 to 3 none was logged
 
 
 def test_rows_after_the_checkpoint_are_written_once(trainer):
@@ -303,11 +310,134 @@ def test_a_checkpoint_copied_elsewhere_starts_a_run_of_its_own(trainer, tmp_path
 def test_a_dangling_last_is_refused_not_restarted(trainer):
     run = trainer("name=a")
     run.train()
-    shutil.rmtree(checkpoint.find(run.folder))
+    for folder in checkpoint.whole_ones(run.folder):
+        shutil.rmtree(folder)
     before = (run.folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(checkpoint.CheckpointError, match="name=runs/a/checkpoints/last"):
+    with pytest.raises(checkpoint.CheckpointError, match="last: what it leads to is gone"):
         trainer("name=a")
     assert (run.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_newest_does_not_stop_what_the_command_says(trainer):
+    """After a stop the command names the run, not a checkpoint."""
+    run = trainer("trainer.save_every=1", "trainer.keep=3")
+    run.train()
+    (checkpoint.find(run.folder) / "model.safetensors").write_bytes(b"")
+    assert trainer(f"trainer.resume={run.folder}", "trainer.max_steps=6").state.step == 3
+
+
+def test_a_run_behind_a_link_goes_on_where_it_is(trainer, tmp_path, capsys):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a").symlink_to(tmp_path / "scratch")
+    trainer("name=a").train()
+    run = trainer("name=a", "trainer.max_steps=6")
+    assert (run.state.step, run.saver.newest) == (4, 4)
+    assert run.folder.resolve() == tmp_path / "scratch"
+    assert "not used" not in capsys.readouterr().err
+
+
+def test_a_run_of_the_same_name_elsewhere_is_branched_off(trainer, tmp_path):
+    trainer("name=a").train()
+    shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
+    before = (tmp_path / "elsewhere" / "a" / "metrics.jsonl").read_bytes()
+    run = trainer(f"trainer.resume={tmp_path}/elsewhere/a", "name=a", "trainer.max_steps=6")
+    assert run.folder == Path("runs/a")
+    assert run.state.best_loss is None
+    run.train()
+    assert (tmp_path / "elsewhere" / "a" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_branch_that_is_cut_off_before_its_first_checkpoint_begins_there_again(
+    trainer, monkeypatch
+):
+    trainer("name=a").train()
+    branch = ["name=b", "trainer.resume=runs/a", "trainer.max_steps=9"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert trainer(*branch).state.step == 4
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    again = trainer(*branch)
+    assert (again.state.step, again.folder.name) == (4, "b")
+    again.train()
+    assert trainer(*branch, "trainer.max_steps=11").state.step == 9
+
+
+def test_who_comes_too_late_for_a_name_leaves_the_run_alone(trainer, tmp_path, monkeypatch):
+    """Another process has made the directory, trained and ended, while this one was loading."""
+    late = Trainer.open_run
+
+    def open_run(run):
+        monkeypatch.setattr(Trainer, "open_run", late)
+        shutil.copytree(tmp_path / "runs" / "other", tmp_path / "runs" / "new", symlinks=True)
+        late(run)
+
+    trainer("name=other").train()
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs" / "other").rglob("*")}
+    monkeypatch.setattr(Trainer, "open_run", open_run)
+    with pytest.raises(RunDirectoryError, match="another process has begun runs/new just now"):
+        trainer("name=new", "seed=3")
+    names = {p.relative_to(tmp_path / "runs" / "other") for p in before}
+    new = tmp_path / "runs" / "new"
+    assert {p.relative_to(new) for p in new.rglob("*")} == names
+    assert len(rows(new)) == 5
+
+
+def test_a_directory_has_one_run(trainer, tmp_path):
+    run = trainer("name=a")
+    with pytest.raises(RunDirectoryError) as caught:
+        Trainer(run.settings)
+    assert caught.value.exit_code == 2
+    assert str(caught.value) == (
+        f"name=a: runs/a is being written by another process (process {os.getpid()} on "
+        f"{socket.gethostname()}); wait for it, or give another name"
+    )
+
+
+def test_what_is_no_run_is_left_as_it_is(trainer, tmp_path):
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="runs/a holds something else than a run"):
+        trainer("name=a")
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_without_a_checkpoint_is_written_over_by_the_same_one_only(trainer):
+    run = trainer("name=a", "seed=5")
+    run.tracker.log({"train/loss": 1.0}, 1)
+    (run.folder / "config.yaml.part-0123").write_text("half")
+    with pytest.raises(ConfigError, match="runs/a was trained with 5, to no checkpoint; give ano"):
+        trainer("name=a", "seed=6")
+    assert len(rows(run.folder)) == 1
+    trainer("name=a", "seed=5").train()
+    assert [row["step"] for row in rows(run.folder)] == [0, 1, 2, 3, 4]
+    assert not list(run.folder.glob("*.part-*"))
+
+
+def test_with_override_a_changed_setting_is_told_and_taken(trainer, text_file, capsys):
+    trainer("name=a").train()
+    text_file.write_text(text_file.read_text().replace("fox", "cat"))
+    changed = ["name=a", "optimizer.lr=1e-2", "trainer.max_steps=6"]
+    with pytest.raises(ConfigError, match="go on all the same"):
+        trainer(*changed)
+    run = trainer(*changed, "trainer.resume_override=true")
+    run.train()
+    said = capsys.readouterr().out
+    assert "note: optimizer.lr=0.01: runs/a was trained with 0.0003" in said
+    assert re.search(r"note: data.path=\S*: .*byte", said)
+    assert run.state.step == 6
+    assert run.state.settings["optimizer"]["lr"] == 1e-2
+
+
+def test_memory_that_runs_out_before_the_first_step_is_no_micro_batch(trainer, monkeypatch):
+    import data
+
+    def too_much(_):
+        raise MemoryError("cannot allocate")
+
+    monkeypatch.setattr(data, "load_datasets", too_much)
+    with pytest.raises(MemoryError):
+        trainer("trainer.micro_batch_size=auto")
 
 
 def test_a_longer_run_keeps_its_warmup(trainer):
@@ -436,6 +566,27 @@ def test_multirun_trains_once_for_each_value(command, tmp_path, text_file):
     assert len(runs) == 2
     assert [yaml.safe_load((run / "config.yaml").read_text())["seed"] for run in runs] == [1, 2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "multirun", "runs", "text.txt"]
+
+
+def test_a_signal_at_the_end_of_a_job_ends_the_multirun(command, tmp_path, text_file, monkeypatch):
+    """Too late for the loop: the job is finished and saved, and the next one does not begin."""
+    settings = [s for s in TINY if "eval_every" not in s]
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, signal, train\n"
+        "conclude = train.Trainer.conclude\n"
+        "def late(trainer, seconds):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    conclude(trainer, seconds)\n"
+        "train.Trainer.conclude = late\n"
+        "train.main()\n"
+    )
+    done = command(f"{script}", "-m", *settings, f"data.path={text_file}", "seed=1,2")
+    assert done.returncode == 143, done.stderr
+    assert done.stderr == "finishing\n"
+    (run,) = (tmp_path / "runs").iterdir()
+    assert checkpoint.load_state(checkpoint.find(run)).step == 4
+    assert "report           " in done.stdout
 
 
 def test_an_error_in_a_multirun_is_one_line_too(command):

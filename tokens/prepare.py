@@ -11,7 +11,6 @@ again. When every record is there, they become the manifest.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -32,6 +31,7 @@ from typing import IO
 
 import numpy as np
 
+from durable import lock, write_whole
 from tokens import DataError
 from tokens.encoding import StreamEncoder
 from tokens.shards import (
@@ -41,7 +41,6 @@ from tokens.shards import (
     ShardWriter,
     documents_file,
     write_manifest,
-    write_whole,
 )
 from tokens.sources import COMPRESSED, HUB, Part, encode_part, hub_data, kind_of, row_groups
 
@@ -327,27 +326,23 @@ class Preparation:
         The system gives a lock back when its process ends, in whatever way.
         """
 
-        def lock(path: Path) -> IO:
-            file = open(path, "w")  # noqa: SIM115 closed by whoever asked for it
+        def locked(path: Path) -> IO:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock(path)
             except BlockingIOError:
-                file.close()
                 cause = "is being prepared by another process"
                 fix = "wait for it, or stop it"
                 raise DataError(f"out={self.folder}: {cause}; {fix}") from None
             except OSError as error:
-                file.close()
                 cause = f"its file system has no locks ({error.strerror})"
                 raise DataError(f"out={self.folder}: {cause}; give another folder") from error
-            return file
 
         folder = self.folder / "preparing"
         folder.mkdir(exist_ok=True)  # who has finished has cleared it away
-        with lock(folder / f"lock-{part}-of-{parts}"):
+        with locked(folder / f"lock-{part}-of-{parts}"):
             for other in folder.glob("lock-*"):
                 if not other.name.endswith(f"-of-{parts}"):
-                    lock(other).close()
+                    locked(other).close()
             yield
 
     def _run_here(self, tasks: list[Task], progress: Callable[[int], None]) -> None:

@@ -23,7 +23,6 @@ import importlib.util
 import json
 import os
 import re
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from durable import in_the_making, rename, write_whole
 from tokens import SHARD_MAGIC, DataError
 from tokens.sources import find_files
 from tokens.stream import BLOCK_BYTES, TokenStream
@@ -99,7 +99,7 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         checksums = list(block_checksums(self._part))
-        os.replace(self._part, self.path)
+        rename(self._part, self.path)
         return ShardEntry(
             self.path.name,
             self.tokens,
@@ -116,21 +116,6 @@ class ShardWriter:
 
 def documents_file(shard: Path) -> Path:
     return shard.with_suffix(".documents")
-
-
-def in_the_making(path: Path) -> Path:
-    """What a file is called until it is complete; another name on every machine and every time."""
-    return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file under another name first: it is there whole or not at all."""
-    part = in_the_making(path)
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def write_manifest(

@@ -99,6 +99,7 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
                     f"a folder's texts are *.txt, *.jsonl and *.parquet, a glob takes all"
                 )
         elif os.path.exists(entry):
+            _check_regular(entry)
             found = [entry]
         else:
             found = sorted(p for p in glob.glob(entry, recursive=True) if os.path.isfile(p))

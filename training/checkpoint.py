@@ -3,18 +3,23 @@
     runs/<name>/checkpoints/step_00000100/model.safetensors      parameters, by the model's names
                                           optimizer.safetensors  moments
                                           state.json             step, settings, best loss, ...
+                                          SHA256SUMS             of the three: sha256sum -c
     runs/<name>/checkpoints/last, best                           links to two of them
 
-A checkpoint is written under another name and renamed when complete, so a folder called
-step_... is always whole. The main rank writes and reads; the files are the same whatever the
-number of ranks and the way they share the model, so any other may go on from them.
+How they come to be there whole or not at all: training/saving.py. Here is what they hold, how it
+is checked and read. The main rank writes and reads; the files are the same whatever the number of
+ranks and the way they share the model, so any other may go on from them.
 """
 
+import hashlib
 import json
-import os
+import math
 import re
-import shutil
-from dataclasses import asdict, dataclass
+import sys
+import types
+import typing
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +27,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from durable import sync
 from model import GPT, ModelConfig
+from training.errors import words
 
 if TYPE_CHECKING:
     from training.parallel import Parallel
 
-FORMAT = 2  # of state.json; raised when an older reader would misunderstand
-
+FORMAT = 3  # of state.json; raised when an older reader would misunderstand
+SUMMED_SINCE = 3  # the format
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+FILES = (MODEL, OPTIMIZER, STATE)
+SUMS = "SHA256SUMS"
+LARGEST_STATE = 2**28  # bytes
+NAME = re.compile(r"step_\d{8,}")  # of a checkpoint that is whole
 
 Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
 
@@ -37,6 +49,23 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; says which, why, and what to do. Commands exit with 3."""
 
     exit_code = 3
+
+
+class Damaged(CheckpointError):
+    """It is not what was written: an older one may do."""
+
+    def __init__(self, file: Path, what: str):
+        self.what = f"checkpoint={file}: {what}"
+        super().__init__(f"{self.what}; use another one")
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return Damaged(file, "is missing")
+    if isinstance(error, PermissionError):  # an older one would not be allowed either
+        cause = f"may not be read ({error.strerror})"
+        return CheckpointError(f"checkpoint={file}: {cause}; change its owner or mode")
+    return Damaged(file, f"is unreadable ({error.strerror or error})")
 
 
 @dataclass
@@ -52,56 +81,53 @@ class State:
     wandb_id: str | None = None
     scaler: dict | None = None  # fp16's loss scale
     data: list | None = None  # checksums of the tokens: (file, of each block)
+    losses: list | None = None  # of the steps since the last line of the log
+    skipped: int = 0  # steps left out because their gradient was no number
+    skipped_in_a_row: int = 0  # of them, up to this step
+    spikes: dict = field(default_factory=dict)  # see training/guard.py
     format: int = FORMAT
 
 
-def open_run(name: str | None, model_name: str, runs: Path = Path("runs")) -> Path:
-    """The run's directory, made if need be: runs/<name>, by default named after date and model."""
-    from datetime import datetime
-
-    if name is not None:
-        folder = runs / name
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model_name}"
-    for number in range(1, 10_000):  # several may start within a second
-        folder = runs / (stem if number == 1 else f"{stem}_{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise CheckpointError(f"name={stem}: thousands of runs have this name; give another with name=")
+# ---------------------------------------------------------------------------------------- writing
 
 
-def save(run: Path, tensors: Tensors, state: State, keep: int, is_best: bool = False) -> Path:
-    """Writes the checkpoint of this step, points `last` (and `best`) at it, prunes older ones.
+def write(folder: Path, tensors: Tensors, state: dict) -> None:
+    """Writes a checkpoint into an empty folder, and waits until the disk has it."""
+    of_model, of_optimizer = tensors
+    save_file(of_model, folder / MODEL, {"format": "pt"})
+    save_file(of_optimizer, folder / OPTIMIZER)
+    (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    for name in (MODEL, OPTIMIZER):  # which the library makes for its user's eyes alone
+        (folder / name).chmod((folder / STATE).stat().st_mode)
+    lines = [f"{checksum(folder / name)}  {name}\n" for name in FILES]
+    (folder / SUMS).write_text("".join(lines), encoding="ascii")
+    for name in (*FILES, SUMS):
+        sync(folder / name)
+    sync(folder)
 
-    tensors: of model and optimizer, as `collect` gives them.
+
+def collect(
+    model: GPT, optimizer: torch.optim.Optimizer, parallel: "Parallel", copy: bool
+) -> Tensors:
+    """The parameters, and the optimizer's state, both under the parameters' names, on the CPU.
+
+    On all ranks; only the main one gets the tensors, the others None in their places. copy: also
+    where they are on the CPU already, so that they stay what they are while training goes on.
     """
-    folder = run / "checkpoints" / f"step_{state.step:08d}"
-    if not folder.exists():
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        of_model, of_optimizer = tensors
-        save_file(of_model, part / "model.safetensors", {"format": "pt"})
-        save_file(of_optimizer, part / "optimizer.safetensors")
-        (part / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-        os.replace(part, folder)
-    _point(folder.parent / "last", folder.name)
-    if is_best:
-        _point(folder.parent / "best", folder.name)
-    _prune(folder.parent, keep)
-    return folder
+    of_model, of_optimizer = {}, {}
+    for name, parameter in model.named_parameters():
+        of_model[name] = parallel.gather(parameter, copy)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            of_optimizer[f"{key}.{name}"] = parallel.gather(torch.as_tensor(value), copy)
+    return of_model, of_optimizer
 
 
-def _point(link: Path, target: str) -> None:
-    """Makes `link` a relative link to its neighbour `target`, at one stroke."""
-    fresh = link.with_name(link.name + ".part")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(target)
-    os.replace(fresh, link)
+def checksum(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- finding
 
 
 def run_of(folder: Path) -> Path | None:
@@ -109,79 +135,200 @@ def run_of(folder: Path) -> Path | None:
     return folder.parent.parent if folder.parent.name == "checkpoints" else None
 
 
+def whole_ones(run: Path) -> list[Path]:
+    """The checkpoints of a run that were written to the end, the newest first."""
+    found = [p for p in (run / "checkpoints").glob("step_*") if NAME.fullmatch(p.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
 def newest_step(run: Path) -> int:
     """The step of a run's newest whole checkpoint, 0 when there is none."""
-    names = [path.name for path in (run / "checkpoints").glob("step_*")]
-    return max((int(n[5:]) for n in names if re.fullmatch(r"step_\d+", n)), default=0)
+    return max((step_of(folder) for folder in whole_ones(run)), default=0)
 
 
-def _prune(checkpoints: Path, keep: int) -> None:
-    best = (checkpoints / "best").resolve()
-    whole = sorted(p for p in checkpoints.glob("step_*") if re.fullmatch(r"step_\d+", p.name))
-    for old in whole[:-keep]:
-        if old.resolve() != best:
-            shutil.rmtree(old)
+def is_one(path: Path) -> bool:
+    """Whether a path names a checkpoint, damaged or not, and not a run."""
+    return (path / STATE).is_file() or bool(NAME.fullmatch(path.resolve().name))
 
 
-def collect(model: GPT, optimizer: torch.optim.Optimizer, parallel: "Parallel") -> Tensors:
-    """The parameters, and the optimizer's state, both under the parameters' names, on the CPU.
-
-    On all ranks; only the main one gets the tensors, the others None in their places.
-    """
-    of_model, of_optimizer = {}, {}
-    for name, parameter in model.named_parameters():
-        of_model[name] = parallel.gather(parameter)
-        for key, value in optimizer.state.get(parameter, {}).items():
-            of_optimizer[f"{key}.{name}"] = parallel.gather(torch.as_tensor(value))
-    return of_model, of_optimizer
+def has_any(run: Path) -> bool:
+    """Whether a run has, or had, a checkpoint."""
+    return bool(whole_ones(run)) or (run / "checkpoints" / "last").is_symlink()
 
 
-def find(path: str | Path, key: str = "checkpoint") -> Path:
-    """The checkpoint that a path means: itself, or the last one of a run's directory.
+def find(
+    path: str | Path,
+    key: str = "checkpoint",
+    names: tuple[str, ...] = (STATE, MODEL),
+    warn: typing.Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> Path:
+    """The checkpoint that a path means: itself, or the newest usable one of a run's directory.
 
-    Raises CheckpointError, naming the setting `key`, when there is none.
+    names: the files that are wanted of it; they are read once, to compare their checksums. Of a
+    run, a damaged checkpoint is passed over for the one before, with a warning; one that is named
+    is refused. Raises CheckpointError, naming the setting `key`, when there is none.
     """
     path = Path(path)
-    for folder in (path, path / "checkpoints" / "last"):
-        if (folder / "state.json").is_file() and (folder / "model.safetensors").is_file():
-            return folder.resolve()
-    if not path.exists():
+    if is_one(path):
+        verify(path, names)
+        return path.resolve()
+    damage, last = None, path / "checkpoints" / "last"
+    if last.is_symlink() and not last.exists():
+        damage = Damaged(last, "what it leads to is gone")
+    for folder in whole_ones(path):
+        try:
+            verify(folder, names)
+        except Damaged as error:
+            damage = damage or error
+            continue
+        if damage:
+            warn(f"{damage.what}; going on from {folder.name}, the one before")
+        return folder.resolve()
+    if damage:
+        raise damage
+    if not path.exists() and not path.is_symlink():
         raise CheckpointError(f"{key}={path}: no such directory; give a run or a checkpoint")
     fix = "give runs/NAME or runs/NAME/checkpoints/step_..."
     raise CheckpointError(f"{key}={path}: holds no checkpoint; {fix}")
 
 
+# ---------------------------------------------------------------------------------------- reading
+
+
+def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
+    """Compares files of a checkpoint with their checksums.
+
+    Raises Damaged when one is missing or is not what was written. Checkpoints of formats before 3
+    have no checksums; what they hold is checked as far as it can be when it is read.
+    """
+    sums = _read_sums(folder)
+    if sums is None:
+        if load_state(folder).format >= SUMMED_SINCE:
+            raise Damaged(folder / SUMS, "is missing")
+        return
+
+    def differs(name: str) -> bool:
+        return checksum(folder / name) != sums[name]
+
+    try:
+        with ThreadPoolExecutor(len(names)) as threads:  # hashing leaves Python to others
+            for name, wrong in zip(names, threads.map(differs, names), strict=True):
+                if wrong:
+                    raise Damaged(folder / name, f"is not what {SUMS} says")
+    except OSError as error:
+        raise _unreadable(Path(error.filename or folder), error) from error
+
+
+def _read_sums(folder: Path) -> dict[str, str] | None:
+    """The checksums of a checkpoint's files; None when there are none."""
+    file = folder / SUMS
+    try:
+        raw = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    lines = "".join(rf"([0-9a-f]{{64}})  {re.escape(name)}\n" for name in FILES)
+    found = re.fullmatch(lines.encode(), raw)
+    if not found:
+        raise Damaged(file, "is damaged")
+    return {name: value.decode() for name, value in zip(FILES, found.groups(), strict=True)}
+
+
 def load_state(folder: Path) -> State:
     """Reads state.json. Raises CheckpointError when it is damaged or of a newer format."""
-    file = folder / "state.json"
+    file = folder / STATE
     try:
+        if file.stat().st_size > LARGEST_STATE:
+            raise Damaged(file, f"has more than {LARGEST_STATE:,} bytes")
         values = json.loads(file.read_text(encoding="utf-8"))
-        if values["format"] > FORMAT:
+        newer = isinstance(values, dict) and values.get("format")
+        if isinstance(newer, int) and newer > FORMAT:
             fix = "update this repository"
-            raise CheckpointError(f"checkpoint={file}: of newer format {values['format']}; {fix}")
-        return State(**values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        cause = " ".join(str(error).split())
-        raise CheckpointError(
-            f"checkpoint={file}: unreadable ({cause}); use another one"
-        ) from error
+            raise CheckpointError(f"checkpoint={file}: of newer format {newer}; {fix}")
+        state = typed(State, values)
+        for group in ("model", "data", "trainer"):
+            if not isinstance(state.settings.get(group), dict):
+                raise ValueError(f"no settings of {group}")
+        if state.step < 0:
+            raise ValueError(f"step {state.step}")
+        if state.wandb_id and not re.fullmatch(r"[\w-]{1,128}", state.wandb_id):
+            raise ValueError(f"wandb_id {state.wandb_id[:40]!r}")
+        return state
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Damaged(file, f"is unreadable ({words(error)})") from error
+
+
+def typed(schema: type, values: object):
+    """An instance of a dataclass from plain values of the right types, all of them known."""
+    if not isinstance(values, dict):
+        raise TypeError("it is no JSON object")
+    hints = typing.get_type_hints(schema)
+    if unknown := values.keys() - hints.keys():
+        raise TypeError(f"{min(unknown)} is unknown")
+    for place in fields(schema):
+        if place.name not in values:
+            if place.default is MISSING and place.default_factory is MISSING:
+                raise TypeError(f"{place.name} is missing")
+            continue
+        value, hint = values[place.name], hints[place.name]
+        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if type(value) is int and float in allowed:
+            continue
+        if type(value) not in allowed:
+            raise TypeError(f"{place.name} is {value!r:.40}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{place.name} is {value}")
+    return schema(**values)
 
 
 def load_model(folder: Path, device: str | torch.device = "cpu") -> tuple[GPT, State]:
-    """The model of a checkpoint, in eval mode, and its state."""
+    """The model of a checkpoint that `find` has found, in eval mode, and its state."""
     state = load_state(folder)
     try:
-        config = ModelConfig(**state.settings["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        cause = " ".join(str(error).split())
+        config = typed(ModelConfig, state.settings["model"])
+    except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint={folder}: its model settings do not fit ({cause}); use another one"
+            f"checkpoint={folder}: its model settings do not fit ({words(error)}); use another"
         ) from error
+    file = folder / MODEL
+    return model_of(config, read_tensors(file), file, device), state
+
+
+def model_of(
+    config: ModelConfig,
+    tensors: dict[str, torch.Tensor],
+    file: Path,
+    device: str | torch.device = "cpu",
+) -> GPT:
+    """A model in eval mode with these tensors, by our names; CheckpointError when they do not fit.
+
+    Whatever size the settings claim, no more is allocated than the tensors have.
+    """
+    outside = {
+        "token_emb.weight": (config.vocab_size, config.emb_dim),
+        "pos_emb.weight": (config.context_length, config.emb_dim),
+    }
+    for name, shape in outside.items():
+        _check_tensor(name, shape, tensors, file)
+    numbers = (re.match(r"blocks\.(\d{1,8})\.", name) for name in tensors)
+    layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+    if layers != config.num_layers:
+        raise CheckpointError(
+            f"checkpoint={file}: has {layers} layers, the model needs {config.num_layers}; "
+            f"use the model settings that it was saved with"
+        )
     model = empty_model(config, device)
-    load_parameters(folder, model)
-    return model.eval(), state
+    copy_into(dict(model.named_parameters()), tensors, file)
+    return model.eval()
 
 
 def empty_model(config: ModelConfig, device: str | torch.device = "cpu") -> GPT:
@@ -196,7 +343,7 @@ def load_parameters(folder: Path, model: GPT) -> None:
 
     Raises CheckpointError naming the first tensor that is missing, unknown or of another shape.
     """
-    file = folder / "model.safetensors"
+    file = folder / MODEL
     copy_into(dict(model.named_parameters()), read_tensors(file), file)
 
 
@@ -221,7 +368,7 @@ def read_optimizer(folder: Path, model: GPT) -> dict[str, dict[str, torch.Tensor
 
     Raises CheckpointError when it does not fit the model.
     """
-    file = folder / "optimizer.safetensors"
+    file = folder / OPTIMIZER
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     state: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, value in read_tensors(file).items():
@@ -230,11 +377,8 @@ def read_optimizer(folder: Path, model: GPT) -> dict[str, dict[str, torch.Tensor
             continue
         if name not in shapes:
             raise CheckpointError(f"checkpoint={file}: unknown tensor {full_name}; use another one")
-        if value.shape != (wanted := torch.Size() if key == "step" else shapes[name]):
-            raise CheckpointError(
-                f"checkpoint={file}: {full_name} has shape {tuple(value.shape)}, not "
-                f"{tuple(wanted)}; use the settings that it was saved with"
-            )
+        wanted = torch.Size() if key == "step" else shapes[name]
+        _check_tensor(full_name, wanted, {full_name: value}, file)
         state.setdefault(name, {})[key] = value
     return state
 
@@ -244,13 +388,7 @@ def copy_into(
 ) -> None:
     """Copies `tensors` into the parameters of the same names, which must be all of them."""
     for name, parameter in parameters.items():
-        if name not in tensors:
-            raise CheckpointError(f"checkpoint={file}: {name} is missing; use another one")
-        if tensors[name].shape != parameter.shape:
-            raise CheckpointError(
-                f"checkpoint={file}: {name} has shape {tuple(tensors[name].shape)}, the model "
-                f"needs {tuple(parameter.shape)}; use the model settings that it was saved with"
-            )
+        _check_tensor(name, parameter.shape, tensors, file)
     if extra := tensors.keys() - parameters.keys():
         raise CheckpointError(f"checkpoint={file}: unknown tensor {min(extra)}; use another one")
     with torch.no_grad():
@@ -258,12 +396,41 @@ def copy_into(
             parameter.copy_(tensors[name])
 
 
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file. Raises CheckpointError when it is damaged."""
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
-        cause = " ".join(str(error).split())
+def _check_tensor(
+    name: str, shape: tuple[int, ...], tensors: dict[str, torch.Tensor], file: Path
+) -> None:
+    if name not in tensors:
+        raise CheckpointError(f"checkpoint={file}: {name} is missing; use another one")
+    tensor = tensors[name]
+    if tensor.shape != tuple(shape):
         raise CheckpointError(
-            f"checkpoint={file}: unreadable ({cause}); use another one"
-        ) from error
+            f"checkpoint={file}: {name} has shape {tuple(tensor.shape)}, the model "
+            f"needs {tuple(shape)}; use the model settings that it was saved with"
+        )
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"checkpoint={file}: {name} is of {tensor.dtype}; use another one")
+    if not sound(tensor):
+        cause = f"{name} holds what is no finite number"
+        raise CheckpointError(f"checkpoint={file}: {cause}; use another one")
+
+
+def sound(tensor: torch.Tensor) -> bool:
+    """Whether all of it are finite numbers."""
+    return bool(torch.isfinite(tensor).all())
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file. Raises CheckpointError when it is none."""
+    try:
+        with open(file, "rb") as opened:
+            first = opened.read(8)
+        # A zip, as torch.save makes, or pickle's own first bytes; a safetensors file begins with
+        # a small number of eight bytes.
+        if first[:4] == b"PK\3\4" or (first[:1] == b"\x80" and any(first[4:])):
+            fix = "convert it to safetensors where its maker is trusted"
+            raise CheckpointError(f"checkpoint={file}: is a pickle, which could run code; {fix}")
+        return load_file(file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except SafetensorError as error:
+        raise Damaged(file, f"is unreadable ({words(error)})") from error

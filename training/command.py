@@ -12,6 +12,8 @@ and 143 stopped by Ctrl-C and SIGTERM.
 
 import dataclasses
 import difflib
+import functools
+import itertools
 import os
 import re
 import sys
@@ -37,6 +39,7 @@ from training.config import (
     unknown_key,
 )
 from training.errors import one_line
+from training.terminal import visible
 
 if typing.TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -54,44 +57,58 @@ FREE_TEXT = {
     "wandb.name",
     "wandb.group",
 }
+# Of these every character counts; a reference to another setting would be no text.
+PROMPTS = ("trainer.sample_prompt", "lens.prompts")
 WAIT_FOR_RANK_0 = 10  # seconds
+MOST_OVERRIDES = 1000
 BLANKS = "write key=value without blanks, or with quotes around it: 'key=some words'"
-# Hydra's own settings that take any key.
-HYDRA_FREE = ("hydra.job.env_set", "hydra.sweeper", "hydra.launcher", "hydra.callbacks")
+# Of Hydra's own settings those that a multirun has a use for. The others would do nothing, or run
+# code (callbacks, the factories of a logging configuration), or write secrets down (env_set).
+OF_SWEEPS = ("hydra.sweep", "hydra.sweeper", "hydra.launcher")
+HYDRA_NOTES = ("overrides", "runtime", "mode", "searchpath")  # on a composition
+NOT_HYDRAS = (
+    "is Hydra's own and not for use here",
+    "leave it out; a sweep (-m) has hydra.sweep, hydra.sweeper and hydra.launcher",
+)
 
 
 # ---------------------------------------------------------------------- overrides -> settings
 
 
-def compose(overrides: list[str], config_dir: str | None = None) -> Settings:
+def compose(
+    overrides: list[str], config_dir: str | None = None, sweeping: bool = False
+) -> Settings:
     """The settings that configs/ and these overrides make.
 
+    sweeping: for a job of a multirun, where some of Hydra's own settings mean something.
     Raises ConfigError listing every problem.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     register_resolvers()
-    if config_dir and not os.path.isdir(config_dir):
-        raise ConfigError([("--config-dir", config_dir, "no such folder", "check the path")])
-    overrides = [quoted(text) for text in overrides]
-    # A folder of the user's own, beside configs/.
-    search = [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"] if config_dir else []
-    folders = [CONFIGS, Path(config_dir)] if config_dir else [CONFIGS]
+    if len(overrides) > MOST_OVERRIDES:
+        cause, fix = f"has {len(overrides):,} settings", "put them in a file, see --config-dir"
+        raise ConfigError([("command line", NO_VALUE, cause, fix)])
+    search, folders = [], [CONFIGS]
+    if config_dir is not None:  # a folder of the user's own, beside configs/
+        check_config_dir(config_dir)
+        place = _escaped(f"file://{os.path.abspath(config_dir)}")
+        search, folders = [f"hydra.searchpath=[{place}]"], [CONFIGS, Path(config_dir)]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        tree = hydra_compose("config", search, return_hydra_config=True)
-        good, problems = check_names(overrides, tree, folders)
+        tree = _shipped()
+        good, problems = check_names(overrides, tree, folders, sweeping)
         try:
-            config = hydra_compose("config", search + [text for _, text in good])
-            values = OmegaConf.to_container(config, resolve=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            cause = str(error).strip().splitlines()[0].rstrip(".")
-            problems.append(("command line", " ".join(overrides), cause, "see --help"))
+            texts = search + [text for _, text in good]
+            config = hydra_compose("config", texts, return_hydra_config=True)
+            problems += changes_of_hydra(tree.hydra, config.hydra)
+            ours = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+            values = OmegaConf.to_container(ours, resolve=True)
+        except _errors_of_composing() as error:
+            problems.append(_problem_of_composing(error, overrides, config_dir))
             raise ConfigError(problems) from error
     # First what was touched: most mistakes are found there, before torch is loaded.
     touched = {key.split(".")[0] for key, _ in good}
@@ -106,6 +123,14 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Settings:
     return settings
 
 
+@functools.cache
+def _shipped() -> "DictConfig":
+    """The configuration without overrides, Hydra's own settings with it; not to be changed."""
+    from hydra import compose as hydra_compose
+
+    return hydra_compose("config", return_hydra_config=True)
+
+
 def check_sweep(overrides: list[str], config_dir: str | None) -> None:
     """Checks every value that a multirun will try, before its first job starts.
 
@@ -114,15 +139,21 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    problems: list[Problem] = []
     variants: list[list[str]] = []  # for each override, the overrides it stands for
     for text in overrides:
         try:
             override = OverridesParser.create().parse_override(text)
-            choices = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
-        except (HydraException, TypeError, ValueError):
+            sweeps = override.is_sweep_override()
+            choices = override.sweep_string_iterator() if sweeps else []
+            choices = list(itertools.islice(choices, MOST_OVERRIDES + 1))
+        except (HydraException, TypeError, ValueError, RecursionError):
             choices = []  # no override at all, named by compose; or an interval, which has no list
+        if len(choices) > MOST_OVERRIDES:
+            cause = f"stands for more than {MOST_OVERRIDES:,} runs"
+            problems.append((override.key_or_group, NO_VALUE, cause, "sweep over fewer"))
+            choices = choices[:1]
         variants.append([f"{override.key_or_group}={c}" for c in choices] or [text])
-    problems: list[Problem] = []
     fixed_name = [v[0] for v in variants if v[0].lstrip("+").startswith("name=") and len(v) == 1]
     if fixed_name and any(len(values) > 1 for values in variants):
         fix = "leave it out, or give a name for each value; wandb.group=NAME holds them together"
@@ -131,18 +162,73 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> None:
     for place, values in enumerate(variants):
         for value in values if len(values) > 1 or place == 0 else []:
             try:
-                compose([*first[:place], value, *first[place + 1 :]], config_dir)
+                compose([*first[:place], value, *first[place + 1 :]], config_dir, sweeping=True)
             except ConfigError as error:
                 problems += [problem for problem in error.problems if problem not in problems]
     refuse(problems)
 
 
 def register_resolvers() -> None:
-    """`${repository:}` in a YAML file is the folder of this repository."""
+    """`${repository:}` in a YAML file is the folder of this repository. `${oc.env:}` is none of a
+    setting's: what it fetches would be written down with the run."""
     from omegaconf import OmegaConf
 
+    def refuse_environment(*_) -> None:
+        raise ValueError("settings are written down, and the environment holds secrets")
+
+    OmegaConf.register_new_resolver("oc.env", refuse_environment, replace=True)
     if not OmegaConf.has_resolver("repository"):
         OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY))
+
+
+def check_config_dir(config_dir: str) -> None:
+    """Raises ConfigError with every problem of the user's own YAML files, before Hydra reads
+    them."""
+    from training.yaml_check import check_folder
+
+    if not os.path.isdir(config_dir):
+        fix = "check the path"
+        raise ConfigError([("--config-dir", config_dir, "no such folder", fix)])
+    refuse(check_folder(Path(config_dir), CONFIGS))
+
+
+def changes_of_hydra(shipped: "DictConfig", composed: "DictConfig") -> list[Problem]:
+    """A problem for each of Hydra's own settings that a file has changed and should not."""
+    from omegaconf import OmegaConf
+
+    before, now = (OmegaConf.to_container(c, resolve=False) for c in (shipped, composed))
+    for settings in (before, now):
+        for name in HYDRA_NOTES:
+            settings.pop(name, None)
+        for name in ("name", "override_dirname", "id", "num", "config_name"):
+            settings["job"].pop(name, None)
+    problems = []
+    for name in before.keys() | now.keys():
+        if f"hydra.{name}" not in OF_SWEEPS and before.get(name) != now.get(name):
+            problems.append((f"hydra.{name}", NO_VALUE, *NOT_HYDRAS))
+    return sorted(problems)
+
+
+def _errors_of_composing() -> tuple[type[Exception], ...]:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    return HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError
+
+
+def _problem_of_composing(error: Exception, overrides: list[str], folder: str | None) -> Problem:
+    """What Hydra or OmegaConf says, with the setting that it is about where that is known."""
+    said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
+    cause = said.splitlines()[0].rstrip(".")
+    guilty = getattr(error, "full_key", None)
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key.lstrip("+") == guilty or quoted(text) in str(error):
+            return (key.lstrip("+"), value, cause, "see --help")
+    if folder is not None:
+        return ("--config-dir", folder, cause, "mend its files, or see --help")
+    return ("command line", " ".join(overrides), cause, "see --help")
 
 
 def quoted(text: str) -> str:
@@ -151,60 +237,116 @@ def quoted(text: str) -> str:
     Left alone: what is quoted already, a list, a reference ${...}, and null, true and false.
     """
     key, equals, value = text.partition("=")
+    name = key.lstrip("+")
     whole = (("'", "'"), ('"', '"'), ("[", "]"), ("${", "}"))
     plain = value in ("", "null", "true", "false") or any(
         value.startswith(a) and value.endswith(b) for a, b in whole
     )
-    if not equals or key.lstrip("+") not in FREE_TEXT | {"lens.prompts"} or plain:
+    if not equals or name not in FREE_TEXT | {"lens.prompts"} or plain:
         return text
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{key}=["{escaped}"]' if "prompts" in key else f'{key}="{escaped}"'
+    if name in PROMPTS:  # OmegaConf's way to write a "${" that is no reference
+        value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return f"{key}=[{_escaped(value)}]" if name == "lens.prompts" else f"{key}={_escaped(value)}"
+
+
+def _escaped(text: str) -> str:
+    """In quotes, for Hydra, which reads a backslash before a quotation mark only."""
+    text = re.sub(r"(\\*)\"", r'\1\1\\"', text)
+    return '"' + re.sub(r"(\\+)\Z", r"\1\1", text) + '"'
 
 
 def check_names(
-    overrides: list[str], tree: "DictConfig", folders: list[Path]
+    overrides: list[str], tree: "DictConfig", folders: list[Path], sweeping: bool = False
 ) -> tuple[list[tuple[str, str]], list[Problem]]:
     """Sorts overrides into (key, text) that name something, and problems for those that do not.
 
     tree is the configuration without overrides, folders hold the groups' files. Hydra by itself
     stops at the first problem, lets `+anything=1` in, and does not look below `hydra.`.
     """
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
+
+    from training.yaml_check import NO_CODE, check_reference
 
     keys = list(_dotted(tree))
     groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     visible = [key for key in keys if not key.startswith("hydra.")] + sorted(groups)
     parser = OverridesParser.create()
     good, problems = [], []
-    for text in overrides:
+    for typed in overrides:
+        text = typed if sweeping else quoted(typed)
         try:
             override = parser.parse_override(text)
-        except HydraException:
+        except (HydraException, ValueError, RecursionError):
             fix = f"quote the value, {_quoting(text)}" if "=" in text else BLANKS
-            problems.append((text, NO_VALUE, "is not of the form key=value", fix))
+            problems.append(
+                (
+                    text if text.strip() else repr(text),
+                    NO_VALUE,
+                    "is not of the form key=value",
+                    fix,
+                )
+            )
             continue
+        key = override.key_or_group
         if override.is_sweep_override():
             fix = f"-m trains once for each; a text with a comma is quoted, {_quoting(text)}"
             problems.append((text, NO_VALUE, "several values for one run", fix))
             continue
-        key, value = override.key_or_group, override.get_value_element_as_str()
-        if override.is_delete():
+        value = typed.partition("=")[2]
+        is_text = key in PROMPTS and text != typed
+        if _calls_code(override):
+            problems.append((key, value, *NO_CODE))
+        elif not is_text and (found := check_reference(text)):
+            problems.append((key, value, *found))
+        elif override.package is not None:
+            cause = "settings stay in their place"
+            problems.append((f"{key}@{override.package}", value, cause, f"use {key}={value}"))
+        elif override.is_delete():
             fix = f"to change it, give {key}=VALUE"
             problems.append(("~" + key, NO_VALUE, "settings cannot be deleted", fix))
         elif key in groups:
             choices = sorted(p.stem for folder in folders for p in (folder / key).glob("*.yaml"))
+            value = override.get_value_element_as_str()
             if value in choices or (key, value) == ("experiment", "null"):
                 good.append((key, text.lstrip("+")))
             else:
                 problems.append(_unknown_choice(key, value, choices))
-        elif key.startswith("hydra/") or key.startswith(HYDRA_FREE) or key in keys:
+        elif key.startswith(("hydra/", "hydra.")):
+            of_sweeps = key.replace("/", ".").startswith(OF_SWEEPS)
+            if not of_sweeps:
+                problems.append((key, value, *NOT_HYDRAS))
+            elif not sweeping:
+                problems.append((key, value, "is of a sweep, and this is one run", "add -m"))
+            elif key.startswith("hydra/"):
+                choices = GlobalHydra.instance().config_loader().get_group_options(key)
+                if value in choices:
+                    good.append((key, text))
+                else:
+                    problems.append(_unknown_choice(key, value, choices))
+            elif key.startswith("hydra.sweep.") and key not in keys:
+                problems.append(unknown_key(key, value, [k for k in keys if "hydra.sweep." in k]))
+            else:
+                good.append((key, text))
+        elif key in keys:
             good.append((key, text.lstrip("+")))
-        elif key.startswith("hydra."):
-            problems.append(unknown_key(key, value, [k for k in keys if k.startswith("hydra.")]))
         else:
             problems.append(unknown_key(key, value, visible))
     return good, problems
+
+
+def _calls_code(override) -> bool:
+    """Whether a key, or one inside the value, is one that Hydra's instantiation obeys."""
+    from training.yaml_check import CALLS_CODE
+
+    def inside(value: object) -> bool:
+        if isinstance(value, dict):
+            return any(str(key) in CALLS_CODE for key in value) or any(map(inside, value.values()))
+        return isinstance(value, list) and any(map(inside, value))
+
+    parts = re.split(r"[./]", override.key_or_group)
+    return not CALLS_CODE.isdisjoint(parts) or inside(override.value())
 
 
 def _quoting(text: str) -> str:
@@ -245,16 +387,20 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
         from hydra._internal.utils import get_args_parser
 
         parser = get_args_parser()
-        args, unknown = parser.parse_known_args()
-        with errors_in_one_line(debug="debug=true" in args.overrides):
+        parser.error = _refuse_options
+        with errors_in_one_line(debug="debug=true" in sys.argv):
+            args, unknown = parser.parse_known_intermixed_args()
             if unknown:
                 raise ConfigError([(unknown[0], NO_VALUE, "no such option", "see --help")])
-            for option in ("config_path", "config_name", "experimental_rerun"):
-                if getattr(args, option):
-                    flag = "--" + option.replace("_", "-")
-                    fix = "add your own files with --config-dir"
-                    raise ConfigError([(flag, getattr(args, option), "is not supported", fix)])
+            check_options(args)
+            # Hydra itself wants its options first.
+            options = [text for text in sys.argv[1:] if text not in args.overrides]
+            sys.argv[1:] = options + args.overrides
             if args.help or args.hydra_help or args.shell_completion or args.info:
+                if args.overrides and not args.shell_completion:
+                    compose(args.overrides, args.config_dir)
+                elif args.config_dir is not None:
+                    check_config_dir(args.config_dir)
                 if os.environ.get("RANK", "0") == "0":
                     _hydra_main(run)
                 return
@@ -274,6 +420,27 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
 
     main.__doc__ = run.__doc__
     return main
+
+
+def check_options(args) -> None:
+    """Raises ConfigError for options of Hydra's that are not ours, or do nothing together."""
+    for option in ("config_path", "config_name", "experimental_rerun"):
+        if getattr(args, option) is not None:
+            fix = "add your own files with --config-dir"
+            flag = "--" + option.replace("_", "-")
+            raise ConfigError([(flag, getattr(args, option), "is not supported", fix)])
+    modes = ("run", "cfg", "multirun", "shell_completion", "info", "help", "hydra_help")
+    given = ["--" + mode.replace("_", "-") for mode in modes if getattr(args, mode)]
+    if len(given) > 1:
+        cause = "are not for use together"
+        raise ConfigError([(" ".join(given), NO_VALUE, cause, f"use {given[0]} alone")])
+    for option in ("package", "resolve"):
+        if getattr(args, option) and not args.cfg:
+            raise ConfigError([("--" + option, NO_VALUE, "is for --cfg", "add --cfg job")])
+
+
+def _refuse_options(message: str) -> None:
+    raise ConfigError([("command line", NO_VALUE, message, "see --help")])
 
 
 def _hydra_main(run: Callable[[Settings], None]) -> None:
@@ -352,7 +519,7 @@ def parse(schema: type, arguments: list[str]) -> object:
         try:
             value = parser.parse_override(text).value()
             values[key] = value if isinstance(value, int | float | list | None) else raw
-        except HydraException:
+        except (HydraException, ValueError, RecursionError):
             values[key] = raw  # of the wrong type, then
     for field in dataclasses.fields(schema):
         if dataclasses.is_dataclass(field.type):
@@ -388,6 +555,8 @@ class errors_in_one_line:
     def tell(self, error: BaseException) -> None:
         """On rank 0; on others what is this rank's own affair."""
         rank, line = os.environ.get("RANK", "0"), one_line(error)
+        # Paths and texts come from anywhere. Of settings each problem has a line.
+        line = visible(line, keep="\n" if getattr(error, "exit_code", 4) == 2 else "")
         if not (expected := hasattr(error, "exit_code")):
             line += "; run again with debug=true for the traceback"
         if rank == "0":

@@ -23,11 +23,21 @@ if typing.TYPE_CHECKING:
     from training.parallel import ParallelConfig
     from training.tracker import WandbConfig
 
+from training.terminal import visible
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "configs"
 
 Problem = tuple[str, object, str, str]  # (key, value, cause, fix)
 NO_VALUE = object()  # the value of a problem that has none
+LARGEST = 10**15  # of every number but a seed
+MOST_PARAMETERS = 10**13
+LONGEST = 300  # characters of a value that a problem shows
+# Whose value nobody wants in a terminal or the log of a job.
+SECRET = re.compile(
+    r"api_?key|secret|passw|credential|(auth|access|bearer|hub|hf|github|wandb)_?token",
+    re.IGNORECASE,
+)
 
 
 class ConfigError(ValueError):
@@ -48,14 +58,24 @@ def refuse(problems: list[Problem]) -> None:
 
 def describe(problem: Problem) -> str:
     key, value, cause, fix = problem
-    what = key if value is NO_VALUE else f"{key}={shown(value)}"
-    return f"{what}: {cause}; {fix}"
+    what = shortened(key) if value is NO_VALUE else f"{shortened(key)}={shortened(shown(value))}"
+    if SECRET.search(key.partition("=")[0]):
+        what = f"{key.partition('=')[0]}=(not shown)"
+        fix = "keys and passwords are no settings; programs read them from the environment"
+    return visible(f"{what}: {cause}; {shortened(fix)}", keep="")
 
 
 def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    try:
+        return str(value)
+    except ValueError:  # a number of more digits than Python writes out
+        return "a number of thousands of digits"
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 @dataclass
@@ -73,11 +93,14 @@ class TrainerConfig:
     eval_windows: int = 100  # at most so many validation windows, the same each time
     log_every: int = 1  # steps between lines in the log
     save_every: int = 500  # steps between checkpoints, besides the best and last; 0: only those
-    keep: int = 1  # how many of the newest checkpoints stay, besides the best
+    keep: int = 2  # how many of the newest checkpoints stay, besides the best
     precision: str = "auto"  # auto | fp32 | bf16 | fp16
     compile: str | bool = "auto"  # auto | true | false
     device: str = "auto"  # auto | cpu | cuda | mps
+    on_nonfinite: str = "skip"  # skip | stop: a step whose loss or gradient is no number
+    max_skips: int = 10  # so many in a row end the run
     resume: str | bool = "auto"  # auto | must | false | the directory of a run or checkpoint
+    resume_override: bool = False  # true: go on although a setting or the data changed
     init_from: str | None = None  # weights to start from: a checkpoint or Hugging Face directory
     sample_prompt: str = "The"  # what the sample text at each validation continues
     sample_tokens: int = 40  # its length; 0: no samples
@@ -85,7 +108,7 @@ class TrainerConfig:
     def problems(self) -> list[Problem]:
         """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
         found = []
-        for key in ("max_steps", "batch_size", "eval_windows", "log_every", "keep"):
+        for key in ("max_steps", "batch_size", "eval_windows", "log_every", "keep", "max_skips"):
             if getattr(self, key) < 1:
                 found.append(
                     (key, getattr(self, key), "must be at least 1", f"set {key}=1 or more")
@@ -104,6 +127,12 @@ class TrainerConfig:
         elif isinstance(micro, int) and not 1 <= micro <= max(1, batch):
             cause = f"must be from 1 to batch_size={batch}"
             found.append(("micro_batch_size", micro, cause, "use a part of the batch, or null"))
+        if self.batch_size > 2**24:
+            fix = "use at most 16777216 windows a step"
+            found.append(("batch_size", self.batch_size, "no memory holds such a batch", fix))
+        if self.sample_tokens > 100_000:
+            fix = "use at most 100000"
+            found.append(("sample_tokens", self.sample_tokens, "such a sample never ends", fix))
         if (self.warmup_steps or 0) > self.max_steps > 0:
             cause = f"the run ends after max_steps={self.max_steps}"
             found.append(("warmup_steps", self.warmup_steps, cause, "use fewer"))
@@ -111,6 +140,7 @@ class TrainerConfig:
             "precision": ("auto", "fp32", "bf16", "fp16"),
             "compile": ("auto", True, False),
             "device": ("auto", "cpu", "cuda", "mps"),
+            "on_nonfinite": ("skip", "stop"),
         }
         for key, allowed in choices.items():
             if (value := getattr(self, key)) not in allowed:
@@ -175,20 +205,37 @@ def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, l
         try:
             merged[key] = coerce(value, hints[key])
         except TypeError as error:
-            fix = f"such as {shown(merged[key])}" if key in merged else "see --help"
+            fix = f"such as {shown(merged[key])}" if merged.get(key, "") != "" else "see --help"
             found.append((prefix + key, value, str(error), fix))
             merged.setdefault(key, value)
     missing = [name for name in hints if name not in merged]
     found += [
         (prefix + name, NO_VALUE, "missing", f"give it as {prefix}{name}=...") for name in missing
     ]
+    defaults = {f.name: f.default for f in dataclasses.fields(schema)}
+    for name, value in merged.items():
+        if name != "seed" and any(LARGEST < abs(v) < math.inf for v in _numbers(value)):
+            cause, fix = "is too large a number", f"use at most {LARGEST:g}"
+            found.append((prefix + name, value, cause, fix))
+            if defaults[name] is not dataclasses.MISSING:
+                merged[name] = defaults[name]  # what follows may count up to it
     if not missing:
         named = {problem[0] for problem in found}
         # Asked of a look-alike: an instance with problems may refuse to exist.
         for key, *rest in schema.problems(types.SimpleNamespace(**merged)):
             if prefix + key not in named:
                 found.append((prefix + key, *rest))
+    named = {problem[0] for problem in found}
+    for name, value in merged.items():
+        if prefix + name not in named and not all(map(math.isfinite, _numbers(value))):
+            found.append((prefix + name, value, "must be a finite number", "see --help"))
     return (None if found else schema(**merged)), found
+
+
+def _numbers(value: object) -> list[int | float]:
+    """The numbers in a setting's value."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
 def coerce(value: object, hint: object) -> object:
@@ -213,9 +260,15 @@ def coerce(value: object, hint: object) -> object:
         if isinstance(value, float) and value.is_integer():
             return int(value)  # 1e5 steps
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     if hint is str and isinstance(value, str | int | float):
-        return str(value)
+        text = shown(value) if isinstance(value, int) else str(value)
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise TypeError("must be text in UTF-8")
+        return text
     if typing.get_origin(hint) is list and isinstance(value, list | tuple):
         return [coerce(item, typing.get_args(hint)[0]) for item in value]
     raise TypeError(f"must be {_name(hint)}")
@@ -269,17 +322,43 @@ def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | Non
                     continue
                 schema = getattr(importlib.import_module(module), name)
                 parts[key], found = fill(schema, value, f"{key}.")
-                problems += found
+                problems += found + _unusable_texts(key, value)
         else:
             problems.append(unknown_key(key, value, [*PLAIN, *GROUPS]))
     name = parts.get("name")
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]*", name):
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}", name):
         cause = "becomes the folder runs/<name>"
-        problems.append(("name", name, cause, "use letters, digits and . _ - only"))
+        fix = "use letters, digits and . _ - only, at most 128"
+        problems.append(("name", name, cause, fix))
     if not 0 <= (seed := parts.get("seed", 0)) < 2**63:
         problems.append(("seed", seed, "must be from 0 to 2^63 - 1", "use seed=0"))
     problems += cross_problems(parts)
     return (Settings(**parts) if not problems and touched is None else None), problems
+
+
+# Texts that name something. Empty, each would quietly mean what null says aloud.
+NAMES = {
+    "data.path": None,
+    "data.val_path": "use null to validate on a part of data.path",
+    "data.text_key": "use data.text_key=text",
+    "trainer.resume": None,
+    "trainer.init_from": "use null to begin with random weights",
+    "wandb.name": "use null for the run's name",
+    "wandb.group": "use null for none",
+}
+
+
+def _unusable_texts(group: str, values: dict) -> list[Problem]:
+    """What is wrong with the names among a group's texts."""
+    found = []
+    for key, fix_empty in NAMES.items():
+        value = values.get(key.partition(".")[2]) if key.startswith(f"{group}.") else None
+        if value == "" and fix_empty:
+            found.append((key, value, "is empty", fix_empty))
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and "\0" in text:
+                found.append((key, text, "no name has a zero character", "check the name"))
+    return found
 
 
 def cross_problems(parts: dict) -> list[Problem]:
@@ -290,6 +369,12 @@ def cross_problems(parts: dict) -> list[Problem]:
     from tokens.tokenizers import TOKENIZERS
 
     found = []
+    m = from_model
+    parameters = (m.vocab_size + m.context_length) * m.emb_dim + 12 * m.num_layers * m.emb_dim**2
+    if parameters > MOST_PARAMETERS:
+        key = max(("vocab_size", "context_length", "emb_dim", "num_layers"), key=vars(m).get)
+        cause = f"makes a model of {parameters:.0e} parameters, which no machine holds"
+        found.append((f"model.{key}", vars(m)[key], cause, "use less, or model=gpt2-small"))
     for layer in parts["lens"].layers if parts.get("lens") else ():
         if layer >= from_model.num_layers:
             cause = f"the model has layers 0 to {from_model.num_layers - 1}"

@@ -6,6 +6,8 @@ import time
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from training.terminal import visible
+
 
 class Console:
     """Prints on the main rank; does nothing on the others."""
@@ -36,9 +38,10 @@ class Console:
             self.print(line)
 
     def print(self, text: str = "") -> None:
-        """A line of its own, above the bar where there is one. The text is never read as markup."""
+        """A line of its own, above the bar where there is one. The text is never read as markup,
+        and what a terminal would obey in it is written out: samples may hold anything."""
         if self.is_main:
-            self.rich.print(text, markup=False)
+            self.rich.print(visible(text.replace("\r", "")), markup=False)
             sys.stdout.flush()
 
     def close(self) -> None:

@@ -11,11 +11,39 @@ def one_line(error: BaseException) -> str:
     """What an error says, as one line; of ours, the lines that it is worded in."""
     if hasattr(error, "exit_code"):
         return str(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further word'}"
+    return f"{type(error).__name__}: {words(error) or 'no further word'}"
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """What a process ends with after this error; 0 after none."""
+    if isinstance(error, SystemExit):
+        return error.code or 0
+    return 0 if error is None else getattr(error, "exit_code", 4)
+
+
+def words(error: BaseException) -> str:
+    """What an error says, without line breaks."""
+    return " ".join(str(error).split())
+
+
+class RunDirectoryError(RuntimeError):
+    """A run's directory that cannot be had: another run's, in use, or not writable."""
+
+    exit_code = 2
+
+
+# What to do about numbers that grew beyond all bounds.
+LESS = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
 
 
 class Diverged(RuntimeError):
-    """The loss is no longer a number. On all ranks."""
+    """The loss or its gradient is no longer a number. On all ranks."""
+
+    exit_code = 4
+
+
+class NotSaved(RuntimeError):
+    """The last checkpoint of a run could not be written."""
 
     exit_code = 4
 

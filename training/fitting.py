@@ -5,6 +5,7 @@ How much a step needs is estimated by formula (training/memory.py); on a GPU it 
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,10 +28,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def what_would_fit(settings: "Settings", parallel: "Parallel", windows: int) -> OutOfMemory:
+def what_would_fit(
+    settings: "Settings", parallel: "Parallel", windows: int, intact: str
+) -> OutOfMemory:
     """The error of a step that found no room: what keeps the batch, and the steps as they were.
 
-    windows: of the micro-batch that did not fit.
+    windows: of the micro-batch that did not fit. intact: what there is to go on from.
     """
     trainer = settings.trainer
     share = trainer.batch_size // parallel.world_size
@@ -48,8 +51,7 @@ def what_would_fit(settings: "Settings", parallel: "Parallel", windows: int) -> 
         fix = "use more devices, a smaller data.max_length or a smaller model"
     cause = f"{windows} windows of {settings.data.max_length} tokens do not fit into the memory of "
     return OutOfMemory(
-        f"trainer.micro_batch_size={windows}: {cause}{parallel.device}; {fix}; the last checkpoint "
-        f"is intact"
+        f"trainer.micro_batch_size={windows}: {cause}{parallel.device}; {fix}; {intact}"
     )
 
 
@@ -117,6 +119,22 @@ def memory_of(device: torch.device) -> float:
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
         machine = min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def spare_memory() -> float:
+    """Bytes of the machine's memory that nobody uses; 0 where that cannot be known."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        spare = int(found[1]) * 1024
+        with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+            group = Path("/sys/fs/cgroup")
+            used = int((group / "memory.current").read_text())
+            files = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)
+            limit = int((group / "memory.max").read_text())
+            spare = min(spare, limit - used + int(files[1]))  # files go when memory is wanted
+        return spare
+    except (OSError, TypeError):
+        return 0
 
 
 def _fits(windows: int, settings: "Settings", parallel: "Parallel", model: "GPT") -> bool:

@@ -18,10 +18,9 @@ from model import GPT, ModelConfig
 from training.checkpoint import (
     CheckpointError,
     State,
-    copy_into,
-    empty_model,
     find,
     load_model,
+    model_of,
     read_tensors,
 )
 
@@ -66,6 +65,10 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     folder = Path(folder)
     config = _model_config(folder / "config.json", attention)
     file = folder / "model.safetensors"
+    if not file.exists() and (pickles := [*folder.glob("*.bin"), *folder.glob("*.pt")]):
+        cause = f"is a pickle, which could run code, and there is no {file.name}"
+        fix = "convert it to safetensors where its maker is trusted"
+        raise CheckpointError(f"checkpoint={pickles[0]}: {cause}; {fix}")
     tensors = read_tensors(file)
     theirs = {
         name.removeprefix("transformer."): value
@@ -73,7 +76,6 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
         # The tied head comes twice in some files; masks were saved as buffers by old versions.
         if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
-    model = empty_model(config)
     try:
         ours = _to_ours(theirs, config.num_layers)
     except KeyError as error:
@@ -84,8 +86,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
         raise CheckpointError(
             f"checkpoint={file}: unknown tensor {min(theirs)}; it is no plain GPT-2"
         )
-    copy_into(dict(model.named_parameters()), ours, file)
-    return model.eval()
+    return model_of(config, ours, file)
 
 
 def to_hf(model: GPT, folder: str | Path) -> None:

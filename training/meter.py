@@ -2,6 +2,12 @@
 
 import contextlib
 import time
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from training.parallel import Parallel
 
 
 class Meter:
@@ -10,12 +16,15 @@ class Meter:
     def __init__(self):
         self.start()
 
-    def start(self) -> None:
-        self.losses, self.grad_norm, self.since = [], None, time.perf_counter()
+    def start(self, losses: list[float] = ()) -> None:
+        """Begins anew; losses: of steps that a run that goes on has done since its last line."""
+        self._losses, self._unread = list(losses), []
+        self.grad_norm, self.steps, self.since = None, 0, time.perf_counter()
 
-    def add(self, loss, grad_norm) -> None:
-        self.losses.append(loss)
+    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
+        self._unread.append(loss)
         self.grad_norm = grad_norm
+        self.steps += 1
 
     @contextlib.contextmanager
     def paused(self):
@@ -24,8 +33,11 @@ class Meter:
         yield
         self.since += time.perf_counter() - before
 
-    def mean_loss(self):
-        return sum(self.losses) / len(self.losses)
+    def losses(self, parallel: "Parallel") -> list[float]:
+        """The loss of each step, its mean over all ranks; waits for the device."""
+        unread, self._unread = self._unread, []
+        self._losses += parallel.means(unread)
+        return self._losses
 
     def steps_per_second(self) -> float:
-        return len(self.losses) / (time.perf_counter() - self.since)
+        return self.steps / (time.perf_counter() - self.since)

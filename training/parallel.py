@@ -17,7 +17,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from torch import Tensor
 
 from model import GPT, ModelConfig
 from training import device as devices
+
+if TYPE_CHECKING:
+    from training.guard import Guard
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp")
 LONGEST_TIMEOUT = 1800  # seconds; a run that hangs should not hold its machines for longer
@@ -133,12 +136,12 @@ class Parallel:
         overlaps = self.device.type == "cuda"  # elsewhere the host's copy could change under it
         return [t.to(self.device, non_blocking=overlaps) for t in self.pinned(*tensors)]
 
-    def gather(self, tensor: Tensor) -> Tensor | None:
+    def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
         """A parameter or moment as a whole, on the CPU of the main rank; None on the others.
 
-        On all ranks, in the same order.
+        On all ranks, in the same order. copy: also of what is on the CPU already.
         """
-        return tensor.detach().cpu().contiguous()
+        return tensor.detach().to("cpu", copy=copy).contiguous()
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         """What this rank holds of a tensor that the main rank has: placed as `like` is.
@@ -164,22 +167,41 @@ class Parallel:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of `loss`, scaled up in fp16 so that small ones do not vanish."""
+        # An infinite loss may have finite gradients. 0 x inf is NaN, which they are then, and when
+        # they have been summed, on all ranks; of any other loss this changes no bit.
+        loss = loss * (1 + 0 * loss.detach())
         self.scaler.scale(loss).backward()
 
     def update(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        grad_clip: float,
+        guard: "Guard",
     ) -> Tensor:
         """Clips the gradients to norm grad_clip (0: not at all), takes the step, clears them.
 
-        Returns the norm before clipping, on the device.
+        The step is left out where the guard says so. Returns the norm before clipping, on the
+        device.
         """
         self.scaler.unscale_(optimizer)
-        limit = grad_clip if grad_clip > 0 else float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-        self.scaler.step(optimizer)
-        self.scaler.update()
+        grad_norm = self.total_norm(model)
+        if grad_clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
+        leave_out = guard.judge(grad_norm, self.scaler.scale(torch.ones_like(grad_norm)))
+        if optimizer.defaults.get("fused"):
+            optimizer.found_inf = leave_out  # its kernel then changes nothing; nobody waits
+            optimizer.step()
+        elif not leave_out:
+            optimizer.step()
+        if self.scaler.is_enabled():
+            self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return grad_norm
+
+    def total_norm(self, model: torch.nn.Module) -> Tensor:
+        """The Euclidean norm of all gradients together, (), the same on all ranks."""
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
     def synchronize(self) -> None:
         """Waits until the device has done all it was given, so that a clock can be read."""
@@ -196,9 +218,12 @@ class Parallel:
         """A number that is still on the device; waits for it."""
         return float(value)
 
-    def mean(self, value: Tensor | float) -> float:
-        """The mean over all ranks, as a number; waits for the device."""
-        return self.sum(self.number(value))[0] / self.world_size
+    def means(self, values: list[Tensor]) -> list[float]:
+        """Their means over all ranks, as numbers; waits for the device."""
+        if not values:
+            return []
+        self.synchronize()
+        return [total / self.world_size for total in self.sum(*torch.stack(values).tolist())]
 
     def largest(self, value: int) -> int:
         """The largest of all ranks' values."""
@@ -245,6 +270,8 @@ def check(config: ParallelConfig, device: str, batch_size: int) -> list[tuple]:
 
     batch_size: windows per optimizer step over all ranks.
     """
+    if launched() and (problems := _check_launch()):
+        return problems
     ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
     strategy, key = config.strategy, "parallel"
     if not launched() and strategy in ("ddp", "fsdp"):
@@ -259,6 +286,21 @@ def check(config: ParallelConfig, device: str, batch_size: int) -> list[tuple]:
         cause = "several processes cannot share it"
         found.append(("trainer.device", device, cause, "use trainer.device=cpu"))
     return found
+
+
+def _check_launch() -> list[tuple]:
+    """What the launcher has left out: (key, value, cause, fix)."""
+    numbers = ("WORLD_SIZE", "RANK", "MASTER_PORT", *({"LOCAL_RANK"} & os.environ.keys()))
+    for key in (*numbers, "MASTER_ADDR"):
+        value = os.environ.get(key, "")
+        if not value or (key in numbers and not value.isdecimal()):
+            wrong = "no number" if value else "missing"
+            cause = f"is {wrong}, and a launcher sets it for each rank"
+            return [(key, value, cause, "start it with torchrun --nproc_per_node=N train.py ...")]
+    if not int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
+        cause = f"there are {os.environ['WORLD_SIZE']} ranks, counted from 0"
+        return [("RANK", os.environ["RANK"], cause, "start it with torchrun")]
+    return []
 
 
 def check_ranks(strategy: str, ranks: int, batch_size: int) -> list[tuple]:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, ModelConfig
-from training.errors import PeerError, one_line
+from training.errors import LostPeer, PeerError, one_line, words
 from training.parallel import Parallel
 
 
@@ -46,10 +46,10 @@ class DDP(Parallel):
             # Of two ways to notice a lost rank, the CPUs' comes first: it raises an error that
             # can be told, where NCCL's ends the process.
             grace = datetime.timedelta(seconds=60 if on_gpu else 0)
-            known, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+            store, rank, world_size = meet(limit)
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                store=fresh(known, rank, world_size, limit),
+                store=store,
                 rank=rank,
                 world_size=world_size,
                 timeout=limit + grace,
@@ -100,8 +100,8 @@ class DDP(Parallel):
     def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()
 
-    def gather(self, tensor: Tensor) -> Tensor | None:
-        return super().gather(tensor) if self.is_main else None
+    def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
+        return super().gather(tensor, copy) if self.is_main else None
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         mine = whole.to(like.device, like.dtype) if self.is_main else torch.empty_like(like)
@@ -166,9 +166,11 @@ class DDP(Parallel):
         raise PeerError(message, exit_code) from error
 
     def lost_peer(self, error: BaseException) -> bool:
-        words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out")
+        if hasattr(error, "exit_code"):  # of ours, whatever it says
+            return False
+        signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out")
         return isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+            isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
         )
 
     def close(self, exit_code: int) -> None:
@@ -246,19 +248,17 @@ class FSDP(DDP):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def update(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float
-    ) -> Tensor:
-        return super().update(model, optimizer, grad_clip).full_tensor()
+    def total_norm(self, model: torch.nn.Module) -> Tensor:
+        return super().total_norm(model).full_tensor()
 
     def looking(self, model: GPT) -> contextlib.AbstractContextManager:
         """In the run's precision: that is what the parameters are gathered in."""
         return self.inference(model)
 
-    def gather(self, tensor: Tensor) -> Tensor | None:
+    def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
         # One tensor at a time is whole on each device, and only the main rank keeps it.
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return super().gather(whole)
+        return super().gather(whole, copy)
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor):
@@ -272,6 +272,23 @@ def _leave(exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def meet(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """(A store that all ranks share, this rank, how many there are); LostPeer when they do not
+    find each other within the time limit."""
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        return fresh(store, rank, world_size, limit), rank, world_size
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            fix = "use another, as in torchrun --master-port=29501"
+            raise LostPeer(f"MASTER_PORT={port}: another program has it; {fix}") from error
+        said = words(error).partition(". ")[0].rstrip(".")
+        cause = f"the ranks did not meet at {address}:{port} ({said})"
+        fix = f"start all {os.environ['WORLD_SIZE']} of them, with the same address and port"
+        raise LostPeer(f"parallel.timeout={limit.seconds}: {cause}; {fix}") from error
 
 
 def fresh(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> dist.Store:

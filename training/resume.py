@@ -4,20 +4,19 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 (key, value, cause, fix), and the caller refuses it (see training/config.py).
 """
 
-import contextlib
-import json
-import os
-import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model import GPT
 from training import checkpoint
+from training.directory import RUNS, is_occupied, name_before_restart, settings_of, was_cut_off
 from training.hf import load_any
 
 if TYPE_CHECKING:
     from training.config import Problem, Settings
 
+OVERRIDE = "trainer.resume_override=true to go on all the same"
 # What may differ between a run and its continuation without changing what is computed.
 FREE_TO_CHANGE = {
     "name",
@@ -40,88 +39,80 @@ FREE_TO_CHANGE = {
     "trainer.compile",
     "trainer.device",
     "trainer.resume",
+    "trainer.resume_override",
+    "trainer.on_nonfinite",
+    "trainer.max_skips",
     "trainer.init_from",
     "trainer.sample_prompt",
     "trainer.sample_tokens",
 }
 
 
+def own_directory(settings: "Settings") -> Path | None:
+    """The directory that this start will write to, None for a new one named by the clock."""
+    if name := settings.name or name_before_restart():
+        return RUNS / name
+    if (resume := settings.trainer.resume) in ("auto", "must", False):
+        return None
+    path = Path(resume)
+    if checkpoint.is_one(path):
+        return checkpoint.run_of(path.resolve())
+    return path if checkpoint.has_any(path) else None
+
+
+def goes_on(found: Path | None, settings: "Settings") -> bool:
+    """Whether the run of a checkpoint goes on where it is; else this is a branch, or a new run."""
+    run, own = found and checkpoint.run_of(found), own_directory(settings)
+    return run is not None and own is not None and own.resolve() == run.resolve()
+
+
 def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]:
     """The checkpoint to go on from, None for a new run, and what is wrong with the wish.
 
     trainer.resume=auto: go on when runs/<name> has a checkpoint. must: it has to have one.
-    false: it must not. A path: that one. Raises CheckpointError when it cannot be read.
+    false: there must be no such run. A path: that one. Of a run, damaged checkpoints are passed
+    over. Raises CheckpointError when none can be read.
     """
     resume, name = settings.trainer.resume, settings.name or name_before_restart()
-    last = Path("runs") / name / "checkpoints" / "last" if name else None
-    if last and last.is_symlink() and was_cut_off(last.parent.parent):
-        resume = "auto"
+    run = RUNS / name if name else None
+    has_any = run is not None and checkpoint.has_any(run)
+    if run and was_cut_off(run) and (has_any or resume in ("must", False)):
+        resume = "auto"  # a path was the beginning of this run
     if resume not in ("auto", "must", False):
-        found = checkpoint.find(resume, "trainer.resume")
-        if last and last.is_symlink() and checkpoint.run_of(found) != last.parent.parent.resolve():
+        found = checkpoint.find(resume, "trainer.resume", checkpoint.FILES)
+        if not goes_on(found, settings):
+            if not has_any:
+                return found, holds_another(run, settings)
             fix = "leave trainer.resume out to go on with it, or give a new name"
-            return None, [("name", name, f"runs/{name} holds a run of its own", fix)]
-        return found, going_back(found, settings)
-    if last is None or not last.is_symlink():
-        if resume == "must":
-            fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
-            return None, [("trainer.resume", "must", "there is nothing to resume", fix)]
-        return None, []
-    if resume is False:
+            return None, [("name", name, f"{run} holds a run of its own", fix)]
+        # Of a run that is named, the newest usable checkpoint was found.
+        return found, going_back(found, settings) if checkpoint.is_one(Path(resume)) else []
+    if resume is False and (has_any or (run and settings_of(run))):
         fix = "give another name, or trainer.resume=auto to go on"
-        return None, [("name", name, f"runs/{name} holds a run", fix)]
-    return checkpoint.find(last, "name"), []
+        return None, [("name", name, f"{run} holds a run", fix)]
+    if has_any:
+        return checkpoint.find(run, "name", checkpoint.FILES), []
+    if resume == "must":
+        fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
+        return None, [("trainer.resume", "must", "there is nothing to resume", fix)]
+    return None, holds_another(run, settings)
 
 
-MARK = "launch.json"  # in a run's directory: what started it
-_opened: list[Path] = []  # the runs of this process; a multirun has several
-
-
-def _launch() -> dict[str, str]:
-    """What tells this start of a run from any other, and stays when it is started anew.
-
-    torchrun starts its processes again when one has died: with the same parent, which began at
-    the same time. Slurm starts a job again that it has put back into the queue.
-    """
-    found = {}
-    if job := os.environ.get("TORCHELASTIC_RUN_ID"):
-        agent = os.getppid()
-        began = ""
-        with contextlib.suppress(OSError):  # not everywhere; clock ticks since boot
-            began = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-        found["torchrun"] = f"{job} {socket.gethostname()} {agent} {began} {len(_opened)}"
-    if job := os.environ.get("SLURM_JOB_ID"):
-        found["slurm"] = job
-    return found
-
-
-def mark_launch(folder: Path) -> None:
-    """Notes in a run's directory what has started it."""
-    if launch := _launch():
-        (folder / MARK).write_text(json.dumps(launch), encoding="utf-8")
-    _opened.append(folder)
-
-
-def was_cut_off(run: Path, by_slurm: bool = True) -> bool:
-    """Whether this very start made the run before, so that it has to go on, whatever the settings
-    say: they were fulfilled then."""
-    try:
-        before = json.loads((run / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    now = _launch()
-    requeued = by_slurm and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    keys = {"torchrun", "slurm"} if requeued else {"torchrun"}
-    return any(before.get(key) == now[key] for key in keys & now.keys())
-
-
-def name_before_restart() -> str | None:
-    """The name of the run that this one was before torchrun started the processes anew.
-
-    For runs without a name of their own, which is chosen by the clock.
-    """
-    runs = (mark.parent for mark in Path("runs").glob(f"*/{MARK}"))
-    return next((run.name for run in runs if was_cut_off(run, by_slurm=False)), None)
+def holds_another(run: Path | None, settings: "Settings") -> list["Problem"]:
+    """What is in the way where a run is to begin: another that came to no checkpoint yet, or
+    something that is no run at all. The same one, begun again, is written over."""
+    if run is None or was_cut_off(run):
+        return []
+    if is_occupied(run):
+        return [("name", run.name, f"{run} holds something else than a run", "give another name")]
+    if (before := settings_of(run)) is None:
+        return []
+    now = asdict(settings)
+    if settings.trainer.warmup_steps is None:  # follows from others
+        del now["trainer"]["warmup_steps"]
+    found = changed_settings(before, now, run)
+    fix = f"give another name, or remove {run}"
+    return [(key, value, f"{cause}, to no checkpoint", fix) for key, value, cause, _ in found]
 
 
 def going_back(found: Path, settings: "Settings") -> list["Problem"]:
@@ -130,8 +121,6 @@ def going_back(found: Path, settings: "Settings") -> list["Problem"]:
     It would overwrite what the run did since.
     """
     run = checkpoint.run_of(found)
-    if run is None or (settings.name and settings.name != run.name):
-        return []
     newest = checkpoint.newest_step(run)
     if checkpoint.load_state(found).step >= newest:
         return []
@@ -149,14 +138,15 @@ def changed_settings(saved: dict, now: dict, run: Path) -> list["Problem"]:
         if not isinstance(values, dict):
             pairs = [(group, values, saved.get(group))]
         else:
-            before = saved.get(group, {})
+            before = saved.get(group) if isinstance(saved.get(group), dict) else {}
             # A setting that the checkpoint does not know came later, and left things as they were.
             known = {key: value for key, value in values.items() if key in before}
             pairs = [(f"{group}.{key}", value, before[key]) for key, value in known.items()]
         for key, value, before in pairs:
             if key not in FREE_TO_CHANGE and value != before:
                 cause = f"{run} was trained with {before}"
-                fix = f"use {key}={before}, or another name= for a new run"
+                as_typed = "null" if before is None else before
+                fix = f"use {key}={as_typed}, another name= for a new run, or {OVERRIDE}"
                 problems.append((key, value, cause, fix))
     return problems
 

@@ -4,22 +4,42 @@ The only file that knows wandb. A tracker takes one row of metrics for each step
 the lens saw, and sends both to the same places under the same keys. Some things go to W&B alone:
 the statistics of every head, which stand in attention/statistics.jsonl, their histograms, and the
 table of heads, which is attention/heads.csv.
+
+Whatever becomes of W&B, the run goes on and metrics.jsonl is complete; a line on stderr tells. W&B
+works in a network, and in a process of its own, which may be gone or stand still. So each call has
+a time to come back in, and the run waits no longer: START_SECONDS for the server at the start,
+FINISH_SECONDS at the end, and ANSWER_SECONDS more where W&B's own process stands still, which it
+does once, since it is then ended.
 """
 
+import contextlib
 import json
+import logging
 import math
 import os
+import queue
 import re
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from durable import write_whole
+from training.rows import RowFile
+
 if TYPE_CHECKING:
     from lens import Look
 
 FILES_AT_MOST = 950  # of one run on W&B, which becomes slow beyond a thousand
+START_SECONDS = 20  # for the server to answer; the run is recorded offline after that
+ANSWER_SECONDS = 30  # for W&B's own process to start, or to answer; it is left out after that
+FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT=600 gives a slow line longer
+END_SECONDS = 5  # for W&B's own process to end, before it is made to
+# The parts of W&B's own process that carry data, as its log names them.
+CARRIERS = ("filestream:", "runfiles:", "runupserter:", "writer:", "fileTransfer:", "sender:")
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -55,7 +75,7 @@ class Tracker:
     ):
         self.folder = folder
         self.files_left = FILES_AT_MOST - _files_logged(folder / "metrics.jsonl")
-        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self.rows = RowFile(folder / "metrics.jsonl")
         self.run = _start_wandb(config, folder, settings, run_id)
         # Hidden: a thousand curves would bury the others. A panel of one's own can show any.
         self._wandb(lambda run: run.define_metric("attention_heads/*", hidden=True))
@@ -70,7 +90,9 @@ class Tracker:
         if self.run is None:
             return None
         if self.run.offline:
-            return f"offline; to upload it: wandb sync {self.folder}/wandb/offline-run-*"
+            return (
+                f"offline; to upload it: wandb sync {_recorded_in(self.run).parent}/offline-run-*"
+            )
         return self.run.url
 
     def log(self, metrics: dict[str, float], step: int, look: "Look | None" = None) -> None:
@@ -83,8 +105,7 @@ class Tracker:
         files = look.pictures | look.pages if look else {}
         row = {"step": step} | {key: _finite_or_text(value) for key, value in metrics.items()}
         row |= {key: str(path.relative_to(self.folder)) for key, path in files.items()}
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        self.rows.append(row)
 
         media = self._media(look) if look and self.run else {}
         self._wandb(lambda run: run.log(metrics | media, step=step))
@@ -115,20 +136,36 @@ class Tracker:
         """What the run came to, shown in the dashboard's table of runs."""
         self._wandb(lambda run: run.summary.update(values))
 
+    def sync(self) -> None:
+        """Waits until the disk has the rows so far."""
+        self.rows.sync()
+
     def finish(self, exit_code: int = 0) -> None:
         """Closes both; W&B marks the run as failed when the code is not 0."""
-        self.file.close()
-        self._wandb(lambda run: run.finish(exit_code=exit_code))
+        self.rows.close()
+        run = self.run
+        self._wandb(lambda run: run.finish(exit_code=exit_code), seconds=_finish_seconds(run))
+        if self.run is not None:  # else its end was seen to when it was left out
+            _end_service(END_SECONDS)
+            if found := _first_error(run):
+                _left_out(NotRecorded(found), run)
+        self.run = None
 
-    def _wandb(self, action: Callable) -> None:
+    def _wandb(self, action: Callable, seconds: float | None = None) -> None:
         """Does something with the W&B run; when it fails, says so once and goes on without."""
-        if self.run is None:
+        run = self.run
+        if run is None:
             return
         try:
-            action(self.run)
+            _within(seconds or ANSWER_SECONDS, lambda: action(run))
         except Exception as error:
             self.run = None
-            _left_out(error)
+            _left_out(_cause(error), run)
+            _end_service(0 if isinstance(error, NoAnswer) else END_SECONDS)
+        except BaseException:  # a second Ctrl-C: nothing of W&B may wait at exit
+            self.run = None
+            _end_service(0)
+            raise
 
 
 class NoTracker:
@@ -142,6 +179,8 @@ class NoTracker:
 
     def summary(self, values) -> None: ...
 
+    def sync(self) -> None: ...
+
     def finish(self, exit_code: int = 0) -> None: ...
 
 
@@ -150,16 +189,15 @@ def drop_rows_after(folder: Path, step: int) -> None:
     for name in ("metrics.jsonl", "samples.jsonl"):
         if not (path := folder / name).exists():
             continue
-        kept = []
-        for line in path.read_text(encoding="utf-8").split("\n"):
+        content, kept = path.read_bytes(), []
+        for line in content.split(b"\n"):
             try:
                 if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue  # a line that was being written when the run was cut off
-        whole = path.with_suffix(".tmp")
-        whole.write_text("".join(kept), encoding="utf-8")
-        os.replace(whole, path)
+                    kept.append(line + b"\n")
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that was being written when the run or the machine was cut off
+        if (whole := b"".join(kept)) != content:
+            write_whole(path, whole)
 
 
 def last_wandb_id(folder: Path) -> str | None:
@@ -188,16 +226,13 @@ def _start_wandb(config: WandbConfig, folder: Path, settings: dict, run_id: str 
     mode = os.environ.get("WANDB_MODE", "auto") if config.mode == "auto" else config.mode
     if mode == "disabled":
         return None
+    # Else W&B reports on itself to its makers, for offline runs too, and is waited for at exit.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ["WANDB_SILENT"] = "true"  # what is to be said is said here
+    logging.raiseExceptions = False  # else each line of its log is a traceback on a full disk
     try:
         import wandb
 
-        if mode != "offline" and not wandb.login(prompt=False, verify=False):
-            mode = "offline"
-            print(
-                "W&B: no API key found, so this run is recorded offline "
-                "(wandb login, then wandb sync; wandb=off for none)",
-                file=sys.stderr,
-            )
         options = {
             "project": config.project,
             "name": config.name or folder.name,
@@ -208,24 +243,192 @@ def _start_wandb(config: WandbConfig, folder: Path, settings: dict, run_id: str 
             "id": run_id,
             "resume": "allow" if run_id else None,
             "settings": wandb.Settings(
-                console="off", silent=True, disable_git=True, save_code=False, init_timeout=20
+                console="off",
+                x_service_wait=ANSWER_SECONDS,
+                disable_git=True,
+                save_code=False,
+                init_timeout=START_SECONDS,
+                finish_timeout=_finish_timeout(),
+                finish_timeout_raises=True,
             ),
         }
+
+        def start(mode: str, seconds: float):
+            with _on_its_own():
+                return _within(seconds, lambda: wandb.init(mode=mode, **options))
+
         if mode != "offline":
             try:
-                return wandb.init(mode="online", **options)
+                if wandb.login(prompt=False, verify=False):
+                    return start("online", START_SECONDS + 2 * ANSWER_SECONDS)
+                print(
+                    "W&B: no API key found, so this run is recorded offline "
+                    "(wandb login, then wandb sync; wandb=off for none)",
+                    file=sys.stderr,
+                )
+            except NoAnswer:
+                raise
             except Exception as error:
                 cause = _one_line(error)
                 print(f"W&B: not reached ({cause}); recorded offline instead", file=sys.stderr)
-        return wandb.init(mode="offline", **options)
+        return start("offline", 2 * ANSWER_SECONDS)
     except Exception as error:
         _left_out(error)
+        _end_service(0 if isinstance(error, NoAnswer) else END_SECONDS)
         return None
+    except BaseException:
+        _end_service(0)
+        raise
 
 
-def _left_out(error: Exception) -> None:
-    print(f"W&B: left out, metrics are in metrics.jsonl ({_one_line(error)})", file=sys.stderr)
+class NoAnswer(Exception):
+    """A call of W&B's has not come back in time."""
+
+
+class NotRecorded(Exception):
+    """W&B has not kept everything that it was given."""
+
+
+class _Worker:
+    """A thread that makes calls for others, who need not wait for them to the end."""
+
+    def __init__(self):
+        self.calls = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            action, outcome = self.calls.get()
+            try:
+                outcome.put((action(), None))
+            except BaseException as error:  # wandb.teardown() leaves through sys.exit
+                outcome.put((None, error))
+
+
+_worker: list[_Worker] = []  # the one that is free; a new one takes the place of one that is stuck
+
+
+def _within(seconds: float, action: Callable):
+    """What action() returns or raises; NoAnswer when that takes longer. It then goes on unheard."""
+    worker, outcome = _worker.pop() if _worker else _Worker(), queue.SimpleQueue()
+    worker.calls.put((action, outcome))
+    try:
+        result, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise NoAnswer(f"no answer within {seconds:g} s") from None
+    _worker.append(worker)
+    if error is not None:
+        ours = isinstance(error, Exception)  # what would end Python ends W&B's part alone
+        raise error if ours else RuntimeError(f"{type(error).__name__} {error}")
+    return result
+
+
+def _finish_timeout() -> float:
+    """For how long W&B tries to upload the rest at the end, in seconds."""
+    return float(os.environ.get("WANDB_FINISH_TIMEOUT") or FINISH_SECONDS)
+
+
+def _finish_seconds(run) -> float:
+    """How long finish() may take: the uploads, of which an offline run has none, and an answer."""
+    return ANSWER_SECONDS + (0 if run is None or run.offline else _finish_timeout())
+
+
+def _end_service(seconds: float) -> None:
+    """Ends W&B's own process, which has so many seconds for it, and then none: without this it
+    is waited for when Python exits, however long that takes."""
+    if "wandb" not in sys.modules:
+        return
+    import wandb
+
+    service = _service()
+    if service and not seconds:
+        service.kill()
+    with contextlib.suppress(Exception):
+        _within(seconds or END_SECONDS, wandb.teardown)
+    if service:
+        service.kill()
+        service.wait()
+
+
+def _service() -> subprocess.Popen | None:
+    """W&B's own process. The library has no name for it that is made for others."""
+    from wandb.sdk import wandb_setup
+
+    found = wandb_setup._singleton
+    for name in ("_connection", "_proc", "_process"):
+        found = getattr(found, name, None)
+    return found
+
+
+@contextlib.contextmanager
+def _on_its_own():
+    """A process that is started meanwhile has neither stdout nor stderr of ours: W&B's would show
+    traces of its stack, and hold the pipe to `tee` open if it outlived us."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ours, nowhere = {number: os.dup(number) for number in (1, 2)}, os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in ours:
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        for number, was in ours.items():
+            os.dup2(was, number)
+            os.close(was)
+        os.close(nowhere)
+
+
+def _recorded_in(run) -> Path:
+    """The folder of a W&B run: below the run's own, or a temporary one if that failed."""
+    return Path(run.dir).parent
+
+
+def _first_error(run) -> str | None:
+    """What went wrong in W&B's own process, by its log: it gives up on a server that refuses and
+    on a disk that is full, and says nothing of it to anyone."""
+    try:
+        lines = (_recorded_in(run) / "logs" / "debug-internal.log").read_bytes().splitlines()
+    except OSError as error:
+        return str(error)
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            return "its log breaks off"
+        level, message, task, cause = (
+            str(entry.get(key, "")) if isinstance(entry, dict) else ""
+            for key in ("level", "msg", "task", "error")
+        )
+        lost = message.startswith(CARRIERS) or "UploadTask" in task
+        if level.startswith("ERROR") and lost:
+            return f"{message} {cause}"
+    return None
+
+
+def _cause(error: Exception) -> Exception:
+    """The error, or what is behind it when W&B's own process is gone."""
+    service = _service()
+    if service and not isinstance(error, NoAnswer | TimeoutError):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its connection ends before it does
+            return RuntimeError(f"its process ended with code {service.wait(1)}")
+    return error
+
+
+def _left_out(error: Exception, run=None) -> None:
+    """The one line about it, with what to do when the run is on disk."""
+    cause, on_disk = _one_line(error), "metrics are in metrics.jsonl"
+    if isinstance(error, TimeoutError):
+        cause = f"the server did not take it within {_finish_timeout():g} s"
+    if isinstance(error, NotRecorded | TimeoutError) and not run.offline:
+        later = f"wandb sync --include-online {_recorded_in(run)}"
+        what = f"not all was uploaded ({cause}); to do it later: {later}"
+    elif isinstance(error, NotRecorded):
+        what = f"its record has gaps, {on_disk} ({cause})"
+    else:
+        what = f"left out, {on_disk} ({cause})"
+    print(f"W&B: {what}", file=sys.stderr)
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    return text.partition(" Consider increasing the init_timeout")[0]

@@ -1,0 +1,74 @@
+"""Files and folders that are there whole or not at all, also after a crash or a loss of power.
+
+What is written goes to another name first, is handed to the disk (fsync) and then renamed, which
+the file system does at one stroke. A rename lasts once the folder is handed to the disk too.
+"""
+
+import fcntl
+import os
+import secrets
+from pathlib import Path
+from typing import IO
+
+
+def in_the_making(path: Path) -> Path:
+    """What a file is called until it is complete; another name on every machine and every time."""
+    return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that no reader ever sees half of."""
+    part = in_the_making(path)
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(part, path)
+    except BaseException:  # a signal's SystemExit, too
+        part.unlink(missing_ok=True)
+        raise
+
+
+def clear(folder: Path) -> None:
+    """Removes what a process that was killed had not written to the end; for whoever is alone in
+    writing to the folder."""
+    for part in folder.glob("*.part-*"):
+        part.unlink()
+
+
+def rename(part: Path, path: Path) -> None:
+    """Gives a finished file, folder or link its name, for good."""
+    os.replace(part, path)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those above it where need be, for good."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until the disk has what was written: a file's content, or a folder's names."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def lock(path: Path) -> IO[str]:
+    """The file, made if need be and locked until it is closed or its process ends in any way.
+
+    Raises BlockingIOError when another process has it, OSError where it cannot be locked.
+    """
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 closed by whoever asked for it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file

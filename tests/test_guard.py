@@ -1,0 +1,187 @@
+"""Numbers that go wrong: what is left out, when a run ends, what counts as a spike."""
+
+import math
+import random
+
+import pytest
+import torch
+from known_runs import assert_same, rows, stop_behind, weights
+
+from train import Diverged
+from training import checkpoint
+from training.guard import Guard, Spikes
+
+CPU = torch.device("cpu")
+NAN, INF = math.nan, math.inf
+
+
+def judged(guard, norms, scale=1.0):
+    return [float(guard.judge(torch.tensor(norm), torch.tensor(scale))) for norm in norms]
+
+
+# ------------------------------------------------------------------------------------- the guard
+
+
+def test_only_what_is_no_number_is_left_out():
+    guard = Guard(3, CPU)
+    assert judged(guard, [1.0, NAN, 2.0, INF, -INF, 0.0, 1e38]) == [0, 1, 0, 1, 1, 0, 0]
+    assert guard.read() == (3, 0, 0)
+
+
+def test_too_many_in_a_row_halt_and_nothing_is_taken_any_more():
+    guard = Guard(3, CPU)
+    assert judged(guard, [NAN, NAN, 1.0, NAN, NAN, NAN, 1.0, 1.0]) == [1, 1, 0, 1, 1, 1, 1, 1]
+    skipped, _, halted = guard.read()
+    assert (skipped, halted) == (7, 3)  # the step that was too much, and two since
+
+
+def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
+    guard = Guard(2, CPU)
+    assert judged(guard, [INF] * 9, scale=2.0) == [1] * 9
+    assert guard.read() == (9, 0, 0)
+    assert judged(guard, [INF, INF]) == [1, 1]
+    assert guard.read() == (11, 2, 1)
+
+
+def test_counting_goes_on_from_a_checkpoint():
+    guard = Guard(3, CPU)
+    guard.restore(skipped=7, in_a_row=2)
+    judged(guard, [NAN])
+    assert guard.read() == (8, 3, 1)
+
+
+# ---------------------------------------------------------------------------------------- spikes
+
+
+def test_the_z_score_is_that_of_the_losses_before():
+    spikes = Spikes()
+    losses = [random.Random(n).gauss(3, 0.1) for n in range(Spikes.WARM_UP)]
+    assert [spikes.add(loss) for loss in losses] == [None] * Spikes.WARM_UP
+    mean = sum(losses) / len(losses)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in losses) / len(losses))
+    assert spikes.mean == pytest.approx(mean)
+    assert math.sqrt(spikes.variance) == pytest.approx(deviation)
+    assert spikes.add(4.0) == pytest.approx((4.0 - mean) / deviation)
+    assert spikes.count == 1
+
+
+def test_a_spike_does_not_hide_the_next_and_falling_losses_are_none():
+    spikes = Spikes()
+    chance = random.Random(0)
+    for step in range(1000):
+        spikes.add(8 * math.exp(-step / 200) + chance.gauss(3, 0.1))
+    assert spikes.count == 0
+    for loss in (9.0, 3.0, 9.0, NAN, 3.0, 9.0):
+        spikes.add(loss)
+    assert spikes.count == 3
+
+
+def test_losses_that_never_change_have_no_score():
+    spikes = Spikes()
+    assert {spikes.add(2.0) for _ in range(200)} == {None}
+
+
+# ------------------------------------------------------------------------------------ in training
+
+
+def spoil(run, steps, how):
+    """At these steps (numbered from 0) the loss is what how(loss) makes of it."""
+    model = run.fast_model
+
+    def forward(*arguments):
+        logits, loss = model(*arguments)
+        return logits, how(loss) if run.state.step in steps else loss
+
+    run.fast_model = forward
+
+
+SPOILT = {
+    "nan": lambda loss: loss * NAN,
+    "infinite, its gradient finite": lambda loss: loss + INF,
+    "its gradient alone": lambda loss: loss + (0 * loss).sqrt() * 0,
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_step_that_is_left_out_leaves_everything_as_it_was(trainer, how):
+    run = trainer("name=a", "trainer.max_steps=6", "trainer.eval_every=0")
+    spoil(run, {2}, SPOILT[how])
+    run.step(), run.step()
+    before = weights(run)
+    named = list(run.model.named_parameters())
+    moments = {name: run.optimizer.state[p]["exp_avg"].clone() for name, p in named}
+    run.step()
+    assert_same(weights(run), before)
+    for name, parameter in named:
+        state = run.optimizer.state[parameter]
+        assert torch.equal(state["exp_avg"], moments[name])
+        assert float(state["step"]) == 2
+    run.step()
+    assert not torch.equal(before["token_emb.weight"], run.model.token_emb.weight)
+    assert run.guard.read() == (1, 0, 0)
+
+
+def test_a_skipped_step_is_counted_told_and_remembered(trainer, capsys):
+    settings = ["name=a", "trainer.max_steps=6", "trainer.eval_every=0", "trainer.log_every=2"]
+    run = trainer(*settings)
+    spoil(run, {1, 2}, SPOILT["nan"])
+    stop_behind(run, 3)
+    assert "1 of the steps up to 2 left out, whose loss or gradient" in capsys.readouterr().out
+    again = trainer(*settings)
+    assert (again.state.skipped, again.guard.read()) == (2, (2, 2, 0))
+    again.train()
+    last = rows(again.folder)[-1]
+    assert (last["step"], last["train/skipped_steps"]) == (6, 2)
+    assert math.isfinite(last["train/loss"])
+
+
+def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer):
+    """Which lie between two lines of the log."""
+    settings = ["trainer.max_steps=6", "trainer.eval_every=0", "trainer.log_every=4"]
+    whole = trainer("name=whole", *settings)
+    whole.train()
+    half = trainer("name=half", *settings)
+    stop_behind(half, 3)
+    rest = trainer("name=half", *settings)
+    rest.train()
+    for key in ("train/loss", "train/tokens", "train/loss_spikes"):
+        wanted = {row["step"]: row.get(key) for row in rows(whole.folder)}
+        assert {row["step"]: row.get(key) for row in rows(rest.folder)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("setting", "first", "steps"),
+    [
+        ("trainer.on_nonfinite=stop", 3, "(on_nonfinite)"),
+        ("trainer.max_skips=2", 3, "(2 in a row)"),
+    ],
+)
+def test_too_many_end_the_run_and_the_checkpoint_before_is_named(trainer, setting, first, steps):
+    run = trainer(
+        "name=a", setting, "trainer.max_steps=9", "trainer.eval_every=0", "trainer.save_every=2"
+    )
+    spoil(run, range(2, 99), SPOILT["nan"])
+    with pytest.raises(Diverged) as caught:
+        run.train()
+    assert caught.value.exit_code == 4
+    assert f"the loss or gradient of step {first} is no finite number {steps}" in str(caught.value)
+    assert str(caught.value).endswith("; the checkpoint of step 2 is intact")
+    _, state = checkpoint.load_model(checkpoint.find(run.folder))
+    assert state.step == 2
+
+
+def test_fp16_overflows_halve_the_scale_and_take_no_step(trainer):
+    """The scaler as it is on a GPU, on a CPU in full precision: the same code."""
+    run = trainer("trainer.eval_every=0", "trainer.max_steps=12", "trainer.max_skips=1")
+    run.parallel.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    spoil(run, range(99), lambda loss: loss * 64)
+    before = weights(run)
+    run.step()
+    assert_same(weights(run), before)
+    for _ in range(11):
+        run.step()
+    skipped, in_a_row, halted = run.guard.read()
+    assert 2 < skipped < 12
+    assert (in_a_row, halted) == (0, 0)
+    assert run.parallel.scaler.get_scale() == 2.0 ** (127 - skipped)
+    assert float(run.optimizer.state[run.model.pos_emb.weight]["step"]) == 12 - skipped

@@ -1,0 +1,175 @@
+"""A run's directory: whose it is, who may write to it, and what started it.
+
+runs/<name>/.lock          held while a process writes there; says which
+            launch.json    what has started the run, to know a restart of it
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+import yaml
+
+from durable import lock, make_folder, sync, write_whole
+from training.errors import RunDirectoryError
+
+RUNS = Path("runs")
+LOCK, MARK, CONFIG = ".lock", "launch.json", "config.yaml"
+WAIT_FOR_PREDECESSOR = 30  # seconds
+_opened: list[Path] = []  # the runs of this process; a multirun has several
+
+
+# ------------------------------------------------------------------------------------- having it
+
+
+def create(name: str | None, model_name: str, runs: Path | None = None) -> Path:
+    """Makes runs/<name>, if need be; by default a new one named after date and model."""
+    runs = runs or RUNS
+    if name is not None:
+        folder = runs / name
+        make_folder(folder)
+        return folder
+    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model_name}"
+    for number in range(1, 10_000):  # several may start within a second
+        folder = runs / (stem if number == 1 else f"{stem}_{number}")
+        try:
+            make_folder(runs)
+            folder.mkdir()
+            sync(runs)
+        except FileExistsError:
+            if not runs.is_dir():
+                raise
+            continue
+        return folder
+    raise RunDirectoryError(f"name={stem}: thousands of runs have it; give another with name=")
+
+
+@contextlib.contextmanager
+def writable(folder: Path):
+    """Tells in one line that a run's directory cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        key = f"{RUNS}/" if folder == RUNS else f"name={folder.name}"
+        where = error.filename or folder
+        fix = "start where runs/ can be written, or give another name"
+        raise RunDirectoryError(
+            f"{key}: {where} cannot be written ({error.strerror}); {fix}"
+        ) from error
+
+
+def take(folder: Path) -> IO[str] | None:
+    """Locks a run's directory until the file that is returned is closed or the process ends.
+
+    None where the file system knows no locks. Raises RunDirectoryError when another process has it.
+    """
+    patience = WAIT_FOR_PREDECESSOR if is_restart() else 0  # it is being ended just now
+    until = time.monotonic() + patience
+    with writable(folder):
+        while True:
+            try:
+                file = lock(folder / LOCK)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    holder = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip()
+                    raise RunDirectoryError(
+                        f"name={folder.name}: {folder} is being written by another process "
+                        f"({holder or 'unknown'}); wait for it, or give another name"
+                    ) from None
+                time.sleep(0.1)
+            except OSError as error:
+                if isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError):
+                    raise
+                words = f"{folder}: its file system has no locks ({error.strerror}); start one run"
+                print(f"{words} at a time there", file=sys.stderr)
+                return None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+    return file
+
+
+def settings_of(run: Path) -> dict | None:
+    """What config.yaml says; None when there is no such file, or none that can be read."""
+    try:
+        values = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def is_occupied(folder: Path) -> bool:
+    """Whether something else than a run is there: something, and no settings of a run."""
+    if not folder.is_dir() or settings_of(folder) is not None:
+        return False
+    ours = {LOCK, MARK, CONFIG}  # and what they are called in the making
+    return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
+
+
+def check_new(folder: Path) -> None:
+    """Raises RunDirectoryError when another process has begun a run there meanwhile."""
+    if settings_of(folder) is not None or (folder / "checkpoints").exists():
+        cause = f"another process has begun {folder} just now"
+        raise RunDirectoryError(f"name={folder.name}: {cause}; give another name")
+
+
+# --------------------------------------------------------------------------- what has started it
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started these processes after earlier ones."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _launch() -> dict[str, str]:
+    """What tells this start of a run from any other, and stays when it is started anew.
+
+    torchrun starts its processes again when one has died: with the same parent, which began at
+    the same time. Slurm starts a job again that it has put back into the queue.
+    """
+    found = {}
+    if job := os.environ.get("TORCHELASTIC_RUN_ID"):
+        agent = os.getppid()
+        began = ""
+        with contextlib.suppress(OSError):  # not everywhere; clock ticks since boot
+            began = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+        found["torchrun"] = f"{job} {socket.gethostname()} {agent} {began} {len(_opened)}"
+    if job := os.environ.get("SLURM_JOB_ID"):
+        found["slurm"] = job
+    return found
+
+
+def mark_launch(folder: Path) -> None:
+    """Notes in a run's directory what has started it."""
+    if launch := _launch():
+        write_whole(folder / MARK, json.dumps(launch).encode())
+    _opened.append(folder)
+
+
+def was_cut_off(run: Path, by_slurm: bool = True) -> bool:
+    """Whether this very start made the run before, so that it has to go on, whatever the settings
+    say: they were fulfilled then."""
+    try:
+        before = json.loads((run / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    now = _launch()
+    requeued = by_slurm and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    keys = {"torchrun", "slurm"} if requeued else {"torchrun"}
+    return any(before.get(key) == now[key] for key in keys & now.keys())
+
+
+def name_before_restart() -> str | None:
+    """The name of the run that this one was before torchrun started the processes anew.
+
+    For runs without a name of their own, which is chosen by the clock.
+    """
+    runs = (mark.parent for mark in RUNS.glob(f"*/{MARK}"))
+    return next((run.name for run in runs if was_cut_off(run, by_slurm=False)), None)

@@ -1,0 +1,86 @@
+"""Numbers that go wrong: gradients that are none, and losses that stand out.
+
+What is no number must never reach the parameters, where it would spread to all of them within a
+step. The check runs on the device and nothing waits for it: an update that is left out is left out
+by the optimizer's own kernel.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Guard:
+    """Judges the gradient of every step, before the optimizer takes it.
+
+    A gradient that is not finite is left out. After `limit` of them in a row nothing is taken any
+    more: the parameters stay as they are until the host comes to look.
+    """
+
+    def __init__(self, limit: int, device: torch.device):
+        self.limit = limit
+        self.in_a_row, self.skipped, self.halted_for = torch.zeros(3, device=device).unbind()
+
+    def judge(self, grad_norm: Tensor, loss_scale: Tensor) -> Tensor:
+        """1. where the step is to be left out, else 0., on the device.
+
+        grad_norm: of all ranks' gradients together, (). loss_scale: by which fp16 has scaled the
+        loss; while it is above 1 an overflow only says that it is too large, and does not count.
+        """
+        bad = (~torch.isfinite(grad_norm)).float()
+        self.in_a_row = (self.in_a_row + bad * (loss_scale <= 1)) * bad
+        halted = (self.in_a_row >= self.limit) | (self.halted_for > 0)
+        self.halted_for = self.halted_for + halted.float()
+        leave_out = torch.maximum(bad, halted.float())
+        self.skipped = self.skipped + leave_out
+        return leave_out
+
+    def read(self) -> tuple[int, int, int]:
+        """(steps left out so far, how many of them in a row just now, for how many steps nothing
+        has been taken any more); waits for the device."""
+        numbers = torch.stack([self.skipped, self.in_a_row, self.halted_for]).tolist()
+        return tuple(round(number) for number in numbers)
+
+    def restore(self, skipped: int, in_a_row: int) -> None:
+        """Goes on counting from a checkpoint."""
+        self.skipped = torch.full_like(self.skipped, skipped)
+        self.in_a_row = torch.full_like(self.in_a_row, in_a_row)
+
+
+@dataclass
+class Spikes:
+    """Steps whose loss stands out from those before it.
+
+    A spike is a loss more than THRESHOLD standard deviations above the mean; mean and variance
+    are exponential averages over some 1 / (1 - DECAY) steps, and a loss enters them cut off at the
+    threshold, so that one spike does not hide the next.
+    """
+
+    seen: int = 0  # losses so far
+    mean: float = 0.0
+    variance: float = 0.0
+    count: int = 0  # spikes so far
+
+    DECAY = 0.98
+    THRESHOLD = 6.0
+    WARM_UP = 50  # losses before the first judgement
+
+    def add(self, loss: float) -> float | None:
+        """The z-score of a loss, (loss - mean) / standard deviation; None before there is one."""
+        if not math.isfinite(loss):  # left out, and counted by the guard
+            return None
+        z = None
+        deviation = math.sqrt(self.variance)
+        if self.seen >= self.WARM_UP and deviation > 0:
+            z = (loss - self.mean) / deviation
+            self.count += z > self.THRESHOLD
+            loss = min(loss, self.mean + self.THRESHOLD * deviation)
+        self.seen += 1
+        # At first the plain mean of all losses so far.
+        weight = max(1 - self.DECAY, 1 / self.seen)
+        away = loss - self.mean
+        self.mean += weight * away
+        self.variance = (1 - weight) * (self.variance + weight * away**2)
+        return z
