@@ -36,7 +36,7 @@ MUTATIONS = {
     "the older checkpoint goes before the newer is there": (
         "training/saving.py",
         "        try:\n            self._write(folder, tensors, state)\n",
-        "        try:\n            self.keep = 0\n            self._prune()\n"
+        "        try:\n            self.keep = 0\n            self._prune(None)\n"
         "            self._write(folder, tensors, state)\n",
         FAULTS,
         f"{INSIDE} and crash",
@@ -106,8 +106,8 @@ MUTATIONS = {
     ),
     "a checkpoint that is not written ends the run": (
         "training/saving.py",
-        "            return self._not_saved(state.step, error)",
-        "            raise self._not_saved(state.step, error)",
+        "            return self._not_saved(step, error)",
+        "            raise self._not_saved(step, error)",
         FAULTS,
         "short_of_disk",
     ),

@@ -27,7 +27,7 @@ from training.checkpoint import CheckpointError
 from training.command import compose, parse
 from training.config import ConfigError
 
-INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "4000"))
+INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "2000"))
 PATIENCE = 20  # seconds for one input
 ROOM = 2**30  # bytes that a reader of a small input may allocate at most
 FAULT = "hypothesis and a fuzzer on readers"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import stat
 import struct
 import tempfile
 import tracemalloc
@@ -260,7 +261,8 @@ def test_a_file_has_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch
     done, replace = [], os.replace
 
     def sync(descriptor):
-        done.append(os.fstat(descriptor).st_size)
+        found = os.fstat(descriptor)
+        done.append("folder" if stat.S_ISDIR(found.st_mode) else found.st_size)
 
     def rename(old, new):
         done.append(Path(new).name)
@@ -270,7 +272,8 @@ def test_a_file_has_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypatch
     monkeypatch.setattr(os, "replace", rename)
     prepare(tmp_path, HAND_MADE_IDS, names=("a.bin",))
     size = os.path.getsize(tmp_path / MANIFEST)
-    assert done == [8, "a.documents", len(HAND_MADE), "a.bin", size, MANIFEST]
+    of_shard = [8, "a.documents", "folder", len(HAND_MADE), "a.bin", "folder"]
+    assert done == [*of_shard, size, MANIFEST, "folder"]
 
 
 def test_write_whole_replaces_a_file(tmp_path):
@@ -723,6 +726,9 @@ def test_manifest_and_shard_that_disagree_are_refused(tmp_path):
             check_refusal(refusal(tmp_path, verify=verify), f"data.path={path}", cause, ANEW)
     for count in (1, 3, 0, -2, 2**31, 10**40):
         changed = shard_setting("documents", count)(copy.deepcopy(manifest))
+        (tmp_path / MANIFEST).write_text(json.dumps(changed))
+        assert "its shards have" in str(refusal(tmp_path, verify=False))
+        changed["documents"] += count - manifest["shards"][1]["documents"]
         (tmp_path / MANIFEST).write_text(json.dumps(changed))
         stream = open_shards(str(tmp_path), "gpt2")["train"]
         with little_memory(), pytest.raises(DataError) as caught:

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, TEXT, TINY
-from tally import tally
+from tally import CAMPAIGN, in_campaign, tally
 from wandb_server import FAULTS, WandbServer
 
-CAMPAIGN = bool(os.environ.get("CAMPAIGN"))
 FAULT = "W&B unreachable, killed, disk full"
 KEY = "k" * 40
 
@@ -118,7 +117,7 @@ def test_with_a_server_that_is_well_everything_arrives_and_nothing_is_said(worke
 # ------------------------------------------------------------------------------- the server
 
 
-@pytest.mark.parametrize("fault", FAULTS if CAMPAIGN else ["closed", "hangs", "403"])
+@pytest.mark.parametrize("fault", FAULTS if CAMPAIGN else ["closed", "hangs"])
 def test_a_server_that_fails_at_the_start_means_offline(worker, fault):
     tally(FAULT)
     with WandbServer(fault) as server:
@@ -145,10 +144,7 @@ PLACES = ["upsertBucket", "file_stream", "createRunFiles"]  # what is answered l
     else [
         ("closed", "upsertBucket"),
         ("hangs", "file_stream"),
-        ("500", "createRunFiles"),
-        ("403", "upsertBucket"),
-        ("garbage", "file_stream"),
-        ("empty", "upsertBucket"),
+        ("garbage", "createRunFiles"),
     ],
 )
 def test_a_server_that_fails_in_the_middle_is_told_with_the_way_to_upload_later(
@@ -194,7 +190,7 @@ def test_what_was_not_uploaded_is_uploaded_by_the_command_that_the_line_tells(wo
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"] if CAMPAIGN else ["offline"])
-@pytest.mark.parametrize("step", range(6) if CAMPAIGN else [0, 3, 5])
+@pytest.mark.parametrize("step", range(6) if CAMPAIGN else [3])
 def test_wandb_killed_after_a_row(worker, step, mode):
     tally(FAULT)
     with WandbServer() as server:
@@ -203,7 +199,7 @@ def test_wandb_killed_after_a_row(worker, step, mode):
     assert lines == ["W&B: left out, metrics are in metrics.jsonl (its process ended with code -9)"]
 
 
-@pytest.mark.parametrize("mode", ["offline", "online"])
+@pytest.mark.parametrize("mode", ["offline", "online"] if CAMPAIGN else ["offline"])
 @pytest.mark.parametrize("step", range(6) if CAMPAIGN else [2])
 def test_wandb_that_stands_still_is_not_waited_for(worker, step, mode):
     """At the end, and when Python exits: wandb itself would wait for ever."""
@@ -221,6 +217,7 @@ def test_wandb_that_stands_still_is_not_waited_for(worker, step, mode):
     assert lines == [f"W&B: left out, metrics are in metrics.jsonl (no answer within {bound} s)"]
 
 
+@in_campaign
 def test_wandb_that_stands_still_holds_up_one_row_only(worker):
     """What it does not read fills the pipe to it, and then the next row would wait for ever."""
     tally(FAULT)
@@ -338,6 +335,7 @@ def test_a_full_disk_below_wandb(worker, small_disk, size):
     assert "no space left on device" in line or "its log breaks off" in line
 
 
+@in_campaign
 def test_a_disk_that_is_full_before_wandb_starts(worker, small_disk):
     tally(FAULT)
     disk = small_disk(100 * 1024)
@@ -348,6 +346,7 @@ def test_a_disk_that_is_full_before_wandb_starts(worker, small_disk):
     assert "No space left on device" in line
 
 
+@in_campaign
 def test_wandbs_own_log_on_a_full_disk_leaves_no_trace_on_stderr(worker):
     tally(FAULT)
     lines = worker(mode="offline", step=1, full_log=True)
@@ -409,6 +408,7 @@ def ended_well(process: subprocess.Popen, folder: Path) -> list[str]:
     return errors.splitlines()
 
 
+@in_campaign
 def test_a_whole_run_whose_server_goes_in_the_middle(tmp_path):
     tally(FAULT)
     with WandbServer("resets", after="file_stream") as server:

@@ -205,6 +205,9 @@ def open_shards(
         if not whole:
             blocks = sorted({0, len(blocks) - 1}) if verify == "auto" else []
         shard.verify(blocks)
+    for manifest in manifests.values():
+        if manifest.disagrees:
+            raise manifest.disagrees
     is_val = [
         re.search(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)", shard.path.stem)
         for shard in opened
@@ -246,6 +249,7 @@ def _stream(shards: list["_Shard"]) -> TokenStream:
 class _Manifest:
     tokenizer: str
     shards: list[ShardEntry]
+    disagrees: DataError | None = None  # with its shards, as long as these are what it says
 
 
 def _read_manifest(folder: Path) -> _Manifest:
@@ -286,7 +290,12 @@ def _read_manifest(folder: Path) -> _Manifest:
     name, times = Counter(shard["file"] for shard in shards).most_common(1)[0]
     if times > 1:
         raise bad(f"lists {name} twice")
-    return _Manifest(tokenizer, [ShardEntry(**shard) for shard in shards])
+    found = _Manifest(tokenizer, [ShardEntry(**shard) for shard in shards])
+    totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents")}
+    for key, value in (totals | {"vocab_size": TOKENIZERS[tokenizer]}).items():
+        if values.get(key, value) != value:
+            found.disagrees = bad(f"says {key} {values[key]!r}, and its shards have {value}")
+    return found
 
 
 @dataclass
