@@ -27,6 +27,7 @@ from training.command import command
 from training.config import ConfigError, Settings, refuse
 from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
 from training.signals import StopSignals, end_quietly, exit_code
+from training.terminal import never_fail
 
 if typing.TYPE_CHECKING:
     from lens import Look
@@ -240,7 +241,8 @@ class Trainer:
         self.saved.format = checkpoint.FORMAT  # of what is written from here on
         self.state = self.saved
         checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer, self.parallel)
-        self.guard.restore(self.state.skipped, self.state.skipped_in_a_row)
+        again = self.settings.trainer.resume_override  # with something that may mend it
+        self.guard.restore(self.state.skipped, 0 if again else self.state.skipped_in_a_row)
         try:
             self.spikes = checkpoint.typed(Spikes, self.state.spikes)
             if self.state.scaler:
@@ -399,9 +401,10 @@ class Trainer:
                 f"{last - limit + 1} is no finite number ({times}); {LESS}; {self.intact()}"
             )
         if state.skipped > before:
-            left_out = f"{state.skipped - before} of the steps up to {state.step} left out"
+            more = state.skipped - before
+            which = f"step {state.step}" if more == 1 else f"{more} steps up to {state.step}"
             row = f"{state.skipped_in_a_row} in a row, {self.guard.limit} end the run"
-            self.console.print(f"note: {left_out}, whose loss or gradient was no number ({row})")
+            self.console.print(f"{which} left out: the loss or gradient was not finite ({row})")
 
     def finite(self, loss: float) -> float:
         """The validation loss; raises Diverged when it is no number. The same on all ranks."""
@@ -432,7 +435,7 @@ class Trainer:
                 self.settle()
                 then = "give the same command again"
                 if self.has_checkpoint():
-                    then = f"go on with: {self.command_to_go_on()}"
+                    then = self.way_to_go_on()
                 raise LostPeer(
                     f"parallel.timeout={self.settings.parallel.timeout}: another rank is gone or "
                     f"did not answer ({said.partition('. ')[0]}); {then}"
@@ -575,6 +578,12 @@ class Trainer:
     def save_if_due(self, metrics: dict[str, float]) -> None:
         """A checkpoint, when this is the best validation so far or the interval says so."""
         state, val_loss = self.state, metrics.get("val/loss")
+        due = self.is_due(self.settings.trainer.save_every)
+        if not due and val_loss is None:
+            return
+        self.check_numbers()
+        if state.skipped_in_a_row and state.step < self.settings.trainer.max_steps:
+            return  # nothing was learned, and the one from before may be needed
         if val_loss is not None:
             # Else the best may be one that has not come to the disk.
             self.tell_not_saved(self.saved_so_far()[1])
@@ -582,7 +591,7 @@ class Trainer:
         if is_best:
             self.best_before = state.best_loss, state.best_step
             state.best_loss, state.best_step = val_loss, state.step
-        if is_best or self.is_due(self.settings.trainer.save_every):
+        if is_best or due:
             self.save()
 
     def save(self) -> None:
@@ -639,7 +648,10 @@ class Trainer:
         """The checkpoint of this step is there, or the run has failed."""
         newest, failed = self.saved_so_far()
         if newest != self.state.step:
-            raise NotSaved(failed)
+            then = "give the same command again"
+            if newest is not None:
+                then = self.way_to_go_on()
+            raise NotSaved(f"{failed}; then {then}")
 
     def was_told_to_stop(self) -> bool:
         """Whether a signal came, to any rank: they stop after the same step."""
@@ -655,15 +667,18 @@ class Trainer:
         name = signal.Signals(number).name
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
         if self.parallel.is_main:
-            print(f"{where}; go on with: {self.command_to_go_on()}", file=sys.stderr)
+            print(f"{where}; {self.way_to_go_on()}", file=sys.stderr)
         sys.exit(exit_code(number))
 
-    def command_to_go_on(self) -> str:
-        """What to type after a stop."""
+    def way_to_go_on(self) -> str:
+        """What to do after a stop."""
+        if {"-m", "--multirun"} & set(sys.argv[1:]):  # which knows the settings of all jobs only
+            return f"go on with this job's own settings and trainer.resume={self.folder}"
         arguments = [a for a in sys.argv[1:] if not a.startswith("trainer.resume=")]
         if self.settings.name is None:
             arguments.append(f"trainer.resume={self.folder}")
-        return shlex.join([*self.parallel.command, "train.py", *arguments])
+        command = shlex.join([*self.parallel.command, sys.argv[0], *arguments])
+        return f"go on with: {command}"
 
     def introduce(self) -> None:
         settings, out = self.settings, self.console
@@ -769,4 +784,5 @@ def main(settings: Settings) -> None:
 
 if __name__ == "__main__":
     end_quietly()
+    never_fail()
     main()

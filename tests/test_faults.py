@@ -112,7 +112,7 @@ def test_a_run_that_ends_inside_saving_goes_on(faults, kind, power, group):
     """Before each operation on the disk, from the second checkpoint's first to the end of the
     first one, which is the only other. power: and what the disk was not asked to keep is lost."""
     names = faults.operations(kind)
-    apart = campaign("CAMPAIGN_APART", 5 if kind == "three" else 16, 1)
+    apart = campaign("CAMPAIGN_APART", 4 if kind == "three" else 12, 1)
     points = list(range(1 + (power and apart // 2), len(names) + 1, apart))[group::GROUPS]
     assert points
     for point in points:
@@ -178,7 +178,7 @@ def small_disk(faults):
 def not_saved(said: str, step: int, cause: str) -> list[str]:
     """The lines on a checkpoint that was not written, with where, why and the room on the disk."""
     where = re.escape(f"checkpoint=runs/run/checkpoints/step_{step:08d}: could not be written (")
-    line = rf"{where}.*(?:{cause}).*, [0-9.,]+ GB free on its disk\); make room there: .*"
+    line = rf"{where}.*(?:{cause}).*, [0-9.,]+ [MG]B free on its disk\); make room there: .*"
     return [found for found in said.splitlines() if re.fullmatch(line, found)]
 
 

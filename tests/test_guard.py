@@ -10,6 +10,7 @@ from known_runs import assert_same, rows, stop_behind, weights
 from train import Diverged
 from training import checkpoint
 from training.guard import Guard, Spikes
+from training.parallel import Parallel
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -81,6 +82,23 @@ def test_losses_that_never_change_have_no_score():
     assert {spikes.add(2.0) for _ in range(200)} == {None}
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_without_a_kernel_for_it_leaves_the_step_out_too(fused):
+    """As on Apple's GPUs."""
+    layer = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+    parallel, guard = Parallel(CPU, torch.float32), Guard(9, CPU)
+    seen = []
+    for factor in (1.0, NAN, 1.0):
+        parallel.backward(factor * layer(torch.ones(1, 3)).sum())
+        parallel.update(layer, optimizer, 1.0, guard)
+        steps = float(optimizer.state[layer.weight]["step"])
+        seen.append((layer.weight.detach().clone(), steps))
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert not torch.equal(seen[1][0], seen[2][0])
+    assert [steps for _, steps in seen] == [1, 1, 2]
+
+
 # ------------------------------------------------------------------------------------ in training
 
 
@@ -126,7 +144,8 @@ def test_a_skipped_step_is_counted_told_and_remembered(trainer, capsys):
     run = trainer(*settings)
     spoil(run, {1, 2}, SPOILT["nan"])
     stop_behind(run, 3)
-    assert "1 of the steps up to 2 left out, whose loss or gradient" in capsys.readouterr().out
+    told = "step 2 left out: the loss or gradient was not finite (1 in a row, 10 end the run)"
+    assert told in capsys.readouterr().out
     again = trainer(*settings)
     assert (again.state.skipped, again.guard.read()) == (2, (2, 2, 0))
     again.train()
@@ -135,8 +154,9 @@ def test_a_skipped_step_is_counted_told_and_remembered(trainer, capsys):
     assert math.isfinite(last["train/loss"])
 
 
-def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer):
+def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer, monkeypatch):
     """Which lie between two lines of the log."""
+    monkeypatch.setattr(Spikes, "WARM_UP", 1)
     settings = ["trainer.max_steps=6", "trainer.eval_every=0", "trainer.log_every=4"]
     whole = trainer("name=whole", *settings)
     whole.train()
@@ -144,7 +164,8 @@ def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer
     stop_behind(half, 3)
     rest = trainer("name=half", *settings)
     rest.train()
-    for key in ("train/loss", "train/tokens", "train/loss_spikes"):
+    assert "train/loss_z_score" in rows(whole.folder)[-1]
+    for key in ("train/loss", "train/tokens", "train/loss_spikes", "train/loss_z_score"):
         wanted = {row["step"]: row.get(key) for row in rows(whole.folder)}
         assert {row["step"]: row.get(key) for row in rows(rest.folder)} == wanted
 
@@ -168,6 +189,18 @@ def test_too_many_end_the_run_and_the_checkpoint_before_is_named(trainer, settin
     assert str(caught.value).endswith("; the checkpoint of step 2 is intact")
     _, state = checkpoint.load_model(checkpoint.find(run.folder))
     assert state.step == 2
+
+
+def test_while_steps_are_left_out_nothing_pushes_out_what_was_saved_before(trainer, capsys):
+    settings = ["name=a", "trainer.max_steps=12", "trainer.eval_every=0", "trainer.save_every=2"]
+    run = trainer(*settings, "trainer.max_skips=6", "trainer.keep=1")
+    spoil(run, range(5, 99), SPOILT["nan"])
+    with pytest.raises(Diverged, match=r"step 6 is no finite number .* step 4 is"):
+        run.train()
+    assert checkpoint.find(run.folder).name == "step_00000004"
+    # With another rate the count begins anew.
+    again = trainer(*settings, "optimizer.lr=1e-5", "trainer.resume_override=true")
+    assert (again.state.step, again.guard.read()) == (4, (0, 0, 0))
 
 
 def test_fp16_overflows_halve_the_scale_and_take_no_step(trainer):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -538,6 +539,32 @@ def test_errors_are_one_line_and_leave_no_run(command, tmp_path, text_file, over
     assert "Traceback" in shown.stderr
 
 
+@pytest.mark.parametrize("to", ["/dev/full", "a pipe that nobody reads", "closed"])
+def test_training_goes_on_without_its_words(tmp_path, text_file, to):
+    """As with a log on a disk that is full, with `| head`, or a Ctrl-C that ends `tee` first."""
+    settings = [*TINY, f"data.path={text_file}", "name=mute"]
+    run = shlex.join([sys.executable, str(REPOSITORY / "train.py"), *settings])
+    command = {
+        "/dev/full": f"{run} > /dev/full",
+        "a pipe that nobody reads": f"set -o pipefail; {run} | true",
+        "closed": f"{run} >&-",
+    }
+    path = {"PYTHONPATH": str(REPOSITORY / "tests" / "no_network")}
+    done = subprocess.run(
+        ["bash", "-c", command[to]],
+        cwd=tmp_path,
+        env=os.environ | path | {"PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.load_state(checkpoint.find(tmp_path / "runs" / "mute")).step == 4
+    assert done.stderr.count("\n") == (to != "closed"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_stops(tmp_path, text_file, number, code):
     settings = [*TINY, f"data.path={text_file}", "trainer.max_steps=100000", "name=long"]
@@ -555,7 +582,8 @@ def test_a_signal_saves_and_stops(tmp_path, text_file, number, code):
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    assert "saved in runs/long; go on with: python train.py model=gpt2-nano" in errors
+    command = f"go on with: python {REPOSITORY / 'train.py'} model=gpt2-nano"
+    assert f"saved in runs/long; {command}" in errors
     last = tmp_path / "runs" / "long" / "checkpoints" / "last"
     step = json.loads((last / "state.json").read_text())["step"]
     assert step >= 1

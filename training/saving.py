@@ -95,8 +95,8 @@ class Saver:
         free = shutil.disk_usage(self.folder.parent).free
         if free > beside * size:
             return []
-        what = f"checkpoints of {size / 1e9:,.1f} GB, of which {self.keep} and the best stay"
-        return [f"trainer.keep={self.keep}: {what}; the disk has {free / 1e9:,.1f} GB free"]
+        what = f"checkpoints of {_size(size)}, of which {self.keep} and the best stay, may not fit"
+        return [f"trainer.keep={self.keep}: {what}: the disk has {_size(free)} free"]
 
     # ------------------------------------------------------------------------- in the thread
 
@@ -160,7 +160,7 @@ class Saver:
         cause = error.strerror if isinstance(error, OSError) and error.strerror else words(error)
         free = ""
         with contextlib.suppress(OSError):
-            free = f", {shutil.disk_usage(self.folder.parent).free / 1e9:,.2f} GB free on its disk"
+            free = f", {_size(shutil.disk_usage(self.folder.parent).free)} free on its disk"
         intact = "there is no earlier one"
         if self.newest is not None:
             intact = f"the one of step {self.newest} is intact"
@@ -168,6 +168,10 @@ class Saver:
             f"checkpoint={self.folder}/step_{step:08d}: could not be written ({cause}{free}); "
             f"make room there: {intact}"
         )
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def _name(step: int) -> str:

@@ -53,7 +53,7 @@ class StopSignals:
     def _handle(self, number: int, _) -> None:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1 and not self.relayed:
-            self._say("stopped at once; the last checkpoint is intact")
+            self._say("stopped at once; what was saved before is intact")
             os._exit(exit_code(number))
         if self.phase == "starting":
             self._say(f"stopped by {signal.Signals(number).name} before the first step")
