@@ -200,7 +200,8 @@ def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, l
     found = []
     for key, value in values.items():
         if key not in hints:
-            found.append(unknown_key(prefix + key, value, [prefix + name for name in hints]))
+            known = [prefix + name for name in hints]
+            found.append(unknown_key(f"{prefix}{key}", value, known))  # in YAML a key may be 1
             continue
         try:
             merged[key] = coerce(value, hints[key])
@@ -324,7 +325,7 @@ def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | Non
                 parts[key], found = fill(schema, value, f"{key}.")
                 problems += found + _unusable_texts(key, value)
         else:
-            problems.append(unknown_key(key, value, [*PLAIN, *GROUPS]))
+            problems.append(unknown_key(str(key), value, [*PLAIN, *GROUPS]))
     name = parts.get("name")
     if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}", name):
         cause = "becomes the folder runs/<name>"
