@@ -615,6 +615,7 @@ NAMES = (
     *("/etc/passwd", "/tmp/shard.bin", "..", ".", "", "..bin", ".bin", ".hidden.bin"),
     *("..\\shard.bin", "C:shard.bin", "a b.bin", "a.bin\n", "a\nb.bin", "a\0.bin", "é.bin"),
     *("shard_00001_00.documents", "manifest.json", "*.bin", "~.bin", "-.bin"),
+    "a" * 300 + ".bin",
 )
 MANIFESTS = {
     **{

@@ -285,7 +285,7 @@ def _read_manifest(folder: Path) -> _Manifest:
             type(checksum) is not str for checksum in shard["sha256"]
         ):
             raise bad(f"a value of shard {shard['file']!r} is of another type")
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.bin", shard["file"]):
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin", shard["file"]):
             raise bad(f"{shard['file']!r} is no name of a shard in this folder")
     name, times = Counter(shard["file"] for shard in shards).most_common(1)[0]
     if times > 1:
