@@ -39,7 +39,7 @@ def summary(lines: list[str]) -> dict[str, dict[str, float]]:
     found = defaultdict(lambda: {"passed": 0})
     for row in map(json.loads, lines):
         of_fault = found[row.pop("fault")]
-        of_fault["passed"] += row.pop("number")
+        of_fault["passed"] += row.pop("number", 0)
         for key, value in row.items():
             of_fault[f"largest_{key}"] = max(value, of_fault.get(f"largest_{key}", value))
     return dict(sorted(found.items()))

@@ -257,6 +257,7 @@ def _read_manifest(folder: Path) -> _Manifest:
     path = folder / MANIFEST
 
     def bad(cause: str) -> DataError:
+        cause = cause if len(cause) < 300 else f"{cause[:300]}..."  # a name may be any length
         return DataError(f"data.path={path}: {cause}; prepare the data anew")
 
     try:
