@@ -166,8 +166,9 @@ import os, runpy, time
 runpy.run_path({no_network!r})
 real = os.fsync
 def fsync(file):
-    name = os.path.basename(os.readlink(f"/proc/self/fd/{{file}}"))
-    while not name.startswith(("shard_00000", "00000", "plan")) and os.path.exists({hold!r}):
+    path = os.readlink(f"/proc/self/fd/{{file}}")
+    free = os.path.isdir(path) or os.path.basename(path).startswith(("shard_00000", "00000", "plan"))
+    while not free and os.path.exists({hold!r}):
         time.sleep(0.005)
     real(file)
 os.fsync = fsync

@@ -257,7 +257,7 @@ def _read_manifest(folder: Path) -> _Manifest:
     path = folder / MANIFEST
 
     def bad(cause: str) -> DataError:
-        cause = cause if len(cause) < 300 else f"{cause[:300]}..."  # a name may be any length
+        cause = cause if len(cause) < 1000 else f"{cause[:1000]}..."
         return DataError(f"data.path={path}: {cause}; prepare the data anew")
 
     try:
@@ -287,7 +287,7 @@ def _read_manifest(folder: Path) -> _Manifest:
         ):
             raise bad(f"a value of shard {shard['file']!r} is of another type")
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin", shard["file"]):
-            raise bad(f"{shard['file']!r} is no name of a shard in this folder")
+            raise bad(f"{shard['file'][:200]!r} is no name of a shard in this folder")
     name, times = Counter(shard["file"] for shard in shards).most_common(1)[0]
     if times > 1:
         raise bad(f"lists {name} twice")
