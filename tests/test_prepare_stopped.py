@@ -167,7 +167,8 @@ runpy.run_path({no_network!r})
 real = os.fsync
 def fsync(file):
     path = os.readlink(f"/proc/self/fd/{{file}}")
-    free = os.path.isdir(path) or os.path.basename(path).startswith(("shard_00000", "00000", "plan"))
+    first = os.path.basename(path).startswith(("shard_00000", "00000", "plan"))
+    free = first or os.path.isdir(path)
     while not free and os.path.exists({hold!r}):
         time.sleep(0.005)
     real(file)
