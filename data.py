@@ -475,8 +475,8 @@ def check_unchanged(before: Checksums | None, now: Checksums, path: object) -> N
         fix = "begin a new run; trainer.init_from= starts it from these weights"
         raise DataError(f"data.path={path}: {cause}; {fix}")
     fix = (
-        "restore the data, give another name= for a new run, or trainer.resume_override=true to "
-        "go on all the same"
+        "restore the data, or give another name= for a new run; trainer.resume_override=true goes "
+        "on all the same"
     )
     for (old_file, old), (file, new) in itertools.zip_longest(before, now, fillvalue=("none", [])):
         if old_file != file:

@@ -558,7 +558,7 @@ def test_one_endless_line_takes_little_memory(in_process, tmp_path):
     """Of text, two bytes a token and some blocks are held, however long its lines are."""
     import tracemalloc
 
-    size = 2**22
+    size = 2**23
     (tmp_path / "a.txt").write_bytes(b"abcdefgh" * (size // 8))
     arguments = [*TINY, "data.path=a.txt", "trainer.max_steps=2", "name=run"]
     tracemalloc.start()
