@@ -335,9 +335,10 @@ def shell(before: int, until: int | None, commands: list[str]) -> None:
 
 
 def signals(each: list[dict]) -> None:
-    """The process gets signals: each {"name", "step", "when"}. when: before a step; in the midst of
-    the first checkpoint that is written from that step on; while it starts, at a part that is
-    built; or between a small file's writing and its naming, step counting them."""
+    """The process gets signals: each {"name", "step", "when"}. when: before a step; before one, but
+    after the checkpoint in the making ("saved"); in the midst of the first checkpoint that is
+    written from that step on; while it starts, at a part that is built; or between a small file's
+    writing and its naming, step counting them."""
 
     def send(name: str) -> None:
         os.kill(os.getpid(), signal.Signals[name])
@@ -395,6 +396,8 @@ def signals(each: list[dict]) -> None:
             while_starting(one["name"], one["step"])
         elif one["when"] == "saving":
             while_saving(one["name"], one["step"])
+        elif one["when"] == "saved":
+            before_step(one["step"], lambda t, name=one["name"]: (t.saved_so_far(), send(name)))
         else:
             before_step(one["step"], lambda _, name=one["name"]: send(name))
 

@@ -233,7 +233,7 @@ def test_a_run_short_of_disk_goes_on_or_ends_with_the_last_checkpoint(
 
 def test_a_disk_that_is_full_at_the_start_ends_it_in_one_line(faults, small_disk):
     """Of a run that has checkpoints, and of one that has nothing."""
-    killed = {"signals": {"each": [{"name": "SIGKILL", "step": 13, "when": "step"}]}}
+    killed = {"signals": {"each": [{"name": "SIGKILL", "step": 13, "when": "saved"}]}}
     for fault in (None, killed):
         if fault:
             (training,) = faults.start(small_disk, "short", fault=fault)
@@ -317,7 +317,7 @@ def test_a_run_that_is_told_to_stop_while_it_starts_says_so_in_a_line(faults, pa
     folder = faults.folder()
     run, name = folder / "runs" / "run", ("SIGTERM", "SIGINT", "SIGUSR1")[part % 3]
     stopped = {"signals": {"each": [{"name": name, "step": part, "when": "starting"}]}}
-    killed = {"signals": {"each": [{"name": "SIGKILL", "step": 13, "when": "step"}]}}
+    killed = {"signals": {"each": [{"name": "SIGKILL", "step": 13, "when": "saved"}]}}
     for fault in (None, killed):
         if fault:
             (training,) = faults.start(folder, "short", fault=fault)
