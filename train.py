@@ -23,6 +23,7 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
+from training import announce
 from training.command import command
 from training.config import ConfigError, Settings, refuse
 from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
@@ -257,9 +258,9 @@ class Trainer:
         from durable import write_whole
         from training import directory, resume
         from training.console import Console
-        from training.rows import RowFile
+        from training.rows import RowFile, drop_rows_after
         from training.saving import Saver
-        from training.tracker import NoTracker, Tracker, drop_rows_after, last_wandb_id
+        from training.tracker import NoTracker, Tracker, last_wandb_id
 
         settings, state = self.settings, self.state
         goes_on = resume.goes_on(self.resume_from, settings)
@@ -281,6 +282,7 @@ class Trainer:
             self.saver = Saver(folder, settings.trainer.keep, state if goes_on else None)
             self.opened.callback(self.saver.close)
             if not finished:  # else there is nothing to do, and the record stays as it is
+                self.notes += self.saver.too_large(12 * self.model.num_parameters())
                 write_whole(folder / directory.CONFIG, as_yaml(state.settings).encode())
                 drop_rows_after(folder, state.step if self.saved else -1)
                 self.tracker = Tracker(settings.wandb, folder, state.settings, state.wandb_id)
@@ -317,7 +319,7 @@ class Trainer:
         """Trains to the last step, looking up as often as the settings say."""
         settings = self.settings.trainer
         started = time.perf_counter()
-        self.introduce()
+        announce.introduce(self)
         try:
             with self.explaining():
                 self.signals.phase = "training"
@@ -338,7 +340,10 @@ class Trainer:
                     self.finish_saving()
         finally:
             self.write_report()  # of a run that failed, too: it is the one to look at
-        self.conclude(time.perf_counter() - started)
+        self.console.close()
+        summary = {"best_val_loss": self.state.best_loss, "best_step": self.state.best_step}
+        self.tracker.summary({key: value for key, value in summary.items() if value is not None})
+        announce.conclude(self, time.perf_counter() - started)
 
     def step(self):
         """One optimizer step: (mean loss, norm of the gradient), both still on the device."""
@@ -679,79 +684,6 @@ class Trainer:
             arguments.append(f"trainer.resume={self.folder}")
         command = shlex.join([*self.parallel.command, sys.argv[0], *arguments])
         return f"go on with: {command}"
-
-    def introduce(self) -> None:
-        settings, out = self.settings, self.console
-        val_windows = len(self.val_set) if self.val_set else 0
-        out.print(
-            f"{self.model.num_parameters():,} parameters {self.parallel.describe()}"
-            f"{', compiled' if self.compiled else ''}"
-            f"{', activation checkpointing' if settings.trainer.activation_checkpointing else ''}"
-        )
-        out.print(
-            f"{len(self.train_set):,} windows of {settings.data.max_length} tokens to train on, "
-            f"{val_windows:,} to validate; {settings.trainer.batch_size} a step"
-            f"{self.division()}"
-        )
-        if self.parallel.is_main and self.state.step < settings.trainer.max_steps:
-            self.notes += self.saver.too_large(12 * self.model.num_parameters())
-        for note in (*self.data.notes, *self.notes):
-            out.print(f"note: {note}")
-        out.print(f"run directory: {self.folder}")
-        if where := self.tracker.where():
-            out.print(f"W&B: {where}")
-        if self.state.step >= settings.trainer.max_steps:
-            more = "a larger trainer.max_steps goes on"
-            out.print(f"finished already, after step {self.state.step}; {more}")
-        elif self.state.step > 0:
-            out.print(f"resumed after step {self.state.step}")
-        for key in ("prompts", "repeated", "max_tokens") if self.saved else ():
-            value = getattr(settings.lens, key)
-            if self.lens and (before := self.lens_before.get(key, value)) != value:
-                what = "the lens looks at something else than before: its curves join the two"
-                out.print(f"lens.{key}: {what}; it was {before}")
-
-    def division(self) -> str:
-        """How a step's windows are shared out: ", 4 x 2 on each of 2 ranks"; nothing if not."""
-        ranks, size = self.parallel.world_size, self.micro_batch_size
-        share = self.settings.trainer.batch_size // ranks
-        if ranks == 1 and size == share:
-            return ""
-        times = f"{-(-share // size)} x {size}" if size < share else f"{share}"
-        if share % size:
-            times = f"{share} in portions of at most {size}"
-        return f", {times} on each of {ranks} ranks" if ranks > 1 else f", {times}"
-
-    def conclude(self, seconds: float) -> None:
-        """The last words: losses, a sample, and what to open."""
-        self.console.close()
-        out, state = self.console, self.state
-        summary = {"best_val_loss": state.best_loss, "best_step": state.best_step}
-        self.tracker.summary({key: value for key, value in summary.items() if value is not None})
-        out.print()
-        if self.train_loss is not None:
-            out.print(f"training loss    {self.train_loss:.4f}  (step {state.step})")
-        if state.val_loss is not None:
-            best = (
-                f"; best {state.best_loss:.4f} at step {state.best_step}" if state.best_loss else ""
-            )
-            out.print(f"validation loss  {state.val_loss:.4f}{best}")
-        if self.last_sample:
-            out.print(f"\n{self.last_sample}\n")
-        out.print(f"run directory    {self.folder}")
-        if self.parallel.is_main and self.saver.written:
-            waited = f"training waited {self.seconds_saving:.1f} s of {seconds:.0f} s"
-            out.print(f"checkpoints      {self.saver.written} written in the background; {waited}")
-        for finding in self.lens.findings() if self.lens else ():
-            out.print(f"heads            {finding}")
-        if (timelapse := self.folder / "attention" / "timelapse.html").is_file():
-            share = f"  (looking took {self.seconds_watching:.1f} s of {seconds:.0f} s)"
-            out.print(f"watch the heads  {timelapse}{share if self.seconds_watching else ''}")
-        out.print(f"report           {self.folder / 'report.html'}")
-        prompt = shlex.quote(f"prompt={self.settings.trainer.sample_prompt}")
-        out.print(f"more text        python generate.py checkpoint={self.folder} {prompt}")
-        if where := self.tracker.where():
-            out.print(f"W&B              {where}")
 
 
 def model_name(settings: Settings) -> str:

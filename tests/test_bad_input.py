@@ -624,8 +624,9 @@ def test_generation(refused, a_run, what):
     refused(generate.main, given, code, says)
 
 
-def test_generation_without_a_checkpoint(refused):
-    refused(generate.main, [], 2, r"checkpoint: missing; give it as checkpoint=")
+@pytest.mark.parametrize("given", [[], ["seed=" + "9" * 400]])  # more than a float can hold
+def test_generation_without_a_checkpoint(refused, given):
+    refused(generate.main, given, 2, r"checkpoint: missing; give it as checkpoint=")
 
 
 PROMPTS = {

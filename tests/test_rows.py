@@ -10,7 +10,7 @@ import pytest
 from conftest import REPOSITORY
 from tally import tally
 
-from training.rows import RowFile
+from training.rows import RowFile, drop_rows_after
 
 FAULT = "disk full or failing below a log"
 TRIALS = 2000 if os.environ.get("CAMPAIGN") else 100
@@ -170,3 +170,38 @@ def test_any_text_is_one_row(tmp_path, text):
     rows.close()
     (line,) = (tmp_path / "log.jsonl").read_bytes().splitlines()
     assert json.loads(line) == {"text": text}
+
+
+def test_dropping_rows(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    drop_rows_after(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a\u2028b\x85c"}\n')
+    drop_rows_after(tmp_path, 2)
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "text": "a\u2028b\x85c"}\n'
+    drop_rows_after(tmp_path, -1)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_rows_that_the_machine_took_down_with_it_are_dropped_whatever_they_look_like(tmp_path):
+    """After a loss of power a file may end in zeros, or in what another file held."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\nnull\n[1]\n{"step": "a"}\n\xff\xfe\n{"step": 2}\n\x00\x00')
+    drop_rows_after(tmp_path, 2)
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_dropping_is_all_or_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(before := b'{"step": 1}\n{"step": 2}\n')
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        drop_rows_after(tmp_path, 1)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    drop_rows_after(tmp_path, 2)  # nothing to drop, nothing to write

@@ -605,12 +605,12 @@ def test_a_signal_at_the_end_of_a_job_ends_the_multirun(command, tmp_path, text_
     settings = [s for s in TINY if "eval_every" not in s]
     script = tmp_path / "late.py"
     script.write_text(
-        "import os, signal, train\n"
-        "conclude = train.Trainer.conclude\n"
+        "import os, signal, train\nfrom training import announce\n"
+        "conclude = announce.conclude\n"
         "def late(trainer, seconds):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    conclude(trainer, seconds)\n"
-        "train.Trainer.conclude = late\n"
+        "announce.conclude = late\n"
         "train.main()\n"
     )
     done = command(f"{script}", "-m", *settings, f"data.path={text_file}", "seed=1,2")

@@ -228,7 +228,7 @@ def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, l
                 found.append((prefix + key, *rest))
     named = {problem[0] for problem in found}
     for name, value in merged.items():
-        if prefix + name not in named and not all(map(math.isfinite, _numbers(value))):
+        if prefix + name not in named and not all(map(_is_finite, _numbers(value))):
             found.append((prefix + name, value, "must be a finite number", "see --help"))
     return (None if found else schema(**merged)), found
 
@@ -237,6 +237,10 @@ def _numbers(value: object) -> list[int | float]:
     """The numbers in a setting's value."""
     values = value if isinstance(value, list | tuple) else [value]
     return [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+
+
+def _is_finite(value: int | float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)  # an int may be too large for a float
 
 
 def coerce(value: object, hint: object) -> object:

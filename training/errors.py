@@ -6,6 +6,8 @@ training/config.py, DataError (3) in tokens/, CheckpointError (3) in training/ch
 
 import os
 
+LONGEST = 1000  # characters of what a library says
+
 
 def one_line(error: BaseException) -> str:
     """What an error says, as one line; of ours, the lines that it is worded in."""
@@ -22,8 +24,9 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def words(error: BaseException) -> str:
-    """What an error says, without line breaks."""
-    return " ".join(str(error).split())
+    """What an error says, without line breaks; the beginning, where it quotes something endless."""
+    said = " ".join(str(error).split())
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
 
 
 class RunDirectoryError(RuntimeError):

@@ -98,3 +98,19 @@ class RowFile:
             self.has_failed = True
             cause = error.strerror or error
             print(f"{self.path}: not written ({cause}); {consequence}", file=sys.stderr)
+
+
+def drop_rows_after(folder: Path, step: int) -> None:
+    """Cuts metrics.jsonl and samples.jsonl back to `step`: a resumed run writes the rest again."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if not (path := folder / name).exists():
+            continue
+        content, kept = path.read_bytes(), []
+        for line in content.split(b"\n"):
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + b"\n")
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that was being written when the run or the machine was cut off
+        if (whole := b"".join(kept)) != content:
+            durable.write_whole(path, whole)

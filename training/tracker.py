@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from durable import write_whole
 from training.rows import RowFile
 
 if TYPE_CHECKING:
@@ -182,22 +181,6 @@ class NoTracker:
     def sync(self) -> None: ...
 
     def finish(self, exit_code: int = 0) -> None: ...
-
-
-def drop_rows_after(folder: Path, step: int) -> None:
-    """Cuts metrics.jsonl and samples.jsonl back to `step`: a resumed run writes the rest again."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        if not (path := folder / name).exists():
-            continue
-        content, kept = path.read_bytes(), []
-        for line in content.split(b"\n"):
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + b"\n")
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that was being written when the run or the machine was cut off
-        if (whole := b"".join(kept)) != content:
-            write_whole(path, whole)
 
 
 def last_wandb_id(folder: Path) -> str | None:
