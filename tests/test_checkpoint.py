@@ -299,6 +299,29 @@ def test_a_state_of_other_types_is_refused(saved, text, says):
 # ---------------------------------------------------------------------------------------- saving
 
 
+@pytest.mark.parametrize("at", [0, 1234, 99_999])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_bad_number_among_many_is_found(value, at):
+    tensor = torch.randn(100_000)
+    assert checkpoint.sound(tensor)
+    tensor[at] = value
+    assert not checkpoint.sound(tensor)
+    assert checkpoint.sound(torch.empty(0))
+
+
+def test_threads_beside_training_leave_it_all_cores(trainer):
+    """Each of them computes in itself: with threads of their own they would slow every step."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        run = trainer("name=a")
+        for beside in (run.saver, run.feed):
+            assert beside._thread.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_checkpoint_holds_the_step_at_which_it_was_begun(trainer, monkeypatch):
     """However long it takes to write: training goes on with the parameters meanwhile."""
     run = trainer("name=a", "trainer.eval_every=0")

@@ -116,6 +116,16 @@ def peak_flops(device: torch.device) -> float | None:
     return kind.flops if kind else None
 
 
+def compute_beside_training() -> None:
+    """What a thread calls first that computes while the main one trains.
+
+    Else its first operation on a large tensor gives it OpenMP threads of its own, and as long as
+    these exist, those of training wait for each other in a slower way: measured, a step of GPT-2
+    small on two cores took 13 % longer (docs/reliability.md).
+    """
+    torch.set_num_threads(1)  # OpenMP keeps this number for each thread
+
+
 def keep_freed_memory() -> None:
     """Tells the C library to keep freed memory instead of returning it to the system.
 

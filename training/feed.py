@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from training.device import compute_beside_training
+
 if TYPE_CHECKING:
     from order import WindowOrder
     from training.parallel import Parallel
@@ -30,7 +32,7 @@ class Feed:
         self.order = order
         self.micro_batch_size = micro_batch_size
         self.parallel = parallel
-        self._thread = ThreadPoolExecutor(1, "feed")
+        self._thread = ThreadPoolExecutor(1, "feed", compute_beside_training)
         self._next: tuple[int, Future] | None = None  # (step, its micro-batches)
 
     def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor, float, bool]]:

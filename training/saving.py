@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from durable import make_folder, rename, sync
 from training import checkpoint
 from training.checkpoint import State, Tensors
+from training.device import compute_beside_training
 from training.errors import LESS, Diverged, NotSaved, RunDirectoryError, words
 
 RETRY_AFTER = 2  # seconds until a checkpoint that could not be written is tried once more
@@ -38,7 +39,7 @@ class Saver:
         self.newest = resumed and resumed.step  # the step of the newest checkpoint
         self.written = 0  # how many
         self._links_work = True
-        self._thread = ThreadPoolExecutor(1, "saver")
+        self._thread = ThreadPoolExecutor(1, "saver", compute_beside_training)
         self._writing: tuple[int, Future] | None = None
         self._clear()
         if resumed:
