@@ -69,6 +69,19 @@ DAMAGE = {
         lambda c: change_tensors(c / "model.safetensors", lambda t: t.update(other=torch.zeros(1))),
         "unknown tensor other",
     ),
+    "whole numbers": (
+        lambda c: change_tensors(
+            c / "model.safetensors", lambda t: t.update({"final_norm.bias": torch.zeros(32).int()})
+        ),
+        "final_norm.bias is of torch.int32",
+    ),
+    "floats of eight bits": (
+        lambda c: change_tensors(
+            c / "model.safetensors",
+            lambda t: t.update({"final_norm.bias": torch.zeros(32, dtype=torch.float8_e4m3fn)}),
+        ),
+        "final_norm.bias is of torch.float8_e4m3fn",
+    ),
     "other shape": (
         lambda c: change_tensors(
             c / "model.safetensors", lambda t: t.update({"pos_emb.weight": torch.zeros(3, 3)})

@@ -407,7 +407,7 @@ def _check_tensor(
             f"checkpoint={file}: {name} has shape {tuple(tensor.shape)}, the model "
             f"needs {tuple(shape)}; use the model settings that it was saved with"
         )
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.element_size() == 1:  # which torch cannot compare
         raise CheckpointError(f"checkpoint={file}: {name} is of {tensor.dtype}; use another one")
     if not sound(tensor):
         cause = f"{name} holds what is no finite number"
