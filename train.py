@@ -340,10 +340,11 @@ class Trainer:
                     self.finish_saving()
         finally:
             self.write_report()  # of a run that failed, too: it is the one to look at
+        seconds = time.perf_counter() - started
         self.console.close()
         summary = {"best_val_loss": self.state.best_loss, "best_step": self.state.best_step}
         self.tracker.summary({key: value for key, value in summary.items() if value is not None})
-        announce.conclude(self, time.perf_counter() - started)
+        announce.conclude(self, seconds)
 
     def step(self):
         """One optimizer step: (mean loss, norm of the gradient), both still on the device."""

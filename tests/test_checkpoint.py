@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -68,6 +69,12 @@ DAMAGE = {
     "extra tensor": (
         lambda c: change_tensors(c / "model.safetensors", lambda t: t.update(other=torch.zeros(1))),
         "unknown tensor other",
+    ),
+    "extra tensor with an endless name": (
+        lambda c: change_tensors(
+            c / "model.safetensors", lambda t: t.update({"x" * 5000: torch.zeros(1)})
+        ),
+        "unknown tensor x{80};",
     ),
     "whole numbers": (
         lambda c: change_tensors(
@@ -323,13 +330,20 @@ def test_one_bad_number_among_many_is_found(value, at):
 
 
 def test_threads_beside_training_leave_it_all_cores(trainer):
-    """Each of them computes in itself: with threads of their own they would slow every step."""
+    """What stays computes in itself, what writes is gone then: else they would slow every step."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         run = trainer("name=a")
-        for beside in (run.saver, run.feed):
-            assert beside._thread.submit(torch.get_num_threads).result() == 1
+        assert run.feed._thread.submit(torch.get_num_threads).result() == 1
+        run.step()
+        run.save()
+        run.saver.wait()
+        run.saver.close()
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if name.startswith("saver")]
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 4
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)

@@ -338,7 +338,7 @@ def test_a_start_that_is_cut_off_leaves_nothing_behind(faults, name):
     folder = faults.folder()
     for after, number in [(None, 0), (13, 0), (None, 1)]:
         if after:
-            each = [{"name": "SIGKILL", "step": after, "when": "step"}]
+            each = [{"name": "SIGKILL", "step": after, "when": "saved"}]
             (training,) = faults.start(folder, "short", fault={"signals": {"each": each}})
             assert training.wait() == -signal.SIGKILL
         each = [{"name": name, "step": number, "when": "writing"}]

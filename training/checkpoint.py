@@ -376,7 +376,9 @@ def read_optimizer(folder: Path, model: GPT) -> dict[str, dict[str, torch.Tensor
         if key == "random":  # of format 1: what is drawn follows from seed, step and rank now
             continue
         if name not in shapes:
-            raise CheckpointError(f"checkpoint={file}: unknown tensor {full_name}; use another one")
+            raise CheckpointError(
+                f"checkpoint={file}: unknown tensor {full_name:.80}; use another one"
+            )
         wanted = torch.Size() if key == "step" else shapes[name]
         _check_tensor(full_name, wanted, {full_name: value}, file)
         state.setdefault(name, {})[key] = value
@@ -390,7 +392,9 @@ def copy_into(
     for name, parameter in parameters.items():
         _check_tensor(name, parameter.shape, tensors, file)
     if extra := tensors.keys() - parameters.keys():
-        raise CheckpointError(f"checkpoint={file}: unknown tensor {min(extra)}; use another one")
+        raise CheckpointError(
+            f"checkpoint={file}: unknown tensor {min(extra):.80}; use another one"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
@@ -407,7 +411,8 @@ def _check_tensor(
             f"checkpoint={file}: {name} has shape {tuple(tensor.shape)}, the model "
             f"needs {tuple(shape)}; use the model settings that it was saved with"
         )
-    if not tensor.is_floating_point() or tensor.element_size() == 1:  # which torch cannot compare
+    # Numbers of eight bits: torch cannot compare all kinds of them.
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise CheckpointError(f"checkpoint={file}: {name} is of {tensor.dtype}; use another one")
     if not sound(tensor):
         cause = f"{name} holds what is no finite number"
@@ -416,7 +421,7 @@ def _check_tensor(
 
 def sound(tensor: torch.Tensor) -> bool:
     """Whether all of it are finite numbers."""
-    # Extremes keep NaN, and finding them takes one pass, fifty times as fast as isfinite on each.
+    # Extremes keep NaN, and finding them takes one pass without a copy.
     return tensor.numel() == 0 or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 

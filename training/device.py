@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -116,14 +117,18 @@ def peak_flops(device: torch.device) -> float | None:
     return kind.flops if kind else None
 
 
-def compute_beside_training() -> None:
-    """What a thread calls first that computes while the main one trains.
+def thread_beside_training(name: str) -> ThreadPoolExecutor:
+    """A thread for work that is done while the main one trains; it computes in itself alone.
 
     Else its first operation on a large tensor gives it OpenMP threads of its own, and as long as
-    these exist, those of training wait for each other in a slower way: measured, a step of GPT-2
-    small on two cores took 13 % longer (docs/reliability.md).
+    these exist, those of training wait for each other in a slower way: a step of GPT-2 small on
+    two cores took a tenth longer (benchmarks/results/2026-11-22-saving-cpu.json).
     """
-    torch.set_num_threads(1)  # OpenMP keeps this number for each thread
+    pool = ThreadPoolExecutor(1, name)
+    threads = pool.submit(torch.get_num_threads).result()  # a thread's first question sets it
+    pool.submit(torch.set_num_threads, 1).result()
+    torch.set_num_threads(threads)  # what threads that come later begin with
+    return pool
 
 
 def keep_freed_memory() -> None:

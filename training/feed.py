@@ -1,12 +1,12 @@
 """Batches of the training run, on the device, gathered while the step before is computed."""
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from training.device import compute_beside_training
+from training.device import thread_beside_training
 
 if TYPE_CHECKING:
     from order import WindowOrder
@@ -32,7 +32,7 @@ class Feed:
         self.order = order
         self.micro_batch_size = micro_batch_size
         self.parallel = parallel
-        self._thread = ThreadPoolExecutor(1, "feed", compute_beside_training)
+        self._thread = thread_beside_training("feed")
         self._next: tuple[int, Future] | None = None  # (step, its micro-batches)
 
     def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor, float, bool]]:

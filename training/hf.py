@@ -23,6 +23,7 @@ from training.checkpoint import (
     model_of,
     read_tensors,
 )
+from training.errors import words
 
 # ours: (theirs, transposed)
 BLOCK = {
@@ -84,7 +85,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
         ) from error
     if theirs:
         raise CheckpointError(
-            f"checkpoint={file}: unknown tensor {min(theirs)}; it is no plain GPT-2"
+            f"checkpoint={file}: unknown tensor {min(theirs):.80}; it is no plain GPT-2"
         )
     return model_of(config, ours, file)
 
@@ -144,13 +145,12 @@ def _model_config(file: Path, attention: str) -> ModelConfig:
         if not isinstance(theirs, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
-        cause = " ".join(str(error).split())
         raise CheckpointError(
-            f"checkpoint={file}: unreadable ({cause}); use another one"
+            f"checkpoint={file}: unreadable ({words(error)}); use another one"
         ) from error
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:
-            cause = f"{key} is {theirs[key]!r}, and our model computes {needed!r} only"
+            cause = f"{key} is {theirs[key]!r:.80}, and our model computes {needed!r} only"
             raise CheckpointError(f"checkpoint={file}: {cause}; use a plain GPT-2")
     try:
         if theirs.get("n_inner") not in (None, 4 * theirs["n_embd"]):
@@ -166,9 +166,8 @@ def _model_config(file: Path, attention: str) -> ModelConfig:
             attention=attention,
         )
     except (KeyError, TypeError, ValueError) as error:
-        cause = " ".join(str(error).split())
         raise CheckpointError(
-            f"checkpoint={file}: does not fit ({cause}); use another one"
+            f"checkpoint={file}: does not fit ({words(error)}); use another one"
         ) from error
 
 

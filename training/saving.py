@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from durable import make_folder, rename, sync
 from training import checkpoint
 from training.checkpoint import State, Tensors
-from training.device import compute_beside_training
 from training.errors import LESS, Diverged, NotSaved, RunDirectoryError, words
 
 RETRY_AFTER = 2  # seconds until a checkpoint that could not be written is tried once more
@@ -39,7 +38,7 @@ class Saver:
         self.newest = resumed and resumed.step  # the step of the newest checkpoint
         self.written = 0  # how many
         self._links_work = True
-        self._thread = ThreadPoolExecutor(1, "saver", compute_beside_training)
+        self._thread: ThreadPoolExecutor | None = None  # while a checkpoint is being written
         self._writing: tuple[int, Future] | None = None
         self._clear()
         if resumed:
@@ -68,8 +67,12 @@ class Saver:
     def save(self, tensors: Tensors, state: State) -> None:
         """Begins to write the checkpoint of a step. The tensors must not change before `wait`."""
         self.wait()
-        writing = self._thread.submit(self._save, tensors, asdict(state))
-        self._writing = state.step, writing
+        # A thread for each: once it has computed, it has OpenMP threads of its own. With these
+        # about, those of training wait without spinning, which is what writing needs and what
+        # makes every later step slower (benchmarks/results/2026-11-22-saving-cpu.json).
+        self._thread = ThreadPoolExecutor(1, "saver")
+        self._writing = state.step, self._thread.submit(self._save, tensors, asdict(state))
+        self._thread.shutdown(wait=False)  # it ends when it has done this
 
     def wait(self) -> NotSaved | None:
         """Until the checkpoint in the making is there; returns what hindered it, if anything.
@@ -88,7 +91,8 @@ class Saver:
 
     def close(self) -> None:
         """Lets what is being written come to its end."""
-        self._thread.shutdown()
+        if self._thread:
+            self._thread.shutdown()
 
     def too_large(self, size: float) -> list[str]:
         """In words, when the disk has no room for the checkpoints of a run. size: bytes of one."""
