@@ -26,7 +26,7 @@ RETRY_AFTER = 2  # seconds until a checkpoint that could not be written is tried
 
 
 class Saver:
-    """Writes the checkpoints of a run, one after the other, in a thread of its own.
+    """Writes the checkpoints of a run, one after the other, while training goes on.
 
     run: its directory, which no other process writes to. keep: how many of the newest stay, besides
     the best. resumed: the state of the checkpoint in there that the run goes on from.
@@ -67,9 +67,10 @@ class Saver:
     def save(self, tensors: Tensors, state: State) -> None:
         """Begins to write the checkpoint of a step. The tensors must not change before `wait`."""
         self.wait()
-        # A thread for each: once it has computed, it has OpenMP threads of its own. With these
-        # about, those of training wait without spinning, which is what writing needs and what
-        # makes every later step slower (benchmarks/results/2026-11-22-saving-cpu.json).
+        # A thread for each, which ends with it. Computing gives it OpenMP threads of its own, and
+        # while these exist, those of training sleep where else they would spin: that leaves the
+        # processors to the writing, but would slow every step from then on, by a tenth
+        # (benchmarks/results/2026-11-22-saving-cpu.json).
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing = state.step, self._thread.submit(self._save, tensors, asdict(state))
         self._thread.shutdown(wait=False)  # it ends when it has done this
