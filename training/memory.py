@@ -10,8 +10,8 @@ their sum against measured peaks.
 What is alive is followed through four moments of a step, and the largest is the peak. With
 `accumulating`, the step is the second of several micro-batches: the first left gradients behind.
 
-    loss            the forward has ended, the cross-entropy is computed
-    head            the backward has come to the softmax: everything that was kept is still there
+    loss            the forward has come to the head, and computes loss and gradient in pieces
+    head            the backward begins, with the gradient of the head: all that was kept is there
     last block      the backward is in the last block, the first that it comes to
     end             all gradients are there, and the embedding's two parts are being added
 
@@ -27,6 +27,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+# Of the loss (training/loss.py):
+LOGITS_AT_ONCE = 2**28  # enough to keep a GPU busy; half a gigabyte in bf16
+CACHED = 2**19  # on a CPU, between two products
 USABLE = 0.92  # of a device's memory; what is left is for fragments and for others
 # What the heap cannot use again, as a share of all that is allocated. On a CPU, training keeps
 # freed memory (training/device.py) and the heap has holes: 10 to 36 % in the runs that were
@@ -63,7 +66,7 @@ class Memory:
     casts: float  # copies of the weights in the precision of the products
     gathered: float  # FSDP: parameters of other ranks, as long as they are computed with
     activations: float  # what forward keeps for backward, without the logits
-    logits: float  # the cross-entropy's (B, T, V) tensors
+    logits: float  # of a piece of the positions, and the head's gradient from them
     working: float  # what lives for a moment: gradients on their way, buffers of collectives
     slack: float  # what the allocator holds and cannot use
     libraries: float  # the process without a model
@@ -180,15 +183,15 @@ def activations(
     """Bytes that a forward keeps for backward, without the logits and copies of weights.
 
     L blocks, of which checkpointing keeps the fp32 inputs alone (Chen et al. 2016); around them
-    the dropout mask of the embeddings, the last norm's input and result, and the ids.
+    the dropout mask of the embeddings, the last norm's input, and the ids.
     """
-    c, positions = width(precision), windows * length
+    positions = windows * length
     places = positions * model.emb_dim
     shape = (windows, length, precision, device, compiled)
     a_block = 4 * places if activation_checkpointing else block_activations(model, *shape)
     mask = 0 if model.dropout == 0 else 1 if device == "cuda" or compiled else 4
-    around = (4 + c + mask) * places + 8 * positions  # the residual stream is fp32, and so its mask
-    ids = 16 * positions + 8 * length
+    around = (4 + mask) * places + 8 * positions  # the residual stream is fp32, and so its mask
+    ids = 8 * positions + 8 * length
     return model.num_layers * a_block + around + ids
 
 
@@ -224,9 +227,9 @@ def estimate(
                 the last micro-batch alone, and until then every rank holds all of them unsharded.
     casts       Autocast casts each weight once in a forward and forgets it at its end; those that
                 backward needs live until it has come past. FSDP gathers blocks cast already.
-    logits      c B T V from the product; in fp32 their copy and the log-softmax: B T V (c + 8), in
-                fp32 8. Backward: the log-softmax, its gradient, that of the logits: 12 B T V.
-                Compiled, they stay in the products' precision: the logits, their gradient: 2 c.
+    logits      A piece of them at a time (training/loss.py), c n V, which become their gradient;
+                on a GPU their log-softmax besides, 4 n V, compiled c n V. Of the weight's gradient
+                a piece's part, c V C, and, with several pieces, their sum in fp32.
     gathered    FSDP's root (embeddings, last norm) in fp32 from its first use to its last; two
                 blocks, one computed and one on its way, and that one's receive buffer.
     working     The tied embedding's gradient comes in two parts of 4 V C, the head's waiting for
@@ -249,14 +252,21 @@ def estimate(
     of_block = 0 if sharded or not autocast else 2 * (block - 4 * model.emb_dim)
     of_head = 2 * v_c if autocast else 0
     all_casts = layers * of_block + of_head
-    for_backward = of_head if activation_checkpointing else all_casts
+    for_backward = 0 if activation_checkpointing else layers * of_block
     gathered = 4 * root + (0 if reshard_after_forward else layers * c * block) if sharded else 0
     in_flight = 3 * c * block if sharded and reshard_after_forward else 0
 
-    # FSDP compiles blocks only.
-    fused_loss = compiled and not sharded
-    at_loss = positions * model.vocab_size * (c if fused_loss else 8 + (c if autocast else 0))
-    at_head = positions * model.vocab_size * (2 * c if fused_loss else 12)
+    piece = min(positions, LOGITS_AT_ONCE // model.vocab_size)
+    logits = piece * model.vocab_size
+    if device == "cpu":  # the log-softmax of a few rows, and a copy of theirs in fp32 before it
+        in_fp32 = (8 if autocast else 4) * min(logits, CACHED)
+    else:  # FSDP compiles blocks only
+        in_fp32 = (c if compiled and not sharded else 4) * logits
+    of_part = c * v_c
+    of_sum = 4 * v_c if piece < positions else 0
+    at_loss = c * logits + max(in_fp32, of_part)
+    at_loss += of_sum + (4 + 2 * c) * positions * model.emb_dim  # what the head reads, its gradient
+    at_head = (of_sum or of_part) + 4 * v_c + (c + 4) * positions * model.emb_dim
 
     again = block_activations(model, *shape) if activation_checkpointing else 0
     cast_again = of_block if activation_checkpointing else 0
@@ -269,10 +279,10 @@ def estimate(
 
     moments = {
         "loss": (before, all_casts, gathered, kept, at_loss, 0),
-        "head": (before, for_backward, gathered, kept, at_head, 0),
+        "head": (before, for_backward, gathered, kept, 0, at_head),
         "last block": (
             before,
-            for_backward - of_head + cast_again,
+            for_backward + cast_again,
             gathered + in_flight,
             kept + again,
             0,

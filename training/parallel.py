@@ -14,6 +14,7 @@ between their CPUs always, so that a GPU is never waited for.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Parallel:
     def __post_init__(self):
         # Does nothing unless the products are in fp16.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.eager: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     @property
     def is_main(self) -> bool:
@@ -102,7 +104,22 @@ class Parallel:
 
     def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """A second handle on a placed model, with the same parameters: the one to train."""
-        return torch.compile(model) if compiled else model
+        return self.compile(model, model) if compiled else model
+
+    def compile(self, model: GPT, handle: torch.nn.Module) -> torch.nn.Module:
+        """What to train instead of `handle`. On a GPU that is compiled as a whole. On a CPU each
+        block of the model is: they share their code, so that it takes seconds, and what they leave
+        out, embeddings and loss, is faster without (docs/benchmarks.md)."""
+        if self.device.type != "cpu":
+            return torch.compile(handle)
+        self.compile_blocks(model)
+        return handle
+
+    def compile_blocks(self, model: GPT) -> None:
+        """In place; only training runs the compiled code."""
+        for block in model.blocks:
+            block.compile()
+        self.eager = functools.partial(torch.compiler.set_stance, "force_eager")
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Matrix products in `dtype`, everything delicate in fp32; does nothing for fp32."""
@@ -116,14 +133,14 @@ class Parallel:
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad(), self.autocast():
+            with self.eager(), torch.no_grad(), self.autocast():
                 yield
         finally:
             model.train(was_training)
 
     def looking(self, model: GPT) -> contextlib.AbstractContextManager:
         """Around forward passes that look into a model: in full precision where it is at hand."""
-        return contextlib.nullcontext()
+        return self.eager()
 
     # ------------------------------------------------------------------------------ tensors
 
@@ -186,13 +203,18 @@ class Parallel:
         """
         self.scaler.unscale_(optimizer)
         grad_norm = self.total_norm(model)
-        if grad_clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
         leave_out = guard.judge(grad_norm, self.scaler.scale(torch.ones_like(grad_norm)))
         if optimizer.defaults.get("fused"):
-            optimizer.found_inf = leave_out  # its kernel then changes nothing; nobody waits
+            # Its kernel divides the gradients while it reads them anyway, and changes nothing where
+            # the step is left out; nobody waits to see.
+            optimizer.grad_scale = None
+            if grad_clip > 0:
+                optimizer.grad_scale = ((grad_norm + 1e-6) / grad_clip).clamp(min=1)
+            optimizer.found_inf = leave_out
             optimizer.step()
         elif not leave_out:
+            if grad_clip > 0:
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
             optimizer.step()
         if self.scaler.is_enabled():
             self.scaler.update()
@@ -201,7 +223,10 @@ class Parallel:
 
     def total_norm(self, model: torch.nn.Module) -> Tensor:
         """The Euclidean norm of all gradients together, (), the same on all ranks."""
-        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        grads = [p.grad for p in model.parameters()]
+        if self.device.type == "cpu":  # as fast as memory is, which vector_norm is not
+            return torch.stack([torch.dot(g.flatten(), g.flatten()) for g in grads]).sum().sqrt()
+        return torch.nn.utils.get_total_norm(grads)
 
     def synchronize(self) -> None:
         """Waits until the device has done all it was given, so that a clock can be read."""

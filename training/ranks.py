@@ -95,7 +95,7 @@ class DDP(Parallel):
 
     def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
         self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return torch.compile(self.wrapped) if compiled else self.wrapped
+        return self.compile(model, self.wrapped) if compiled else self.wrapped
 
     def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()
@@ -197,7 +197,6 @@ class FSDP(DDP):
     def __post_init__(self):
         super().__post_init__()
         self.model: GPT | None = None
-        self.compiled = False
 
     def split(self, model: GPT) -> GPT:
         """Shards a model that has no memory yet, so that no rank ever holds the whole of it.
@@ -225,9 +224,9 @@ class FSDP(DDP):
 
     def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """The model itself; its blocks are compiled each by itself, between the gatherings."""
-        self.model, self.compiled = model, compiled
-        for block in model.blocks if compiled else ():
-            block.compile()
+        self.model = model
+        if compiled:
+            self.compile_blocks(model)
         return model
 
     def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
@@ -238,9 +237,8 @@ class FSDP(DDP):
 
     @contextlib.contextmanager
     def inference(self, model: torch.nn.Module) -> Iterator[None]:
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else None
         try:
-            with eager or contextlib.nullcontext(), super().inference(model):
+            with super().inference(model):
                 yield
         finally:
             # What a forward without backward leaves gathered would be stale after the next step.
@@ -249,7 +247,7 @@ class FSDP(DDP):
                     module.reshard()
 
     def total_norm(self, model: torch.nn.Module) -> Tensor:
-        return super().total_norm(model).full_tensor()
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
 
     def looking(self, model: GPT) -> contextlib.AbstractContextManager:
         """In the run's precision: that is what the parameters are gathered in."""
