@@ -223,12 +223,12 @@ def test_muon_trains_as_in_one_process(two, folder, name):
     that is fast, magnifies how sums were rounded."""
     two.check(name)
     one, many = folder / "runs" / "muon", folder / "runs" / name
-    check_same_course(many, one, after=4 if "_to_" in name else 0, rel=1e-3)
-    check_same_tensors(last(many), last(one), most=1e-3)
+    check_same_course(many, one, after=4 if "_to_" in name else 0)
+    check_same_tensors(last(many), last(one), most=5e-4)
     moved = load_file(last(one) / "model.safetensors")
     start = load_file(last(one, 4) / "model.safetensors")
     name = "blocks.0.mlp.fc.weight"
-    assert float((moved[name] - start[name]).abs().max()) > 5e-3
+    assert float((moved[name] - start[name]).abs().max()) > 3e-3
 
 
 @pytest.mark.parametrize("way", STRATEGIES)
