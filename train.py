@@ -361,7 +361,7 @@ class Trainer:
                 self.parallel.backward(loss)
             mean_loss = mean_loss + loss.detach()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(self.state.step)
+            group["lr"] = self.learning_rate(self.state.step, peak=group["peak_lr"])
         norm = self.parallel.update(self.model, self.optimizer, settings.grad_clip, self.guard)
         self.state.step += 1
         self.state.tokens += self.tokens_per_step

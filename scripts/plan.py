@@ -151,6 +151,8 @@ def job_of(settings: Settings, plan: PlanConfig) -> Job:
         batch=batch,
         micro=batch // plan.devices,
         tokens=plan.tokens or trainer.max_steps * batch * length,
+        optimizer=settings.optimizer.name,
+        ns_steps=settings.optimizer.ns_steps,
     )
     if trainer.compile == "auto":
         worth = WORTH_COMPILING["cpu" if on_cpu else "cuda"]
@@ -308,7 +310,7 @@ def head_lines(job: Job, plan: dict) -> list[str]:
 WORDS = {
     "weights": "fp32",
     "gradients": "fp32",
-    "optimizer": "AdamW: two moments, fp32",
+    "optimizer": "",  # by its name
     "casts": "of the weights, in the precision of the products",
     "gathered": "other ranks' weights while they are computed with",
     "activations": "kept by forward for backward",
@@ -316,6 +318,10 @@ WORDS = {
     "working": "gradients on their way, buffers of collectives",
     "slack": "held by the allocator, of no use",
     "libraries": "the process without a model",
+}
+OPTIMIZERS = {
+    "adamw": "AdamW: two moments, fp32",
+    "muon": "Muon: one of a block's matrices, AdamW's two, fp32",
 }
 MOMENTS = {
     "loss": "when the loss is computed",
@@ -332,6 +338,7 @@ def memory_lines(job: Job, plan: dict, settings: Settings) -> list[str]:
     sharded = ("weights", "optimizer") if job.strategy == "fsdp" else ()
     for name, words in WORDS.items():
         if needed[name] > 0:
+            words = words or OPTIMIZERS[job.optimizer]
             words += f", 1/{job.devices} of them" if name in sharded and job.devices > 1 else ""
             lines.append(f"  {name:<13} {words:<62}{gigabytes(needed[name]):>8}")
     verdict = "fits" if plan["fits"] else "does NOT fit"
@@ -364,7 +371,9 @@ def step_lines(job: Job, plan: dict) -> list[str]:
 
     bound = "bound by the host, which launches kernels" if step["launch_bound"] else ""
     row("compute", bound, step["compute"])
-    row("optimizer", "bound by the memory's bandwidth", step["optimizer"])
+    with_products = "Muon's products, with DDP all of them on each device"
+    bound = with_products if job.optimizer == "muon" else "bound by the memory's bandwidth"
+    row("optimizer", bound, step["optimizer"])
     if step["communication"]:
         row("communication", "what is not hidden behind computing", step["exposed"])
     row("total", "", step["step"])

@@ -42,6 +42,7 @@ UNSEEN = ("lens=off", "trainer.sample_tokens=0")
 BRIEF = (*UNSEEN, "trainer.max_steps=8", "trainer.eval_every=4", "trainer.save_every=0")
 DROPOUT = (*BRIEF, "model.dropout=0.2")
 SLOW = (*BRIEF, "trainer.sample_tokens=2", "lens=default", "lens.every=8", *WATCHED[2:])
+MUON = (*BRIEF, "optimizer=muon", "optimizer.matrix_lr=2e-3", "trainer.save_every=4")
 OFFLINE = ("wandb=offline", "trainer.max_steps=4", "lens=off")
 STRATEGIES = ("ddp", "fsdp")
 # What makes no difference to what is computed: the settings of a run of its own each.
@@ -76,6 +77,7 @@ def folder(tmp_path_factory):
     train_alone(folder, *SAME, *BRIEF, "name=brief")
     train_alone(folder, *SAME, *BRIEF, *DOCUMENTS, "name=documents")
     train_alone(folder, *SAME, *BRIEF, "trainer.precision=bf16", "name=bf16")
+    train_alone(folder, *SAME, *MUON, "name=muon")
     damage(folder)
     return folder
 
@@ -103,6 +105,7 @@ def two(folder):
         scenarios += [
             run(f"documents_{way}", *BRIEF, *DOCUMENTS, here),
             run(f"bf16_{way}", *BRIEF, here, "trainer.precision=bf16"),
+            run(f"muon_{way}", *MUON, here),
             run(f"slow_{way}", *SLOW, here, slow={"seconds": 0.2}),
             run(f"room_0_{way}", *BRIEF, here, no_memory={"rank": 0}),
             run(f"room_1_{way}", *BRIEF, here, no_memory={"rank": 1}),
@@ -114,6 +117,8 @@ def two(folder):
         if goal != "alone":
             source = f"trainer.resume=runs/{start}/checkpoints/step_{HALF:08d}"
             scenarios += [run(f"{start}_to_{goal}", *UNSEEN, f"parallel={goal}", source)]
+    source = "trainer.resume=runs/muon_ddp/checkpoints/step_00000004"
+    scenarios.append(run("muon_ddp_to_fsdp", *MUON, "parallel=fsdp", source))
     (folder / "in_another_text").mkdir()
     (folder / "in_another_text" / "text0.txt").write_text("one text, " * 500)
     (folder / "in_another_text" / "text1.txt").write_text("another,  " * 500)
@@ -210,6 +215,20 @@ def test_half_precision_stays_near(two, folder, way):
     check_same_tensors(
         last(folder / "runs" / f"bf16_{way}"), last(folder / "runs" / "bf16"), most=0.1
     )
+
+
+@pytest.mark.parametrize("name", ["muon_ddp", "muon_fsdp", "muon_ddp_to_fsdp"])
+def test_muon_trains_as_in_one_process(two, folder, name):
+    """Where the matrices have half their rows on each rank, too. What is multiplied in bf16, where
+    that is fast, magnifies how sums were rounded."""
+    two.check(name)
+    one, many = folder / "runs" / "muon", folder / "runs" / name
+    check_same_course(many, one, after=4 if "_to_" in name else 0)
+    check_same_tensors(last(many), last(one), most=5e-4)
+    moved = load_file(last(one) / "model.safetensors")
+    start = load_file(last(one, 4) / "model.safetensors")
+    name = "blocks.0.mlp.fc.weight"
+    assert float((moved[name] - start[name]).abs().max()) > 3e-3
 
 
 @pytest.mark.parametrize("way", STRATEGIES)

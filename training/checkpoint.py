@@ -1,7 +1,7 @@
 """Checkpoints: what a run needs to go on, as safetensors and JSON. No pickle, read or written.
 
     runs/<name>/checkpoints/step_00000100/model.safetensors      parameters, by the model's names
-                                          optimizer.safetensors  moments
+                                          optimizer.safetensors  moments, momentum
                                           state.json             step, settings, best loss, ...
                                           SHA256SUMS             of the three: sha256sum -c
     runs/<name>/checkpoints/last, best                           links to two of them
@@ -30,6 +30,8 @@ from safetensors.torch import load_file, save_file
 from durable import sync
 from model import GPT, ModelConfig
 from training.errors import words
+from training.optim import STATE as KEPT
+from training.optim import state_keys
 
 if TYPE_CHECKING:
     from training.parallel import Parallel
@@ -350,16 +352,26 @@ def load_parameters(folder: Path, model: GPT) -> None:
 def load_optimizer(
     folder: Path, model: GPT, optimizer: torch.optim.Optimizer, parallel: "Parallel"
 ) -> None:
-    """Restores the optimizer's state. On all ranks; the main one reads."""
+    """Restores the optimizer's state. On all ranks; the main one reads.
+
+    What another optimizer has kept of a parameter is left out, and its moments begin anew: who goes
+    on with another one has asked for that. Raises CheckpointError for what none keeps.
+    """
     tensors = parallel.on_main(lambda: read_optimizer(folder, model)) or {}
     keys = parallel.share({name: list(of_one) for name, of_one in tensors.items()})
     # A fused optimizer counts its steps on the device, any other on the host.
     of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"
+    needed = {p: state_keys(group) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
+        if name not in keys or (found := set(keys[name])) != needed[parameter]:
+            if name in keys and found not in KEPT.values():
+                cause = f"of {name} it has {', '.join(sorted(found))}, as no optimizer keeps it"
+                raise CheckpointError(f"checkpoint={folder / OPTIMIZER}: {cause}; use another one")
+            continue
         like = {"step": torch.empty((), device=of_steps)}
         optimizer.state[parameter] = {
             key: parallel.scatter(tensors.get(name, {}).get(key), like.get(key, parameter))
-            for key in keys.get(name, [])
+            for key in keys[name]
         }
 
 

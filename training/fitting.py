@@ -14,6 +14,7 @@ import torch
 
 from training.errors import OutOfMemory
 from training.memory import USABLE, estimate, smaller_micro_batch
+from training.optim import matrices_of
 
 if TYPE_CHECKING:
     from model import GPT
@@ -82,6 +83,7 @@ def find_micro_batch(
             reshard_after_forward=settings.parallel.reshard_after_forward,
             device=parallel.device.type,
             compiled=compiled,
+            optimizer=settings.optimizer.name,
         )
         return needed.total <= USABLE * memory_of(parallel.device)
 
@@ -143,7 +145,10 @@ def _fits(windows: int, settings: "Settings", parallel: "Parallel", model: "GPT"
     torch.cuda.set_per_process_memory_fraction(USABLE, parallel.device)
     failed, moments = False, None
     try:
-        moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+        once = set(matrices_of(model)) if settings.optimizer.name == "muon" else set()
+        moments = [
+            torch.empty_like(p) for p in model.parameters() for _ in range(1 if p in once else 2)
+        ]
         # The bare model, without DDP around it: nothing here waits for another rank.
         for _ in range(2):  # the second beside the gradients of the first
             token_ids = torch.zeros(shape, dtype=torch.long, device=parallel.device)

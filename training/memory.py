@@ -62,7 +62,7 @@ class Memory:
 
     weights: float  # fp32 parameters; with FSDP this rank's share
     gradients: float
-    optimizer: float  # AdamW's two moments, fp32
+    optimizer: float  # AdamW's two moments, Muon's one, fp32
     casts: float  # copies of the weights in the precision of the products
     gathered: float  # FSDP: parameters of other ranks, as long as they are computed with
     activations: float  # what forward keeps for backward, without the logits
@@ -84,10 +84,15 @@ class Memory:
 # ------------------------------------------------------------------------------- parameters
 
 
+def block_matrices(model: Model) -> int:
+    """Numbers in the six matrices of one block: four of (C, C), two of (C, 4 C)."""
+    return 12 * model.emb_dim**2
+
+
 def block_parameters(model: Model) -> int:
-    """Parameters of one block: 12 C^2 of its six matrices, the biases, two norms of 2 C."""
+    """Parameters of one block: those of its six matrices, the biases, two norms of 2 C."""
     c = model.emb_dim
-    return 12 * c**2 + (3 if model.qkv_bias else 0) * c + 6 * c + 4 * c
+    return block_matrices(model) + (3 if model.qkv_bias else 0) * c + 6 * c + 4 * c
 
 
 def root_parameters(model: Model) -> int:
@@ -211,14 +216,17 @@ def estimate(
     reshard_after_forward: bool = True,
     device: str = "cuda",
     compiled: bool = False,
+    optimizer: str = "adamw",
 ) -> Memory:
     """The peak of a training step on one device.
 
     windows: B, of one micro-batch on this device. length: T. precision: fp32 | bf16 | fp16.
     strategy: single | ddp | fsdp, over world_size ranks. accumulating: whether a step has several
-    micro-batches. device: cpu | cuda. compiled: the model, or with FSDP its blocks.
+    micro-batches. device: cpu | cuda. compiled: the model, or with FSDP its blocks. optimizer: by
+    its name, adamw | muon.
 
-    Weights, gradients, moments: 4 P, 4 P, 8 P bytes, with FSDP each rank its share of them (ZeRO,
+    Weights, gradients, moments: 4 P, 4 P, 8 P bytes (of the blocks' matrices 4 with Muon, which
+    updates few of them at once and needs little else), with FSDP each rank its share of them (ZeRO,
     Rajbhandari et al. 2020, section 3.1, there with fp16 gradients). What is there when:
 
     gradients   Set to None after a step, so they grow during the backward. Before it they are there
@@ -244,7 +252,9 @@ def estimate(
     share = everything / world_size if sharded else everything
     shape = (windows, length, precision, device, compiled)
 
-    weights, optimizer = 4 * share, 8 * share
+    weights, moments = 4 * share, 8 * share
+    if optimizer == "muon":
+        moments -= 4 * block_matrices(model) * layers * share / everything
     kept = activations(model, *shape, activation_checkpointing)
     # Gradients that are there before the backward.
     before = 4 * everything * (accumulating + (strategy == "ddp"))
@@ -277,7 +287,7 @@ def estimate(
         at_end = max(at_end, 8 * root)
     end_gradients = before or 4 * share
 
-    moments = {
+    peaks = {
         "loss": (before, all_casts, gathered, kept, at_loss, 0),
         "head": (before, for_backward, gathered, kept, 0, at_head),
         "last block": (
@@ -290,8 +300,8 @@ def estimate(
         ),
         "end": (end_gradients, cast_again, gathered + in_flight, 0, 0, at_end),
     }
-    moment, parts = max(moments.items(), key=lambda item: sum(item[1]))
-    slack = SLACK["cpu" if device == "cpu" else "cuda"] * (weights + optimizer + sum(parts))
+    moment, parts = max(peaks.items(), key=lambda item: sum(item[1]))
+    slack = SLACK["cpu" if device == "cpu" else "cuda"] * (weights + moments + sum(parts))
     libraries = LIBRARIES["cpu" if device == "cpu" else "cuda"]
     if device == "cuda" and world_size > 1:
         libraries += NCCL
@@ -299,7 +309,7 @@ def estimate(
     return Memory(
         weights=weights,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=moments,
         casts=casts,
         gathered=gathered,
         activations=kept,

@@ -47,6 +47,9 @@ FREE_TO_CHANGE = {
     "trainer.sample_tokens",
 }
 
+# What older checkpoints were trained with and do not say.
+BEFORE_THERE_WAS_A_CHOICE = {"optimizer": {"name": "adamw"}}
+
 
 def own_directory(settings: "Settings") -> Path | None:
     """The directory that this start will write to, None for a new one named by the clock."""
@@ -140,6 +143,7 @@ def changed_settings(saved: dict, now: dict, run: Path) -> list["Problem"]:
         else:
             before = saved.get(group) if isinstance(saved.get(group), dict) else {}
             # A setting that the checkpoint does not know came later, and left things as they were.
+            before = BEFORE_THERE_WAS_A_CHOICE.get(group, {}) | before
             known = {key: value for key, value in values.items() if key in before}
             pairs = [(f"{group}.{key}", value, before[key]) for key, value in known.items()]
         for key, value, before in pairs:

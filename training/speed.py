@@ -40,6 +40,8 @@ class Job:
     batch: int  # windows in a step, over all devices
     micro: int  # windows at once on a device
     tokens: float  # of the whole run
+    optimizer: str = "adamw"  # | muon
+    ns_steps: int = 5  # of Muon
 
     @property
     def device(self) -> str:
@@ -69,6 +71,7 @@ class Job:
             reshard_after_forward=self.reshard,
             device=self.device,
             compiled=self.compiled,
+            optimizer=self.optimizer,
         )
 
     def fits(self, windows: int | None = None) -> bool:
@@ -85,6 +88,15 @@ def flops_per_token(job: Job) -> float:
 
     # The formula needs the configuration alone, and a model of this size takes its time.
     return GPT.flops_per_token(types.SimpleNamespace(config=job.model), job.length)
+
+
+def muon_flops(job: Job) -> float:
+    """FLOPs of Muon's products for all matrices, in a step: with DDP on each device.
+
+    An iteration for (m, n), m <= n, is two products of 2 m^2 n and one of 2 m^3: for the four
+    (C, C) and the two (C, 4 C) of a block 60 C^3 in all.
+    """
+    return 60 * job.model.emb_dim**3 * job.model.num_layers * job.ns_steps
 
 
 # ------------------------------------------------------------------------------------ speed
@@ -130,6 +142,9 @@ def speed(job: Job, utilisation: float) -> Speed:
     parameters = memory.num_parameters(config)
     held = parameters / n if job.strategy == "fsdp" else parameters
     optimizer = OPTIMIZER_BYTES * held / job.kind.bandwidth
+    if job.optimizer == "muon":  # which multiplies in bf16, whatever the model does
+        alone = muon_flops(job) / (n if job.strategy == "fsdp" else 1)
+        optimizer += alone / (job.kind.flops * utilisation)
 
     forward = compute / job.micro_batches * (per_token / 3) / work
     backward = compute / job.micro_batches - forward
