@@ -62,11 +62,12 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
     """What figures are from: processor, commit, versions."""
     from importlib.metadata import version
 
-    model = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    linux = hasattr(os, "sched_getaffinity")
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = [line for line in lines if "model name" in line]
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
         "processor": model[0].split(":")[1].strip() if model else platform.machine(),
         "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
