@@ -24,7 +24,7 @@ TOLERANCES = {
     torch.bfloat16: (1e-3, 2e-2),
     torch.float16: (1e-3, 2e-2),
 }
-TIGHT = (1e-5, 1e-4, 1e-4)  # in fp32 with the same GELU; the last of the loss after an update
+TIGHT = (1e-5, 3e-4, 1e-4)  # in fp32 with the same GELU; the last of the loss after an update
 
 
 @dataclass
@@ -93,7 +93,7 @@ def check_first_step(row: Row, loss: float, norm: float, expected: tuple[float, 
     what ours computes in fp32."""
     where = f"in {row.precision}{', compiled' if row.compiled else ''}"
     names = (f"first loss {where}", f"first norm of the gradient {where}")
-    tolerances = TOLERANCES[row.dtype]
+    tolerances = TOLERANCES[torch.bfloat16 if row.tf32 else row.dtype]
     for name, own, ours, tolerance in zip(names, (loss, norm), expected, tolerances, strict=True):
         _compare(row.project, name, own, ours, tolerance)
 

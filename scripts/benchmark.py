@@ -340,7 +340,7 @@ def run(settings: BenchmarkConfig, training: Settings, arguments: list[str]) -> 
     setup = (training.optimizer, parallel, settings.seed)
     found = agreement.check_projects(list(projects.values()), weights, batches[0], *setup)
     results["agreement"] = {name: dataclasses.asdict(each) for name, each in found.items()}
-    print(told_agreement(results), end="\n\n", flush=True)
+    print(told_agreement(results), flush=True)
     rows = [row for each in tables.values() for row in each]
     pads = {row.padded for row in rows}
     expected = {pad: agreement.reference(weights, batches[0], parallel, pad) for pad in pads}
@@ -350,7 +350,7 @@ def run(settings: BenchmarkConfig, training: Settings, arguments: list[str]) -> 
         precisions = sorted({"fp32", *(row.precision for row in rows)})
         step = (weights, settings.batch_size, settings.length)
         results["ceilings"] = ceilings(*step, precisions, device, settings.ceiling_seconds)
-        print(told_ceilings(results["ceilings"]), flush=True)
+        print("\n" + told_ceilings(results["ceilings"]), flush=True)
 
     def make(row: contenders.Row) -> contenders.Contender:
         return projects[row.project].contender(row, weights, *setup)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from statistics import median, quantiles
 
 import torch
+import torch._inductor.config
 
 from scripts.agreement import check_first_step
 from scripts.contenders import Batch, Contender, Row
@@ -164,7 +165,8 @@ def measure(
 ) -> list[Entry]:
     """Takes the turns of all rows. expected: our first loss and gradient norm, padded or not."""
     if any(row.compiled for row in rows):
-        torch._dynamo.reset()  # what an earlier table has compiled must not count for this one
+        torch._dynamo.reset()  # what an earlier table has compiled must not count for this one,
+        torch._inductor.config.force_disable_caches = True  # nor what an earlier run has
     entries = []
     for row in rows:
         entry = Entry(row, make, parallel)
