@@ -265,16 +265,19 @@ def told_table(name: str, rows: list[dict]) -> str:
         lines.append(f"  {row['name']:<26}{', '.join(words for words, so in how.items() if so)}")
     shares = "share_of_best" in rows[0]
     peak = any("peak_memory_bytes" in row for row in rows)
-    head = f"  {'':<26}{'first, s':>9}{'ms a step':>11}{'quartiles':>20}{'tokens/s':>11}"
-    head += f"{'of best':>9}{'of own':>8}" if shares else ""
-    lines += ["", head + (f"{'GB':>7}" if peak else "")]
+    # On a GPU there is its peak memory, elsewhere what allocating costs: pages newly provided.
+    last = "GB" if peak else "faults"
+    head = f"  {'':<26}{'first, s':>9}{'ms a step':>11}{'quartiles':>18}{'tokens/s':>10}"
+    head += f"{'of best':>8}{'of own':>7}" if shares else ""
+    lines += ["", head + f"{last:>9}"]
     for row in rows:
         step = row["step_seconds"]
         quartiles = f"{1e3 * step['lower_quartile']:,.1f}-{1e3 * step['upper_quartile']:,.1f}"
         line = f"  {row['name']:<26}{row['first_step_seconds']:>9.1f}{1e3 * step['median']:>11,.1f}"
-        line += f"{quartiles:>20}{row['tokens_per_second']:>11,.0f}"
-        line += f"{row['share_of_best']:>9.0%}{row['share_of_own']:>8.0%}" if shares else ""
-        lines.append(line + (f"{row['peak_memory_bytes'] / 1e9:>7.1f}" if peak else ""))
+        line += f"{quartiles:>18}{row['tokens_per_second']:>10,.0f}"
+        line += f"{row['share_of_best']:>8.0%}{row['share_of_own']:>7.0%}" if shares else ""
+        faults = f"{row['page_faults_per_step']:>9,.0f}"
+        lines.append(line + (f"{row['peak_memory_bytes'] / 1e9:>9.1f}" if peak else faults))
     subjects = [row for row in rows if row["project"] == "ours"] or rows[:1]
     if len(rows) > 1:
         heads = "".join(f"{subject['name'] + ' is':>24}" for subject in subjects)
@@ -314,16 +317,18 @@ def run(settings: BenchmarkConfig, training: Settings, arguments: list[str]) -> 
     compiles = settings.compile
     if compiles == "auto":
         compiles = device.type in ("cpu", "cuda") and devices.can_compile(device)
-    asked_for = devices.DTYPES.get(settings.precision, best)
+    turns.return_freed_memory(device.type)  # outside the turns of those who keep it
     tables = {}
     for name in TABLES if settings.table == "both" else [settings.table]:
-        tables[name] = []
-        for project in projects.values():
-            if name == "shipped":
-                vocabulary = training.model.vocab_size
-                tables[name] += project.shipped(device.type, best, compiles, vocabulary)
-            else:
-                tables[name] += project.equalised(device.type, asked_for, compiles)
+        by_default = (device.type, best, compiles, training.model.vocab_size)
+        alike = (device.type, devices.DTYPES.get(settings.precision, best), compiles)
+        tables[name] = [
+            row
+            for project in projects.values()
+            for row in (
+                project.shipped(*by_default) if name == "shipped" else project.equalised(*alike)
+            )
+        ]
 
     weights = GPT(training.model)
     random = torch.Generator().manual_seed(settings.seed)

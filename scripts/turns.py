@@ -6,6 +6,7 @@ what is the process's and no contender's own: what the C library does with freed
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import platform
 import sys
@@ -22,32 +23,36 @@ from training.device import keep_freed_memory
 from training.parallel import Parallel
 
 
-@contextlib.contextmanager
-def freed_memory(kept: bool, device: str) -> Iterator[None]:
-    """What the C library does with freed memory during one contender's turn.
+def return_freed_memory(device: str) -> None:
+    """Undoes keep_freed_memory (training/device.py), which every start on a CPU calls.
 
     glibc adapts two thresholds to what a program frees, until one of them is set, as keeping freed
-    memory does. To return it, they are set here to where adapting ends: 32 MiB for memory of its
-    own mapping, twice that for giving back the end of the heap. That is kind to the others: with
-    these a step has as many page faults as in an untouched process, or fewer.
+    memory does. Here they are set to where adapting ends: 32 MiB for memory of its own mapping,
+    twice that for giving back the end of the heap. That is as in an untouched process, or kinder:
+    steps of nanoGPT had as many page faults as there, or up to a fifth fewer. A threshold of 128
+    KiB, where adapting begins, would cost the others twice the faults.
     """
     if device != "cpu" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        yield
         return
     libc = ctypes.CDLL(None)
     m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4  # malloc.h
+    libc.mallopt(m_mmap_max, 65536)
+    libc.mallopt(m_mmap_threshold, 32 * 2**20)
+    libc.mallopt(m_trim_threshold, 64 * 2**20)
+    libc.malloc_trim(0)  # nobody lives on what another has kept
 
-    def give_back() -> None:
-        libc.mallopt(m_mmap_max, 65536)
-        libc.mallopt(m_mmap_threshold, 32 * 2**20)
-        libc.mallopt(m_trim_threshold, 64 * 2**20)
-        libc.malloc_trim(0)  # nobody lives on what another has kept
 
-    (keep_freed_memory if kept else give_back)()
+@contextlib.contextmanager
+def freed_memory(kept: bool, device: str) -> Iterator[None]:
+    """What the C library does with freed memory during one contender's turn."""
+    if kept:
+        keep_freed_memory()
+    else:
+        return_freed_memory(device)
     try:
         yield
     finally:
-        give_back()
+        return_freed_memory(device)
 
 
 @contextlib.contextmanager
@@ -60,6 +65,15 @@ def surroundings(row: Row, device: str) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def page_faults() -> int:
+    """Of this process so far: pages that the system had to provide. What kept memory saves."""
+    try:
+        import resource
+    except ImportError:  # no such thing on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Lap:
@@ -96,7 +110,11 @@ class Entry:
         self.turns: list[list[float]] = []  # of each round, the seconds of its steps
         self.peak = 0
         self.before = self.allocated()
-        with surroundings(row, parallel.device.type):
+        self.faults = 0  # of pages, in steps that count
+        # What stays, the optimizer's state too, is not allocated in kept memory: above it that
+        # could not be given back, and others would live on it in their turns.
+        self.beginning = dataclasses.replace(row, kept=False)
+        with surroundings(self.beginning, parallel.device.type):
             self.contender = make(row)
         self.fused = bool(self.contender.optimizer.param_groups[0].get("fused"))
 
@@ -106,7 +124,7 @@ class Entry:
 
     def first(self, batches: list[Batch], warmup: int, expected: tuple[float, float]) -> None:
         """The first step by itself, with the compilation if there is one, and more to warm up."""
-        with surroundings(self.row, self.parallel.device.type):
+        with surroundings(self.beginning, self.parallel.device.type):
             lap = Lap(self.parallel)
             loss, norm = self.contender.step(*batches[0])
             lap.mark()
@@ -114,6 +132,7 @@ class Entry:
             self.loss, self.norm = float(loss), float(norm)
             check_first_step(self.row, self.loss, self.norm, expected)
             self.resident = self.allocated() - self.before
+        with surroundings(self.row, self.parallel.device.type):
             for _ in range(warmup):
                 self.step(batches)
 
@@ -130,11 +149,12 @@ class Entry:
                 torch.cuda.reset_peak_memory_stats(device)
             for _ in range(settle):
                 self.step(batches)
-            lap = Lap(self.parallel)
+            lap, before = Lap(self.parallel), page_faults()
             for _ in range(steps):
                 self.step(batches)
                 lap.mark()
             self.turns.append(lap.seconds())
+            self.faults += page_faults() - before
             if device.type == "cuda":
                 self.peak = max(self.peak, torch.cuda.max_memory_allocated(device) - others)
 
@@ -220,6 +240,7 @@ def table(entries: list[Entry], tokens: int, flops: float, ceilings: dict | None
             "first_step_seconds": entry.first_seconds,
             "first_loss": entry.loss,
             "first_grad_norm": entry.norm,
+            "page_faults_per_step": entry.faults / sum(map(len, entry.turns)),
             "step_seconds": found | {"all": entry.turns},
             "tokens_per_second": speed,
             "flops_per_second": speed * flops,
