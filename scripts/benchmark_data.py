@@ -22,6 +22,7 @@ from training.command import settings_command
 from training.config import REPOSITORY, Problem
 
 BATCH, LENGTH, BATCHES = 64, 1024, 10_000
+PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")
 
 
 @dataclass
@@ -57,22 +58,30 @@ def main(settings: BenchmarkConfig) -> None:
         Path(settings.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def machine() -> dict:
+def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
+    """What figures are from: processor, commit, versions."""
     from importlib.metadata import version
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    model = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    linux = hasattr(os, "sched_getaffinity")
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = [line for line in lines if "model name" in line]
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
         "processor": model[0].split(":")[1].strip() if model else platform.machine(),
-        "commit": commit.stdout.strip(),
+        "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "numpy", "tiktoken", "gigatoken")},
+        **{name: version(name) for name in packages},
     }
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What git says of a folder; nothing where it is no checkout, or there is no git."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def tokenising(settings: BenchmarkConfig, folder: Path) -> dict:

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 
 from training import memory
-from training.command import compose, errors_in_one_line, parse
-from training.config import NO_VALUE, REPOSITORY, ConfigError, Problem, Settings, refuse, shown
+from training.command import compose, errors_in_one_line, parse, show_help
+from training.config import NO_VALUE, REPOSITORY, ConfigError, Problem, Settings, refuse
 from training.hardware import KINDS, WORTH_COMPILING
 from training.speed import (
     BUS,
@@ -482,17 +482,11 @@ def _own_key(problem: Problem, own: set[str]) -> Problem:
     return key, value, cause, fix
 
 
-def show_help() -> None:
-    print(PlanConfig.__doc__, end="\n\n")
-    for each in dataclasses.fields(PlanConfig):
-        print(f"  {each.name:<14} {each.metadata['help']}  [{shown(each.default)}]")
-    print("\nAll settings of a training command are taken too: python train.py --help")
-
-
 def main() -> None:
     arguments = sys.argv[1:]
     if any(argument in ("-h", "--help") for argument in arguments):
-        show_help()
+        show_help(PlanConfig)
+        print("\nAll settings of a training command are taken too: python train.py --help")
         return
     with errors_in_one_line(debug="debug=true" in arguments):
         settings, chosen = composed(arguments)

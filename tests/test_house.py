@@ -80,7 +80,7 @@ def test_imports_go_down_only(path):
         ("hydra", {"training.command"}),
         ("omegaconf", {"training.command", "train"}),
         ("matplotlib", {"lens.heatmap"}),
-        ("transformers", {"training.hf"}),
+        ("transformers", {"training.hf", "scripts.contenders"}),
         ("tiktoken", {"data", "tokens.tokenizers"}),
         ("gigatoken", {"tokens.encoding"}),
         ("pickle", set()),

@@ -469,11 +469,7 @@ def settings_command(schema: type) -> Callable:
         def main() -> None:
             arguments = sys.argv[1:]
             if any(argument in ("-h", "--help") for argument in arguments):
-                print(schema.__doc__, end="\n\n")
-                for name, field in _flat(schema).items():
-                    required = field.default is dataclasses.MISSING
-                    default = "required" if required else shown(field.default)
-                    print(f"  {name:<14} {field.metadata['help']}  [{default}]")
+                show_help(schema)
                 return
             with errors_in_one_line(debug="debug=true" in arguments):
                 run(parse(schema, arguments))
@@ -482,6 +478,15 @@ def settings_command(schema: type) -> Callable:
         return main
 
     return decorate
+
+
+def show_help(schema: type) -> None:
+    """What a command takes: its usage line, and each setting with its default."""
+    print(schema.__doc__, end="\n\n")
+    for name, field in _flat(schema).items():
+        required = field.default is dataclasses.MISSING
+        default = "required" if required else shown(field.default)
+        print(f"  {name:<14} {field.metadata['help']}  [{default}]")
 
 
 def _flat(schema: type) -> dict[str, dataclasses.Field]:

@@ -96,14 +96,15 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
     if isinstance(choice, bool):
         return choice
     worth = WORTH_COMPILING.get(device.type, float("inf"))
-    if training_flops < worth or not _can_compile(device):
+    if training_flops < worth or not can_compile(device):
         return False
     # Nobody asked for it, so a compiler that fails must not end the run.
     torch._dynamo.config.suppress_errors = True
     return True
 
 
-def _can_compile(device: torch.device) -> bool:
+def can_compile(device: torch.device) -> bool:
+    """Whether there is what torch.compile needs on this machine."""
     if device.type == "cuda":
         return importlib.util.find_spec("triton") is not None
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))

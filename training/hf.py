@@ -91,27 +91,12 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
 
 
 def to_hf(model: GPT, folder: str | Path) -> None:
-    """Writes config.json and model.safetensors such that transformers loads the same model.
-
-    Without q/k/v biases, which GPT-2 always has, zeros are written for them.
-    """
+    """Writes config.json and model.safetensors such that transformers loads the same model."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ours = {name: value.detach().cpu().float() for name, value in model.named_parameters()}
-    c = model.config
-    theirs = {f"transformer.{name}": ours[key] for key, name in OUTSIDE.items()}
-    for layer in range(c.num_layers):
-        for key, (name, transposed) in BLOCK.items():
-            value = ours[f"blocks.{layer}.{key}"]
-            theirs[f"transformer.h.{layer}.{name}"] = value.T if transposed else value
-        attn = f"blocks.{layer}.attn"
-        weights = [ours[f"{attn}.{which}.weight"].T for which in PROJECTIONS]  # (C, C) each
-        theirs[f"transformer.h.{layer}.attn.c_attn.weight"] = torch.cat(weights, dim=1)  # (C, 3 C)
-        zeros = torch.zeros(c.emb_dim)
-        biases = [ours.get(f"{attn}.{which}.bias", zeros) for which in PROJECTIONS]
-        theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
-    theirs = {name: value.contiguous().clone() for name, value in theirs.items()}
+    theirs = {name: value.contiguous().clone() for name, value in hf_tensors(model).items()}
     save_file(theirs, folder / "model.safetensors", {"format": "pt"})
+    c = model.config
     end_of_text = min(50256, c.vocab_size - 1)  # the last id of GPT-2's and of the byte tokenizer
     settings = REQUIRED | {
         "architectures": ["GPT2LMHeadModel"],
@@ -127,6 +112,27 @@ def to_hf(model: GPT, folder: str | Path) -> None:
         "eos_token_id": end_of_text,
     }
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def hf_tensors(model: GPT) -> dict[str, Tensor]:
+    """The weights under Hugging Face's names and in their layout, fp32 on the CPU.
+
+    Without q/k/v biases, which GPT-2 always has, there are zeros for them.
+    """
+    ours = {name: value.detach().cpu().float() for name, value in model.named_parameters()}
+    c = model.config
+    theirs = {f"transformer.{name}": ours[key] for key, name in OUTSIDE.items()}
+    for layer in range(c.num_layers):
+        for key, (name, transposed) in BLOCK.items():
+            value = ours[f"blocks.{layer}.{key}"]
+            theirs[f"transformer.h.{layer}.{name}"] = value.T if transposed else value
+        attn = f"blocks.{layer}.attn"
+        weights = [ours[f"{attn}.{which}.weight"].T for which in PROJECTIONS]  # (C, C) each
+        theirs[f"transformer.h.{layer}.attn.c_attn.weight"] = torch.cat(weights, dim=1)  # (C, 3 C)
+        zeros = torch.zeros(c.emb_dim)
+        biases = [ours.get(f"{attn}.{which}.bias", zeros) for which in PROJECTIONS]
+        theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
+    return theirs
 
 
 def load_any(path: str | Path, key: str = "checkpoint") -> tuple[GPT, State | None]:

@@ -1,0 +1,143 @@
+"""Small models with the interfaces of nanoGPT's model.py and of the GPTModel of LLMs-from-scratch,
+written for the tests: what a checkout of either would have in its file."""
+
+NANOGPT = """
+import math
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.heads = c.n_head
+        self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
+        self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+    def forward(self, x):
+        q, k, v = (self.split(y) for y in self.c_attn(x).chunk(3, 2))
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(x.transpose(1, 2).flatten(2))
+    def split(self, y):
+        return y.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
+        self.gelu = nn.GELU()
+        self.c_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
+    def forward(self, x):
+        return self.c_proj(self.gelu(self.c_fc(x)))
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(c.n_embd), nn.LayerNorm(c.n_embd)
+        self.attn, self.mlp = Attention(c), MLP(c)
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(c.vocab_size, c.n_embd),
+            wpe=nn.Embedding(c.block_size, c.n_embd),
+            h=nn.ModuleList(Block(c) for _ in range(c.n_layer)),
+            ln_f=nn.LayerNorm(c.n_embd),
+        ))
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        print("number of parameters: some")
+    def forward(self, idx, targets=None):
+        t = self.transformer
+        x = t.wte(idx) + t.wpe(torch.arange(idx.shape[1], device=idx.device))
+        for block in t.h:
+            x = block(x)
+        logits = self.lm_head(t.ln_f(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        print("using fused AdamW: False")
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+"""
+
+LLMS = """
+import torch
+from torch import nn
+
+class LayerNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+    def forward(self, x):
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+        return self.scale * x + self.shift
+
+class MultiHeadAttention(nn.Module):
+    def __init__(self, size, length, heads, bias):
+        super().__init__()
+        self.heads = heads
+        self.W_query, self.W_key, self.W_value = (nn.Linear(size, size, bias=bias) for _ in "qkv")
+        self.out_proj = nn.Linear(size, size)
+        self.register_buffer("mask", torch.ones(length, length).triu(1))
+    def forward(self, x):
+        q, k, v = (
+            w(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for w in (self.W_query, self.W_key, self.W_value)
+        )
+        mask = self.mask.bool()[: x.shape[1], : x.shape[1]]
+        scores = (q @ k.transpose(2, 3)).masked_fill(mask, -torch.inf)
+        weights = torch.softmax(scores / k.shape[-1] ** 0.5, -1)
+        return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
+
+class Tanh(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+class FeedForward(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(size, 4 * size), Tanh(), nn.Linear(4 * size, size))
+    def forward(self, x):
+        return self.layers(x)
+
+class Block(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        size = cfg["emb_dim"]
+        self.att = MultiHeadAttention(size, cfg["context_length"], cfg["n_heads"], cfg["qkv_bias"])
+        self.ff, self.norm1, self.norm2 = FeedForward(size), LayerNorm(size), LayerNorm(size)
+    def forward(self, x):
+        x = x + self.att(self.norm1(x))
+        return x + self.ff(self.norm2(x))
+
+class GPTModel(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.tok_emb = nn.Embedding(cfg["vocab_size"], cfg["emb_dim"])
+        self.pos_emb = nn.Embedding(cfg["context_length"], cfg["emb_dim"])
+        self.trf_blocks = nn.Sequential(*[Block(cfg) for _ in range(cfg["n_layers"])])
+        self.final_norm = LayerNorm(cfg["emb_dim"])
+        self.out_head = nn.Linear(cfg["emb_dim"], cfg["vocab_size"], bias=False)
+    def forward(self, in_idx):
+        x = self.tok_emb(in_idx) + self.pos_emb(torch.arange(in_idx.shape[1]))
+        return self.out_head(self.final_norm(self.trf_blocks(x)))
+"""
