@@ -144,7 +144,7 @@ class Profiler:
 
     def after(self, number: int) -> None:
         if number >= self.first - 1:
-            self.run.parallel.synchronize()
+            self.stopwatch.synchronize()
             self.torch_profiler.step()
         if number == self.last:
             self.unhook()
@@ -240,7 +240,6 @@ class Profiler:
     def write(self, torch_profiler: "profile") -> None:
         """Both files, and the table's beginning on the console."""
         run, folder = self.run, self.run.folder / FOLDER
-        run.parallel.synchronize()
         milliseconds = {owner: 1000 * s for owner, s in self.stopwatch.seconds().items()}
         plain = milliseconds.pop(UNDISTURBED, None)
         count = self.last - self.first + 1
@@ -326,6 +325,11 @@ class Stopwatch:
                 torch.mps.synchronize()
             now = time.perf_counter()
         self.marks.append((self.owner(), now))
+
+    def synchronize(self) -> None:
+        """Waits for the device; unlike Parallel.synchronize for no other rank."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def seconds(self) -> Counter[tuple[str, str]]:
         """Each one's time. The device has to be done with it."""
