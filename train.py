@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from training import announce
-from training.command import command
+from training.command import begin_quickly, command
 from training.config import ConfigError, Settings, refuse
 from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
 from training.signals import StopSignals, end_quietly, exit_code
@@ -722,6 +722,7 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    begin_quickly()
     end_quietly()
     never_fail()
     main()
