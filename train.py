@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from training import announce
-from training.command import command
+from training.command import begin_quickly, command
 from training.config import ConfigError, Settings, refuse
 from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
 from training.signals import StopSignals, end_quietly, exit_code
@@ -260,6 +260,7 @@ class Trainer:
         from durable import write_whole
         from training import directory, resume
         from training.console import Console
+        from training.profiling import profiler_of
         from training.rows import RowFile, drop_rows_after
         from training.saving import Saver
         from training.tracker import NoTracker, Tracker, last_wandb_id
@@ -303,6 +304,7 @@ class Trainer:
         state.wandb_id = self.tracker.run_id or state.wandb_id
         self.console = Console(self.parallel.is_main, state.step, settings.trainer.max_steps)
         self.opened.callback(self.console.close)
+        self.profiler = profiler_of(self)
 
     @property
     def micro_batch_size(self) -> int:
@@ -330,7 +332,8 @@ class Trainer:
                 self.meter.start(self.state.losses or [])
                 first = self.state.step
                 while self.state.step < settings.max_steps:
-                    self.meter.add(*self.step())
+                    with self.profiler.step():
+                        self.meter.add(*self.step())
                     metrics = self.measure() if self.is_due(settings.log_every) else {}
                     with self.meter.paused():
                         self.look_up(metrics)
@@ -353,16 +356,19 @@ class Trainer:
         settings = self.settings.trainer
         mean_loss = 0.0
         self.parallel.reseed(self.settings.seed, self.state.step)
-        for input_ids, target_ids, weight, more_to_come in self.feed.batches(self.state.step):
+        batches = self.profiler.input(self.feed.batches(self.state.step))
+        for input_ids, target_ids, weight, more_to_come in batches:
             with self.parallel.accumulating(more_to_come):
-                with self.parallel.autocast():
+                with self.profiler.phase("forward"), self.parallel.autocast():
                     _, loss = self.fast_model(input_ids, target_ids)
                 loss = loss * weight  # each target counts the same, whatever the micro-batches
-                self.parallel.backward(loss)
+                with self.profiler.phase("backward"):
+                    self.parallel.backward(loss)
             mean_loss = mean_loss + loss.detach()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.state.step, peak=group["peak_lr"])
-        norm = self.parallel.update(self.model, self.optimizer, settings.grad_clip, self.guard)
+        with self.profiler.phase("update"):
+            norm = self.parallel.update(self.model, self.optimizer, settings.grad_clip, self.guard)
         self.state.step += 1
         self.state.tokens += self.tokens_per_step
         if self.parallel.device.type == "cpu":  # where looking costs nothing; else when measuring
@@ -718,6 +724,7 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    begin_quickly()
     end_quietly()
     never_fail()
     main()

@@ -1,11 +1,13 @@
 """What all tests share: no network, no W&B account, one thread each, runs in temporary folders."""
 
 import functools
+import getpass
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What tests compile is nothing to keep.
+cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 for secret in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "RANK", "WORLD_SIZE"):
     os.environ.pop(secret, None)
 

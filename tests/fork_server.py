@@ -34,9 +34,9 @@ from training.signals import end_quietly
 PARTS = """
     data lens model tokens.shards tokens.tokenizers
     training.checkpoint training.console training.device training.directory training.feed
-    training.fitting training.guard training.meter training.optim training.parallel training.ranks
-    training.report training.resume training.rows training.saving training.tracker
-    training.validation
+    training.fitting training.guard training.meter training.optim training.parallel
+    training.profiling training.ranks training.report training.resume training.rows
+    training.saving training.tracker training.validation
     numpy.ctypeslib numpy.random rich._emoji_codes torch._dynamo torch._functorch.config
     torch._inductor.utils torch.distributed torch.onnx
 """

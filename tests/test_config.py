@@ -1,6 +1,7 @@
 """The door: what is accepted, what is refused, and how it is said."""
 
 import dataclasses
+import gc
 import importlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import yaml
 from conftest import REPOSITORY
 
 from training.command import check_sweep, compose, parse
+from training.command import command as command_of
 from training.config import CONFIGS, GROUPS, ConfigError, coerce, fill
 
 
@@ -297,6 +299,18 @@ def test_a_mistyped_key_is_answered_without_torch_and_leaves_nothing(command, tm
         "else: raise AssertionError"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
+
+
+def test_a_run_looks_for_garbage_which_its_start_did_not(in_process, tmp_path):
+    looks = []
+    start = command_of(lambda settings: looks.append(gc.isenabled()))
+    gc.disable()
+    try:
+        assert in_process(start, tmp_path, "lens=off")[0] == 0
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+    assert looks == [True]
 
 
 def test_help_and_show(command):

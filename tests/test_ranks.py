@@ -53,6 +53,8 @@ VARIANTS = {
     "compiled_ddp": ("parallel=ddp", "trainer.compile=true"),
     "compiled_fsdp": ("parallel=fsdp", "trainer.compile=true"),
     "whole_share": ("parallel=fsdp", "trainer.micro_batch_size=null"),
+    "profiled_ddp": ("parallel=ddp", "trainer.profile=true"),
+    "profiled_fsdp": ("parallel=fsdp", "trainer.profile=true"),
     "windows_of_3": ("parallel=ddp", "trainer.micro_batch_size=3"),
 }
 # A run goes on in another way: from, to.

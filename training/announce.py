@@ -71,6 +71,8 @@ def conclude(run: "Trainer", seconds: float) -> None:
         share = f"  (looking took {run.seconds_watching:.1f} s of {seconds:.0f} s)"
         out.print(f"watch the heads  {timelapse}{share if run.seconds_watching else ''}")
     out.print(f"report           {run.folder / 'report.html'}")
+    if run.settings.trainer.profile and (table := run.folder / "profile" / "step.txt").is_file():
+        out.print(f"profile          {table}")
     prompt = shlex.quote(f"prompt={run.settings.trainer.sample_prompt}")
     out.print(f"more text        python generate.py checkpoint={run.folder} {prompt}")
     if where := run.tracker.where():

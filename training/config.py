@@ -97,6 +97,7 @@ class TrainerConfig:
     precision: str = "auto"  # auto | fp32 | bf16 | fp16
     compile: str | bool = "auto"  # auto | true | false
     device: str = "auto"  # auto | cpu | cuda | mps
+    profile: bool = False  # true: where the time of a step goes, into runs/<name>/profile/
     on_nonfinite: str = "skip"  # skip | stop: a step whose loss or gradient is no number
     max_skips: int = 10  # so many in a row end the run
     resume: str | bool = "auto"  # auto | must | false | the directory of a run or checkpoint

@@ -3,6 +3,7 @@
 Used by every command; what several processes do together stands in training/parallel.py.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -10,11 +11,13 @@ import platform
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from training.hardware import WORTH_COMPILING, kind_named
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -93,14 +96,35 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
     some 40 s and was measured to save 2 % of each step (docs/benchmarks.md), so it pays after an
     hour; on a GPU fused kernels save far more, and half a minute of work suffices.
     """
-    if isinstance(choice, bool):
-        return choice
-    worth = WORTH_COMPILING.get(device.type, float("inf"))
-    if training_flops < worth or not can_compile(device):
+    if choice == "auto":
+        worth = WORTH_COMPILING.get(device.type, float("inf"))
+        if training_flops < worth or not can_compile(device):
+            return False
+        # Nobody asked for it, so a compiler that fails must not end the run.
+        torch._dynamo.config.suppress_errors = True
+    elif not choice:
         return False
-    # Nobody asked for it, so a compiler that fails must not end the run.
-    torch._dynamo.config.suppress_errors = True
+    keep_compiled()
     return True
+
+
+def keep_compiled() -> None:
+    """Has torch keep what it compiles in ~/.cache/clearhead/inductor, for the next run.
+
+    Its own choice is a folder in /tmp, which is empty after the next boot, and whose name, being
+    known, anybody on the machine can take first. It stays where somebody has chosen another
+    (TORCHINDUCTOR_CACHE_DIR), where the home directory cannot be written to, and on several
+    machines, which often have one home directory together, on a slow drive.
+    """
+    ranks, here = (int(os.environ.get(k, "1")) for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if CACHE in os.environ or ranks > here:
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # no home at all
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = home.absolute() / "clearhead" / "inductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ[CACHE] = str(folder)
 
 
 def can_compile(device: torch.device) -> bool:

@@ -38,6 +38,7 @@ FREE_TO_CHANGE = {
     "trainer.keep",
     "trainer.compile",
     "trainer.device",
+    "trainer.profile",
     "trainer.resume",
     "trainer.resume_override",
     "trainer.on_nonfinite",
