@@ -160,7 +160,6 @@ class Trainer:
         parameters and may be compiled: trained."""
         from model import GPT
         from training import checkpoint, device, resume
-        from training.loss import head_loss
 
         settings, trainer = self.settings, self.settings.trainer
 
@@ -177,7 +176,6 @@ class Trainer:
 
         self.model = self.parallel.place(settings.model, build)
         self.model.activation_checkpointing = trainer.activation_checkpointing
-        self.model.head_loss = head_loss
         self.flops_per_token = self.model.flops_per_token(settings.data.max_length)
         self.peak_flops = device.peak_flops(self.parallel.device)
         all_flops = self.flops_per_token * self.tokens_per_step * trainer.max_steps

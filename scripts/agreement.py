@@ -6,12 +6,16 @@ check_first_step each row of a table, in its own precision and compiled, on the 
                  timed with. Looser, as bf16 is coarse.
 """
 
+import contextlib
 import copy
 import gc
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from model import GPT
 from scripts.contenders import LEAVE_OUT, Batch, Disagreement, Ours, Project, Row, padded
@@ -61,7 +65,9 @@ def check_projects(
         gelus = _erf_gelus(contender.model)
         for gelu in gelus:
             gelu.approximate = "tanh"
-        loss, norm = map(float, contender.step(*batch))
+        with exact_norm(contender.model) as squares:
+            loss, _ = map(float, contender.step(*batch))
+        norm = math.sqrt(sum(map(float, squares)))
         after, _ = map(float, contender.step(*batch))
         found = Agreement(loss, norm, after, "erf" if gelus else None)
         del contender
@@ -86,6 +92,27 @@ def reference(weights: GPT, batch: Batch, parallel: Parallel, pad: bool) -> tupl
     _, loss = model(*batch)
     loss.backward()
     return float(loss.detach()), float(parallel.total_norm(model))
+
+
+@contextlib.contextmanager
+def exact_norm(model: nn.Module) -> Iterator[list[Tensor]]:
+    """The squared norm of each gradient that a step inside makes, in fp64.
+
+    The norm that clip_grad_norm_ returns on a CPU lacks a thousandth and more, as fp32 cannot add
+    up the squares of a large matrix one by one.
+    """
+    squares: list[Tensor] = []
+    hooks = [
+        p.register_post_accumulate_grad_hook(
+            lambda p: squares.append(p.grad.double().square().sum())
+        )
+        for p in model.parameters()
+    ]
+    try:
+        yield squares
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_first_step(row: Row, loss: float, norm: float, expected: tuple[float, float]) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import math
 import platform
 import sys
 import time
@@ -17,7 +18,7 @@ from statistics import median, quantiles
 import torch
 import torch._inductor.config
 
-from scripts.agreement import check_first_step
+from scripts.agreement import check_first_step, exact_norm
 from scripts.contenders import Batch, Contender, Row
 from training.device import keep_freed_memory
 from training.parallel import Parallel
@@ -126,10 +127,11 @@ class Entry:
         """The first step by itself, with the compilation if there is one, and more to warm up."""
         with surroundings(self.beginning, self.parallel.device.type):
             lap = Lap(self.parallel)
-            loss, norm = self.contender.step(*batches[0])
+            with exact_norm(self.contender.model) as squares:
+                loss, _ = self.contender.step(*batches[0])
             lap.mark()
             (self.first_seconds,) = lap.seconds()
-            self.loss, self.norm = float(loss), float(norm)
+            self.loss, self.norm = float(loss), math.sqrt(sum(map(float, squares)))
             check_first_step(self.row, self.loss, self.norm, expected)
             self.resident = self.allocated() - self.before
         with surroundings(self.row, self.parallel.device.type):

@@ -188,7 +188,8 @@ def test_who_is_compiled(bench, nanogpt, tmp_path, monkeypatch):
         ("nanoGPT", True),
         ("nanoGPT, all switched on", True),
     ]
-    assert len(compiled) == 4
+    # Ours has its two blocks compiled each time, nanoGPT the whole.
+    assert len(compiled) == 2 + 2 + 1 + 1
 
 
 def test_as_shipped_on_a_gpu(nanogpt):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from model import GPT, ModelConfig
 from training import device as devices
+from training.loss import head_loss
 
 if TYPE_CHECKING:
     from training.guard import Guard
@@ -104,6 +105,10 @@ class Parallel:
 
     def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """A second handle on a placed model, with the same parameters: the one to train."""
+        model.head_loss = head_loss
+        return self.handle(model, compiled)
+
+    def handle(self, model: GPT, compiled: bool) -> torch.nn.Module:
         return self.compile(model, model) if compiled else model
 
     def compile(self, model: GPT, handle: torch.nn.Module) -> torch.nn.Module:

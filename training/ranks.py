@@ -93,7 +93,7 @@ class DDP(Parallel):
     def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
         parameter.copy_(self.scatter(whole, parameter))
 
-    def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
+    def handle(self, model: GPT, compiled: bool) -> torch.nn.Module:
         self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return self.compile(model, self.wrapped) if compiled else self.wrapped
 
@@ -222,7 +222,7 @@ class FSDP(DDP):
     def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
         parameter.to_local().copy_(self.scatter(whole, parameter).to_local())
 
-    def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
+    def handle(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """The model itself; its blocks are compiled each by itself, between the gatherings."""
         self.model = model
         if compiled:
