@@ -31,7 +31,8 @@ def return_freed_memory(device: str) -> None:
     memory does. Here they are set to where adapting ends: 32 MiB for memory of its own mapping,
     twice that for giving back the end of the heap. That is as in an untouched process, or kinder:
     steps of nanoGPT had as many page faults as there, or up to a fifth fewer. A threshold of 128
-    KiB, where adapting begins, would cost the others twice the faults.
+    KiB, where adapting begins, would cost the others twice the faults. Where the heap is in pieces,
+    one that another's turn has left may serve them without faults: the tables show how many.
     """
     if device != "cpu" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return
