@@ -1,5 +1,6 @@
 """Where the time of a step goes: what is written, that it adds up, that training stays the same."""
 
+import gc
 import gzip
 import json
 import re
@@ -102,11 +103,13 @@ def test_afterwards_nothing_is_left_of_it(trainer):
         assert isinstance(run.profiler, Profiler)
         with run.profiler.step():
             watched.append((run.profiler.watching, hooks(run.model)))
+            assert gc.isenabled() is (run.state.step < 3)
             run.step()
     assert [on for on, _ in watched] == [False] * 4 + [True] * 3
     assert [count > 0 for _, count in watched] == [False] * 4 + [True] * 3
     assert isinstance(run.profiler, NoProfiler)
     assert hooks(run.model) == 0
+    assert gc.isenabled()
 
 
 def test_a_short_run_has_its_last_steps_profiled(trainer):

@@ -8,6 +8,7 @@ and the run goes on at full speed. Nothing of it changes what is computed.
 """
 
 import contextlib
+import gc
 import gzip
 import os
 import shutil
@@ -93,7 +94,7 @@ class Profiler:
         self.undisturbed = range(self.begun + 1, self.first - 1)
         self.stopwatch = Stopwatch(run.parallel.device)
         self.torch_profiler: profile | None = None
-        self.watching = False
+        self.watching = self.looks_for_garbage = False
         self.hooks = []
         self.names: set[str] = set()  # of what is no operator
         run.opened.callback(self.close)  # of a run that ends before
@@ -138,6 +139,10 @@ class Profiler:
             steps = torch.profiler.schedule(wait=0, warmup=1, active=self.last - number, repeat=1)
             self.torch_profiler = torch.profiler.profile(schedule=steps, record_shapes=True)
             self.torch_profiler.start()
+            # Python looks for garbage when many objects have come: here, the profiler's. That takes
+            # as long as a small step, and inside of one it would look like a part of it.
+            self.looks_for_garbage = gc.isenabled()
+            gc.disable()
         if number == self.first and not self.run.compiled:
             self.hook_parts()
         self.watching = number >= self.first
@@ -167,6 +172,8 @@ class Profiler:
         self.run.profiler = NoProfiler()
         self.watching = False
         self.unhook()
+        if self.looks_for_garbage:
+            gc.enable()
         torch_profiler, self.torch_profiler = self.torch_profiler, None
         if torch_profiler:
             with contextlib.suppress(Exception):  # it may have been stopped
