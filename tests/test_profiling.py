@@ -81,6 +81,7 @@ def test_a_table_and_a_trace_of_three_early_steps(trainer, capsys):
     assert said.err == ""
     assert f"profile of steps 5 to 7: {step} ms a step" in said.out
     assert re.search(r"^  forward +[\d.]+ ms", said.out, re.M)
+    assert re.search(r"^  most of forward: \D+[\d.]+%, \D+[\d.]+%, \D+[\d.]+%$", said.out, re.M)
     assert "profile          runs/" in said.out
 
 
@@ -152,6 +153,7 @@ def test_what_fails_in_it_is_a_line_and_the_run_goes_on(trainer, monkeypatch, ca
     monkeypatch.setattr("torch.profiler.profile", broken)
     monkeypatch.chdir(run.folder.resolve().parents[1])
     assert trained(trainer, ON).state.step == 9
+    assert capsys.readouterr().err.count("profile: failed") == 1
 
 
 def test_what_backward_computes_again_is_no_forward(trainer):

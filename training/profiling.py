@@ -99,7 +99,10 @@ class Profiler:
         self.names: set[str] = set()  # of what is no operator
         run.opened.callback(self.close)  # of a run that ends before
         if run.compiled and run.parallel.device.type == "cpu":
-            torch._inductor.config.cpp.enable_kernel_profile = True  # its kernels have names then
+            with run.never_in_the_way("profile: without the names of kernels"):
+                from torch._inductor import config
+
+                config.cpp.enable_kernel_profile = True
 
     # ------------------------------------------------------------------- what the loop tells it
 
@@ -119,8 +122,9 @@ class Profiler:
         yield
         if watched:
             self.stopwatch.leave()
-        with self.out_of_the_way():
-            self.after(number)
+        if self.run.profiler is self:  # it has not failed
+            with self.out_of_the_way():
+                self.after(number)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager:
         """Around a part of a step, one of PHASES."""
@@ -153,7 +157,6 @@ class Profiler:
             self.torch_profiler.step()
         if number == self.last:
             self.unhook()
-            self.torch_profiler.stop()
             self.write(self.torch_profiler)
             self.close()
 
@@ -176,7 +179,7 @@ class Profiler:
             gc.enable()
         torch_profiler, self.torch_profiler = self.torch_profiler, None
         if torch_profiler:
-            with contextlib.suppress(Exception):  # it may have been stopped
+            with contextlib.suppress(Exception):  # it may never have started
                 torch_profiler.stop()
 
     @contextlib.contextmanager
@@ -260,7 +263,7 @@ class Profiler:
         clear(folder)
         write_whole(folder / TABLE, ("\n".join(lines) + "\n").encode())
         write_trace(torch_profiler, folder / TRACE)
-        for line in [*head[1:], *phases[1:]]:
+        for line in [*head[1:], *phases[1:], *costliest_parts(steps)]:
             run.console.print(line)
         run.console.print(f"more of it in {folder / TABLE}; the trace is for ui.perfetto.dev")
 
@@ -371,6 +374,14 @@ def part_lines(steps: dict[tuple[str, str], float]) -> list[str]:
     found["other"] += steps.get(("forward", ""), 0.0)
     lines = [row(part, milliseconds, whole) for part, milliseconds in found.items()]
     return ["Its forward pass, by the parts of the model", *lines]
+
+
+def costliest_parts(steps: dict[tuple[str, str], float], most: int = 3) -> list[str]:
+    """In one line; none where the parts are not known."""
+    of_forward = {part: ms for (phase, part), ms in steps.items() if phase == "forward" and part}
+    parts = sorted(of_forward, key=of_forward.get, reverse=True)[:most]
+    words = (f"{part} {of_forward[part] / sum(steps.values()):.1%}" for part in parts)
+    return [f"  most of forward: {', '.join(words)}"] if parts else []
 
 
 def operator_lines(found: list[tuple], count: int, steps: dict) -> list[str]:
