@@ -39,7 +39,7 @@ KINDS = {
 
 
 # FLOPs of a run, on a device, from which on compilation is earned back (docs/benchmarks.md).
-WORTH_COMPILING = {"cpu": 2e15, "cuda": 2e16}
+WORTH_COMPILING = {"cpu": 4e14, "cuda": 2e16}
 
 
 def kind_named(device_name: str) -> Kind | None:
