@@ -20,7 +20,7 @@ from torch import Tensor
 from training.memory import CACHED, LOGITS_AT_ONCE
 
 # oneDNN computes very wide results faster by parts and, where a result has some 1,000 rows and few
-# columns, leaves one of two cores idle (measured with AMX; elsewhere parts cost nothing).
+# columns, leaves one of two cores idle (measured with AMX; on other processors not yet).
 WIDE, TALL = 3072, 512
 
 
