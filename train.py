@@ -81,7 +81,6 @@ class Trainer:
         """What the run goes on from, if from anything: the main rank looks, and tells. Refuses
         settings that would make it another run."""
         from training import checkpoint, directory, resume
-        from training.optim import default_warmup
 
         def look() -> tuple[str, dict] | None:
             own = resume.own_directory(self.settings)
@@ -95,11 +94,7 @@ class Trainer:
         self.resume_from = found and Path(found)
         self.saved = checkpoint.State(**state) if state else None
         trainer = self.settings.trainer
-        if trainer.warmup_steps is None:
-            # Resolved once: a run that is made longer later keeps the warmup it had.
-            before = self.saved and self.saved.settings["trainer"].get("warmup_steps")
-            known = isinstance(before, int)
-            trainer.warmup_steps = before if known else default_warmup(trainer.max_steps)
+        trainer.choose(self.saved.settings["trainer"] if self.saved else {})
         if self.saved:
             run = checkpoint.run_of(self.resume_from) or self.resume_from
             if resume.goes_on(self.resume_from, self.settings):

@@ -45,7 +45,8 @@ MOST_HISTORY = 60  # steps in the charts of a page
 class LensConfig:
     """What the lens looks at, and how often."""
 
-    every: int = 40  # steps between looks, and once at the start and the end; 0: never
+    # steps between looks, besides start and end; 0: never; null: a twentieth of the run, 40 to 1000
+    every: int | None = None
     prompts: list[str] = field(default_factory=lambda: list(DEFAULT_PROMPTS))
     repeated: int = 24  # besides, so many random tokens written twice, for induction heads; 0: none
     max_tokens: int = 64  # longer prompts are cropped, and marked as such
@@ -55,7 +56,7 @@ class LensConfig:
     def problems(self) -> list[tuple[str, object, str, str]]:
         """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
         found = []
-        if self.every < 0:
+        if self.every is not None and self.every < 0:
             found.append(("every", self.every, "must not be negative", "use 0 for no lens"))
         if not 2 <= self.max_tokens <= 1024:
             cause = "the lens looks at 2 to 1024 tokens"
@@ -66,7 +67,7 @@ class LensConfig:
         if not 0 <= self.repeated <= 127 or self.repeated == 1:
             found.append(("repeated", self.repeated, "is from 2 to 127, or 0", "use 24 or so"))
         too_short = 2 <= self.max_tokens < 5  # for a token twice and the start
-        if self.every > 0 and not self.prompts and (self.repeated == 0 or too_short):
+        if self.every != 0 and not self.prompts and (self.repeated == 0 or too_short):
             fix = "give a prompt, or use lens=off"
             found.append(("prompts", "[]", "nothing to look at", fix))
         for prompt in self.prompts:
@@ -76,6 +77,10 @@ class LensConfig:
             if layer < 0:
                 found.append(("layers", layer, "layers count from 0", "use 0 or more"))
         return found
+
+    def interval(self, last_step: int) -> int:
+        """Steps between looks in a run of so many; 0: never. Left open, it keeps them cheap."""
+        return min(max(last_step // 20, 40), 1000) if self.every is None else self.every
 
 
 @dataclass
@@ -125,7 +130,7 @@ class Lens:
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether to look after this many steps: at the start, at each interval and at the end."""
-        every = self.config.every
+        every = self.config.interval(last_step)
         return every > 0 and bool(self.prompts) and (step % every == 0 or step == last_step)
 
     def draws(self, step: int, last_step: int) -> bool:
@@ -185,10 +190,10 @@ class Lens:
         return found
 
     def _drawn_every(self, last_step: int) -> int:
-        """Steps between drawn looks: a multiple of `every` that keeps to MOST_FILES."""
+        """Steps between drawn looks: a multiple of their interval that keeps to MOST_FILES."""
         files = len(self.prompts) * (1 + len(self.config.layers)) + 1
         looks = max(2, MOST_FILES // files)  # the start and the end among them
-        every = max(1, self.config.every)
+        every = max(1, self.config.interval(last_step))
         return every * max(1, math.ceil(last_step / every / (looks - 1)))
 
     def _is_milestone(self, step: int, last_step: int) -> bool:

@@ -138,6 +138,10 @@ def test_a_prompt_without_tokens_is_refused():
 def test_due_at_the_start_at_each_interval_and_at_the_end():
     lens = lens_on("x", every=40)
     assert [step for step in range(101) if lens.due(step, 100)] == [0, 40, 80, 100]
+    for last_step, looks in ((120, [0, 40, 80, 120]), (2000, [*range(0, 2001, 100)])):
+        left_open = lens_on("x")
+        assert [s for s in range(last_step + 1) if left_open.due(s, last_step)] == looks
+    assert LensConfig().interval(10**6) == 1000
     off = lens_on("x", every=0)
     assert not any(off.due(step, 100) for step in range(101))
     nothing = lens_on(repeated=0, every=1)

@@ -89,8 +89,10 @@ class TrainerConfig:
     activation_checkpointing: bool = False  # compute activations again in backward: less memory
     warmup_steps: int | None = None  # the rate rises; null: a tenth of the run, at most 2000
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
-    eval_every: int = 40  # steps between validations; 0: only at the start and the end
-    eval_windows: int = 100  # at most so many validation windows, the same each time
+    # steps between validations; 0: only at the start and end; null: a tenth of the run, 40 to 1000
+    eval_every: int | None = None
+    # at most so many windows, always the same; null: what costs 1 % of training, 8 to 400
+    eval_windows: int | None = None
     log_every: int = 1  # steps between lines in the log
     save_every: int = 500  # steps between checkpoints, besides the best and last; 0: only those
     keep: int = 2  # how many of the newest checkpoints stay, besides the best
@@ -110,10 +112,9 @@ class TrainerConfig:
         """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
         found = []
         for key in ("max_steps", "batch_size", "eval_windows", "log_every", "keep", "max_skips"):
-            if getattr(self, key) < 1:
-                found.append(
-                    (key, getattr(self, key), "must be at least 1", f"set {key}=1 or more")
-                )
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                found.append((key, value, "must be at least 1", f"set {key}=1 or more"))
         for key in ("warmup_steps", "eval_every", "save_every", "sample_tokens"):
             if (getattr(self, key) or 0) < 0:
                 found.append((key, getattr(self, key), "must not be negative", "use 0 or more"))
@@ -152,6 +153,21 @@ class TrainerConfig:
                 ("resume", self.resume, "no such choice", "use auto, must, false or a path")
             )
         return found
+
+    def choose(self, before: dict) -> None:
+        """Settles what is left open. `before` has the settings of the run that goes on: one that
+        is made longer keeps its warmup, and validates on the windows it had."""
+        tenth = self.max_steps // 10
+        self._settle("warmup_steps", before, min(tenth, 2000))
+        self._settle("eval_every", before, min(max(tenth, 40), 1000))
+        # A window costs a third of what it costs in training, or less: 1 % of what lies between.
+        between = self.batch_size * (self.eval_every or self.max_steps)
+        self._settle("eval_windows", before, min(max(between * 3 // 100, 8), 400))
+
+    def _settle(self, key: str, before: dict, value: int) -> None:
+        if getattr(self, key) is None:
+            known = isinstance(before.get(key), int)
+            setattr(self, key, before[key] if known else value)
 
 
 @dataclass

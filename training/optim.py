@@ -126,11 +126,6 @@ def state_keys(group: dict) -> set[str]:
     return STATE["muon" if "ns_steps" in group else "adamw"]
 
 
-def default_warmup(max_steps: int) -> int:
-    """Steps of warmup where the settings name none: a tenth of the run, at most 2,000."""
-    return min(max_steps // 10, 2000)
-
-
 def learning_rate(
     step: int,
     config: OptimizerConfig,

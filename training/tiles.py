@@ -54,7 +54,8 @@ def _linear_forward(module: torch.nn.Linear, x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, x (..., K) -> (..., N), weight (N, K), bias (N,); in bf16 where autocast is."""
-    if not torch.is_autocast_enabled("cpu"):
+    # Without a gradient autocast converts each weight once for many calls.
+    if not torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)
 
