@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from model import GPT, ModelConfig
+from training import cpu
 from training import device as devices
 from training.loss import head_loss
-from training.tiles import has_tiles, use_tiles
 
 if TYPE_CHECKING:
     from training.guard import Guard
@@ -107,8 +107,8 @@ class Parallel:
     def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """A second handle on a placed model, with the same parameters: the one to train."""
         model.head_loss = head_loss
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and has_tiles():
-            use_tiles(model, compiled)
+        if self.device.type == "cpu":
+            cpu.fit(model, self.dtype, compiled)
         return self.handle(model, compiled)
 
     def handle(self, model: GPT, compiled: bool) -> torch.nn.Module:

@@ -1,54 +1,59 @@
-"""Linear layers and attention as CPUs with matrix tiles (AMX) compute them faster in bf16.
+"""Linear layers, attention and dropout as CPUs compute them faster.
 
-model.py and attention.py say what is computed. What is computed here is the same; only how the
-products are cut, and how attention's gradient is made, differs. Measured in docs/benchmarks.md.
+model.py and attention.py say what is computed. What is computed here is the same; only how
+products are cut, how attention's gradient is made and how masks are drawn differs. Measured in
+docs/benchmarks.md, each by itself.
 
 Shapes: R rows, K inputs, N outputs of a layer; B batch, H heads, T positions, D head_dim.
 """
 
+import functools
 import math
 import types
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import causal_mask, sdpa
+from attention import causal_attn_weights, causal_mask, sdpa
 from model import GPT
 
 # oneDNN gives a result of some 1,000 rows and few columns to one of two cores.
 HALVED_ROWS, HALVED_COLUMNS = range(513, 1025), 1280
-# Above, the fused kernel is faster: it leaves the half out that the mask hides.
+# Above, the fused kernel's gradient is faster: it leaves the half out that the mask hides.
 LONGEST = 512
 
 
 def has_tiles() -> bool:
-    """Whether the processor multiplies bf16 matrices in tiles."""
+    """Whether the processor multiplies bf16 matrices in tiles (AMX)."""
     if not hasattr(torch.cpu, "get_capabilities"):  # older than torch 2.12
         return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
     return torch.cpu.get_capabilities().get("amx_bf16", False)
 
 
-def use_tiles(model: GPT, compiled: bool) -> None:
-    """Has a model that is trained on a CPU compute in the faster way, where autocast is on.
+def fit(model: GPT, dtype: torch.dtype, compiled: bool) -> None:
+    """Has a model that is trained on a CPU compute in the faster way.
 
-    compiled: whether its blocks will be; if not, attention stays as it is, whose gradient is made
-    of many small operations here.
+    dtype: what products run in. compiled: whether the blocks will be; if not, attention's gradient
+    stays as it is, since here it is made of many small operations.
     """
-    if torch.get_num_threads() == 2:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.forward = types.MethodType(_linear_forward, module)
-    if compiled:
-        for block in model.blocks:
-            if block.attn.kernel is sdpa:
-                block.attn.kernel = attention
+    tiles = dtype == torch.bfloat16 and has_tiles()
+    kernel = functools.partial(attention, own_gradient=tiles and compiled)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.forward = types.MethodType(_dropout_forward, module)
+        elif isinstance(module, nn.Linear) and tiles and torch.get_num_threads() == 2:
+            module.forward = types.MethodType(_linear_forward, module)
+    for block in model.blocks:
+        if block.attn.kernel is sdpa:
+            block.attn.kernel = kernel
 
 
 # ----------------------------------------------------------------------------- linear layers
 
 
-def _linear_forward(module: torch.nn.Linear, x: Tensor) -> Tensor:
+def _linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias)
 
 
@@ -94,15 +99,25 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 # --------------------------------------------------------------------------------- attention
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The sdpa kernel of attention.py, with a faster gradient where it has one to make.
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    dropout_p: float = 0.0,
+    own_gradient: bool = False,
+) -> Tensor:
+    """The sdpa kernel of attention.py: with masks that are drawn faster; with own_gradient and in
+    bf16, with a gradient that is made faster.
 
     queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D).
     """
-    in_bf16 = queries.dtype == torch.bfloat16
-    if not in_bf16 or dropout_p > 0 or queries.shape != keys.shape or keys.shape[-2] > LONGEST:
-        return sdpa(queries, keys, values, dropout_p)
-    return _Attention.apply(queries, keys, values)
+    if dropout_p > 0:  # no fused kernel has it here: torch, too, writes the weights out
+        attn_weights = causal_attn_weights(queries, keys).to(values.dtype)
+        return dropout(attn_weights, dropout_p) @ values
+    square = queries.shape == keys.shape and keys.shape[-2] <= LONGEST
+    if own_gradient and square and queries.dtype == torch.bfloat16:
+        return _Attention.apply(queries, keys, values)
+    return sdpa(queries, keys, values)
 
 
 class _Attention(torch.autograd.Function):
@@ -133,3 +148,32 @@ class _Attention(torch.autograd.Function):
         ds = (((do @ v.mT).float() - rowsum) * p * scale).to(dtype)
         dv = p.to(dtype).mT @ do
         return (ds @ k).view(shape), (ds.mT @ q).view(shape), dv.view(shape)
+
+
+# ----------------------------------------------------------------------------------- dropout
+
+
+def _dropout_forward(module: nn.Dropout, x: Tensor) -> Tensor:
+    return dropout(x, module.p) if module.training else x
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """F.dropout in training, with masks from 16 random bits a number: torch draws 53, one number
+    after the other, which takes a quarter of a step. p is rounded to a multiple of 2^-16."""
+    dropped = min(round(p * 2**16), 2**16 - 1)
+    return _Dropout.apply(x, dropped) if dropped else x
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dropped: int) -> Tensor:
+        drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
+        ctx.save_for_backward(kept)
+        ctx.scale = 2**16 / (2**16 - dropped)  # so that the expectation is x
+        return (x * kept).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        return (grad * kept).mul_(ctx.scale), None
