@@ -38,7 +38,8 @@ def error(got, right):
 
 @pytest.mark.parametrize("rows", [7, 513, 700, 1024, 1025])  # whole, halves even and odd, whole
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_linear_and_its_gradients(rows, has_bias):
+def test_linear_and_its_gradients(rows, has_bias, monkeypatch):
+    monkeypatch.setattr(cpu, "HALVED_SIZE", 1)
     inputs = [normal(rows, 24), normal(32, 24, seed=1)] + [normal(32, seed=2)] * has_bias
     arguments = inputs if has_bias else [*inputs, None]
 
@@ -66,12 +67,13 @@ def test_halves_are_of_what_one_core_would_get():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_product", product)
-        for rows, columns in ((512, 8), (513, 8), (1024, 1280), (1024, 1281), (1025, 8)):
+        patch.setattr(cpu, "HALVED_SIZE", 16)
+        for rows, columns in ((512, 8), (513, 8), (1024, 1280), (1024, 1281), (1025, 8), (600, 7)):
             cpu.product(normal(rows, 2), normal(2, columns))
-    assert sizes == [512, 257, 256, 512, 512, 1024, 1025]
+    assert sizes == [512, 257, 256, 512, 512, 1024, 1025, 600]
 
 
-tiled = functools.partial(cpu.attention, own_gradient=True)
+tiled = functools.partial(cpu.attention, longest=512)
 
 
 def test_attention_and_its_gradients_are_as_near_as_the_fused_kernel():
@@ -145,6 +147,7 @@ def with_tiles(monkeypatch):
     monkeypatch.setattr(cpu, "has_tiles", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(cpu, "HALVED_ROWS", range(9, 25))
+    monkeypatch.setattr(cpu, "HALVED_SIZE", 1)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -161,8 +164,8 @@ def test_a_model_trains_as_without(with_tiles, compiled):
         found[dtype] = [loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])]
         changed = ["forward" in vars(m) for m in model.modules() if isinstance(m, torch.nn.Linear)]
         assert all(changed) if dtype == torch.bfloat16 else not any(changed)
-        own = [block.attn.kernel.keywords["own_gradient"] for block in model.blocks]
-        assert own == [compiled and dtype == torch.bfloat16] * 2
+        longest = cpu.LONGEST[compiled] if dtype == torch.bfloat16 else 0
+        assert all(b.attn.kernel.keywords == {"longest": longest} for b in model.blocks)
         assert set(model.state_dict()) == set(GPT(CONFIG).state_dict())
     assert max(error(found[torch.bfloat16], found[torch.float32])) < 0.03
 

@@ -19,10 +19,12 @@ from torch import Tensor
 from attention import causal_attn_weights, causal_mask, sdpa
 from model import GPT
 
-# oneDNN gives a result of some 1,000 rows and few columns to one of two cores.
-HALVED_ROWS, HALVED_COLUMNS = range(513, 1025), 1280
-# Above, the fused kernel's gradient is faster: it leaves the half out that the mask hides.
-LONGEST = 512
+# oneDNN gives a result of some 1,000 rows and few columns to one of two cores. Of small matrices
+# the halves would cost more than they save.
+HALVED_ROWS, HALVED_COLUMNS, HALVED_SIZE = range(513, 1025), 1280, 2**18
+# Above so many positions the fused kernel's gradient is faster: it leaves the half out that the
+# mask hides, and is one operation where this one, not compiled, is many. By compiled or not.
+LONGEST = {True: 512, False: 128}
 
 
 def has_tiles() -> bool:
@@ -35,11 +37,10 @@ def has_tiles() -> bool:
 def fit(model: GPT, dtype: torch.dtype, compiled: bool) -> None:
     """Has a model that is trained on a CPU compute in the faster way.
 
-    dtype: what products run in. compiled: whether the blocks will be; if not, attention's gradient
-    stays as it is, since here it is made of many small operations.
+    dtype: what products run in. compiled: whether the blocks will be.
     """
     tiles = dtype == torch.bfloat16 and has_tiles()
-    kernel = functools.partial(attention, own_gradient=tiles and compiled)
+    kernel = functools.partial(attention, longest=LONGEST[compiled] if tiles else 0)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.forward = types.MethodType(_dropout_forward, module)
@@ -87,7 +88,7 @@ class _Linear(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a b + bias: a (R, K), b (K, N), bias (N,) -> (R, N); by halves where that uses both cores."""
-    if len(a) in HALVED_ROWS and b.shape[1] <= HALVED_COLUMNS:
+    if len(a) in HALVED_ROWS and b.shape[1] <= HALVED_COLUMNS and b.numel() >= HALVED_SIZE:
         return torch.cat([_product(half, b, bias) for half in a.chunk(2)])
     return _product(a, b, bias)
 
@@ -104,18 +105,18 @@ def attention(
     keys: Tensor,
     values: Tensor,
     dropout_p: float = 0.0,
-    own_gradient: bool = False,
+    longest: int = 0,
 ) -> Tensor:
-    """The sdpa kernel of attention.py: with masks that are drawn faster; with own_gradient and in
-    bf16, with a gradient that is made faster.
+    """The sdpa kernel of attention.py, with masks that are drawn faster and, up to `longest`
+    positions in bf16, a gradient that is made faster.
 
     queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D).
     """
     if dropout_p > 0:  # no fused kernel has it here: torch, too, writes the weights out
         attn_weights = causal_attn_weights(queries, keys).to(values.dtype)
         return dropout(attn_weights, dropout_p) @ values
-    square = queries.shape == keys.shape and keys.shape[-2] <= LONGEST
-    if own_gradient and square and queries.dtype == torch.bfloat16:
+    fits = queries.shape == keys.shape and keys.shape[-2] <= longest
+    if fits and queries.dtype == torch.bfloat16:
         return _Attention.apply(queries, keys, values)
     return sdpa(queries, keys, values)
 

@@ -69,6 +69,11 @@ class Muon(torch.optim.AdamW):
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        leave_out = self.found_inf
+        if leave_out is not None and leave_out.device.type == "cpu":  # which knows already
+            if leave_out:
+                return
+            leave_out = None
         weights = [_here(p) for p in parameters]
         averages = [_here(self.state[p]["momentum_buffer"]) for p in parameters]
         lr, momentum, like = group["lr"], group["momentum"], parameters[0]
@@ -82,11 +87,10 @@ class Muon(torch.optim.AdamW):
         update = _orthogonalized(update.to(self.dtype), like, group["ns_steps"])
         rate = lr * LIKE_ADAMW * math.sqrt(max(like.shape))
         after = (before * (1 - lr * group["weight_decay"])).sub_(update, alpha=rate)
-        if self.found_inf is not None:
+        if leave_out is not None:
             # Chosen, not multiplied by zero: what is no number would stay none.
-            leave_out = self.found_inf > 0
-            averaged = torch.where(leave_out, average, averaged)
-            after = torch.where(leave_out, before, after)
+            averaged = torch.where(leave_out > 0, average, averaged)
+            after = torch.where(leave_out > 0, before, after)
         torch._foreach_copy_(averages, averaged.unbind())
         torch._foreach_copy_(weights, after.unbind())
 
