@@ -271,12 +271,12 @@ class GPT(nn.Module):
                 if temperature == 0:
                     token = logits.argmax(-1, keepdim=True)  # (B, 1)
                 else:
+                    kept = None
                     if top_k is not None and top_k < logits.shape[-1]:
-                        kept = logits.topk(top_k)
-                        logits = torch.full_like(logits, float("-inf"))
-                        logits.scatter_(-1, kept.indices, kept.values)
+                        logits, kept = logits.topk(top_k)  # (B, k) each
                     probabilities = torch.softmax(logits / temperature, dim=-1)
                     token = torch.multinomial(probabilities, 1, generator=generator)
+                    token = token if kept is None else kept.gather(-1, token)  # (B, 1)
                 token = token.to(input_ids.device)
                 input_ids = torch.cat([input_ids, token], dim=1)
                 yield token

@@ -91,9 +91,9 @@ class TrainerConfig:
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     # steps between validations; 0: only at the start and end; null: a tenth of the run, 40 to 1000
     eval_every: int | None = None
-    # at most so many windows, always the same; null: what costs 1 % of training, 8 to 400
+    # at most so many windows, always the same; null: what costs less than 1 % of training, 8 to 400
     eval_windows: int | None = None
-    log_every: int = 1  # steps between lines in the log
+    log_every: int | None = None  # steps between lines in the log; null: some 500 lines in a run
     save_every: int = 500  # steps between checkpoints, besides the best and last; 0: only those
     keep: int = 2  # how many of the newest checkpoints stay, besides the best
     precision: str = "auto"  # auto | fp32 | bf16 | fp16
@@ -162,7 +162,8 @@ class TrainerConfig:
         self._settle("eval_every", before, min(max(tenth, 40), 1000))
         # A window costs a third of what it costs in training, or less: 1 % of what lies between.
         between = self.batch_size * (self.eval_every or self.max_steps)
-        self._settle("eval_windows", before, min(max(between * 3 // 100, 8), 400))
+        self._settle("eval_windows", before, min(max(between * 2 // 100, 8), 400))
+        self._settle("log_every", before, max(self.max_steps // 500, 1))
 
     def _settle(self, key: str, before: dict, value: int) -> None:
         if getattr(self, key) is None:
