@@ -73,10 +73,15 @@ def main(settings: CompareConfig) -> None:
             **machine(("torch",)),
             "metric": settings.metric,
             "target": settings.target,
-            "settings": {k: v for k, v in runs[0].settings.items() if k not in names},
+            "settings": {k: bare(k, v) for k, v in runs[0].settings.items() if k not in names},
             "rows": rows,
         }
         Path(settings.out).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def bare(key: str, value: object) -> object:
+    """Of the machine's folders, names alone."""
+    return Path(value).name if key.endswith("path") and isinstance(value, str) else value
 
 
 def found(settings: CompareConfig) -> list[Run]:

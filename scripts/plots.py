@@ -174,15 +174,18 @@ def curves(axis, found: dict) -> None:
 def sweep(axis, found: dict) -> None:
     """For each learning rate the best of what else was swept."""
     best: dict[str, dict[float, float]] = {}
+    tokens = {}
     for row in found["rows"]:
         rate, values = row["settings"]["optimizer.lr"], row["values"]
-        of = best.setdefault(optimizer_of(row, found["settings"]), {})
+        optimizer = optimizer_of(row, found["settings"])
+        tokens[optimizer] = row["tokens"]
+        of = best.setdefault(optimizer, {})
         of[rate] = min(of.get(rate, float("inf")), statistics.fmean(values))
     for optimizer, of in sorted(best.items()):
         rates = sorted(of)
         losses = [of[rate] for rate in rates]
-        axis.plot(rates, losses, "o-", color=COLOURS[optimizer], lw=1.2, ms=4,
-                  label=NAMES[optimizer])  # fmt: skip
+        label = f"{NAMES[optimizer]}, {tokens[optimizer] / 1e6:.2f} M tokens"
+        axis.plot(rates, losses, "o-", color=COLOURS[optimizer], lw=1.2, ms=4, label=label)
     axis.set_xscale("log")
     axis.set_xlabel("learning rate")
     axis.grid()
