@@ -273,7 +273,9 @@ class GPT(nn.Module):
                 else:
                     kept = None
                     if top_k is not None and top_k < logits.shape[-1]:
-                        logits, kept = logits.topk(top_k)  # (B, k) each
+                        # By id, not by rank: two that are nearly equal may change ranks elsewhere.
+                        kept = logits.topk(top_k).indices.sort().values  # (B, k)
+                        logits = logits.gather(-1, kept)
                     probabilities = torch.softmax(logits / temperature, dim=-1)
                     token = torch.multinomial(probabilities, 1, generator=generator)
                     token = token if kept is None else kept.gather(-1, token)  # (B, 1)

@@ -94,7 +94,12 @@ class Trainer:
         self.resume_from = found and Path(found)
         self.saved = checkpoint.State(**state) if state else None
         trainer = self.settings.trainer
-        trainer.choose(self.saved.settings["trainer"] if self.saved else {})
+        before = self.saved.settings if self.saved else {}
+        trainer.choose(before.get("trainer", {}))
+        if self.settings.lens.every is None:
+            known = before.get("lens", {}).get("every")
+            every = self.settings.lens.interval(trainer.max_steps) if known is None else known
+            self.settings.lens.every = every
         if self.saved:
             run = checkpoint.run_of(self.resume_from) or self.resume_from
             if resume.goes_on(self.resume_from, self.settings):

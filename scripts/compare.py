@@ -19,29 +19,35 @@ from pathlib import Path
 from scripts.benchmark_data import machine
 from training.command import settings_command
 from training.config import Problem, refuse
+from training.errors import words
 
 VARIES = ("seed", "name")  # between runs of one row
-NOT_LEARNING = ("debug", "wandb", "lens")  # groups and settings that change no weight
+# Of what a run may change when it goes on, what makes it learn otherwise all the same.
+LEARNING = ("seed", "data.path", "trainer.max_steps", "trainer.init_from")
 
 
 @dataclass
 class CompareConfig:
-    """python -m scripts.compare runs='runs/*' [target=LOSS] [KEY=VALUE ...]"""
+    """python -m scripts.compare runs='runs/*' [target=LOSS] [KEY=VALUE ...]
+
+    A table of runs: one row for each setting that differs, seeds together, the lowest metric first.
+    """
 
     runs: str | list[str] = field(
         default="runs/*", metadata={"help": "run directories: a pattern, or [A,B,...]"}
     )
     metric: str = field(default="val/loss", metadata={"help": "what of metrics.jsonl to compare"})
     target: float | None = field(
-        default=None, metadata={"help": "also the tokens until the metric is no higher than this"}
+        default=None, metadata={"help": "also the tokens until a row of the log is no higher"}
     )
     out: str = field(default="", metadata={"help": "a JSON file to write the figures to"})
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
         """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
-        if self.out and not Path(self.out).parent.is_dir():
-            cause = f"{Path(self.out).parent} is no folder"
+        above = Path(self.out).parent
+        if self.out and (Path(self.out).is_dir() or not above.is_dir()):
+            cause = "is a folder" if Path(self.out).is_dir() else f"{above} is no folder"
             return [("out", self.out, cause, "give a file in a folder that exists")]
         return []
 
@@ -73,10 +79,21 @@ def main(settings: CompareConfig) -> None:
             **machine(("torch",)),
             "metric": settings.metric,
             "target": settings.target,
-            "settings": {k: bare(k, v) for k, v in runs[0].settings.items() if k not in names},
+            "settings": {
+                k: bare(k, v) for k, v in runs[0].settings.items() if k not in (*names, *VARIES)
+            },
             "rows": rows,
         }
-        Path(settings.out).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write(Path(settings.out), written)
+        print(f"written to {settings.out}", file=sys.stderr)
+
+
+def write(path: Path, written: dict) -> None:
+    text = json.dumps(written, indent=1, default=str).replace(": NaN", ": null")
+    try:
+        path.write_text(text.replace(" NaN", " null") + "\n", encoding="utf-8")
+    except OSError as error:
+        refuse([("out", str(path), error.strerror or str(error), "write it elsewhere")])
 
 
 def bare(key: str, value: object) -> object:
@@ -87,34 +104,62 @@ def bare(key: str, value: object) -> object:
 def found(settings: CompareConfig) -> list[Run]:
     """The runs that have the metric; a line on stderr for each of the others."""
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
-    folders = sorted({path for pattern in patterns for path in glob.glob(pattern)})
-    folders = [folder for folder in map(Path, folders) if (folder / "config.yaml").is_file()]
-    runs = [read(folder, settings.metric) for folder in folders]
-    for run in runs:
-        if not run.points:
-            print(f"{run.name}: left out, has no {settings.metric} yet", file=sys.stderr)
-    if not any(run.points for run in runs):
-        cause = f"no run with {settings.metric}" if runs else "no run's directory"
-        value = settings.runs if isinstance(settings.runs, str) else f"[{','.join(patterns)}]"
-        refuse([("runs", value, cause, "use runs='runs/*' where training has been")])
-    return [run for run in runs if run.points]
+    runs, metrics = [], set()
+    for pattern in patterns:
+        folders = sorted(folder for folder in map(Path, glob.glob(pattern)) if folder.is_dir())
+        if not folders:
+            print(f"{pattern}: no such folder", file=sys.stderr)
+        for folder in folders:
+            try:
+                run, names = read(folder, settings.metric)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                print(f"{folder}: left out, is no run ({words(error)})", file=sys.stderr)
+                continue
+            metrics |= names
+            if run.points:
+                runs.append(run)
+            else:
+                print(
+                    f"{folder}: left out, has no {settings.metric} after its start", file=sys.stderr
+                )
+    if runs:
+        return runs
+    if metrics:
+        fix = f"use one of {', '.join(sorted(metrics))}"
+        refuse([("metric", settings.metric, "none of the runs has it", fix)])
+    value = settings.runs if isinstance(settings.runs, str) else f"[{','.join(patterns)}]"
+    refuse([("runs", value, "no run's directory", "use runs='runs/*' where training has been")])
 
 
-def read(folder: Path, metric: str) -> Run:
+def read(folder: Path, metric: str) -> tuple[Run, set[str]]:
+    """A run, and the names of all that its log has. ValueError and others where it is none."""
     import yaml
 
     from training.chart import number
     from training.report import read_rows, read_text
+    from training.resume import FREE_TO_CHANGE
 
-    config = yaml.safe_load(read_text(folder / "config.yaml"))
-    settings = {k: v for k, v in flat(config).items() if k.split(".")[0] not in NOT_LEARNING}
-    tokens, points = 0, []
+    try:
+        config = yaml.safe_load(read_text(folder / "config.yaml"))
+    except yaml.YAMLError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError("config.yaml is missing or damaged")
+    settings = {
+        name: value
+        for name, value in flat(config).items()
+        if name in LEARNING or not FREE_TO_CHANGE & {name, name.split(".")[0]}
+    }
+    points, names = [], set()
+    of_a_step = config["trainer"]["batch_size"] * config["data"]["max_length"]
     for row in (rows := read_rows(folder / "metrics.jsonl")):
-        tokens = row.get("train/tokens", tokens)
-        if metric in row and row["step"] > 0:
-            points.append((tokens, number(row[metric])))
+        if row["step"] == 0:
+            continue  # nothing was learned yet
+        names |= row.keys() - {"step"}
+        if metric in row:
+            points.append((row["step"] * of_a_step, number(row[metric])))
     last = rows[-1]["step"] if rows else 0
-    return Run(folder.name, settings, points, config["trainer"]["max_steps"], last)
+    return Run(folder.name, settings, points, config["trainer"]["max_steps"], last), names
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:
@@ -174,6 +219,7 @@ def table(rows: list[dict], names: list[str], settings: CompareConfig) -> str:
         cells = [shown(value) for value in row["settings"].values()]
         unfinished = f" ({len(row['unfinished'])} unfinished)" if row["unfinished"] else ""
         spread = f"{min(row['values']):.4f}–{max(row['values']):.4f}"
+        spread = "some are nan" if math.isnan(row["mean"]) else spread
         cells += [f"{len(row['runs'])}{unfinished}", f"{row['tokens']:,}", f"{row['mean']:.4f}"]
         cells.append(spread if len(row["runs"]) > 1 else "")
         if settings.target is not None:

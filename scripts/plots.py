@@ -13,6 +13,7 @@ from pathlib import Path
 
 from training.command import settings_command
 from training.config import Problem, refuse
+from training.errors import words
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -23,7 +24,10 @@ NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 @dataclass
 class PlotsConfig:
-    """python -m scripts.plots [KEY=VALUE ...]"""
+    """python -m scripts.plots [KEY=VALUE ...]
+
+    Draws the pictures of docs/benchmarks.md from the figures in benchmarks/results.
+    """
 
     out: str = field(default=str(REPOSITORY / "docs"), metadata={"help": "where to write them"})
     results: str = field(default=str(RESULTS), metadata={"help": "the folder of the figures"})
@@ -55,7 +59,11 @@ def main(settings: PlotsConfig) -> None:
     plt = pyplot()
     for name, (draw, figures) in drawings.items():
         path = Path(settings.out) / name
-        figure = draw(plt, **{key.replace("-", "_"): found for key, found in figures.items()})
+        try:
+            figure = draw(plt, **{key.replace("-", "_"): found for key, found in figures.items()})
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            cause = f"the figures of {name} lack something ({words(error)})"
+            refuse([("results", settings.results, cause, "write them anew")])
         figure.savefig(path, dpi=110, metadata={"Software": None})
         plt.close(figure)
         print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
@@ -66,8 +74,11 @@ def newest(results: Path, what: str) -> dict:
     files = sorted(results.glob(f"20??-??-??-{what}.json"))
     if not files:
         cause = f"has no DATE-{what}.json"
-        refuse([("results", results, cause, "use the folder benchmarks/results")])
-    return json.loads(files[-1].read_text(encoding="utf-8"))
+        refuse([("results", results, cause, "measure it first, see docs/benchmarks.md")])
+    try:
+        return json.loads(files[-1].read_text(encoding="utf-8"))
+    except ValueError:
+        refuse([("results", files[-1], "is no JSON", "write it anew")])
 
 
 def pyplot():

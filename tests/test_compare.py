@@ -20,7 +20,8 @@ def run(tmp_path):
             "seed": seed,
             "name": folder_name,
             "optimizer": {"name": "adamw", "lr": 0.001} | optimizer,
-            "trainer": {"max_steps": max_steps},
+            "trainer": {"max_steps": max_steps, "batch_size": 10},
+            "data": {"max_length": 10},
             "lens": {"every": seed},
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -69,7 +70,10 @@ def test_seeds_share_a_row_and_the_best_comes_first(run, compared, tmp_path):
         "2.0000–2.5000",
         "2,000 (1 of 2)",
     ]
-    assert said == ""
+    assert said.splitlines() == [
+        "runs/no run: left out, is no run (config.yaml is missing or damaged)",
+        "written to found.json",
+    ]
     written = json.loads((tmp_path / "found.json").read_text())
     assert written["rows"][1]["curves"] == [[[1000, 3.0], [2000, 2.0]], [[1000, 3.0], [2000, 2.5]]]
     assert written["rows"][1]["seeds"] == [0, 1]
@@ -85,14 +89,25 @@ def test_runs_that_are_not_done_or_broken_are_said_to_be(run, compared):
     assert table[0] == ["lr", "runs", "tokens", "val/loss", "least–most"]
     assert [row[1] for row in table[2:]] == ["1 (1 unfinished)", "1 (1 unfinished)"]
     assert [row[3] for row in table[2:]] == ["3.0000", "nan"]
-    assert said == "c: left out, has no val/loss yet\n"
+    assert said == "runs/c: left out, has no val/loss after its start\n"
+
+
+def test_a_damaged_run_is_named_and_the_rest_compared(run, compared):
+    run("a", [1.0, 2.0])
+    (run("b", [1.0]) / "config.yaml").write_text(": [bad")
+    (run("c", [1.0]) / "config.yaml").write_text("optimizer: {}")
+    table, said = compared("runs=[runs/*,nowhere]")
+    assert len(table) == 3
+    assert [line[:6] for line in said.splitlines()] == ["runs/b", "runs/c", "nowher"]
 
 
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
         ("runs=nowhere/*", r"runs=nowhere/\*: no run's directory; use runs='runs/\*' where"),
-        ("runs=runs/c", "runs=runs/c: no run with val/loss; use"),
+        ("runs=runs/c", "metric=val/loss: none of the runs has it; use one of train/tokens$"),
+        ("runs=runs", "runs=runs: no run's directory; use"),
+        ("out=runs", "out=runs: is a folder; give"),
         ("out=nowhere/a.json", "out=nowhere/a.json: nowhere is no folder; give"),
         ("target=low", "target=low: "),
     ],

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import explicit, sdpa
-from model import GPT, ModelConfig
+from model import GPT, Block, ModelConfig
 from training import cpu
 from training.parallel import Parallel
 
@@ -76,15 +76,16 @@ def test_halves_are_of_what_one_core_would_get():
 tiled = functools.partial(cpu.attention, longest=512)
 
 
-def test_attention_and_its_gradients_are_as_near_as_the_fused_kernel():
-    q, k, v = (normal(2, 3, 9, 8, seed=seed) for seed in range(3))
-    exact = gradients(explicit, (q, k, v), torch.float32)
-    half = [x.bfloat16() for x in (q, k, v)]
-    mine, fused = (gradients(f, half, torch.float32) for f in (tiled, sdpa))
+@pytest.mark.parametrize("sharpness", [1, 10])
+def test_attention_and_its_gradients_are_as_near_as_explicit_in_bf16(sharpness):
+    q, k, v = (normal(2, 3, 64, 32, seed=seed) for seed in range(3))
+    half = [(sharpness * q).bfloat16(), k.bfloat16(), v.bfloat16()]
+    exact = gradients(explicit, [x.float() for x in half], torch.float32)
+    mine, fused, plain = (gradients(f, half, torch.float32) for f in (tiled, sdpa, explicit))
     assert torch.equal(mine[0], fused[0])
     assert not torch.equal(mine[1], fused[1])
-    for error_of_mine, error_of_fused in zip(error(mine, exact), error(fused, exact), strict=True):
-        assert error_of_mine < 1.5 * error_of_fused < 0.02
+    for own, others in zip(error(mine, exact), error(plain, exact), strict=True):
+        assert own < 1.5 * others
 
 
 @pytest.mark.parametrize(
@@ -146,8 +147,11 @@ def test_attention_with_dropout_drops_weights():
 def with_tiles(monkeypatch):
     monkeypatch.setattr(cpu, "has_tiles", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu, "HALVED_ROWS", range(9, 25))
+    monkeypatch.setattr(cpu, "HALVED_ROWS", (9, 24))
     monkeypatch.setattr(cpu, "HALVED_SIZE", 1)
+    # Without C++, which takes half a minute; fullgraph: what cannot be compiled is an error.
+    compiled = functools.partial(torch.nn.Module.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(Block, "compile", lambda block: compiled(block))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -170,14 +174,19 @@ def test_a_model_trains_as_without(with_tiles, compiled):
     assert max(error(found[torch.bfloat16], found[torch.float32])) < 0.03
 
 
-def test_a_step_with_dropout_is_repeated_by_its_seed():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_with_dropout_is_repeated_by_its_seed(with_tiles, compiled):
+    """With another batch between, as the last micro-batch of a step may be one."""
     config = dataclasses.replace(CONFIG, dropout=0.3)
-    way, losses = Parallel(torch.device("cpu"), torch.float32), []
+    way, losses = Parallel(torch.device("cpu"), torch.bfloat16), []
     model = way.place(config, lambda: GPT(config))
-    trained = way.trained(model, False)
+    trained = way.trained(model, compiled)
     for step in (1, 2, 1):
         way.reseed(0, step)
-        losses.append(trained(IDS, IDS)[1].item())
+        ids = IDS[:1] if step == 2 else IDS
+        with way.autocast():
+            losses.append(trained(ids, ids)[1])
+        losses[-1].backward()
     assert losses[0] == losses[2] != losses[1]
     with way.inference(model):
         assert model(IDS, IDS)[1] == model(IDS, IDS)[1]

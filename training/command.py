@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import functools
 import gc
+import inspect
 import itertools
 import os
 import re
@@ -496,7 +497,7 @@ def settings_command(schema: type) -> Callable:
 
 def show_help(schema: type) -> None:
     """What a command takes: its usage line, and each setting with its default."""
-    print(schema.__doc__, end="\n\n")
+    print(inspect.cleandoc(schema.__doc__), end="\n\n")
     for name, field in _flat(schema).items():
         required = field.default is dataclasses.MISSING
         default = "required" if required else shown(field.default)

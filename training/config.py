@@ -91,7 +91,7 @@ class TrainerConfig:
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     # steps between validations; 0: only at the start and end; null: a tenth of the run, 40 to 1000
     eval_every: int | None = None
-    # at most so many windows, always the same; null: what costs less than 1 % of training, 8 to 400
+    # at most so many windows, always the same; null: 2 % of what is trained on between, 8 to 400
     eval_windows: int | None = None
     log_every: int | None = None  # steps between lines in the log; null: some 500 lines in a run
     save_every: int = 500  # steps between checkpoints, besides the best and last; 0: only those
@@ -160,7 +160,8 @@ class TrainerConfig:
         tenth = self.max_steps // 10
         self._settle("warmup_steps", before, min(tenth, 2000))
         self._settle("eval_every", before, min(max(tenth, 40), 1000))
-        # A window costs a third of what it costs in training, or less: 1 % of what lies between.
+        # A window costs a third of what it costs in training, or less: so it takes below 1 % of the
+        # time, except in the smallest runs, where fewer windows would tell too little.
         between = self.batch_size * (self.eval_every or self.max_steps)
         self._settle("eval_windows", before, min(max(between * 2 // 100, 8), 400))
         self._settle("log_every", before, max(self.max_steps // 500, 1))

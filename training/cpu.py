@@ -16,12 +16,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import causal_attn_weights, causal_mask, sdpa
+from attention import causal_attn_weights, sdpa
 from model import GPT
 
 # oneDNN gives a result of some 1,000 rows and few columns to one of two cores. Of small matrices
 # the halves would cost more than they save.
-HALVED_ROWS, HALVED_COLUMNS, HALVED_SIZE = range(513, 1025), 1280, 2**18
+HALVED_ROWS, HALVED_COLUMNS, HALVED_SIZE = (513, 1024), 1280, 2**18
 # Above so many positions the fused kernel's gradient is faster: it leaves the half out that the
 # mask hides, and is one operation where this one, not compiled, is many. By compiled or not.
 LONGEST = {True: 512, False: 128}
@@ -88,7 +88,9 @@ class _Linear(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a b + bias: a (R, K), b (K, N), bias (N,) -> (R, N); by halves where that uses both cores."""
-    if len(a) in HALVED_ROWS and b.shape[1] <= HALVED_COLUMNS and b.numel() >= HALVED_SIZE:
+    least, most = HALVED_ROWS
+    fits = b.shape[1] <= HALVED_COLUMNS and b.numel() >= HALVED_SIZE
+    if fits and least <= a.shape[0] <= most:
         return torch.cat([_product(half, b, bias) for half in a.chunk(2)])
     return _product(a, b, bias)
 
@@ -122,31 +124,27 @@ def attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Forward is the fused kernel. Backward makes the weights P again from the scores and their
-    logsumexp, and multiplies in tiles, which the fused one does not (Dao et al. 2022, appendix B):
+    """Forward is the fused kernel. Backward makes the weights P again, and multiplies in tiles,
+    which the fused one does not:
 
-        dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(O dO)) / sqrt(D);  dQ = dS K;  dK = dS^T Q
+        dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(P dP)) / sqrt(D);  dQ = dS K;  dK = dS^T Q
+
+    P is normalised here, not by the logsumexp of the fused kernel: the scores are rounded to bf16,
+    and rows of P would no longer sum to one.
     """
 
     @staticmethod
     def forward(ctx, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        context_vec, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys, values, 0.0, True
-        )
-        ctx.save_for_backward(queries, keys, values, context_vec, logsumexp)
-        return context_vec
+        ctx.save_for_backward(queries, keys, values)
+        return sdpa(queries, keys, values)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         shape, dtype = grad.shape, grad.dtype
-        *tensors, logsumexp = ctx.saved_tensors
-        q, k, v, o, do = (x.flatten(0, 1) for x in (*tensors, grad))  # (B H, T, D)
-        scale = 1 / math.sqrt(shape[-1])
-        hidden = ~causal_mask(shape[-2], shape[-2], grad.device)
-        scores = (q @ k.mT).float() * scale - logsumexp.flatten(0, 1).unsqueeze(-1)  # (B H, T, T)
-        p = scores.masked_fill(hidden, float("-inf")).exp()
-        rowsum = (o.float() * do.float()).sum(-1, keepdim=True)
-        ds = (((do @ v.mT).float() - rowsum) * p * scale).to(dtype)
+        q, k, v, do = (x.flatten(0, 1) for x in (*ctx.saved_tensors, grad))  # (B H, T, D)
+        p = causal_attn_weights(q, k)  # (B H, T, T), fp32
+        dp = (do @ v.mT).float()
+        ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) / math.sqrt(shape[-1])).to(dtype)
         dv = p.to(dtype).mT @ do
         return (ds @ k).view(shape), (ds.mT @ q).view(shape), dv.view(shape)
 
@@ -168,7 +166,8 @@ def dropout(x: Tensor, p: float) -> Tensor:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dropped: int) -> Tensor:
-        drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        # Out of place, so that a compiler can take it.
+        drawn = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 4),), dtype=torch.int64)
         kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
         ctx.save_for_backward(kept)
         ctx.scale = 2**16 / (2**16 - dropped)  # so that the expectation is x

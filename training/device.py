@@ -93,8 +93,8 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
     """Whether to compile the model. training_flops: of the whole run, on this device.
 
     auto: where the run is long enough to earn the compilation back. On two CPU cores it takes
-    10 to 20 s and saves 4 to 5 % of each step (docs/benchmarks.md), so it pays after some ten
-    minutes; on a GPU fused kernels save far more, and half a minute of work suffices.
+    10 to 20 s and saves up to a tenth of each step, next to nothing with dropout
+    (docs/benchmarks.md), so it pays after some minutes; on a GPU fused kernels save far more, and half a minute of work suffices.
     """
     if choice == "auto":
         worth = WORTH_COMPILING.get(device.type, float("inf"))
