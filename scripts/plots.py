@@ -7,6 +7,7 @@ Of each kind of figures the newest file is drawn: *-others-cpu.json (scripts/ben
 """
 
 import json
+import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,7 +198,11 @@ def sweep(axis, found: dict) -> None:
         losses = [of[rate] for rate in rates]
         label = f"{NAMES[optimizer]}, {tokens[optimizer] / 1e6:.2f} M tokens"
         axis.plot(rates, losses, "o-", color=COLOURS[optimizer], lw=1.2, ms=4, label=label)
-    axis.set_xscale("log")
+    axis.set_xscale("log", base=2)
+    rates = [rate for of in best.values() for rate in of]
+    doublings = math.ceil(math.log2(max(rates) / min(rates)) - 0.01)
+    ticks = [min(rates) * 2**n for n in range(doublings + 1)]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xlabel("learning rate")
     axis.grid()
     axis.legend()
