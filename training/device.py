@@ -94,7 +94,8 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
 
     auto: where the run is long enough to earn the compilation back. On two CPU cores it takes
     10 to 20 s and saves up to a tenth of each step, next to nothing with dropout
-    (docs/benchmarks.md), so it pays after some minutes; on a GPU fused kernels save far more, and half a minute of work suffices.
+    (docs/benchmarks.md), so it pays after some minutes; on a GPU fused kernels save far more, and
+    half a minute of work suffices.
     """
     if choice == "auto":
         worth = WORTH_COMPILING.get(device.type, float("inf"))
