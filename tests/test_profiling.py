@@ -81,7 +81,11 @@ def test_a_table_and_a_trace_of_three_early_steps(trainer, capsys):
     assert said.err == ""
     assert f"profile of steps 5 to 7: {step} ms a step" in said.out
     assert re.search(r"^  forward +[\d.]+ ms", said.out, re.M)
-    assert re.search(r"^  most of forward: \D+[\d.]+%, \D+[\d.]+%, \D+[\d.]+%$", said.out, re.M)
+    assert re.search(
+        r"^  most of forward, as shares of the step: \D+[\d.]+%, \D+[\d.]+%, \D+[\d.]+%$",
+        said.out,
+        re.M,
+    )
     assert "profile          runs/" in said.out
 
 

@@ -47,7 +47,7 @@ PARTS = (  # of forward, in the order in which they come
     "attention kernel",
     "MLP",
     "dropout and residual sums",
-    "head and loss",
+    "loss with its gradient",
     "other",
 )
 UNDISTURBED = ("step", "")  # a whole step without the profiler
@@ -217,7 +217,7 @@ class Profiler:
                 self.hook(module, f"{name}.attn.{matrix}", "attention projections")
             self.hook(block.mlp_norm, f"{name}.mlp_norm", "norms")
             self.hook(block.mlp, f"{name}.mlp", "MLP")
-        self.hook(model.final_norm, "final_norm", "norms", then="head and loss")
+        self.hook(model.final_norm, "final_norm", "norms", then="loss with its gradient")
 
     def hook(self, module: torch.nn.Module, name: str, part: str, then: str | None = None) -> None:
         """then: the part that the module around it is from there on."""
@@ -381,7 +381,7 @@ def costliest_parts(steps: dict[tuple[str, str], float], most: int = 3) -> list[
     of_forward = {part: ms for (phase, part), ms in steps.items() if phase == "forward" and part}
     parts = sorted(of_forward, key=of_forward.get, reverse=True)[:most]
     words = (f"{part} {of_forward[part] / sum(steps.values()):.1%}" for part in parts)
-    return [f"  most of forward: {', '.join(words)}"] if parts else []
+    return [f"  most of forward, as shares of the step: {', '.join(words)}"] if parts else []
 
 
 def operator_lines(found: list[tuple], count: int, steps: dict) -> list[str]:
