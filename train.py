@@ -97,9 +97,8 @@ class Trainer:
         before = self.saved.settings if self.saved else {}
         trainer.choose(before.get("trainer", {}))
         if self.settings.lens.every is None:
-            known = before.get("lens", {}).get("every")
-            every = self.settings.lens.interval(trainer.max_steps) if known is None else known
-            self.settings.lens.every = every
+            known = before.get("lens", {}).get("every")  # 0: it was off, and now is asked for
+            self.settings.lens.every = known or self.settings.lens.interval(trainer.max_steps)
         if self.saved:
             run = checkpoint.run_of(self.resume_from) or self.resume_from
             if resume.goes_on(self.resume_from, self.settings):

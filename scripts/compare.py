@@ -89,11 +89,20 @@ def main(settings: CompareConfig) -> None:
 
 
 def write(path: Path, written: dict) -> None:
-    text = json.dumps(written, indent=1, default=str).replace(": NaN", ": null")
     try:
-        path.write_text(text.replace(" NaN", " null") + "\n", encoding="utf-8")
+        text = json.dumps(without_nan(written), indent=1, default=str)
+        path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         refuse([("out", str(path), error.strerror or str(error), "write it elsewhere")])
+
+
+def without_nan(value: object) -> object:
+    """JSON knows no nan: null."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def bare(key: str, value: object) -> object:

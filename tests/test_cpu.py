@@ -196,11 +196,11 @@ def test_other_processors_threads_and_kernels_keep_torchs_own(monkeypatch):
     monkeypatch.setattr(cpu, "has_tiles", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     model = GPT(dataclasses.replace(CONFIG, attention="explicit"))
-    cpu.fit(model, torch.bfloat16, compiled=False)
+    cpu.speed_up(model, torch.bfloat16, compiled=False)
     assert all(block.attn.kernel is explicit for block in model.blocks)
     monkeypatch.undo()
     monkeypatch.setattr(cpu, "has_tiles", lambda: False)
-    cpu.fit(model, torch.bfloat16, compiled=False)
+    cpu.speed_up(model, torch.bfloat16, compiled=False)
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert not any("forward" in vars(module) for module in linear)
 

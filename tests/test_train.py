@@ -478,9 +478,11 @@ def test_a_longer_run_keeps_its_warmup(trainer):
     run = trainer("name=a", "trainer.warmup_steps=null", "trainer.max_steps=20")
     assert run.settings.trainer.warmup_steps == 2
     run.train()
-    longer = trainer("name=a", "trainer.warmup_steps=null", "trainer.max_steps=400")
+    more = ("trainer.max_steps=400", "lens=default")  # the lens was off before
+    longer = trainer("name=a", "trainer.warmup_steps=null", *more)
     assert longer.state.step == 20
     assert longer.settings.trainer.warmup_steps == 2
+    assert longer.settings.lens.every == 40
     assert longer.learning_rate(20) == longer.settings.optimizer.lr
 
 

@@ -34,7 +34,7 @@ def has_tiles() -> bool:
     return torch.cpu.get_capabilities().get("amx_bf16", False)
 
 
-def fit(model: GPT, dtype: torch.dtype, compiled: bool) -> None:
+def speed_up(model: GPT, dtype: torch.dtype, compiled: bool) -> None:
     """Has a model that is trained on a CPU compute in the faster way.
 
     dtype: what products run in. compiled: whether the blocks will be.

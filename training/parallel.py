@@ -108,7 +108,7 @@ class Parallel:
         """A second handle on a placed model, with the same parameters: the one to train."""
         model.head_loss = head_loss
         if self.device.type == "cpu":
-            cpu.fit(model, self.dtype, compiled)
+            cpu.speed_up(model, self.dtype, compiled)
         return self.handle(model, compiled)
 
     def handle(self, model: GPT, compiled: bool) -> torch.nn.Module:
