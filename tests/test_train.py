@@ -597,7 +597,7 @@ def test_training_goes_on_without_its_words(tmp_path, text_file, to):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_stops(tmp_path, text_file, number, code):
     settings = [*TINY, f"data.path={text_file}", "trainer.max_steps=100000", "name=long"]
-    settings += ["trainer.eval_every=0"]
+    settings += ["trainer.eval_every=0", "trainer.log_every=1"]  # so that each step has its row
     process = subprocess.Popen(
         [sys.executable, str(REPOSITORY / "train.py"), *settings],
         cwd=tmp_path,
