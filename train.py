@@ -666,8 +666,10 @@ class Trainer:
 
     def was_told_to_stop(self) -> bool:
         """Whether a signal came, to any rank: they stop after the same step."""
-        self.signals.received = self.parallel.largest(self.signals.received)
-        return self.signals.received > 0
+        asked = self.parallel.largest(self.signals.received)
+        if asked:  # never back to 0: a signal may have come while the ranks agreed
+            self.signals.received = asked
+        return asked > 0
 
     def stop(self) -> None:
         """Ends the run before its time, after a checkpoint, with the signal's exit code."""

@@ -619,6 +619,22 @@ def test_a_signal_saves_and_stops(tmp_path, text_file, number, code):
     assert rows(tmp_path / "runs" / "long")[-1]["step"] == step
 
 
+def test_a_signal_that_comes_while_the_ranks_agree_is_not_lost(trainer, monkeypatch):
+    run = trainer("name=a", "trainer.eval_every=0")
+
+    def agree(number):
+        run.signals.received = signal.SIGTERM
+        return number
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.parallel, "largest", agree)
+        assert not run.was_told_to_stop()
+    with pytest.raises(SystemExit) as stopped:
+        run.train()
+    assert stopped.value.code == 143
+    assert run.state.step == 1
+
+
 def test_multirun_trains_once_for_each_value(command, tmp_path, text_file):
     settings = [s for s in TINY if "eval_every" not in s]
     done = command("train.py", "-m", *settings, f"data.path={text_file}", "seed=1,2")
