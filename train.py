@@ -534,7 +534,9 @@ class Trainer:
                 generator=torch.Generator().manual_seed(self.settings.seed),
             )
             new_ids = [int(token) for token in tokens]
-        text = settings.sample_prompt + self.tokenizer.decode(new_ids)
+        # A padded vocabulary has ids that stand for nothing.
+        known = [token for token in new_ids if token < self.tokenizer.n_vocab]
+        text = settings.sample_prompt + self.tokenizer.decode(known)
         self.last_sample = text
         self.console.print(f"step {self.state.step}  sample: {' '.join(text.split())}")
         if self.parallel.is_main:

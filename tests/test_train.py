@@ -527,6 +527,13 @@ def test_init_from_takes_weights_and_nothing_else(trainer, tmp_path):
 # ------------------------------------------------------------------------------ as a user meets it
 
 
+def test_a_padded_vocabulary_has_samples(trainer):
+    """An id that no token has is left out, as in generate.py."""
+    run = trainer("model.vocab_size=400", "trainer.sample_tokens=60", "trainer.max_steps=2")
+    run.train()
+    assert run.last_sample.startswith("The")
+
+
 def test_a_run_from_the_command_line(command, tmp_path, text_file):
     """README's way: sockets blocked, no account, an empty home; then text from what was trained."""
     settings = [s for s in TINY if not s.startswith(("lens", "wandb"))]
