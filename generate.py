@@ -58,20 +58,13 @@ class GenerateConfig:
 def main(settings: GenerateConfig) -> None:
     import torch
 
-    from data import get_tokenizer
     from training import device
-    from training.checkpoint import CheckpointError
-    from training.hf import load_any
+    from training.hf import load_reader
 
     refuse(device.check(settings.device))
     place = device.prepare(settings.device, settings.seed)
-    model, state = load_any(settings.checkpoint)
-    name, window = trained_on(state, settings.checkpoint)
-    tokenizer = get_tokenizer(name)
-    if (have := model.config.vocab_size) < (need := tokenizer.n_vocab):
-        cause = f"has {have} token ids, and the {name} tokenizer {need}"
-        fix = "use a model of that tokenizer"
-        raise CheckpointError(f"checkpoint={settings.checkpoint}: {cause}; {fix}")
+    reader = load_reader(settings.checkpoint)
+    model, tokenizer = reader.model, reader.tokenizer
     model.to(place)
 
     prompt_ids = tokenizer.encode(settings.prompt, allowed_special="all") or [tokenizer.eot_token]
@@ -87,7 +80,7 @@ def main(settings: GenerateConfig) -> None:
             settings.num_tokens,
             settings.temperature,
             settings.top_k,
-            window,
+            reader.window,
             generator,
         ):
             if (token := int(token)) == tokenizer.eot_token:
@@ -95,22 +88,6 @@ def main(settings: GenerateConfig) -> None:
             if token < tokenizer.n_vocab:  # a padded vocabulary has ids that stand for nothing
                 show(decoder.decode(tokenizer.decode_single_token_bytes(token)))
         show(decoder.decode(b"", final=True) + "\n")
-
-
-def trained_on(state, path: str) -> tuple[str, int | None]:
-    """The tokenizer of a checkpoint, and the window it was trained with: positions beyond that
-    have learned nothing. Weights alone are GPT-2's."""
-    from tokens.tokenizers import TOKENIZERS
-    from training.checkpoint import CheckpointError
-
-    if state is None:
-        return "gpt2", None
-    data = state.settings.get("data")
-    name, window = (data.get(key) for key in ("tokenizer", "max_length")) if data else (None, None)
-    if name not in TOKENIZERS or not isinstance(window, int) or window < 1:
-        cause = f"its settings name tokenizer {name!r} and max_length {window!r}"
-        raise CheckpointError(f"checkpoint={path}: {cause}; use another one")
-    return name, window
 
 
 def show(text: str) -> None:

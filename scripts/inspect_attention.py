@@ -80,30 +80,23 @@ def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
     """What the page needs of one model; the strongest heads of each kind are printed."""
     import torch
 
-    from data import get_tokenizer
     from lens import Lens
     from lens.history import strongest
     from lens.page import frame_data, run_data
     from lens.probe import probe, uniform_values
     from lens.statistics import STATISTICS
     from synthetic import SYMBOLS
-    from training.checkpoint import CheckpointError
-    from training.hf import load_any
+    from training.hf import load_reader
 
-    model, state = load_any(path, key)
-    model.to(device)
-    data = {"tokenizer": "gpt2", "max_length": model.config.context_length, "synthetic": None}
-    data |= state.settings["data"] if state else {}
-    tokenizer = get_tokenizer(data["tokenizer"])
-    if (have := model.config.vocab_size) < (need := tokenizer.n_vocab):
-        cause = f"has {have} token ids, and the {data['tokenizer']} tokenizer {need}"
-        raise CheckpointError(f"{key}={path}: {cause}; use a model of that tokenizer")
+    reader = load_reader(path, key)
+    model, tokenizer, state = reader.model.to(device), reader.tokenizer, reader.state
+    is_synthetic = bool(state and state.settings["data"].get("synthetic"))
     lens = Lens(
         lens_config(settings.text, settings.max_tokens, settings.repeated),
         encode=tokenizer.encode_ordinary,
         token_bytes=tokenizer.decode_single_token_bytes,
-        context_length=data["max_length"],
-        vocabulary=SYMBOLS if data["synthetic"] else range(tokenizer.n_vocab),
+        context_length=reader.window,
+        vocabulary=SYMBOLS if is_synthetic else range(tokenizer.n_vocab),
         bos=tokenizer.eot_token,
     )
 

@@ -5,6 +5,7 @@ Nothing is fetched: the models are built from a configuration and written to a t
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from model import GPT, ModelConfig
 from training.checkpoint import CheckpointError
-from training.hf import from_hf, load_any, to_hf
+from training.hf import from_hf, load_any, load_reader, to_hf
 
 VOCAB_SIZE = 61
 
@@ -235,6 +236,58 @@ def test_without_biases_the_same_function_comes_back(tmp_path):
     back = from_hf(tmp_path)
     assert back.blocks[0].attn.W_query.bias.count_nonzero() == 0
     torch.testing.assert_close(back(random_ids())[0], ours(random_ids())[0])
+
+
+# --- What reads and writes text ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    """A Hugging Face directory of a model over bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    to_hf(our_model(vocab_size=257, num_layers=1), folder)
+    return folder
+
+
+def with_key(folder, tmp_path, value):
+    """A copy of the directory, whose config.json has our key."""
+    shutil.copytree(folder, tmp_path / "copy")
+    file = tmp_path / "copy" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"clearhead": value}))
+    return tmp_path / "copy"
+
+
+def test_weights_alone_have_the_usual_tokenizer_and_all_positions(of_bytes):
+    reader = load_reader(of_bytes)
+    assert (reader.tokenizer_name, reader.window, reader.state) == ("byte", 32, None)
+    assert reader.tokenizer.n_vocab == 257
+    assert_same_weights(reader.model, from_hf(of_bytes))
+
+
+def test_an_export_names_its_tokenizer_and_window(of_bytes, tmp_path):
+    reader = load_reader(with_key(of_bytes, tmp_path, {"tokenizer": "byte", "window": 20}))
+    assert (reader.tokenizer_name, reader.window) == ("byte", 20)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({"tokenizer": "gpt3", "window": 20}, {"tokenizer": ["byte"], "window": 20}),
+        *({"tokenizer": "byte", "window": w} for w in (0, 33, -1, "20", True, 2.0, None)),
+        *({}, [], "byte", None, 1),
+    ],
+    ids=repr,
+)
+def test_what_an_export_names_is_checked(of_bytes, tmp_path, value):
+    folder = with_key(of_bytes, tmp_path, value)
+    with pytest.raises(CheckpointError, match="its config.json names") as caught:
+        load_reader(folder, "trainer.init_from")
+    assert str(caught.value).startswith(f"trainer.init_from={folder}: ")
+
+
+def test_fewer_ids_than_the_tokenizer_has(folder):
+    with pytest.raises(CheckpointError, match="has 61 token ids, and the gpt2 tokenizer 50257; "):
+        load_reader(folder)
 
 
 # --- What cannot be loaded -----------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Hugging Face GPT-2 weights, in and out: `from_hf` and `to_hf`.
+"""Hugging Face GPT-2 weights, in and out: `from_hf` and `to_hf`; and `load_reader`, which has of
+any trained model, theirs or ours, what it takes to read and write text with it.
 
 The only file that speaks Hugging Face's names. Their layout differs from ours in three ways:
 queries, keys and values lie side by side in one matrix `c_attn`; every projection is a `Conv1D`,
@@ -8,13 +9,16 @@ transformers library is not needed.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from model import GPT, ModelConfig
+from tokens.tokenizers import TOKENIZERS, get_tokenizer
 from training.checkpoint import (
     CheckpointError,
     State,
@@ -24,6 +28,13 @@ from training.checkpoint import (
     read_tensors,
 )
 from training.errors import words
+
+if TYPE_CHECKING:
+    import tiktoken
+
+CONFIG = "config.json"
+OURS = "clearhead"  # the key of config.json under which an export of ours says what GPT-2's lacks
+OF_READERS = ("tokenizer", "window")  # of that
 
 # ours: (theirs, transposed)
 BLOCK = {
@@ -64,7 +75,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     Raises CheckpointError when it is no GPT-2, or one that computes something else.
     """
     folder = Path(folder)
-    config = _model_config(folder / "config.json", attention)
+    config = _model_config(folder / CONFIG, attention)
     file = folder / "model.safetensors"
     if not file.exists() and (pickles := [*folder.glob("*.bin"), *folder.glob("*.pt")]):
         cause = f"is a pickle, which could run code, and there is no {file.name}"
@@ -111,7 +122,7 @@ def to_hf(model: GPT, folder: str | Path) -> None:
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
     }
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def hf_tensors(model: GPT) -> dict[str, Tensor]:
@@ -140,20 +151,64 @@ def load_any(path: str | Path, key: str = "checkpoint") -> tuple[GPT, State | No
 
     Raises CheckpointError, naming the setting `key`, when the path is none of these.
     """
-    if (Path(path) / "config.json").is_file():
+    if (Path(path) / CONFIG).is_file():
         return from_hf(path), None
     return load_model(find(path, key))
 
 
-def _model_config(file: Path, attention: str) -> ModelConfig:
+@dataclass
+class Reader:
+    """A trained model with what it takes to read and write text with it."""
+
+    model: GPT  # in eval mode
+    tokenizer_name: str
+    tokenizer: "tiktoken.Encoding"
+    window: int  # so many positions have learned something; the model may have more
+    state: State | None  # of weights alone, None
+
+
+def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
+    """What `load_any` loads, with its tokenizer and the window that it was trained with.
+
+    A directory that was exported from a run says both; other weights are GPT-2's, or with 257 ids
+    of bytes, and know all their positions. Raises CheckpointError, naming the setting `key`.
+    """
+    model, state = load_any(path, key)
+    vocab_size, context = model.config.vocab_size, model.config.context_length
+    if state:
+        data = state.settings["data"]
+        name, window = data.get("tokenizer"), data.get("max_length")
+        said = f"its settings name tokenizer {name!r:.40} and max_length {window!r:.40}"
+    else:
+        usual = "byte" if vocab_size == TOKENIZERS["byte"] else "gpt2"
+        ours = {"tokenizer": usual, "window": context}
+        ours = _settings_in(Path(path) / CONFIG).get(OURS, ours)
+        name, window = (ours.get(k) if isinstance(ours, dict) else None for k in OF_READERS)
+        said = f"its {CONFIG} names under {OURS} tokenizer {name!r:.40} and window {window!r:.40}"
+    known = isinstance(name, str) and name in TOKENIZERS
+    if not known or type(window) is not int or not 1 <= window <= context:
+        raise CheckpointError(f"{key}={path}: {said}; use another one")
+    if vocab_size < (needed := TOKENIZERS[name]):
+        cause = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"
+        raise CheckpointError(f"{key}={path}: {cause}; use a model of that tokenizer")
+    return Reader(model, name, get_tokenizer(name), window, state)
+
+
+def _settings_in(file: Path) -> dict:
+    """What a config.json holds; CheckpointError when it is none."""
     try:
         theirs = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(theirs, dict):
             raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint={file}: unreadable ({words(error)}); use another one"
         ) from error
+    return theirs
+
+
+def _model_config(file: Path, attention: str) -> ModelConfig:
+    theirs = _settings_in(file)
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:
             cause = f"{key} is {theirs[key]!r:.80}, and our model computes {needed!r} only"
