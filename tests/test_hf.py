@@ -280,7 +280,7 @@ def test_an_export_names_its_tokenizer_and_window(of_bytes, tmp_path):
 )
 def test_what_an_export_names_is_checked(of_bytes, tmp_path, value):
     folder = with_key(of_bytes, tmp_path, value)
-    with pytest.raises(CheckpointError, match="its config.json names") as caught:
+    with pytest.raises(CheckpointError, match=r"its config\.json names") as caught:
         load_reader(folder, "trainer.init_from")
     assert str(caught.value).startswith(f"trainer.init_from={folder}: ")
 
