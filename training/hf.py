@@ -103,18 +103,24 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     return model_of(config, ours, file)
 
 
-def to_hf(model: GPT, folder: str | Path) -> None:
-    """Writes config.json and model.safetensors such that transformers loads the same model."""
+def to_hf(model: GPT, folder: str | Path, ours: dict | None = None) -> None:
+    """Writes config.json and model.safetensors such that transformers loads the same model.
+
+    ours: what `load_reader` finds again, {"tokenizer": name, "window": positions, ...}.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     theirs = {name: value.contiguous().clone() for name, value in hf_tensors(model).items()}
-    save_file(theirs, folder / "model.safetensors", {"format": "pt"})
+    save_file(theirs, folder / WHOLE, {"format": "pt"})
     c = model.config
     end_of_text = min(50256, c.vocab_size - 1)  # the last id of GPT-2's and of the byte tokenizer
+    if ours:
+        end_of_text = get_tokenizer(ours["tokenizer"]).eot_token
     settings = REQUIRED | {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": c.vocab_size,
         "n_positions": c.context_length,
+        "n_ctx": c.context_length,
         "n_embd": c.emb_dim,
         "n_head": c.num_heads,
         "n_layer": c.num_layers,
@@ -123,16 +129,20 @@ def to_hf(model: GPT, folder: str | Path) -> None:
         "resid_pdrop": c.dropout,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
+        "use_cache": True,
     }
+    settings |= {OURS: ours} if ours else {}
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    # Which the library makes for its user's eyes alone.
+    (folder / WHOLE).chmod((folder / CONFIG).stat().st_mode)
 
 
-def hf_tensors(model: GPT) -> dict[str, Tensor]:
-    """The weights under Hugging Face's names and in their layout, fp32 on the CPU.
+def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
+    """The weights under Hugging Face's names and in their layout, fp32 on the device.
 
     Without q/k/v biases, which GPT-2 always has, there are zeros for them.
     """
-    ours = {name: value.detach().cpu().float() for name, value in model.named_parameters()}
+    ours = {name: value.detach().to(device).float() for name, value in model.named_parameters()}
     c = model.config
     theirs = {f"transformer.{name}": ours[key] for key, name in OUTSIDE.items()}
     for layer in range(c.num_layers):
@@ -142,7 +152,7 @@ def hf_tensors(model: GPT) -> dict[str, Tensor]:
         attn = f"blocks.{layer}.attn"
         weights = [ours[f"{attn}.{which}.weight"].T for which in PROJECTIONS]  # (C, C) each
         theirs[f"transformer.h.{layer}.attn.c_attn.weight"] = torch.cat(weights, dim=1)  # (C, 3 C)
-        zeros = torch.zeros(c.emb_dim)
+        zeros = torch.zeros(c.emb_dim, device=device)
         biases = [ours.get(f"{attn}.{which}.bias", zeros) for which in PROJECTIONS]
         theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
     return theirs
@@ -295,15 +305,12 @@ def _read_old(file: Path) -> dict[str, Tensor]:
         raise Damaged(file, f"is unreadable ({type(error).__name__})") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"checkpoint={file}: holds no weights by name; use another one")
-    tensors, storages = {}, {}
+    tensors = {}
     for name, value in values.items():
         if not isinstance(name, str) or not _is_plain(value):
             cause = f"under {name!r:.80} is no plain tensor of numbers"
             raise CheckpointError(f"checkpoint={file}: {cause}; use another one")
         tensors[name] = value.detach()
-        storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    if sum(storages.values()) > file.stat().st_size:
-        raise Damaged(file, "has fewer bytes than its tensors need")
     return tensors
 
 
