@@ -113,7 +113,7 @@ def write_tokenizer(reader: Reader, folder: Path) -> None:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": ids | {END_OF_TEXT: end_of_text},
+            "vocab": ids,
             "merges": merges,
         },
     }
