@@ -72,7 +72,8 @@ def _fetched(name: str) -> Path:
         raise _NotFetched(f"{cause}; check the name, or set HF_TOKEN") from error
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no status")
-        raise _NotFetched(f"the hub answers with {status}; try again later") from error
+        fix = "set HF_TOKEN to one that may" if status in (401, 403) else "try again later"
+        raise _NotFetched(f"the hub answers with {status}; {fix}") from error
     except Exception as error:  # of the network, of the disk: many kinds
         cause = f"cannot be fetched ({type(error).__name__}: {words(error)[:200]})"
         raise _NotFetched(f"{cause}; check the network and the room on the disk") from error
