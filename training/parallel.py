@@ -233,7 +233,9 @@ class Parallel:
         """The Euclidean norm of all gradients together, (), the same on all ranks."""
         grads = [p.grad for p in model.parameters()]
         if self.device.type == "cpu":  # as fast as memory is, which vector_norm is not
-            return torch.stack([torch.dot(g.flatten(), g.flatten()) for g in grads]).sum().sqrt()
+            # In parts: how exactly a long one is summed up differs by processor, to a thousandth.
+            parts = [part for grad in grads for part in grad.flatten().split(2**20)]
+            return torch.stack([torch.dot(part, part) for part in parts]).sum().sqrt()
         return torch.nn.utils.get_total_norm(grads)
 
     def synchronize(self) -> None:
