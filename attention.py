@@ -161,6 +161,15 @@ class _FlexWithExplicitBackward(torch.autograd.Function):
         return torch.autograd.grad(context_vec, inputs, grad_context_vec)
 
 
+def over_cache(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """What every kernel computes, for the one new query of each row over keys that were kept.
+
+    queries (B, H, 1, D), keys and values (B, H, S, D) -> context_vec (B, H, 1, D).
+    mask (B, 1, 1, S) is True for the keys that a row may see; None: each row sees all.
+    """
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+
+
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "explicit": explicit,
     "sdpa": sdpa,
@@ -207,23 +216,33 @@ class MultiHeadAttention(nn.Module):
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
 
-    def forward(self, x: Tensor, capture: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        capture: Callable[[Tensor, Tensor], None] | None = None,
+        remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None] | None]
+        | None = None,
+    ) -> Tensor:
         """x (B, T, d_in) -> (B, T, d_out).
 
         With `capture`, attention is computed by `explicit`, which hands over its weights and
         scores as fp32 (B, H, T, T); without it, the kernel may never form them at all.
+
+        With `remember`, as decoding has it, remember(keys, values) is given the keys and values of
+        x, both (B, H, T, D). It returns all that the queries are to look at, (B, H, S, D), and the
+        mask (see `over_cache`), or None where that is x itself.
         """
         num_tokens = x.shape[1]
         if num_tokens > self.context_length:
             raise ValueError(
                 f"{num_tokens} tokens do not fit into context_length={self.context_length}"
             )
-        queries = self.split_heads(self.W_query(x))  # (B, H, T, D)
-        keys = self.split_heads(self.W_key(x))  # (B, H, T, D)
-        values = self.split_heads(self.W_value(x))  # (B, H, T, D)
-
+        queries, keys, values = self.project(x)  # (B, H, T, D) each
         dropout_p = self.dropout if self.training else 0.0
-        if capture is None:
+        kept = remember(keys, values) if remember else None
+        if kept is not None:
+            context_vec = over_cache(queries, *kept)  # (B, H, T, D)
+        elif capture is None:
             context_vec = self.kernel(queries, keys, values, dropout_p)  # (B, H, T, D)
         else:
             context_vec = explicit(queries, keys, values, dropout_p, capture)
@@ -231,6 +250,14 @@ class MultiHeadAttention(nn.Module):
         # Back to one row per token: the heads' results stand side by side.
         context_vec = context_vec.transpose(1, 2).flatten(2)  # (B, T, H * D)
         return self.out_proj(context_vec)  # (B, T, d_out)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, d_in) -> queries, keys and values, (B, H, T, D) each."""
+        return (
+            self.split_heads(self.W_query(x)),
+            self.split_heads(self.W_key(x)),
+            self.split_heads(self.W_value(x)),
+        )
 
     def split_heads(self, x: Tensor) -> Tensor:
         """(B, T, H * D) -> (B, H, T, D): a view; each head gets its own D columns."""

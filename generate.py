@@ -1,20 +1,32 @@
 """Text from a trained model.
 
     python generate.py checkpoint=runs/NAME prompt="The ferry bell"
-    python generate.py checkpoint=DIR prompt="Once" temperature=0 num_tokens=50
+    python generate.py checkpoint=DIR 'prompt=["Once","The bell"]' num_samples=3 top_p=0.9
+    python generate.py checkpoint=DIR interactive=true
 
-`checkpoint` is a run, one of its checkpoints, or a Hugging Face GPT-2 directory.
+`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory, or hub:NAME. How
+tokens are read and drawn stands in decoding.py, what makes it fast in frozen.py.
 """
 
 import codecs
+import os
 import sys
+import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from training.command import settings_command
 from training.config import Problem, refuse
 from training.terminal import visible
 
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from training.hf import Reader
+
 MOST = 1_000_000  # tokens, samples
+WORTH_COMPILING = 2_000  # steps; compiling takes as long as some thousand without
+BETWEEN = "\n---\n"  # two samples
 
 
 @dataclass
@@ -24,13 +36,25 @@ class GenerateConfig:
     checkpoint: str = field(
         metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
     )
-    prompt: str = field(default="The", metadata={"help": "the text to continue"})
-    num_tokens: int = field(default=100, metadata={"help": "how many tokens to add"})
-    num_samples: int = field(default=1, metadata={"help": "how many continuations"})
+    prompt: str | list[str] = field(
+        default="The", metadata={"help": 'the text to continue; several: \'["one","two"]\''}
+    )
+    interactive: bool = field(default=False, metadata={"help": "true: asks for prompts"})
+    num_tokens: int = field(default=100, metadata={"help": "how many tokens to add at most"})
+    num_samples: int = field(default=1, metadata={"help": "how many continuations of each prompt"})
+    batch_size: int = field(default=8, metadata={"help": "how many texts are written at once"})
     temperature: float = field(default=0.8, metadata={"help": "0: always the likeliest token"})
     top_k: int | None = field(default=50, metadata={"help": "draw from the k likeliest; null: all"})
+    top_p: float | None = field(
+        default=None, metadata={"help": "draw from the likeliest that make up p; null: all"}
+    )
     seed: int = field(default=0, metadata={"help": "start of the random draws"})
+    ignore_end: bool = field(default=False, metadata={"help": "true: go on after <|endoftext|>"})
     device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | mps"})
+    precision: str = field(default="auto", metadata={"help": "auto | fp32 | bf16 | fp16"})
+    compile: str | bool = field(
+        default="auto", metadata={"help": "auto (long texts on a GPU) | true | false"}
+    )
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
@@ -38,56 +62,170 @@ class GenerateConfig:
         found = []
         if not self.checkpoint:
             found.append(("checkpoint", "", "is empty", "give a run or a checkpoint"))
-        for key in ("num_tokens", "num_samples"):
+        if self.prompt == []:
+            found.append(("prompt", "[]", "is a list of none", "give a text"))
+        if self.interactive and self.prompt != "The":
+            cause = "prompts are asked for with interactive=true"
+            found.append(("prompt", self.prompt, cause, "leave one of them out"))
+        for key in ("num_tokens", "num_samples", "batch_size"):
             if not 1 <= getattr(self, key) <= MOST:
                 cause = f"must be from 1 to {MOST:,}"
-                found.append((key, getattr(self, key), cause, "use 100 or so"))
+                found.append((key, getattr(self, key), cause, f"use {key}=1 or more"))
         if not (self.temperature == 0 or 0.001 <= self.temperature <= 1000):
             cause = "must be 0 (the likeliest token), or from 0.001 to 1000"
             found.append(("temperature", self.temperature, cause, "use 0.8 or so"))
         if self.top_k is not None and self.top_k < 1:
             found.append(("top_k", self.top_k, "must be at least 1", "use 50, or null for all"))
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            cause = "must be above 0, and at most 1"
+            found.append(("top_p", self.top_p, cause, "use 0.9, or null for all"))
         if not 0 <= self.seed < 2**63:
             found.append(("seed", self.seed, "must be from 0 to 2^63 - 1", "use seed=0"))
-        if self.device not in ("auto", "cpu", "cuda", "mps"):
-            found.append(("device", self.device, "no such device", "use auto, cpu, cuda or mps"))
+        choices = {
+            "device": (("auto", "cpu", "cuda", "mps"), "no such device"),
+            "precision": (("auto", "fp32", "bf16", "fp16"), "no such precision"),
+            "compile": (("auto", True, False), "no such choice"),
+        }
+        for key, (allowed, cause) in choices.items():
+            if getattr(self, key) not in allowed:
+                names = ", ".join(str(choice).lower() for choice in allowed)
+                found.append((key, getattr(self, key), cause, f"use one of {names}"))
         return found
 
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    import torch
-
     from training import device
     from training.hf import load_reader
 
-    refuse(device.check(settings.device))
+    if hasattr(sys.stdout, "reconfigure"):  # what the terminal's encoding lacks is no error
+        sys.stdout.reconfigure(errors="replace")
+    refuse(device.check(settings.device, settings.precision))
     place = device.prepare(settings.device, settings.seed)
     reader = load_reader(settings.checkpoint)
-    model, tokenizer = reader.model, reader.tokenizer
-    model.to(place)
+    reader.model.to(place)
+    write = Writer(reader, settings)
+    try:
+        if settings.interactive:
+            converse(write)
+        else:
+            prompts = [settings.prompt] if isinstance(settings.prompt, str) else settings.prompt
+            write([prompt for prompt in prompts for _ in range(settings.num_samples)])
+    except BrokenPipeError:  # `| head` has seen enough; nor can what is left be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    prompt_ids = tokenizer.encode(settings.prompt, allowed_special="all") or [tokenizer.eot_token]
-    generator = torch.Generator().manual_seed(settings.seed)
-    for number in range(settings.num_samples):
-        if number > 0:
-            print("\n---")
-        show(settings.prompt)
-        # A character may be spread over several tokens: print it when its last byte is there.
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token in model.generate(
-            torch.tensor([prompt_ids], device=place),
+
+class Writer:
+    """Continues texts on stdout, as the settings say; made once for many of them."""
+
+    def __init__(self, reader: "Reader", settings: GenerateConfig):
+        from decoding import Sampling
+        from frozen import freeze
+        from training.device import DTYPES, best_dtype
+
+        self.reader, self.settings = reader, settings
+        self.sampling: Sampling = Sampling(
+            settings.temperature, settings.top_k, settings.top_p, settings.seed
+        )
+        self.written = 0  # texts so far: each has random draws of its own
+        prompts = [settings.prompt] if isinstance(settings.prompt, str) else settings.prompt
+        texts = settings.num_samples * (1 if settings.interactive else len(prompts))
+        self.batch_size = min(settings.batch_size, texts)
+        place = reader.model.token_emb.weight.device
+        auto = settings.precision == "auto"
+        dtype = best_dtype(place) if auto else DTYPES[settings.precision]
+        steps = settings.num_tokens * -(-texts // self.batch_size)
+        steps = MOST if settings.interactive else steps
+        self.compile_step = step_compiler(settings.compile, place, steps)
+        freeze(reader.model, dtype, self.batch_size)
+
+    def __call__(self, prompts: list[str]) -> None:
+        """Shows each prompt with its continuation, the first of a batch as it appears."""
+        for start in range(0, len(prompts), self.batch_size):
+            batch = prompts[start : start + self.batch_size]
+            for number, pieces in enumerate(self.continued(batch)):
+                if start + number > 0:
+                    show(BETWEEN)
+                show(batch[number])
+                for piece in pieces:
+                    show(piece)
+                show("\n")
+
+    def continued(self, prompts: list[str]) -> list[Iterator[str]]:
+        """The pieces of text that follow each prompt. All are written at the same time, and come
+        when the first one's are asked for: those of the others are then whole."""
+        from decoding import generate
+
+        tokenizer, settings = self.reader.tokenizer, self.settings
+        end = tokenizer.eot_token
+        ids = [tokenizer.encode(prompt, allowed_special="all") or [end] for prompt in prompts]
+        steps = generate(
+            self.reader.model,
+            ids,
             settings.num_tokens,
-            settings.temperature,
-            settings.top_k,
-            reader.window,
-            generator,
-        ):
-            if (token := int(token)) == tokenizer.eot_token:
-                break
-            if token < tokenizer.n_vocab:  # a padded vocabulary has ids that stand for nothing
-                show(decoder.decode(tokenizer.decode_single_token_bytes(token)))
-        show(decoder.decode(b"", final=True) + "\n")
+            self.sampling,
+            self.reader.window,
+            end=None if settings.ignore_end else end,
+            known=tokenizer.n_vocab,
+            first=self.written,
+            compile_step=self.compile_step,
+        )
+        self.written += len(prompts)
+        rows: list[list[int]] = [[] for _ in prompts]
+
+        def first() -> Iterator[int]:
+            for tokens in steps:
+                for row, token in zip(rows, tokens, strict=True):
+                    if token is not None:
+                        row.append(token)
+                if tokens[0] is not None:
+                    yield tokens[0]
+
+        return [self.decoded(first()), *(self.decoded(row) for row in rows[1:])]
+
+    def decoded(self, tokens: "Iterator[int] | list[int]") -> Iterator[str]:
+        """Tokens as text. A character may be spread over several: it comes with its last byte."""
+        tokenizer, end = self.reader.tokenizer, self.reader.tokenizer.eot_token
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            if token != end or self.settings.ignore_end:
+                yield decoder.decode(tokenizer.decode_single_token_bytes(token))
+        yield decoder.decode(b"", final=True)
+
+
+def step_compiler(choice: str | bool, place, steps: int) -> "Callable | None":
+    """What compiles a step of decoding, None for not at all. auto: on a GPU, where a small model
+    waits for its launches, when there are enough steps to earn the compilation back."""
+    import torch
+
+    from training.device import can_compile, keep_compiled
+
+    worth = place.type == "cuda" and steps >= WORTH_COMPILING and can_compile(place)
+    if choice is False or (choice == "auto" and not worth):
+        return None
+    keep_compiled()
+    graphs = {"mode": "reduce-overhead"} if place.type == "cuda" else {}
+    return lambda step: torch.compile(step, dynamic=False, fullgraph=True, **graphs)
+
+
+def converse(write: Writer) -> None:
+    """Asks for prompts until there are no more. Ctrl-C ends a text, and where none is being
+    written, the command."""
+    asks = sys.stdin is not None and sys.stdin.isatty()
+    if asks:
+        print("A prompt a line; Ctrl-C ends a text, Ctrl-D all.", file=sys.stderr)
+    while True:
+        if asks:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline() if sys.stdin is not None else ""
+        if not line:
+            return
+        if not (prompt := line.removesuffix("\n").removesuffix("\r")):
+            continue
+        try:
+            write([prompt] * write.settings.num_samples)
+        except KeyboardInterrupt:
+            show("\n")
 
 
 def show(text: str) -> None:

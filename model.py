@@ -13,7 +13,7 @@ V vocabulary, L layers.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -121,10 +121,89 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, capture: Callable[[Tensor, Tensor], None] | None = None) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), capture))
+    def forward(
+        self, x: Tensor, capture: Callable | None = None, remember: Callable | None = None
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C). `capture` and `remember`: see MultiHeadAttention."""
+        x = x + self.dropout(self.attn(self.attn_norm(x), capture, remember))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return x  # (B, T, C)
+        return x
+
+
+class Cache:
+    """The keys and values of what a model has read, so that each further token is read by itself.
+
+        cache = Cache(room=1024)
+        cache.begin([5, 3])                         # two prompts, of five tokens and of three
+        logits, _ = model(prompt_ids, cache=cache)  # (2, 5), padded at the right -> (2, 1, V)
+        logits, _ = model(next_ids, cache=cache)    # (2, 1), and so on while there is room
+
+    A token changes nothing about the keys and values before it: causal attention never looks ahead.
+    So what was computed once stays right, and a step costs one position instead of all.
+
+    room: how many positions a row may come to. Position p of a row stands at index p, whatever the
+    other rows have; beyond its end a row has garbage, which a mask hides and later tokens replace.
+    static: every step looks at the whole room, so that its shapes never change, as compiled code
+    wants; else at as much as the longest row has. Memory is taken by the first reading, in its
+    type and on its device, and used again by those that `begin` later.
+    """
+
+    def __init__(self, room: int, static: bool = False):
+        self.room = room
+        self.static = static
+        self.keys: dict[int, Tensor] = {}  # by layer, (B, H, room, D)
+        self.values: dict[int, Tensor] = {}
+
+    def begin(self, lengths: list[int], device: torch.device | None = None) -> None:
+        """Forgets what was read: the next forward pass reads a prompt for each row."""
+        if max(lengths) > self.room:
+            raise ValueError(f"{max(lengths)} tokens do not fit into a cache of {self.room}")
+        self.reading = True
+        self.longest = max(lengths)
+        self.is_even = min(lengths) == self.longest
+        self.lengths = torch.tensor(lengths, device=device)  # (B,)
+        self.rows = torch.arange(len(lengths), device=device)  # (B,)
+
+    def enter(self, num_tokens: int) -> Tensor:
+        """Makes ready for the next T tokens of each row: their positions, (T,) or (B, 1)."""
+        if self.reading:
+            return torch.arange(num_tokens, device=self.lengths.device)
+        if num_tokens != 1:
+            raise ValueError(f"after its prompt a row is read token by token, not {num_tokens}")
+        if not self.static:
+            if self.longest >= self.room:
+                raise ValueError(f"the cache is full: it has room for {self.room} tokens")
+            self.longest += 1
+        self.seen = self.room if self.static else self.longest
+        self.mask = None
+        if self.static or not self.is_even:
+            slots = torch.arange(self.seen, device=self.lengths.device)  # (S,)
+            self.mask = (slots <= self.lengths[:, None])[:, None, None]  # (B, 1, 1, S)
+        return self.lengths[:, None]
+
+    def remember(
+        self, layer: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Keeps keys and values (B, H, T, D) of a layer; returns what a query may look at."""
+        if self.reading:
+            if layer not in self.keys or self.keys[layer].shape[0] != len(keys):
+                shape = (*keys.shape[:2], self.room, keys.shape[3])
+                self.keys[layer], self.values[layer] = keys.new_zeros(shape), keys.new_zeros(shape)
+            self.keys[layer][:, :, : keys.shape[2]] = keys
+            self.values[layer][:, :, : keys.shape[2]] = values
+            return None
+        self.keys[layer][self.rows, :, self.lengths] = keys[:, :, 0]
+        self.values[layer][self.rows, :, self.lengths] = values[:, :, 0]
+        kept = slice(0, self.seen)
+        return self.keys[layer][:, :, kept], self.values[layer][:, :, kept], self.mask
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> of each row the last token that is its own, (B, 1, C)."""
+        if self.reading:
+            self.reading = False
+            return x[self.rows, self.lengths - 1][:, None]
+        self.lengths += 1
+        return x
 
 
 def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
@@ -181,26 +260,39 @@ class GPT(nn.Module):
                 module.reset_parameters()
 
     def hidden_states(
-        self, input_ids: Tensor, capture: Callable[[int, Tensor, Tensor], None] | None = None
+        self,
+        input_ids: Tensor,
+        capture: Callable[[int, Tensor, Tensor], None] | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """input_ids (B, T) -> what the head reads, (B, T, C).
 
         With `capture`, capture(layer, attn_weights, attn_scores), both (B, H, T, T) in fp32, is
         called for each layer in turn; one layer's are alive at a time unless the callee keeps them.
-        Raises ValueError when T exceeds the context length.
+        With `cache`, of each row's last token alone, (B, 1, C). Raises ValueError when T exceeds
+        the context length.
         """
         num_tokens = input_ids.shape[1]
         if num_tokens > self.config.context_length:
             raise ValueError(
                 f"{num_tokens} tokens do not fit into context_length={self.config.context_length}"
             )
-        positions = torch.arange(num_tokens, device=input_ids.device)
+        if cache is None:
+            positions = torch.arange(num_tokens, device=input_ids.device)
+        else:
+            positions = cache.enter(num_tokens)
         x = self.dropout(self.token_emb(input_ids) + self.pos_emb(positions))  # (B, T, C)
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, use_reentrant=False)
             else:
-                x = block(x, functools.partial(capture, layer) if capture else None)
+                x = block(
+                    x,
+                    functools.partial(capture, layer) if capture else None,
+                    functools.partial(cache.remember, layer) if cache else None,
+                )
+        if cache is not None:
+            x = cache.leave(x)  # (B, 1, C)
         return self.final_norm(x)
 
     def forward(
@@ -209,20 +301,26 @@ class GPT(nn.Module):
         target_ids: Tensor | None = None,
         capture: Callable[[int, Tensor, Tensor], None] | None = None,
         last_only: bool = False,
+        cache: Cache | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """input_ids (B, T) -> (logits (B, T, V), None), or with target_ids (B, T) -> (None, loss).
 
         The loss is the mean cross-entropy in nats per token, see `head_loss`. For `capture` and
         the limit on T see `hidden_states`. With last_only, the logits are those of the last
-        position alone, (B, 1, V): who needs no others need not pay for the largest matrix.
+        position alone, (B, 1, V): who needs no others need not pay for the largest matrix. With
+        `cache` they are those of each row's last token, and the cache has read the row so far.
         """
-        x = self.hidden_states(input_ids, capture)  # (B, T, C)
+        x = self.hidden_states(input_ids, capture, cache)  # (B, T, C)
         if target_ids is not None:
             x, target_ids = x.flatten(0, 1), target_ids.flatten()  # (B T, C), (B T,)
             return None, self.head_loss(x, self.token_emb.weight, target_ids)
         if last_only:
             x = x[:, -1:]  # (B, 1, C)
-        return F.linear(x, self.token_emb.weight), None  # (B, T, V)
+        return self.logits(x), None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> (B, T, V): how well each token of the vocabulary would follow."""
+        return F.linear(x, self.token_emb.weight)
 
     @torch.no_grad()
     def look_into(self, input_ids: Tensor, capture: Callable[[int, Tensor, Tensor], None]) -> None:
@@ -243,47 +341,6 @@ class GPT(nn.Module):
         layers: list[Tensor] = []
         self.look_into(input_ids, lambda _, attn_weights, __: layers.append(attn_weights.cpu()))
         return layers
-
-    @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        num_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        window: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
-        """Continues input_ids (B, T) by num_tokens tokens, yielding each as (B, 1).
-
-        temperature divides the logits, 0 takes the likeliest token; top_k keeps the k likeliest.
-        Reads the last `window` tokens (by default the context length). Random draws come from
-        `generator`, on the CPU, so the same seed gives the same text wherever the model runs.
-        Goes through forward, like look_into.
-        """
-        window = window or self.config.context_length
-        was_training = self.training
-        self.eval()
-        try:
-            for _ in range(num_tokens):
-                logits, _ = self(input_ids[:, -window:], last_only=True)  # (B, 1, V)
-                logits = logits[:, -1].float().cpu()  # (B, V)
-                if temperature == 0:
-                    token = logits.argmax(-1, keepdim=True)  # (B, 1)
-                else:
-                    kept = None
-                    if top_k is not None and top_k < logits.shape[-1]:
-                        # By id, not by rank: two that are nearly equal may change ranks elsewhere.
-                        kept = logits.topk(top_k).indices.sort().values  # (B, k)
-                        logits = logits.gather(-1, kept)
-                    probabilities = torch.softmax(logits / temperature, dim=-1)
-                    token = torch.multinomial(probabilities, 1, generator=generator)
-                    token = token if kept is None else kept.gather(-1, token)  # (B, 1)
-                token = token.to(input_ids.device)
-                input_ids = torch.cat([input_ids, token], dim=1)
-                yield token
-        finally:
-            self.train(was_training)
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

@@ -491,7 +491,8 @@ class Trainer:
         if validation_due:
             metrics |= self.validate()
             if settings.sample_tokens > 0 and step > 0:
-                self.sample()
+                with self.never_in_the_way("sample: left out"):
+                    self.sample()
         started = time.perf_counter()
         if lens_due:
             look = self.look_at_attention()
@@ -519,25 +520,21 @@ class Trainer:
 
     def sample(self) -> None:
         """Continues the sample prompt; always with the same random draws, to compare steps."""
-        import torch
+        from decoding import Sampling, generate
 
-        settings = self.settings.trainer
-        prompt_ids = self.tokenizer.encode_ordinary(settings.sample_prompt)
-        input_ids = torch.tensor([prompt_ids or [self.tokenizer.eot_token]])
-        (input_ids,) = self.parallel.to_device(input_ids)
+        settings, tokenizer = self.settings.trainer, self.tokenizer
+        prompt_ids = tokenizer.encode_ordinary(settings.sample_prompt) or [tokenizer.eot_token]
         with self.parallel.inference(self.model):
-            tokens = self.model.generate(
-                input_ids,
+            steps = generate(
+                self.model,
+                [prompt_ids],
                 settings.sample_tokens,
-                temperature=0.8,
-                top_k=50,
+                Sampling(temperature=0.8, top_k=50, seed=self.settings.seed),
                 window=self.settings.data.max_length,
-                generator=torch.Generator().manual_seed(self.settings.seed),
+                known=tokenizer.n_vocab,
             )
-            new_ids = [int(token) for token in tokens]
-        # A padded vocabulary has ids that stand for nothing.
-        known = [token for token in new_ids if token < self.tokenizer.n_vocab]
-        text = settings.sample_prompt + self.tokenizer.decode(known)
+            new_ids = [token for (token,) in steps]
+        text = settings.sample_prompt + tokenizer.decode(new_ids)
         self.last_sample = text
         self.console.print(f"step {self.state.step}  sample: {' '.join(text.split())}")
         if self.parallel.is_main:

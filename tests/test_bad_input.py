@@ -587,7 +587,7 @@ def a_run(tmp_path_factory):
 
 
 GENERATION = {
-    "unknown key": ("top_p=0.5", 2, r"top_p=0\.5: no such setting; did you mean top_k"),
+    "unknown key": ("top_n=0.5", 2, r"top_n=0\.5: no such setting; did you mean top_"),
     "no key": ("Once upon", 2, r"Once upon: is not of the form key=value"),
     "wrong type": ("num_tokens=many", 2, r"num_tokens=many: must be a whole number"),
     "no tokens": ("num_tokens=0", 2, r"num_tokens=0: must be from 1 to 1,000,000"),
@@ -604,6 +604,13 @@ GENERATION = {
     "no choice": ("top_k=0", 2, r"top_k=0: must be at least 1"),
     "negative choice": ("top_k=-5", 2, r"top_k=-5: must be at least 1"),
     "half a choice": ("top_k=1.5", 2, r"top_k=1\.5: must be a whole number"),
+    "no share": ("top_p=0", 2, r"top_p=0\.0: must be above 0"),
+    "more than all": ("top_p=1.1", 2, r"top_p=1\.1: must be above 0, and at most 1"),
+    "no texts at once": ("batch_size=0", 2, r"batch_size=0: must be from 1"),
+    "a list of no prompts": ("prompt=[]", 2, r"prompt=\[\]: is a list of none"),
+    "unknown precision": ("precision=fp8", 2, r"precision=fp8: no such precision; use one of"),
+    "fp16 on a CPU": ("precision=fp16", 2, r"precision=fp16: half precision needs a GPU"),
+    "compiled somehow": ("compile=maybe", 2, r"compile=maybe: no such choice; use one of auto"),
     "negative seed": ("seed=-1", 2, r"seed=-1: must be from 0"),
     "large seed": ("seed=99999999999999999999", 2, r"seed=9+: must be from 0"),
     "prompt that is not UTF-8": ("prompt=\udcff", 2, r"prompt=\\udcff: must be text in UTF-8"),

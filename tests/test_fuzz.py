@@ -193,6 +193,10 @@ class Commands(Target):
         b"num_tokens=5",
         b"temperature=0.5",
         b"top_k=null",
+        b"top_p=0.9",
+        b'prompt=["a","b, c"]',
+        b"interactive=true",
+        b"compile=auto",
         b"seed=3",
         b"device=cpu",
     )

@@ -16,12 +16,12 @@ FLOORS = [
     ["train", "generate", "scripts"],
     ["training.command"],
     ["training.config"],
-    ["training", "lens", "data"],
+    ["training", "lens", "data", "decoding", "frozen"],
     ["model", "synthetic", "order", "tokens"],
     ["attention", "durable"],
 ]
 OURS = {"train", "generate", "scripts", "training", "lens", "data", "tokens", "order", "durable"}
-OURS |= {"synthetic", "model", "attention"}
+OURS |= {"synthetic", "model", "attention", "decoding", "frozen"}
 
 
 def module_of(path):

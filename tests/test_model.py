@@ -290,17 +290,17 @@ def test_a_planted_activation_is_caught(monkeypatch, planted):
         check_logits()
 
 
-def post_norm(self, x, capture=None):
+def post_norm(self, x, capture=None, remember=None):
     x = self.attn_norm(x + self.attn(x, capture))
     return self.mlp_norm(x + self.mlp(x))
 
 
-def branches_without_residual(self, x, capture=None):
+def branches_without_residual(self, x, capture=None, remember=None):
     x = self.attn(self.attn_norm(x), capture)
     return self.mlp(self.mlp_norm(x))
 
 
-def parallel_branches(self, x, capture=None):
+def parallel_branches(self, x, capture=None, remember=None):
     return x + self.attn(self.attn_norm(x), capture) + self.mlp(self.mlp_norm(x))
 
 
@@ -383,7 +383,7 @@ def test_loss_is_fp32_in_bf16():
 def test_too_long_an_input_is_refused():
     model = tiny()
     assert model(random_ids(T=12))[0].shape[1] == 12
-    for call in (model, model.attn_weights, lambda ids: next(model.generate(ids, 1, window=13))):
+    for call in (model, model.attn_weights):
         with pytest.raises(ValueError, match="13 tokens do not fit into context_length=12"):
             call(random_ids(T=13))
 
@@ -443,100 +443,3 @@ def test_attn_weights_restore_the_mode_after_an_error():
     with pytest.raises(ValueError, match="do not fit"):
         model.attn_weights(random_ids(T=13))
     assert all(module.training for module in model.modules())
-
-
-# --- Generation ----------------------------------------------------------------------------------
-
-
-def generated(model, ids, num_tokens=20, **options):
-    return torch.cat(list(model.generate(ids, num_tokens, **options)), dim=1)
-
-
-def test_greedy_is_an_argmax_loop():
-    model, ids = tiny(), random_ids(B=4, T=3)
-    expected = ids
-    for _ in range(20):
-        logits = model(expected[:, -12:])[0]
-        expected = torch.cat([expected, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(generated(model, ids, temperature=0), expected[:, 3:])
-    assert expected[:, 3:].unique().numel() > 3  # a constant would prove little
-
-
-def test_top_1_is_greedy():
-    model, ids = tiny(), random_ids(T=3)
-    assert torch.equal(generated(model, ids, top_k=1), generated(model, ids, temperature=0))
-
-
-def test_the_same_generator_seed_gives_the_same_tokens():
-    model, ids = tiny(), random_ids(T=3)
-    state = torch.get_rng_state()
-    same, again, other = (
-        generated(model, ids, temperature=3.0, generator=torch.Generator().manual_seed(seed))
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(same, again)
-    assert not torch.equal(same, other)
-    assert torch.equal(torch.get_rng_state(), state)  # the global generator was left alone
-
-
-def test_draws_follow_temperature_and_top_k():
-    model, ids = tiny(), random_ids(B=1, T=3).expand(4000, 3)
-    generator = torch.Generator().manual_seed(0)
-    tokens = generated(model, ids, 1, temperature=2.0, top_k=5, generator=generator)
-    logits = model(ids[:1])[0][0, -1]
-    kept = logits.topk(5)
-    expected = torch.zeros_like(logits)
-    expected[kept.indices] = torch.softmax(kept.values / 2.0, dim=-1)
-    shares = torch.bincount(tokens.flatten(), minlength=len(logits)) / 4000
-    assert shares[expected == 0].count_nonzero() == 0
-    torch.testing.assert_close(shares, expected, atol=0.04, rtol=0)  # five deviations of 0.008
-
-
-def test_top_k_beyond_the_vocabulary_is_no_limit():
-    model, ids = tiny(), random_ids(T=3)
-    drawn = [
-        generated(model, ids, top_k=top_k, generator=torch.Generator().manual_seed(0))
-        for top_k in (None, 23, 1000)
-    ]
-    assert torch.equal(drawn[0], drawn[1])
-    assert torch.equal(drawn[0], drawn[2])
-
-
-@pytest.mark.parametrize(("window", "longest"), [(None, 12), (5, 5)])
-def test_the_window_is_respected(monkeypatch, window, longest):
-    model, ids = tiny(), random_ids(T=3)
-    lengths = []
-    whole = model.hidden_states
-
-    def spy(input_ids, *arguments):
-        lengths.append(input_ids.shape[1])
-        return whole(input_ids, *arguments)
-
-    monkeypatch.setattr(model, "hidden_states", spy)
-    generated(model, ids, 15, window=window)
-    assert lengths == [min(3 + i, longest) for i in range(15)]
-
-
-def test_what_lies_before_the_window_does_not_matter():
-    model = tiny()
-    ids, other = random_ids(B=8, T=30), random_ids(B=8, T=30, seed=2)
-    other[:, -5:] = ids[:, -5:]
-
-    def drawn(prompt, window):
-        return generated(model, prompt, window=window, generator=torch.Generator().manual_seed(0))
-
-    assert torch.equal(drawn(ids, 5), drawn(other, 5))
-    assert not torch.equal(drawn(ids, 6), drawn(other, 6))
-
-
-def test_generation_yields_columns_and_restores_the_mode():
-    model, ids = tiny(dropout=0.5).train(), random_ids(T=3)
-    tokens = model.generate(ids, 4, temperature=0)
-    assert next(tokens).shape == (2, 1)
-    tokens.close()  # whoever stops early gets the mode back, too
-    assert all(module.training for module in model.modules())
-    assert torch.equal(
-        generated(model, ids, temperature=0), generated(tiny(), ids, temperature=0)
-    )  # no dropout while generating
-    assert all(module.training for module in model.modules())
-    assert torch.is_grad_enabled()

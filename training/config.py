@@ -270,7 +270,8 @@ def coerce(value: object, hint: object) -> object:
             try:
                 return coerce(value, choice)
             except TypeError:
-                continue
+                if choice is type(value):  # nearly right: what is wrong is not its type
+                    raise
         raise TypeError(f"must be {_name(hint)}")
     if value is None and hint is type(None):
         return None
