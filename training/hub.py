@@ -64,7 +64,7 @@ def _fetched(name: str) -> Path:
         fix = "ask for access on its page, and set HF_TOKEN"
         raise _NotFetched(f"is gated: its owner has to let you in; {fix}") from error
     except errors.LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no answer"
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no useful answer"
         cause = f"the hub is not reached ({why}), and it is not in the cache"
         raise _NotFetched(f"{cause}; {offline}") from error
     except errors.RepositoryNotFoundError as error:
