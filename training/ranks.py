@@ -283,7 +283,9 @@ def meet(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
         return _sweep.begin_job(), _sweep.rank, _sweep.world_size
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        if not _met:  # of one process; the main rank may have the store, and others are using it
+            _met.append(next(dist.rendezvous("env://", timeout=limit)))
+        store, rank, world_size = _met[0]
         return fresh(store, rank, world_size, limit), rank, world_size
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
@@ -396,6 +398,7 @@ class Sweep:
 
 
 _sweep = Sweep()
+_met: list[tuple[dist.Store, int, int]] = []  # as of rendezvous
 
 
 def begin_sweep(value: str, timeout: int) -> str:

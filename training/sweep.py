@@ -181,7 +181,7 @@ class Sweep:
         from training import ranks
 
         try:
-            told = ranks.end_job(job.number, [job.code, job.line, job.lost], bool(self.stopped))
+            told = ranks.end_job([job.code, job.line, job.lost], bool(self.stopped))
         except LostPeer as error:
             self.lost = str(error)
             job.code, job.line = job.code or 4, job.line or str(error)
