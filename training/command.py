@@ -159,9 +159,9 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> "Plan":
         variants[key] = values
         intervals += [(key, text.partition("=")[2])] * is_interval
     count = math.prod(map(len, variants.values()))
-    if count > MOST_OVERRIDES and not problems:
+    if count > MOST_OVERRIDES:
         fix = "sweep over fewer, or let a sweeper draw: hydra/sweeper=optuna"
-        problems.append(("command line", NO_VALUE, f"stands for {count:,} runs", fix))
+        refuse([*problems, ("command line", NO_VALUE, f"stands for {count:,} runs", fix)])
     fixed_name = [v[0] for key, v in variants.items() if key == "name" and len(v) == 1]
     if fixed_name and count > 1:
         fix = "leave it out, or give a name for each value; wandb.group=NAME holds them together"
@@ -443,6 +443,8 @@ def _dotted(tree, prefix: str = ""):
 
 
 def _unknown_choice(group: str, choice: str, choices: list[str]) -> Problem:
+    if (group, choice) == ("hydra/sweeper", "optuna"):
+        return (group, choice, "is not installed", "pip install hydra-optuna-sweeper")
     near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.8)
     fix = f"did you mean {group}={near[0]}?" if near else f"use one of {', '.join(choices)}"
     return (group, choice, f"no such {group}", fix)

@@ -239,7 +239,8 @@ def draw(rows: list[dict], names: list[str], metric: str) -> bytes:
         for axis in axes:
             axis.set_ylim(top=high + 0.04 * (high - low))
             axis.grid()
-        figure.legend(loc="outside right upper", fontsize=9, title=", ".join(_headings(names)))
+        title = _plain(", ".join(heading(name, names) for name in names))
+        figure.legend(loc="outside right upper", fontsize=9, title=title)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
     return picture.getvalue()
@@ -291,7 +292,6 @@ def _draw_curves(axis, rows: list[dict], names: list[str], colours: list) -> Non
                 values,
                 color=colour,
                 lw=1.2 if colour != PALE else 0.8,
-                alpha=0.9,
                 marker="o" if len(points) <= 12 else None,
                 ms=3,
                 zorder=2 if colour != PALE else 1,
@@ -306,15 +306,17 @@ def _label(rows: list[dict], index: int, names: list[str]) -> str | None:
     row = rows[index]
     what = ", ".join(_short(shown(value)) for value in row["settings"].values())
     what = what or f"{len(row['runs'])} runs"
-    return f"{what}:  {row['mean']:.4f}"
+    return _plain(f"{what}:  {row['mean']:.4f}")
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 28 else f"…{text[-27:]}"
 
 
-def _headings(names: list[str]) -> list[str]:
-    return [heading(name, names) for name in names]
+def _plain(text: str) -> str:
+    """A text that matplotlib takes as it is: no formula, and no name that it keeps to itself."""
+    text = text.replace("$", "\\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def _draw_ends(
@@ -341,7 +343,7 @@ def _draw_ends(
             style,
             color=INK,
             lw=0.9,
-            label=f"mean, {others}" if others and len(lines) > 1 else None,
+            label=_plain(f"mean, {others}") if others and len(lines) > 1 else None,
         )
     values = [row["settings"][varied] for row in rows]
     axis.set_xlabel(heading(varied, names))

@@ -21,6 +21,7 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +134,7 @@ class Sweep:
         except Exception as error:
             job.code, job.lost = exit_code_of(error), isinstance(error, LostPeer)
             job.line = _told(error)
+            _let_go(error)
         except SystemExit as stopped:
             self.stopped = job.code = exit_code_of(stopped)
         except KeyboardInterrupt:
@@ -358,6 +360,13 @@ def _key(override: str) -> str:
 def _in_letters(text: str) -> str:
     """As the name of a run may have it."""
     return re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", text).strip("-.,=+")
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of what the error's frames hold: a model, and the connections for which others wait."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _clean_up() -> None:
