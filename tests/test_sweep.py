@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import TEXT, TINY
+from conftest import REPOSITORY, TEXT, TINY
 from known_runs import rows
 from PIL import Image
 
@@ -20,6 +20,7 @@ from training import command, directory, sweep
 from training.command import check_sweep, compose
 from training.config import ConfigError
 from training.errors import OutOfMemory
+from training.tracker import Tracker, WandbConfig, last_wandb_id
 
 SHORT = (
     *TINY,
@@ -367,7 +368,8 @@ def test_torchrun_that_starts_anew_goes_on_with_its_sweep(tmp_path, monkeypatch)
             r"seed=interval\(1,5\): an interval is no list.*=optuna",
         ),
         (["seed=interval(-5,5)"], "seed=-5: must be from 0"),
-        (["hydra.sweeper.params={seed:'1,2'}"], "hydra.sweeper.params: values stand elsewhere"),
+        (["hydra.sweeper.params={seed:'1,2'}"], r"hydra.sweeper.params=.*: values stand elsewhere"),
+        (["+hydra.sweeper.custom_search_space=os.system"], "hydra.sweeper.custom_search_space=os"),
         (["hydra/sweeper=optuna"], "hydra/sweeper=optuna: .* pip install hydra-optuna-sweeper$"),
         (["hydra.sweep.dir=text.txt"], "hydra.sweep.dir=text.txt: cannot be made .*; give another"),
     ],
@@ -404,3 +406,44 @@ def test_only_one_process_may_search(monkeypatch):
     ]
     monkeypatch.delenv("WORLD_SIZE")
     assert len(command._check_sweeper(hydra, [])) == 2
+
+
+# ------------------------------------------------------------------------------- a sweep of W&B's
+
+AGENT = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
+
+
+def test_the_agents_command_is_one_of_ours(swept):
+    """Filled in by W&B's own code, with both ends or all values of each parameter; every name is
+    that of a setting, or composing refuses it."""
+    from wandb.sdk.launch.sweeps import utils
+
+    folder, *_ = swept
+    for end in ("min", "max"):
+        values = {
+            key: {"value": how[end] if end in how else how["values"][-1]}
+            for key, how in AGENT["parameters"].items()
+        }
+        arguments = utils.create_sweep_command_args({"args": values})
+        command, filled = utils.make_launch_sweep_entrypoint(arguments, list(AGENT["command"]))
+        at = command.index("${program}")
+        assert command[:at] == ["${env}", "torchrun", "--standalone", "--nproc_per_node=1"]
+        settings = compose([*command[at + 1 :], *filled])
+        assert settings.optimizer.lr == AGENT["parameters"]["optimizer.lr"][end]
+        assert (settings.seed, settings.model.dropout) == (2, 0.2)
+    assert (REPOSITORY / AGENT["program"]).is_file()
+    _, found = results_of(folder)
+    assert AGENT["metric"]["name"] in rows(folder / "runs" / found["jobs"][-1]["run"])[-1]
+
+
+def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
+    """The agent gives each trial its id on W&B, in the environment, and waits for that one. Of
+    several ranks the main one alone has a tracker."""
+    monkeypatch.setenv("WANDB_SWEEP_ID", "thesweep")
+    monkeypatch.setenv("WANDB_RUN_ID", "thetrial")
+    tracker = Tracker(WandbConfig(mode="offline"), tmp_path, {"optimizer": {"lr": 1e-3}})
+    try:
+        assert (tracker.run_id, tracker.run.sweep_id) == ("thetrial", "thesweep")
+    finally:
+        tracker.finish()
+    assert last_wandb_id(tmp_path) == "thetrial"

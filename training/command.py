@@ -71,6 +71,14 @@ BLANKS = "write key=value without blanks, or with quotes around it: 'key=some wo
 # Of Hydra's own settings those that a multirun has a use for. The others would do nothing, or run
 # code (callbacks, the factories of a logging configuration), or write secrets down (env_set).
 OF_SWEEPS = ("hydra.sweep", "hydra.sweeper", "hydra.launcher")
+# Where a sweeper would take its values from, too, unchecked; the last one names code.
+ELSEWHERE = tuple(
+    f"hydra.sweeper.{key}" for key in ("params", "search_space", "custom_search_space")
+)
+VALUES_ELSEWHERE = (
+    "values stand elsewhere",
+    "give them on the command line, such as optimizer.lr=1e-3,3e-4",
+)
 HYDRA_NOTES = ("overrides", "runtime", "mode", "searchpath")  # on a composition
 NOT_HYDRAS = (
     "is Hydra's own and not for use here",
@@ -236,10 +244,9 @@ def _check_sweeper(hydra: "DictConfig", intervals: list[tuple[str, str]]) -> lis
         cause = f"each of the {ranks} ranks would draw values of its own"
         fix = "give lists of values, or use a sweep of W&B's (docs/sweeps.md)"
         problems.append(("hydra/sweeper", sweeper, cause, fix))
-    for key in ("params", "search_space", "custom_search_space"):
-        if hydra.sweeper.get(key) is not None:
-            fix = "give them on the command line, such as optimizer.lr=1e-3,3e-4"
-            problems.append((f"hydra.sweeper.{key}", NO_VALUE, "values stand elsewhere", fix))
+    for key in ELSEWHERE:  # in a file
+        if hydra.sweeper.get(key.rpartition(".")[2]) is not None:
+            problems.append((key, NO_VALUE, *VALUES_ELSEWHERE))
     return problems
 
 
@@ -400,6 +407,8 @@ def check_names(
                     good.append((key, text))
                 else:
                     problems.append(_unknown_choice(key, value, choices))
+            elif key.startswith(ELSEWHERE):
+                problems.append((key, value, *VALUES_ELSEWHERE))
             elif key.startswith("hydra.sweep.") and key not in keys:
                 problems.append(unknown_key(key, value, [k for k in keys if "hydra.sweep." in k]))
             else:
