@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 import train
 from scripts import compare
 from training import command, directory, sweep
-from training.command import check_sweep, compose
+from training.command import check_sweep, compose, parse
 from training.config import ConfigError
 from training.errors import OutOfMemory
 from training.tracker import Tracker, WandbConfig, last_wandb_id
@@ -308,7 +309,7 @@ def test_a_signal_between_two_jobs_ends_the_sweep(place, monkeypatch):
 
 def named(folder, keys, *jobs):
     """What the runs of a sweep's jobs are called."""
-    made = sweep.Sweep(sweep.Plan(list(keys), len(jobs), Path(folder), True, 60), ["train.py"])
+    made = sweep.Sweep(sweep.Plan(list(keys), len(jobs), Path(folder), True, 60), [], [], [])
     for number, overrides in enumerate(jobs, start=1):
         made.jobs.append(sweep.Job(number, overrides, overrides))
         made.jobs[-1].name = made._name(made.jobs[-1])
@@ -334,7 +335,7 @@ def test_names_say_the_values_and_are_names():
 def test_two_sweeps_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
     plan = sweep.Plan([], 1, tmp_path / "multirun" / "2026", False, 60)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    made = [sweep.Sweep(plan, []) for _ in range(3)]
+    made = [sweep.Sweep(plan, [], [], []) for _ in range(3)]
     for one in made:
         one.begin()
     assert [one.name for one in made] == ["2026", "2026_2", "2026_3"]
@@ -343,12 +344,12 @@ def test_two_sweeps_of_one_second_have_folders_of_their_own(tmp_path, monkeypatc
 def test_torchrun_that_starts_anew_goes_on_with_its_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "_opened", [])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "this one")
-    first = sweep.Sweep(sweep.Plan([], 1, tmp_path / "multirun" / "2026", False, 60), [])
+    first = sweep.Sweep(sweep.Plan([], 1, tmp_path / "multirun" / "2026", False, 60), *3 * [[]])
     first.begin()
-    again = sweep.Sweep(sweep.Plan([], 1, tmp_path / "multirun" / "2027", False, 60), [])
+    again = sweep.Sweep(sweep.Plan([], 1, tmp_path / "multirun" / "2027", False, 60), *3 * [[]])
     again.begin()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    other = sweep.Sweep(sweep.Plan([], 1, tmp_path / "multirun" / "2028", False, 60), [])
+    other = sweep.Sweep(sweep.Plan([], 1, tmp_path / "multirun" / "2028", False, 60), *3 * [[]])
     other.begin()
     assert [one.name for one in (first, again, other)] == ["2026", "2026", "2028"]
 
@@ -447,3 +448,25 @@ def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
     finally:
         tracker.finish()
     assert last_wandb_id(tmp_path) == "thetrial"
+
+
+# ----------------------------------------------------------------------------------- the page
+
+
+def test_every_command_of_the_page_is_valid():
+    page = (REPOSITORY / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    lines = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    counts = []
+    for words in lines:
+        if "train.py" in words:
+            overrides = words[words.index("-m") + 1 :]
+            if "hydra/sweeper=optuna" in overrides:  # installed for tests/campaign_extras.py alone
+                overrides = [text for text in overrides if "sweeper" not in text]
+                overrides[-1] = "optimizer.lr=1e-4,1e-2"
+            counts.append(check_sweep(overrides, None).count)
+        elif "scripts.compare" in words:
+            assert parse(compare.CompareConfig, words[3:]).plot == "all.png"
+    assert counts == [9, 9, 4, 2]
+    for target in re.findall(r"\]\(([^)#]+)\)", page):
+        assert (REPOSITORY / "docs" / target).exists(), target

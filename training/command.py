@@ -503,7 +503,7 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
                     _hydra_main(begin)
                 return
             if args.multirun:
-                _sweep(begin, check_sweep(args.overrides, args.config_dir))
+                _sweep(begin, args.overrides, check_sweep(args.overrides, args.config_dir))
                 return
             settings = compose(args.overrides, args.config_dir)
             if args.cfg:
@@ -561,7 +561,7 @@ def _settings_of(config: "DictConfig") -> Settings:
     return settings
 
 
-def _sweep(run: Callable[[Settings], None], plan: "Plan") -> None:
+def _sweep(run: Callable[[Settings], None], overrides: list[str], plan: "Plan") -> None:
     """The jobs of a multirun, one after the other, and what came out of them."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -570,7 +570,8 @@ def _sweep(run: Callable[[Settings], None], plan: "Plan") -> None:
     from training.sweep import Sweep
 
     refuse(check_launch() if launched() else [])
-    sweep = Sweep(plan, [*started_by(), *sys.argv])
+    options = [text for text in sys.argv[1:] if text not in overrides]
+    sweep = Sweep(plan, [*started_by(), sys.argv[0]], options, overrides)
 
     def task(config) -> float:
         hydra = HydraConfig.get()

@@ -71,10 +71,11 @@ class Job:
 class Sweep:
     """Counts the jobs, names their runs, outlives their failures, and sums them up at the end."""
 
-    def __init__(self, plan: Plan, started: list[str]):
-        """started: the command that began it."""
+    def __init__(self, plan: Plan, program: list[str], options: list[str], overrides: list[str]):
+        """The rest is the command that began it."""
         self.plan = plan
-        self.started = started
+        self.program, self.options = program, options
+        self.started = [*program, *options, *overrides]
         self.jobs: list[Job] = []
         self.stopped = 0  # the exit code of a signal that has ended it
         self.lost: str | None = None  # why the ranks could not go on
@@ -262,10 +263,8 @@ class Sweep:
         given = {_key(text) for text in job.overrides}
         own = [("name", job.name), ("wandb.group", self.name)]
         own = [f"{key}={value}" for key, value in own if value and key not in given]
-        program = [word for word in self.started if word not in ("-m", "--multirun")]
-        words = program[: 1 + next(i for i, word in enumerate(program) if word.endswith(".py"))]
-        options = [word for word in program[len(words) :] if word.startswith("--config-dir")]
-        return [*words, *options, *job.overrides, *own]
+        options = [word for word in self.options if word not in ("-m", "--multirun")]
+        return [*self.program, *options, *job.overrides, *own]
 
     def started_again(self) -> list[str]:
         """The command that goes on with the sweep: jobs that are done are not done again."""
