@@ -7,7 +7,7 @@ ARGS ?=
 FAULTS := $(wildcard tests/test_*fault*.py) tests/test_bad_input.py tests/test_security.py \
     tests/test_fuzz.py tests/test_rows.py
 
-.PHONY: train test campaign audit lint format clean
+.PHONY: train test campaign extras audit lint format clean
 
 train: $(VENV)/train  ## train GPT-2 small on the sample; more settings: make train ARGS="seed=1"
 	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)
@@ -24,6 +24,14 @@ campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
 	    $(VENV)/bin/python -m pytest -n 2 $(FAULTS) $(ARGS)
 	$(VENV)/bin/python tests/tally.py campaign.jsonl benchmarks/results/reliability.json
+
+# In an environment of its own: these packages bring many others along, at versions of their choice,
+# and neither training nor the tests need any of them.
+extras:  ## what works with packages that are optional: Optuna, lm-eval; needs the network once
+	$(PYTHON) -m venv $(VENV)/extras
+	$(VENV)/extras/bin/pip install -q --disable-pip-version-check -r requirements.txt pytest \
+	    hydra-optuna-sweeper lm-eval
+	$(VENV)/extras/bin/python -m pytest tests/campaign_extras.py $(ARGS)
 
 # In an environment of its own, so that what is installed is what is audited. --strict: a package
 # that the service does not know is a failure, not a pass. torch's "+cpu" is no version of PyPI's.

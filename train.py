@@ -34,6 +34,9 @@ if typing.TYPE_CHECKING:
     from lens import Look
 
 
+SWEEPING = {"-m", "--multirun"}  # on the command line
+
+
 class Trainer:
     """One training run: its parts, and the loop that they are for.
 
@@ -680,14 +683,16 @@ class Trainer:
         name = signal.Signals(number).name
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
         if self.parallel.is_main:
-            print(f"{where}; {self.way_to_go_on()}", file=sys.stderr)
+            # Of a sweep the way is told at its end.
+            way = "" if SWEEPING & set(sys.argv[1:]) else f"; {self.way_to_go_on()}"
+            print(f"{where}{way}", file=sys.stderr)
         sys.exit(exit_code(number))
 
     def way_to_go_on(self) -> str:
         """What to do after a stop."""
-        if {"-m", "--multirun"} & set(sys.argv[1:]):  # which knows the settings of all jobs only
-            return f"go on with this job's own settings and trainer.resume={self.folder}"
         arguments = [a for a in sys.argv[1:] if not a.startswith("trainer.resume=")]
+        if SWEEPING & set(sys.argv[1:]):
+            return "give this job's command again"
         if self.settings.name is None:
             arguments.append(f"trainer.resume={self.folder}")
         command = shlex.join([*self.parallel.command, sys.argv[0], *arguments])

@@ -15,10 +15,11 @@ from pathlib import Path
 from training.command import settings_command
 from training.config import Problem, refuse
 from training.errors import words
+from training.results import INK, STYLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
-OURS, OTHERS, INK, GRID = "#0b6e99", "#b8bfc6", "#24292f", "#e6e8eb"
+OURS, OTHERS = "#0b6e99", "#b8bfc6"
 COLOURS = {"adamw": "#c2571a", "muon": OURS}
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
@@ -88,21 +89,7 @@ def pyplot():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(
-        {
-            "font.size": 10,
-            "text.color": INK,
-            "axes.edgecolor": INK,
-            "axes.labelcolor": INK,
-            "xtick.color": INK,
-            "ytick.color": INK,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.axisbelow": True,
-            "grid.color": GRID,
-            "legend.frameon": False,
-        }
-    )
+    plt.rcParams.update(STYLE)
     return plt
 
 

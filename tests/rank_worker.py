@@ -50,9 +50,9 @@ def replaced(owner, name: str, value):
         setattr(owner, name, real)
 
 
-def happens(what: str, rank: int, after: int | None = None):
+def happens(what: str, rank: int, after: int | None = None, strategy: str | None = None):
     """On one rank something happens: a signal by its name, or an error, once `after` steps are
-    done; without a number, where the data are loaded."""
+    done; without a number, where the data are loaded. strategy: only in such a run of a sweep."""
 
     def act():
         if what.startswith("SIG"):
@@ -62,7 +62,8 @@ def happens(what: str, rank: int, after: int | None = None):
 
     def step(real):
         def wrapper(trainer):
-            if (RANK, trainer.state.step) == (rank, after):
+            here = strategy in (None, trainer.settings.parallel.strategy)
+            if here and (RANK, trainer.state.step) == (rank, after):
                 act()
             return real(trainer)
 

@@ -79,7 +79,7 @@ def test_imports_go_down_only(path):
         ("wandb", {"training.tracker"}),
         ("hydra", {"training.command"}),
         ("omegaconf", {"training.command", "train"}),
-        ("matplotlib", {"lens.heatmap", "scripts.plots"}),
+        ("matplotlib", {"lens.heatmap", "scripts.plots", "training.results"}),
         ("transformers", {"training.hf", "scripts.contenders"}),
         ("tiktoken", {"data", "tokens.tokenizers"}),
         ("gigatoken", {"tokens.encoding"}),

@@ -127,7 +127,11 @@ def two(folder):
     (folder / "in_lost_text").mkdir()
     (folder / "in_lost_text" / "text0.txt").write_text("one text, " * 500)
     fails = {"what": "broken disk", "rank": 1}
+    breaks = {"what": "broken memory", "rank": 1, "after": 2, "strategy": "ddp"}
+    sweep = ("parallel=ddp,fsdp", "trainer.batch_size=8,9", *BRIEF)
     scenarios += [
+        apart("sweep", *sweep, first=["-m"], happens=breaks),
+        apart("searching", "parallel=ddp", "seed=interval(1,9)", first=["-m"]),
         apart("multirun", "parallel=ddp", *OFFLINE, "seed=1,2", first=["-m"]),
         apart("mistyped", "paralel=ddp"),
         apart("uneven", "parallel=ddp", "trainer.batch_size=9"),
@@ -330,6 +334,41 @@ def test_a_multirun_leaves_one_run_for_each_value(two, folder):
         assert len(list(run.glob("wandb/offline-run-*"))) == 1
     assert len(list((folder / "in_multirun" / "multirun").iterdir())) == 1
     assert len(list((folder / "in_multirun" / "multirun").rglob("multirun.yaml"))) == 1
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_a_sweep_goes_on(two, folder):
+    """In the midst of training, where the other one waits for it; and before it on both."""
+    assert two.codes("sweep") == [4, 4]
+    main, other = two.errors("sweep")
+    assert other == ""
+    told = [line for line in main.splitlines() if " failed: " in line]
+    assert [line.partition(" failed: ")[0] for line in told] == [f"job {n} of 4" for n in (1, 3, 4)]
+    assert ": RuntimeError: broken memory; " in told[0]
+    assert told[0].endswith("(on rank 1)")
+    assert ": trainer.batch_size=9: cannot be shared out evenly over 2 ranks; " in told[1]
+    begun, whole = runs_in(folder / "in_sweep")
+    assert whole.name.endswith("_batch_size=8,parallel=fsdp")
+    check_same_course(whole, folder / "runs" / "brief")
+    check_same_tensors(last(whole), last(folder / "runs" / "brief"))
+    (sweep,) = (folder / "in_sweep" / "multirun").iterdir()
+    assert begun.name == f"{sweep.name}_batch_size=8,parallel=ddp"
+    assert f"run directory    runs/{whole.name}\n" in two.said("sweep", 0, "out")
+    assert f"results          multirun/{sweep.name}/results.md" in two.said("sweep", 0, "out")
+    assert two.said("sweep", 1, "out") == ""
+    again = [line for line in main.splitlines() if line.startswith("    again: ")]
+    assert len(again) == 3
+    assert all(
+        line.startswith("    again: torchrun --nproc_per_node=2 train.py ") for line in again
+    )
+
+
+def test_ranks_do_not_draw_values_each_by_itself(two):
+    assert two.codes("searching") == [2, 2]
+    line, other = two.errors("searching")
+    assert (line.partition(";")[0], other) == (
+        "seed=interval(1,9): an interval is no list of values",
+        "",
+    )
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import functools
 import gc
 import inspect
 import itertools
+import math
 import os
 import re
 import sys
@@ -47,6 +48,8 @@ from training.terminal import visible
 if typing.TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from training.sweep import Plan
+
 # Settings whose value is free text: taken as typed, commas, brackets, digits and all.
 FREE_TEXT = {
     "name",
@@ -68,6 +71,14 @@ BLANKS = "write key=value without blanks, or with quotes around it: 'key=some wo
 # Of Hydra's own settings those that a multirun has a use for. The others would do nothing, or run
 # code (callbacks, the factories of a logging configuration), or write secrets down (env_set).
 OF_SWEEPS = ("hydra.sweep", "hydra.sweeper", "hydra.launcher")
+# Where a sweeper would take its values from, too, unchecked; the last one names code.
+ELSEWHERE = tuple(
+    f"hydra.sweeper.{key}" for key in ("params", "search_space", "custom_search_space")
+)
+VALUES_ELSEWHERE = (
+    "values stand elsewhere",
+    "give them on the command line, such as optimizer.lr=1e-3,3e-4",
+)
 HYDRA_NOTES = ("overrides", "runtime", "mode", "searchpath")  # on a composition
 NOT_HYDRAS = (
     "is Hydra's own and not for use here",
@@ -86,6 +97,13 @@ def compose(
     sweeping: for a job of a multirun, where some of Hydra's own settings mean something.
     Raises ConfigError listing every problem.
     """
+    return _composed(overrides, config_dir, sweeping)[0]
+
+
+def _composed(
+    overrides: list[str], config_dir: str | None, sweeping: bool
+) -> tuple[Settings, "DictConfig"]:
+    """The settings, and Hydra's own beside them."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -123,7 +141,7 @@ def compose(
     if not problems and not more:
         settings, more = build(values)
     refuse(problems + more)
-    return settings
+    return settings, config.hydra
 
 
 @functools.cache
@@ -134,41 +152,102 @@ def _shipped() -> "DictConfig":
     return hydra_compose("config", return_hydra_config=True)
 
 
-def check_sweep(overrides: list[str], config_dir: str | None) -> None:
-    """Checks every value that a multirun will try, before its first job starts.
+def check_sweep(overrides: list[str], config_dir: str | None) -> "Plan":
+    """Checks every value that a multirun will try, before its first job starts; what it is to do.
 
-    Each swept value is composed with the first of the others. Raises ConfigError with all problems.
+    Each swept value is composed with the first of the others; of an interval, from which a sweeper
+    draws, its two ends. Raises ConfigError with all problems.
     """
+    problems: list[Problem] = []
+    variants: dict[str, list[str]] = {}  # for each key, the overrides it stands for
+    intervals = []
+    for text in overrides:
+        key, values, is_interval = _values(text, problems)
+        variants.pop(key, None)  # of a key that is given twice the last one counts
+        variants[key] = values
+        intervals += [(key, text.partition("=")[2])] * is_interval
+    count = math.prod(map(len, variants.values()))
+    if count > MOST_OVERRIDES:
+        fix = "sweep over fewer, or let a sweeper draw: hydra/sweeper=optuna"
+        refuse([*problems, ("command line", NO_VALUE, f"stands for {count:,} runs", fix)])
+    fixed_name = [v[0] for key, v in variants.items() if key == "name" and len(v) == 1]
+    if fixed_name and count > 1:
+        fix = "leave it out, or give a name for each value; wandb.group=NAME holds them together"
+        problems.append((fixed_name[0], NO_VALUE, "several runs cannot share one directory", fix))
+    first, composed = [values[0] for values in variants.values()], None
+    for place, values in enumerate(variants.values()):
+        for value in values if len(values) > 1 or place == 0 else []:
+            tried = [*first[:place], value, *first[place + 1 :]]
+            try:
+                composed = _composed(tried, config_dir, sweeping=True)
+            except ConfigError as error:
+                problems += [problem for problem in error.problems if problem not in problems]
+    if composed is None and not problems:  # `python train.py -m`: a sweep of one job
+        composed = _composed(first, config_dir, sweeping=True)
+    refuse(problems)
+    settings, hydra = composed
+    refuse(_check_sweeper(hydra, intervals))
+    from training.sweep import Plan
+
+    swept = [key for key, values in variants.items() if len(values) > 1]
+    searches = hydra.sweeper.get("n_trials")
+    return Plan(
+        keys=[key for key in swept if not key.startswith("hydra")],
+        count=count if searches is None else searches,
+        folder=Path(hydra.sweep.dir),
+        is_chosen="hydra.sweep.dir" in variants,
+        timeout=settings.parallel.timeout,
+    )
+
+
+def _values(text: str, problems: list[Problem]) -> tuple[str, list[str], bool]:
+    """(The key of an override, the overrides that it stands for, whether it is an interval of which
+    these are the ends). Adds to the problems those that composing would not find."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    problems: list[Problem] = []
-    variants: list[list[str]] = []  # for each override, the overrides it stands for
-    for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-            sweeps = override.is_sweep_override()
-            choices = override.sweep_string_iterator() if sweeps else []
-            choices = list(itertools.islice(choices, MOST_OVERRIDES + 1))
-        except (HydraException, TypeError, ValueError, RecursionError):
-            choices = []  # no override at all, named by compose; or an interval, which has no list
-        if len(choices) > MOST_OVERRIDES:
-            cause = f"stands for more than {MOST_OVERRIDES:,} runs"
-            problems.append((override.key_or_group, NO_VALUE, cause, "sweep over fewer"))
-            choices = choices[:1]
-        variants.append([f"{override.key_or_group}={c}" for c in choices] or [text])
-    fixed_name = [v[0] for v in variants if v[0].lstrip("+").startswith("name=") and len(v) == 1]
-    if fixed_name and any(len(values) > 1 for values in variants):
-        fix = "leave it out, or give a name for each value; wandb.group=NAME holds them together"
-        problems.append((fixed_name[0], NO_VALUE, "several runs cannot share one directory", fix))
-    first = [values[0] for values in variants]
-    for place, values in enumerate(variants):
-        for value in values if len(values) > 1 or place == 0 else []:
-            try:
-                compose([*first[:place], value, *first[place + 1 :]], config_dir, sweeping=True)
-            except ConfigError as error:
-                problems += [problem for problem in error.problems if problem not in problems]
-    refuse(problems)
+    try:
+        override = OverridesParser.create().parse_override(text)
+        key = override.key_or_group
+        if override.is_interval_sweep():
+            ends = override.value()
+            return key, [f"{key}={ends.start}", f"{key}={ends.end}"], True
+        choices = override.sweep_string_iterator() if override.is_sweep_override() else []
+        choices = list(itertools.islice(choices, MOST_OVERRIDES + 1))
+    except (HydraException, TypeError, ValueError, RecursionError, AssertionError):
+        return text, [text], False  # no override at all, named by compose
+    if len(choices) > MOST_OVERRIDES:
+        cause = f"stands for more than {MOST_OVERRIDES:,} runs"
+        problems.append((key, NO_VALUE, cause, "sweep over fewer"))
+        choices = choices[:1]
+    twice = [choice for place, choice in enumerate(choices) if choice in choices[:place]]
+    for choice in dict.fromkeys(twice):
+        problems.append((key, choice, "stands there twice", "give each value once"))
+    return key, [f"{key}={choice}" for choice in choices] or [text], False
+
+
+def _check_sweeper(hydra: "DictConfig", intervals: list[tuple[str, str]]) -> list[Problem]:
+    """What does not fit the way a sweep chooses its values."""
+    sweeper, launcher = (hydra.runtime.choices[f"hydra/{what}"] for what in ("sweeper", "launcher"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    problems = []
+    if launcher != "basic":
+        cause = "the jobs of a sweep run one after the other, in this process"
+        fix = "leave it out; to share them out over machines, see docs/sweeps.md"
+        problems.append(("hydra/launcher", launcher, cause, fix))
+    if sweeper == "basic":
+        fix = "give values, such as 1e-3,3e-4, or add hydra/sweeper=optuna"
+        problems += [
+            (key, text, "an interval is no list of values", fix) for key, text in intervals
+        ]
+    elif ranks > 1:
+        cause = f"each of the {ranks} ranks would draw values of its own"
+        fix = "give lists of values, or use a sweep of W&B's (docs/sweeps.md)"
+        problems.append(("hydra/sweeper", sweeper, cause, fix))
+    for key in ELSEWHERE:  # in a file
+        if hydra.sweeper.get(key.rpartition(".")[2]) is not None:
+            problems.append((key, NO_VALUE, *VALUES_ELSEWHERE))
+    return problems
 
 
 def register_resolvers() -> None:
@@ -328,6 +407,8 @@ def check_names(
                     good.append((key, text))
                 else:
                     problems.append(_unknown_choice(key, value, choices))
+            elif key.startswith(ELSEWHERE):
+                problems.append((key, value, *VALUES_ELSEWHERE))
             elif key.startswith("hydra.sweep.") and key not in keys:
                 problems.append(unknown_key(key, value, [k for k in keys if "hydra.sweep." in k]))
             else:
@@ -371,6 +452,8 @@ def _dotted(tree, prefix: str = ""):
 
 
 def _unknown_choice(group: str, choice: str, choices: list[str]) -> Problem:
+    if (group, choice) == ("hydra/sweeper", "optuna"):
+        return (group, choice, "is not installed", "pip install hydra-optuna-sweeper")
     near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.8)
     fix = f"did you mean {group}={near[0]}?" if near else f"use one of {', '.join(choices)}"
     return (group, choice, f"no such {group}", fix)
@@ -420,11 +503,7 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
                     _hydra_main(begin)
                 return
             if args.multirun:
-                check_sweep(args.overrides, args.config_dir)
-                with tempfile.TemporaryDirectory() as unseen:
-                    if os.environ.get("RANK", "0") != "0":  # Hydra's record is the main rank's
-                        sys.argv.append(f"hydra.sweep.dir={unseen}")
-                    _hydra_main(begin)
+                _sweep(begin, args.overrides, check_sweep(args.overrides, args.config_dir))
                 return
             settings = compose(args.overrides, args.config_dir)
             if args.cfg:
@@ -459,18 +538,78 @@ def _refuse_options(message: str) -> None:
 
 
 def _hydra_main(run: Callable[[Settings], None]) -> None:
+    def task(config) -> None:
+        with errors_in_one_line(debug=config.debug is True):
+            run(_settings_of(config))
+
+    _hydra(task)
+
+
+def _hydra(task: Callable[["DictConfig"], object]) -> None:
     import hydra
-    from omegaconf import OmegaConf
 
     register_resolvers()
-
-    def task(config) -> None:
-        settings, problems = build(OmegaConf.to_container(config, resolve=True))
-        with errors_in_one_line(debug=config.debug is True):
-            refuse(problems)
-            run(settings)
-
     hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")(task)()
+
+
+def _settings_of(config: "DictConfig") -> Settings:
+    """Of a composition of Hydra's; ConfigError lists every problem."""
+    from omegaconf import OmegaConf
+
+    settings, problems = build(OmegaConf.to_container(config, resolve=True))
+    refuse(problems)
+    return settings
+
+
+def _sweep(run: Callable[[Settings], None], overrides: list[str], plan: "Plan") -> None:
+    """The jobs of a multirun, one after the other, and what came out of them."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from training.parallel import check_launch, launched, started_by
+    from training.signals import handled, raise_exit
+    from training.sweep import Sweep
+
+    refuse(check_launch() if launched() else [])
+    options = [text for text in sys.argv[1:] if text not in overrides]
+    sweep = Sweep(plan, [*started_by(), sys.argv[0]], options, overrides)
+
+    def task(config) -> float:
+        hydra = HydraConfig.get()
+        with sweep.job(hydra.job.num, list(hydra.overrides.task)) as job:
+            try:
+                settings = _settings_of(config)
+                sweep.settle(job, settings)
+                run(settings)
+            except Exception as error:
+                if config.debug is True:
+                    traceback.print_exception(error)
+                raise
+        return sweep.objective(job)
+
+    # Else Hydra tells what goes wrong in a sweeper by a traceback of its own.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    arguments = sys.argv[:]
+    with handled(raise_exit), tempfile.TemporaryDirectory() as unseen:
+        sweep.begin()
+        # Hydra's record of the sweep is the main rank's.
+        folder = str(sweep.folder) if sweep.is_main else unseen
+        sys.argv.append(f"hydra.sweep.dir={_escaped(folder)}")
+        try:
+            _hydra(task)
+        except SystemExit as stopped:
+            if stopped.code in (130, 143):  # perhaps between two jobs
+                sweep.stopped = stopped.code
+        except Exception as error:
+            if not sweep.jobs:
+                cause = f"cannot be used ({one_line(error)})"
+                fix = "see its documentation"
+                raise ConfigError([("hydra/sweeper", NO_VALUE, cause, fix)]) from error
+            sweep.lost = f"hydra/sweeper: {one_line(error)}"
+        finally:
+            sys.argv[:] = arguments
+    sweep.conclude()
+    if sweep.exit_code:
+        sys.exit(sweep.exit_code)
 
 
 def settings_command(schema: type) -> Callable:

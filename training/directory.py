@@ -166,6 +166,18 @@ def was_cut_off(run: Path, by_slurm: bool = True) -> bool:
     return any(before.get(key) == now[key] for key in keys & now.keys())
 
 
+def mark_sweep(folder: Path) -> None:
+    """Notes in a sweep's directory what has started it; before its first run."""
+    if launch := _launch():
+        write_whole(folder / MARK, json.dumps(launch).encode())
+
+
+def sweep_before_restart(sweeps: Path) -> Path | None:
+    """The sweep's directory that torchrun began this one in before, if it did."""
+    marks = sorted(sweeps.glob(f"*/{MARK}"))
+    return next((m.parent for m in marks if was_cut_off(m.parent, by_slurm=False)), None)
+
+
 def name_before_restart() -> str | None:
     """The name of the run that this one was before torchrun started the processes anew.
 

@@ -300,12 +300,24 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def started_by() -> list[str]:
+    """The program that started this process, with what makes another start equal."""
+    if not launched():
+        return ["python"]
+    ranks = int(os.environ["WORLD_SIZE"])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    nodes = [f"--nnodes={ranks // here}", "..."] if here < ranks else []
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    again = [f"--max-restarts={restarts}"] if restarts != "0" else []
+    return ["torchrun", *nodes, f"--nproc_per_node={here}", *again]
+
+
 def check(config: ParallelConfig, device: str, batch_size: int) -> list[tuple]:
     """What of the way the command was started does not fit: (key, value, cause, fix) each.
 
     batch_size: windows per optimizer step over all ranks.
     """
-    if launched() and (problems := _check_launch()):
+    if launched() and (problems := check_launch()):
         return problems
     ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
     strategy, key = config.strategy, "parallel"
@@ -323,7 +335,7 @@ def check(config: ParallelConfig, device: str, batch_size: int) -> list[tuple]:
     return found
 
 
-def _check_launch() -> list[tuple]:
+def check_launch() -> list[tuple]:
     """What the launcher has left out: (key, value, cause, fix)."""
     numbers = ("WORLD_SIZE", "RANK", "MASTER_PORT", *({"LOCAL_RANK"} & os.environ.keys()))
     for key in (*numbers, "MASTER_ADDR"):

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import gc
 import json
 import os
 import secrets
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import GPT, ModelConfig
 from training.errors import LostPeer, PeerError, one_line, words
-from training.parallel import Parallel
+from training.parallel import Parallel, started_by
 
 
 @dataclass
@@ -54,18 +55,14 @@ class DDP(Parallel):
                 world_size=world_size,
                 timeout=limit + grace,
             )
-            atexit.register(dist.destroy_process_group)  # not before: a sweep has further runs
+            atexit.register(leave)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.agreeing = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
         self.wrapped: DistributedDataParallel | None = None
 
     @property
     def command(self) -> list[str]:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        nodes = [f"--nnodes={self.world_size // here}", "..."] if here < self.world_size else []
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-        again = [f"--max-restarts={restarts}"] if restarts != "0" else []
-        return ["torchrun", *nodes, f"--nproc_per_node={here}", *again]
+        return started_by()
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.world_size} ranks ({self.strategy})"
@@ -183,7 +180,7 @@ class DDP(Parallel):
         if exit_code in (0, 143):
             with contextlib.suppress(RuntimeError):  # it is late to complain
                 self.largest(0)
-        elif self.device.type == "cuda":
+        elif self.device.type == "cuda" and _sweep.job == 0:
             atexit.register(_leave, exit_code)
 
 
@@ -272,12 +269,23 @@ def _leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
+def leave() -> None:
+    """Ends what the ranks have together, where they have anything. Whoever waits for this one gets
+    an error instead."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def meet(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """(A store that all ranks share, this rank, how many there are); LostPeer when they do not
     find each other within the time limit."""
+    if _sweep.store is not None:
+        return _sweep.begin_job(), _sweep.rank, _sweep.world_size
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        if not _met:  # of one process; the main rank may have the store, and others are using it
+            _met.append(next(dist.rendezvous("env://", timeout=limit)))
+        store, rank, world_size = _met[0]
         return fresh(store, rank, world_size, limit), rank, world_size
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
@@ -317,3 +325,112 @@ def fresh(store: dist.Store, rank: int, world_size: int, limit: datetime.timedel
                     word, silent = answer, set()
         time.sleep(0.01)
     return dist.PrefixStore(word, store)
+
+
+# ------------------------------------------------------------------------------------- a sweep
+
+
+@dataclass
+class Sweep:
+    """The jobs that the ranks of a sweep do one after the other (training/sweep.py).
+
+    Where one rank fails, the others are in the midst of a job and wait for it. So each job has a
+    process group of its own, which whoever fails leaves: the others get an error then. What they
+    agree on between two jobs they tell each other by the store, in which every job has its part.
+    """
+
+    store: dist.Store | None = None  # None: no sweep
+    rank: int = 0
+    world_size: int = 1
+    limit: datetime.timedelta = datetime.timedelta()
+    job: int = 0
+
+    def begin(self, value: str, limit: datetime.timedelta) -> str:
+        """The ranks meet, for all of the sweep. The main rank's value, on every rank."""
+        forget_sweep()
+        self.store, self.rank, self.world_size = meet(limit)
+        self.limit = limit
+        if self.rank == 0:
+            self.store.set("sweep", value)
+        return self.store.get("sweep").decode()
+
+    def begin_job(self) -> dist.Store:
+        """A part of the store for this job's process group, once all ranks have come to make it;
+        LostPeer when one has ended the job before, or does not come."""
+        self.store.set(f"begun/{self.job}/{self.rank}", "")
+
+        def one_has_ended() -> bool:
+            ranks = range(self.world_size)
+            return any(self.store.check([f"ended/{self.job}/{rank}"]) for rank in ranks)
+
+        self._wait("begun", one_has_ended)
+        return dist.PrefixStore(f"job/{self.job}", self.store)
+
+    def end_job(self, outcome: list, alone: bool) -> list[list]:
+        """What each rank says of the job, in their order, once it is over on all. alone: this one
+        is leaving, and does not wait for the others."""
+        failed = outcome[0] != 0
+        if failed and dist.is_initialized() and dist.get_backend() == "nccl":
+            # Nothing else ends what a GPU waits for in vain.
+            dist.distributed_c10d._abort_process_group()
+        leave()
+        gc.collect()  # what still holds a connection would keep the others waiting
+        self.store.set(f"ended/{self.job}/{self.rank}", json.dumps(outcome))
+        if alone:
+            return [outcome]
+        self._wait("ended", lambda: False)
+        told = [self.store.get(f"ended/{self.job}/{rank}") for rank in range(self.world_size)]
+        return [json.loads(value) for value in told]
+
+    def _wait(self, what: str, in_vain: Callable[[], bool]) -> None:
+        """Until all ranks have come so far."""
+        # Whoever waits in a collective does so for as long, and then comes here.
+        until = time.monotonic() + 2 * self.limit.total_seconds()
+        missing = list(range(self.world_size))
+        while missing:
+            missing = [r for r in missing if not self.store.check([f"{what}/{self.job}/{r}"])]
+            if missing and (in_vain() or time.monotonic() > until):
+                raise LostPeer(
+                    f"parallel.timeout={self.limit.seconds}: rank {missing[0]} is gone or did not "
+                    "answer; give the same command again"
+                )
+            time.sleep(0.01 if missing else 0)
+
+
+_sweep = Sweep()
+_met: list[tuple[dist.Store, int, int]] = []  # as of rendezvous
+
+
+def begin_sweep(value: str, timeout: int) -> str:
+    """Before the first job of a sweep; see Sweep.begin. timeout: in seconds."""
+    return _sweep.begin(value, datetime.timedelta(seconds=timeout))
+
+
+def begin_job(number: int) -> None:
+    _sweep.job = number
+
+
+def end_job(outcome: list, alone: bool) -> list[list]:
+    """Raises LostPeer when not all ranks come."""
+    try:
+        return _sweep.end_job(outcome, alone)
+    except dist.DistError as error:  # the main rank, which has the store, is gone
+        raise LostPeer(
+            f"parallel.timeout={_sweep.limit.seconds}: the ranks lost each other ({words(error)}); "
+            "give the same command again"
+        ) from error
+
+
+def end_sweep() -> None:
+    """After the last job; the main rank may have the store, so it waits for the others."""
+    if _sweep.store is None:
+        return
+    begin_job(_sweep.job + 1)
+    with contextlib.suppress(RuntimeError):
+        _sweep.end_job([0], alone=_sweep.rank > 0)
+
+
+def forget_sweep() -> None:
+    """What this process does next with other ranks is no part of a sweep."""
+    leave()
+    _sweep.store, _sweep.job = None, 0

@@ -1,7 +1,9 @@
 """Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C."""
 
+import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterator
 
 # What schedulers and people send. Slurm can be asked for SIGUSR1 some time before the end.
 ASKING = [n for n in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, n)]  # Windows lacks one
@@ -17,6 +19,29 @@ def end_quietly() -> None:
     and without a traceback: nothing is under way then."""
     for name in ASKING:
         signal.signal(getattr(signal, name), lambda number, _: os._exit(exit_code(number)))
+
+
+@contextlib.contextmanager
+def handled(handler: Callable) -> Iterator[None]:
+    """While this is entered, such a signal calls the handler."""
+    before = {}
+    for name in ASKING:
+        number = getattr(signal, name)
+        before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+
+
+def raise_exit(number: int, _) -> None:
+    """Ends what is under way as an exit would, with the exit code of a stop."""
+    raise SystemExit(exit_code(number))
+
+
+def take_no_notice(number: int, _) -> None:
+    """For the last words of what is ending anyway: a launcher hands a terminal's Ctrl-C on."""
 
 
 class StopSignals:
