@@ -15,7 +15,8 @@ from matplotlib.image import imsave
 from lens import Look
 from lens.page import read
 from lens.statistics import STATISTICS
-from training.tracker import FILES_AT_MOST, NoTracker, Tracker, WandbConfig
+from training.tracker import NoTracker, Tracker
+from training.wandb_run import FILES_AT_MOST, WandbConfig
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch):
     run = Recorded()
-    monkeypatch.setattr("training.tracker._start_wandb", lambda *_: run)
+    monkeypatch.setattr("training.wandb_run._start", lambda *_: run)
     return run
 
 
@@ -115,7 +116,7 @@ def test_a_look_becomes_one_row_of_each_kind_of_media(tmp_path, look, recorded):
 def test_beyond_the_limit_files_are_left_out_and_numbers_stay(
     tmp_path, look, recorded, monkeypatch
 ):
-    monkeypatch.setattr("training.tracker.FILES_AT_MOST", 5)
+    monkeypatch.setattr("training.wandb_run.FILES_AT_MOST", 5)
     tracker = Tracker(WandbConfig(), tmp_path, {})
     for step in range(4):
         tracker.log({"train/loss": 1.0}, step, look)
@@ -132,13 +133,13 @@ def test_beyond_the_limit_files_are_left_out_and_numbers_stay(
 
 def test_a_run_that_goes_on_counts_the_files_it_has_logged(tmp_path, look, recorded):
     first = Tracker(WandbConfig(), tmp_path, {})
-    assert first.files_left == FILES_AT_MOST
+    assert first.wandb.files_left == FILES_AT_MOST
     for step in range(3):
         first.log({"attention_layers/entropy/L00": 1.0}, step, look)
     first.finish()
-    assert first.files_left == FILES_AT_MOST - 6
+    assert first.wandb.files_left == FILES_AT_MOST - 6
     resumed = Tracker(WandbConfig(), tmp_path, {})
-    assert resumed.files_left == first.files_left
+    assert resumed.wandb.files_left == first.wandb.files_left
     resumed.finish()
 
 
@@ -188,7 +189,7 @@ def test_a_wandb_that_dies_in_the_middle_is_left_out_once(tmp_path, capsys):
             raise ConnectionResetError("gone")
 
     tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
-    tracker.run = Dead()
+    tracker.wandb.run = Dead()
     for step in (1, 2):
         tracker.log({"train/loss": 1.0}, step=step)
     tracker.summary({"best_val_loss": 1.0})
@@ -355,7 +356,7 @@ def test_without_wandb_the_same_is_on_disk(watched, trainer):
 
 def test_a_bad_picture_costs_the_picture_only(tmp_path, capsys):
     tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
-    tracker.run = run = Recorded()
+    tracker.wandb.run = run = Recorded()
     missing = {"attention/heatmap/x": tmp_path / "missing.png"}
     tracker.log(
         {"train/loss": 1.0}, 1, Look({"attention_layers/entropy/L00": 0.5}, {}, {}, missing)

@@ -27,24 +27,24 @@ KEY = "k" * 40
 WORKER = """
 import json, logging, os, signal, sys
 from pathlib import Path
-from training import tracker
+from training import tracker, wandb_run
 
 plan = json.loads(sys.argv[1])
 for name, seconds in plan["seconds"].items():
-    setattr(tracker, name, seconds)
+    setattr(wandb_run, name, seconds)
 if core := plan["core"]:
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # as the tracker does, before the first import
     import wandb.sdk.lib.service.service_process
     wandb.sdk.lib.service.service_process.get_core_path = lambda: core
-made = tracker.Tracker(tracker.WandbConfig(mode=plan["mode"]), Path.cwd(), {"seed": 1})
+made = tracker.Tracker(wandb_run.WandbConfig(mode=plan["mode"]), Path.cwd(), {"seed": 1})
 print(made.where())
-tracker.ANSWER_SECONDS = plan["answer_seconds"]
+wandb_run.ANSWER_SECONDS = plan["answer_seconds"]
 for step in range(plan["rows"]):
     made.log({"train/loss": 1 / (step + 1), "note/text": 0.5}, step)
     if step != plan["step"]:
         continue
     if plan["signal"]:
-        service = tracker._service()
+        service = wandb_run._service()
         os.kill(service.pid, getattr(signal, plan["signal"]))
         if plan["signal"] == "SIGKILL":
             os.waitid(os.P_PID, service.pid, os.WEXITED | os.WNOWAIT)

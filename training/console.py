@@ -16,7 +16,9 @@ class Console:
         self.is_main = is_main
         self.first_step, self.max_steps = first_step, max_steps
         self.started = time.monotonic()
-        self.rich = RichConsole(highlight=False, soft_wrap=True)
+        # Else FORCE_COLOR would fill a file or a pipe with the bar's control codes.
+        terminal = None if sys.stdout.isatty() else False
+        self.rich = RichConsole(highlight=False, soft_wrap=True, force_terminal=terminal)
         self.bar = None
         if is_main and self.rich.is_terminal:
             columns = (BarColumn(24), TaskProgressColumn(), TextColumn("{task.description}"))
