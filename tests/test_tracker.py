@@ -1,22 +1,29 @@
 """Metrics on disk and on W&B: real offline runs, read back from their files."""
 
 import csv
+import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from conftest import REPOSITORY, TEXT, TINY
 from matplotlib.image import imsave
 
 from lens import Look
 from lens.page import read
 from lens.statistics import STATISTICS
+from training.checkpoint import FILES, CheckpointError, find
+from training.hf import load_any
+from training.report import sample_page
 from training.tracker import NoTracker, Tracker
-from training.wandb_run import FILES_AT_MOST, WandbConfig
+from training.wandb_run import FILES_AT_MOST, MOST_SAMPLES, WandbConfig
 
 
 @pytest.fixture
@@ -41,13 +48,16 @@ class Recorded:
     id, offline, dir = "x", True, "nowhere/files"
 
     def __init__(self):
-        self.rows, self.metrics = {}, []
+        self.rows, self.metrics, self.summary, self.alerts = {}, [], {}, []
 
     def log(self, row, step):
         self.rows[step] = row
 
     def define_metric(self, *arguments, **options):
         self.metrics.append((arguments, options))
+
+    def alert(self, title, text, level, wait_duration):
+        self.alerts.append((title, text, level))
 
     def finish(self, exit_code):
         self.exit_code = exit_code
@@ -244,6 +254,9 @@ def watched(tmp_path_factory):
             *overrides,
             "name=watched",
             "wandb.tags=[a,b]",
+            "wandb.notes=What is new, [here]: nothing",
+            "wandb.group=first tries",
+            "wandb.log_model=best",
         ],
         cwd=folder,
         env={
@@ -251,6 +264,7 @@ def watched(tmp_path_factory):
             "HOME": str(folder),
             "PYTHONPATH": str(REPOSITORY / "tests" / "no_network"),
             "OMP_NUM_THREADS": "1",
+            "WANDB_X_STATS_SAMPLING_INTERVAL": "0.5",
         },
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -277,6 +291,66 @@ def test_a_whole_run_on_wandb(watched):
     text = json.dumps(records)
     for part in ("clearhead", "watched", "emb_dim"):
         assert part in text
+
+
+def test_the_run_on_wandb_says_what_it_is_and_what_it_came_to(watched):
+    _, folder, (_, records, _) = watched
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert run["display_name"] == "watched"
+    assert run["job_type"] == "train"
+    assert run["run_group"] == "first tries"
+    assert run["tags"] == ["a", "b"]
+    assert run["notes"] == "What is new, [here]: nothing"
+    # The configuration is the one on disk, defaults and what was settled meanwhile included.
+    config = run["config"]["update"]
+    del config["_wandb"]
+    assert config == yaml.safe_load((folder / "config.yaml").read_text())
+    summary = {}
+    for record in records:
+        if record["type"] == "summary":
+            summary |= record["summary"]["update"]
+    model, state = load_any(folder / "checkpoints" / "best")
+    assert summary["best_val_loss"] == pytest.approx(state.val_loss)
+    assert summary["best_step"] == state.step
+    assert summary["parameters"] == model.num_parameters()
+    assert summary["exit_code"] == 0
+    stats = [record["stats"]["item"] for record in records if record["type"] == "stats"]
+    assert {"memory_percent", "proc.memory.rssMB", "cpu"} <= stats[-1].keys()
+
+
+def test_every_validation_has_its_sample(watched):
+    _, folder, (rows, _, files) = watched
+    written = [json.loads(line) for line in (folder / "samples.jsonl").open(encoding="utf-8")]
+    key = "samples/text"
+    shown = {row["_step"]: files / row[f"{key}.path"] for row in rows if f"{key}.path" in row}
+    assert [row["step"] for row in written] == list(shown) == [2, 4]
+    for row in written:
+        assert shown[row["step"]].read_text(encoding="utf-8") == sample_page(row)
+
+
+def test_the_model_that_is_uploaded_can_be_used(watched, tmp_path):
+    """What W&B would hand out: the artifact's files, each under its name there."""
+    _, folder, (_, records, _) = watched
+    artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
+    (artifact,) = (one for one in artifacts if one["type"] == "model")
+    best = (folder / "checkpoints" / "best").resolve()
+    assert artifact["name"] == f"model-{artifact['run_id']}"
+    assert {"best", f"step_{int(best.name[5:])}"} <= set(artifact["aliases"])
+    for file in artifact["manifest"]["contents"]:
+        shutil.copy(file["local_path"], tmp_path / file["path"])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model.safetensors",
+        "state.json",
+        "SHA256SUMS",
+        "config.yaml",
+    }
+    model, state = load_any(tmp_path)
+    assert json.loads(artifact["metadata"])["val_loss"] == pytest.approx(state.val_loss)
+    again, _ = load_any(best)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: is missing"):
+        find(tmp_path, "trainer.resume", FILES)  # it has no moments to go on with
 
 
 def test_pictures_and_pages_on_wandb_are_those_on_disk_byte_for_byte(watched):
@@ -352,6 +426,47 @@ def test_without_wandb_the_same_is_on_disk(watched, trainer):
     assert not (run.folder / "wandb").exists()
     keys = [sorted(row) for row in metrics(folder)]
     assert [sorted(row) for row in metrics(run.folder)] == keys
+
+
+def test_a_long_run_shows_some_of_its_samples(tmp_path, recorded):
+    trainer = {"max_steps": 100_500, "eval_every": 100}
+    tracker = Tracker(WandbConfig(), tmp_path, {"trainer": trainer})
+    for step in [*range(100, 100_500, 100), 100_500]:
+        tracker.log({}, step, sample={"step": step, "prompt": "a", "text": "a b"})
+    tracker.finish()
+    shown = [step for step, row in recorded.rows.items() if "samples/text" in row]
+    assert 30 < len(shown) <= MOST_SAMPLES + 1
+    assert shown[-1] == 100_500
+    assert len({b - a for a, b in itertools.pairwise(shown[:-1])}) == 1
+    assert not (tmp_path / "metrics.jsonl").exists()  # a row of nothing is none
+
+
+@pytest.mark.parametrize("wished", [True, False])
+def test_alerts_are_sent_where_they_are_wished(tmp_path, recorded, wished):
+    tracker = Tracker(WandbConfig(alerts=wished), tmp_path, {})
+    tracker.alert("Diverged", "the loss is nan", "ERROR")
+    tracker.finish(4)
+    assert recorded.alerts == [("Diverged", "the loss is nan", "ERROR")] * wished
+    assert recorded.exit_code == recorded.summary["exit_code"] == 4
+
+
+def test_what_has_no_effect_without_wandb_is_told(trainer, capsys):
+    trainer("wandb.log_model=last", "wandb.alerts=true", "trainer.max_steps=2").train()
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: wan")]
+    assert notes == [
+        "note: wandb.log_model=last: without effect, as W&B is off",
+        "note: wandb.alerts=true: without effect, as W&B is off",
+    ]
+
+
+def test_a_model_that_cannot_be_uploaded_is_told(tmp_path, recorded, capsys):
+    tracker = Tracker(WandbConfig(log_model="last"), tmp_path, {})
+    assert tracker.wandb.log_model([tmp_path / "gone.safetensors"], ["last"], {}) is None
+    tracker.log({"train/loss": 1.0}, 1)
+    tracker.finish()
+    assert recorded.rows == {1: {"train/loss": 1.0}}
+    line, *_ = capsys.readouterr().err.splitlines()
+    assert line.startswith("W&B: the model was not uploaded (Path is not a file")
 
 
 def test_a_bad_picture_costs_the_picture_only(tmp_path, capsys):

@@ -120,6 +120,7 @@ class WandbRun:
         self.last_step = trainer.get("max_steps")
         self.sample_every = _sample_every(self.last_step or 0, trainer.get("eval_every") or 0)
         self.finish_timeout = _finish_timeout(config)
+        self.model_later = ""  # how to upload the model of an online run; wandb sync does not
         self.run = _start(config, folder, settings, run_id)
         # Hidden: a thousand curves would bury the others. A panel of one's own can show any.
         self._do(lambda run: run.define_metric("attention_heads/*", hidden=True))
@@ -196,21 +197,28 @@ class WandbRun:
     def log_model(self, files: list[Path], aliases: list[str], facts: dict) -> str | None:
         """A version of the run's model, uploaded while the run ends; its name, None without one.
 
-        The files are uploaded from where they are, so they must stay; a copy of each would be
-        0.5 GB of GPT-2 small, in the user's home.
+        The parameters are uploaded from where they are and must stay there until then: a copy would
+        be another 0.5 GB of GPT-2 small, in the user's home. Of the small files W&B makes one.
         """
         if (run := self.run) is None:
             return None
         import wandb
 
         name = f"model-{run.id}"
+        if not run.offline:
+            put = f"wandb artifact put --type model --name {run.project}/{name} {files[0].parent}"
+            self.model_later = f", and for the model {put}"
         try:
             artifact = wandb.Artifact(name, type="model", metadata=facts)
-            for file in files:  # skip_cache: else W&B would keep a copy
-                artifact.add_file(str(file.resolve()), policy="immutable", skip_cache=True)
+            for file in files:
+                # skip_cache: else W&B would keep another copy of what it has uploaded.
+                policy = "immutable" if file.suffix == ".safetensors" else "mutable"
+                artifact.add_file(str(file.resolve()), policy=policy, skip_cache=True)
             within(ANSWER_SECONDS, lambda: run.log_artifact(artifact, aliases=aliases))
         except Exception as error:
-            print(f"W&B: the model was not uploaded ({_one_line(error)})", file=sys.stderr)
+            later = self.model_later.replace(", and for the model", "; to do it later:")
+            print(f"W&B: the model was not uploaded ({_one_line(error)}){later}", file=sys.stderr)
+            self.model_later = ""
             return None
         return name
 
@@ -252,7 +260,7 @@ class WandbRun:
         if isinstance(error, TimeoutError):
             cause = f"the server did not take it within {self.finish_timeout:g} s"
         if isinstance(error, NotRecorded | TimeoutError) and not run.offline:
-            later = f"wandb sync --include-online {_recorded_in(run)}"
+            later = f"wandb sync --include-online {_recorded_in(run)}{self.model_later}"
             what = f"not all was uploaded ({cause}); to do it later: {later}"
         elif isinstance(error, NotRecorded):
             what = f"its record has gaps, {ON_DISK} ({cause})"
