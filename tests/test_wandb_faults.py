@@ -229,7 +229,7 @@ def test_a_server_that_fails_over_the_model_is_told_and_the_rest_is_there(worker
     assert lines[-1].startswith("W&B: not all was uploaded (")
     assert all(line.startswith("W&B: the model was not uploaded (") for line in lines[:-1])
     assert "; to do it later: wandb sync --include-online " in lines[-1]
-    assert re.search(r"wandb artifact put --type model --name clearhead/model-\w+ \S", lines[0])
+    assert re.search(r"wandb artifact put --type model --name me/clearhead/model-\w+ \S", lines[0])
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
@@ -243,6 +243,7 @@ def test_a_run_that_goes_on_is_the_same_run_there(worker, mode):
         records = sorted((worker.folder / "wandb").glob("*run-*-*"))
         if mode == "offline":
             assert server.requests == []
+            assert max(path.stat().st_size for path in worker.home.rglob("*")) < 10**6  # no copy
             assert worker.sync(server, *map(str, records)).returncode == 0
         assert {record.name.rpartition("-")[2] for record in records} == {known}
         assert {asked["name"] for asked in server.asked("upsertBucket(")} == {known}

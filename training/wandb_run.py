@@ -206,7 +206,8 @@ class WandbRun:
 
         name = f"model-{run.id}"
         if not run.offline:
-            put = f"wandb artifact put --type model --name {run.project}/{name} {files[0].parent}"
+            place = f"{run.entity}/{run.project}/{name}"
+            put = f"wandb artifact put --type model --name {place} {files[0].parent}"
             self.model_later = f", and for the model {put}"
         try:
             artifact = wandb.Artifact(name, type="model", metadata=facts)
