@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from lens import Look
 from lens.page import read
 from lens.statistics import STATISTICS
 from training.checkpoint import FILES, CheckpointError, find
+from training.command import compose
 from training.hf import load_any
 from training.report import sample_page
 from training.tracker import NoTracker, Tracker
@@ -409,6 +412,46 @@ def test_the_table_comes_at_the_end(watched):
     assert table["columns"] == names
     assert [[str(value) for value in row] for row in table["data"]] == written
     assert len(written) == len(STATISTICS) * 4
+
+
+def test_docs_wandb_names_what_is_recorded(watched):
+    """Each key of the table, patterns included, is one of a real run; and each key has its row."""
+    _, _, (rows, _, _) = watched
+    text = (REPOSITORY / "docs" / "wandb.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| (`\w+/[^|]*) \|", text, re.M)
+    named = [key for cell in first_cells for key in re.findall(r"`([^`]+)`", cell)]
+    patterns = [re.sub(r"<\w+>", r"[\\w-]+", re.sub(r"\d\d", r"\\d\\d", key)) for key in named]
+    keys = {key.partition(".")[0] for row in rows for key in row if "/" in key}
+    sometimes = {"train/mfu", "train/loss_z_score", "val/accuracy"}
+    for name, pattern in zip(named, patterns, strict=True):
+        assert name in sometimes or any(re.fullmatch(pattern, key) for key in keys), name
+    for key in keys:
+        assert any(re.fullmatch(pattern, key) for pattern in patterns), key
+
+
+def test_the_commands_links_and_pictures_of_docs_wandb():
+    docs = REPOSITORY / "docs"
+    text = (docs / "wandb.md").read_text(encoding="utf-8")
+    lines = [
+        line for block in re.findall(r"```\n(.*?)```", text, re.S) for line in block.splitlines()
+    ]
+    words = [shlex.split(line, comments=True) for line in lines]
+    trainings = [command[2:] for command in words if command[:2] == ["python", "train.py"]]
+    assert len(trainings) == 3
+    for overrides in trainings:
+        compose(overrides)
+    for setting in re.findall(r"`wandb\.(\w+)[`=]", text):
+        assert setting in WandbConfig.__dataclass_fields__, setting
+    assert set(WandbConfig.__dataclass_fields__) - {"mode"} <= set(
+        re.findall(r"wandb\.(\w+)", text)
+    )
+    links = set(re.findall(r"\]\(([\w./-]+)\)", text)) - {"sweeps.md"}
+    pictures = sorted(docs.glob("wandb-*.png"))
+    assert {path.name for path in pictures} <= links
+    for link in links:
+        assert (docs / link).is_file(), link
+    for path in pictures:
+        assert path.stat().st_size < 200_000
 
 
 def test_without_wandb_the_same_is_on_disk(watched, trainer):

@@ -23,6 +23,7 @@ from wandb_server import FAULTS, WandbServer
 from training.tracker import last_wandb_id
 
 FAULT = "W&B unreachable, killed, disk full"
+FAULT_OF_MODEL = "W&B's server fails over the model or an alert"
 KEY = "k" * 40
 
 # A run without torch: rows are logged, and meanwhile something happens to W&B's own process.
@@ -220,11 +221,11 @@ def test_what_was_not_uploaded_is_uploaded_by_the_command_that_the_line_tells(wo
     else [("403", "ArtifactType"), ("hangs", "createArtifact(")],
 )
 def test_a_server_that_fails_over_the_model_is_told_and_the_rest_is_there(worker, fault, after):
-    tally(FAULT)
+    tally(FAULT_OF_MODEL)
     with WandbServer(fault, after) as server:
         seconds = {} if fault != "hangs" else {"FINISH_SECONDS": 1, "ANSWER_SECONDS": 2}
         address = {"WANDB_BASE_URL": server.url}
-        lines = worker(model=True, environment=address, seconds=seconds, answer_seconds=2)
+        lines = worker(model=True, environment=address, seconds=seconds, answer_seconds=3)
         assert server.failing
     assert lines[-1].startswith("W&B: not all was uploaded (")
     assert all(line.startswith("W&B: the model was not uploaded (") for line in lines[:-1])

@@ -216,6 +216,11 @@ class WandbRun:
                 policy = "immutable" if file.suffix == ".safetensors" else "mutable"
                 artifact.add_file(str(file.resolve()), policy=policy, skip_cache=True)
             within(ANSWER_SECONDS, lambda: run.log_artifact(artifact, aliases=aliases))
+        except NoAnswer as error:  # of the server; until that comes, W&B would not end either
+            self.run = None
+            self._left_out(NotRecorded(str(error)), run)
+            _end_service(END_SECONDS)
+            return None
         except Exception as error:
             later = self.model_later.replace(", and for the model", "; to do it later:")
             print(f"W&B: the model was not uploaded ({_one_line(error)}){later}", file=sys.stderr)
