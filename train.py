@@ -291,6 +291,8 @@ class Trainer:
                 drop_rows_after(folder, state.step if self.saved else -1)
                 self.tracker = Tracker(settings.wandb, folder, state.settings, state.wandb_id)
                 self.opened.callback(lambda: self.tracker.finish(self.exit_code))
+                self.tracker.summary({"parameters": self.model.num_parameters()})
+                self.notes += settings.wandb.ignored()
                 self.samples = RowFile(folder / "samples.jsonl")
                 self.opened.callback(self.samples.close)
             return str(folder)
@@ -325,6 +327,7 @@ class Trainer:
         settings = self.settings.trainer
         started = time.perf_counter()
         announce.introduce(self)
+        model = None
         try:
             with self.explaining():
                 self.signals.phase = "training"
@@ -344,13 +347,18 @@ class Trainer:
                 self.signals.phase = "finishing"
                 if self.state.step > first:
                     self.finish_saving()
+                    with self.never_in_the_way("W&B: the model was not uploaded"):
+                        model = self.tracker.log_model(self.state.best_step)
+        except Exception as error:
+            what = "Diverged" if isinstance(error, Diverged) else "Failed"
+            self.tracker.alert(what, one_line(error), "ERROR")
+            raise
         finally:
             self.write_report()  # of a run that failed, too: it is the one to look at
         seconds = time.perf_counter() - started
         self.console.close()
-        summary = {"best_val_loss": self.state.best_loss, "best_step": self.state.best_step}
-        self.tracker.summary({key: value for key, value in summary.items() if value is not None})
-        announce.conclude(self, seconds)
+        self.tell_best()
+        announce.conclude(self, seconds, model)
 
     def step(self):
         """One optimizer step: (mean loss, norm of the gradient), both still on the device."""
@@ -382,7 +390,11 @@ class Trainer:
         self.check_numbers()
         finite = [loss for loss in losses if math.isfinite(loss)]  # the others were left out
         self.train_loss = sum(finite) / len(finite) if finite else math.nan
+        spikes = self.spikes.count
         scores = [z for loss in losses if (z := self.spikes.add(loss)) is not None]
+        if self.spikes.count > spikes:
+            line = f"{max(scores):.0f} standard deviations above the mean, near step {state.step}"
+            self.tracker.alert("Loss spike", line, "WARN")
         speed = self.tokens_per_step * self.meter.steps_per_second()
         rate = self.optimizer.param_groups[0]["lr"]
         self.console.step(state.step, self.train_loss, rate, speed)
@@ -419,7 +431,9 @@ class Trainer:
             more = state.skipped - before
             which = f"step {state.step}" if more == 1 else f"{more} steps up to {state.step}"
             row = f"{state.skipped_in_a_row} in a row, {self.guard.limit} end the run"
-            self.console.print(f"{which} left out: the loss or gradient was not finite ({row})")
+            line = f"{which} left out: the loss or gradient was not finite ({row})"
+            self.console.print(line)
+            self.tracker.alert("Steps left out", line, "WARN")
 
     def finite(self, loss: float) -> float:
         """The validation loss; raises Diverged when it is no number. The same on all ranks."""
@@ -486,7 +500,7 @@ class Trainer:
 
     def look_up(self, metrics: dict[str, float]) -> None:
         """Validation, a sample and the lens, whichever is due; then this step's row of the log."""
-        step, settings, look = self.state.step, self.settings.trainer, None
+        step, settings, look, sample = self.state.step, self.settings.trainer, None, None
         lens_due = self.lens is not None and self.lens.due(step, settings.max_steps)
         validation_due = step == 0 or self.is_due(settings.eval_every)
         if lens_due or validation_due:
@@ -495,12 +509,12 @@ class Trainer:
             metrics |= self.validate()
             if settings.sample_tokens > 0 and step > 0:
                 with self.never_in_the_way("sample: left out"):
-                    self.sample()
+                    sample = self.sample()
         started = time.perf_counter()
         if lens_due:
             look = self.look_at_attention()
-        if metrics or look:
-            self.tracker.log(metrics, step, look)
+        if metrics or look or sample:
+            self.tracker.log(metrics, step, look, sample)
         if look:
             if "attention/timelapse" in look.pages and step < settings.max_steps:
                 self.write_report()  # at the end it is written anyway
@@ -521,8 +535,9 @@ class Trainer:
         self.console.print(f"step {step}  validation loss {loss:.4f}  {words}")
         return metrics
 
-    def sample(self) -> None:
-        """Continues the sample prompt; always with the same random draws, to compare steps."""
+    def sample(self) -> dict:
+        """Continues the sample prompt; always with the same random draws, to compare steps.
+        Returns the row of samples.jsonl."""
         from decoding import Sampling, generate
 
         settings, tokenizer = self.settings.trainer, self.tokenizer
@@ -540,9 +555,10 @@ class Trainer:
         text = settings.sample_prompt + tokenizer.decode(new_ids)
         self.last_sample = text
         self.console.print(f"step {self.state.step}  sample: {' '.join(text.split())}")
+        row = {"step": self.state.step, "prompt": settings.sample_prompt, "text": text}
         if self.parallel.is_main:
-            row = {"step": self.state.step, "prompt": settings.sample_prompt, "text": text}
             self.samples.append(row)
+        return row
 
     def look_at_attention(self) -> "Look | None":
         """What every head does, in numbers, pictures and pages. On every rank: all run the model,
@@ -605,6 +621,7 @@ class Trainer:
         if is_best:
             self.best_before = state.best_loss, state.best_step
             state.best_loss, state.best_step = val_loss, state.step
+            self.tell_best()
         if is_best or due:
             self.save()
 
@@ -637,6 +654,12 @@ class Trainer:
         if not copy and not last:
             self.tell_not_saved(self.saved_so_far()[1])
         self.seconds_saving += time.perf_counter() - started
+
+    def tell_best(self) -> None:
+        """The lowest validation loss so far, for the table of runs."""
+        if self.state.best_loss is not None:
+            best = {"best_val_loss": self.state.best_loss, "best_step": self.state.best_step}
+            self.tracker.summary(best)
 
     def tell_not_saved(self, failed: str | None) -> None:
         """Why a checkpoint could not be written; the next may find room."""

@@ -36,7 +36,7 @@ PARTS = """
     training.checkpoint training.console training.device training.directory training.feed
     training.fitting training.guard training.meter training.optim training.parallel
     training.profiling training.ranks training.report training.resume training.rows
-    training.saving training.tracker training.validation
+    training.saving training.tracker training.validation training.wandb_run
     numpy.ctypeslib numpy.random rich._emoji_codes torch._dynamo torch._functorch.config
     torch._inductor.utils torch.distributed torch.onnx
 """

@@ -112,6 +112,8 @@ CONFIGURATION = {
     "empty project": ("wandb.project=", r"wandb\.project=: needs a name"),
     "empty W&B name": ("wandb.name=", r"wandb\.name=: is empty; use null"),
     "empty W&B group": ("wandb.group=", r"wandb\.group=: is empty; use null"),
+    "empty W&B notes": ("wandb.notes=", r"wandb\.notes=: is empty; use null"),
+    "empty W&B job type": ("wandb.job_type=", r"wandb\.job_type=: is empty; use wandb\.job_ty"),
     "empty prompt": ("lens.prompts=['']", r"lens\.prompts='': an empty prompt"),
     # names that would leave the run root, or that no file system takes
     "name with ..": ("name=../x", r"name=\.\./x: becomes the folder runs/<name>"),

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -189,6 +190,33 @@ def test_too_many_end_the_run_and_the_checkpoint_before_is_named(trainer, settin
     assert str(caught.value).endswith("; the checkpoint of step 2 is intact")
     _, state = checkpoint.load_model(checkpoint.find(run.folder))
     assert state.step == 2
+
+
+def test_what_goes_wrong_becomes_an_alert(trainer):
+    run = trainer("trainer.max_steps=9", "trainer.eval_every=0", "trainer.max_skips=2")
+    run.spikes = Spikes(seen=99, mean=1.0, variance=0.01)  # beside which 5.5 is a spike
+    sent = []
+    run.tracker.alert = lambda *alert: sent.append(alert)
+    spoil(run, range(1, 99), SPOILT["nan"])
+    with pytest.raises(Diverged) as caught:
+        run.train()
+    assert [(title, level) for title, _, level in sent] == [
+        ("Loss spike", "WARN"),
+        ("Steps left out", "WARN"),
+        ("Diverged", "ERROR"),
+    ]
+    spike, left_out, diverged = (text for _, text, _ in sent)
+    assert re.fullmatch(r"\d\d standard deviations above the mean, near step 1", spike)
+    assert left_out.startswith("step 2 left out: ")
+    assert diverged == str(caught.value)
+
+    failing = trainer()
+    sent.clear()
+    failing.tracker.alert = lambda *alert: sent.append(alert)
+    failing.validate = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        failing.train()
+    assert sent == [("Failed", "ZeroDivisionError: division by zero", "ERROR")]
 
 
 def test_while_steps_are_left_out_nothing_pushes_out_what_was_saved_before(trainer, capsys):

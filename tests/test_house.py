@@ -76,7 +76,7 @@ def test_imports_go_down_only(path):
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("wandb", {"training.tracker"}),
+        ("wandb", {"training.wandb_run"}),
         ("hydra", {"training.command"}),
         ("omegaconf", {"training.command", "train"}),
         ("matplotlib", {"lens.heatmap", "scripts.plots", "training.results"}),

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 
 from training import report
 from training.chart import log_ticks, round_ticks, smooth, thin, tick_text
-from training.report import write_report
+from training.report import sample_page, write_report
 
 NAN = math.nan
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
@@ -168,6 +168,23 @@ def test_hostile_text_stays_text(run, opened):
     page.locator("summary").click()
     assert page.locator("details pre").text_content() == f"name: {HOSTILE}\n"
     assert page.locator("img").count() == 0
+
+
+def test_a_sample_on_a_page_of_its_own(tmp_path, opened):
+    """As a dashboard shows it: hostile text stays text, an endless one ends."""
+    path = tmp_path / "sample.html"
+    text = f"{HOSTILE}\n{HOSTILE}\x1b[31m\ud800\u202e" + "x" * 20_000
+    path.write_text(sample_page({"step": 1200, "prompt": HOSTILE, "text": text}), encoding="utf-8")
+    assert path.stat().st_size < 20_000
+    page = opened(path)
+    assert page.locator("h3").inner_text() == "step 1,200"
+    assert page.locator(".prompt").text_content() == HOSTILE
+    shown = page.locator("p").text_content()
+    assert shown.startswith(f"{HOSTILE}\n{HOSTILE}\\x1b[31m\\ud800\\u202exxx")
+    assert shown.endswith("xxx…")
+    assert page.locator("img, script").count() == 0
+    width = "document.documentElement.scrollWidth - innerWidth"
+    assert page.evaluate(width) == 0  # long words are broken
 
 
 STAND_IN = """<!doctype html><!-- the data: <script type="application/json"> and a <style> -->

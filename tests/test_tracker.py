@@ -1,21 +1,32 @@
 """Metrics on disk and on W&B: real offline runs, read back from their files."""
 
 import csv
+import itertools
 import json
 import math
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from conftest import REPOSITORY, TEXT, TINY
 from matplotlib.image import imsave
 
 from lens import Look
 from lens.page import read
 from lens.statistics import STATISTICS
-from training.tracker import FILES_AT_MOST, NoTracker, Tracker, WandbConfig
+from training.checkpoint import FILES, CheckpointError, find
+from training.command import compose
+from training.hf import load_any
+from training.report import sample_page
+from training.tracker import NoTracker, Tracker
+from training.wandb_run import FILES_AT_MOST, MOST_SAMPLES, WandbConfig
 
 
 @pytest.fixture
@@ -40,13 +51,16 @@ class Recorded:
     id, offline, dir = "x", True, "nowhere/files"
 
     def __init__(self):
-        self.rows, self.metrics = {}, []
+        self.rows, self.metrics, self.summary, self.alerts = {}, [], {}, []
 
     def log(self, row, step):
         self.rows[step] = row
 
     def define_metric(self, *arguments, **options):
         self.metrics.append((arguments, options))
+
+    def alert(self, title, text, level, wait_duration):
+        self.alerts.append((title, text, level))
 
     def finish(self, exit_code):
         self.exit_code = exit_code
@@ -55,7 +69,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch):
     run = Recorded()
-    monkeypatch.setattr("training.tracker._start_wandb", lambda *_: run)
+    monkeypatch.setattr("training.wandb_run._start", lambda *_: run)
     return run
 
 
@@ -115,7 +129,7 @@ def test_a_look_becomes_one_row_of_each_kind_of_media(tmp_path, look, recorded):
 def test_beyond_the_limit_files_are_left_out_and_numbers_stay(
     tmp_path, look, recorded, monkeypatch
 ):
-    monkeypatch.setattr("training.tracker.FILES_AT_MOST", 5)
+    monkeypatch.setattr("training.wandb_run.FILES_AT_MOST", 5)
     tracker = Tracker(WandbConfig(), tmp_path, {})
     for step in range(4):
         tracker.log({"train/loss": 1.0}, step, look)
@@ -132,13 +146,13 @@ def test_beyond_the_limit_files_are_left_out_and_numbers_stay(
 
 def test_a_run_that_goes_on_counts_the_files_it_has_logged(tmp_path, look, recorded):
     first = Tracker(WandbConfig(), tmp_path, {})
-    assert first.files_left == FILES_AT_MOST
+    assert first.wandb.files_left == FILES_AT_MOST
     for step in range(3):
         first.log({"attention_layers/entropy/L00": 1.0}, step, look)
     first.finish()
-    assert first.files_left == FILES_AT_MOST - 6
+    assert first.wandb.files_left == FILES_AT_MOST - 6
     resumed = Tracker(WandbConfig(), tmp_path, {})
-    assert resumed.files_left == first.files_left
+    assert resumed.wandb.files_left == first.wandb.files_left
     resumed.finish()
 
 
@@ -188,7 +202,7 @@ def test_a_wandb_that_dies_in_the_middle_is_left_out_once(tmp_path, capsys):
             raise ConnectionResetError("gone")
 
     tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
-    tracker.run = Dead()
+    tracker.wandb.run = Dead()
     for step in (1, 2):
         tracker.log({"train/loss": 1.0}, step=step)
     tracker.summary({"best_val_loss": 1.0})
@@ -243,6 +257,9 @@ def watched(tmp_path_factory):
             *overrides,
             "name=watched",
             "wandb.tags=[a,b]",
+            "wandb.notes=What is new, [here]: nothing",
+            "wandb.group=first tries",
+            "wandb.log_model=best",
         ],
         cwd=folder,
         env={
@@ -250,6 +267,7 @@ def watched(tmp_path_factory):
             "HOME": str(folder),
             "PYTHONPATH": str(REPOSITORY / "tests" / "no_network"),
             "OMP_NUM_THREADS": "1",
+            "WANDB_X_STATS_SAMPLING_INTERVAL": "0.5",
         },
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -276,6 +294,66 @@ def test_a_whole_run_on_wandb(watched):
     text = json.dumps(records)
     for part in ("clearhead", "watched", "emb_dim"):
         assert part in text
+
+
+def test_the_run_on_wandb_says_what_it_is_and_what_it_came_to(watched):
+    _, folder, (_, records, _) = watched
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert run["display_name"] == "watched"
+    assert run["job_type"] == "train"
+    assert run["run_group"] == "first tries"
+    assert run["tags"] == ["a", "b"]
+    assert run["notes"] == "What is new, [here]: nothing"
+    # The configuration is the one on disk, defaults and what was settled meanwhile included.
+    config = run["config"]["update"]
+    del config["_wandb"]
+    assert config == yaml.safe_load((folder / "config.yaml").read_text())
+    summary = {}
+    for record in records:
+        if record["type"] == "summary":
+            summary |= record["summary"]["update"]
+    model, state = load_any(folder / "checkpoints" / "best")
+    assert summary["best_val_loss"] == pytest.approx(state.val_loss)
+    assert summary["best_step"] == state.step
+    assert summary["parameters"] == model.num_parameters()
+    assert summary["exit_code"] == 0
+    stats = [record["stats"]["item"] for record in records if record["type"] == "stats"]
+    assert {"memory_percent", "proc.memory.rssMB", "cpu"} <= stats[-1].keys()
+
+
+def test_every_validation_has_its_sample(watched):
+    _, folder, (rows, _, files) = watched
+    written = [json.loads(line) for line in (folder / "samples.jsonl").open(encoding="utf-8")]
+    key = "samples/text"
+    shown = {row["_step"]: files / row[f"{key}.path"] for row in rows if f"{key}.path" in row}
+    assert [row["step"] for row in written] == list(shown) == [2, 4]
+    for row in written:
+        assert shown[row["step"]].read_text(encoding="utf-8") == sample_page(row)
+
+
+def test_the_model_that_is_uploaded_can_be_used(watched, tmp_path):
+    """What W&B would hand out: the artifact's files, each under its name there."""
+    _, folder, (_, records, _) = watched
+    artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
+    (artifact,) = (one for one in artifacts if one["type"] == "model")
+    best = (folder / "checkpoints" / "best").resolve()
+    assert artifact["name"] == f"model-{artifact['run_id']}"
+    assert {"best", f"step_{int(best.name[5:])}"} <= set(artifact["aliases"])
+    for file in artifact["manifest"]["contents"]:
+        shutil.copy(file["local_path"], tmp_path / file["path"])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model.safetensors",
+        "state.json",
+        "SHA256SUMS",
+        "config.yaml",
+    }
+    model, state = load_any(tmp_path)
+    assert json.loads(artifact["metadata"])["val_loss"] == pytest.approx(state.val_loss)
+    again, _ = load_any(best)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: is missing"):
+        find(tmp_path, "trainer.resume", FILES)  # it has no moments to go on with
 
 
 def test_pictures_and_pages_on_wandb_are_those_on_disk_byte_for_byte(watched):
@@ -336,6 +414,46 @@ def test_the_table_comes_at_the_end(watched):
     assert len(written) == len(STATISTICS) * 4
 
 
+def test_docs_wandb_names_what_is_recorded(watched):
+    """Each key of the table, patterns included, is one of a real run; and each key has its row."""
+    _, _, (rows, _, _) = watched
+    text = (REPOSITORY / "docs" / "wandb.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| (`\w+/[^|]*) \|", text, re.M)
+    named = [key for cell in first_cells for key in re.findall(r"`([^`]+)`", cell)]
+    patterns = [re.sub(r"<\w+>", r"[\\w-]+", re.sub(r"\d\d", r"\\d\\d", key)) for key in named]
+    keys = {key.partition(".")[0] for row in rows for key in row if "/" in key}
+    sometimes = {"train/mfu", "train/loss_z_score", "val/accuracy"}
+    for name, pattern in zip(named, patterns, strict=True):
+        assert name in sometimes or any(re.fullmatch(pattern, key) for key in keys), name
+    for key in keys:
+        assert any(re.fullmatch(pattern, key) for pattern in patterns), key
+
+
+def test_the_commands_links_and_pictures_of_docs_wandb():
+    docs = REPOSITORY / "docs"
+    text = (docs / "wandb.md").read_text(encoding="utf-8")
+    lines = [
+        line for block in re.findall(r"```\n(.*?)```", text, re.S) for line in block.splitlines()
+    ]
+    words = [shlex.split(line, comments=True) for line in lines]
+    trainings = [command[2:] for command in words if command[:2] == ["python", "train.py"]]
+    assert len(trainings) == 3
+    for overrides in trainings:
+        compose(overrides)
+    for setting in re.findall(r"`wandb\.(\w+)[`=]", text):
+        assert setting in WandbConfig.__dataclass_fields__, setting
+    assert set(WandbConfig.__dataclass_fields__) - {"mode"} <= set(
+        re.findall(r"wandb\.(\w+)", text)
+    )
+    links = set(re.findall(r"\]\(([\w./-]+)\)", text)) - {"sweeps.md"}
+    pictures = sorted(docs.glob("wandb-*.png"))
+    assert {path.name for path in pictures} <= links
+    for link in links:
+        assert (docs / link).is_file(), link
+    for path in pictures:
+        assert path.stat().st_size < 200_000
+
+
 def test_without_wandb_the_same_is_on_disk(watched, trainer):
     overrides, folder, _ = watched
     run = trainer("lens=default", *overrides, "wandb=off", "name=alone")
@@ -353,9 +471,50 @@ def test_without_wandb_the_same_is_on_disk(watched, trainer):
     assert [sorted(row) for row in metrics(run.folder)] == keys
 
 
+def test_a_long_run_shows_some_of_its_samples(tmp_path, recorded):
+    trainer = {"max_steps": 100_500, "eval_every": 100}
+    tracker = Tracker(WandbConfig(), tmp_path, {"trainer": trainer})
+    for step in [*range(100, 100_500, 100), 100_500]:
+        tracker.log({}, step, sample={"step": step, "prompt": "a", "text": "a b"})
+    tracker.finish()
+    shown = [step for step, row in recorded.rows.items() if "samples/text" in row]
+    assert 30 < len(shown) <= MOST_SAMPLES + 1
+    assert shown[-1] == 100_500
+    assert len({b - a for a, b in itertools.pairwise(shown[:-1])}) == 1
+    assert not (tmp_path / "metrics.jsonl").exists()  # a row of nothing is none
+
+
+@pytest.mark.parametrize("wished", [True, False])
+def test_alerts_are_sent_where_they_are_wished(tmp_path, recorded, wished):
+    tracker = Tracker(WandbConfig(alerts=wished), tmp_path, {})
+    tracker.alert("Diverged", "the loss is nan", "ERROR")
+    tracker.finish(4)
+    assert recorded.alerts == [("Diverged", "the loss is nan", "ERROR")] * wished
+    assert recorded.exit_code == recorded.summary["exit_code"] == 4
+
+
+def test_what_has_no_effect_without_wandb_is_told(trainer, capsys):
+    trainer("wandb.log_model=last", "wandb.alerts=true", "trainer.max_steps=2").train()
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: wan")]
+    assert notes == [
+        "note: wandb.log_model=last: without effect, as W&B is off",
+        "note: wandb.alerts=true: without effect, as W&B is off",
+    ]
+
+
+def test_a_model_that_cannot_be_uploaded_is_told(tmp_path, recorded, capsys):
+    tracker = Tracker(WandbConfig(log_model="last"), tmp_path, {})
+    assert tracker.wandb.log_model([tmp_path / "gone.safetensors"], ["last"], {}) is None
+    tracker.log({"train/loss": 1.0}, 1)
+    tracker.finish()
+    assert recorded.rows == {1: {"train/loss": 1.0}}
+    line, *_ = capsys.readouterr().err.splitlines()
+    assert line.startswith("W&B: the model was not uploaded (Path is not a file")
+
+
 def test_a_bad_picture_costs_the_picture_only(tmp_path, capsys):
     tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
-    tracker.run = run = Recorded()
+    tracker.wandb.run = run = Recorded()
     missing = {"attention/heatmap/x": tmp_path / "missing.png"}
     tracker.log(
         {"train/loss": 1.0}, 1, Look({"attention_layers/entropy/L00": 0.5}, {}, {}, missing)

@@ -20,31 +20,35 @@ from conftest import REPOSITORY, TEXT, TINY
 from tally import CAMPAIGN, in_campaign, tally
 from wandb_server import FAULTS, WandbServer
 
+from training.tracker import last_wandb_id
+
 FAULT = "W&B unreachable, killed, disk full"
+FAULT_OF_MODEL = "W&B's server fails over the model or an alert"
 KEY = "k" * 40
 
 # A run without torch: rows are logged, and meanwhile something happens to W&B's own process.
 WORKER = """
 import json, logging, os, signal, sys
 from pathlib import Path
-from training import tracker
+from training import tracker, wandb_run
 
 plan = json.loads(sys.argv[1])
 for name, seconds in plan["seconds"].items():
-    setattr(tracker, name, seconds)
+    setattr(wandb_run, name, seconds)
 if core := plan["core"]:
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # as the tracker does, before the first import
     import wandb.sdk.lib.service.service_process
     wandb.sdk.lib.service.service_process.get_core_path = lambda: core
-made = tracker.Tracker(tracker.WandbConfig(mode=plan["mode"]), Path.cwd(), {"seed": 1})
+config = wandb_run.WandbConfig(mode=plan["mode"], alerts=True)
+made = tracker.Tracker(config, Path.cwd(), {"seed": 1}, plan["run_id"])
 print(made.where())
-tracker.ANSWER_SECONDS = plan["answer_seconds"]
+wandb_run.ANSWER_SECONDS = plan["answer_seconds"]
 for step in range(plan["rows"]):
     made.log({"train/loss": 1 / (step + 1), "note/text": 0.5}, step)
     if step != plan["step"]:
         continue
     if plan["signal"]:
-        service = tracker._service()
+        service = wandb_run._service()
         os.kill(service.pid, getattr(signal, plan["signal"]))
         if plan["signal"] == "SIGKILL":
             os.waitid(os.P_PID, service.pid, os.WEXITED | os.WNOWAIT)
@@ -52,6 +56,11 @@ for step in range(plan["rows"]):
         (handler,) = (x for x in logging.getLogger("wandb").handlers if hasattr(x, "stream"))
         handler.setStream(open("/dev/full", "w"))
 made.sync()
+if plan["model"]:
+    made.alert("Loss spike", "the loss rose", "WARN")
+    file = Path("model.safetensors")
+    file.write_bytes(bytes(range(256)) * 4000)
+    print(made.wandb.log_model([file], ["best", "step_5"], {"step": 5}))
 made.summary({"best_val_loss": 1.0})
 made.finish(0)
 """
@@ -78,6 +87,7 @@ class Worker:
 
     def __call__(self, rows=6, mode="online", seconds=None, environment=None, **plan):
         nothing = {"core": None, "step": None, "signal": None, "full_log": False}
+        nothing |= {"model": False, "run_id": None}
         nothing["answer_seconds"] = 20
         plan = nothing | {"rows": rows, "mode": mode, "seconds": seconds or {}} | plan
         done = subprocess.run(
@@ -94,6 +104,18 @@ class Worker:
         self.out = done.stdout
         return done.stderr.splitlines()
 
+    def sync(self, server: WandbServer, *what: str) -> subprocess.CompletedProcess:
+        """wandb sync, to a server that may be another one now."""
+        return subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", *what],
+            cwd=self.folder,
+            env=self.environment(WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
 
 @pytest.fixture
 def worker(tmp_path):
@@ -109,9 +131,22 @@ def logged(folder: Path) -> list[dict]:
 def test_with_a_server_that_is_well_everything_arrives_and_nothing_is_said(worker):
     """The server of these tests is one: else its faults would prove nothing."""
     with WandbServer() as server:
-        assert worker(environment={"WANDB_BASE_URL": server.url}) == []
+        assert worker(model=True, environment={"WANDB_BASE_URL": server.url}) == []
         assert [row["_step"] for row in server.rows()] == list(range(6))
-        assert f"{server.url}/me/clearhead/runs/" in worker.out
+        address, model = worker.out.splitlines()
+        assert address.startswith(f"{server.url}/me/clearhead/runs/")
+        assert model == f"model-{address.rpartition('/')[2]}"
+        (alert,) = server.asked("notifyScriptableRunAlert")
+        assert (alert["title"], alert["severity"]) == ("Loss spike", "WARN")
+        (artifact,) = server.asked("createArtifact(")
+        assert artifact["input"]["artifactCollectionName"] == model
+        assert artifact["input"]["artifactTypeName"] == "model"
+        aliases = {alias["alias"] for alias in artifact["input"]["aliases"]}
+        assert aliases == {"latest", "best", "step_5"}
+        sent = dict(server.requests)["/store/model.safetensors"]
+        assert sent == (worker.folder / "model.safetensors").read_bytes()
+        assert server.asked("commitArtifact(") == [{"artifactID": "a"}]
+    assert max(path.stat().st_size for path in worker.home.rglob("*")) < 10**6  # no copy is kept
 
 
 # ------------------------------------------------------------------------------- the server
@@ -132,6 +167,7 @@ def test_a_server_that_fails_at_the_start_means_offline(worker, fault):
     assert record.stat().st_size > 0
 
 
+ARTIFACT = ["ArtifactType", "createArtifact(", "createArtifactFiles(", "commitArtifact("]
 PLACES = ["upsertBucket", "file_stream", "createRunFiles"]  # what is answered last
 
 
@@ -173,17 +209,49 @@ def test_what_was_not_uploaded_is_uploaded_by_the_command_that_the_line_tells(wo
         address = {"WANDB_BASE_URL": server.url}
         (line,) = worker(rows=20, environment=address, seconds={"FINISH_SECONDS": 1})
     with WandbServer() as server:
-        done = subprocess.run(
-            [sys.executable, "-m", *line.partition("to do it later: ")[2].split()],
-            cwd=worker.folder,
-            env=worker.environment(WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = worker.sync(server, *line.partition("to do it later: wandb sync ")[2].split())
         assert done.returncode == 0, done.stderr
         assert [row["_step"] for row in server.rows()] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("fault", "after"),
+    [(fault, place) for fault in ("403", "garbage", "hangs") for place in ARTIFACT]
+    if CAMPAIGN
+    else [("403", "ArtifactType"), ("hangs", "createArtifact(")],
+)
+def test_a_server_that_fails_over_the_model_is_told_and_the_rest_is_there(worker, fault, after):
+    tally(FAULT_OF_MODEL)
+    with WandbServer(fault, after) as server:
+        seconds = {} if fault != "hangs" else {"FINISH_SECONDS": 1, "ANSWER_SECONDS": 2}
+        address = {"WANDB_BASE_URL": server.url}
+        lines = worker(model=True, environment=address, seconds=seconds, answer_seconds=3)
+        assert server.failing
+    assert lines[-1].startswith("W&B: not all was uploaded (")
+    assert all(line.startswith("W&B: the model was not uploaded (") for line in lines[:-1])
+    assert "; to do it later: wandb sync --include-online " in lines[-1]
+    assert re.search(r"wandb artifact put --type model --name me/clearhead/model-\w+ \S", lines[0])
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_run_that_goes_on_is_the_same_run_there(worker, mode):
+    with WandbServer() as server:
+        address = {"WANDB_BASE_URL": server.url}
+        assert worker(mode=mode, model=True, environment=address) == []
+        (worker.folder / "metrics.jsonl").unlink()
+        known = last_wandb_id(worker.folder)
+        assert worker(mode=mode, model=True, environment=address, run_id=known) == []
+        records = sorted((worker.folder / "wandb").glob("*run-*-*"))
+        if mode == "offline":
+            assert server.requests == []
+            assert max(path.stat().st_size for path in worker.home.rglob("*")) < 10**6  # no copy
+            assert worker.sync(server, *map(str, records)).returncode == 0
+        assert {record.name.rpartition("-")[2] for record in records} == {known}
+        assert {asked["name"] for asked in server.asked("upsertBucket(")} == {known}
+        models = [asked["input"] for asked in server.asked("createArtifact(")]
+        assert {model["artifactCollectionName"] for model in models} == {f"model-{known}"}
+        sent = [path for path, _ in server.requests if path.endswith("model.safetensors")]
+        assert len(sent) == len(models) == 2
 
 
 # ---------------------------------------------------------------------- wandb's own process

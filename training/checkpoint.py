@@ -41,6 +41,7 @@ SUMMED_SINCE = 3  # the format
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 FILES = (MODEL, OPTIMIZER, STATE)
 SUMS = "SHA256SUMS"
+OF_MODEL = (MODEL, STATE, SUMS)  # what makes a model, without the moments
 LARGEST_STATE = 2**28  # bytes
 NAME = re.compile(r"step_\d{8,}")  # of a checkpoint that is whole
 

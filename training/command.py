@@ -59,9 +59,12 @@ FREE_TEXT = {
     "trainer.sample_prompt",
     "trainer.resume",
     "trainer.init_from",
+    "wandb.entity",
     "wandb.project",
     "wandb.name",
     "wandb.group",
+    "wandb.job_type",
+    "wandb.notes",
 }
 # Of these every character counts; a reference to another setting would be no text.
 PROMPTS = ("trainer.sample_prompt", "lens.prompts")

@@ -21,7 +21,7 @@ if typing.TYPE_CHECKING:
     from model import ModelConfig
     from training.optim import OptimizerConfig
     from training.parallel import ParallelConfig
-    from training.tracker import WandbConfig
+    from training.wandb_run import WandbConfig
 
 from training.terminal import visible
 
@@ -196,7 +196,7 @@ GROUPS = {
     "trainer": ("training.config", "TrainerConfig"),
     "lens": ("lens", "LensConfig"),
     "parallel": ("training.parallel", "ParallelConfig"),
-    "wandb": ("training.tracker", "WandbConfig"),
+    "wandb": ("training.wandb_run", "WandbConfig"),
 }
 PLAIN = {"seed": int, "name": str | None, "debug": bool}
 
@@ -369,7 +369,10 @@ NAMES = {
     "trainer.resume": None,
     "trainer.init_from": "name a run, a directory or hub:NAME; null for random weights",
     "wandb.name": "use null for the run's name",
+    "wandb.entity": "use null for the one of your key",
     "wandb.group": "use null for none",
+    "wandb.job_type": "use wandb.job_type=train",
+    "wandb.notes": "use null for none",
 }
 
 

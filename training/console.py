@@ -16,7 +16,7 @@ class Console:
         self.is_main = is_main
         self.first_step, self.max_steps = first_step, max_steps
         self.started = time.monotonic()
-        self.rich = RichConsole(highlight=False, soft_wrap=True)
+        self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
         if is_main and self.rich.is_terminal:
             columns = (BarColumn(24), TaskProgressColumn(), TextColumn("{task.description}"))
@@ -47,6 +47,12 @@ class Console:
     def close(self) -> None:
         if self.bar:
             self.bar.stop()
+
+
+def rich_console(**options) -> RichConsole:
+    """A rich console on stdout, which is a terminal only if it is one: by FORCE_COLOR alone, a file
+    or a pipe would be filled with a bar's control codes."""
+    return RichConsole(force_terminal=None if sys.stdout.isatty() else False, **options)
 
 
 def duration(seconds: float) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from training.chart import Chart, Points, figure, finite, points_of
+from training.terminal import visible
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # What a run's directory may hold, and what it is.
@@ -47,6 +48,23 @@ CHARTS = (
     Chart("Throughput", "tokens per second", ("train/tokens_per_second",), from_zero=True),
     Chart("Gradient norm", "before clipping", ("train/grad_norm",), from_zero=True, log=True),
 )
+
+LONGEST_SAMPLE = 10_000  # characters of one on a page of its own
+SAMPLE_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>sample</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ margin: 1rem; max-width: 42rem; font: 1rem/1.5 system-ui, sans-serif; }}
+h3 {{ margin: 0; font-size: .8125rem; font-weight: normal; opacity: .7; }}
+p {{ margin: .25rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }}
+.prompt {{ font-weight: 650; }}
+</style>
+{article}
+</html>
+"""
 
 
 def write_report(folder: Path) -> Path:
@@ -172,20 +190,30 @@ def samples_section(samples: list[dict]) -> str:
     """Every sample with its prompt set apart from what the model wrote, newest first."""
     if not samples:
         return "<p>No samples yet.</p>"
-    articles = []
-    for row in reversed(samples):
-        prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
-        if not text.startswith(prompt):
-            prompt = ""
-        start = f'<span class="prompt">{escape(prompt)}</span>' if prompt else ""
-        body = f"<p>{start}{escape(text[len(prompt) :])}</p>"
-        articles.append(f"<article><h3>step {row['step']:,}</h3>{body}</article>")
+    articles = [sample_article(row) for row in reversed(samples)]
     return (
         '<p class="quiet">The prompt is set in <span class="prompt">bold</span>; the rest is what '
         "the model wrote.</p>"
         '<div class="samples" tabindex="0" role="region" aria-label="Samples, newest first">'
         f"{''.join(articles)}</div>"
     )
+
+
+def sample_article(row: dict, longest: int | None = None) -> str:
+    """A row of samples.jsonl, its prompt set apart. longest: characters that are shown at most."""
+    prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
+    if not text.startswith(prompt):
+        prompt = ""
+    if longest and len(text) > longest:
+        prompt, text = prompt[:longest], f"{text[:longest]}…"
+    start = f'<span class="prompt">{escape(prompt)}</span>' if prompt else ""
+    body = f"<p>{start}{escape(text[len(prompt) :])}</p>"
+    return f"<article><h3>step {row['step']:,}</h3>{body}</article>"
+
+
+def sample_page(row: dict) -> str:
+    """One sample as a page of its own, for a dashboard's frame. It loads and runs nothing."""
+    return SAMPLE_PAGE.format(article=visible(sample_article(row, LONGEST_SAMPLE)))
 
 
 def attention_page(folder: Path) -> Path | None:
