@@ -160,7 +160,6 @@ class Progress:
     """Megabytes, speed and time left: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, total: int):
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -169,9 +168,11 @@ class Progress:
         )
         from rich.progress import Progress as Bar
 
+        from training.console import rich_console
+
         self.total, self.done, self.told = total, 0, time.monotonic()
         self.bar = None
-        console = Console()
+        console = rich_console()
         if console.is_terminal:
             columns = (
                 BarColumn(32),

@@ -16,7 +16,7 @@ class Console:
         self.is_main = is_main
         self.first_step, self.max_steps = first_step, max_steps
         self.started = time.monotonic()
-        self.rich = RichConsole(highlight=False, soft_wrap=True)
+        self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
         if is_main and self.rich.is_terminal:
             columns = (BarColumn(24), TaskProgressColumn(), TextColumn("{task.description}"))
@@ -47,6 +47,12 @@ class Console:
     def close(self) -> None:
         if self.bar:
             self.bar.stop()
+
+
+def rich_console(**options) -> RichConsole:
+    """Where rich prints to. A terminal is what the system takes for one: a notebook sets
+    FORCE_COLOR for the commands it runs, and rich by itself would draw bars into its pages."""
+    return RichConsole(force_terminal=sys.stdout.isatty(), **options)
 
 
 def duration(seconds: float) -> str:
