@@ -169,8 +169,9 @@ class Trainer:
                 return model
             if not trainer.init_from:
                 return GPT(settings.model)
-            model, problems = resume.initial_weights(settings)
+            model, problems, notes = resume.initial_weights(settings)
             refuse(problems)
+            self.notes += notes
             return model
 
         self.model = self.parallel.place(settings.model, build)

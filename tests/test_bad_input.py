@@ -107,7 +107,7 @@ CONFIGURATION = {
     "empty name": ("name=", r"name=: becomes the folder"),
     "empty val_path": ("data.val_path=", r"data\.val_path=: is empty; use null"),
     "empty text_key": ("data.text_key=", r"data\.text_key=: is empty; use data\.text_key=text"),
-    "empty init_from": ("trainer.init_from=", r"trainer\.init_from=: is empty; use null"),
+    "empty init_from": ("trainer.init_from=", r"trainer\.init_from=: is empty; name a run"),
     "empty resume": ("trainer.resume=", r"trainer\.resume=: no such choice"),
     "empty project": ("wandb.project=", r"wandb\.project=: needs a name"),
     "empty W&B name": ("wandb.name=", r"wandb\.name=: is empty; use null"),

@@ -3,9 +3,11 @@
 Nothing is fetched: the models are built from a configuration and written to a temporary folder.
 """
 
+import dataclasses
 import json
 import os
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from model import GPT, ModelConfig
 from training.checkpoint import CheckpointError
-from training.hf import from_hf, load_any, load_reader, to_hf
+from training.command import compose
+from training.hf import from_hf, hf_tensors, load_any, load_reader, to_hf
+from training.resume import preset_like
 
 VOCAB_SIZE = 61
 
@@ -193,6 +197,198 @@ def test_bf16_files_load_as_fp32(folder, copy):
     loaded = from_hf(copy(tensors=to_bf16))
     for name, parameter in from_hf(folder).named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter.bfloat16().float())
+
+
+# --- Other files that hold weights ---------------------------------------------------------------
+
+
+def in_shards(folder, into, files=3):
+    """The directory's weights in so many files with an index; returns the weight_map."""
+    weights = load_file(folder / "model.safetensors")
+    places = {}
+    for number in range(files):
+        name = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        part = {key: weights[key] for key in sorted(weights)[number::files]}
+        save_file(part, into / name)
+        places |= dict.fromkeys(part, name)
+    shutil.copy(folder / "config.json", into)
+    index(into, places)
+    return places
+
+
+def index(folder, places):
+    content = json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
+    (folder / "model.safetensors.index.json").write_text(content)
+
+
+def test_weights_in_shards(folder, tmp_path):
+    in_shards(folder, tmp_path)
+    assert_same_weights(from_hf(tmp_path), from_hf(folder))
+
+
+def test_shards_that_transformers_wrote(transformers, theirs, folder, tmp_path):
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    assert not (tmp_path / "model.safetensors").exists()
+    assert_same_weights(from_hf(tmp_path), from_hf(folder))
+
+
+BAD_MAPS = {
+    "none": (lambda places: None, "has no weight_map"),
+    "a list": (list, "has no weight_map"),
+    "numbers": (lambda places: dict.fromkeys(places, 1), "has no weight_map"),
+    "above": (
+        lambda places: places | {"x": "../model.safetensors"},
+        r"names '\.\./model\.safetensors', which is no safetensors file beside it",
+    ),
+    "anywhere": (lambda places: places | {"x": "/etc/passwd"}, "which is no safetensors file"),
+    "a pickle": (lambda places: places | {"x": "pytorch_model.bin"}, "which is no safetensors"),
+    "gone": (lambda places: places | {"x": "model-9.safetensors"}, "model-9.safetensors: is miss"),
+    "more than there is": (
+        lambda places: places | {"x": min(places.values())},
+        "x is in none of its files",
+    ),
+    "a second time": (
+        lambda places: places | {"x": "again.safetensors"},
+        "is in two of its files",
+    ),
+    "nothing": (lambda places: {}, "is missing"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_MAPS)
+def test_an_index_that_is_none(folder, tmp_path, what):
+    change, message = BAD_MAPS[what]
+    places = in_shards(folder, tmp_path)
+    shutil.copy(tmp_path / min(places.values()), tmp_path / "again.safetensors")
+    index(tmp_path, change(places))
+    assert_refused(tmp_path, message)
+
+
+def as_bin(folder, into, weights=None, **options):
+    """The directory with a pytorch_model.bin instead of safetensors."""
+    weights = weights or load_file(folder / "model.safetensors")
+    shutil.copy(folder / "config.json", into)
+    torch.save(weights, into / "pytorch_model.bin", **options)
+    return into
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "as before torch 1.6"])
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_an_old_file_of_weights(folder, tmp_path, is_zip, prefix):
+    """Also with the masks and the second head that such files have."""
+    weights = {
+        prefix + name.removeprefix("transformer."): value
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
+    for layer in range(2):
+        mask = torch.ones(32, 32, dtype=torch.bool if layer else torch.uint8).tril()
+        weights[f"{prefix}h.{layer}.attn.bias"] = mask.view(1, 1, 32, 32)
+        weights[f"{prefix}h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    weights["lm_head.weight"] = weights[f"{prefix}wte.weight"]  # one storage, as torch saves it
+    as_bin(folder, tmp_path, weights, _use_new_zipfile_serialization=is_zip)
+    assert_same_weights(from_hf(tmp_path), from_hf(folder))
+
+
+def test_parameters_and_half_precision_in_an_old_file(folder, tmp_path):
+    weights = {
+        name: torch.nn.Parameter(value.half())
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
+    loaded = from_hf(as_bin(folder, tmp_path, weights))
+    for name, parameter in from_hf(folder).named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter.half().float())
+
+
+def test_safetensors_are_taken_where_there_are_both(folder, copy):
+    place = copy()
+    (place / "pytorch_model.bin").write_bytes(b"not even looked at")
+    assert_same_weights(from_hf(place), from_hf(folder))
+
+
+def huge(rows=10**6, columns=10**6):
+    """A shape of terabytes on a storage of four bytes."""
+    return torch.zeros(1).expand(rows, columns)
+
+
+NOT_WEIGHTS = {
+    "a list": ([torch.zeros(1)], "holds no weights by name"),
+    "nested": ({"model": {"a": torch.zeros(1)}}, "under 'model' is no plain tensor"),
+    "a number": ({"a": 1}, "under 'a' is no plain tensor"),
+    "a number's name": ({1: torch.zeros(1)}, "under 1 is no plain tensor"),
+    "integers": ({"a": torch.zeros(1, dtype=torch.int64)}, "under 'a' is no plain tensor"),
+    "complex": ({"a": torch.zeros(1, dtype=torch.complex64)}, "under 'a' is no plain tensor"),
+    "sparse": ({"a": torch.eye(3).to_sparse()}, "under 'a' is no plain tensor"),
+    "on no device": ({"a": torch.zeros(1, device="meta")}, "under 'a' is no plain tensor"),
+    "huge": ({"a": huge()}, "under 'a' is no plain tensor"),
+    "overlapping": ({"a": torch.arange(5.0).as_strided((3, 3), (1, 1))}, "under 'a' is no plain"),
+}
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize("what", NOT_WEIGHTS)
+def test_what_else_an_old_file_may_hold(folder, tmp_path, what, is_zip):
+    values, message = NOT_WEIGHTS[what]
+    torch.save(values, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+    shutil.copy(folder / "config.json", tmp_path)
+    assert_refused(tmp_path, message)
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize("left", [0, 2, 100, 5000, -100])
+def test_an_old_file_cut_short(folder, tmp_path, left, is_zip):
+    place = as_bin(folder, tmp_path, _use_new_zipfile_serialization=is_zip)
+    file = place / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:left])
+    assert_refused(place, r"pytorch_model\.bin: is (unreadable|a pickle)")
+
+
+def test_a_storage_that_claims_more_than_the_file_has(folder, tmp_path):
+    """The shape of a tensor is data like any other: a thousand times as many rows."""
+    torch.save({"a": torch.zeros(40, 3)}, tmp_path / "pytorch_model.bin")
+    shutil.copy(folder / "config.json", tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes())
+    packed = zipfile.ZipFile(file)
+    parts = {name: packed.read(name) for name in packed.namelist()}
+    (name,) = [name for name in parts if name.endswith("data.pkl")]
+    assert parts[name].count(b"K(K\x03\x86") == 1  # the tuple (40, 3)
+    parts[name] = parts[name].replace(b"K(K\x03\x86", b"M\xff\xffK\x03\x86")
+    with zipfile.ZipFile(file, "w") as changed:
+        for name, content in parts.items():
+            changed.writestr(name, content)
+    assert_refused(tmp_path, r"pytorch_model\.bin: ")
+
+
+# --- Sizes ---------------------------------------------------------------------------------------
+
+# What config.json says of the four published models: (n_layer, n_head, n_embd); all have
+# n_positions = n_ctx = 1024 and vocab_size = 50257 (https://huggingface.co/openai-community).
+PUBLISHED = {
+    "gpt2-small": (12, 12, 768, 124_439_808),
+    "gpt2-medium": (24, 16, 1024, 354_823_168),
+    "gpt2-large": (36, 20, 1280, 774_030_080),
+    "gpt2-xl": (48, 25, 1600, 1_557_611_200),
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_have_the_published_shapes(transformers, preset):
+    """Every tensor of transformers' model of that size, by name and shape; no memory is taken."""
+    layers, heads, width, parameters = PUBLISHED[preset]
+    settings = compose([f"model={preset}"]).model
+    with torch.device("meta"):
+        ours = GPT(settings)
+        shape = transformers.GPT2Config(n_layer=layers, n_head=heads, n_embd=width)
+        theirs = transformers.GPT2LMHeadModel(shape)
+    assert (shape.vocab_size, shape.n_positions) == (50257, 1024)
+    assert settings.num_heads == heads
+    assert ours.num_parameters() == parameters == theirs.num_parameters()
+    wanted = {name: value.shape for name, value in theirs.named_parameters()}
+    assert {name: value.shape for name, value in hf_tensors(ours, "meta").items()} == wanted
+    assert preset_like(settings) == preset
+    assert preset_like(dataclasses.replace(settings, context_length=64)) == preset
+    assert preset_like(dataclasses.replace(settings, num_layers=5)) is None
 
 
 # --- From ours to theirs -------------------------------------------------------------------------

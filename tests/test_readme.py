@@ -20,11 +20,13 @@ LINES = [line for _, block in BLOCKS for line in block.splitlines()]
 LENS_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", LENS, re.DOTALL)
 DATA = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
 DATA_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", DATA, re.DOTALL)
+MODELS = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+MODELS_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", MODELS, re.DOTALL)
 
 
 def commands(*program):
     found, start = [], ["python", *program]
-    for _, block in BLOCKS + LENS_BLOCKS + DATA_BLOCKS:
+    for _, block in BLOCKS + LENS_BLOCKS + DATA_BLOCKS + MODELS_BLOCKS:
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
             if words[: len(start)] == start:
@@ -51,6 +53,14 @@ def test_every_command_that_prepares_data_is_valid():
         parse(PrepareConfig, words)
 
 
+def test_every_command_that_exports_is_valid():
+    from scripts.export_hf import ExportConfig
+
+    assert len(commands("-m", "scripts.export_hf")) >= 2
+    for words in commands("-m", "scripts.export_hf"):
+        parse(ExportConfig, words)
+
+
 def test_answers_to_mistakes_are_those_shown(command):
     shown = [(a, b) for a, b in itertools.pairwise(LINES) if a.startswith("$ ")]
     assert len(shown) >= 2
@@ -66,7 +76,7 @@ def test_every_file_of_the_tour_is_there(name):
 
 def test_links_lead_somewhere():
     docs = REPOSITORY / "docs"
-    for text, folder in ((README, REPOSITORY), (LENS, docs), (DATA, docs)):
+    for text, folder in ((README, REPOSITORY), (LENS, docs), (DATA, docs), (MODELS, docs)):
         for target in re.findall(r"\]\(((?!http)[^)#]+)\)", text):
             assert (folder / target).exists(), target
 

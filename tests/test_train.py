@@ -509,21 +509,6 @@ def test_another_setting_that_matters_is_refused_by_name(trainer):
     assert lines[1].startswith("optimizer.lr=0.5: ")
 
 
-def test_init_from_takes_weights_and_nothing_else(trainer, tmp_path):
-    from training.hf import to_hf
-
-    run = trainer("name=a")
-    run.train()
-    to_hf(run.model, tmp_path / "hf")
-    for source in (run.folder, tmp_path / "hf"):
-        fresh = trainer(f"trainer.init_from={source}", "model.dropout=0.3")
-        assert fresh.state.step == 0
-        assert fresh.model.blocks[0].dropout.p == 0.3
-        assert_same(weights(fresh), weights(run))
-    with pytest.raises(ConfigError, match=r"model.num_layers=1: .* use model.num_layers=2"):
-        trainer(f"trainer.init_from={run.folder}", "model.num_layers=1")
-
-
 # ------------------------------------------------------------------------------ as a user meets it
 
 

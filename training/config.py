@@ -104,7 +104,7 @@ class TrainerConfig:
     max_skips: int = 10  # so many in a row end the run
     resume: str | bool = "auto"  # auto | must | false | the directory of a run or checkpoint
     resume_override: bool = False  # true: go on although a setting or the data changed
-    init_from: str | None = None  # weights to start from: a checkpoint or Hugging Face directory
+    init_from: str | None = None  # weights to start from: a run, a Hugging Face directory, hub:NAME
     sample_prompt: str = "The"  # what the sample text at each validation continues
     sample_tokens: int = 40  # its length; 0: no samples
 
@@ -366,7 +366,7 @@ NAMES = {
     "data.val_path": "use null to validate on a part of data.path",
     "data.text_key": "use data.text_key=text",
     "trainer.resume": None,
-    "trainer.init_from": "use null to begin with random weights",
+    "trainer.init_from": "name a run, a directory or hub:NAME; null for random weights",
     "wandb.name": "use null for the run's name",
     "wandb.group": "use null for none",
 }

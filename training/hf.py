@@ -5,10 +5,12 @@ The only file that speaks Hugging Face's names. Their layout differs from ours i
 queries, keys and values lie side by side in one matrix `c_attn`; every projection is a `Conv1D`,
 whose weight is the transpose of a Linear's; and files may carry a `transformer.` prefix and old
 causal-mask buffers. The files are plain safetensors and JSON, read and written here; the
-transformers library is not needed.
+transformers library is not needed. Weights may also lie in shards, or in a pytorch_model.bin.
 """
 
 import json
+import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +21,14 @@ from torch import Tensor
 
 from model import GPT, ModelConfig
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from training import hub
 from training.checkpoint import (
+    LARGEST_STATE,
     CheckpointError,
+    Damaged,
     State,
     find,
+    is_pickle,
     load_model,
     model_of,
     read_tensors,
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     import tiktoken
 
 CONFIG = "config.json"
+WHOLE, INDEX, OLD = "model.safetensors", "model.safetensors.index.json", hub.OLD
 OURS = "clearhead"  # the key of config.json under which an export of ours says what GPT-2's lacks
 OF_READERS = ("tokenizer", "window")  # of that
 
@@ -70,18 +77,13 @@ REQUIRED = {
 
 
 def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
-    """The model in a Hugging Face GPT-2 directory (config.json, model.safetensors), eval mode.
+    """The model in a Hugging Face GPT-2 directory (config.json and weights), eval mode.
 
     Raises CheckpointError when it is no GPT-2, or one that computes something else.
     """
     folder = Path(folder)
     config = _model_config(folder / CONFIG, attention)
-    file = folder / "model.safetensors"
-    if not file.exists() and (pickles := [*folder.glob("*.bin"), *folder.glob("*.pt")]):
-        cause = f"is a pickle, which could run code, and there is no {file.name}"
-        fix = "convert it to safetensors where its maker is trusted"
-        raise CheckpointError(f"checkpoint={pickles[0]}: {cause}; {fix}")
-    tensors = read_tensors(file)
+    file, tensors = _weights(folder)
     theirs = {
         name.removeprefix("transformer."): value
         for name, value in tensors.items()
@@ -101,18 +103,24 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     return model_of(config, ours, file)
 
 
-def to_hf(model: GPT, folder: str | Path) -> None:
-    """Writes config.json and model.safetensors such that transformers loads the same model."""
+def to_hf(model: GPT, folder: str | Path, ours: dict | None = None) -> None:
+    """Writes config.json and model.safetensors such that transformers loads the same model.
+
+    ours: what `load_reader` finds again, {"tokenizer": name, "window": positions, ...}.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     theirs = {name: value.contiguous().clone() for name, value in hf_tensors(model).items()}
-    save_file(theirs, folder / "model.safetensors", {"format": "pt"})
+    save_file(theirs, folder / WHOLE, {"format": "pt"})
     c = model.config
     end_of_text = min(50256, c.vocab_size - 1)  # the last id of GPT-2's and of the byte tokenizer
+    if ours:
+        end_of_text = get_tokenizer(ours["tokenizer"]).eot_token
     settings = REQUIRED | {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": c.vocab_size,
         "n_positions": c.context_length,
+        "n_ctx": c.context_length,
         "n_embd": c.emb_dim,
         "n_head": c.num_heads,
         "n_layer": c.num_layers,
@@ -121,16 +129,20 @@ def to_hf(model: GPT, folder: str | Path) -> None:
         "resid_pdrop": c.dropout,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
+        "use_cache": True,
     }
+    settings |= {OURS: ours} if ours else {}
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    # Which the library makes for its user's eyes alone.
+    (folder / WHOLE).chmod((folder / CONFIG).stat().st_mode)
 
 
-def hf_tensors(model: GPT) -> dict[str, Tensor]:
-    """The weights under Hugging Face's names and in their layout, fp32 on the CPU.
+def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
+    """The weights under Hugging Face's names and in their layout, fp32 on the device.
 
     Without q/k/v biases, which GPT-2 always has, there are zeros for them.
     """
-    ours = {name: value.detach().cpu().float() for name, value in model.named_parameters()}
+    ours = {name: value.detach().to(device).float() for name, value in model.named_parameters()}
     c = model.config
     theirs = {f"transformer.{name}": ours[key] for key, name in OUTSIDE.items()}
     for layer in range(c.num_layers):
@@ -140,20 +152,48 @@ def hf_tensors(model: GPT) -> dict[str, Tensor]:
         attn = f"blocks.{layer}.attn"
         weights = [ours[f"{attn}.{which}.weight"].T for which in PROJECTIONS]  # (C, C) each
         theirs[f"transformer.h.{layer}.attn.c_attn.weight"] = torch.cat(weights, dim=1)  # (C, 3 C)
-        zeros = torch.zeros(c.emb_dim)
+        zeros = torch.zeros(c.emb_dim, device=device)
         biases = [ours.get(f"{attn}.{which}.bias", zeros) for which in PROJECTIONS]
         theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
     return theirs
 
 
 def load_any(path: str | Path, key: str = "checkpoint") -> tuple[GPT, State | None]:
-    """The model of a run, a checkpoint or a Hugging Face directory; the latter has no state.
+    """The model of a run, a checkpoint, a Hugging Face directory or hub:NAME; of the latter two
+    there is no state.
 
     Raises CheckpointError, naming the setting `key`, when the path is none of these.
     """
+    _, model, state = _load(path, key)
+    return model, state
+
+
+def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
+    """The folder that a path means, and what is in it."""
+    for tries_left in (2, 1, 0):
+        folder = _folder(path, key)
+        try:
+            if (folder / CONFIG).is_file():
+                return folder, from_hf(folder), None
+            return folder, *load_model(folder)
+        except Damaged:
+            if folder.exists() or not tries_left:
+                raise  # else a run that goes on meanwhile has removed it, for a newer one
+    raise AssertionError
+
+
+def _folder(path: str | Path, key: str) -> Path:
+    """The checkpoint or the Hugging Face directory that a path means."""
+    text = str(path)
+    if hub.is_named(text):
+        return hub.fetch(text, key)
     if (Path(path) / CONFIG).is_file():
-        return from_hf(path), None
-    return load_model(find(path, key))
+        return Path(path)
+    is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
+    if is_name and not os.path.lexists(text):
+        fix = f"give a run or a checkpoint; of the Hugging Face hub, hub:{text} fetches it"
+        raise CheckpointError(f"{key}={text}: no such directory; {fix}")
+    return find(path, key)
 
 
 @dataclass
@@ -165,6 +205,7 @@ class Reader:
     tokenizer: "tiktoken.Encoding"
     window: int  # so many positions have learned something; the model may have more
     state: State | None  # of weights alone, None
+    folder: Path  # the checkpoint, or the Hugging Face directory, that it was read from
 
 
 def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
@@ -173,7 +214,7 @@ def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
     A directory that was exported from a run says both; other weights are GPT-2's, or with 257 ids
     of bytes, and know all their positions. Raises CheckpointError, naming the setting `key`.
     """
-    model, state = load_any(path, key)
+    folder, model, state = _load(path, key)
     vocab_size, context = model.config.vocab_size, model.config.context_length
     if state:
         data = state.settings["data"]
@@ -182,7 +223,7 @@ def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
     else:
         usual = "byte" if vocab_size == TOKENIZERS["byte"] else "gpt2"
         ours = {"tokenizer": usual, "window": context}
-        ours = _settings_in(Path(path) / CONFIG).get(OURS, ours)
+        ours = _settings_in(folder / CONFIG).get(OURS, ours)
         name, window = (ours.get(k) if isinstance(ours, dict) else None for k in OF_READERS)
         said = f"its {CONFIG} names under {OURS} tokenizer {name!r:.40} and window {window!r:.40}"
     known = isinstance(name, str) and name in TOKENIZERS
@@ -191,12 +232,14 @@ def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
     if vocab_size < (needed := TOKENIZERS[name]):
         cause = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"
         raise CheckpointError(f"{key}={path}: {cause}; use a model of that tokenizer")
-    return Reader(model, name, get_tokenizer(name), window, state)
+    return Reader(model, name, get_tokenizer(name), window, state, folder)
 
 
 def _settings_in(file: Path) -> dict:
     """What a config.json holds; CheckpointError when it is none."""
     try:
+        if file.stat().st_size > LARGEST_STATE:
+            raise ValueError(f"has more than {LARGEST_STATE:,} bytes")
         theirs = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(theirs, dict):
             raise ValueError("no JSON object")
@@ -205,6 +248,82 @@ def _settings_in(file: Path) -> dict:
             f"checkpoint={file}: unreadable ({words(error)}); use another one"
         ) from error
     return theirs
+
+
+def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file that names a directory's weights, and these by their names in it. They stay in
+    their files until they are copied, wherever the operating system can map files."""
+    if (folder / WHOLE).exists():
+        return folder / WHOLE, read_tensors(folder / WHOLE)
+    if (folder / INDEX).exists():
+        return folder / INDEX, _read_shards(folder / INDEX)
+    if (folder / OLD).exists():
+        return folder / OLD, _read_old(folder / OLD)
+    if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
+        raise is_pickle(pickles[0], f", and there is no {WHOLE}")
+    raise Damaged(folder / WHOLE, "is missing")
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of all the files that an index names."""
+    places = _settings_in(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+        raise CheckpointError(f"checkpoint={index}: has no weight_map of texts; use another one")
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(places.values())):
+        if not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
+            cause = f"names {shard!r:.80}, which is no safetensors file beside it"
+            raise CheckpointError(f"checkpoint={index}: {cause}; use another one")
+        found = read_tensors(index.with_name(shard))
+        if twice := found.keys() & tensors.keys():
+            cause = f"{min(twice):.80} is in two of its files"
+            raise CheckpointError(f"checkpoint={index}: {cause}; use another one")
+        tensors |= found
+    if missing := places.keys() - tensors.keys():
+        cause = f"{min(missing):.80} is in none of its files"
+        raise CheckpointError(f"checkpoint={index}: {cause}; use another one")
+    return tensors
+
+
+def _read_old(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pytorch_model.bin, which is a pickle: torch's own reader makes tensors of
+    it and runs nothing else. What comes of that is looked at before anything is done with it."""
+    try:
+        with open(file, "rb") as opened:
+            is_zip = (
+                opened.read(4) == b"PK\3\4"
+            )  # torch 1.6 and later; the older form is not mapped
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+    except OSError as error:
+        raise Damaged(file, f"is unreadable ({error.strerror or error})") from error
+    except Exception as error:  # damage shows in many ways
+        # Not in torch's own words, which tell how to run the code.
+        if type(error).__name__ == "UnpicklingError":
+            raise is_pickle(file, ", and holds more than weights") from error
+        raise Damaged(file, f"is unreadable ({type(error).__name__})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"checkpoint={file}: holds no weights by name; use another one")
+    tensors = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not _is_plain(value):
+            cause = f"under {name!r:.80} is no plain tensor of numbers"
+            raise CheckpointError(f"checkpoint={file}: {cause}; use another one")
+        tensors[name] = value.detach()
+    return tensors
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a tensor of numbers (or a mask) that its storage holds all of."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8)
+    return (
+        type(value) in (Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.dtype in dtypes
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    )
 
 
 def _model_config(file: Path, attention: str) -> ModelConfig:

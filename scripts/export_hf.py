@@ -1,0 +1,93 @@
+"""A trained model as a folder that the transformers library loads, to be used or published.
+
+    python -m scripts.export_hf checkpoint=runs/NAME out=DIR
+
+`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory or hub:NAME. A run may
+be training meanwhile. The folder is there whole or not at all.
+"""
+
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.command import settings_command
+from training.config import Problem, refuse
+from training.errors import words
+
+
+@dataclass
+class ExportConfig:
+    """python -m scripts.export_hf checkpoint=runs/NAME out=DIR"""
+
+    checkpoint: str = field(
+        metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
+    )
+    out: str = field(metadata={"help": "the folder to make; an empty one will do"})
+    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+
+    def problems(self) -> list[Problem]:
+        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        found = []
+        if not self.checkpoint:
+            found.append(("checkpoint", "", "is empty", "give a run or a checkpoint"))
+        if cause := not_to_be_made(self.out):
+            found.append(("out", self.out, cause, "give a folder that is not there yet"))
+        return found
+
+
+def not_to_be_made(out: str) -> str:
+    """Why a folder of that name cannot be made; empty when it can."""
+    if not out:
+        return "is empty"
+    if os.path.islink(out.rstrip("/")):
+        return "is a link"
+    if os.path.isdir(out):
+        if os.path.samefile(out, "."):
+            return "is where you stand"
+        return "holds something already" if os.listdir(out) else ""
+    if os.path.exists(out):
+        return "is a file"
+    above = Path(os.path.abspath(out)).parent
+    while not os.path.lexists(above):
+        above = above.parent
+    if not os.path.isdir(above):
+        return f"{above} is no folder"
+    return "" if os.access(above, os.W_OK | os.X_OK) else f"nothing may be written to {above}"
+
+
+@settings_command(ExportConfig)
+def main(settings: ExportConfig) -> None:
+    from safetensors import SafetensorError
+
+    from durable import in_the_making, make_folder, rename, sync
+    from training import export
+    from training.hf import load_reader
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half made goes, too
+    reader = load_reader(settings.checkpoint)
+    out = Path(os.path.abspath(settings.out))
+    part = in_the_making(out)
+    try:
+        make_folder(part)
+        export.write(reader, part)
+        for file in part.iterdir():
+            sync(file)
+        sync(part)
+        rename(part, out)
+    except (OSError, SafetensorError) as error:
+        cause = f"cannot be written ({getattr(error, 'strerror', None) or words(error)})"
+        refuse([("out", settings.out, cause, "make room, or give another folder")])
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    print(f"{settings.out}: {len(list(out.iterdir()))} files, {size / 1e6:,.1f} MB")
+    where = f"from {reader.folder.name}, " if reader.state else ""
+    print(f"{where}{reader.model.num_parameters():,} parameters, {reader.window:,} positions")
+    print("load it: transformers.pipeline('text-generation', model=DIR); README.md says more")
+
+
+if __name__ == "__main__":
+    main()
