@@ -50,9 +50,9 @@ class Console:
 
 
 def rich_console(**options) -> RichConsole:
-    """Where rich prints to. A terminal is what the system takes for one: a notebook sets
-    FORCE_COLOR for the commands it runs, and rich by itself would draw bars into its pages."""
-    return RichConsole(force_terminal=sys.stdout.isatty(), **options)
+    """A rich console on stdout, which is a terminal only if it is one: by FORCE_COLOR alone, a file
+    or a pipe would be filled with a bar's control codes."""
+    return RichConsole(force_terminal=None if sys.stdout.isatty() else False, **options)
 
 
 def duration(seconds: float) -> str:
