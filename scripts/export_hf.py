@@ -23,7 +23,7 @@ class ExportConfig:
     """python -m scripts.export_hf checkpoint=runs/NAME out=DIR"""
 
     checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
+        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
     )
     out: str = field(metadata={"help": "the folder to make; an empty one will do"})
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})

@@ -3,9 +3,9 @@
     python -m scripts.inspect_attention checkpoint=runs/NAME text="The bell rang twice."
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
 
-`checkpoint` is a run, one of its checkpoints, or a Hugging Face GPT-2 directory. The page is the
-one that training makes (docs/lens.md), with the strongest heads of each kind in the terminal. The
-repeated sequence is drawn from the whole vocabulary here, from frequent tokens there.
+`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory or hub:NAME. The
+page is the one that training makes (docs/lens.md), with the strongest heads of each kind in the
+terminal. The repeated sequence is drawn from the whole vocabulary here, from frequent tokens there.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class InspectConfig:
     """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
 
     checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
+        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
     )
     text: str = field(default="", metadata={"help": "what to look at; empty: three sentences"})
     out: str = field(default="attention.html", metadata={"help": "the page to write"})

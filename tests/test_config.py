@@ -208,6 +208,7 @@ def test_every_shipped_choice_is_valid():
     for path in CONFIGS.glob("*/*.yaml"):
         needs = path.stem in ("text", "shards", "shakespeare-cpu")
         extra = ["data.path=x.txt"] if needs else []
+        extra += ["trainer.init_from=x"] if path.stem == "finetune" else []
         compose([f"{path.parent.name}={path.stem}", *extra])
 
 

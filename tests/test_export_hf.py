@@ -13,7 +13,7 @@ import signal
 import pytest
 import torch
 import yaml
-from conftest import TEXT, TINY
+from conftest import REPOSITORY, TEXT, TINY
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from known_texts import FRAGMENTS
@@ -189,8 +189,18 @@ def test_the_card_has_the_runs_figures(home):
         assert f"\n{line}\n" in body
     assert "32 positions of 64" in body
     assert "no biases" in body
-    (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
-    compile(code, "card", "exec")
+
+
+def test_the_examples_run(transformers, home, capsys):
+    """Of the card, and of docs/models.md."""
+    docs = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+    card = (home / "bytes" / "README.md").read_text(encoding="utf-8")
+    for text, place in ((card, "PATH/OF/THIS/FOLDER"), (docs, "my-model")):
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        (code,) = [block for block in blocks if f'model="{place}"' in block]
+        folder = home / ("bytes" if text is card else "words")
+        exec(code.replace(place, str(folder)))
+        assert capsys.readouterr().out.startswith("The")
 
 
 def test_what_comes_from_a_run_is_no_markup(home, tmp_path, run):

@@ -1,39 +1,23 @@
-"""training/hub.py against a server of this machine that answers as the hub does.
+"""training/hub.py against a server of this machine that answers as the hub does. No other network.
 
-In processes of their own: huggingface_hub reads its environment once. No other network.
+huggingface_hub reads its environment once, when it is imported: what it has read is replaced.
 """
 
 import http.server
 import json
-import os
-import subprocess
 import sys
 import threading
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from huggingface_hub import constants
 
 from model import GPT, ModelConfig
 from training import hub
 from training.checkpoint import CheckpointError
-from training.hf import hf_tensors, to_hf
+from training.hf import hf_tensors, load_reader, to_hf
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
-# Prints for each argument what load_reader makes of it; --twice: asks a second time first.
-LOAD = """
-import json, sys
-from training.checkpoint import CheckpointError
-from training.hf import load_reader
-for name in sys.argv[1:]:
-    try:
-        reader = load_reader(name, "trainer.init_from")
-        again = load_reader(name).model.state_dict()
-        same = all(bool((again[k] == v).all()) for k, v in reader.model.state_dict().items())
-        print(json.dumps([reader.tokenizer_name, reader.window, same]))
-    except CheckpointError as error:
-        print(json.dumps(str(error)))
-"""
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -54,8 +38,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
         folder, rest = self.server.models[name], path.removeprefix(f"{name}/")
         if folder == "gated":
             return self.say(403, {"error": "ask"}, {"X-Error-Code": "GatedRepo"})
-        if folder == 401:
-            return self.say(401, {"error": "who are you"}, {"X-Error-Code": "Other"})
+        if isinstance(folder, int):
+            return self.say(folder, {"error": "something"}, {"X-Error-Code": "Other"})
         if rest.startswith("revision/"):
             siblings = [{"rfilename": file.name} for file in folder.iterdir()]
             return self.say(200, {"id": name, "sha": SHA, "siblings": siblings})
@@ -86,32 +70,35 @@ class Answer(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with Hub() as started:
-        thread = threading.Thread(target=started.serve_forever, daemon=True)
+        thread = threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield started
         started.shutdown()
         thread.join()
 
 
-def load(folder, *names, **environment):
-    """What a new process says of each name, and what it writes to stderr."""
-    path = os.pathsep.join([str(REPOSITORY / "tests" / "no_network"), str(REPOSITORY)])
-    given = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": path}
-    given |= {"HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *names],
-        env=given | environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+@pytest.fixture
+def new_process(server, tmp_path, monkeypatch):
+    """new_process(offline=False): what a new process knows of the hub, and of what it fetched."""
+
+    def begin(offline=False):
+        address = f"http://127.0.0.1:{server.server_port}"
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        hub._fetched.cache_clear()
+        server.asked.clear()
+
+    yield begin
+    hub._fetched.cache_clear()
 
 
-def test_a_model_of_the_hub(server, tmp_path):
-    """What is fetched of it, what is said where that fails, and that it is there offline."""
+@pytest.fixture
+def model(server, tmp_path):
+    """A model that the hub has twice: some/model with safetensors and more, old with an old file
+    alone."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(257, 16, 8, 2, 1))
     to_hf(model, tmp_path / "safe")
@@ -119,42 +106,72 @@ def test_a_model_of_the_hub(server, tmp_path):
     (tmp_path / "safe" / "pytorch_model.bin").write_bytes(b"not to be fetched")
     (tmp_path / "safe" / "flax_model.msgpack").write_bytes(b"nor this")
     (tmp_path / "old" / "model.safetensors").unlink()
-    weights = hf_tensors(model)
-    torch.save(weights, tmp_path / "old" / "pytorch_model.bin")
+    torch.save(hf_tensors(model), tmp_path / "old" / "pytorch_model.bin")
     server.models = {"some/model": tmp_path / "safe", "old": tmp_path / "old"}
-    server.models |= {"my/gated": "gated", "my/closed": 401}
-    address = f"http://127.0.0.1:{server.server_port}"
+    return model
 
-    names = ["hub:some/model", "hub:old", "hub:no/such", "hub:my/gated", "hub:my/closed"]
-    (safe, old, *refused), err = load(tmp_path, *names, HF_ENDPOINT=address)
-    assert safe == old == ["byte", 16, True]
-    assert err == ""
-    for name, message, says in zip(
-        names[2:],
-        refused,
-        [
-            "no such model on the hub, or a private one; check the name",
-            "is gated: its owner has to let you in; ask for access",
-            "the hub answers with 401; ",
-        ],
-        strict=True,
-    ):
-        assert message.startswith(f"trainer.init_from={name}: {says}")
-        assert len(message.splitlines()) == 1
+
+def check_is(model, name):
+    reader = load_reader(name)
+    assert (reader.tokenizer_name, reader.window) == ("byte", 16)
+    theirs = reader.model.state_dict()
+    assert all(torch.equal(theirs[key], value) for key, value in model.state_dict().items())
+
+
+def check_refused(name, says):
+    with pytest.raises(CheckpointError) as caught:
+        load_reader(name, "trainer.init_from")
+    message = str(caught.value)
+    assert message.startswith(f"trainer.init_from={name}: {says}")
+    assert "; " in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_model_is_fetched_once(server, model, new_process, capfd):
+    new_process()
+    check_is(model, "hub:some/model")
     asked = [path for _, path in server.asked]
-    assert sum("some/model/revision" in path for path in asked) == 1  # once for both readings
-    fetched = {path.rpartition("/")[2] for method, path in server.asked if method == "GET"}
-    assert {"config.json", "model.safetensors", "pytorch_model.bin"} <= fetched
-    assert not any("some/model" in p and p.endswith((".bin", ".msgpack")) for p in asked)
+    fetched = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
+    assert fetched == {"config.json", "model.safetensors"}
+    check_is(model, "hub:some/model")
+    assert len(server.asked) == len(asked)
+    new_process()
+    check_is(model, "hub:some/model")
+    assert not any("/resolve/" in path for _, path in server.asked)  # it is in the cache
+    assert capfd.readouterr().err == ""
 
-    server.asked.clear()
-    names = ["hub:some/model", "hub:old", "hub:new/one"]
-    found, err = load(tmp_path, *names, HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
-    assert found[:2] == [["byte", 16, True]] * 2
-    says = "the hub is not reached (HF_HUB_OFFLINE is set), and it is not in the cache; fetch"
-    assert found[2].startswith(f"trainer.init_from=hub:new/one: {says}")
+
+def test_an_old_file_is_fetched_where_there_is_no_other(server, model, new_process):
+    new_process()
+    check_is(model, "hub:old")
+    fetched = {path.rpartition("/")[2] for _, path in server.asked if "/resolve/" in path}
+    assert fetched == {"config.json", "pytorch_model.bin"}
+
+
+def test_offline_there_is_what_was_fetched_before(server, model, new_process, capfd):
+    new_process()
+    for name in ("hub:some/model", "hub:old"):
+        check_is(model, name)
+    new_process(offline=True)
+    for name in ("hub:some/model", "hub:old"):
+        check_is(model, name)
+    says = "the hub is not reached (HF_HUB_OFFLINE is set), and it is not in the cache; fetch it"
+    check_refused("hub:new/one", says)
     assert server.asked == []
-    assert err == ""
+    assert capfd.readouterr().err == ""
+
+
+def test_why_a_model_cannot_be_had(server, new_process, monkeypatch):
+    server.models = {"my/gated": "gated", "my/closed": 401, "my/broken": 400}
+    new_process()
+    check_refused("hub:no/such", "no such model on the hub, or a private one; check the name")
+    check_refused("hub:my/gated", "is gated: its owner has to let you in; ask for access")
+    check_refused("hub:my/closed", "the hub answers with 401; set HF_TOKEN")
+    check_refused("hub:my/broken", "the hub is not reached (no useful answer), and it is not in")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
+    check_refused(
+        "hub:some/model", "the hub is not reached (no useful answer), and it is not in the"
+    )
 
 
 @pytest.mark.parametrize("name", ["", "a/b/c", "../x", "a/..", "a b", "http://x/y", "a/", "é"])

@@ -204,6 +204,26 @@ def test_a_pickle_in_a_hugging_face_directory(in_process, folder, hf, mark, make
         assert re.search(rf"{re.escape(name)}: is a pickle, which could run code", err)
 
 
+@pytest.mark.parametrize("protocol", [0, 1, 4])
+def test_a_pickle_of_any_kind_as_old_weights(in_process, folder, hf, mark, protocol):
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    shutil.copy(hf / "config.json", theirs)
+    for content in (as_pickle(mark, protocol), with_code_behind_weights(mark)):
+        (theirs / "pytorch_model.bin").write_bytes(content)
+        code, _, err = in_process(train.main, folder, *TINY, "trainer.init_from=theirs")
+        check_told(code, err, 3, rf"pytorch_model\.bin: ({IS_PICKLE}|is unreadable)")
+        assert "weights_only" not in err  # torch's own words tell how to run it
+
+
+def with_code_behind_weights(mark: Path) -> bytes:
+    """As torch wrote before 1.6, with all in order but one value."""
+    buffer = io.BytesIO()
+    values = {"wte.weight": torch.zeros(3), "h.0.attn.bias": Attack(mark)}
+    torch.save(values, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize("beside", ["launch.json", "metrics.jsonl", "samples.jsonl", "config.yaml"])
 def test_a_pickle_among_a_runs_records(in_process, folder, mark, beside):
     """They are read again when a run goes on, and for its report."""

@@ -64,7 +64,7 @@ def _fetched(name: str) -> Path:
         fix = "ask for access on its page, and set HF_TOKEN"
         raise _NotFetched(f"is gated: its owner has to let you in; {fix}") from error
     except errors.LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no answer"
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no useful answer"
         cause = f"the hub is not reached ({why}), and it is not in the cache"
         raise _NotFetched(f"{cause}; {offline}") from error
     except errors.RepositoryNotFoundError as error:
@@ -72,7 +72,8 @@ def _fetched(name: str) -> Path:
         raise _NotFetched(f"{cause}; check the name, or set HF_TOKEN") from error
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no status")
-        raise _NotFetched(f"the hub answers with {status}; try again later") from error
+        fix = "set HF_TOKEN to one that may" if status in (401, 403) else "try again later"
+        raise _NotFetched(f"the hub answers with {status}; {fix}") from error
     except Exception as error:  # of the network, of the disk: many kinds
         cause = f"cannot be fetched ({type(error).__name__}: {words(error)[:200]})"
         raise _NotFetched(f"{cause}; check the network and the room on the disk") from error
