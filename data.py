@@ -427,7 +427,7 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
             f"data.val_fraction is not used"
         )
     else:
-        train, val = _split(config, path, train, notes)
+        train, val = split_tokens(config, path, train, notes)
     cut = (DocumentWindows if config.within_documents else GPTDatasetV1).from_stream
     train_set = cut(train, config.max_length, config.stride or config.max_length)
     val_set = None
@@ -441,7 +441,7 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
     return Loaded(train_set, val_set, checksums, notes)
 
 
-def _split(
+def split_tokens(
     config: DataConfig, path: str | list[str], tokens: TokenStream, notes: list[str]
 ) -> tuple[TokenStream, TokenStream]:
     """The tokens to train on, and those to validate on."""

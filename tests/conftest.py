@@ -59,7 +59,8 @@ TEXT = "".join(
 )
 
 
-TOGETHER = ("test_ranks.py", "test_ranks_lost.py")  # whose tests look at the same few launches
+# Whose tests look at the same few launches.
+TOGETHER = ("test_commands.py", "test_ranks.py", "test_ranks_lost.py")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,5 @@
-"""What README.md and docs/ say is true: commands, answers, examples, files and links."""
+"""What README.md and docs/ say is true: answers, examples, files and links. Their commands:
+test_commands.py."""
 
 import itertools
 import re
@@ -10,7 +11,6 @@ from conftest import REPOSITORY
 
 from lens.page import read
 from model import GPT, ModelConfig
-from training.command import check_sweep, compose, parse
 from training.hf import to_hf
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -22,43 +22,6 @@ DATA = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
 DATA_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", DATA, re.DOTALL)
 MODELS = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
 MODELS_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", MODELS, re.DOTALL)
-
-
-def commands(*program):
-    found, start = [], ["python", *program]
-    for _, block in BLOCKS + LENS_BLOCKS + DATA_BLOCKS + MODELS_BLOCKS:
-        for line in block.splitlines():
-            words = shlex.split(line, comments=True)
-            if words[: len(start)] == start:
-                found.append(words[len(start) :])
-    return found
-
-
-def test_every_training_command_is_valid():
-    assert len(commands("train.py")) >= 6
-    for words in commands("train.py"):
-        if words == ["--help"]:
-            continue
-        if words[0] == "-m":
-            check_sweep(words[1:], None)
-        else:
-            compose(words)
-
-
-def test_every_command_that_prepares_data_is_valid():
-    from scripts.prepare_data import PrepareConfig
-
-    assert len(commands("-m", "scripts.prepare_data")) >= 3
-    for words in commands("-m", "scripts.prepare_data"):
-        parse(PrepareConfig, words)
-
-
-def test_every_command_that_exports_is_valid():
-    from scripts.export_hf import ExportConfig
-
-    assert len(commands("-m", "scripts.export_hf")) >= 2
-    for words in commands("-m", "scripts.export_hf"):
-        parse(ExportConfig, words)
 
 
 def test_answers_to_mistakes_are_those_shown(command):

@@ -640,10 +640,12 @@ def settings_command(schema: type) -> Callable:
 def show_help(schema: type) -> None:
     """What a command takes: its usage line, and each setting with its default."""
     print(inspect.cleandoc(schema.__doc__), end="\n\n")
-    for name, field in _flat(schema).items():
+    settings = _flat(schema)
+    width = max(map(len, settings))
+    for name, field in settings.items():
         required = field.default is dataclasses.MISSING
         default = "required" if required else shown(field.default)
-        print(f"  {name:<14} {field.metadata['help']}  [{default}]")
+        print(f"  {name:<{width}} {field.metadata['help']}  [{default}]")
 
 
 def _flat(schema: type) -> dict[str, dataclasses.Field]:
