@@ -7,6 +7,7 @@ the pages, where the names that the pages use exist: my.txt, runs/NAME, DIR and 
 """
 
 import importlib
+import io
 import itertools
 import re
 import shlex
@@ -182,6 +183,7 @@ RULES: list[tuple[str, str | Callable, list[str]]] = [
     (r"python -m scripts.plots", "script", ["out=."]),
     (r"python -m scripts.benchmark ", NOT_RUN + "needs other projects' code, and minutes", []),
     (r"python -m scripts.benchmark_data", NOT_RUN + "measures for a minute", []),
+    (r"python -m scripts.benchmark_generate", NOT_RUN + "see test_benchmark_generate.py", []),
     (r"python tests/mutations.py", NOT_RUN + "takes hours", []),
     (r"torchrun|sbatch", checked_only, []),
     (r"make", in_makefile, []),
@@ -201,7 +203,7 @@ def rule(line: str) -> tuple[str | Callable, list[str]]:
 
 
 @pytest.mark.parametrize("line", [pytest.param(c, id=f"{p}-{c[:60]}") for c, p in COMMANDS.items()])
-def test_it_runs(line, home, runners):
+def test_it_runs(line, home, runners, monkeypatch):
     how, more = rule(line)
     for name, here in STANDS_FOR.items():
         line = re.sub(name, here, line)
@@ -213,6 +215,7 @@ def test_it_runs(line, home, runners):
     elif how == "train":
         runners["train"](words[2:], train(words))
     elif how == "generate":
+        monkeypatch.setattr("sys.stdin", io.StringIO("The bell\n"))  # of interactive=true
         runners["script"](["generate", *words[2:]], more)
     elif how == "script":
         runners["script"](words[2:], more)
