@@ -23,7 +23,7 @@ from wandb_server import FAULTS, WandbServer
 from training.tracker import last_wandb_id
 
 FAULT = "W&B unreachable, killed, disk full"
-FAULT_OF_MODEL = "W&B's server fails over the model or an alert"
+FAULT_OF_MODEL = "W&B's server fails over the upload of a model"
 KEY = "k" * 40
 
 # A run without torch: rows are logged, and meanwhile something happens to W&B's own process.
@@ -227,10 +227,15 @@ def test_a_server_that_fails_over_the_model_is_told_and_the_rest_is_there(worker
         address = {"WANDB_BASE_URL": server.url}
         lines = worker(model=True, environment=address, seconds=seconds, answer_seconds=3)
         assert server.failing
-    assert lines[-1].startswith("W&B: not all was uploaded (")
+    if (fault, after) == ("hangs", "ArtifactType"):  # wandb's process waits for it, beyond its time
+        assert lines[-1].startswith("W&B: left out, metrics are in metrics.jsonl (no answer within")
+    else:
+        assert lines[-1].startswith("W&B: not all was uploaded (")
+        assert "; to do it later: wandb sync --include-online " in lines[-1]
     assert all(line.startswith("W&B: the model was not uploaded (") for line in lines[:-1])
-    assert "; to do it later: wandb sync --include-online " in lines[-1]
-    assert re.search(r"wandb artifact put --type model --name me/clearhead/model-\w+ \S", lines[0])
+    assert re.search(
+        r"by hand: wandb artifact put --type model --name me/clearhead/model-\w+ \S", lines[0]
+    )
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])

@@ -120,7 +120,7 @@ class WandbRun:
         self.last_step = trainer.get("max_steps")
         self.sample_every = _sample_every(self.last_step or 0, trainer.get("eval_every") or 0)
         self.finish_timeout = _finish_timeout(config)
-        self.model_later = ""  # how to upload the model of an online run; wandb sync does not
+        self.put_model = ""  # the command that uploads the model of an online run once more
         self.run = _start(config, folder, settings, run_id)
         # Hidden: a thousand curves would bury the others. A panel of one's own can show any.
         self._do(lambda run: run.define_metric("attention_heads/*", hidden=True))
@@ -207,8 +207,7 @@ class WandbRun:
         name = f"model-{run.id}"
         if not run.offline:
             place = f"{run.entity}/{run.project}/{name}"
-            put = f"wandb artifact put --type model --name {place} {files[0].parent}"
-            self.model_later = f", and for the model {put}"
+            self.put_model = f"wandb artifact put --type model --name {place} {files[0].parent}"
         try:
             artifact = wandb.Artifact(name, type="model", metadata=facts)
             for file in files:
@@ -222,9 +221,9 @@ class WandbRun:
             _end_service(END_SECONDS)
             return None
         except Exception as error:
-            later = self.model_later.replace(", and for the model", "; to do it later:")
-            print(f"W&B: the model was not uploaded ({_one_line(error)}){later}", file=sys.stderr)
-            self.model_later = ""
+            cause, by_hand = _one_line(error), self._by_hand()
+            print(f"W&B: the model was not uploaded ({cause}){by_hand}", file=sys.stderr)
+            self.put_model = ""
             return None
         return name
 
@@ -266,13 +265,17 @@ class WandbRun:
         if isinstance(error, TimeoutError):
             cause = f"the server did not take it within {self.finish_timeout:g} s"
         if isinstance(error, NotRecorded | TimeoutError) and not run.offline:
-            later = f"wandb sync --include-online {_recorded_in(run)}{self.model_later}"
+            later = f"wandb sync --include-online {_recorded_in(run)}{self._by_hand()}"
             what = f"not all was uploaded ({cause}); to do it later: {later}"
         elif isinstance(error, NotRecorded):
             what = f"its record has gaps, {ON_DISK} ({cause})"
         else:
-            what = f"left out, {ON_DISK} ({cause})"
+            what = f"left out, {ON_DISK} ({cause}){self._by_hand()}"
         print(f"W&B: {what}", file=sys.stderr)
+
+    def _by_hand(self) -> str:
+        """How to upload the model, where it has not gone up and wandb sync would not do it."""
+        return f"; the model by hand: {self.put_model}" if self.put_model else ""
 
 
 def _sample_every(last_step: int, eval_every: int) -> int:
