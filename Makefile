@@ -30,8 +30,8 @@ campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of
 extras:  ## what works with packages that are optional: Optuna, lm-eval; needs the network once
 	$(PYTHON) -m venv $(VENV)/extras
 	$(VENV)/extras/bin/pip install -q --disable-pip-version-check -r requirements.txt pytest \
-	    hydra-optuna-sweeper lm-eval
-	$(VENV)/extras/bin/python -m pytest tests/campaign_extras.py $(ARGS)
+	    hydra-optuna-sweeper "lm-eval[hf]"
+	$(VENV)/extras/bin/python -m pytest tests/campaign_extras.py tests/campaign_lm_eval.py $(ARGS)
 
 # In an environment of its own, so that what is installed is what is audited. --strict: a package
 # that the service does not know is a failure, not a pass. torch's "+cpu" is no version of PyPI's.
