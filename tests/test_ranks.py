@@ -128,7 +128,8 @@ def two(folder):
     (folder / "in_lost_text" / "text0.txt").write_text("one text, " * 500)
     fails = {"what": "broken disk", "rank": 1}
     breaks = {"what": "broken memory", "rank": 1, "after": 2, "strategy": "ddp"}
-    sweep = ("parallel=ddp,fsdp", "trainer.batch_size=8,9", *BRIEF)
+    # Whoever waited for the time limit would wait for longer than the test does.
+    sweep = ("parallel=ddp,fsdp", "trainer.batch_size=8,9", *BRIEF, "parallel.timeout=1700")
     scenarios += [
         apart("sweep", *sweep, first=["-m"], happens=breaks),
         apart("searching", "parallel=ddp", "seed=interval(1,9)", first=["-m"]),

@@ -236,8 +236,8 @@ def draw(rows: list[dict], names: list[str], metric: str) -> bytes:
         if varied:
             _draw_ends(axes[1], rows, names, varied, colours, high)
             axes[1].set_ylabel(f"{in_words} at the end")
+        axes[0].set_ylim(top=high + 0.04 * (high - low))
         for axis in axes:
-            axis.set_ylim(top=high + 0.04 * (high - low))
             axis.grid()
         title = _plain(", ".join(heading(name, names) for name in names))
         figure.legend(loc="outside right upper", fontsize=9, title=title)

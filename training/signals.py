@@ -41,7 +41,7 @@ def raise_exit(number: int, _) -> None:
 
 
 def take_no_notice(number: int, _) -> None:
-    """For the last words of what is ending anyway: a launcher hands a terminal's Ctrl-C on."""
+    """For the last words of what is ending anyway, as a launcher hands a terminal's Ctrl-C on."""
 
 
 class StopSignals:

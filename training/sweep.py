@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from durable import make_folder, write_whole
 from training import directory, results
 from training.errors import LostPeer, RunDirectoryError, exit_code_of, one_line
-from training.signals import handled, raise_exit, take_no_notice
+from training.signals import handled, take_no_notice
 from training.terminal import visible
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Sweep:
             ranks.forget_sweep()
         if not self.is_main:
             return
-        with handled(take_no_notice if self.stopped else raise_exit):
+        with handled(take_no_notice):  # it is a matter of seconds
             table = self._write(picture=True)
             if table:
                 print(f"\n{table}\n")
