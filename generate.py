@@ -20,12 +20,9 @@ from training.config import Problem, refuse
 from training.terminal import visible
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
-
     from training.hf import Reader
 
 MOST = 1_000_000  # tokens, samples
-WORTH_COMPILING = 2_000  # steps; compiling takes as long as some thousand without
 BETWEEN = "\n---\n"  # two samples
 
 
@@ -121,7 +118,7 @@ class Writer:
     def __init__(self, reader: "Reader", settings: GenerateConfig):
         from decoding import Sampling
         from frozen import freeze
-        from training.device import DTYPES, best_dtype
+        from training.device import DTYPES, best_dtype, compiled_step
 
         self.reader, self.settings = reader, settings
         self.sampling: Sampling = Sampling(
@@ -136,7 +133,7 @@ class Writer:
         dtype = best_dtype(place) if auto else DTYPES[settings.precision]
         steps = settings.num_tokens * -(-texts // self.batch_size)
         steps = MOST if settings.interactive else steps
-        self.compile_step = step_compiler(settings.compile, place, steps)
+        self.compile_step = compiled_step(settings.compile, place, steps)
         freeze(reader.model, dtype, self.batch_size)
 
     def __call__(self, prompts: list[str]) -> None:
@@ -191,21 +188,6 @@ class Writer:
             if token != end or self.settings.ignore_end:
                 yield decoder.decode(tokenizer.decode_single_token_bytes(token))
         yield decoder.decode(b"", final=True)
-
-
-def step_compiler(choice: str | bool, place, steps: int) -> "Callable | None":
-    """What compiles a step of decoding, None for not at all. auto: on a GPU, where a small model
-    waits for its launches, when there are enough steps to earn the compilation back."""
-    import torch
-
-    from training.device import can_compile, keep_compiled
-
-    worth = place.type == "cuda" and steps >= WORTH_COMPILING and can_compile(place)
-    if choice is False or (choice == "auto" and not worth):
-        return None
-    keep_compiled()
-    graphs = {"mode": "reduce-overhead"} if place.type == "cuda" else {}
-    return lambda step: torch.compile(step, dynamic=False, fullgraph=True, **graphs)
 
 
 def converse(write: Writer) -> None:

@@ -138,10 +138,10 @@ def of_ours(weights, dtype, place, rows: int, num_tokens: int) -> Writer:
 
     from decoding import Sampling, generate
     from frozen import freeze
-    from generate import step_compiler
+    from training.device import compiled_step
 
     model = freeze(copy.deepcopy(weights).to(place), dtype, rows)
-    compile_step = step_compiler("auto", place, 10**6)  # as for a long text
+    compile_step = compiled_step("auto", place, 10**6)  # as for a long text
 
     def write(prompts: torch.Tensor) -> list[list[int]]:
         greedy = Sampling(temperature=0)

@@ -98,6 +98,7 @@ def server(home):
         run = server.run(home, "model=gpt2-nano", "data.path=my.txt", *SHORT, "name=NAME", NO_LENS)
         assert run.code == 0, run.said
         (home / "runs" / "tutorial").symlink_to("NAME")
+        shutil.copytree(home / "runs" / "NAME" / "checkpoints" / "last", home / "mine")
         yield server
 
 
@@ -153,7 +154,10 @@ def checked_only(words: list[str]) -> None:
     else:
         at = words.index("scripts/slurm.sh")
         overrides = words[at + 1 :]
-    compose(overrides)
+    if overrides[:1] == ["-m"]:
+        check_sweep(overrides[1:], None)
+    else:
+        compose(overrides)
 
 
 def in_makefile(words: list[str]) -> None:
@@ -174,6 +178,7 @@ NOT_RUN = "not run: "
 # a script that has a line, every command is run.
 RULES: list[tuple[str, str | Callable, list[str]]] = [
     (r"python train.py (modle=|model.num_heads=5$)", NOT_RUN + "refused; see test_readme.py", []),
+    (r"python train.py .*optuna", NOT_RUN + "see campaign_extras.py", []),
     (r"python train.py", "train", []),
     (r"python generate.py", "generate", ["num_tokens=3"]),
     (r"python -m scripts.prepare_data", "script", ["data.tokenizer=byte", "workers=1"]),

@@ -158,15 +158,15 @@ def test_what_is_compiled_unasked(monkeypatch):
 
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(device, "can_compile", lambda _: True)
-    assert generate.step_compiler("auto", cpu, 10**6) is None
-    assert generate.step_compiler("auto", gpu, 100) is None
-    assert generate.step_compiler(False, gpu, 10**6) is None
+    assert device.compiled_step("auto", cpu, 10**6) is None
+    assert device.compiled_step("auto", gpu, 100) is None
+    assert device.compiled_step(False, gpu, 10**6) is None
     seen = {}
     monkeypatch.setattr(torch, "compile", lambda step, **options: seen.update(options))
-    generate.step_compiler("auto", gpu, 10**6)("a step")
+    device.compiled_step("auto", gpu, 10**6)("a step")
     assert seen["mode"] == "reduce-overhead"
     monkeypatch.setattr(device, "can_compile", lambda _: False)
-    assert generate.step_compiler("auto", gpu, 10**6) is None
+    assert device.compiled_step("auto", gpu, 10**6) is None
 
 
 @pytest.mark.parametrize("precision", ["auto", "bf16", "fp32"])

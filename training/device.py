@@ -5,11 +5,13 @@ Used by every command; what several processes do together stands in training/par
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import torch
 from training.hardware import WORTH_COMPILING, kind_named
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+STEPS_WORTH_COMPILING = 2_000  # of decoding: compiling takes as long as some thousand without
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -107,6 +110,17 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
         return False
     keep_compiled()
     return True
+
+
+def compiled_step(choice: str | bool, device: torch.device, steps: int) -> Callable | None:
+    """What compiles a step of decoding (see decoding.py), None for not at all. auto: on a GPU,
+    where a small model waits for its launches, when there are enough steps to earn it back."""
+    worth = device.type == "cuda" and steps >= STEPS_WORTH_COMPILING and can_compile(device)
+    if choice is False or (choice == "auto" and not worth):
+        return None
+    keep_compiled()
+    graphs = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
+    return functools.partial(torch.compile, dynamic=False, fullgraph=True, **graphs)
 
 
 def keep_compiled() -> None:
