@@ -66,6 +66,10 @@ made.finish(0)
 """
 
 
+NOTHING_HAPPENS = {"core": None, "step": None, "signal": None, "full_log": False}
+NOTHING_HAPPENS |= {"model": False, "run_id": None, "answer_seconds": 20, "seconds": {}}
+
+
 class Worker:
     """worker(**plan) -> its lines on stderr, after a run that ended well with all rows."""
 
@@ -86,10 +90,7 @@ class Worker:
         }
 
     def __call__(self, rows=6, mode="online", seconds=None, environment=None, **plan):
-        nothing = {"core": None, "step": None, "signal": None, "full_log": False}
-        nothing |= {"model": False, "run_id": None}
-        nothing["answer_seconds"] = 20
-        plan = nothing | {"rows": rows, "mode": mode, "seconds": seconds or {}} | plan
+        plan = NOTHING_HAPPENS | {"rows": rows, "mode": mode, "seconds": seconds or {}} | plan
         done = subprocess.run(
             [sys.executable, "-c", WORKER, json.dumps(plan)],
             cwd=self.folder,
@@ -323,9 +324,9 @@ def test_a_terminal_is_never_asked_for_a_key(worker):
     """With a terminal on all sides: wandb would ask there, and wait."""
     tally(FAULT)
     ours, theirs = pty.openpty()
-    plan = {"rows": 2, "mode": "online", "seconds": {}, "answer_seconds": 20, "core": None}
+    plan = NOTHING_HAPPENS | {"rows": 2, "mode": "online"}
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, json.dumps(plan | {"step": None})],
+        [sys.executable, "-c", WORKER, json.dumps(plan)],
         cwd=worker.folder,
         env=worker.environment(TERM="xterm"),
         stdin=theirs,
