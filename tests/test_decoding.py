@@ -4,6 +4,7 @@ prompts of unequal lengths and beyond the window; and draws that follow what the
 import dataclasses
 import itertools
 import math
+import os
 
 import pytest
 import torch
@@ -56,13 +57,15 @@ def test_the_cache_changes_no_token(kernel, window):
 
 
 def test_compiled_code_has_one_shape_and_changes_no_token():
-    """A step is traced once, whatever becomes of the lengths; a backend that is quick runs it."""
+    """A step is traced once, whatever becomes of the lengths; a backend that is quick runs it, and
+    in the campaign the real one."""
+    backend = os.environ.get("CAMPAIGN_COMPILER", "eager")
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model = tiny()
 
     def compile_step(step):
-        return torch.compile(step, backend="eager", dynamic=False, fullgraph=True)
+        return torch.compile(step, backend=backend, dynamic=False, fullgraph=True)
 
     tokens = written(model, PROMPTS, 40, compile_step=compile_step)
     assert tokens == written(model, PROMPTS, 40)
