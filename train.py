@@ -79,6 +79,7 @@ class Trainer:
         self.seconds_watching = self.seconds_saving = 0.0
         self.train_loss: float | None = None
         self.last_sample = ""
+        self.uploaded: str | None = None  # what its model is called on W&B, once it is to be there
 
     def find_checkpoint(self) -> None:
         """What the run goes on from, if from anything: the main rank looks, and tells. Refuses
@@ -327,7 +328,6 @@ class Trainer:
         settings = self.settings.trainer
         started = time.perf_counter()
         announce.introduce(self)
-        model = None
         try:
             with self.explaining():
                 self.signals.phase = "training"
@@ -348,7 +348,7 @@ class Trainer:
                 if self.state.step > first:
                     self.finish_saving()
                     with self.never_in_the_way("W&B: the model was not uploaded"):
-                        model = self.tracker.log_model(self.state.best_step)
+                        self.uploaded = self.tracker.log_model(self.state.best_step)
         except Exception as error:
             what = "Diverged" if isinstance(error, Diverged) else "Failed"
             self.tracker.alert(what, one_line(error), "ERROR")
@@ -358,7 +358,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.console.close()
         self.tell_best()
-        announce.conclude(self, seconds, model)
+        announce.conclude(self, seconds)
 
     def step(self):
         """One optimizer step: (mean loss, norm of the gradient), both still on the device."""

@@ -50,9 +50,8 @@ def division(run: "Trainer") -> str:
     return f", {times} on each of {ranks} ranks" if ranks > 1 else f", {times}"
 
 
-def conclude(run: "Trainer", seconds: float, model: str | None = None) -> None:
-    """The last words: losses, a sample, and what to open. seconds: that training took. model: what
-    it is called on W&B, if it is uploaded."""
+def conclude(run: "Trainer", seconds: float) -> None:
+    """The last words: losses, a sample, and what to open. seconds: that training took."""
     out, state = run.console, run.state
     out.print()
     if run.train_loss is not None:
@@ -72,8 +71,8 @@ def conclude(run: "Trainer", seconds: float, model: str | None = None) -> None:
         share = f"  (looking took {run.seconds_watching:.1f} s of {seconds:.0f} s)"
         out.print(f"watch the heads  {timelapse}{share if run.seconds_watching else ''}")
     out.print(f"report           {run.folder / 'report.html'}")
-    if model:
-        out.print(f"model on W&B     {model}")
+    if run.uploaded:
+        out.print(f"model on W&B     {run.uploaded}")
     if run.settings.trainer.profile and (table := run.folder / "profile" / "step.txt").is_file():
         out.print(f"profile          {table}")
     prompt = shlex.quote(f"prompt={run.settings.trainer.sample_prompt}")
