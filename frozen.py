@@ -38,7 +38,8 @@ def freeze(model: GPT, dtype: torch.dtype, rows: int = 1) -> GPT:
         for of, name in ((attn, "out_proj"), (mlp, "fc"), (mlp, "out_proj")):
             layer = getattr(of, name)
             setattr(of, name, product(layer.weight, layer.bias))
-    model.logits = product(model.token_emb.weight, None)  # the embedding looks up its rows as ever
+    model.head = product(model.token_emb.weight, None)  # the embedding looks up its rows as ever
+    model.logits = model.head.forward  # a module of that name would stand behind the method
     return model
 
 
