@@ -134,7 +134,7 @@ class Writer:
         steps = settings.num_tokens * -(-texts // self.batch_size)
         steps = MOST if settings.interactive else steps
         self.compile_step = compiled_step(settings.compile, place, steps)
-        freeze(reader.model, dtype, self.batch_size)
+        freeze(reader.model, dtype, self.batch_size, to_compile=self.compile_step is not None)
 
     def __call__(self, prompts: list[str]) -> None:
         """Shows each prompt with its continuation, the first of a batch as it appears."""

@@ -10,6 +10,7 @@ import torch
 from conftest import REPOSITORY, TINY
 
 import generate
+from frozen import Packed
 from training.hf import load_reader
 
 LINE = "The quick fox"
@@ -138,12 +139,15 @@ def test_a_reader_that_has_seen_enough(folder):
 
 @pytest.mark.parametrize("compile", ["true", "false"])
 def test_compiled_on_request(written, monkeypatch, compile):
-    """By the real compiler's front end: what it makes is run by torch itself, quickly."""
+    """By the real compiler's front end: what it makes is run by torch itself, quickly; in the
+    campaign it is compiled for good."""
+    backend = os.environ.get("CAMPAIGN_COMPILER", "eager")
     made = []
 
     def spy(step, **options):
         made.append(options)
-        return compiled(step, **options | {"backend": "eager"})
+        assert not any(isinstance(module, Packed) for module in step.modules())
+        return compiled(step, **options | {"backend": backend})
 
     compiled = torch.compile
     expected = written("precision=fp32")
