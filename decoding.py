@@ -113,9 +113,10 @@ def generate(
     texts = [list(prompt) for prompt in prompts]
     ended = [False] * len(texts)
     generators = sampling.generators(len(texts), first)
-    longest = max(map(len, texts)) + num_tokens
-    cache = Cache(min(window, longest), static=compile_step is not None)
-    step = compile_step(model) if compile_step else model
+    if compile_step:  # of one shape for whatever comes: any other would be compiled anew
+        step, cache = compile_step(model), Cache(window, static=True)
+    else:
+        step, cache = model, Cache(min(window, max(map(len, texts)) + num_tokens))
     was_training = model.training
     model.eval()
     try:
