@@ -65,7 +65,7 @@ def draw(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) 
         # By id, not by rank: two that are nearly equal may change ranks elsewhere.
         ids = logits.topk(sampling.top_k).indices.sort().values  # (B, k)
         logits = logits.gather(-1, ids)
-    logits = logits.double().cpu() / sampling.temperature
+    logits = logits.cpu().double() / sampling.temperature  # in this order: MPS has no doubles
     probabilities = torch.softmax(logits, dim=-1)  # (B, k or V)
     if sampling.top_p is not None and sampling.top_p < 1:
         ranked = probabilities.sort(dim=-1, descending=True, stable=True)

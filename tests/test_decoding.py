@@ -265,6 +265,23 @@ def chance_of(counts, shares):
     return 1.0 if len(pairs) == 1 else float(torch.special.gammaincc(*half))
 
 
+class OnMps(torch.Tensor):
+    """Stands for a tensor of a device that has no doubles, as Apple's."""
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+    def double(self):
+        raise TypeError("the MPS framework doesn't support float64")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=4, top_p=0.9)])
+def test_a_device_without_doubles_draws_the_same(sampling):
+    alike = LOGITS[None], LOGITS[None].as_subclass(OnMps)
+    drawn = [draw(x, sampling, sampling.generators(1)) for x in alike]
+    assert drawn[0] == drawn[1]
+
+
 def test_one_row_draws_anew_each_time():
     sampling = Sampling()
     generators = sampling.generators(1)
