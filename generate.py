@@ -95,8 +95,9 @@ def main(settings: GenerateConfig) -> None:
     from training import device
     from training.hf import load_reader
 
-    if hasattr(sys.stdout, "reconfigure"):  # what the terminal's encoding lacks is no error
-        sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):  # what an encoding lacks is no error
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     refuse(device.check(settings.device, settings.precision))
     place = device.prepare(settings.device, settings.seed)
     reader = load_reader(settings.checkpoint)

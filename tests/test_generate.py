@@ -108,6 +108,18 @@ def test_a_loop_of_prompts(written, monkeypatch):
     assert texts[0] != texts[1]
 
 
+def test_a_prompt_in_another_encoding(written, monkeypatch):
+    """Whatever the locale makes of standard input, the loop goes on."""
+    lines = io.TextIOWrapper(io.BytesIO("fox\nB\xe4r\nfox\n".encode("latin-1")), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", lines)
+    texts = written("interactive=true").splitlines()
+    assert [text[:3] for text in texts if text[:3] in ("fox", "B\ufffdr")] == [
+        "fox",
+        "B\ufffdr",
+        "fox",
+    ]
+
+
 def test_ctrl_c_ends_a_text_and_not_the_loop(in_process, folder, monkeypatch):
     import decoding
 
