@@ -31,7 +31,7 @@ class GenerateConfig:
     """python generate.py checkpoint=runs/NAME prompt="The ferry bell" [KEY=VALUE ...]"""
 
     checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
+        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
     )
     prompt: str | list[str] = field(
         default="The", metadata={"help": 'the text to continue; several: \'["one","two"]\''}
