@@ -205,7 +205,7 @@ def test_the_examples_run(transformers, home, capsys):
 
 def test_what_comes_from_a_run_is_no_markup(home, tmp_path, run):
     """In a copy of the run: its folder, its settings and its log are what an attacker wrote."""
-    evil = "<img src=x onerror=alert(1)>`a`|b|\n# c\x1b]0;d\x07\u202e[e](http://f)_g_ *h* &lt;"
+    evil = "WWW.h.i <img src=x onerror=i(1)>`a`|b|\n# c\x1b]0;d\x07\u202e[e](http://f)_g_ *h* &lt;"
     source = tmp_path / "runs" / "-- `x` <b> |"
     shutil.copytree(home / "runs" / "one", source, symlinks=True)
     folder = (source / "checkpoints" / "last").resolve()
@@ -225,6 +225,7 @@ def test_what_comes_from_a_run_is_no_markup(home, tmp_path, run):
     assert set(head) == {"library_name", "pipeline_tag", "tags"}
     assert not re.search("[<\x00-\x09\x0b-\x1f\x7f\u202e]", card)
     assert not re.search("&#(27|8238);", card)  # nor by a reference
+    assert not re.search(r"(?i)www\.", card)  # which GitHub's Markdown makes a link of
     assert "secret" not in card
     assert card.count("```") == 2
     rows = [line for line in body.splitlines() if line.startswith("|")]
