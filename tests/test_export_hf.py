@@ -18,6 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from known_texts import FRAGMENTS
 
+from decoding import Sampling
+from decoding import generate as decode
 from model import GPT, ModelConfig
 from scripts.export_hf import main
 from training import export
@@ -123,8 +125,9 @@ def test_a_pipeline_writes_text(transformers, home, name, capfd):
     (found,) = generate("The quick fox", max_new_tokens=5, do_sample=False)
     assert found["generated_text"].startswith("The quick fox")
     reader = load_reader(home / name)
-    ids = torch.tensor([reader.tokenizer.encode("The quick fox")])
-    tokens = torch.cat(list(reader.model.generate(ids, 5, temperature=0)), dim=1)[0].tolist()
+    ids = reader.tokenizer.encode("The quick fox")
+    greedy = Sampling(temperature=0)
+    tokens = [token for (token,) in decode(reader.model, [ids], 5, greedy)]
     assert found["generated_text"] == "The quick fox" + reader.tokenizer.decode(tokens)
     assert generate.tokenizer.model_max_length == reader.window
     assert "pad_token_id" not in capfd.readouterr().err
