@@ -19,7 +19,8 @@ campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign_tokens.py $(ARGS)
 	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/test_prepare_stopped.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/test_ranks.py $(ARGS)
-	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled tests/test_decoding.py $(ARGS)
+	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
+	    tests/test_decoding.py tests/test_generate.py $(ARGS)
 	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/test_ranks_lost.py $(ARGS)
 	rm -f campaign.jsonl
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \

@@ -65,7 +65,7 @@ def draw(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) 
         # By id, not by rank: two that are nearly equal may change ranks elsewhere.
         ids = logits.topk(sampling.top_k).indices.sort().values  # (B, k)
         logits = logits.gather(-1, ids)
-    logits = logits.double().cpu() / sampling.temperature
+    logits = logits.cpu().double() / sampling.temperature  # in this order: MPS has no doubles
     probabilities = torch.softmax(logits, dim=-1)  # (B, k or V)
     if sampling.top_p is not None and sampling.top_p < 1:
         ranked = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -113,9 +113,10 @@ def generate(
     texts = [list(prompt) for prompt in prompts]
     ended = [False] * len(texts)
     generators = sampling.generators(len(texts), first)
-    longest = max(map(len, texts)) + num_tokens
-    cache = Cache(min(window, longest), static=compile_step is not None)
-    step = compile_step(model) if compile_step else model
+    if compile_step:  # of one shape for whatever comes: any other would be compiled anew
+        step, cache = compile_step(model), Cache(window, static=True)
+    else:
+        step, cache = model, Cache(min(window, max(map(len, texts)) + num_tokens))
     was_training = model.training
     model.eval()
     try:

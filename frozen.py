@@ -20,11 +20,15 @@ from attention import MultiHeadAttention
 from model import GPT
 
 
-def freeze(model: GPT, dtype: torch.dtype, rows: int = 1) -> GPT:
+def freeze(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool = False) -> GPT:
     """Turns a model into one that decodes `rows` texts at once, in `dtype`. In place, so that a
-    large model is there once; it cannot be trained or saved after that."""
+    large model is there once; it cannot be trained or saved after that.
+
+    to_compile: nothing is packed, since torch's compiler takes no packed matrices.
+    """
     model.to(dtype).eval().requires_grad_(False)
-    pack = model.token_emb.weight.device.type == "cpu" and can_pack()
+    on_cpu = model.token_emb.weight.device.type == "cpu"
+    pack = on_cpu and not to_compile and can_pack(dtype)
     product = functools.partial(Packed, rows=rows) if pack else Product
     for block in model.blocks:
         attn, mlp = block.attn, block.mlp
@@ -38,7 +42,8 @@ def freeze(model: GPT, dtype: torch.dtype, rows: int = 1) -> GPT:
         for of, name in ((attn, "out_proj"), (mlp, "fc"), (mlp, "out_proj")):
             layer = getattr(of, name)
             setattr(of, name, product(layer.weight, layer.bias))
-    model.logits = product(model.token_emb.weight, None)  # the embedding looks up its rows as ever
+    model.head = product(model.token_emb.weight, None)  # the embedding looks up its rows as ever
+    model.logits = model.head.forward  # a module of that name would stand behind the method
     return model
 
 
@@ -70,8 +75,13 @@ class Packed(Product):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
-def can_pack() -> bool:
-    """Whether this torch has oneDNN, and the two operators that its compiler packs matrices by."""
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch has oneDNN, and the two operators that its compiler packs matrices by;
+    and the processor what they need for 16 bits."""
     names = ("_reorder_linear_weight", "_linear_pointwise")
     has = torch.backends.mkldnn.is_available()
-    return has and all(hasattr(torch.ops.mkldnn, name) for name in names)
+    if not has or not all(hasattr(torch.ops.mkldnn, name) for name in names):
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32

@@ -31,7 +31,7 @@ class GenerateConfig:
     """python generate.py checkpoint=runs/NAME prompt="The ferry bell" [KEY=VALUE ...]"""
 
     checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
+        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
     )
     prompt: str | list[str] = field(
         default="The", metadata={"help": 'the text to continue; several: \'["one","two"]\''}
@@ -95,8 +95,9 @@ def main(settings: GenerateConfig) -> None:
     from training import device
     from training.hf import load_reader
 
-    if hasattr(sys.stdout, "reconfigure"):  # what the terminal's encoding lacks is no error
-        sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):  # what an encoding lacks is no error
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     refuse(device.check(settings.device, settings.precision))
     place = device.prepare(settings.device, settings.seed)
     reader = load_reader(settings.checkpoint)
@@ -134,7 +135,7 @@ class Writer:
         steps = settings.num_tokens * -(-texts // self.batch_size)
         steps = MOST if settings.interactive else steps
         self.compile_step = compiled_step(settings.compile, place, steps)
-        freeze(reader.model, dtype, self.batch_size)
+        freeze(reader.model, dtype, self.batch_size, to_compile=self.compile_step is not None)
 
     def __call__(self, prompts: list[str]) -> None:
         """Shows each prompt with its continuation, the first of a batch as it appears."""

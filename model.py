@@ -145,7 +145,8 @@ class Cache:
     other rows have; beyond its end a row has garbage, which a mask hides and later tokens replace.
     static: every step looks at the whole room, so that its shapes never change, as compiled code
     wants; else at as much as the longest row has. Memory is taken by the first reading, in its
-    type and on its device, and used again by those that `begin` later.
+    type and on its device, and used again by those that `begin` later with as many rows: CUDA
+    graphs know addresses.
     """
 
     def __init__(self, room: int, static: bool = False):
@@ -153,6 +154,7 @@ class Cache:
         self.static = static
         self.keys: dict[int, Tensor] = {}  # by layer, (B, H, room, D)
         self.values: dict[int, Tensor] = {}
+        self.lengths = torch.empty(0)
 
     def begin(self, lengths: list[int], device: torch.device | None = None) -> None:
         """Forgets what was read: the next forward pass reads a prompt for each row."""
@@ -161,8 +163,18 @@ class Cache:
         self.reading = True
         self.longest = max(lengths)
         self.is_even = min(lengths) == self.longest
-        self.lengths = torch.tensor(lengths, device=device)  # (B,)
-        self.rows = torch.arange(len(lengths), device=device)  # (B,)
+        if len(self.lengths) != len(lengths):
+            zeros = torch.zeros(len(lengths), dtype=torch.long, device=device)
+            self.lengths = self.lasting(zeros)  # (B,)
+            self.rows = torch.arange(len(lengths), device=device)  # (B,)
+        self.lengths.copy_(torch.tensor(lengths))
+
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """A tensor that steps write to. Without being told that it stays where it is, torch's
+        compiler makes no CUDA graph of such a step."""
+        if self.static:
+            torch._dynamo.mark_static_address(tensor, guard=False)
+        return tensor
 
     def enter(self, num_tokens: int) -> Tensor:
         """Makes ready for the next T tokens of each row: their positions, (T,) or (B, 1)."""
@@ -188,7 +200,8 @@ class Cache:
         if self.reading:
             if layer not in self.keys or self.keys[layer].shape[0] != len(keys):
                 shape = (*keys.shape[:2], self.room, keys.shape[3])
-                self.keys[layer], self.values[layer] = keys.new_zeros(shape), keys.new_zeros(shape)
+                self.keys[layer] = self.lasting(keys.new_zeros(shape))
+                self.values[layer] = self.lasting(keys.new_zeros(shape))
             self.keys[layer][:, :, : keys.shape[2]] = keys
             self.values[layer][:, :, : keys.shape[2]] = values
             return None

@@ -140,8 +140,9 @@ def of_ours(weights, dtype, place, rows: int, num_tokens: int) -> Writer:
     from frozen import freeze
     from training.device import compiled_step
 
-    model = freeze(copy.deepcopy(weights).to(place), dtype, rows)
     compile_step = compiled_step("auto", place, 10**6)  # as for a long text
+    to_compile = compile_step is not None
+    model = freeze(copy.deepcopy(weights).to(place), dtype, rows, to_compile)
 
     def write(prompts: torch.Tensor) -> list[list[int]]:
         greedy = Sampling(temperature=0)

@@ -3,8 +3,8 @@
     python -m scripts.evaluate checkpoint=runs/NAME data.path=my.txt
     python -m scripts.evaluate checkpoint=DIR data.path=tokens stride=128 out=figures.json
 
-`checkpoint` is a run, one of its checkpoints, or a Hugging Face GPT-2 directory; `data.path` what
-training reads: texts, or a folder of token files.
+`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory or hub:NAME;
+`data.path` what training reads: texts, or a folder of token files.
 
 The rule. A text is its tokens behind an end-of-text token, as in training. A window gives the model
 `max_length` of them to read, and each next one to predict; the next window begins `stride` tokens
@@ -78,7 +78,7 @@ class EvaluateConfig:
     """python -m scripts.evaluate checkpoint=runs/NAME data.path=FILE [KEY=VALUE ...]"""
 
     checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a Hugging Face directory"}
+        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
     )
     data: TextConfig
     split: str = field(

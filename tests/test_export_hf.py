@@ -18,6 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from known_texts import FRAGMENTS
 
+from decoding import Sampling
+from decoding import generate as decode
 from model import GPT, ModelConfig
 from scripts.export_hf import main
 from training import export
@@ -123,8 +125,9 @@ def test_a_pipeline_writes_text(transformers, home, name, capfd):
     (found,) = generate("The quick fox", max_new_tokens=5, do_sample=False)
     assert found["generated_text"].startswith("The quick fox")
     reader = load_reader(home / name)
-    ids = torch.tensor([reader.tokenizer.encode("The quick fox")])
-    tokens = torch.cat(list(reader.model.generate(ids, 5, temperature=0)), dim=1)[0].tolist()
+    ids = reader.tokenizer.encode("The quick fox")
+    greedy = Sampling(temperature=0)
+    tokens = [token for (token,) in decode(reader.model, [ids], 5, greedy)]
     assert found["generated_text"] == "The quick fox" + reader.tokenizer.decode(tokens)
     assert generate.tokenizer.model_max_length == reader.window
     assert "pad_token_id" not in capfd.readouterr().err
@@ -205,7 +208,7 @@ def test_the_examples_run(transformers, home, capsys):
 
 def test_what_comes_from_a_run_is_no_markup(home, tmp_path, run):
     """In a copy of the run: its folder, its settings and its log are what an attacker wrote."""
-    evil = "<img src=x onerror=alert(1)>`a`|b|\n# c\x1b]0;d\x07\u202e[e](http://f)_g_ *h* &lt;"
+    evil = "WWW.h.i <img src=x onerror=i(1)>`a`|b|\n# c\x1b]0;d\x07\u202e[e](http://f)_g_ *h* &lt;"
     source = tmp_path / "runs" / "-- `x` <b> |"
     shutil.copytree(home / "runs" / "one", source, symlinks=True)
     folder = (source / "checkpoints" / "last").resolve()
@@ -225,6 +228,7 @@ def test_what_comes_from_a_run_is_no_markup(home, tmp_path, run):
     assert set(head) == {"library_name", "pipeline_tag", "tags"}
     assert not re.search("[<\x00-\x09\x0b-\x1f\x7f\u202e]", card)
     assert not re.search("&#(27|8238);", card)  # nor by a reference
+    assert not re.search(r"(?i)www\.", card)  # which GitHub's Markdown makes a link of
     assert "secret" not in card
     assert card.count("```") == 2
     rows = [line for line in body.splitlines() if line.startswith("|")]

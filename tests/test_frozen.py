@@ -15,13 +15,18 @@ from frozen import Packed, Product, freeze
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @torch.no_grad()
 def test_what_is_computed_stays(monkeypatch, packs, qkv_bias):
-    assert frozen.can_pack()  # the torch that is required can
+    assert frozen.can_pack(torch.float32)  # the torch that is required can
     if not packs:
-        monkeypatch.setattr(frozen, "can_pack", lambda: False)
+        monkeypatch.setattr(frozen, "can_pack", lambda _: False)
     model = tiny(emb_dim=32, vocab_size=50, qkv_bias=qkv_bias).eval()
+    kind = Packed if packs else Product
+    used, forward = set(), kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: (used.add(self), forward(self, x))[1])
     for rows in (1, 3):
+        used.clear()
         fast = freeze(copy.deepcopy(model), torch.float32, rows)
-        assert sum(isinstance(m, Packed if packs else Product) for m in fast.modules()) == 9
+        fast(random_ids())
+        assert len(used) == 9  # four in each of two layers, and the head
         for B, T in ((1, 12), (3, 5)):
             ids = random_ids(B=B, T=T)
             torch.testing.assert_close(fast(ids)[0], model(ids)[0], atol=1e-5, rtol=1e-5)
@@ -48,3 +53,13 @@ def test_the_parts_of_the_three_matrices_keep_their_places():
         joined = freeze(model, torch.float32).blocks[0].attn.project(x)
         for ours, expected in zip(joined, attn.project(x), strict=True):
             torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_what_is_packed(monkeypatch, dtype, has_bf16):
+    """Not in 16 bits on a processor that oneDNN refuses them on; nothing for the compiler."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    assert frozen.can_pack(dtype) == (dtype == torch.float32 or has_bf16)
+    plain = freeze(tiny(), dtype, to_compile=True)
+    assert not any(isinstance(module, Packed) for module in plain.modules())

@@ -10,6 +10,7 @@ import torch
 from conftest import REPOSITORY, TINY
 
 import generate
+from frozen import Packed
 from training.hf import load_reader
 
 LINE = "The quick fox"
@@ -107,6 +108,18 @@ def test_a_loop_of_prompts(written, monkeypatch):
     assert texts[0] != texts[1]
 
 
+def test_a_prompt_in_another_encoding(written, monkeypatch):
+    """Whatever the locale makes of standard input, the loop goes on."""
+    lines = io.TextIOWrapper(io.BytesIO("fox\nB\xe4r\nfox\n".encode("latin-1")), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", lines)
+    texts = written("interactive=true").splitlines()
+    assert [text[:3] for text in texts if text[:3] in ("fox", "B\ufffdr")] == [
+        "fox",
+        "B\ufffdr",
+        "fox",
+    ]
+
+
 def test_ctrl_c_ends_a_text_and_not_the_loop(in_process, folder, monkeypatch):
     import decoding
 
@@ -138,20 +151,24 @@ def test_a_reader_that_has_seen_enough(folder):
 
 @pytest.mark.parametrize("compile", ["true", "false"])
 def test_compiled_on_request(written, monkeypatch, compile):
-    """By the real compiler's front end: what it makes is run by torch itself, quickly."""
+    """By the real compiler's front end: what it makes is run by torch itself, quickly; in the
+    campaign it is compiled for good."""
+    backend = os.environ.get("CAMPAIGN_COMPILER", "eager")
     made = []
 
     def spy(step, **options):
         made.append(options)
-        return compiled(step, **options | {"backend": "eager"})
+        assert not any(isinstance(module, Packed) for module in step.modules())
+        return compiled(step, **options, backend=backend, fullgraph=True)
 
     compiled = torch.compile
     expected = written("precision=fp32")
     monkeypatch.setattr(torch, "compile", spy)
     assert written(f"compile={compile}", "precision=fp32") == expected
-    assert made == ([{"dynamic": False, "fullgraph": True}] if compile == "true" else [])
+    assert made == ([{"dynamic": False}] if compile == "true" else [])
 
 
+@torch._dynamo.config.patch(suppress_errors=False)  # and afterwards as it was
 def test_what_is_compiled_unasked(monkeypatch):
     """Much text, on a GPU, where there is a compiler; there whole steps are launched at once."""
     from training import device
@@ -167,6 +184,27 @@ def test_what_is_compiled_unasked(monkeypatch):
     assert seen["mode"] == "reduce-overhead"
     monkeypatch.setattr(device, "can_compile", lambda _: False)
     assert device.compiled_step("auto", gpu, 10**6) is None
+
+
+@torch._dynamo.config.patch(suppress_errors=False)
+def test_a_compiler_that_fails_ends_only_what_asked_for_it(
+    in_process, folder, written, monkeypatch
+):
+    from training import device
+
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler of C is found")
+
+    torch._dynamo.reset()
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, **_: compiled(step, backend=broken))
+    expected = written("precision=fp32")
+    code, _, err = in_process(generate.main, folder, "checkpoint=runs/run", "compile=true")
+    assert (code, "no compiler of C is found" in err) == (4, True)
+    chosen, gpu = device.compiled_step, torch.device("cuda")
+    monkeypatch.setattr(device, "can_compile", lambda _: True)
+    monkeypatch.setattr(device, "compiled_step", lambda choice, *_: chosen(choice, gpu, 10**6))
+    assert written("precision=fp32") == expected
 
 
 @pytest.mark.parametrize("precision", ["auto", "bf16", "fp32"])

@@ -5,6 +5,7 @@ Nothing is fetched: the models are built from a configuration and written to a t
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import zipfile
@@ -554,6 +555,6 @@ def test_broken_configuration(copy, text):
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "n_positions", "n_embd", "n_head", "n_layer"])
-@pytest.mark.parametrize("value", [0, -1, "12", None])
+@pytest.mark.parametrize("value", [0, -1, "12", None, 12.0, True, math.nan])
 def test_sizes_that_are_none(copy, key, value):
     assert_refused(copy({key: value}), "config.json: ")

@@ -104,8 +104,7 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
         worth = WORTH_COMPILING.get(device.type, float("inf"))
         if training_flops < worth or not can_compile(device):
             return False
-        # Nobody asked for it, so a compiler that fails must not end the run.
-        torch._dynamo.config.suppress_errors = True
+        go_on_without_compiler()
     elif not choice:
         return False
     keep_compiled()
@@ -118,9 +117,16 @@ def compiled_step(choice: str | bool, device: torch.device, steps: int) -> Calla
     worth = device.type == "cuda" and steps >= STEPS_WORTH_COMPILING and can_compile(device)
     if choice is False or (choice == "auto" and not worth):
         return None
+    if choice == "auto":
+        go_on_without_compiler()
     keep_compiled()
     graphs = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
-    return functools.partial(torch.compile, dynamic=False, fullgraph=True, **graphs)
+    return functools.partial(torch.compile, dynamic=False, **graphs)
+
+
+def go_on_without_compiler() -> None:
+    """Has what nobody asked to be compiled run all the same when the compiler fails."""
+    torch._dynamo.config.suppress_errors = True
 
 
 def keep_compiled() -> None:

@@ -229,7 +229,8 @@ def shown(value: object) -> str:
 
 def escaped(text: object) -> str:
     """A text that Markdown shows as it is, on one line: all but letters, digits and the like as
-    references to characters; of what cannot be seen, a mark that it was there."""
+    references to characters, and the point of "www.", which would begin a link; of what cannot be
+    seen, a mark that it was there."""
     text = str(text)[:LONGEST]
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-    return re.sub(r"[^\w ,()/.\ufffd-]|_", lambda found: f"&#{ord(found[0])};", text)
+    return re.sub(r"(?i)[^\w ,()/.\ufffd-]|_|(?<=www)\.", lambda found: f"&#{ord(found[0])};", text)

@@ -290,9 +290,7 @@ def _read_old(file: Path) -> dict[str, Tensor]:
     it and runs nothing else. What comes of that is looked at before anything is done with it."""
     try:
         with open(file, "rb") as opened:
-            is_zip = (
-                opened.read(4) == b"PK\3\4"
-            )  # torch 1.6 and later; the older form is not mapped
+            is_zip = opened.read(4) == b"PK\3\4"  # since torch 1.6; the older form is not mapped
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             values = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -333,6 +331,9 @@ def _model_config(file: Path, attention: str) -> ModelConfig:
             cause = f"{key} is {theirs[key]!r:.80}, and our model computes {needed!r} only"
             raise CheckpointError(f"checkpoint={file}: {cause}; use a plain GPT-2")
     try:
+        for key in ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer"):
+            if type(theirs[key]) is not int:  # 12.0 would pass for 12, and fail somewhere later
+                raise ValueError(f"{key} is {theirs[key]!r:.80}, which is no whole number")
         if theirs.get("n_inner") not in (None, 4 * theirs["n_embd"]):
             raise ValueError("n_inner is not 4 n_embd")
         return ModelConfig(
