@@ -444,7 +444,7 @@ def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "thetrial")
     tracker = Tracker(WandbConfig(mode="offline"), tmp_path, {"optimizer": {"lr": 1e-3}})
     try:
-        assert (tracker.run_id, tracker.run.sweep_id) == ("thetrial", "thesweep")
+        assert (tracker.run_id, tracker.wandb.run.sweep_id) == ("thetrial", "thesweep")
     finally:
         tracker.finish()
     assert last_wandb_id(tmp_path) == "thetrial"
