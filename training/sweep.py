@@ -207,7 +207,7 @@ class Sweep:
         if job.code != 0 or not self.is_main:
             return math.inf
         for metric in METRICS:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(ValueError):
                 run, _ = results.read(directory.RUNS / job.name, metric)
                 values = [value for _, value in run.points if math.isfinite(value)]
                 if values:
@@ -304,7 +304,7 @@ class Sweep:
         for metric in METRICS:
             runs = []
             for job in self.jobs:
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                with contextlib.suppress(ValueError):
                     run, _ = results.read(
                         directory.RUNS / (job.name or ""), metric, tuple(self.plan.keys)
                     )
