@@ -89,7 +89,7 @@ def found(settings: CompareConfig) -> list[results.Run]:
         for folder in folders:
             try:
                 run, names = results.read(folder, settings.metric)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except ValueError as error:
                 print(f"{folder}: left out, is no run ({words(error)})", file=sys.stderr)
                 continue
             metrics |= names

@@ -100,7 +100,8 @@ def test_what_cannot_be_searched_is_refused(
 
 
 def test_ranks_do_not_search(optuna, in_process, tmp_path, text_file, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for key, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "here", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(key, str(value))
     code, _, err = in_process(train.main, tmp_path, *SEARCH, "data.path=text.txt", "seed=1,2")
     assert code == 2
     assert err.startswith("hydra/sweeper=optuna: each of the 2 ranks would draw values of its own")

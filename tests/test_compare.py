@@ -98,9 +98,13 @@ def test_a_damaged_run_is_named_and_the_rest_compared(run, compared):
     run("a", [1.0, 2.0])
     (run("b", [1.0]) / "config.yaml").write_text(": [bad")
     (run("c", [1.0]) / "config.yaml").write_text("optimizer: {}")
+    (run("d", [1.0]) / "config.yaml").write_text("{a: " * 3000)
+    (run("e", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
+    config = run("f", [1.0]) / "config.yaml"
+    config.write_text(config.read_text().replace("max_steps: 20", "max_steps: many"))
     table, said = compared("runs=[runs/*,nowhere]")
     assert len(table) == 3
-    assert [line[:6] for line in said.splitlines()] == ["runs/b", "runs/c", "nowher"]
+    assert [line[:6] for line in said.splitlines()] == [*(f"runs/{x}" for x in "bcdef"), "nowher"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -20,8 +21,10 @@ from scripts import compare
 from training import command, directory, sweep
 from training.command import check_sweep, compose, parse
 from training.config import ConfigError
-from training.errors import OutOfMemory
-from training.tracker import Tracker, WandbConfig, last_wandb_id
+from training.errors import NotSaved, OutOfMemory
+from training.signals import StopSignals
+from training.tracker import Tracker, last_wandb_id
+from training.wandb_run import LENGTHS, WandbConfig
 
 SHORT = (
     *TINY,
@@ -159,44 +162,49 @@ def test_the_runs_of_a_sweep_are_found_by_compare(swept):
         assert picture.format == "PNG"
 
 
-def test_every_kind_of_failure_is_outlived(place, monkeypatch):
-    fails = {
-        1: RuntimeError("broken\nmemory \x1b[31m"),
-        2: OutOfMemory("trainer.micro_batch_size=8: too large; use 4"),
-        3: MemoryError(),
-        4: ConfigError([("a", 1, "is bad", "mend it"), ("b", 2, "is bad", "mend it")]),
-    }
+def sweep_of(folder, keys=(), count=None):
+    """A sweep by itself, without the command that leads it through its jobs."""
+    return sweep.Sweep(sweep.Plan(list(keys), count, Path(folder), True, 60), ["python"], [], [])
 
-    def trains(trainer):
-        if error := fails.get(trainer.settings.seed):
+
+def test_every_kind_of_failure_is_outlived(tmp_path, capsys):
+    made = sweep_of(tmp_path, ["seed"], 5)
+    fails = [
+        RuntimeError("broken\nmemory \x1b[31m"),
+        OutOfMemory("trainer.micro_batch_size=8: too large; use 4"),
+        MemoryError(),
+        ConfigError([("a", 1, "is bad", "mend it"), ("b", 2, "is bad", "mend it")]),
+    ]
+    with made.job(0, ["seed=0"]):
+        pass
+    for seed, error in enumerate(fails, start=1):
+        with made.job(seed, [f"seed={seed}"]):
             raise error
-
-    monkeypatch.setattr(train.Trainer, "train", trains)
-    code, out, err = run_in(place, "-m", *SHORT, "seed=range(0,5)")
-    assert code == 4
-    assert err.count("Traceback") == 0
-    lines = [line for line in err.splitlines() if line.startswith("job ")]
+    assert [job.code for job in made.jobs] == [0, 4, 4, 4, 2]
     more = "; run again with debug=true for the traceback"
-    assert lines == [
+    assert capsys.readouterr().err.splitlines() == [
         f"job 2 of 5 failed: seed=1: RuntimeError: broken memory \\x1b[31m{more}",
         "job 3 of 5 failed: seed=2: trainer.micro_batch_size=8: too large; use 4",
         f"job 4 of 5 failed: seed=3: MemoryError: no further word{more}",
         "job 5 of 5 failed: seed=4: a=1: is bad; mend it; b=2: is bad; mend it",
     ]
+    made.conclude()
+    out, err = capsys.readouterr()
     assert "| runs |" not in out  # nothing was logged
+    assert err.startswith("4 of 5 jobs failed:\n  job 2: seed=1: RuntimeError: ")
+    assert made.exit_code == 4
 
 
 def test_the_first_failure_gives_the_exit_code(place):
-    (place / "short.txt").write_text("too short")
-    paths = "data.path=nowhere.txt,short.txt,text.txt"
+    paths = "data.path=nowhere.txt,text.txt"
     code, out, err = run_in(place, "-m", *SHORT[:-4], paths, "trainer.batch_size=7")
     assert code == 3
-    first = "job 1 of 3 failed: data.path=nowhere.txt: data.path=nowhere.txt: no such file; "
+    first = "job 1 of 2 failed: data.path=nowhere.txt: data.path=nowhere.txt: no such file; "
     assert err.startswith(first)
     assert err.count("Traceback") == 0
     _, found = results_of(place)
-    assert [job["exit_code"] for job in found["jobs"]] == [3, 3, 0]
-    assert "job 3 of 3: data.path=text.txt\n" in out
+    assert [job["exit_code"] for job in found["jobs"]] == [3, 0]
+    assert "job 2 of 2: data.path=text.txt\n" in out
 
 
 def test_with_debug_a_failure_has_its_traceback_and_the_sweep_goes_on(place, monkeypatch):
@@ -211,23 +219,15 @@ def test_with_debug_a_failure_has_its_traceback_and_the_sweep_goes_on(place, mon
 
 
 def test_without_validation_the_training_loss_is_compared(place):
-    code, out, err = run_in(place, "-m", *SHORT, "data.val_fraction=0", "optimizer.lr=1e-3,1e-2")
-    assert code == 0, err
-    assert err == ""
+    """And a setting that makes no other run stands in the table too."""
+    kernels = "model.attention=sdpa,explicit"
+    code, out, err = run_in(place, "-m", *SHORT, "data.val_fraction=0", kernels, "model=gpt2-nano")
+    assert (code, err) == (0, "")
     _, found = results_of(place)
     assert found["metric"] == "train/loss"
-    assert [row["settings"]["optimizer.lr"] for row in found["rows"]] == [0.01, 0.001]
-    assert "| train/loss |" in out
-
-
-def test_settings_that_make_no_other_run_stand_in_rows_too(place):
-    code, out, err = run_in(
-        place, "-m", *SHORT, "model.attention=sdpa,explicit", "model=gpt2-nano", "seed=3"
-    )
-    assert code == 0, err
-    _, found = results_of(place)
     assert [set(row["settings"]) for row in found["rows"]] == [{"model.attention"}] * 2
     assert "| attention |" in out
+    assert "| train/loss |" in out
 
 
 def test_results_that_cannot_be_written_are_a_line(place, monkeypatch):
@@ -250,14 +250,12 @@ def test_results_that_cannot_be_written_are_a_line(place, monkeypatch):
 
 def test_a_stopped_sweep_goes_on_where_it_was(place, monkeypatch):
     """The job that ran is saved, the next one does not begin; the command that is told does what
-    is left, to the end that an undisturbed sweep has."""
+    is left, and nothing when it is given once more."""
     arguments = ["-m", *SHORT, "optimizer.lr=1e-3,1e-2", "trainer.max_steps=3"]
-    code, _, err = run_in(place, *arguments, "hydra.sweep.dir=multirun/whole")
-    assert code == 0, err
     real = train.Trainer.step
 
     def step(trainer):
-        if trainer.settings.optimizer.lr == 1e-3 and trainer.state.step == 1:
+        if trainer.state.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(trainer)
 
@@ -267,23 +265,39 @@ def test_a_stopped_sweep_goes_on_where_it_was(place, monkeypatch):
     assert code == 143
     assert "job 2" not in out
     stopped, last = err.splitlines()
-    path, _ = results_of(place, "whole")
-    name = next(p.name for p in (place / "multirun").iterdir() if p != path)
-    assert stopped == f"stopped by SIGTERM after step 2; saved in runs/{name}_lr=0.001"
+    (path,) = (place / "multirun").iterdir()
+    assert stopped == f"stopped by SIGTERM after step 2; saved in runs/{path.name}_lr=0.001"
     way = last.removeprefix("sweep: stopped; 0 of 2 jobs done; go on with: ")
     words = shlex.split(way)
-    assert words == ["python", "train.py", *arguments, f"hydra.sweep.dir=multirun/{name}"]
+    assert words == ["python", "train.py", *arguments, f"hydra.sweep.dir=multirun/{path.name}"]
     assert "| 1 (1 unfinished) |" in out
     code, out, err = run_in(place, *words[2:])
     assert (code, err) == (0, "")
-    assert "resumed after step 2\n" in out
-    for lr in ("0.001", "0.01"):
-        weights = "checkpoints/last/model.safetensors"
-        one, other = (place / "runs" / f"{n}_lr={lr}" / weights for n in ("whole", name))
-        assert one.read_bytes() == other.read_bytes()
+    assert out.count("resumed after step 2\n") == 1
+    runs = sorted((place / "runs").iterdir())
+    assert [run.name for run in runs] == [f"{path.name}_lr={lr}" for lr in ("0.001", "0.01")]
+    assert [rows(run)[-1]["step"] for run in runs] == [3, 3]
     code, out, err = run_in(place, *words[2:])
     assert (code, err) == (0, "")
     assert out.count("finished already, after step 3") == 2
+
+
+def test_a_signal_ends_the_sweep_even_where_the_job_then_fails(tmp_path, capsys):
+    made = sweep_of(tmp_path)
+
+    def job():
+        with made.job(0, []), StopSignals(is_main=True, relayed=False) as signals:
+            signals.phase = "training"
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise NotSaved("no space left")
+
+    with pytest.raises(SystemExit) as stopped:
+        job()
+    made.conclude()
+    assert (stopped.value.code, made.exit_code) == (143, 143)
+    err = capsys.readouterr().err
+    assert "\n1 job failed:\n  job 1: no space left\n" in err
+    assert "\nsweep: stopped; 0 jobs done; go on with: " in err
 
 
 def test_a_signal_between_two_jobs_ends_the_sweep(place, monkeypatch):
@@ -309,7 +323,7 @@ def test_a_signal_between_two_jobs_ends_the_sweep(place, monkeypatch):
 
 def named(folder, keys, *jobs):
     """What the runs of a sweep's jobs are called."""
-    made = sweep.Sweep(sweep.Plan(list(keys), len(jobs), Path(folder), True, 60), [], [], [])
+    made = sweep_of(folder, keys, len(jobs))
     for number, overrides in enumerate(jobs, start=1):
         made.jobs.append(sweep.Job(number, overrides, overrides))
         made.jobs[-1].name = made._name(made.jobs[-1])
@@ -328,6 +342,7 @@ def test_names_say_the_values_and_are_names():
     assert max(map(len, names)) == 128
     assert named("a", ["x"], ["x=/b"], ["x=b"]) == ["a_x=b", "a_x=b_2"]
     assert named("...", ["x"], ["x=1"]) == ["sweep_x=1"]
+    assert len(sweep_of("l" * 200).name) == LENGTHS["group"]
     for name in (*names, *named("..,", ["x"], ["x=="]), *named("=", ["x"], ["x=1"])):
         assert compose([f"name={name}"]).name == name
 
@@ -372,6 +387,9 @@ def test_torchrun_that_starts_anew_goes_on_with_its_sweep(tmp_path, monkeypatch)
         (["hydra.sweeper.params={seed:'1,2'}"], r"hydra.sweeper.params=.*: values stand elsewhere"),
         (["+hydra.sweeper.custom_search_space=os.system"], "hydra.sweeper.custom_search_space=os"),
         (["hydra/sweeper=optuna"], "hydra/sweeper=optuna: .* pip install hydra-optuna-sweeper$"),
+        (["name=a,b", "seed=1,2"], "name=a: several runs cannot share one directory"),
+        (["model=glob(*)"], r"model=glob\(\*\): a pattern is no list of values"),
+        (["hydra.sweep.dir=a,b"], "hydra.sweep.dir: how to sweep is said once; give one value"),
         (["hydra.sweep.dir=text.txt"], "hydra.sweep.dir=text.txt: cannot be made .*; give another"),
     ],
 )
@@ -379,7 +397,7 @@ def test_what_cannot_be_swept_is_refused_before_a_run(place, arguments, line):
     code, out, err = run_in(place, "-m", *SHORT, *arguments)
     assert code == 2
     assert out == ""
-    assert err.count("\n") == 1
+    assert err.count("\n") == (2 if line.startswith("name=") else 1)
     with pytest.raises(AssertionError, match=line):
         raise AssertionError(err.strip())
     assert [path.name for path in place.iterdir()] == ["text.txt"]
@@ -399,14 +417,55 @@ def test_only_one_process_may_search(monkeypatch):
     custom = {"n_trials": 3, "custom_search_space": "os.system"}
     hydra = OmegaConf.create({"runtime": {"choices": choices}, "sweeper": custom})
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     found = command._check_sweeper(hydra, [("seed", "interval(1,2)")])
     assert [problem[0] for problem in found] == [
         "hydra/launcher",
         "hydra/sweeper",
         "hydra.sweeper.custom_search_space",
     ]
-    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("RANK")  # nobody has launched several
     assert len(command._check_sweeper(hydra, [])) == 2
+
+
+def test_a_search_is_as_long_as_it_is_told_however_many_combinations_there_are(monkeypatch):
+    monkeypatch.setattr(command, "MOST_OVERRIDES", 3)
+    values = ["seed=1,2", "optimizer.lr=1e-3,1e-2"]
+    with pytest.raises(ConfigError, match="stands for 4 runs"):
+        check_sweep(values, None)
+    with pytest.raises(ConfigError) as refused:
+        check_sweep([*values, "hydra/sweeper=optuna"], None)
+    assert [cause for _, _, cause, _ in refused.value.problems] == ["is not installed"]
+
+
+def test_a_launch_that_lacks_something_is_told(place, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    code, _, err = run_in(place, "-m", *SHORT)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("WORLD_SIZE=many: is no number, and a launcher sets it")
+
+
+def test_free_text_is_the_same_in_the_command_that_repeats_a_job():
+    texts = [
+        "data.path=my\\ text.txt",
+        r"wandb.notes=a\,b",
+        "wandb.name='[c]'",
+        """trainer.sample_prompt='"a" \\'b\\' ${c}'""".replace("$", ""),
+        "wandb.group=12",
+    ]
+    alone = [command._as_typed(text) for text in texts]
+    assert alone[0] == "data.path=my text.txt"
+    assert compose(alone) == compose(texts, sweeping=True)
+
+
+def test_values_in_any_order_are_in_the_same_order_on_all_ranks(place):
+    orders = set()
+    for seed in (1, 2):
+        random.seed(seed)
+        _, out, _ = run_in(place, "-m", "seed=shuffle(range(0,3))", main=command.command(print))
+        orders.add(tuple(line for line in out.splitlines() if line.startswith("job ")))
+    assert len(orders) == 1
 
 
 # ------------------------------------------------------------------------------- a sweep of W&B's
@@ -444,7 +503,7 @@ def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "thetrial")
     tracker = Tracker(WandbConfig(mode="offline"), tmp_path, {"optimizer": {"lr": 1e-3}})
     try:
-        assert (tracker.run_id, tracker.run.sweep_id) == ("thetrial", "thesweep")
+        assert (tracker.run_id, tracker.wandb.run.sweep_id) == ("thetrial", "thesweep")
     finally:
         tracker.finish()
     assert last_wandb_id(tmp_path) == "thetrial"

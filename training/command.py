@@ -19,6 +19,7 @@ import inspect
 import itertools
 import math
 import os
+import random
 import re
 import sys
 import tempfile
@@ -169,14 +170,20 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> "Plan":
         variants.pop(key, None)  # of a key that is given twice the last one counts
         variants[key] = values
         intervals += [(key, text.partition("=")[2])] * is_interval
+    for key, values in variants.items():
+        if key.startswith(("hydra.", "hydra/")) and len(values) > 1:
+            cause = "how to sweep is said once"
+            problems.append((key, NO_VALUE, cause, "give one value"))
     count = math.prod(map(len, variants.values()))
-    if count > MOST_OVERRIDES:
+    draws = variants.get("hydra/sweeper", ["hydra/sweeper=basic"]) != ["hydra/sweeper=basic"]
+    if count > MOST_OVERRIDES and not draws:
         fix = "sweep over fewer, or let a sweeper draw: hydra/sweeper=optuna"
         refuse([*problems, ("command line", NO_VALUE, f"stands for {count:,} runs", fix)])
-    fixed_name = [v[0] for key, v in variants.items() if key == "name" and len(v) == 1]
-    if fixed_name and count > 1:
+    names = variants.get("name", [])
+    if names and count > len(names):
         fix = "leave it out, or give a name for each value; wandb.group=NAME holds them together"
-        problems.append((fixed_name[0], NO_VALUE, "several runs cannot share one directory", fix))
+        cause = "several runs cannot share one directory"
+        problems += [(name, NO_VALUE, cause, fix) for name in names]
     first, composed = [values[0] for values in variants.values()], None
     for place, values in enumerate(variants.values()):
         for value in values if len(values) > 1 or place == 0 else []:
@@ -189,6 +196,9 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> "Plan":
         composed = _composed(first, config_dir, sweeping=True)
     refuse(problems)
     settings, hydra = composed
+    from training.parallel import check_launch, launched
+
+    refuse(check_launch() if launched() else [])
     refuse(_check_sweeper(hydra, intervals))
     from training.sweep import Plan
 
@@ -231,8 +241,10 @@ def _values(text: str, problems: list[Problem]) -> tuple[str, list[str], bool]:
 
 def _check_sweeper(hydra: "DictConfig", intervals: list[tuple[str, str]]) -> list[Problem]:
     """What does not fit the way a sweep chooses its values."""
+    from training.parallel import rank_count
+
     sweeper, launcher = (hydra.runtime.choices[f"hydra/{what}"] for what in ("sweeper", "launcher"))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = rank_count()
     problems = []
     if launcher != "basic":
         cause = "the jobs of a sweep run one after the other, in this process"
@@ -334,6 +346,20 @@ def quoted(text: str) -> str:
     return f"{key}=[{_escaped(value)}]" if name == "lens.prompts" else f"{key}={_escaped(value)}"
 
 
+def _as_typed(override: str) -> str:
+    """An override of a job of a sweep, as a run of its own takes it: there free text is taken as
+    typed, and here it was read by Hydra's grammar."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_override(override)
+    value = parsed.value()
+    if parsed.key_or_group not in FREE_TEXT or not isinstance(value, str):
+        return override
+    key = override.partition("=")[0]
+    typed = f"{key}={value}"
+    return typed if quoted(typed) != typed else f"{key}={_escaped(value)}"
+
+
 def _escaped(text: str) -> str:
     """In quotes, for Hydra, which reads a backslash before a quotation mark only."""
     text = re.sub(r"(\\*)\"", r'\1\1\\"', text)
@@ -376,8 +402,11 @@ def check_names(
             continue
         key = override.key_or_group
         if override.is_sweep_override():
+            cause = "several values for one run"
             fix = f"-m trains once for each; a text with a comma is quoted, {_quoting(text)}"
-            problems.append((text, NO_VALUE, "several values for one run", fix))
+            if sweeping:  # glob(*)
+                cause, fix = "a pattern is no list of values", "name the values, with commas"
+            problems.append((text, NO_VALUE, cause, fix))
             continue
         value = typed.partition("=")[2]
         is_text = key in PROMPTS and text != typed
@@ -568,17 +597,16 @@ def _sweep(run: Callable[[Settings], None], overrides: list[str], plan: "Plan") 
     """The jobs of a multirun, one after the other, and what came out of them."""
     from hydra.core.hydra_config import HydraConfig
 
-    from training.parallel import check_launch, launched, started_by
+    from training.parallel import started_by
     from training.signals import handled, raise_exit
     from training.sweep import Sweep
 
-    refuse(check_launch() if launched() else [])
     options = [text for text in sys.argv[1:] if text not in overrides]
     sweep = Sweep(plan, [*started_by(), sys.argv[0]], options, overrides)
 
     def task(config) -> float:
         hydra = HydraConfig.get()
-        with sweep.job(hydra.job.num, list(hydra.overrides.task)) as job:
+        with sweep.job(hydra.job.num, list(map(_as_typed, hydra.overrides.task))) as job:
             try:
                 settings = _settings_of(config)
                 sweep.settle(job, settings)
@@ -597,6 +625,7 @@ def _sweep(run: Callable[[Settings], None], overrides: list[str], plan: "Plan") 
         # Hydra's record of the sweep is the main rank's.
         folder = str(sweep.folder) if sweep.is_main else unseen
         sys.argv.append(f"hydra.sweep.dir={_escaped(folder)}")
+        random.seed(0)  # of shuffle(1,2,3): the same order on all ranks, and when it is begun again
         try:
             _hydra(task)
         except SystemExit as stopped:

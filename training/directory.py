@@ -35,19 +35,24 @@ def create(name: str | None, model_name: str, runs: Path | None = None) -> Path:
         folder = runs / name
         make_folder(folder)
         return folder
-    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model_name}"
-    for number in range(1, 10_000):  # several may start within a second
-        folder = runs / (stem if number == 1 else f"{stem}_{number}")
+    return make_new(runs / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model_name}")
+
+
+def make_new(wanted: Path) -> Path:
+    """Makes a folder of this name that was not there, with a number after it if need be: several
+    processes may start within a second."""
+    for number in range(1, 10_000):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
         try:
-            make_folder(runs)
+            make_folder(wanted.parent)
             folder.mkdir()
-            sync(runs)
+            sync(wanted.parent)
         except FileExistsError:
-            if not runs.is_dir():
+            if not wanted.parent.is_dir():
                 raise
             continue
         return folder
-    raise RunDirectoryError(f"name={stem}: thousands of runs have it; give another with name=")
+    raise RunDirectoryError(f"{wanted}: thousands have this name; give another")
 
 
 @contextlib.contextmanager

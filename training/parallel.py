@@ -300,11 +300,16 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def rank_count() -> int:
+    """How many processes were started together."""
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
 def started_by() -> list[str]:
     """The program that started this process, with what makes another start equal."""
     if not launched():
         return ["python"]
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = rank_count()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     nodes = [f"--nnodes={ranks // here}", "..."] if here < ranks else []
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -319,7 +324,7 @@ def check(config: ParallelConfig, device: str, batch_size: int) -> list[tuple]:
     """
     if launched() and (problems := check_launch()):
         return problems
-    ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
+    ranks = rank_count()
     strategy, key = config.strategy, "parallel"
     if not launched() and strategy in ("ddp", "fsdp"):
         fix = f"start it with torchrun --nproc_per_node=N train.py parallel={strategy} ..."
@@ -370,7 +375,7 @@ def start(config: ParallelConfig, device: str, precision: str, seed: int) -> Par
     device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. `check`, here and in
     training/device.py, has made sure that they can be had.
     """
-    ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
+    ranks = rank_count()
     strategy = config.strategy
     if strategy == "auto":
         strategy = "ddp" if ranks > 1 else "single"

@@ -122,7 +122,7 @@ def read_rows(path: Path) -> list[dict]:
     for line in read_text(path).split("\n"):  # splitlines would split inside a sample's text
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 2**53:
             rows.append(row)

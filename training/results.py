@@ -13,6 +13,7 @@ import io
 import json
 import math
 import statistics
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import yaml
 
 from training.chart import number
 from training.report import read_rows, read_text
+from training.terminal import visible
 
 VARIES = ("seed", "name")  # between runs of one row
 # Of what a run may change when it goes on, what makes it learn otherwise all the same.
@@ -65,22 +67,24 @@ class Run:
 
 def read(folder: Path, metric: str, also: tuple[str, ...] = ()) -> tuple[Run, set[str]]:
     """A run, and the names of all that its log has. also: settings to tell runs apart by, whatever
-    they are. ValueError and others where it is none."""
+    they are. ValueError where it is none."""
     from training.resume import FREE_TO_CHANGE
 
     try:
         config = yaml.safe_load(read_text(folder / "config.yaml"))
-    except yaml.YAMLError:
-        config = None
-    if not isinstance(config, dict):
+        trainer, leaves = config["trainer"], flat(config)
+        sizes = trainer["batch_size"], config["data"]["max_length"], trainer["max_steps"]
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        sizes = ()
+    if not sizes or not all(type(size) is int for size in sizes):
         raise ValueError("config.yaml is missing or damaged")
     settings = {
         name: value
-        for name, value in flat(config).items()
+        for name, value in leaves.items()
         if name in (*LEARNING, *also) or not FREE_TO_CHANGE & {name, name.split(".")[0]}
     }
     points, names = [], set()
-    of_a_step = config["trainer"]["batch_size"] * config["data"]["max_length"]
+    of_a_step, max_steps = sizes[0] * sizes[1], sizes[2]
     for row in (rows := read_rows(folder / "metrics.jsonl")):
         if row["step"] == 0:
             continue  # nothing was learned yet
@@ -88,7 +92,7 @@ def read(folder: Path, metric: str, also: tuple[str, ...] = ()) -> tuple[Run, se
         if metric in row:
             points.append((row["step"] * of_a_step, number(row[metric])))
     last = rows[-1]["step"] if rows else 0
-    return Run(folder.name, settings, points, config["trainer"]["max_steps"], last), names
+    return Run(folder.name, settings, points, max_steps, last), names
 
 
 def flat(tree: dict, prefix: str = "") -> dict[str, object]:
@@ -174,12 +178,13 @@ def table(rows: list[dict], names: list[str], metric: str, target: float | None 
         cells.append(spread if len(row["runs"]) > 1 else "")
         if target is not None:
             cells.append(told_tokens(row["tokens_to_target"]))
-        lines.append([cell.replace("|", "\\|") for cell in cells])
+        lines.append(cells)
+    lines = [[visible(cell.replace("|", "\\|"), keep="") for cell in line] for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     rule = ["-" * width for width in widths]
     return "\n".join(
         "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
-        for line in (head, rule, *lines[1:])
+        for line in (lines[0], rule, *lines[1:])
     )
 
 
@@ -242,7 +247,9 @@ def draw(rows: list[dict], names: list[str], metric: str) -> bytes:
         title = _plain(", ".join(heading(name, names) for name in names))
         figure.legend(loc="outside right upper", fontsize=9, title=title)
         picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+        with warnings.catch_warnings():  # of letters that its font lacks: they are boxes
+            warnings.filterwarnings("ignore", message="Glyph")
+            figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
     return picture.getvalue()
 
 
@@ -315,7 +322,7 @@ def _short(text: str) -> str:
 
 def _plain(text: str) -> str:
     """A text that matplotlib takes as it is: no formula, and no name that it keeps to itself."""
-    text = text.replace("$", "\\$")
+    text = visible(text, keep="").replace("$", "\\$")
     return f" {text}" if text.startswith("_") else text
 
 

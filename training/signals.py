@@ -74,6 +74,8 @@ class StopSignals:
             signal.signal(number, handler)
         if self.received and error is None:  # it came too late for the loop, but not for a sweep
             raise SystemExit(exit_code(self.received))
+        if self.received:  # a sweep ends then, whatever else has gone wrong
+            error.stopped = exit_code(self.received)
 
     def _handle(self, number: int, _) -> None:
         self._interrupts += number == signal.SIGINT

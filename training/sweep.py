@@ -23,7 +23,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from training.config import Settings
 
 METRICS = ("val/loss", "train/loss")  # the first that the runs have is what they are compared by
-LONGEST_NAME = 128  # characters of a run's
+LONGEST_NAME = 128  # characters of a run's, and of a group's; W&B takes no more
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Job:
     name: str | None = None  # of its run
     code: int | None = None  # its exit code, None while it runs
     line: str = ""  # what went wrong
-    lost: bool = field(default=False)  # only because another rank was gone
+    lost: bool = False  # only because another rank was gone
 
     @property
     def what(self) -> str:
@@ -73,13 +73,15 @@ class Sweep:
 
     def __init__(self, plan: Plan, program: list[str], options: list[str], overrides: list[str]):
         """The rest is the command that began it."""
+        from training.parallel import rank_count
+
         self.plan = plan
         self.program, self.options = program, options
         self.started = [*program, *options, *overrides]
         self.jobs: list[Job] = []
         self.stopped = 0  # the exit code of a signal that has ended it
         self.lost: str | None = None  # why the ranks could not go on
-        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.ranks = rank_count()
         self.is_main = os.environ.get("RANK", "0") == "0"
         self.folder = plan.folder
 
@@ -89,8 +91,8 @@ class Sweep:
         """Makes the sweep's directory, by whose name all of its runs are called: on all ranks by
         that of the main one. Raises RunDirectoryError."""
         if self.is_main:
-            self.folder = self._own_folder()
             try:
+                self.folder = self._own_folder()
                 make_folder(self.folder)
                 directory.mark_sweep(self.folder)
             except OSError as error:
@@ -110,13 +112,12 @@ class Sweep:
             return folder
         if before := directory.sweep_before_restart(folder.parent):
             return before
-        numbered = (folder.with_name(f"{folder.name}_{n}") for n in range(2, 10_000))
-        return next(new for new in (folder, *numbered) if not new.exists())
+        return directory.make_new(folder)
 
     @property
     def name(self) -> str:
         """What its runs' names begin with, and their group on W&B."""
-        return _in_letters(self.folder.resolve().name) or "sweep"
+        return _in_letters(self.folder.resolve().name)[:LONGEST_NAME] or "sweep"
 
     @contextlib.contextmanager
     def job(self, number: int, overrides: list[str]) -> Iterator[Job]:
@@ -128,12 +129,13 @@ class Sweep:
 
             ranks.begin_job(job.number)
         if self.is_main:
-            print(f"{self._title(job)}: {job.what}".rstrip(": "), flush=True)
+            print(_joined(self._title(job), job.what), flush=True)
         try:
             yield job
             job.code = 0
         except Exception as error:
-            job.code, job.lost = exit_code_of(error), isinstance(error, LostPeer)
+            self.stopped = getattr(error, "stopped", 0)  # by a signal that came before it
+            job.code, job.lost = self.stopped or exit_code_of(error), isinstance(error, LostPeer)
             job.line = _told(error)
             _let_go(error)
         except SystemExit as stopped:
@@ -145,7 +147,8 @@ class Sweep:
             self._agree(job)
         if self.is_main:
             if job.line:
-                print(f"{self._title(job)} failed: {job.what}: {job.line}", file=sys.stderr)
+                words = _joined(f"{self._title(job)} failed", job.what, job.line)
+                print(words, file=sys.stderr)
             self._write()
         if self.stopped or self.lost:
             raise SystemExit(self.exit_code)
@@ -192,7 +195,7 @@ class Sweep:
         failed = [(lost, rank, code, line) for rank, (code, line, lost) in enumerate(told) if code]
         if stopping := [code for _, _, code, _ in failed if code in (130, 143)]:
             self.stopped = job.code = stopping[0]
-            job.line = ""
+            job.line = "" if job.lost else job.line
         elif failed:
             _, rank, job.code, line = min(failed)
             everywhere = len({line for *_, line in failed}) == 1 and len(failed) == self.ranks
@@ -207,7 +210,7 @@ class Sweep:
         if job.code != 0 or not self.is_main:
             return math.inf
         for metric in METRICS:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(ValueError):
                 run, _ = results.read(directory.RUNS / job.name, metric)
                 values = [value for _, value in run.points if math.isfinite(value)]
                 if values:
@@ -243,10 +246,10 @@ class Sweep:
                 path = self.folder / f"results.{kept[0]}"
                 print(f"results          {path}{others}", flush=True)
             if self.failed:
-                of = f" of {len(self.jobs)}" if len(self.jobs) > 1 else ""
-                print(f"{len(self.failed)}{of} jobs failed:", file=sys.stderr)
+                jobs = f"of {len(self.jobs)} jobs" if len(self.jobs) > 1 else "job"
+                print(f"{len(self.failed)} {jobs} failed:", file=sys.stderr)
             for job in self.failed:
-                print(f"  job {job.number}: {job.what}: {job.line}", file=sys.stderr)
+                print(f"  {_joined(f'job {job.number}', job.what, job.line)}", file=sys.stderr)
                 print(f"    again: {shlex.join(self._again(job))}", file=sys.stderr)
             if self.stopped or self.lost:
                 done = sum(job.code == 0 for job in self.jobs)
@@ -304,7 +307,7 @@ class Sweep:
         for metric in METRICS:
             runs = []
             for job in self.jobs:
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                with contextlib.suppress(ValueError):
                     run, _ = results.read(
                         directory.RUNS / (job.name or ""), metric, tuple(self.plan.keys)
                     )
@@ -339,7 +342,8 @@ class Sweep:
         if self.failed:
             parts.append("## Failed")
         for job in self.failed:
-            parts.append(f"Job {job.number}, `{job.what}`: {job.line}")
+            what = f", `{job.what}`" if job.what else ""
+            parts.append(f"Job {job.number}{what}: {job.line}")
             parts.append(f"```\n{shlex.join(self._again(job))}\n```")
         return "\n\n".join(parts) + "\n"
 
@@ -350,6 +354,10 @@ def _told(error: Exception) -> str:
     if not hasattr(error, "exit_code"):
         line += "; run again with debug=true for the traceback"
     return visible(line, keep="")
+
+
+def _joined(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)
 
 
 def _key(override: str) -> str:

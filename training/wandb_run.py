@@ -157,10 +157,9 @@ class WandbRun:
         the same."""
         import wandb
 
-        media, pictures, pages, tables = {}, {}, {}, {}
+        media, pictures, pages, tables, histograms = {}, {}, {}, {}, {}
         if look:
-            media = dict(look.heads)
-            media |= {key: wandb.Histogram(values) for key, values in look.histograms.items()}
+            media, histograms = dict(look.heads), look.histograms
             pictures, pages, tables = look.pictures, look.pages, look.tables
         if len(pictures) + len(pages) > self.files_left:
             # A run made longer and longer: the time-lapse has what matters, and comes rarely.
@@ -177,6 +176,8 @@ class WandbRun:
                 self.files_left -= 1
                 page = sample_page(sample)
                 media["samples/text"] = wandb.Html(page, inject=False, data_is_not_path=True)
+            # The last ones: of a head whose statistics are nan there is none.
+            media |= {key: wandb.Histogram(values) for key, values in histograms.items()}
         except Exception as error:
             print(f"W&B: a picture or page was left out ({_one_line(error)})", file=sys.stderr)
         return media
