@@ -19,7 +19,8 @@ from torch import Tensor
 from model import GPT, Cache
 
 # Of a full window so much is left behind at once: all that stays is read again, at positions that
-# have moved, and so this is done once in a quarter of a window, not for each token.
+# have moved, and so this is done once in a quarter of a window, not for each token. (Of several
+# texts all are read again whenever one of them moves on.)
 LEFT_BEHIND = 4
 
 
@@ -93,7 +94,8 @@ def generate(
     end: int | None = None,
     known: int | None = None,
     first: int = 0,
-    compile_step: Callable | None = None,
+    step: Callable | None = None,
+    cache: Cache | None = None,
 ) -> Iterator[list[int | None]]:
     """Continues prompts, lists of token ids of any lengths, by at most num_tokens tokens each.
 
@@ -102,9 +104,10 @@ def generate(
 
     window: how many tokens are read at most, by default the context length (see `first_read`).
     known: how many ids stand for something; those above are never drawn. first: the number of the
-    first row, for its random draws. compile_step: makes the model's step from itself, such as
-    torch.compile; shapes then never change. Goes through forward, as sharded models want; the mode
-    is restored. Raises ValueError when a prompt is empty.
+    first row, for its random draws. step and cache: what reads a token in the model's place, such
+    as torch.compile made of it, and a static cache with room for the window, to be used again for
+    as many texts as often as one likes; any other shape would be compiled anew. Goes through
+    forward, as sharded models want; the mode is restored. Raises ValueError when a prompt is empty.
     """
     if not all(prompts):
         raise ValueError("an empty prompt has no token to begin with")
@@ -113,10 +116,8 @@ def generate(
     texts = [list(prompt) for prompt in prompts]
     ended = [False] * len(texts)
     generators = sampling.generators(len(texts), first)
-    if compile_step:  # of one shape for whatever comes: any other would be compiled anew
-        step, cache = compile_step(model), Cache(window, static=True)
-    else:
-        step, cache = model, Cache(min(window, max(map(len, texts)) + num_tokens))
+    step = model if step is None else step
+    cache = cache or Cache(min(window, max(map(len, texts)) + num_tokens))
     was_training = model.training
     model.eval()
     try:

@@ -54,6 +54,10 @@ class GenerateConfig:
     )
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
+    @property
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
     def problems(self) -> list[Problem]:
         """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
         found = []
@@ -107,8 +111,7 @@ def main(settings: GenerateConfig) -> None:
         if settings.interactive:
             converse(write)
         else:
-            prompts = [settings.prompt] if isinstance(settings.prompt, str) else settings.prompt
-            write([prompt for prompt in prompts for _ in range(settings.num_samples)])
+            write([prompt for prompt in settings.prompts for _ in range(settings.num_samples)])
     except BrokenPipeError:  # `| head` has seen enough; nor can what is left be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -119,6 +122,7 @@ class Writer:
     def __init__(self, reader: "Reader", settings: GenerateConfig):
         from decoding import Sampling
         from frozen import freeze
+        from model import Cache
         from training.device import DTYPES, best_dtype, compiled_step
 
         self.reader, self.settings = reader, settings
@@ -126,16 +130,18 @@ class Writer:
             settings.temperature, settings.top_k, settings.top_p, settings.seed
         )
         self.written = 0  # texts so far: each has random draws of its own
-        prompts = [settings.prompt] if isinstance(settings.prompt, str) else settings.prompt
-        texts = settings.num_samples * (1 if settings.interactive else len(prompts))
+        texts = settings.num_samples * len(settings.prompts)
         self.batch_size = min(settings.batch_size, texts)
         place = reader.model.token_emb.weight.device
         auto = settings.precision == "auto"
         dtype = best_dtype(place) if auto else DTYPES[settings.precision]
         steps = settings.num_tokens * -(-texts // self.batch_size)
         steps = MOST if settings.interactive else steps
-        self.compile_step = compiled_step(settings.compile, place, steps)
-        freeze(reader.model, dtype, self.batch_size, to_compile=self.compile_step is not None)
+        compiled = compiled_step(settings.compile, place, steps)
+        freeze(reader.model, dtype, self.batch_size, to_compile=compiled is not None)
+        # Compiled code is of one shape, and on a GPU for one place in memory.
+        self.step = compiled and compiled(reader.model)
+        self.cache = Cache(reader.window, static=True) if compiled else None
 
     def __call__(self, prompts: list[str]) -> None:
         """Shows each prompt with its continuation, the first of a batch as it appears."""
@@ -157,6 +163,8 @@ class Writer:
         tokenizer, settings = self.reader.tokenizer, self.settings
         end = tokenizer.eot_token
         ids = [tokenizer.encode(prompt, allowed_special="all") or [end] for prompt in prompts]
+        if self.cache:
+            ids += ids[:1] * (self.batch_size - len(ids))  # which nobody is shown
         steps = generate(
             self.reader.model,
             ids,
@@ -166,10 +174,11 @@ class Writer:
             end=None if settings.ignore_end else end,
             known=tokenizer.n_vocab,
             first=self.written,
-            compile_step=self.compile_step,
+            step=self.step,
+            cache=self.cache,
         )
         self.written += len(prompts)
-        rows: list[list[int]] = [[] for _ in prompts]
+        rows: list[list[int]] = [[] for _ in ids]
 
         def first() -> Iterator[int]:
             for tokens in steps:
@@ -179,7 +188,8 @@ class Writer:
                 if tokens[0] is not None:
                     yield tokens[0]
 
-        return [self.decoded(first()), *(self.decoded(row) for row in rows[1:])]
+        others = rows[1 : len(prompts)]
+        return [self.decoded(first()), *(self.decoded(row) for row in others)]
 
     def decoded(self, tokens: "Iterator[int] | list[int]") -> Iterator[str]:
         """Tokens as text. A character may be spread over several: it comes with its last byte."""

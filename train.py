@@ -508,8 +508,7 @@ class Trainer:
         if validation_due:
             metrics |= self.validate()
             if settings.sample_tokens > 0 and step > 0:
-                with self.never_in_the_way("sample: left out"):
-                    sample = self.sample()
+                sample = self.sample()
         started = time.perf_counter()
         if lens_due:
             look = self.look_at_attention()

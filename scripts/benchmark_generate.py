@@ -138,15 +138,17 @@ def of_ours(weights, dtype, place, rows: int, num_tokens: int) -> Writer:
 
     from decoding import Sampling, generate
     from frozen import freeze
+    from model import Cache
     from training.device import compiled_step
 
-    compile_step = compiled_step("auto", place, 10**6)  # as for a long text
-    to_compile = compile_step is not None
-    model = freeze(copy.deepcopy(weights).to(place), dtype, rows, to_compile)
+    compiled = compiled_step("auto", place, 10**6)  # as for a long text
+    model = freeze(copy.deepcopy(weights).to(place), dtype, rows, to_compile=compiled is not None)
+    step = compiled and compiled(model)
+    cache = Cache(weights.config.context_length, static=True) if compiled else None
 
     def write(prompts: torch.Tensor) -> list[list[int]]:
         greedy = Sampling(temperature=0)
-        steps = generate(model, prompts.tolist(), num_tokens, greedy, compile_step=compile_step)
+        steps = generate(model, prompts.tolist(), num_tokens, greedy, step=step, cache=cache)
         return [list(row) for row in zip(*steps, strict=True)]
 
     return write

@@ -47,7 +47,10 @@ def not_to_be_made(out: str) -> str:
     if os.path.isdir(out):
         if os.path.samefile(out, "."):
             return "is where you stand"
-        return "holds something already" if os.listdir(out) else ""
+        try:
+            return "holds something already" if os.listdir(out) else ""
+        except OSError as error:
+            return f"may not be looked into ({error.strerror})"
     if os.path.exists(out):
         return "is a file"
     above = Path(os.path.abspath(out)).parent

@@ -67,13 +67,11 @@ def test_compiled_code_has_one_shape_and_changes_no_token():
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model = tiny()
 
-    def compile_step(step):
-        return torch.compile(step, backend=backend, dynamic=False, fullgraph=True)
-
-    tokens = written(model, PROMPTS, 40, compile_step=compile_step)
-    assert tokens == written(model, PROMPTS, 40)
+    step = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
+    compiled = {"step": step, "cache": Cache(room=12, static=True)}
+    assert written(model, PROMPTS, 40, **compiled) == written(model, PROMPTS, 40)
     others = [prompt[:2] for prompt in PROMPTS]
-    assert written(model, others, 7, compile_step=compile_step) == written(model, others, 7)
+    assert written(model, others, 7, **compiled) == written(model, others, 7)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
@@ -88,16 +86,15 @@ def test_what_a_compiled_step_writes_to_stays_where_it_is(frozen):
         seen.append((set(known.mutated_inp_runtime_indices), set(known.static_input_indices)))
         return make_boxed_func(graph.forward)
 
-    def compile_step(step):
-        backend = aot_autograd(fw_compiler=look)
-        return torch.compile(step, backend=backend, dynamic=False, fullgraph=True)
-
     torch._dynamo.reset()
     model = tiny().requires_grad_(False)
     if frozen:
         freeze(model, torch.float32, to_compile=True)
     expected = written(model, PROMPTS, 40)
-    assert written(model, PROMPTS, 40, compile_step=compile_step) == expected
+    backend = aot_autograd(fw_compiler=look)
+    step = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
+    cache = Cache(room=12, static=True)
+    assert written(model, PROMPTS, 40, step=step, cache=cache) == expected
     ((written_to, staying),) = seen
     assert len(written_to) == 1 + 2 * TINY["num_layers"]  # lengths, and keys and values
     assert written_to <= staying

@@ -186,7 +186,7 @@ def _folder(path: str | Path, key: str) -> Path:
     """The checkpoint or the Hugging Face directory that a path means."""
     text = str(path)
     if hub.is_named(text):
-        return hub.fetch(text, key)
+        return hub.fetch(text, key, check=_model_config)
     if (Path(path) / CONFIG).is_file():
         return Path(path)
     is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
@@ -253,11 +253,11 @@ def _settings_in(file: Path) -> dict:
 def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     """The file that names a directory's weights, and these by their names in it. They stay in
     their files until they are copied, wherever the operating system can map files."""
-    if (folder / WHOLE).exists():
+    if (folder / WHOLE).is_file():
         return folder / WHOLE, read_tensors(folder / WHOLE)
-    if (folder / INDEX).exists():
+    if (folder / INDEX).is_file():
         return folder / INDEX, _read_shards(folder / INDEX)
-    if (folder / OLD).exists():
+    if (folder / OLD).is_file():
         return folder / OLD, _read_old(folder / OLD)
     if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
         raise is_pickle(pickles[0], f", and there is no {WHOLE}")
@@ -324,7 +324,7 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _model_config(file: Path, attention: str) -> ModelConfig:
+def _model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     theirs = _settings_in(file)
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:

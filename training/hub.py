@@ -7,6 +7,7 @@ huggingface_hub, and obeys its HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN
 import functools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tokens.sources import HUB  # hub:NAME, as data.path has it
@@ -14,7 +15,8 @@ from training.checkpoint import CheckpointError
 from training.errors import words
 
 NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
-SAFE = ["config.json", "model.safetensors", "model.safetensors.index.json"]
+CONFIG = "config.json"
+SAFE = [CONFIG, "model.safetensors", "model.safetensors.index.json"]
 SAFE += ["model-*-of-*.safetensors"]
 OLD = "pytorch_model.bin"
 
@@ -24,13 +26,14 @@ def is_named(path: object) -> bool:
     return str(path).startswith(HUB)
 
 
-def fetch(path: str, key: str = "checkpoint") -> Path:
+def fetch(path: str, key: str = "checkpoint", check: Callable = lambda config: None) -> Path:
     """The folder in which config.json and the weights of hub:NAME are, fetched if need be.
 
-    Raises CheckpointError, naming the setting `key`.
+    check: is given config.json before the weights, which are large, are fetched, and raises
+    CheckpointError where they are of no use. So does this, naming the setting `key`.
     """
     try:
-        return _fetched(path.removeprefix(HUB))
+        return _fetched(path.removeprefix(HUB), check)
     except _NotFetched as error:
         raise CheckpointError(f"{key}={path}: {error}") from error
 
@@ -40,7 +43,7 @@ class _NotFetched(Exception):
 
 
 @functools.cache
-def _fetched(name: str) -> Path:
+def _fetched(name: str, check: Callable) -> Path:
     if not NAME.fullmatch(name) or ".." in name:
         raise _NotFetched("is no name of a model; such as hub:openai-community/gpt2")
     try:
@@ -55,10 +58,15 @@ def _fetched(name: str) -> Path:
     download = functools.partial(snapshot_download, name)
     offline = "fetch it where there is a network, or give a folder"
     try:
+        config = Path(download(allow_patterns=CONFIG)) / CONFIG
+        if config.is_file():
+            check(config)
         folder = Path(download(allow_patterns=SAFE))
         if not any(folder.glob("model*.safetensors")):
             folder = Path(download(allow_patterns=[*SAFE, OLD]))
         return folder
+    except CheckpointError:  # of the check
+        raise
     # Gated is one kind of not found, and not in the cache is one of no such file.
     except errors.GatedRepoError as error:
         fix = "ask for access on its page, and set HF_TOKEN"
