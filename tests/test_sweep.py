@@ -414,18 +414,22 @@ def test_only_one_process_may_search(monkeypatch):
     from omegaconf import OmegaConf
 
     choices = {"hydra/sweeper": "optuna", "hydra/launcher": "joblib"}
-    custom = {"n_trials": 3, "custom_search_space": "os.system"}
+    custom = {"n_trials": 3, "custom_search_space": "os.system", "direction": "maximize"}
     hydra = OmegaConf.create({"runtime": {"choices": choices}, "sweeper": custom})
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WANDB_RUN_ID", "abc")
     found = command._check_sweeper(hydra, [("seed", "interval(1,2)")])
     assert [problem[0] for problem in found] == [
         "hydra/launcher",
         "hydra/sweeper",
+        "hydra.sweeper.direction",
+        "WANDB_RUN_ID",
         "hydra.sweeper.custom_search_space",
     ]
     monkeypatch.delenv("RANK")  # nobody has launched several
-    assert len(command._check_sweeper(hydra, [])) == 2
+    monkeypatch.delenv("WANDB_RUN_ID")
+    assert len(command._check_sweeper(hydra, [])) == 3
 
 
 def test_a_search_is_as_long_as_it_is_told_however_many_combinations_there_are(monkeypatch):

@@ -259,6 +259,14 @@ def _check_sweeper(hydra: "DictConfig", intervals: list[tuple[str, str]]) -> lis
         cause = f"each of the {ranks} ranks would draw values of its own"
         fix = "give lists of values, or use a sweep of W&B's (docs/sweeps.md)"
         problems.append(("hydra/sweeper", sweeper, cause, fix))
+    direction = hydra.sweeper.get("direction", "minimize")
+    if (direction := getattr(direction, "name", direction)) != "minimize":  # Optuna's own type
+        cause = "the loss is what is searched by, and the lowest is the best"
+        problems.append(("hydra.sweeper.direction", direction, cause, "leave it out"))
+    if "WANDB_RUN_ID" in os.environ:
+        cause = "all jobs would be that one run of W&B's"
+        fix = "unset it, or leave out -m: an agent's trial is one run"
+        problems.append(("WANDB_RUN_ID", os.environ["WANDB_RUN_ID"], cause, fix))
     for key in ELSEWHERE:  # in a file
         if hydra.sweeper.get(key.rpartition(".")[2]) is not None:
             problems.append((key, NO_VALUE, *VALUES_ELSEWHERE))
@@ -517,7 +525,7 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
         from hydra._internal.utils import get_args_parser
 
         parser = get_args_parser()
-        parser.error = _refuse_options
+        parser.error, parser.allow_abbrev = _refuse_options, False
         with errors_in_one_line(debug="debug=true" in sys.argv):
             args, unknown = parser.parse_known_intermixed_args()
             if unknown:
