@@ -9,7 +9,6 @@ tokens are read and drawn stands in decoding.py, what makes it fast in frozen.py
 """
 
 import codecs
-import os
 import sys
 import typing
 from collections.abc import Iterator
@@ -107,13 +106,14 @@ def main(settings: GenerateConfig) -> None:
     reader = load_reader(settings.checkpoint)
     reader.model.to(place)
     write = Writer(reader, settings)
+    if settings.interactive:
+        converse(write)
+        return
     try:
-        if settings.interactive:
-            converse(write)
-        else:
-            write([prompt for prompt in settings.prompts for _ in range(settings.num_samples)])
-    except BrokenPipeError:  # `| head` has seen enough; nor can what is left be written at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        write([prompt for prompt in settings.prompts for _ in range(settings.num_samples)])
+    except KeyboardInterrupt:
+        show("\n")  # the shell's prompt begins a line of its own
+        raise
 
 
 class Writer:
@@ -163,6 +163,9 @@ class Writer:
         tokenizer, settings = self.reader.tokenizer, self.settings
         end = tokenizer.eot_token
         ids = [tokenizer.encode(prompt, allowed_special="all") or [end] for prompt in prompts]
+        if (longest := max(map(len, ids))) > (window := self.reader.window):
+            cause = f"has {longest:,} tokens, and the model reads {window:,}"
+            print(f"prompt: {cause}; its beginning is not read", file=sys.stderr)
         if self.cache:
             ids += ids[:1] * (self.batch_size - len(ids))  # which nobody is shown
         steps = generate(

@@ -147,6 +147,11 @@ class Trainer:
         main_has = self.parallel.share(self.data.checksums)
         with self.parallel.together():
             check_same(main_has, self.data.checksums, settings.data.path)
+        ids = self.tokenizer.n_vocab
+        if settings.model.vocab_size >= 2 * ids and not settings.data.synthetic:
+            what = f"data.tokenizer={settings.data.tokenizer} has {ids:,} ids"
+            enough = f"model.vocab_size={ids} is enough"
+            self.notes.append(f"model.vocab_size={settings.model.vocab_size}: {what}; {enough}")
         self.train_set, self.val_set = self.data.train, self.data.val
         order = order_of(self.train_set, trainer.batch_size, settings.seed)
         self.feed = Feed(self.train_set, order, trainer.micro_batch_size, self.parallel)
@@ -752,5 +757,5 @@ def main(settings: Settings) -> None:
 if __name__ == "__main__":
     begin_quickly()
     end_quietly()
-    never_fail()
+    never_fail(quiet=not {"-h", "--help", "-c", "--cfg"}.isdisjoint(sys.argv))
     main()

@@ -12,6 +12,7 @@ d_in width of an input, H heads, D head_dim, d_out = H * D.
 
 import argparse
 import math
+import signal
 
 import torch
 import torch.nn.functional as F
@@ -213,4 +214,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has seen enough
     main()

@@ -56,6 +56,8 @@ def main(settings: CompareConfig) -> None:
     names = results.differing(runs)
     rows = results.summaries(runs, names, settings.target)
     print(results.table(rows, names, settings.metric, settings.target))
+    if not {"data.path", "data.tokenizer"}.isdisjoint(names):
+        print("losses of different texts or tokenizers are not comparable", file=sys.stderr)
     if settings.out:
         written = {
             "date": datetime.date.today().isoformat(),
@@ -85,7 +87,8 @@ def found(settings: CompareConfig) -> list[results.Run]:
     for pattern in patterns:
         folders = sorted(folder for folder in map(Path, glob.glob(pattern)) if folder.is_dir())
         if not folders:
-            print(f"{pattern}: no such folder", file=sys.stderr)
+            several = f"; several are a list: runs='[{pattern}]'" if "," in pattern else ""
+            print(f"{pattern}: no such folder{several}", file=sys.stderr)
         for folder in folders:
             try:
                 run, names = results.read(folder, settings.metric)

@@ -146,8 +146,8 @@ class Rule:
         behind = f"{least:,} to {self.max_length:,} tokens" if self.stride > 1 else f"{least:,}"
         of = "document" if self.within_documents else "text"
         return (
-            f"windows of {self.max_length:,} tokens, {self.stride:,} apart; each token after the "
-            f"first of a {of} is scored once, behind {behind}, or all that the {of} has before it"
+            f"windows of {self.max_length:,} tokens, {self.stride:,} apart; each token of a {of} "
+            f"is scored once, behind {behind}, or all that the {of} has before it"
         )
 
 

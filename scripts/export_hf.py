@@ -16,6 +16,7 @@ from pathlib import Path
 from training.command import settings_command
 from training.config import Problem, refuse
 from training.errors import words
+from training.terminal import visible
 
 
 @dataclass
@@ -89,7 +90,8 @@ def main(settings: ExportConfig) -> None:
     print(f"{settings.out}: {len(list(out.iterdir()))} files, {size / 1e6:,.1f} MB")
     where = f"from {reader.folder.name}, " if reader.state else ""
     print(f"{where}{reader.model.num_parameters():,} parameters, {reader.window:,} positions")
-    print("load it: transformers.pipeline('text-generation', model=DIR); README.md says more")
+    load = f"transformers.pipeline('text-generation', model={str(settings.out)!r})"
+    print(visible(f"load it: {load}; README.md there says more"))
 
 
 if __name__ == "__main__":

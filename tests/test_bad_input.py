@@ -86,6 +86,9 @@ CONFIGURATION = {
     "choice outside the folder": ("data=../model/gpt2-nano", r"data=\.\./model/gpt2-nano: no such"),
     "deleted": ("~trainer", r"~trainer: settings cannot be deleted"),
     "moved elsewhere": ("model@data=gpt2-nano", r"model@data=gpt2-nano: settings stay in their"),
+    "texts without brackets": ("wandb.tags=a,b", r"wandb\.tags=a,b: .*; a list .*tags=\[a,b\]"),
+    "half a list": ("wandb.tags=[a,", r"wandb\.tags=\[a,: .*; write a list without blanks"),
+    "a file and no key": (__file__, r".*: is not of the form .*; did you mean data\.path=/"),
     "no setting at all": ("foo", r"foo: is not of the form key=value"),
     "nothing": ("", r"'': is not of the form key=value"),
     "no key": ("=1", r"=1: no such setting"),
@@ -638,6 +641,18 @@ def test_generation_without_a_checkpoint(refused, given):
     refused(generate.main, given, 2, r"checkpoint: missing; give it as checkpoint=")
 
 
+def test_a_run_nearly_named(in_process, a_run):
+    """By its name alone, by one with a letter amiss, by the folder of its checkpoints."""
+    for given, meant in (
+        ("run", "runs/run"),
+        ("runs/runn", "runs/run"),
+        ("runs/run/checkpoints", "runs/run/checkpoints/last"),
+    ):
+        code, _, err = in_process(generate.main, a_run.parent.parent, f"checkpoint={given}")
+        assert code == 3
+        assert err.endswith(f"; did you mean {meant}?\n")
+
+
 PROMPTS = {
     "empty": "",
     "longer than the model reads": "word " * 2000,
@@ -653,7 +668,9 @@ def test_prompts_that_are_odd_and_in_order(in_process, a_run, tmp_path, what):
     tally("the bad-input table", 1)
     arguments = [f"checkpoint={a_run}", f"prompt={PROMPTS[what]}", "num_tokens=2"]
     code, out, err = in_process(generate.main, tmp_path, *arguments)
-    assert (code, err) == (0, "")
+    is_long = what == "longer than the model reads"
+    note = "prompt: has 10,000 tokens, and the model reads 32; its beginning is not read\n"
+    assert (code, err) == (0, note * is_long)
     assert out.startswith(PROMPTS[what])
 
 

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from training import console as console_file
 from training.console import Console
 
 
@@ -42,3 +43,16 @@ def test_a_terminal_has_a_bar_that_goes_away(monkeypatch):
 def test_the_other_ranks_say_nothing(capsys):
     Console(False, 0, 10).print("a line")
     assert capsys.readouterr().out == ""
+
+
+def test_the_time_left_goes_by_the_last_lines(monkeypatch, capsys):
+    """A first hour of other work on the machine does not count for ever."""
+    now = [0.0]
+    monkeypatch.setattr(console_file.time, "monotonic", lambda: now[0])
+    shown = Console(is_main=True, first_step=0, max_steps=1000)
+    for step, seconds in [(1, 3600), *((n, 1) for n in range(2, 40))]:
+        now[0] += seconds
+        shown.step(step, 1.0, 1e-3, 100.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(f"{console_file.duration(999 * 3600)} left")
+    assert lines[-1].endswith(f"{console_file.duration(1000 - 39)} left")

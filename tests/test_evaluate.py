@@ -264,7 +264,7 @@ def test_bytes_are_those_of_the_text_in_any_tokenizer(figures, home):
         (["max_length=34"], 2, "max_length=34", "reads 33 tokens at most", "at most 33"),
         (["data.path=none.txt"], 3, "data.path=none.txt", "no such file", "check the path"),
         (["data.path=tokens.bin"], 3, "data.path=tokens.bin", "no such file", "check the path"),
-        (["checkpoint=none"], 3, "checkpoint=none", "no ", "give a run"),
+        (["checkpoint=elsewhere"], 3, "checkpoint=elsewhere", "no ", "give a run"),
         (["data.path=empty.jsonl"], 3, "data.path=empty.jsonl", "0 tokens", "a longer text"),
         (["data.path=i.txt", "split=val"], 3, "split=val", "would be held back", "a longer text"),
         (["out=no/figures.json"], 2, "out=no/figures.json", "is no folder", "that exists"),

@@ -497,7 +497,7 @@ def test_a_directory_that_holds_something_else_is_left_as_it_is(faults):
     (foreign / "runs" / "run").mkdir(parents=True)
     (foreign / "runs" / "run" / "thesis.txt").write_text("all of it")
     for place, more, says in [
-        (folder, ["seed=7"], r"seed=7: runs/run was trained with 0, to no checkpoint; "),
+        (folder, ["seed=7"], r"seed=7: runs/run was trained with 0, and has no checkpoint; "),
         (foreign, [], r"name=run: runs/run holds something else than a run; "),
     ]:
         before = inside(place / "runs")

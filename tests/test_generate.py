@@ -132,7 +132,7 @@ def test_ctrl_c_ends_a_text_and_not_the_loop(in_process, folder, monkeypatch):
     arguments = ["checkpoint=runs/run", "interactive=true"]
     assert in_process(generate.main, folder, *arguments) == (0, "onea\ntwoa\n", "")
     code, out, err = in_process(generate.main, folder, "checkpoint=runs/run", "prompt=one")
-    assert (code, out, err) == (130, "onea", "")
+    assert (code, out, err) == (130, "onea\n", "")
 
 
 def test_a_reader_that_has_seen_enough(folder):

@@ -86,6 +86,7 @@ def test_positions_by_the_rules():
         ["model.context_length=4: the weights know 6 positions; the first are taken"],
     )
     note = "the weights know 6 positions; position 6 begins as position 0, and so on"
+    note += "; data.max_length=6 stays within them"
     again = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0]
     assert rows(13) == (again, [f"model.context_length=13: {note}"])
     assert rows(10, used=7)[1] == [f"model.context_length=10: {note}"]

@@ -882,3 +882,14 @@ def test_after_a_mistake_the_mended_command_begins_anew(here, tmp_path):
     check_refusal(errors, "data.path=a.jsonl", "no text under 'body'", "set data.text_key")
     assert here("data.path=a.jsonl", "out=out")[0] == 0
     assert ids_of(tmp_path / "out") == expected_ids([("jsonl", ["Some words."])])
+
+
+def test_source_code_is_left_alone(tmp_path, in_process):
+    """Such as this repository's own tokens/."""
+    (tmp_path / "my.txt").write_text("a text")
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "__init__.py").write_text("")
+    arguments = ["data.path=my.txt", "out=tokens", "data.tokenizer=byte"]
+    code, _, err = in_process(main, tmp_path, *arguments)
+    assert (code, err) == (3, "out=tokens: holds source code; give another out=\n")
+    assert [file.name for file in (tmp_path / "tokens").iterdir()] == ["__init__.py"]

@@ -199,7 +199,7 @@ def test_the_first_failure_gives_the_exit_code(place):
     paths = "data.path=nowhere.txt,text.txt"
     code, out, err = run_in(place, "-m", *SHORT[:-4], paths, "trainer.batch_size=7")
     assert code == 3
-    first = "job 1 of 2 failed: data.path=nowhere.txt: data.path=nowhere.txt: no such file; "
+    first = "job 1 of 2 failed: data.path=nowhere.txt: no such file; "
     assert err.startswith(first)
     assert err.count("Traceback") == 0
     _, found = results_of(place)

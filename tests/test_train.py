@@ -440,7 +440,7 @@ def test_a_run_without_a_checkpoint_is_written_over_by_the_same_one_only(trainer
     run = trainer("name=a", "seed=5")
     run.tracker.log({"train/loss": 1.0}, 1)
     (run.folder / "config.yaml.part-0123").write_text("half")
-    with pytest.raises(ConfigError, match="runs/a was trained with 5, to no checkpoint; give ano"):
+    with pytest.raises(ConfigError, match="runs/a was trained with 5, and has no checkpoint; "):
         trainer("name=a", "seed=6")
     assert len(rows(run.folder)) == 1
     trainer("name=a", "seed=5").train()
@@ -507,6 +507,15 @@ def test_another_setting_that_matters_is_refused_by_name(trainer):
     assert lines[0].startswith("model.emb_dim=64: ")
     assert "was trained with 32" in lines[0]
     assert lines[1].startswith("optimizer.lr=0.5: ")
+
+
+def test_what_a_run_says_of_its_windows_and_its_vocabulary(trainer, capsys):
+    run = trainer("model.vocab_size=600", "trainer.eval_windows=2", "trainer.max_steps=2")
+    run.train()
+    said = capsys.readouterr().out
+    assert f"{len(run.val_set)} to validate (2 of them each time); " in said
+    note = "data.tokenizer=byte has 257 ids; model.vocab_size=257 is enough"
+    assert f"note: model.vocab_size=600: {note}\n" in said
 
 
 # ------------------------------------------------------------------------------ as a user meets it

@@ -246,6 +246,8 @@ class Preparation:
         plan = self.folder / "preparing" / "plan.json"
         if not plan.exists() and any(self.folder.glob("*.bin")):
             raise DataError(f"out={self.folder}: holds token files of another origin; {fix}")
+        if (self.folder / "__init__.py").exists():  # such as tokens/, which is ours
+            raise DataError(f"out={self.folder}: holds source code; give another out=")
         plan.parent.mkdir(parents=True, exist_ok=True)
         if not plan.exists():
             write_whole(plan, json.dumps({"plan": self.plan}).encode())

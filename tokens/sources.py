@@ -105,6 +105,8 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
             found = sorted(p for p in glob.glob(entry, recursive=True) if os.path.isfile(p))
             if not found:
                 fix = f"check the path; relative ones start at {os.getcwd()}"
+                if "," in str(entry):
+                    fix = f"several are a list: data.path='[{entry}]'"
                 raise DataError(f"data.path={entry}: no such file; {fix}")
         files += map(str, found)
     return files

@@ -11,6 +11,8 @@ def introduce(run: "Trainer") -> None:
     """What is trained, on what, where it is kept; and what else there is to know."""
     settings, out = run.settings, run.console
     val_windows = len(run.val_set) if run.val_set else 0
+    used = len(run.validation.windows) if run.validation else 0
+    some = f" ({used:,} of them each time)" if used < val_windows else ""
     out.print(
         f"{run.model.num_parameters():,} parameters {run.parallel.describe()}"
         f"{', compiled' if run.compiled else ''}"
@@ -18,7 +20,7 @@ def introduce(run: "Trainer") -> None:
     )
     out.print(
         f"{len(run.train_set):,} windows of {settings.data.max_length} tokens to train on, "
-        f"{val_windows:,} to validate; {settings.trainer.batch_size} a step"
+        f"{val_windows:,} to validate{some}; {settings.trainer.batch_size} a step"
         f"{division(run)}"
     )
     for note in (*run.data.notes, *run.notes):
@@ -72,7 +74,7 @@ def conclude(run: "Trainer", seconds: float) -> None:
         out.print(f"watch the heads  {timelapse}{share if run.seconds_watching else ''}")
     out.print(f"report           {run.folder / 'report.html'}")
     if run.uploaded:
-        out.print(f"model on W&B     {run.uploaded}")
+        out.print(f"model for W&B    {run.uploaded}")
     if run.settings.trainer.profile and (table := run.folder / "profile" / "step.txt").is_file():
         out.print(f"profile          {table}")
     prompt = shlex.quote(f"prompt={run.settings.trainer.sample_prompt}")

@@ -11,6 +11,7 @@ is checked and read. The main rank writes and reads; the files are the same what
 ranks and the way they share the model, so any other may go on from them.
 """
 
+import difflib
 import hashlib
 import json
 import math
@@ -194,9 +195,21 @@ def find(
     if damage:
         raise damage
     if not path.exists() and not path.is_symlink():
-        raise CheckpointError(f"{key}={path}: no such directory; give a run or a checkpoint")
+        fix = (
+            f"did you mean {near}?" if (near := nearest_run(path)) else "give a run or a checkpoint"
+        )
+        raise CheckpointError(f"{key}={path}: no such directory; {fix}")
     fix = "give runs/NAME or runs/NAME/checkpoints/step_..."
+    if (path / "last").exists():
+        fix = f"did you mean {path / 'last'}?"
     raise CheckpointError(f"{key}={path}: holds no checkpoint; {fix}")
+
+
+def nearest_run(path: Path) -> Path | None:
+    """The run that somebody may mean by a path that is none: its name alone, or nearly right."""
+    runs = {folder.name: folder for folder in Path("runs").glob("*/") if folder.is_dir()}
+    near = difflib.get_close_matches(path.name, runs, n=1, cutoff=0.7)
+    return runs[near[0]] if near else None
 
 
 # ---------------------------------------------------------------------------------------- reading

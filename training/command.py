@@ -11,6 +11,7 @@ and 143 stopped by Ctrl-C and SIGTERM.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -385,6 +386,7 @@ def check_names(
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
 
     from training.yaml_check import NO_CODE, check_reference
 
@@ -398,7 +400,9 @@ def check_names(
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError):
-            fix = f"quote the value, {_quoting(text)}" if "=" in text else BLANKS
+            fix = f"quote the value, {_quoting(text)}" if "=" in text else meant(text, "data.path")
+            if text.partition("=")[2].startswith("["):
+                fix = "write a list without blanks, [a,b], or with quotes around it: 'key=[a, b]'"
             problems.append(
                 (
                     text if text.strip() else repr(text),
@@ -412,6 +416,8 @@ def check_names(
         if override.is_sweep_override():
             cause = "several values for one run"
             fix = f"-m trains once for each; a text with a comma is quoted, {_quoting(text)}"
+            if key in keys and OmegaConf.is_list(OmegaConf.select(tree, key)):
+                fix = f"a list has brackets: '{key}=[{text.partition('=')[2]}]'"
             if sweeping:  # glob(*)
                 cause, fix = "a pattern is no list of values", "name the values, with commas"
             problems.append((text, NO_VALUE, cause, fix))
@@ -471,6 +477,12 @@ def _calls_code(override) -> bool:
 
     parts = re.split(r"[./]", override.key_or_group)
     return not CALLS_CODE.isdisjoint(parts) or inside(override.value())
+
+
+def meant(text: str, key: str) -> str:
+    """The fix for an argument that is no setting: the name of something that is there may be the
+    value of `key`."""
+    return f"did you mean {key}={text}?" if key and os.path.exists(text) else BLANKS
 
 
 def _quoting(text: str) -> str:
@@ -665,13 +677,25 @@ def settings_command(schema: type) -> Callable:
             if any(argument in ("-h", "--help") for argument in arguments):
                 show_help(schema)
                 return
-            with errors_in_one_line(debug="debug=true" in arguments):
+            with errors_in_one_line(debug="debug=true" in arguments), enough_said():
                 run(parse(schema, arguments))
 
         main.__doc__ = schema.__doc__
         return main
 
     return decorate
+
+
+@contextlib.contextmanager
+def enough_said():
+    """What reads the output, such as `| head`, has seen enough: no error, and the end."""
+    try:
+        yield
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Nor can what is left be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_help(schema: type) -> None:
@@ -707,7 +731,8 @@ def parse(schema: type, arguments: list[str]) -> object:
     for text in arguments:
         key, equals, raw = text.partition("=")
         if not equals or not re.fullmatch(r"[\w.]+", key):
-            problems.append((text, NO_VALUE, "is not of the form key=value", BLANKS))
+            likely = next((key for key in ("checkpoint", "data.path") if key in known), "")
+            problems.append((text, NO_VALUE, "is not of the form key=value", meant(text, likely)))
             continue
         if key not in known:
             problems.append(unknown_key(key, raw, list(known)))

@@ -225,7 +225,8 @@ def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, l
         try:
             merged[key] = coerce(value, hints[key])
         except TypeError as error:
-            fix = f"such as {shown(merged[key])}" if merged.get(key, "") != "" else "see --help"
+            such_as = merged.get(key) not in (None, "", [])
+            fix = f"such as {shown(merged[key])}" if such_as else "see --help"
             found.append((prefix + key, value, str(error), fix))
             merged.setdefault(key, value)
     missing = [name for name in hints if name not in merged]

@@ -1,5 +1,6 @@
 """What a person sees while training: a progress bar on a terminal, plain lines elsewhere."""
 
+import collections
 import sys
 import time
 
@@ -14,8 +15,9 @@ class Console:
 
     def __init__(self, is_main: bool, first_step: int, max_steps: int):
         self.is_main = is_main
-        self.first_step, self.max_steps = first_step, max_steps
-        self.started = time.monotonic()
+        self.max_steps = max_steps
+        # (step, time) of the last lines: how long is left goes by how fast it goes now.
+        self.marks = collections.deque([(first_step, time.monotonic())], maxlen=20)
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
         if is_main and self.rich.is_terminal:
@@ -26,8 +28,10 @@ class Console:
 
     def step(self, step: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
         """One line of progress: loss in nats per token, learning rate, speed, time left."""
-        done = step - self.first_step
-        left = (time.monotonic() - self.started) / done * (self.max_steps - step)
+        since, started = self.marks[0]
+        now = time.monotonic()
+        left = (now - started) / (step - since) * (self.max_steps - step)
+        self.marks.append((step, now))
         line = (
             f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  loss {loss:.4f}  "
             f"lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s  {duration(left)} left"

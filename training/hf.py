@@ -31,6 +31,7 @@ from training.checkpoint import (
     is_pickle,
     load_model,
     model_of,
+    nearest_run,
     read_tensors,
 )
 from training.errors import words
@@ -190,7 +191,7 @@ def _folder(path: str | Path, key: str) -> Path:
     if (Path(path) / CONFIG).is_file():
         return Path(path)
     is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
-    if is_name and not os.path.lexists(text):
+    if is_name and not os.path.lexists(text) and not nearest_run(Path(text)):
         fix = f"give a run or a checkpoint; of the Hugging Face hub, hub:{text} fetches it"
         raise CheckpointError(f"{key}={text}: no such directory; {fix}")
     return find(path, key)

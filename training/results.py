@@ -199,6 +199,8 @@ def heading(name: str, names: list[str]) -> str:
 def shown(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
+    if value is None:
+        return "null"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -285,7 +287,8 @@ def limits(rows: list[dict]) -> tuple[float, float]:
     values = [value for curve in finite for value in curve]
     if not values:
         return 0.0, 1.0
-    start = statistics.median(curve[0] for curve in finite if curve)
+    starts = [curve[0] for curve in finite if curve]
+    start = max(value for value in starts if value <= 2 * abs(statistics.median(starts)))
     low = min(values)
     return low, min(max(values), start + 0.5 * max(start - low, 1e-3))
 

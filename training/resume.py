@@ -89,6 +89,12 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
     if run and was_cut_off(run) and (has_any or resume in ("must", False)):
         resume = "auto"  # a path was the beginning of this run
     if resume not in ("auto", "must", False):
+        path = Path(resume).resolve()
+        is_copy = checkpoint.is_one(path) and checkpoint.run_of(path) is None
+        if is_copy and not (path / checkpoint.OPTIMIZER).exists():
+            cause = f"has no {checkpoint.OPTIMIZER}, as a model from W&B"
+            fix = f"trainer.init_from={resume} begins a new run with its weights"
+            return None, [("trainer.resume", resume, cause, fix)]
         found = checkpoint.find(resume, "trainer.resume", checkpoint.FILES)
         if not goes_on(found, settings):
             if not has_any:
@@ -122,7 +128,7 @@ def holds_another(run: Path | None, settings: "Settings") -> list["Problem"]:
         del now["trainer"]["warmup_steps"]
     found = changed_settings(before, now, run)
     fix = f"give another name, or remove {run}"
-    return [(key, value, f"{cause}, to no checkpoint", fix) for key, value, cause, _ in found]
+    return [(key, value, f"{cause}, and has no checkpoint", fix) for key, value, cause, _ in found]
 
 
 def going_back(found: Path, settings: "Settings") -> list["Problem"]:
@@ -216,7 +222,8 @@ def positions(
         return rows, [f"model.context_length={context_length}: {known}; the first are taken"]
     if used > window or len(learned) != context_length > window:
         again = f"position {window} begins as position 0, and so on"
-        return rows, [f"model.context_length={context_length}: {known}; {again}"]
+        within = f"data.max_length={window} stays within them"
+        return rows, [f"model.context_length={context_length}: {known}; {again}; {within}"]
     return rows, []
 
 

@@ -16,6 +16,7 @@ multirun/<sweep>/multirun.yaml   what was asked for (Hydra)
 import contextlib
 import datetime
 import gc
+import itertools
 import math
 import os
 import re
@@ -357,7 +358,9 @@ def _told(error: Exception) -> str:
 
 
 def _joined(*parts: str) -> str:
-    return ": ".join(part for part in parts if part)
+    """With colons between; what the next part begins with is not said twice."""
+    pairs = itertools.pairwise([*parts, ""])
+    return ": ".join(part for part, after in pairs if part and not after.startswith(f"{part}:"))
 
 
 def _key(override: str) -> str:

@@ -29,10 +29,11 @@ class NeverFailing:
     """A stream that takes what it is given, whether it can be written or not: a full disk under a
     log, or a pipe whose reader is gone, is no reason for training to end."""
 
-    def __init__(self, stream: IO[str] | None):
+    def __init__(self, stream: IO[str] | None, quiet: bool = False):
+        """quiet: not even a line about it."""
         # None where the shell has closed it.
         self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        self.has_failed = False
+        self.has_failed = quiet
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -57,8 +58,8 @@ class NeverFailing:
                 print(f"{name}: not written ({error}); training goes on", file=sys.stderr)
 
 
-def never_fail() -> None:
+def never_fail(quiet: bool = False) -> None:
     """Makes stdout and stderr such streams, for as long as this process lives."""
     for name in ("stdout", "stderr"):
         if not isinstance(getattr(sys, name), NeverFailing):
-            setattr(sys, name, NeverFailing(getattr(sys, name)))
+            setattr(sys, name, NeverFailing(getattr(sys, name), quiet))
