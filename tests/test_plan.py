@@ -250,7 +250,7 @@ REFUSED = [
     (("device=64",), "device=64: no such setting; did you mean devices?"),
     (("modle=gpt2-xl",), "modle=gpt2-xl: no such setting; did you mean model?"),
     (("tokens=0",), "tokens=0.0: must be more than 0; use 10e9 or so"),
-    (("tokens=many",), "tokens=many: must be a number or null; such as null"),
+    (("tokens=many",), "tokens=many: must be a number or null; see --help"),
     (("price=-1",), "price=-1.0: must not be negative; use 2.5 or so"),
     (("out=no/such/plan.json",), "out=no/such/plan.json: no such folder; make it, or name another"),
     (("--frobnicate",), "--frobnicate: no such option; see --help"),

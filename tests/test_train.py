@@ -543,12 +543,10 @@ def test_a_run_from_the_command_line(command, tmp_path, text_file):
     assert not list((tmp_path / "home").rglob("*.bpe*"))
 
     talk = ["generate.py", "checkpoint=runs/mine", "prompt=Line 1", "num_tokens=20"]
-    first, again = command(*talk), command(*talk)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("Line 1")
-    assert len(first.stdout) > 10
-    assert first.stdout == again.stdout
-    assert command(*talk, "seed=1").stdout != first.stdout
+    spoken = command(*talk)
+    assert spoken.returncode == 0, spoken.stderr
+    assert spoken.stdout.startswith("Line 1")
+    assert len(spoken.stdout) > 10
 
 
 @pytest.mark.parametrize(
