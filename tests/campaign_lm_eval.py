@@ -8,8 +8,9 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +60,14 @@ def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
     home = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     home["PYTHONPATH"] = str(REPOSITORY / "tests" / "no_network")
     done = subprocess.run(
-        [shutil.which("lm_eval"), *arguments, "--device", "cpu", "--output_path", "found"],
+        [
+            str(Path(sys.executable).with_name("lm_eval")),
+            *arguments,
+            "--device",
+            "cpu",
+            "--output_path",
+            "found",
+        ],
         cwd=tmp_path,
         env=os.environ | home,
         capture_output=True,
