@@ -18,14 +18,13 @@ import dataclasses
 import datetime
 import difflib
 import importlib.util
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.benchmark_data import git, machine
-from training.command import compose, errors_in_one_line, parse, show_help
+from training.command import compose, errors_in_one_line, parse, show_help, write_out
 from training.config import REPOSITORY, ConfigError, Problem, Settings, refuse
 
 if TYPE_CHECKING:
@@ -372,7 +371,7 @@ def run(settings: BenchmarkConfig, training: Settings, arguments: list[str]) -> 
         results["tables"][name] = {"turns": taken, "rows": figures}
         print("\n" + told_table(name, figures), flush=True)
     if settings.out:
-        Path(settings.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_out(settings.out, results)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from training.command import settings_command
+from training.command import settings_command, write_out
 from training.config import REPOSITORY, Problem
 
 BATCH, LENGTH, BATCHES = 64, 1024, 10_000
@@ -55,7 +55,7 @@ def main(settings: BenchmarkConfig) -> None:
         results["loader"] = loader(Path(folder))
     print(json.dumps(results, indent=1))
     if settings.out:
-        Path(settings.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_out(settings.out, results)
 
 
 def machine(packages: tuple[str, ...] = PACKAGES) -> dict:

@@ -10,7 +10,6 @@ tokens a second, a ratio the median of the ratios within each round.
 
 import copy
 import datetime
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from scripts.benchmark_data import machine
-from training.command import compose, settings_command
+from training.command import compose, settings_command, write_out
 from training.config import Problem, refuse
 
 
@@ -108,7 +107,7 @@ def main(settings: BenchmarkConfig) -> None:
         results["tables"][str(rows)] = table
         print(told_table(rows, settings, table), flush=True)
     if settings.out:
-        Path(settings.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_out(settings.out, results)
 
 
 Writer = Callable[["torch.Tensor"], list[list[int]]]  # noqa: F821  prompts (B, T) -> new tokens

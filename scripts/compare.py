@@ -13,10 +13,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from durable import write_whole
 from scripts.benchmark_data import machine
 from training import results
-from training.command import settings_command
+from training.command import settings_command, write_out
 from training.config import Problem, refuse
 from training.errors import words
 
@@ -73,10 +72,7 @@ def main(settings: CompareConfig) -> None:
 
 
 def write(key: str, path: str, content: bytes) -> None:
-    try:
-        write_whole(Path(path), content)
-    except OSError as error:
-        refuse([(key, path, error.strerror or str(error), "write it elsewhere")])
+    write_out(path, content, key)
     print(f"written to {path}", file=sys.stderr)
 
 

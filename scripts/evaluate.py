@@ -17,7 +17,6 @@ Shapes: B windows of a batch, T positions of the longest one, C emb_dim, N score
 """
 
 import hashlib
-import json
 import math
 import sys
 import time
@@ -25,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.command import settings_command
+from training.command import settings_command, write_out
 from training.config import ConfigError, Problem, fill, refuse
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ def main(settings: EvaluateConfig) -> None:
         figures |= {"words": settings.words, "word_perplexity": perplexity(loss_of_word)}
     show(figures, rule, reader, settings.checkpoint, what, parallel.precision)
     if settings.out:
-        write(Path(settings.out), figures, rule, reader, settings, what, parallel)
+        write(figures, rule, reader, settings, what, parallel)
 
 
 def rule_for(settings: EvaluateConfig, reader: "Reader") -> Rule:
@@ -406,7 +405,6 @@ def _shown(value: float | None) -> str:
 
 
 def write(
-    path: Path,
     figures: dict,
     rule: Rule,
     reader: "Reader",
@@ -415,7 +413,6 @@ def write(
     parallel: "Parallel",
 ) -> None:
     """The figures as JSON, with all that they depend on."""
-    from durable import write_whole
     from scripts.benchmark_data import machine
 
     written = {
@@ -431,11 +428,8 @@ def write(
         "device": str(parallel.device),
         **machine(("torch", "numpy", "tiktoken")),
     }
-    try:
-        write_whole(path, (json.dumps(written, indent=1) + "\n").encode())
-    except OSError as error:
-        refuse([("out", str(path), error.strerror or str(error), "write it elsewhere")])
-    print(f"written to {path}", file=sys.stderr)
+    write_out(settings.out, written)
+    print(f"written to {settings.out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from training import memory
-from training.command import compose, errors_in_one_line, parse, show_help
+from training.command import compose, errors_in_one_line, parse, show_help, write_out
 from training.config import NO_VALUE, REPOSITORY, ConfigError, Problem, Settings, refuse
 from training.hardware import KINDS, WORTH_COMPILING
 from training.speed import (
@@ -495,7 +495,7 @@ def main() -> None:
         plan = figures(job, price, list(measurements(chosen.kind)))
         print(told(job, plan, settings))
         if chosen.out:
-            Path(chosen.out).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+            write_out(chosen.out, plan)
 
 
 if __name__ == "__main__":

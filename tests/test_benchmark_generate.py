@@ -67,3 +67,17 @@ def test_what_does_not_fit_is_refused(run, argument, says):
     code, out, err = run(argument)
     assert (code, out) == (2, "")
     assert err.startswith(says)
+
+
+def test_figures_that_cannot_be_kept_were_told(run, monkeypatch):
+    """A disk that is full after minutes of measuring."""
+    import durable
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable, "write_whole", full)
+    code, out, err = run("out=figures.json", "batch_sizes=[1]", "rounds=1")
+    assert code == 2
+    assert out.startswith("1 text at once")
+    assert err == "out=figures.json: No space left on device; write it elsewhere\n"

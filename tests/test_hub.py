@@ -148,6 +148,17 @@ def test_an_old_file_is_fetched_where_there_is_no_other(server, model, new_proce
     assert fetched == {"config.json", "pytorch_model.bin"}
 
 
+def test_what_is_of_no_use_is_not_fetched(server, model, new_process):
+    """Of another kind of model nothing but the few lines that say so."""
+    config = server.models["some/model"] / "config.json"
+    config.write_text(config.read_text().replace('"gpt2"', '"bert"'))
+    new_process()
+    with pytest.raises(CheckpointError, match=r"model_type is 'bert', and our model computes"):
+        load_reader("hub:some/model")
+    fetched = {path.rpartition("/")[2] for _, path in server.asked if "/resolve/" in path}
+    assert fetched == {"config.json"}
+
+
 def test_offline_there_is_what_was_fetched_before(server, model, new_process, capfd):
     new_process()
     for name in ("hub:some/model", "hub:old"):

@@ -18,6 +18,7 @@ import functools
 import gc
 import inspect
 import itertools
+import json
 import math
 import os
 import random
@@ -696,6 +697,19 @@ def enough_said():
     except BrokenPipeError:
         # Nor can what is left be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def write_out(path: str, content: bytes | dict, key: str = "out") -> None:
+    """Writes what a command was asked to write, whole or not at all; a dict as JSON. ConfigError
+    when that cannot be done: what was printed is not lost with it."""
+    from durable import write_whole
+
+    if isinstance(content, dict):
+        content = (json.dumps(content, indent=1) + "\n").encode()
+    try:
+        write_whole(Path(path), content)
+    except OSError as error:
+        refuse([(key, str(path), error.strerror or str(error), "write it elsewhere")])
 
 
 def show_help(schema: type) -> None:
