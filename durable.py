@@ -4,9 +4,12 @@ What is written goes to another name first, is handed to the disk (fsync) and th
 the file system does at one stroke. A rename lasts once the folder is handed to the disk too.
 """
 
+import errno
 import fcntl
+import json
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import IO
 
@@ -58,6 +61,29 @@ def sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes.
+
+    Raises OSError for anything else: a FIFO would wait for a writer, a device may never end.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(number, "rb") as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
+    return content
+
+
+def read_json(path: Path, limit: int = 2**24) -> object:
+    """A JSON file of at most `limit` bytes. Raises OSError or ValueError."""
+    try:
+        return json.loads(read_bounded(path, limit))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
 
 
 def lock(path: Path) -> IO[str]:

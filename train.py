@@ -264,7 +264,6 @@ class Trainer:
 
     def open_run(self) -> None:
         """The run's directory, its log, its place on W&B: the main rank's affair."""
-        from durable import write_whole
         from training import directory, resume
         from training.console import Console
         from training.profiling import profiler_of
@@ -293,7 +292,7 @@ class Trainer:
             self.opened.callback(self.saver.close)
             if not finished:  # else there is nothing to do, and the record stays as it is
                 self.notes += self.saver.too_large(12 * self.model.num_parameters())
-                write_whole(folder / directory.CONFIG, as_yaml(state.settings).encode())
+                directory.write_settings(folder, state.settings)
                 drop_rows_after(folder, state.step if self.saved else -1)
                 self.tracker = Tracker(settings.wandb, folder, state.settings, state.wandb_id)
                 self.opened.callback(lambda: self.tracker.finish(self.exit_code))
@@ -729,13 +728,6 @@ class Trainer:
 def model_name(settings: Settings) -> str:
     """What to call the model in a directory's name: gpt2-12x768 and the like."""
     return f"gpt2-{settings.model.num_layers}x{settings.model.emb_dim}"
-
-
-def as_yaml(settings: dict) -> str:
-    """The resolved settings: what this run was told, defaults and all."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(settings))
 
 
 @command

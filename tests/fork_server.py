@@ -46,10 +46,12 @@ def load_everything() -> None:
     """Nothing of it may start a thread, of which a fork would have but the shadow."""
     for name in PARTS.split():
         importlib.import_module(name)
+    from omegaconf import OmegaConf
+
     from tokens import tokenizers
 
     settings = command.compose(["lens=off", "wandb=off", "data.tokenizer=byte"])
-    train.as_yaml({"step": settings.trainer.max_steps})
+    OmegaConf.to_yaml(OmegaConf.create({"step": settings.trainer.max_steps}))
     tokenizers.get_tokenizer("byte")
     assert threading.active_count() == 1
     assert len(os.listdir("/proc/self/task")) == 1

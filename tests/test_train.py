@@ -210,6 +210,7 @@ def test_the_run_directory(trainer, tmp_path):
         "config.yaml",
         "metrics.jsonl",
         "report.html",
+        "run.json",
         "samples.jsonl",
     ]
     saved = yaml.safe_load((folder / "config.yaml").read_text())

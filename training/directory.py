@@ -2,6 +2,8 @@
 
 runs/<name>/.lock          held while a process writes there; says which
             launch.json    what has started the run, to know a restart of it
+            run.json       the settings, for programs
+            config.yaml    the settings, for people: no program reads them from there
 """
 
 import contextlib
@@ -14,13 +16,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-import yaml
-
-from durable import lock, make_folder, sync, write_whole
+from durable import lock, make_folder, read_json, sync, write_whole
 from training.errors import RunDirectoryError
 
 RUNS = Path("runs")
-LOCK, MARK, CONFIG = ".lock", "launch.json", "config.yaml"
+LOCK, MARK, RECORD, CONFIG = ".lock", "launch.json", "run.json", "config.yaml"
 WAIT_FOR_PREDECESSOR = 30  # seconds
 _opened: list[Path] = []  # the runs of this process; a multirun has several
 
@@ -101,20 +101,35 @@ def take(folder: Path) -> IO[str] | None:
     return file
 
 
+def write_settings(run: Path, settings: dict) -> None:
+    """Writes the resolved settings of a run, for programs and for people."""
+    from omegaconf import OmegaConf
+
+    write_whole(run / RECORD, (json.dumps({"settings": settings}, indent=1) + "\n").encode())
+    write_whole(run / CONFIG, OmegaConf.to_yaml(OmegaConf.create(settings)).encode())
+
+
 def settings_of(run: Path) -> dict | None:
-    """What config.yaml says; None when there is no such file, or none that can be read."""
-    try:
-        values = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return values if isinstance(values, dict) else None
+    """The resolved settings of a run; None where none can be read.
+
+    Runs written before run.json existed have them in their checkpoints alone.
+    """
+    states = sorted((run / "checkpoints").glob("step_*/state.json"), reverse=True)
+    for file in (run / RECORD, *states):
+        try:
+            settings = read_json(file)["settings"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(settings, dict):
+            return settings
+    return None
 
 
 def is_occupied(folder: Path) -> bool:
     """Whether something else than a run is there: something, and no settings of a run."""
     if not folder.is_dir() or settings_of(folder) is not None:
         return False
-    ours = {LOCK, MARK, CONFIG}  # and what they are called in the making
+    ours = {LOCK, MARK, RECORD, CONFIG}  # and what they are called in the making
     return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
 
 
