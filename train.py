@@ -397,7 +397,8 @@ class Trainer:
         spikes = self.spikes.count
         scores = [z for loss in losses if (z := self.spikes.add(loss)) is not None]
         if self.spikes.count > spikes:
-            line = f"{max(scores):.0f} standard deviations above the mean, near step {state.step}"
+            line = f"step {state.step}: the loss rose to {max(finite):.2f}, far above those before"
+            self.console.print(line)
             self.tracker.alert("Loss spike", line, "WARN")
         speed = self.tokens_per_step * self.meter.steps_per_second()
         rate = self.optimizer.param_groups[0]["lr"]

@@ -362,7 +362,9 @@ def chosen(before=None, **settings):
 
 def test_warmup_and_validation_left_open_follow_the_length_of_the_run():
     assert chosen(max_steps=1) == (0, 40, 8, 1)
-    assert chosen(max_steps=120) == (12, 40, 8, 1)
+    assert chosen(max_steps=20) == (4, 40, 8, 1)
+    assert chosen(max_steps=120) == (24, 40, 8, 1)
+    assert chosen(max_steps=400) == (40, 40, 8, 1)
     assert chosen(max_steps=2000) == (200, 200, 8, 4)
     assert chosen(max_steps=10**6, batch_size=512) == (2000, 1000, 400, 2000)
     assert chosen(max_steps=2000, eval_every=0, batch_size=4) == (200, 0, 160, 4)
@@ -374,4 +376,4 @@ def test_a_run_made_longer_keeps_what_it_had():
     before = {"warmup_steps": 12, "eval_every": 40, "eval_windows": 100, "log_every": 1}
     assert chosen(before, max_steps=5000) == (12, 40, 100, 1)
     assert chosen(before, max_steps=5000, eval_windows=9) == (12, 40, 9, 1)
-    assert chosen({"eval_every": None}, max_steps=120) == (12, 40, 8, 1)
+    assert chosen({"eval_every": None}, max_steps=120) == (24, 40, 8, 1)

@@ -477,12 +477,12 @@ def test_memory_that_runs_out_before_the_first_step_is_no_micro_batch(trainer, m
 
 def test_a_longer_run_keeps_its_warmup(trainer):
     run = trainer("name=a", "trainer.warmup_steps=null", "trainer.max_steps=20")
-    assert run.settings.trainer.warmup_steps == 2
+    assert run.settings.trainer.warmup_steps == 4
     run.train()
     more = ("trainer.max_steps=400", "lens=default")  # the lens was off before
     longer = trainer("name=a", "trainer.warmup_steps=null", *more)
     assert longer.state.step == 20
-    assert longer.settings.trainer.warmup_steps == 2
+    assert longer.settings.trainer.warmup_steps == 4
     assert longer.settings.lens.every == 40
     assert longer.learning_rate(20) == longer.settings.optimizer.lr
 

@@ -51,25 +51,30 @@ class Guard:
 
 @dataclass
 class Spikes:
-    """Steps whose loss stands out from those before it.
+    """Counts steps whose loss is far above the losses before it.
 
-    A spike is a loss more than THRESHOLD standard deviations above the mean; mean and variance
-    are exponential averages over some 1 / (1 - DECAY) steps, and a loss enters them cut off at the
-    threshold, so that one spike does not hide the next.
+    From loss number WARM_UP on, a spike is a loss more than THRESHOLD standard deviations above the
+    mean; mean and variance are exponential averages over some 1 / (1 - DECAY) steps, and a loss
+    enters them clipped at the threshold, so that one spike does not hide the next. Before, while
+    the loss still falls by nats, a spike is a loss more than EARLY_RISE nats above an exponential
+    average over some RECENT steps.
     """
 
     seen: int = 0  # losses so far
     mean: float = 0.0
     variance: float = 0.0
     count: int = 0  # spikes so far
+    recent: float = 0.0  # the short average
 
     DECAY = 0.98
-    THRESHOLD = 6.0
-    WARM_UP = 50  # losses before the first judgement
+    THRESHOLD = 6.0  # standard deviations
+    WARM_UP = 50  # losses before the first z-score
+    EARLY_RISE = 1.0  # nats
+    RECENT = 3  # steps
 
     def add(self, loss: float) -> float | None:
         """The z-score of a loss, (loss - mean) / standard deviation; None before there is one."""
-        if not math.isfinite(loss):  # left out, and counted by the guard
+        if not math.isfinite(loss):  # a skipped step, counted by the guard
             return None
         z = None
         deviation = math.sqrt(self.variance)
@@ -77,7 +82,10 @@ class Spikes:
             z = (loss - self.mean) / deviation
             self.count += z > self.THRESHOLD
             loss = min(loss, self.mean + self.THRESHOLD * deviation)
+        elif self.RECENT <= self.seen < self.WARM_UP:
+            self.count += loss > self.recent + self.EARLY_RISE
         self.seen += 1
+        self.recent += (loss - self.recent) / min(self.seen, self.RECENT)
         # At first the plain mean of all losses so far.
         weight = max(1 - self.DECAY, 1 / self.seen)
         away = loss - self.mean
