@@ -9,9 +9,13 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import stat
 from pathlib import Path
 from typing import IO
+
+# What flock fails with where the file system has no locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def in_the_making(path: Path) -> Path:
@@ -36,8 +40,16 @@ def write_whole(path: Path, content: bytes) -> None:
 def clear(folder: Path) -> None:
     """Removes what a process that was killed had not written to the end; for whoever is alone in
     writing to the folder."""
-    for part in folder.glob("*.part-*"):
-        part.unlink()
+    for part in folder.glob("*.part-" + "[0-9a-f]" * 16):
+        remove(part)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def rename(part: Path, path: Path) -> None:
@@ -63,15 +75,21 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-def read_bounded(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes.
+def open_regular(path: Path) -> IO[bytes]:
+    """Opens a regular file for reading.
 
     Raises OSError for anything else: a FIFO would wait for a writer, a device may never end.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 the caller closes
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return file
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises OSError for anything else."""
+    with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
@@ -89,9 +107,11 @@ def read_json(path: Path, limit: int = 2**24) -> object:
 def lock(path: Path) -> IO[str]:
     """The file, made if need be and locked until it is closed or its process ends in any way.
 
-    Raises BlockingIOError when another process has it, OSError where it cannot be locked.
+    Raises BlockingIOError when another process has it, OSError where it cannot be locked: a link
+    is not followed, since its target would be overwritten.
     """
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 closed by whoever asked for it
+    number = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = open(number, "a+", encoding="utf-8")  # noqa: SIM115 closed by whoever asked for it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

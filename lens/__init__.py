@@ -225,7 +225,8 @@ class Lens:
 
         tokens = [prompt.tokens[: prompt.shown] for prompt in self.prompts]
         frames = []
-        for path in evenly_spread(sorted(folder.glob("step_*.html")), self.config.frames):
+        pages = sorted(path for path in folder.glob("step_*.html") if path.is_file())
+        for path in evenly_spread(pages, self.config.frames):
             with contextlib.suppress(ValueError, KeyError):  # a page of another version
                 (run,) = read(path)
                 if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
@@ -241,6 +242,7 @@ class Lens:
 
         data = run_data(run_name, self.prompts, frames, history)
         whole = path.with_suffix(".tmp")  # a page is complete or absent: time-lapses read them
+        whole.unlink(missing_ok=True)  # a link would be followed
         whole.write_text(page([data], title=f"{run_name}: {path.stem}"), encoding="utf-8")
         os.replace(whole, path)
 

@@ -42,6 +42,7 @@ class History:
         self.rows = [row for row in _read(file) if row.step < step]
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = file.with_suffix(".tmp")
+        whole.unlink(missing_ok=True)  # a link would be followed
         whole.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
         os.replace(whole, file)
 
@@ -79,6 +80,7 @@ class History:
     def write_table(self, path: Path) -> list[tuple]:
         """The table as CSV; returns it."""
         rows = self.table()
+        path.unlink(missing_ok=True)  # a link would be followed
         with open(path, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([COLUMNS, *rows])
         return rows
@@ -123,7 +125,7 @@ def _parsed(line: str) -> Row:
 
 
 def _read(file: Path) -> list[Row]:
-    if not file.exists():
+    if not file.is_file():  # a FIFO would wait for a writer
         return []
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines():

@@ -78,7 +78,7 @@ def test_imports_go_down_only(path):
     [
         ("wandb", {"training.wandb_run"}),
         ("hydra", {"training.command"}),
-        ("omegaconf", {"training.command", "train"}),
+        ("omegaconf", {"training.command", "training.directory"}),
         ("matplotlib", {"lens.heatmap", "scripts.plots", "training.results"}),
         ("transformers", {"training.hf", "scripts.contenders"}),
         ("tiktoken", {"data", "tokens.tokenizers"}),

@@ -440,7 +440,7 @@ def test_what_is_no_run_is_left_as_it_is(trainer, tmp_path):
 def test_a_run_without_a_checkpoint_is_written_over_by_the_same_one_only(trainer):
     run = trainer("name=a", "seed=5")
     run.tracker.log({"train/loss": 1.0}, 1)
-    (run.folder / "config.yaml.part-0123").write_text("half")
+    (run.folder / "config.yaml.part-0123456789abcdef").write_text("half")
     with pytest.raises(ConfigError, match="runs/a was trained with 5, and has no checkpoint; "):
         trainer("name=a", "seed=6")
     assert len(rows(run.folder)) == 1

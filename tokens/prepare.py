@@ -31,7 +31,7 @@ from typing import IO
 
 import numpy as np
 
-from durable import lock, write_whole
+from durable import NO_LOCKS, lock, write_whole
 from tokens import DataError
 from tokens.encoding import StreamEncoder
 from tokens.shards import (
@@ -336,6 +336,10 @@ class Preparation:
                 fix = "wait for it, or stop it"
                 raise DataError(f"out={self.folder}: {cause}; {fix}") from None
             except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    cause = f"cannot be written ({error.strerror})"
+                    fix = "make room, or give another folder"
+                    raise PreparationStopped(f"out={self.folder}: {cause}; {fix}") from error
                 cause = f"its file system has no locks ({error.strerror})"
                 raise DataError(f"out={self.folder}: {cause}; give another folder") from error
 

@@ -16,11 +16,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from durable import lock, make_folder, read_json, sync, write_whole
-from training.errors import RunDirectoryError
+from durable import NO_LOCKS, lock, make_folder, read_json, sync, write_whole
+from training.errors import RunDirectoryError, RunFileError
 
 RUNS = Path("runs")
 LOCK, MARK, RECORD, CONFIG = ".lock", "launch.json", "run.json", "config.yaml"
+# Read or appended to where they are; the others are replaced, whatever has their name.
+REGULAR = (LOCK, MARK, "metrics.jsonl", "samples.jsonl")
 WAIT_FOR_PREDECESSOR = 30  # seconds
 _opened: list[Path] = []  # the runs of this process; a multirun has several
 
@@ -72,8 +74,14 @@ def writable(folder: Path):
 def take(folder: Path) -> IO[str] | None:
     """Locks a run's directory until the file that is returned is closed or the process ends.
 
-    None where the file system knows no locks. Raises RunDirectoryError when another process has it.
+    None where the file system has no locks. Raises RunDirectoryError when another process has it
+    or it cannot be written to, RunFileError when it has a link, a FIFO or a device among its files.
     """
+    for name in REGULAR:
+        file = folder / name
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            cause = f"{file} is not a regular file"
+            raise RunFileError(f"name={folder.name}: {cause}; remove it, or give another name")
     patience = WAIT_FOR_PREDECESSOR if is_restart() else 0  # it is being ended just now
     until = time.monotonic() + patience
     with writable(folder):
@@ -90,7 +98,7 @@ def take(folder: Path) -> IO[str] | None:
                     ) from None
                 time.sleep(0.1)
             except OSError as error:
-                if isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError):
+                if error.errno not in NO_LOCKS:
                     raise
                 words = f"{folder}: its file system has no locks ({error.strerror}); start one run"
                 print(f"{words} at a time there", file=sys.stderr)
@@ -177,8 +185,10 @@ def was_cut_off(run: Path, by_slurm: bool = True) -> bool:
     """Whether this very start made the run before, so that it has to go on, whatever the settings
     say: they were fulfilled then."""
     try:
-        before = json.loads((run / MARK).read_text(encoding="utf-8"))
+        before = read_json(run / MARK)
     except (OSError, ValueError):
+        return False
+    if not isinstance(before, dict):
         return False
     now = _launch()
     requeued = by_slurm and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

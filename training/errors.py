@@ -35,6 +35,12 @@ class RunDirectoryError(RuntimeError):
     exit_code = 2
 
 
+class RunFileError(RunDirectoryError):
+    """A file of a run's directory that is not what a run writes."""
+
+    exit_code = 3
+
+
 # What to do about numbers that grew beyond all bounds.
 LESS = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
 

@@ -19,9 +19,11 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from durable import read_bounded
 from training.chart import Chart, Points, figure, finite, points_of
 from training.terminal import visible
 
+LARGEST = 2**30  # bytes of a file that a report shows
 TEMPLATE = Path(__file__).with_suffix(".html")
 # What a run's directory may hold, and what it is.
 FILES = (
@@ -88,6 +90,7 @@ def write_report(folder: Path) -> Path:
     }
     # One pass over the template alone: what a part says is never read as a placeholder. Bytes,
     # because the attention page has megabytes of them and as text each would be two or four.
+    being_written.unlink(missing_ok=True)  # a link would be followed
     being_written.write_bytes(
         re.sub(rb"__([A-Z]+)__", lambda found: as_bytes(parts[found[1].decode()]), template)
     )
@@ -104,9 +107,9 @@ def as_bytes(part: str | bytes) -> bytes:
 
 
 def read(path: Path) -> bytes:
-    """What a file says; nothing when it is not there."""
+    """What a file says; nothing when it is not there, or not a regular file."""
     try:
-        return path.read_bytes()
+        return read_bounded(path, LARGEST)
     except OSError:
         return b""
 

@@ -72,8 +72,11 @@ def own_directory(settings: "Settings") -> Path | None:
 
 def goes_on(found: Path | None, settings: "Settings") -> bool:
     """Whether the run of a checkpoint goes on where it is; else this is a branch, or a new run."""
-    run, own = found and checkpoint.run_of(found), own_directory(settings)
-    return run is not None and own is not None and own.resolve() == run.resolve()
+    own = own_directory(settings)
+    if found is None or own is None:
+        return False
+    # Either may be a link to another disk.
+    return found.resolve().parent == (own / "checkpoints").resolve()
 
 
 def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]:

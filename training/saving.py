@@ -17,7 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from durable import make_folder, rename, sync
+from durable import make_folder, remove, rename, sync
 from training import checkpoint
 from training.checkpoint import State, Tensors
 from training.errors import LESS, Diverged, NotSaved, RunDirectoryError, words
@@ -48,10 +48,7 @@ class Saver:
     def _clear(self) -> None:
         """Removes what was left half done, and sets aside what the run has gone back behind."""
         for part in self.folder.glob("*.part"):
-            if part.is_dir() and not part.is_symlink():
-                shutil.rmtree(part)
-            else:
-                part.unlink()
+            remove(part)
         for folder in checkpoint.whole_ones(self.folder.parent):
             if self.newest is None:
                 fix = "give the command again, or another name"
