@@ -88,7 +88,9 @@ class Trainer:
 
         def look() -> tuple[str, dict] | None:
             own = resume.own_directory(self.settings)
-            if own and own.is_dir() and not directory.is_occupied(own):
+            # A run that has checkpoints needs no other files.
+            is_run = own and (checkpoint.has_any(own) or not directory.is_occupied(own))
+            if is_run and own.is_dir():
                 self.take(own)  # from here on nobody else changes what is in it
             found, problems = resume.find_checkpoint(self.settings)
             refuse(problems)
@@ -253,14 +255,9 @@ class Trainer:
         checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer, self.parallel)
         again = self.settings.trainer.resume_override  # with something that may mend it
         self.guard.restore(self.state.skipped, 0 if again else self.state.skipped_in_a_row)
-        try:
-            self.spikes = checkpoint.typed(Spikes, self.state.spikes)
-            if self.state.scaler:
-                self.parallel.scaler.load_state_dict(self.state.scaler)
-        except (TypeError, ValueError, KeyError, RuntimeError) as error:
-            raise checkpoint.Damaged(
-                self.resume_from / checkpoint.STATE, f"is unreadable ({one_line(error)})"
-            ) from error
+        self.spikes = Spikes(**self.state.spikes)
+        if self.state.scaler:
+            self.parallel.scaler.load_state_dict(self.state.scaler)
 
     def open_run(self) -> None:
         """The run's directory, its log, its place on W&B: the main rank's affair."""

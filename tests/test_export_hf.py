@@ -353,26 +353,6 @@ def test_stopped_half_way_nothing_is_left(run, home, tmp_path, monkeypatch, stop
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_that_goes_while_it_is_read(home, tmp_path, monkeypatch):
-    """A run that trains meanwhile removes old ones: then the next is read."""
-    from training import hf
-
-    shutil.copytree(home / "runs" / "one", tmp_path / "one", symlinks=True)
-    checkpoints = tmp_path / "one" / "checkpoints"
-    newest = (checkpoints / "last").resolve()
-    later = newest.with_name("step_00000009")
-    find = hf.find
-
-    def find_and_train(*arguments):
-        found = find(*arguments)
-        if found == newest:
-            newest.rename(later)
-        return found
-
-    monkeypatch.setattr(hf, "find", find_and_train)
-    assert load_reader(tmp_path / "one").folder == later
-
-
 def test_help(command):
     done = command(COMMAND, "--help")
     assert done.returncode == 0

@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import json
 import math
+import os
 import re
 import sys
 import types
@@ -28,9 +29,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from durable import sync
+from durable import open_regular, read_bounded, read_json, sync
 from model import GPT, ModelConfig
 from training.errors import words
+from training.guard import Spikes
 from training.optim import STATE as KEPT
 from training.optim import state_keys
 
@@ -43,7 +45,8 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.j
 FILES = (MODEL, OPTIMIZER, STATE)
 SUMS = "SHA256SUMS"
 OF_MODEL = (MODEL, STATE, SUMS)  # what makes a model, without the moments
-LARGEST_STATE = 2**28  # bytes
+LARGEST_STATE, LARGEST_SUMS = 2**28, 2**12  # bytes
+LARGEST_INT, LARGEST_FLOAT = 2**53, 1e100  # in a state; a float's square is finite
 NAME = re.compile(r"step_\d{8,}")  # of a checkpoint that is whole
 
 Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
@@ -73,6 +76,17 @@ def _unreadable(file: Path, error: OSError) -> CheckpointError:
 
 
 @dataclass
+class Scaler:
+    """The loss scale of fp16, as torch.amp.GradScaler.state_dict() has it."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int
+
+
+@dataclass
 class State:
     """Where a run stands, besides its tensors."""
 
@@ -83,12 +97,12 @@ class State:
     best_loss: float | None = None
     best_step: int | None = None
     wandb_id: str | None = None
-    scaler: dict | None = None  # fp16's loss scale
+    scaler: dict | None = None  # Scaler, with fp16
     data: list | None = None  # checksums of the tokens: (file, of each block)
     losses: list | None = None  # of the steps since the last line of the log
     skipped: int = 0  # steps left out because their gradient was no number
     skipped_in_a_row: int = 0  # of them, up to this step
-    spikes: dict = field(default_factory=dict)  # see training/guard.py
+    spikes: dict = field(default_factory=dict)  # Spikes, see training/guard.py
     format: int = FORMAT
 
 
@@ -127,7 +141,7 @@ def collect(
 
 
 def checksum(file: Path) -> str:
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
@@ -178,8 +192,14 @@ def find(
     """
     path = Path(path)
     if is_one(path):
-        verify(path, names)
-        return path.resolve()
+        folder = path.resolve()  # once: `last` may lead to another one a moment later
+        try:
+            verify(folder, names)
+        except Damaged:
+            if path.resolve() == folder:
+                raise
+            return find(path, key, names, warn)  # pruned meanwhile
+        return folder
     damage, last = None, path / "checkpoints" / "last"
     if last.is_symlink() and not last.exists():
         damage = Damaged(last, "what it leads to is gone")
@@ -187,6 +207,8 @@ def find(
         try:
             verify(folder, names)
         except Damaged as error:
+            if not os.path.lexists(folder):  # pruned by the run, which is training
+                return find(path, key, names, warn)
             damage = damage or error
             continue
         if damage:
@@ -243,7 +265,7 @@ def _read_sums(folder: Path) -> dict[str, str] | None:
     """The checksums of a checkpoint's files; None when there are none."""
     file = folder / SUMS
     try:
-        raw = file.read_bytes()
+        raw = read_bounded(file, LARGEST_SUMS)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -259,50 +281,80 @@ def load_state(folder: Path) -> State:
     """Reads state.json. Raises CheckpointError when it is damaged or of a newer format."""
     file = folder / STATE
     try:
-        if file.stat().st_size > LARGEST_STATE:
-            raise Damaged(file, f"has more than {LARGEST_STATE:,} bytes")
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file, LARGEST_STATE)
         newer = isinstance(values, dict) and values.get("format")
         if isinstance(newer, int) and newer > FORMAT:
             fix = "update this repository"
             raise CheckpointError(f"checkpoint={file}: of newer format {newer}; {fix}")
         state = typed(State, values)
-        for group in ("model", "data", "trainer"):
-            if not isinstance(state.settings.get(group), dict):
-                raise ValueError(f"no settings of {group}")
-        if state.step < 0:
-            raise ValueError(f"step {state.step}")
-        if state.wandb_id and not re.fullmatch(r"[\w-]{1,128}", state.wandb_id):
-            raise ValueError(f"wandb_id {state.wandb_id[:40]!r}")
+        _check_values(state)
+        if NAME.fullmatch(folder.name) and state.step != step_of(folder):
+            raise ValueError(f"step is {state.step}")
         return state
     except CheckpointError:
         raise
     except OSError as error:
         raise _unreadable(file, error) from error
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise Damaged(file, f"is unreadable ({words(error)})") from error
 
 
-def typed(schema: type, values: object):
-    """An instance of a dataclass from plain values of the right types, all of them known."""
+def _check_values(state: State) -> None:
+    """Raises TypeError or ValueError, naming the field, for values that no run writes."""
+
+    def need(fits: bool, name: str) -> None:
+        if not fits:
+            raise ValueError(f"wrong value of {name}")
+
+    for loss in state.losses or []:
+        # Those of skipped steps are not finite; of the others the squares are needed.
+        skipped = type(loss) is float and not math.isfinite(loss)
+        need(skipped or (type(loss) in (int, float) and abs(loss) <= LARGEST_FLOAT), "losses")
+    for pair in state.data or []:
+        is_pair = isinstance(pair, list) and [type(value) for value in pair] == [str, list]
+        need(is_pair and all(isinstance(block, str) for block in pair[1]), "data")
+    need(not state.wandb_id or re.fullmatch(r"[\w-]{1,128}", state.wandb_id), "wandb_id")
+    need(typed(Spikes, state.spikes, "spikes.").variance >= 0, "spikes.variance")
+    if state.scaler:
+        typed(Scaler, state.scaler, "scaler.")
+    lens, trainer = state.settings.get("lens", {}), state.settings.get("trainer")
+    for group, values in {"lens": lens, "trainer": trainer}.items():
+        need(isinstance(values, dict), f"settings.{group}")
+    for group in ("model", "data"):
+        need(isinstance(state.settings.get(group), dict), f"settings.{group}")
+    # The settings that a run takes from its checkpoint.
+    taken = [("trainer", "warmup_steps", 0), ("trainer", "eval_every", 0), ("lens", "every", 0)]
+    taken += [("trainer", "eval_windows", 1), ("trainer", "log_every", 1)]
+    for group, key, least in taken:
+        value = (lens if group == "lens" else trainer).get(key)
+        fits = value is None or (type(value) is int and least <= value <= LARGEST_INT)
+        need(fits, f"settings.{group}.{key}")
+
+
+def typed(schema: type, values: object, prefix: str = ""):
+    """An instance of a dataclass from plain values of the right types, all of them known.
+
+    Whole numbers are not negative. Raises TypeError, naming prefix + field.
+    """
     if not isinstance(values, dict):
-        raise TypeError("it is no JSON object")
+        raise TypeError("it is not a JSON object")
     hints = typing.get_type_hints(schema)
     if unknown := values.keys() - hints.keys():
-        raise TypeError(f"{min(unknown)} is unknown")
+        raise TypeError(f"{prefix}{min(unknown)} is unknown")
     for place in fields(schema):
         if place.name not in values:
             if place.default is MISSING and place.default_factory is MISSING:
-                raise TypeError(f"{place.name} is missing")
+                raise TypeError(f"{prefix}{place.name} is missing")
             continue
         value, hint = values[place.name], hints[place.name]
         allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        if type(value) is int and float in allowed:
-            continue
-        if type(value) not in allowed:
-            raise TypeError(f"{place.name} is {value!r:.40}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{place.name} is {value}")
+        fits = type(value) in allowed or (type(value) is int and float in allowed)
+        if type(value) is int:
+            fits &= 0 <= value <= LARGEST_INT
+        elif type(value) is float:
+            fits &= abs(value) <= LARGEST_FLOAT  # not for NaN either
+        if not fits:
+            raise TypeError(f"{prefix}{place.name} is {value!r:.40}")
     return schema(**values)
 
 
@@ -460,7 +512,7 @@ def is_pickle(file: Path, besides: str = "") -> CheckpointError:
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """All tensors of a safetensors file. Raises CheckpointError when it is none."""
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             first = opened.read(8)
         # A zip, as torch.save makes, or pickle's own first bytes; a safetensors file begins with
         # a small number of eight bytes.

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from durable import open_regular, read_json
 from model import GPT, ModelConfig
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 from training import hub
@@ -239,12 +240,10 @@ def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
 def _settings_in(file: Path) -> dict:
     """What a config.json holds; CheckpointError when it is none."""
     try:
-        if file.stat().st_size > LARGEST_STATE:
-            raise ValueError(f"has more than {LARGEST_STATE:,} bytes")
-        theirs = json.loads(file.read_text(encoding="utf-8"))
+        theirs = read_json(file, LARGEST_STATE)
         if not isinstance(theirs, dict):
             raise ValueError("no JSON object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint={file}: unreadable ({words(error)}); use another one"
         ) from error
@@ -290,7 +289,7 @@ def _read_old(file: Path) -> dict[str, Tensor]:
     """The tensors of a pytorch_model.bin, which is a pickle: torch's own reader makes tensors of
     it and runs nothing else. What comes of that is looked at before anything is done with it."""
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             is_zip = opened.read(4) == b"PK\3\4"  # since torch 1.6; the older form is not mapped
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
