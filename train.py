@@ -12,6 +12,7 @@ imported when a run begins, so that a mistyped setting is answered before torch 
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from training import announce
 from training.command import begin_quickly, command
-from training.config import ConfigError, Settings, refuse
+from training.config import OF_THE_MACHINE, ConfigError, Settings, refuse
 from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
 from training.signals import StopSignals, end_quietly, exit_code
 from training.terminal import never_fail
@@ -53,7 +54,8 @@ class Trainer:
         self.opened = contextlib.ExitStack()  # what is closed at the end, the last one first
         self.exit_code = 0
         trainer = settings.trainer
-        refuse(parallel.check(settings.parallel, trainer.device, trainer.batch_size))
+        batch_size = None if settings.overrides else trainer.batch_size
+        refuse(parallel.check(settings.parallel, trainer.device, batch_size))
         if problems := device.check(trainer.device, trainer.precision, "trainer."):
             error = ConfigError(problems)
             error.of_one_rank = os.environ.get("LOCAL_RANK") == "0"  # it is about one machine
@@ -65,6 +67,7 @@ class Trainer:
         self.notes: list[str] = []  # what else there is to know about the run
         try:
             with self.explaining(step=False):
+                self.agree_on_settings()
                 self.find_checkpoint()
                 self.load_data()
                 self.build_model()
@@ -80,6 +83,34 @@ class Trainer:
         self.train_loss: float | None = None
         self.last_sample = ""
         self.uploaded: str | None = None  # what its model is called on W&B, once it is to be there
+
+    def agree_on_settings(self) -> None:
+        """Completes the settings with those of the run that trainer.resume names, which rank 0
+        reads. Raises ConfigError on all ranks where they were started with different ones."""
+        from training import device, parallel, resume
+
+        rank_0 = self.parallel.on_main(lambda: resume.stored_settings(self.settings))
+        stored = self.parallel.share(rank_0)
+        with self.parallel.together():
+            if stored and self.settings.overrides:
+                self.settings, changed = resume.complete(self.settings, *stored)
+                if changed:
+                    self.notes.append(
+                        f"settings from {stored[0]}, overridden: {', '.join(changed)}"
+                    )
+                trainer = self.settings.trainer
+                refuse(parallel.check(self.settings.parallel, trainer.device, trainer.batch_size))
+                refuse(device.check(trainer.device, trainer.precision, "trainer."))
+        settings = self.settings
+        mine = json.loads(json.dumps(dataclasses.asdict(settings)))
+        of_rank_0 = self.parallel.share(mine)
+        with self.parallel.together():
+            refuse(resume.different_settings(mine, of_rank_0, self.parallel.rank))
+        if stored:  # the precision and the seed are those of the run
+            trainer = settings.trainer
+            self.parallel = parallel.start(
+                settings.parallel, trainer.device, trainer.precision, settings.seed
+            )
 
     def find_checkpoint(self) -> None:
         """What the run goes on from, if from anything: the main rank looks, and tells. Refuses
@@ -112,6 +143,7 @@ class Trainer:
             now = dataclasses.asdict(self.settings)
             changed = resume.changed_settings(self.saved.settings, now, run)
             if trainer.resume_override:
+                refuse([problem for problem in changed if problem[0] in resume.FIXED])
                 self.notes += [f"{key}={value}: {cause}" for key, value, cause, _ in changed]
             else:
                 refuse(changed)
@@ -693,6 +725,7 @@ class Trainer:
 
     def was_told_to_stop(self) -> bool:
         """Whether a signal came, to any rank: they stop after the same step."""
+        self.signals.check_parent()
         asked = self.parallel.largest(self.signals.received)
         if asked:  # never back to 0: a signal may have come while the ranks agreed
             self.signals.received = asked
@@ -713,14 +746,16 @@ class Trainer:
         sys.exit(exit_code(number))
 
     def way_to_go_on(self) -> str:
-        """What to do after a stop."""
-        arguments = [a for a in sys.argv[1:] if not a.startswith("trainer.resume=")]
+        """What to do after a stop: the run has its settings, but for those of this machine."""
         if SWEEPING & set(sys.argv[1:]):
-            return "give this job's command again"
-        if self.settings.name is None:
-            arguments.append(f"trainer.resume={self.folder}")
-        command = shlex.join([*self.parallel.command, sys.argv[0], *arguments])
-        return f"go on with: {command}"
+            return "rerun this job's command"
+        kept = [
+            text
+            for text in sys.argv[1:]
+            if "=" not in text or text.lstrip("+-").startswith(("config-dir=", *OF_THE_MACHINE))
+        ]
+        resume = f"trainer.resume={self.folder}"
+        return f"resume with: {shlex.join([*self.parallel.command, sys.argv[0], *kept, resume])}"
 
 
 def model_name(settings: Settings) -> str:

@@ -466,11 +466,16 @@ def of_training(overrides: list[str]) -> Settings:
     """The settings of a training command; there need be no text yet, so that data=text without
     data.path is no mistake here."""
     try:
-        return compose(overrides)
+        settings = compose(overrides)
     except ConfigError as error:
         serious = [problem for problem in error.problems if problem[:2] != ("data.path", None)]
         refuse(serious)
         return compose([*overrides, "data.path=none"])
+    if settings.overrides:
+        from training import resume
+
+        settings, _ = resume.complete(settings, *resume.stored_settings(settings))
+    return settings
 
 
 def _own_key(problem: Problem, own: set[str]) -> Problem:

@@ -86,17 +86,19 @@ def text_file(tmp_path):
 
 @pytest.fixture
 def trainer(tmp_path, monkeypatch, text_file):
-    """trainer(*overrides) -> a Trainer on a tiny model, in a temporary folder."""
+    """trainer(*overrides) -> a Trainer on a tiny model, in a temporary folder. tiny=False: with the
+    overrides alone."""
     monkeypatch.chdir(tmp_path)
 
-    def make(*overrides):
+    def make(*overrides, tiny=True):
         from train import Trainer
         from training.command import compose
 
         for earlier in trainers:  # whose process would have ended
             if earlier.lock:
                 earlier.lock.close()
-        made = Trainer(compose([*TINY, f"data.path={text_file}", *overrides]))
+        first = [*TINY, f"data.path={text_file}"] if tiny else []
+        made = Trainer(compose([*first, *overrides]))
         trainers.append(made)
         return made
 

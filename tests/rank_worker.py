@@ -128,9 +128,10 @@ SPECIAL = {"happens": happens, "slow": slow, "compiler": compiler, "no_memory": 
 
 
 def run(folder: str, arguments: list[str]) -> int:
-    """The command's exit code; {rank} in an argument becomes this rank's number."""
+    """The command's exit code; {rank} in the folder and the arguments is this rank's number."""
+    folder, *arguments = (text.replace("{rank}", str(RANK)) for text in (folder, *arguments))
     os.chdir(folder)
-    sys.argv = ["train.py", *(argument.replace("{rank}", str(RANK)) for argument in arguments)]
+    sys.argv = ["train.py", *arguments]
     try:
         train.main()
     except SystemExit as stopped:
@@ -148,7 +149,8 @@ def main() -> None:
             special = SPECIAL[key](**scenario[key])
         to = said / f"{scenario['name']}.{RANK}"
         with redirected(to), special:
-            code = run(scenario["folder"], scenario["arguments"])
+            own = scenario.get("each", {}).get(str(RANK), [])
+            code = run(scenario["folder"], [*scenario["arguments"], *own])
         Path(f"{to}.code").write_text(str(code), encoding="utf-8")
         if scenario.get("last"):
             sys.exit(code)

@@ -156,7 +156,7 @@ def test_an_unfinished_checkpoint_is_never_seen(trainer, monkeypatch):
     with pytest.raises(NotSaved, match=r"step_00000002: could not be written .no space left") as e:
         run.finish_saving()
     assert e.value.exit_code == 4
-    assert "make room there: the one of step 1 is intact; then go on with: " in str(e.value)
+    assert "make room there: the one of step 1 is intact; then resume with: " in str(e.value)
     assert checkpoint.find(run.folder) == first
     monkeypatch.setattr(checkpoint, "save_file", write)
     run.save()

@@ -301,7 +301,7 @@ def test_a_run_that_is_told_to_stop_saves_this_step_and_goes_on_from_it(faults, 
         assert said.endswith(line + "\n")
         step = usable(run)
         assert step == last_row(run) == rows(run)[-1]["step"]
-        words = f"stopped by {name} after step {step}; saved in runs/run; go on with: "
+        words = f"stopped by {name} after step {step}; saved in runs/run; resume with: "
         assert line.startswith(words)
         python, train, *command = shlex.split(line.removeprefix(words))
         assert (python, train) == ("python", "train.py")

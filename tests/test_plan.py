@@ -286,6 +286,14 @@ def test_what_training_would_refuse_is_refused_in_its_words(settings, monkeypatc
     assert refused.value.problems == by_training != []
 
 
+def test_a_run_that_is_resumed_is_planned_with_its_own_settings(trainer):
+    run = trainer("name=b")
+    run.train()
+    settings, _ = plan.composed(["trainer.resume=runs/b", "trainer.max_steps=500"])
+    assert settings.model == run.settings.model
+    assert (settings.trainer.batch_size, settings.trainer.max_steps) == (8, 500)
+
+
 def test_help_is_there_at_once(command):
     started = time.perf_counter()
     done = command("scripts.plan", "--help")

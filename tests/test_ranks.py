@@ -45,6 +45,7 @@ SLOW = (*BRIEF, "trainer.sample_tokens=2", "lens=default", "lens.every=8", *WATC
 MUON = (*BRIEF, "optimizer=muon", "optimizer.matrix_lr=2e-3", "trainer.save_every=4")
 OFFLINE = ("wandb=offline", "trainer.max_steps=4", "lens=off")
 STRATEGIES = ("ddp", "fsdp")
+FURTHER = ("parallel=fsdp", "trainer.max_steps=12", "trainer.micro_batch_size=4")
 # What makes no difference to what is computed: the settings of a run of its own each.
 VARIANTS = {
     "kept": ("parallel=fsdp", "parallel.reshard_after_forward=false"),
@@ -60,6 +61,17 @@ VARIANTS = {
 # A run goes on in another way: from, to.
 MOVES = [("fsdp", "alone"), ("alone", "fsdp"), ("ddp", "fsdp"), ("fsdp", "ddp")]
 HALF = SHORT // 2
+# A setting whose value on rank 1 is another than on rank 0, and the key that is named.
+DIFFERENT = {
+    "optimizer": ("adamw", "muon", "optimizer.name"),
+    "optimizer.lr": ("0.001", "0.002", "optimizer.lr"),
+    "seed": ("0", "1", "seed"),
+    "data.max_length": ("32", "16", "data.max_length"),
+    "trainer.grad_clip": ("0.5", "0.25", "trainer.grad_clip"),
+    "model.num_layers": ("2", "3", "model.num_layers"),
+    "parallel": ("ddp", "fsdp", "parallel.strategy"),
+    "trainer.resume": ("runs/brief", "auto", "trainer.resume"),
+}
 # The code generator takes a minute: the campaign has it.
 COMPILER = os.environ.get("CAMPAIGN_COMPILER", "aot_eager")
 
@@ -81,6 +93,10 @@ def folder(tmp_path_factory):
     train_alone(folder, *SAME, *BRIEF, "trainer.precision=bf16", "name=bf16")
     train_alone(folder, *SAME, *MUON, "name=muon")
     damage(folder)
+    for other in ("other", "machine_0"):
+        shutil.copytree(folder / "runs" / "brief", folder / other / "runs" / "brief", symlinks=True)
+    for other in ("other", "machine_0", "machine_1"):
+        write_texts(folder / other)
     return folder
 
 
@@ -119,6 +135,12 @@ def two(folder):
         if goal != "alone":
             source = f"trainer.resume=runs/{start}/checkpoints/step_{HALF:08d}"
             scenarios += [run(f"{start}_to_{goal}", *UNSEEN, f"parallel={goal}", source)]
+    for key, values_of in DIFFERENT.items():
+        each = {str(rank): [f"{key}={value}"] for rank, value in enumerate(values_of[:2])}
+        scenarios.append(scenario(f"other_{key}", folder / "other", *SAME, *BRIEF, each=each))
+    # Two machines without a shared disk: the second has the text alone.
+    apart_on = str(folder / "machine_{rank}")
+    scenarios.append(scenario("far", apart_on, "trainer.resume=runs/brief", "name=far", *FURTHER))
     source = "trainer.resume=runs/muon_ddp/checkpoints/step_00000004"
     scenarios.append(run("muon_ddp_to_fsdp", *MUON, "parallel=fsdp", source))
     (folder / "in_another_text").mkdir()
@@ -277,6 +299,19 @@ def test_four_ranks_go_on_from_one(four, folder):
     check_same_course(folder / "runs" / "four_go_on", folder / "runs" / "alone", after=HALF)
 
 
+def test_rank_0_alone_needs_the_run_that_is_resumed(two, folder):
+    """Its settings, too: the command line has none of them."""
+    two.check("far")
+    run = folder / "machine_0" / "runs" / "far"
+    state = checkpoint.load_state(last(run))
+    before = checkpoint.load_state(last(folder / "runs" / "brief"))
+    assert (state.step, before.step) == (12, 8)
+    for group in ("model", "data", "optimizer"):
+        assert state.settings[group] == before.settings[group]
+    assert state.settings["trainer"]["micro_batch_size"] == 4
+    assert not (folder / "machine_1" / "runs").exists()
+
+
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_a_checkpoint_tells_the_same_state(two, folder, way):
     two.check(way)
@@ -426,6 +461,15 @@ def test_a_refusal_is_one_line_of_the_main_rank_and_leaves_no_run(two, folder, n
     assert main.startswith(begins)
     assert (main.count("\n"), other) == (1, "")
     assert not (folder / f"in_{name}" / "runs").exists()
+
+
+@pytest.mark.parametrize("setting", DIFFERENT)
+def test_ranks_with_different_settings_do_not_train_together(two, folder, setting):
+    assert two.codes(f"other_{setting}") == [2, 2]
+    main, other = two.errors(f"other_{setting}")
+    assert (main.count("\n"), other) == (1, "")
+    assert all(word in main for word in DIFFERENT[setting])
+    assert [run.name for run in runs_in(folder / "other")] == ["brief"]
 
 
 @pytest.mark.parametrize("name", ["another_text", "lost_text", "one_fails"])

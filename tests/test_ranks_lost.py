@@ -128,7 +128,7 @@ def test_a_run_whose_ranks_are_killed_comes_to_the_same_end(whole, folder, tmp_p
             wait_until(lambda: lines(tmp_path) > 5, process)
             process.terminate()
             assert ended(process) != 0
-            assert "saved in runs/mine; go on with: torchrun" in process.log.read_text()
+            assert "saved in runs/mine; resume with: torchrun" in process.log.read_text()
             process = start(*agent, *settings)
         for moment in moments:
             wait_until(lambda m=moment: lines(tmp_path) > m, process)

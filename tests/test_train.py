@@ -22,6 +22,7 @@ from known_runs import assert_same, rows, stop_behind, weights
 from train import Diverged, Trainer
 from training import checkpoint, directory
 from training.config import ConfigError
+from training.directory import settings_of
 from training.errors import RunDirectoryError
 from training.guard import Guard
 from training.parallel import Parallel
@@ -300,6 +301,143 @@ def test_resume_by_path_must_and_false(trainer):
         trainer("trainer.resume=nowhere")
 
 
+# A run whose settings are not the defaults, and which are not given again.
+OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.max_steps=6", "trainer.save_every=3")
+
+
+def stored(run, group, key, value):
+    """Writes something else into the settings of a run's checkpoints."""
+    for folder in checkpoint.whole_ones(run.folder):
+        state = json.loads((folder / "state.json").read_text())
+        state["settings"][group][key] = value
+        (folder / "state.json").write_text(json.dumps(state))
+        sums = (folder / checkpoint.SUMS).read_text().splitlines()
+        sums[2] = f"{checkpoint.checksum(folder / 'state.json')}  state.json"
+        (folder / checkpoint.SUMS).write_text("\n".join(sums) + "\n")
+
+
+def keys_of(error) -> list[str]:
+    return [key for key, *_ in error.value.problems]
+
+
+@pytest.mark.parametrize("path", ["runs/half", "runs/half/checkpoints/step_00000003"])
+def test_the_path_of_a_run_is_enough_to_resume_it(trainer, path):
+    whole = trainer("name=whole", *OWN)
+    whole.train()
+    half = trainer("name=half", *OWN)
+    stop_behind(half, 3)
+    rest = trainer(f"trainer.resume={path}", "trainer.device=cpu", tiny=False)
+    assert rest.state.step == 3
+    assert rest.folder.resolve() == half.folder.resolve()
+    rest.train()
+    assert_same(weights(rest), weights(whole))
+    groups = ("model", "data", "optimizer", "lens", "wandb")
+    for group in groups:
+        assert rest.state.settings[group] == half.state.settings[group]
+
+
+def test_what_the_command_line_says_wins_over_the_settings_of_the_run(trainer, capsys):
+    run = trainer("name=a", *OWN)
+    run.train()
+    more = ("trainer.max_steps=9", "trainer.micro_batch_size=4", "lens=default", "lens.every=3")
+    branch = trainer("trainer.resume=runs/a", "name=b", *more, tiny=False)
+    assert branch.folder.name == "b"
+    assert branch.settings.trainer.micro_batch_size == 4  # more than the default batch has
+    assert branch.settings.trainer.batch_size == 8
+    assert (run.settings.lens.every, branch.settings.lens.every) == (0, 3)
+    branch.train()
+    assert branch.state.step == 9
+    said = capsys.readouterr().out
+    assert re.search(r"runs/a/checkpoints/step_00000006\b.*\btrainer\.max_steps=9 \(was 6\)", said)
+
+
+def test_a_value_that_is_given_wins_though_it_is_the_default(trainer):
+    trainer("name=a", *OWN).train()
+    resumed = ("trainer.resume=runs/a", "trainer.max_steps=9")
+    with pytest.raises(ConfigError) as error:
+        trainer(*resumed, "optimizer.lr=3e-4", tiny=False)
+    assert keys_of(error) == ["optimizer.lr"]
+    again = trainer(*resumed, "optimizer.lr=3e-4", "trainer.resume_override=true", tiny=False)
+    assert again.settings.optimizer.lr == 3e-4
+
+
+def test_a_group_that_is_given_replaces_that_of_the_run(trainer):
+    trainer("name=a", *OWN).train()
+    muon = ("optimizer=muon", "trainer.max_steps=9", "trainer.resume_override=true")
+    run = trainer("trainer.resume=runs/a", *muon, tiny=False)
+    assert (run.settings.optimizer.name, run.settings.optimizer.lr) != ("adamw", 1e-3)
+    assert run.settings.model.dropout == 0.2
+
+
+def test_a_run_that_is_resumed_by_its_path_keeps_its_warmup(trainer):
+    trainer("name=a", *OWN, "trainer.warmup_steps=null", "trainer.eval_every=null").train()
+    before = checkpoint.load_state(checkpoint.find("runs/a")).settings["trainer"]
+    run = trainer("trainer.resume=runs/a", "trainer.max_steps=5000", tiny=False)
+    for key in ("warmup_steps", "eval_every", "eval_windows", "log_every"):
+        assert getattr(run.settings.trainer, key) == before[key]
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "${", "${data.path}"])
+def test_settings_of_a_run_are_no_references(trainer, text):
+    run = trainer("name=a", *OWN)
+    run.train()
+    stored(run, "trainer", "sample_prompt", text)
+    stored(run, "trainer", "of_a_later_version", text)
+    longer = trainer("trainer.resume=runs/a", "trainer.max_steps=7", tiny=False)
+    longer.train()
+    assert checkpoint.load_state(checkpoint.find("runs/a")).step == 7
+    assert longer.settings.trainer.sample_prompt == text
+    assert settings_of(longer.folder)["trainer"]["sample_prompt"] == text
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value"),
+    [
+        ("trainer", "batch_size", "many"),
+        ("optimizer", "lr", [1]),
+        ("model", "num_heads", 5),
+        ("lens", "every", {}),
+        ("trainer", "grad_clip", -1),
+    ],
+)
+def test_settings_of_a_run_that_cannot_be_are_an_error_of_its_checkpoint(
+    trainer, group, key, value
+):
+    run = trainer("name=a", *OWN)
+    run.train()
+    stored(run, group, key, value)
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        trainer("trainer.resume=runs/a", "trainer.max_steps=7", tiny=False)
+    assert error.value.exit_code == 3
+    assert f"{group}.{key}" in str(error.value)
+
+
+@pytest.mark.parametrize("override", ["true", "false"])
+def test_the_shape_of_a_model_cannot_be_overridden(trainer, override):
+    trainer("name=a", *OWN).train()
+    wish = ("model.emb_dim=64", "trainer.max_steps=7", f"trainer.resume_override={override}")
+    for run in (["name=a", *TINY, *OWN], ["trainer.resume=runs/a"]):
+        with pytest.raises(ConfigError) as error:
+            trainer(*run, *wish, tiny="name=a" in run)
+        assert keys_of(error) == ["model.emb_dim"]
+        assert "resume_override" not in str(error.value)
+
+
+def test_a_sweep_branches_off_from_a_run(trainer, in_process, tmp_path):
+    import train
+
+    run = trainer("name=a", *OWN)
+    run.train()
+    run.lock.close()
+    arguments = ("-m", "trainer.resume=runs/a", "trainer.max_steps=7,8")
+    code, _, err = in_process(train.main, tmp_path, *arguments)
+    assert code == 0, err
+    branches = [path for path in (tmp_path / "runs").iterdir() if path.name != "a"]
+    states = [checkpoint.load_state(checkpoint.find(path)) for path in branches]
+    assert sorted(state.step for state in states) == [7, 8]
+    assert {state.settings["optimizer"]["lr"] for state in states} == {1e-3}
+
+
 def test_an_older_checkpoint_needs_a_name_of_its_own(trainer, tmp_path):
     """Going on from it in place would overwrite what came after."""
     run = trainer("name=a", "trainer.save_every=1", "trainer.keep=9")
@@ -453,8 +591,9 @@ def test_with_override_a_changed_setting_is_told_and_taken(trainer, text_file, c
     trainer("name=a").train()
     text_file.write_text(text_file.read_text().replace("fox", "cat"))
     changed = ["name=a", "optimizer.lr=1e-2", "trainer.max_steps=6"]
-    with pytest.raises(ConfigError, match="go on all the same"):
+    with pytest.raises(ConfigError, match="resume_override") as error:
         trainer(*changed)
+    assert keys_of(error) == ["optimizer.lr"]
     run = trainer(*changed, "trainer.resume_override=true")
     run.train()
     said = capsys.readouterr().out
@@ -611,8 +750,8 @@ def test_a_signal_saves_and_stops(tmp_path, text_file, number, code):
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    command = f"go on with: python {REPOSITORY / 'train.py'} model=gpt2-nano"
-    assert f"saved in runs/long; {command}" in errors
+    command = f"python {REPOSITORY / 'train.py'} trainer.device=cpu trainer.resume=runs/long"
+    assert f"saved in runs/long; resume with: {command}\n" in errors
     last = tmp_path / "runs" / "long" / "checkpoints" / "last"
     step = json.loads((last / "state.json").read_text())["step"]
     assert step >= 1
@@ -633,6 +772,30 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_lost(trainer, monkeypa
         run.train()
     assert stopped.value.code == 143
     assert run.state.step == 1
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_rank_whose_torchrun_is_gone_saves_and_stops(trainer, monkeypatch, by_torchrun):
+    """Left alone, it would train on, and nobody could stop it. Who detached itself goes on."""
+    run = trainer("name=a", "trainer.eval_every=0")
+    step = run.step
+
+    def last_step_of_the_parent():
+        if by_torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        if run.state.step == 1:
+            monkeypatch.setattr("os.getppid", lambda: 1)
+        return step()
+
+    monkeypatch.setattr(run, "step", last_step_of_the_parent)
+    if not by_torchrun:
+        run.train()
+        assert run.state.step == 4
+        return
+    with pytest.raises(SystemExit) as stopped:
+        run.train()
+    assert stopped.value.code == 143
+    assert checkpoint.load_state(checkpoint.find(run.folder)).step == 2
 
 
 def test_multirun_trains_once_for_each_value(command, tmp_path, text_file):

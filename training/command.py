@@ -40,7 +40,9 @@ from training.config import (
     Problem,
     Settings,
     build,
+    build_launch,
     fill,
+    names_a_run,
     refuse,
     shown,
     unknown_key,
@@ -143,11 +145,22 @@ def _composed(
         touched = set(GROUPS)
     if touched & {"model", "data"}:
         touched |= {"model", "data"}
-    _, more = build(values, touched)
+    _, more = build(values, set() if names_a_run(values) else touched)
     if not problems and not more:
-        settings, more = build(values)
+        settings, more = _built(values, [key for key, _ in good])
     refuse(problems + more)
     return settings, config.hydra
+
+
+def _built(values: dict, keys: list[str]) -> tuple[Settings | None, list[Problem]]:
+    """Settings from composed values and the keys of the overrides; see build and build_launch."""
+    from omegaconf import OmegaConf
+
+    if not names_a_run(values):
+        return build(values)
+    tree = _shipped()
+    ours = OmegaConf.masked_copy(tree, [key for key in tree if key != "hydra"])
+    return build_launch(values, keys, OmegaConf.to_container(ours, resolve=True))
 
 
 @functools.cache
@@ -607,9 +620,11 @@ def _hydra(task: Callable[["DictConfig"], object]) -> None:
 
 def _settings_of(config: "DictConfig") -> Settings:
     """Of a composition of Hydra's; ConfigError lists every problem."""
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    settings, problems = build(OmegaConf.to_container(config, resolve=True))
+    keys = [text.partition("=")[0].lstrip("+") for text in HydraConfig.get().overrides.task]
+    settings, problems = _built(OmegaConf.to_container(config, resolve=True), keys)
     refuse(problems)
     return settings
 

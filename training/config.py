@@ -5,6 +5,7 @@ from plain values. A problem is a tuple (key, value, cause, fix) and is shown as
 `key=value: cause; fix`. How the values get here from the command line: training/command.py.
 """
 
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -176,8 +177,20 @@ class TrainerConfig:
 
 
 @dataclass
+class Overrides:
+    """What the command line says on top of the settings of the run that trainer.resume names."""
+
+    values: dict  # all settings, as composed from configs/ and the command line
+    keys: list[str]  # settings and groups that the command line names
+
+
+@dataclass
 class Settings:
     """Everything a training run is told. The order is that of configs/config.yaml."""
+
+    # Set where trainer.resume names a directory: until `training.resume.complete` has read the
+    # settings of that run, only those in OF_THE_LAUNCH are valid.
+    overrides: typing.ClassVar[Overrides | None] = None
 
     seed: int
     name: str | None  # the run's directory is runs/<name>; null: date, time and model
@@ -202,6 +215,10 @@ GROUPS = {
     "wandb": ("training.wandb_run", "WandbConfig"),
 }
 PLAIN = {"seed": int, "name": str | None, "debug": bool}
+# Settings of one launch on one machine, and those that say which run it is. A run that is resumed
+# by its path has all others from its checkpoint.
+OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
+OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "trainer.resume", "trainer.resume_override")
 
 
 # -------------------------------------------------------------------- values -> settings
@@ -363,6 +380,39 @@ def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | Non
         problems.append(("seed", seed, "must be from 0 to 2^63 - 1", "use seed=0"))
     problems += cross_problems(parts)
     return (Settings(**parts) if not problems and touched is None else None), problems
+
+
+def names_a_run(values: dict) -> bool:
+    """Whether trainer.resume is the path of a run or checkpoint, whose settings are the base."""
+    trainer = values.get("trainer")
+    resume = trainer.get("resume") if isinstance(trainer, dict) else None
+    return isinstance(resume, str) and resume not in ("", "auto", "must")
+
+
+def build_launch(
+    values: dict, keys: list[str], shipped: dict
+) -> tuple[Settings | None, list[Problem]]:
+    """As `build`, of a command line that resumes a run by its path: settings to be completed.
+
+    keys: what the command line names. shipped: the values without a command line. Whether the
+    others fit can be said only when they are combined with those of the run.
+    """
+    launch = copy.deepcopy(shipped)
+    for key in OF_THE_LAUNCH:
+        copy_setting(key, values, launch)
+    settings, problems = build(launch)
+    if settings:
+        settings.overrides = Overrides(values, keys)
+    return settings, problems
+
+
+def copy_setting(key: str, source: dict, target: dict) -> None:
+    """Copies a setting (trainer.device) or a whole group (trainer) of plain values."""
+    group, _, name = key.partition(".")
+    if not name:
+        target[group] = copy.deepcopy(source[group])
+    elif name in source[group]:  # a file of the user's own may lack it
+        target[group][name] = source[group][name]
 
 
 # Texts that name something. Empty, each would quietly mean what null says aloud.

@@ -111,10 +111,11 @@ def take(folder: Path) -> IO[str] | None:
 
 def write_settings(run: Path, settings: dict) -> None:
     """Writes the resolved settings of a run, for programs and for people."""
-    from omegaconf import OmegaConf
+    import yaml
 
     write_whole(run / RECORD, (json.dumps({"settings": settings}, indent=1) + "\n").encode())
-    write_whole(run / CONFIG, OmegaConf.to_yaml(OmegaConf.create(settings)).encode())
+    # Not by OmegaConf, for which a "${" in a prompt is a reference.
+    write_whole(run / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
 
 
 def settings_of(run: Path) -> dict | None:

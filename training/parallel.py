@@ -317,10 +317,10 @@ def started_by() -> list[str]:
     return ["torchrun", *nodes, f"--nproc_per_node={here}", *again]
 
 
-def check(config: ParallelConfig, device: str, batch_size: int) -> list[tuple]:
+def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[tuple]:
     """What of the way the command was started does not fit: (key, value, cause, fix) each.
 
-    batch_size: windows per optimizer step over all ranks.
+    batch_size: windows per optimizer step over all ranks; None while it is not known.
     """
     if launched() and (problems := check_launch()):
         return problems
@@ -355,14 +355,14 @@ def check_launch() -> list[tuple]:
     return []
 
 
-def check_ranks(strategy: str, ranks: int, batch_size: int) -> list[tuple]:
+def check_ranks(strategy: str, ranks: int, batch_size: int | None) -> list[tuple]:
     """What does not fit a number of ranks: (key, value, cause, fix) for each problem."""
     found = []
     if strategy == "single" and ranks > 1:
         cause = f"started as {ranks} processes, which would all train the same"
         fix = "use parallel=auto, or start it without torchrun"
         found.append(("parallel", strategy, cause, fix))
-    if batch_size % ranks != 0:
+    if batch_size is not None and batch_size % ranks != 0:
         cause = f"cannot be shared out evenly over {ranks} ranks"
         fix = f"use a multiple of {ranks}, such as {-(-batch_size // ranks) * ranks}"
         found.append(("trainer.batch_size", batch_size, cause, fix))

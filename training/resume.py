@@ -4,6 +4,9 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 (key, value, cause, fix), and the caller refuses it (see training/config.py).
 """
 
+import copy
+import dataclasses
+import importlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +16,17 @@ import yaml
 
 from model import GPT, ModelConfig
 from training import checkpoint
+from training.config import (
+    GROUPS,
+    NO_VALUE,
+    OF_THE_LAUNCH,
+    PLAIN,
+    build,
+    copy_setting,
+    describe,
+    refuse,
+    shown,
+)
 from training.directory import RUNS, is_occupied, name_before_restart, settings_of, was_cut_off
 from training.hf import load_reader
 
@@ -22,7 +36,19 @@ if TYPE_CHECKING:
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "model"
 # Of a model, what its weights have to have; for positions there is a rule.
 SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
-OVERRIDE = "trainer.resume_override=true to go on all the same"
+# Part of a model's tensors: no override makes the weights of a checkpoint fit another one.
+FIXED = {
+    f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
+}
+OVERRIDE = "trainer.resume_override=true to continue anyway"
+# They follow from other settings where they are null, and a longer run keeps them:
+# TrainerConfig.choose.
+FOLLOWING = (
+    "trainer.warmup_steps",
+    "trainer.eval_every",
+    "trainer.eval_windows",
+    "trainer.log_every",
+)
 # What may differ between a run and its continuation without changing what is computed.
 FREE_TO_CHANGE = {
     "name",
@@ -54,6 +80,9 @@ FREE_TO_CHANGE = {
     "trainer.sample_tokens",
 }
 
+# What may differ between the ranks of a run. Data are compared by their checksums.
+OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
+
 # What older checkpoints were trained with and do not say.
 BEFORE_THERE_WAS_A_CHOICE = {"optimizer": {"name": "adamw"}}
 
@@ -77,6 +106,95 @@ def goes_on(found: Path | None, settings: "Settings") -> bool:
         return False
     # Either may be a link to another disk.
     return found.resolve().parent == (own / "checkpoints").resolve()
+
+
+def stored_settings(settings: "Settings") -> tuple[str, dict] | None:
+    """(Checkpoint, its settings) of the run that trainer.resume names; None where it names none.
+
+    Raises CheckpointError when there is no checkpoint, or its settings cannot be read.
+    """
+    if settings.overrides is None:
+        return None
+    name = settings.name or name_before_restart()
+    run = RUNS / name if name else None
+    restarted = run is not None and was_cut_off(run) and checkpoint.has_any(run)
+    path = run if restarted else settings.trainer.resume
+    # Damage is reported when the checkpoint itself is read.
+    found = checkpoint.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
+    return str(found), checkpoint.load_state(found).settings
+
+
+def complete(settings: "Settings", found: str, stored: dict) -> tuple["Settings", list[str]]:
+    """The stored settings of a run with the command line's on top, and which ones have changed.
+
+    found, stored: as of `stored_settings`. Unknown stored settings are ignored. Raises
+    CheckpointError for stored values that cannot be used, ConfigError for what the command line
+    makes of them.
+    """
+    overrides = settings.overrides
+    base = copy.deepcopy(overrides.values)
+    for key in PLAIN.keys() & stored.keys():
+        base[key] = stored[key]
+    for group, (module, name) in GROUPS.items():
+        values = stored.get(group, {})
+        if not isinstance(values, dict):
+            base[group] = values
+            continue
+        known = {f.name for f in dataclasses.fields(getattr(importlib.import_module(module), name))}
+        values = BEFORE_THERE_WAS_A_CHOICE.get(group, {}) | values
+        base[group] |= {key: value for key, value in values.items() if key in known}
+    ours = asdict(settings)  # a sweep has named its job there
+    for key in OF_THE_LAUNCH:
+        copy_setting(key, ours, base)
+    _, problems = build(base)
+    if problems:
+        key, value, cause, _ = problems[0]
+        line = describe((key, value, cause, "use another checkpoint"))
+        raise checkpoint.CheckpointError(f"checkpoint={found}: {line}")
+    merged = copy.deepcopy(base)
+    for key in FOLLOWING:
+        group, _, name = key.partition(".")
+        merged[group][name] = None
+    if settings.name:  # a branch has a name of its own on W&B
+        merged["wandb"]["name"] = None
+    for key in overrides.keys:
+        if key == "experiment":
+            merged |= copy.deepcopy({group: overrides.values[group] for group in GROUPS})
+        elif not key.startswith("hydra"):
+            copy_setting(key, overrides.values, merged)
+    merged["wandb"]["group"] = settings.wandb.group or merged["wandb"]["group"]
+    result, problems = build(merged)
+    refuse(problems)
+    before = flat(base)
+    changed = [
+        f"{key}={shown(value)} (was {shown(before.get(key))})"
+        for key, value in flat(merged).items()
+        if value != before.get(key) and not (value is None and key in FOLLOWING)
+    ]
+    return result, changed
+
+
+def flat(settings: dict) -> dict[str, object]:
+    """Plain settings by their keys on the command line: seed, trainer.max_steps."""
+    found = {}
+    for key, value in settings.items():
+        found |= {f"{key}.{k}": v for k, v in value.items()} if key in GROUPS else {key: value}
+    return found
+
+
+def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list["Problem"]:
+    """The problem of a rank that was started with other settings than rank 0; both plain."""
+    theirs = flat(of_rank_0)
+    found = [
+        (key, f"{shown(theirs[key])} on rank 0, {shown(value)} on rank {rank}")
+        for key, value in flat(settings).items()
+        if key not in OF_ONE_RANK and value != theirs[key]
+    ]
+    if not found:
+        return []
+    (key, cause), *more = found[:3]
+    cause = "; ".join([cause, *(f"{key}: {values}" for key, values in more)])
+    return [(key, NO_VALUE, cause, "start all ranks with the same settings")]
 
 
 def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]:
@@ -166,7 +284,9 @@ def changed_settings(saved: dict, now: dict, run: Path) -> list["Problem"]:
             if key not in FREE_TO_CHANGE and value != before:
                 cause = f"{run} was trained with {before}"
                 as_typed = "null" if before is None else before
-                fix = f"use {key}={as_typed}, another name= for a new run, or {OVERRIDE}"
+                fix = f"use {key}={as_typed}, or start a new run with another name="
+                if key not in FIXED:
+                    fix += f", or {OVERRIDE}"
                 problems.append((key, value, cause, fix))
     return problems
 

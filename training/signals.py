@@ -3,10 +3,14 @@
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 
 # What schedulers and people send. Slurm can be asked for SIGUSR1 some time before the end.
 ASKING = [n for n in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, n)]  # Windows lacks one
+
+
+PARENT = os.getppid()  # when the process began
 
 
 def exit_code(number: int) -> int:
@@ -76,6 +80,15 @@ class StopSignals:
             raise SystemExit(exit_code(self.received))
         if self.received:  # a sweep ends then, whatever else has gone wrong
             error.stopped = exit_code(self.received)
+
+    def check_parent(self) -> None:
+        """Asks for a stop, as SIGTERM does, where torchrun has started this process and is gone:
+        nobody else would stop it, and a restart would find its directory locked."""
+        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
+        if orphaned and not self.received:
+            self.received = signal.SIGTERM
+            if self.is_main:
+                print("torchrun has ended; stopping after this step", file=sys.stderr)
 
     def _handle(self, number: int, _) -> None:
         self._interrupts += number == signal.SIGINT
