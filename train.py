@@ -26,7 +26,7 @@ from pathlib import Path
 
 from training import announce
 from training.command import begin_quickly, command
-from training.config import OF_THE_MACHINE, ConfigError, Settings, refuse
+from training.config import OF_THE_MACHINE, Settings, refuse
 from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
 from training.signals import StopSignals, end_quietly, exit_code
 from training.terminal import never_fail
@@ -56,10 +56,7 @@ class Trainer:
         trainer = settings.trainer
         batch_size = None if settings.overrides else trainer.batch_size
         refuse(parallel.check(settings.parallel, trainer.device, batch_size))
-        if problems := device.check(trainer.device, trainer.precision, "trainer."):
-            error = ConfigError(problems)
-            error.of_one_rank = os.environ.get("LOCAL_RANK") == "0"  # it is about one machine
-            raise error
+        refuse(device.check(trainer.device, trainer.precision, "trainer."))
         self.parallel = parallel.start(
             settings.parallel, trainer.device, trainer.precision, settings.seed
         )

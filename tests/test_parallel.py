@@ -13,6 +13,7 @@ import pytest
 import torch
 from refusals import check_refusal
 
+import train
 from data import DataError, check_same
 from training import directory
 from training.config import refuse
@@ -21,7 +22,7 @@ from training.parallel import Parallel, ParallelConfig, check, start
 from training.ranks import DDP
 from training.tracker import last_wandb_id
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS += ("SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -125,6 +126,17 @@ def test_the_nearest_batch_that_can_be_shared_is_named(launched, batch_size, nea
     ((_, _, cause, fix),) = check(ParallelConfig(), "cpu", batch_size)
     assert cause == "cannot be shared out evenly over 4 ranks"
     assert fix == f"use a multiple of 4, such as {nearest}"
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "lines"), [(0, 0, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_wrong_command_is_told_once_on_each_machine(
+    launched, in_process, tmp_path, monkeypatch, rank, local_rank, lines
+):
+    """That of rank 0's machine may be right."""
+    monkeypatch.setattr("training.command.WAIT_FOR_RANK_0", 0)
+    launched(2, RANK=rank, LOCAL_RANK=local_rank)
+    code, _, err = in_process(train.main, tmp_path, "trainer.batch_size=9")
+    assert (code, err.count("\n"), err.count("trainer.batch_size=9: ")) == (2, lines, lines)
 
 
 def test_several_tasks_of_srun_that_know_nothing_of_each_other_are_refused(monkeypatch):

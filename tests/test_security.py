@@ -411,7 +411,7 @@ CALLS = re.compile(
 # The one reader of old weights, with torch's own guard, word for word.
 OLD_WEIGHTS = ("training/hf.py", "_read_old")
 # Modules by name: from tables of our own.
-IMPORTS_BY_NAME = {("training/config.py", "build"), ("tokens/sources.py", "_needed")}
+IMPORTS_BY_NAME = {("training/config.py", "schema_of"), ("tokens/sources.py", "_needed")}
 
 
 def findings(source: str, file: str = "") -> list[str]:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import math
+import os
 import re
 import types
 import typing
@@ -49,6 +50,12 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[Problem]):
         self.problems = problems
         super().__init__("\n".join(describe(problem) for problem in problems))
+
+    @property
+    def of_one_rank(self) -> bool:
+        """Whether to tell it on this rank, though not rank 0: once on each machine, since the
+        command, or the device, of rank 0's machine may be another."""
+        return os.environ.get("LOCAL_RANK") == "0"
 
 
 def refuse(problems: list[Problem]) -> None:
@@ -347,6 +354,12 @@ def unknown_key(key: str, value: object, known: list[str]) -> Problem:
     return (key, value, "no such setting", fix)
 
 
+def schema_of(group: str) -> type:
+    """The dataclass of a group of settings."""
+    module, name = GROUPS[group]
+    return getattr(importlib.import_module(module), name)
+
+
 def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | None, list[Problem]]:
     """Typed settings from the composed plain values, and every problem found.
 
@@ -362,12 +375,10 @@ def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | Non
                 problems.append((key, value, str(error), "see configs/config.yaml"))
         elif key in GROUPS:
             if touched is None or key in touched:
-                module, name = GROUPS[key]
                 if not isinstance(value, dict):
                     problems.append((key, value, "is a group of settings", f"use {key}.NAME=VALUE"))
                     continue
-                schema = getattr(importlib.import_module(module), name)
-                parts[key], found = fill(schema, value, f"{key}.")
+                parts[key], found = fill(schema_of(key), value, f"{key}.")
                 problems += found + _unusable_texts(key, value)
         else:
             problems.append(unknown_key(str(key), value, [*PLAIN, *GROUPS]))

@@ -6,7 +6,6 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 
 import copy
 import dataclasses
-import importlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from training.config import (
     copy_setting,
     describe,
     refuse,
+    schema_of,
     shown,
 )
 from training.directory import RUNS, is_occupied, name_before_restart, settings_of, was_cut_off
@@ -135,12 +135,12 @@ def complete(settings: "Settings", found: str, stored: dict) -> tuple["Settings"
     base = copy.deepcopy(overrides.values)
     for key in PLAIN.keys() & stored.keys():
         base[key] = stored[key]
-    for group, (module, name) in GROUPS.items():
+    for group in GROUPS:
         values = stored.get(group, {})
         if not isinstance(values, dict):
             base[group] = values
             continue
-        known = {f.name for f in dataclasses.fields(getattr(importlib.import_module(module), name))}
+        known = {field.name for field in dataclasses.fields(schema_of(group))}
         values = BEFORE_THERE_WAS_A_CHOICE.get(group, {}) | values
         base[group] |= {key: value for key, value in values.items() if key in known}
     ours = asdict(settings)  # a sweep has named its job there
