@@ -330,6 +330,12 @@ def test_lines_that_are_no_rows_are_left_out(run):
     assert found == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
 
 
+def test_a_figure_of_zero_is_shown(run):
+    tiles = report.facts([row(1, 2.0, train_mfu=0.0) | {"train/tokens_per_second": 0.0}])
+    assert ">0.0%<" in tiles
+    assert ">0<" in tiles
+
+
 def test_a_long_run_stays_small(run):
     rows = [row(step, 3 + step % 7) for step in range(100_000)]
     rows[77_777]["train/loss"] = 1234.5

@@ -59,7 +59,9 @@ def conclude(run: "Trainer", seconds: float) -> None:
     if run.train_loss is not None:
         out.print(f"training loss    {run.train_loss:.4f}  (step {state.step})")
     if state.val_loss is not None:
-        best = f"; best {state.best_loss:.4f} at step {state.best_step}" if state.best_loss else ""
+        best = ""
+        if state.best_loss is not None:
+            best = f"; best {state.best_loss:.4f} at step {state.best_step}"
         out.print(f"validation loss  {state.val_loss:.4f}{best}")
     if run.last_sample:
         out.print(f"\n{run.last_sample}\n")

@@ -159,9 +159,9 @@ def facts(rows: list[dict]) -> str:
                 shown.append((name, format(there[step], form), f"at step {step:,}"))
     if tokens := finite(points_of(rows, "train/tokens")):
         shown.append(("Tokens seen", f"{tokens[-1][1]:,.0f}", ""))
-    if speed := median(points_of(rows, "train/tokens_per_second")):
+    if (speed := median(points_of(rows, "train/tokens_per_second"))) is not None:
         shown.append(("Tokens per second", f"{speed:,.0f}", "median"))
-    if share := median(points_of(rows, "train/mfu")):
+    if (share := median(points_of(rows, "train/mfu"))) is not None:
         shown.append(("FLOPs utilisation", f"{share:.1%}", "median"))
     tiles = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
