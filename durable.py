@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -68,14 +69,35 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
     Raises OSError for anything else: a FIFO would wait for a writer, a device may never end.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
     return content
+
+
+def read_lines(path: Path, limit: int = 2**28, longest: int = 2**20) -> Iterator[bytes]:
+    """The lines of a regular file of at most `limit` bytes, read one by one.
+
+    A line of `longest` bytes or more is skipped. Raises OSError as read_bounded does.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
+        while line := file.readline(longest):
+            if len(line) < longest:
+                yield line
+            while len(line) == longest and not line.endswith(b"\n"):
+                line = file.readline(longest)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """A regular file, opened for reading. Raises OSError for anything else, without waiting."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return open(number, "rb")
 
 
 def read_json(path: Path, limit: int = 2**24) -> object:

@@ -1,11 +1,11 @@
 """scripts/compare: which of some runs' settings were better."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from scripts import compare
 
@@ -25,7 +25,7 @@ def run(tmp_path):
             "data": {"max_length": 10},
             "lens": {"every": seed},
         }
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        (folder / "run.json").write_text(json.dumps({"settings": config}))
         rows = [{"step": 0, "val/loss": 9.0}]
         rows += [{"step": n, "train/tokens": 100 * n} for n in (5, 10, 15, 20)]
         for index, value in enumerate(values):
@@ -71,8 +71,8 @@ def test_seeds_share_a_row_and_the_best_comes_first(run, compared, tmp_path):
         "2.0000–2.5000",
         "2,000 (1 of 2)",
     ]
-    assert said.splitlines() == [
-        "runs/no run: left out, is no run (config.yaml is missing or damaged)",
+    assert [line.partition(":")[0] for line in said.splitlines()] == [
+        "runs/no run",
         "written to found.json",
     ]
     written = json.loads((tmp_path / "found.json").read_text())
@@ -96,15 +96,75 @@ def test_runs_that_are_not_done_or_broken_are_said_to_be(run, compared):
 
 def test_a_damaged_run_is_named_and_the_rest_compared(run, compared):
     run("a", [1.0, 2.0])
-    (run("b", [1.0]) / "config.yaml").write_text(": [bad")
-    (run("c", [1.0]) / "config.yaml").write_text("optimizer: {}")
-    (run("d", [1.0]) / "config.yaml").write_text("{a: " * 3000)
+    (run("b", [1.0]) / "run.json").write_text(": [bad")
+    (run("c", [1.0]) / "run.json").write_text('{"settings": {"optimizer": {}}}')
+    (run("d", [1.0]) / "run.json").write_text('{"settings": ' * 3000)
     (run("e", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
-    config = run("f", [1.0]) / "config.yaml"
-    config.write_text(config.read_text().replace("max_steps: 20", "max_steps: many"))
+    record = run("f", [1.0]) / "run.json"
+    record.write_text(record.read_text().replace('"max_steps": 20', '"max_steps": "many"'))
     table, said = compared("runs=[runs/*,nowhere]")
     assert len(table) == 3
     assert [line[:6] for line in said.splitlines()] == [*(f"runs/{x}" for x in "bcdef"), "nowher"]
+
+
+def log(folder, *logged):
+    """Replaces the log of a run."""
+    lines = [json.dumps(row) for row in logged]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_tokens_are_those_that_were_logged(run, compared):
+    """The batch size was changed after step 10: the settings are those of the second part. Rows
+    of older runs have no tokens."""
+    resumed = run("a", [])
+    log(
+        resumed,
+        {"step": 10, "val/loss": 3.0, "train/tokens": 500},
+        {"step": 20, "val/loss": 2.0, "train/tokens": 1500},
+    )
+    strange = run("b", [], lr=0.1)
+    log(strange, *({"step": 20, "val/loss": 4.0, "train/tokens": n} for n in ("nan", -1, 10**30)))
+    compared("out=found.json", "target=2.5")
+    first, second = json.loads(Path("found.json").read_text())["rows"]
+    assert first["curves"] == [[[500, 3.0], [1500, 2.0]]]
+    assert (first["tokens"], first["tokens_to_target"]) == (1500, [1500])
+    assert second["curves"] == [3 * [[2000, 4.0]]]
+
+
+# Nine lines of 9 aliases each: 387 million values.
+BOMB = "a0: &a0 [x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]\n" for n in range(1, 10)
+)
+
+
+def test_only_records_of_a_bounded_size_are_read(run, compared, tmp_path):
+    """config.yaml is for people. A FIFO has no writer, a device has no end."""
+    run("a", [1.0, 2.0])
+    bomb = run("bomb", [1.0])
+    (bomb / "run.json").unlink()
+    (bomb / "config.yaml").write_text(BOMB)
+    os.mkfifo(run("fifo", [1.0]) / "config.yaml")
+    for name in ("run.json", "metrics.jsonl"):
+        for kind, make in (("fifo", os.mkfifo), ("zero", lambda path: path.symlink_to("/dev/zero"))):
+            path = run(f"{kind}-{name}", [1.0]) / name
+            path.unlink()
+            make(path)
+    for name in ("run.json", "metrics.jsonl"):
+        os.truncate(run(f"huge-{name}", [1.0]) / name, 2**33)  # takes no place on the disk
+    table, said = compared()
+    assert len(table) == 3
+    left_out = [line.partition(":")[0] for line in said.splitlines()]
+    kinds = [f"{kind}-{name}" for name in ("metrics.jsonl", "run.json") for kind in ("fifo", "zero")]
+    wanted = {"bomb", *kinds, "huge-run.json", "huge-metrics.jsonl"}
+    assert set(left_out) == {f"runs/{name}" for name in wanted}
+
+
+def test_a_line_that_is_too_long_is_no_row(run, compared):
+    folder = run("a", [])
+    log(folder, {"step": 10, "val/loss": 2.0}, {"step": 20, "val/loss": 1.0, "more": "x" * 2**20})
+    compared("out=found.json")
+    (row,) = json.loads(Path("found.json").read_text())["rows"]
+    assert row["values"] == [2.0]
 
 
 @pytest.mark.parametrize(

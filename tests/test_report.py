@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -354,10 +355,30 @@ def test_it_is_written_whole_or_not_at_all(run, monkeypatch):
         raise OSError("no space left on device")
 
     (folder / "samples.jsonl").write_text('{"step": 40, "text": "more"}\n')
-    monkeypatch.setattr(report.os, "replace", full)
+    files = sorted(folder.iterdir())
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         write_report(folder)
     assert path.read_bytes() == before
+    assert sorted(folder.iterdir()) == files
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_regular_files_are_read(run, make):
+    """A FIFO has no writer, and a device has no end."""
+    folder = run()
+    (folder / "attention").mkdir()
+    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml", "attention/step_00000000.html"):
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+    assert write_report(folder).stat().st_size < 100_000
+
+
+def test_settings_beyond_the_limit_are_not_shown(run, monkeypatch):
+    folder = run(config="name: long\n")
+    assert "name: long" in write_report(folder).read_text()
+    monkeypatch.setattr(report, "MAX_CONFIG", 10)
+    assert "name: long" not in write_report(folder).read_text()
 
 
 def test_the_import_is_light():
@@ -365,7 +386,7 @@ def test_the_import_is_light():
     command = [sys.executable, "-S", "-c", code]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     ours = {"training", "training.report"}
-    assert {name.split(".")[0] for name in done.stdout.split()} - {"training"} <= (
+    assert {name.split(".")[0] for name in done.stdout.split()} - {"training", "durable"} <= (
         set(sys.stdlib_module_names) | {"__main__"}
     )
     assert ours <= set(done.stdout.split())

@@ -6,7 +6,7 @@
     Path("results.png").write_bytes(draw(rows, names, "val/loss"))
 
 Runs that differ by their seed alone stand in one row, the lowest metric first. For a sweep
-(training/sweep.py) and for scripts/compare. Reads config.yaml and metrics.jsonl, changes nothing.
+(training/sweep.py) and for scripts/compare. Reads run.json and metrics.jsonl, changes nothing.
 """
 
 import io
@@ -17,10 +17,9 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from training.chart import number
-from training.report import read_rows, read_text
+from training.directory import settings_of
+from training.report import read_rows
 from training.terminal import visible
 
 VARIES = ("seed", "name")  # between runs of one row
@@ -71,13 +70,13 @@ def read(folder: Path, metric: str, also: tuple[str, ...] = ()) -> tuple[Run, se
     from training.resume import FREE_TO_CHANGE
 
     try:
-        config = yaml.safe_load(read_text(folder / "config.yaml"))
-        trainer, leaves = config["trainer"], flat(config)
-        sizes = trainer["batch_size"], config["data"]["max_length"], trainer["max_steps"]
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        found = settings_of(folder)
+        trainer, leaves = found["trainer"], flat(found)
+        sizes = trainer["batch_size"], found["data"]["max_length"], trainer["max_steps"]
+    except (KeyError, TypeError, RecursionError):
         sizes = ()
     if not sizes or not all(type(size) is int for size in sizes):
-        raise ValueError("config.yaml is missing or damaged")
+        raise ValueError("run.json is missing or damaged")
     settings = {
         name: value
         for name, value in leaves.items()
@@ -90,7 +89,10 @@ def read(folder: Path, metric: str, also: tuple[str, ...] = ()) -> tuple[Run, se
             continue  # nothing was learned yet
         names |= row.keys() - {"step"}
         if metric in row:
-            points.append((row["step"] * of_a_step, number(row[metric])))
+            tokens = row.get("train/tokens")
+            if type(tokens) is not int or not 0 <= tokens < 2**63:  # a row of an older run
+                tokens = row["step"] * of_a_step
+            points.append((tokens, number(row[metric])))
     last = rows[-1]["step"] if rows else 0
     return Run(folder.name, settings, points, max_steps, last), names
 
