@@ -284,7 +284,7 @@ class Sweep:
             runs, metric = self._runs()
             names = self._names(runs)
             if runs:
-                rows = results.summaries(runs, names)
+                rows = results.summaries(runs, names, metric)
                 table = results.table(rows, names, metric)
                 done = {"settings": results.shared(runs, names), "rows": rows}
             written = {
