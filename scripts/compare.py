@@ -93,8 +93,10 @@ def found(settings: CompareConfig) -> list[results.Run]:
         paths = [pattern] if Path(pattern).is_dir() else sorted(glob.glob(pattern))
         folders = [folder for folder in map(Path, paths) if folder.is_dir()]
         if not folders:
-            several = """; several are a list, in quotes: runs="['A','B']" """.rstrip()
-            say(f"{pattern}: no such folder{several if ',' in pattern else ''}")
+            several = (
+                "; several are a list, in quotes: runs=\"['A','B']\"" if "," in pattern else ""
+            )
+            say(f"{pattern}: no such folder{several}")
         for folder in folders:
             try:
                 run, names = results.read(folder, settings.metric)
