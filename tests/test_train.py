@@ -549,6 +549,24 @@ def test_what_a_run_says_of_its_windows_and_its_vocabulary(trainer, capsys):
     assert f"note: model.vocab_size=600: {note}\n" in said
 
 
+def test_the_command_for_more_text_names_the_folder_as_one_word(trainer, capsys):
+    run = trainer()
+    run.folder = Path("my runs/a")
+    announce.conclude(run, 1.0)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "generate.py" in line)
+    assert "checkpoint=my runs/a" in shlex.split(line)
+
+
+def test_the_command_that_begins_with_a_models_weights_is_one_word(trainer, tmp_path):
+    trainer("name=a").train()
+    model = tmp_path / "my model"
+    shutil.copytree(tmp_path / "runs" / "a" / "checkpoints" / "last", model)
+    (model / "optimizer.safetensors").unlink()
+    with pytest.raises(ConfigError) as caught:
+        trainer("name=b", f"trainer.resume={model}")
+    assert f"trainer.init_from={model}" in shlex.split(str(caught.value))
+
+
 # ------------------------------------------------------------------------------ as a user meets it
 
 

@@ -79,7 +79,8 @@ def conclude(run: "Trainer", seconds: float) -> None:
         out.print(f"model for W&B    {run.uploaded}")
     if run.settings.trainer.profile and (table := run.folder / "profile" / "step.txt").is_file():
         out.print(f"profile          {table}")
-    prompt = shlex.quote(f"prompt={run.settings.trainer.sample_prompt}")
-    out.print(f"more text        python generate.py checkpoint={run.folder} {prompt}")
+    prompt = f"prompt={run.settings.trainer.sample_prompt}"
+    command = shlex.join(["python", "generate.py", f"checkpoint={run.folder}", prompt])
+    out.print(f"more text        {command}")
     if where := run.tracker.where():
         out.print(f"W&B              {where}")

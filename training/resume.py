@@ -4,6 +4,7 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 (key, value, cause, fix), and the caller refuses it (see training/config.py).
 """
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,7 +94,7 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
         is_copy = checkpoint.is_one(path) and checkpoint.run_of(path) is None
         if is_copy and not (path / checkpoint.OPTIMIZER).exists():
             cause = f"has no {checkpoint.OPTIMIZER}, as a model from W&B"
-            fix = f"trainer.init_from={resume} begins a new run with its weights"
+            fix = f"{shlex.quote(f'trainer.init_from={resume}')} begins a new run with its weights"
             return None, [("trainer.resume", resume, cause, fix)]
         found = checkpoint.find(resume, "trainer.resume", checkpoint.FILES)
         if not goes_on(found, settings):
