@@ -16,6 +16,7 @@ Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 import itertools
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -150,7 +151,8 @@ def load_stream(
 def _announce(path: str | list[str], size: int) -> None:
     """Says, before it begins, that a large text is better tokenised once and for all."""
     if size > LARGE and os.environ.get("RANK", "0") == "0":
-        command = f"python -m scripts.prepare_data data.path={path} out=DIR"
+        paths = shlex.quote(f"data.path={path}")
+        command = f"python -m scripts.prepare_data {paths} out=DIR"
         what = f"{size / 1e9:.1f} GB of text will be tokenised into memory, at each start anew"
         print(f"note: {what}; once and for all: {command}", file=sys.stderr, flush=True)
 

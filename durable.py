@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -80,11 +81,11 @@ def open_regular(path: Path) -> IO[bytes]:
 
     Raises OSError for anything else: a FIFO would wait for a writer, a device may never end.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 the caller closes
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    return file
+    return open(number, "rb")
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
@@ -94,6 +95,21 @@ def read_bounded(path: Path, limit: int) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
     return content
+
+
+def read_lines(path: Path, limit: int = 2**28, longest: int = 2**20) -> Iterator[bytes]:
+    """The lines of a regular file of at most `limit` bytes, read one by one.
+
+    A line of `longest` bytes or more is skipped. Raises OSError as read_bounded does.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
+        while line := file.readline(longest):
+            if len(line) < longest:
+                yield line
+            while len(line) == longest and not line.endswith(b"\n"):
+                line = file.readline(longest)
 
 
 def read_json(path: Path, limit: int = 2**24) -> object:

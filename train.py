@@ -433,7 +433,6 @@ class Trainer:
             "train/loss": self.train_loss,
             "train/learning_rate": rate,
             "train/grad_norm": float(self.meter.grad_norm),
-            "train/tokens": state.tokens,
             "train/tokens_per_second": speed,
             "train/skipped_steps": state.skipped,
             "train/loss_spikes": self.spikes.count,
@@ -544,6 +543,7 @@ class Trainer:
         if lens_due:
             look = self.look_at_attention()
         if metrics or look or sample:
+            metrics["train/tokens"] = self.state.tokens
             self.tracker.log(metrics, step, look, sample)
         if look:
             if "attention/timelapse" in look.pages and step < settings.max_steps:
@@ -647,7 +647,8 @@ class Trainer:
         if val_loss is not None:
             # Else the best may be one that has not come to the disk.
             self.tell_not_saved(self.saved_so_far()[1])
-        is_best = val_loss is not None and val_loss < (state.best_loss or math.inf)
+        best = math.inf if state.best_loss is None else state.best_loss
+        is_best = val_loss is not None and val_loss < best
         if is_best:
             self.best_before = state.best_loss, state.best_step
             state.best_loss, state.best_step = val_loss, state.step

@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import difflib
 import importlib.util
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,8 +197,8 @@ def provenance(settings: BenchmarkConfig, arguments: list[str], device: "torch.d
     there = tuple(name for name in packages if importlib.util.find_spec(name))
     found = {
         "what": "whole optimizer steps of several projects: the same model, tokens, mathematics",
-        "command": " ".join(
-            ["python -m scripts.benchmark", *(f"{k}{e}{bare(k, v)}" for k, e, v in typed)]
+        "command": shlex.join(
+            ["python", "-m", "scripts.benchmark", *(f"{k}{e}{bare(k, v)}" for k, e, v in typed)]
         ),
         "date": datetime.date.today().isoformat(),
         **machine(there),

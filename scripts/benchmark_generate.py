@@ -10,6 +10,7 @@ tokens a second, a ratio the median of the ratios within each round.
 
 import copy
 import datetime
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -81,7 +82,7 @@ def main(settings: BenchmarkConfig) -> None:
     random = torch.Generator().manual_seed(settings.seed)
     results = {
         "what": "tokens a second of greedy generation: the same weights and prompts",
-        "command": f"python -m scripts.benchmark_generate {' '.join(sys.argv[1:])}".strip(),
+        "command": shlex.join(["python", "-m", "scripts.benchmark_generate", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         **machine(("torch", "transformers")),
         "threads": torch.get_num_threads(),

@@ -3,8 +3,10 @@
     python train.py -m optimizer=adamw,muon optimizer.lr=3e-3,1e-2 seed=0,1,2
     python -m scripts.compare runs='runs/*' target=1.9
 
-Runs that differ by their seed alone stand in one row. The settings in which any two runs differ
-make the columns; the best row comes first. Reads config.yaml and metrics.jsonl, changes nothing.
+Runs that differ by their seed alone are one row. The settings in which any two runs differ are the
+columns; the best row comes first. Runs of different texts or tokenizers are in separate tables:
+their losses cannot be compared (metric=val/bits_per_byte can, between tokenizers). Reads run.json
+and metrics.jsonl, changes nothing.
 """
 
 import datetime
@@ -18,6 +20,7 @@ from training import results
 from training.command import settings_command, write_out
 from training.config import Problem, refuse
 from training.errors import words
+from training.terminal import visible
 
 
 @dataclass
@@ -53,10 +56,10 @@ class CompareConfig:
 def main(settings: CompareConfig) -> None:
     runs = found(settings)
     names = results.differing(runs)
-    rows = results.summaries(runs, names, settings.target)
+    rows = results.summaries(runs, names, settings.metric, settings.target)
     print(results.table(rows, names, settings.metric, settings.target))
-    if not {"data.path", "data.tokenizer"}.isdisjoint(names):
-        print("losses of different texts or tokenizers are not comparable", file=sys.stderr)
+    if any(row["table"] for row in rows):
+        say("the tables are of different texts or tokenizers; their losses cannot be compared")
     if settings.out:
         written = {
             "date": datetime.date.today().isoformat(),
@@ -73,7 +76,12 @@ def main(settings: CompareConfig) -> None:
 
 def write(key: str, path: str, content: bytes) -> None:
     write_out(path, content, key)
-    print(f"written to {path}", file=sys.stderr)
+    say(f"written to {path}")
+
+
+def say(line: str) -> None:
+    """A line on stderr. Names of files and folders come from anywhere."""
+    print(visible(line, keep=""), file=sys.stderr)
 
 
 def found(settings: CompareConfig) -> list[results.Run]:
@@ -81,23 +89,25 @@ def found(settings: CompareConfig) -> list[results.Run]:
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     runs, metrics = [], set()
     for pattern in patterns:
-        folders = sorted(folder for folder in map(Path, glob.glob(pattern)) if folder.is_dir())
+        # A name may hold what has a meaning in a pattern.
+        paths = [pattern] if Path(pattern).is_dir() else sorted(glob.glob(pattern))
+        folders = [folder for folder in map(Path, paths) if folder.is_dir()]
         if not folders:
-            several = f"; several are a list: runs='[{pattern}]'" if "," in pattern else ""
-            print(f"{pattern}: no such folder{several}", file=sys.stderr)
+            several = (
+                "; several are a list, in quotes: runs=\"['A','B']\"" if "," in pattern else ""
+            )
+            say(f"{pattern}: no such folder{several}")
         for folder in folders:
             try:
                 run, names = results.read(folder, settings.metric)
             except ValueError as error:
-                print(f"{folder}: left out, is no run ({words(error)})", file=sys.stderr)
+                say(f"{folder}: left out, is no run ({words(error)})")
                 continue
             metrics |= names
             if run.points:
                 runs.append(run)
             else:
-                print(
-                    f"{folder}: left out, has no {settings.metric} after its start", file=sys.stderr
-                )
+                say(f"{folder}: left out, has no {settings.metric} after its start")
     if runs:
         return runs
     if metrics:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import typing
 
@@ -589,6 +590,14 @@ def a_run(tmp_path_factory):
         trainer.train()
         trainer.tracker.finish()
     return folder / "runs" / "run"
+
+
+def test_a_file_that_was_given_alone_is_named_as_one_word(tmp_path, in_process):
+    path = tmp_path / "my text.txt"
+    path.touch()
+    code, _, err = in_process(train.main, tmp_path, path)
+    assert code == 2
+    assert f"data.path={path}" in shlex.split(err.strip().removesuffix("?"))
 
 
 GENERATION = {

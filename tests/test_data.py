@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import random
+import shlex
 import tracemalloc
 from pathlib import Path
 
@@ -868,6 +869,9 @@ def test_a_large_text_is_better_prepared(tmp_path, monkeypatch, capsys):
     load_datasets(byte_config(text))
     command = f"python -m scripts.prepare_data data.path={text} out=DIR\n"
     assert capsys.readouterr().err.endswith(f"once and for all: {command}")
+    apart = write(tmp_path / "it's apart.txt", "a" * 51)
+    load_datasets(byte_config(apart))
+    assert f"data.path={apart}" in shlex.split(capsys.readouterr().err)
     load_datasets(byte_config(tokens))  # that is what was done
     assert capsys.readouterr().err == ""
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -74,19 +75,34 @@ def test_a_run_that_goes_on_reads_its_rows_and_drops_those_from_its_step_on(tmp_
         "",
         "\x00\x00\x00",
         '{"step": 80, "entropy": [[1], [2, 3]]}',
+        "[80]",
+        "[" * 100_000,
+        b'{"step": 80, "\xff',
+        "x" * 2**23,
     ],
+    ids=lambda damaged: repr(damaged[:20]),
 )
 def test_a_damaged_line_is_dropped(tmp_path, damaged):
     file = tmp_path / "statistics.jsonl"
     history = History(file, step=0)
     history.add(row(0))
     history.add(row(40))
-    with open(file, "a") as out:
-        out.write(damaged)
+    with open(file, "ab") as out:
+        out.write(damaged if isinstance(damaged, bytes) else damaged.encode())
     resumed = History(file, step=80)
     assert steps(resumed) == [0, 40]
     resumed.add(row(80))
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 40, 80]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_a_regular_file_is_read(tmp_path, make):
+    """A FIFO has no writer, and a device has no end."""
+    file = tmp_path / "statistics.jsonl"
+    make(file)
+    history = History(file, step=40)
+    history.add(row(40))
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [40]
 
 
 def test_heads_are_ranked_highest_first_and_equals_in_their_order():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -330,6 +331,12 @@ def test_lines_that_are_no_rows_are_left_out(run):
     assert found == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
 
 
+def test_a_figure_of_zero_is_shown(run):
+    tiles = report.facts([row(1, 2.0, train_mfu=0.0) | {"train/tokens_per_second": 0.0}])
+    assert ">0.0%<" in tiles
+    assert ">0<" in tiles
+
+
 def test_a_long_run_stays_small(run):
     rows = [row(step, 3 + step % 7) for step in range(100_000)]
     rows[77_777]["train/loss"] = 1234.5
@@ -348,10 +355,30 @@ def test_it_is_written_whole_or_not_at_all(run, monkeypatch):
         raise OSError("no space left on device")
 
     (folder / "samples.jsonl").write_text('{"step": 40, "text": "more"}\n')
-    monkeypatch.setattr(report.os, "replace", full)
+    files = sorted(folder.iterdir())
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         write_report(folder)
     assert path.read_bytes() == before
+    assert sorted(folder.iterdir()) == files
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_regular_files_are_read(run, make):
+    """A FIFO has no writer, and a device has no end."""
+    folder = run()
+    (folder / "attention").mkdir()
+    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml", "attention/step_00000000.html"):
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+    assert write_report(folder).stat().st_size < 100_000
+
+
+def test_settings_beyond_the_limit_are_not_shown(run, monkeypatch):
+    folder = run(config="name: long\n")
+    assert "name: long" in write_report(folder).read_text()
+    monkeypatch.setattr(report, "MAX_CONFIG", 10)
+    assert "name: long" not in write_report(folder).read_text()
 
 
 def test_the_import_is_light():

@@ -14,6 +14,7 @@ def row(settings, *values, curves=None):
     return {
         "settings": settings,
         "runs": [f"run{n}" for n in range(len(values))],
+        "table": 0,
         "unfinished": [],
         "values": list(values),
         "mean": sum(values) / len(values),

@@ -10,6 +10,7 @@ import gzip
 import itertools
 import json
 import os
+import shlex
 import sys
 import threading
 import tracemalloc
@@ -229,8 +230,27 @@ def test_a_folder_of_token_files_is_no_folder_of_texts(tmp_path):
     write(tmp_path / "tokens" / "train.bin", b"\1\0")
     with pytest.raises(DataError) as caught:
         find_files(str(tmp_path))
-    fix = f"python train.py data=shards 'data.path={tmp_path / 'tokens'}'"
+    fix = f"python train.py data=shards data.path={tmp_path / 'tokens'}"
     check_refusal(caught.value, f"data.path={tmp_path}", "no *.txt,", fix)
+
+
+def test_commands_name_a_path_as_one_word(tmp_path):
+    """Whatever is in its name."""
+    folder = tmp_path / "it's mine"
+
+    def words_about(path):
+        with pytest.raises(DataError) as caught:
+            list(encode_part(Part(*find_files(str(path))), encoder_of("byte", "token")))
+        return shlex.split(str(caught.value).partition("; ")[2])
+
+    write(folder / "a.md", "text")
+    assert f"data.path={folder}/*.md" in words_about(folder)
+    write(folder / "train.bin", b"\1\0")
+    assert f"data.path={folder}" in words_about(folder)
+    assert f"data.path=[{folder},b]" in words_about(f"{folder},b")
+    for raw in (b"caf\xe9", b"\xff\xfea\0"):
+        path = write(folder / "a.txt", raw)
+        assert str(path) in words_about(path)
 
 
 @pytest.mark.parametrize(

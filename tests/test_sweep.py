@@ -94,7 +94,7 @@ def test_a_failing_job_is_told_and_the_next_begins(swept):
     told = [line for line in err.splitlines() if " failed: " in line]
     assert [line.split(" failed: ")[0] for line in told] == ["job 1 of 4", "job 2 of 4"]
     assert all("; use a smaller optimizer.lr, " in line for line in told)
-    names = [f"{path.name}_lr={lr},seed={seed}" for lr in (1e9, 0.01) for seed in (1, 2)]
+    names = [f"{path.name}_lr-{lr}_seed-{seed}" for lr in (1e9, 0.01) for seed in (1, 2)]
     assert sorted(run.name for run in (folder / "runs").iterdir()) == sorted(names)
     assert [job["exit_code"] for job in found["jobs"]] == [4, 4, 0, 0]
     assert [job["run"] for job in found["jobs"]] == names
@@ -133,7 +133,7 @@ def test_a_failed_job_can_be_repeated_alone(swept):
         assert words[:2] == ["python", "train.py"]
         settings = compose(words[2:])
         assert (settings.optimizer.lr, settings.seed) == (1e9, seed)
-        assert settings.name == f"{path.name}_lr=1000000000.0,seed={seed}"
+        assert settings.name == f"{path.name}_lr-1000000000.0_seed-{seed}"
         assert settings.wandb.group == path.name
         assert settings.trainer.max_skips == 1
 
@@ -266,7 +266,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(place, monkeypatch):
     assert "job 2" not in out
     stopped, last = err.splitlines()
     (path,) = (place / "multirun").iterdir()
-    assert stopped == f"stopped by SIGTERM after step 2; saved in runs/{path.name}_lr=0.001"
+    assert stopped == f"stopped by SIGTERM after step 2; saved in runs/{path.name}_lr-0.001"
     way = last.removeprefix("sweep: stopped; 0 of 2 jobs done; go on with: ")
     words = shlex.split(way)
     assert words == ["python", "train.py", *arguments, f"hydra.sweep.dir=multirun/{path.name}"]
@@ -275,7 +275,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(place, monkeypatch):
     assert (code, err) == (0, "")
     assert out.count("resumed after step 2\n") == 1
     runs = sorted((place / "runs").iterdir())
-    assert [run.name for run in runs] == [f"{path.name}_lr={lr}" for lr in ("0.001", "0.01")]
+    assert [run.name for run in runs] == [f"{path.name}_lr-{lr}" for lr in ("0.001", "0.01")]
     assert [rows(run)[-1]["step"] for run in runs] == [3, 3]
     code, out, err = run_in(place, *words[2:])
     assert (code, err) == (0, "")
@@ -331,20 +331,46 @@ def named(folder, keys, *jobs):
 
 
 def test_names_say_the_values_and_are_names():
-    assert named("sweeps/my lr", ["optimizer.lr"], ["optimizer.lr=0.1"]) == ["my-lr_lr=0.1"]
+    assert named("sweeps/my lr", ["optimizer.lr"], ["optimizer.lr=0.1"]) == ["my-lr_lr-0.1"]
     assert named("a", [], []) == ["a"]
     both = ["data.path", "trainer.path"]
     values = ["data.path=/tmp/ü b.txt", "+trainer.path='x'"]
-    assert named("a", both, values) == ["a_data.path=tmp-b.txt,trainer.path=x"]
+    assert named("a", both, values) == ["a_data.path-tmp-b.txt_trainer.path-x"]
+    for job in (["seed=1", "optimizer.lr=0.1"], ["optimizer.lr=0.1", "seed=1"]):
+        assert named("a", ["seed", "optimizer.lr"], job) == ["a_lr-0.1_seed-1"]
     long = [[f"x={'v' * 300}{n}"] for n in (1, 2)]
     names = named("a", ["x"], *long)
     assert [name[-4:] for name in names] == ["vv_1", "vv_2"]
     assert max(map(len, names)) == 128
-    assert named("a", ["x"], ["x=/b"], ["x=b"]) == ["a_x=b", "a_x=b_2"]
-    assert named("...", ["x"], ["x=1"]) == ["sweep_x=1"]
+    assert named("a", ["x"], ["x=/b"], ["x=b"]) == ["a_x-b", "a_x-b_2"]
+    assert named("...", ["x"], ["x=1"]) == ["sweep_x-1"]
     assert len(sweep_of("l" * 200).name) == LENGTHS["group"]
-    for name in (*names, *named("..,", ["x"], ["x=="]), *named("=", ["x"], ["x=1"])):
+    names += [*named("..,", ["x"], ["x=="]), *named("=", ["x"], ["x=1"])]
+    names += named("lr=1,2", ["x"], ["x=[1,2]"], ['x={a:"=,"}'])
+    for name in names:
         assert compose([f"name={name}"]).name == name
+    assert parse(compare.CompareConfig, [f"runs=[{','.join(names)}]"]).runs == names
+
+
+def test_a_sweep_whose_runs_are_named_otherwise_is_not_continued(place):
+    """Those of version 1: their jobs would be done again under other names."""
+    earlier = place / "runs" / "mine_seed=1"
+    earlier.mkdir(parents=True)
+    (place / "multirun").mkdir()
+    arguments = ["-m", *SHORT, "seed=1,2"]
+    code, _, err = run_in(place, *arguments, "hydra.sweep.dir=multirun/mine")
+    assert code == 2
+    assert err.startswith("hydra.sweep.dir=multirun/mine: ")
+    assert err.count("\n") == 1
+    assert list((place / "runs").iterdir()) == [earlier]
+    assert list((place / "multirun").iterdir()) == []
+
+
+def test_what_a_sweep_says_of_its_folder_is_text(place):
+    folder = "hydra.sweep.dir='multirun/a\x1b[31m'"
+    code, out, err = run_in(place, "-m", *SHORT, DIVERGES, folder)
+    assert code == 4
+    assert "\x1b" not in out + err
 
 
 def test_two_sweeps_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):

@@ -512,6 +512,25 @@ def test_a_model_that_cannot_be_uploaded_is_told(tmp_path, recorded, capsys):
     assert line.startswith("W&B: the model was not uploaded (Path is not a file")
 
 
+def test_commands_name_a_folder_with_a_blank_as_one_word(tmp_path, recorded, capsys):
+    recorded.dir = "my runs/a/wandb/run-1/files"
+    tracker = Tracker(WandbConfig(), tmp_path, {})
+    command = tracker.where().partition("wandb sync ")[2]
+    assert shlex.split(command) == ["my runs/a/wandb/offline-run-*"]
+    recorded.offline, recorded.entity, recorded.project = False, "me", "clearhead"
+    tracker.wandb.log_model([tmp_path / "my run" / "gone.safetensors"], ["last"], {})
+    command = capsys.readouterr().err.partition("wandb artifact put ")[2]
+    assert shlex.split(command)[-1] == str(tmp_path / "my run")
+
+    def fails(row, step):
+        raise TimeoutError
+
+    recorded.log = fails
+    tracker.log({"train/loss": 1.0}, 1)
+    command = capsys.readouterr().err.partition("wandb sync ")[2]
+    assert shlex.split(command)[:2] == ["--include-online", "my runs/a/wandb/run-1"]
+
+
 def test_a_bad_picture_costs_the_picture_only(tmp_path, capsys):
     tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
     tracker.wandb.run = run = Recorded()

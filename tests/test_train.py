@@ -20,7 +20,7 @@ from conftest import REPOSITORY, TINY
 from known_runs import assert_same, rows, stop_behind, weights
 
 from train import Diverged, Trainer
-from training import checkpoint, directory
+from training import announce, checkpoint, directory
 from training.config import ConfigError
 from training.directory import settings_of
 from training.errors import RunDirectoryError
@@ -236,6 +236,36 @@ def test_the_run_directory(trainer, tmp_path):
     assert (checkpoints / "best" / "model.safetensors").is_file()
     files = sorted(p.name for p in (checkpoints / "last").iterdir())
     assert files == ["SHA256SUMS", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.log_every=4", "trainer.eval_every=3"),
+        ("data.val_fraction=0", "trainer.log_every=4", "trainer.eval_every=3"),
+        ("trainer.log_every=4", "trainer.eval_every=0", "lens=default", "lens.every=2"),
+    ],
+    ids=["validation", "sample", "attention"],
+)
+def test_every_row_of_the_log_has_the_tokens(trainer, overrides):
+    run = trainer(*overrides)
+    run.train()
+    logged = rows(run.folder)
+    assert len(logged) > 1
+    assert [row.get("train/tokens") for row in logged] == [row["step"] * 8 * 32 for row in logged]
+
+
+def test_a_best_loss_of_zero_stays_the_best(trainer, capsys):
+    run = trainer()
+    run.state.step = 1
+    run.save_if_due({"val/loss": 0.0})
+    run.state.step = 2
+    run.save_if_due({"val/loss": 0.5})
+    assert (run.state.best_loss, run.state.best_step) == (0.0, 1)
+    run.state.val_loss = 0.5
+    capsys.readouterr()
+    announce.conclude(run, 1.0)
+    assert "0.0000" in capsys.readouterr().out
 
 
 def test_only_the_best_and_the_newest_checkpoints_stay(trainer, monkeypatch):
@@ -656,6 +686,24 @@ def test_what_a_run_says_of_its_windows_and_its_vocabulary(trainer, capsys):
     assert f"{len(run.val_set)} to validate (2 of them each time); " in said
     note = "data.tokenizer=byte has 257 ids; model.vocab_size=257 is enough"
     assert f"note: model.vocab_size=600: {note}\n" in said
+
+
+def test_the_command_for_more_text_names_the_folder_as_one_word(trainer, capsys):
+    run = trainer()
+    run.folder = Path("my runs/a")
+    announce.conclude(run, 1.0)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "generate.py" in line)
+    assert "checkpoint=my runs/a" in shlex.split(line)
+
+
+def test_the_command_that_begins_with_a_models_weights_is_one_word(trainer, tmp_path):
+    trainer("name=a").train()
+    model = tmp_path / "my model"
+    shutil.copytree(tmp_path / "runs" / "a" / "checkpoints" / "last", model)
+    (model / "optimizer.safetensors").unlink()
+    with pytest.raises(ConfigError) as caught:
+        trainer("name=b", f"trainer.resume={model}")
+    assert f"trainer.init_from={model}" in shlex.split(str(caught.value))
 
 
 # ------------------------------------------------------------------------------ as a user meets it

@@ -20,6 +20,7 @@ import importlib
 import io
 import json
 import os
+import shlex
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ WINDOW = 2**16  # bytes in which a cut is looked for
 SIDE = 4  # bytes on each side of a cut in which it shows: the longest character
 TEXTS = (".txt", ".jsonl", ".ndjson")  # what a folder is searched for, besides *.parquet
 COMPRESSED = (".gz", ".zst")
-TRAIN_ON_TOKENS = "train on them: python train.py data=shards 'data.path={}'"
 HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
 
 
@@ -86,11 +86,12 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
             found, others = _texts_in(Path(entry))
             if not found:
                 what = "no *.txt, *.jsonl or *.parquet file in this folder"
-                fix = f"name the files with a glob, such as data.path='{entry}/*.md'"
+                pattern = shlex.quote(f"data.path={entry}/*.md")
+                fix = f"name the files with a glob, such as {pattern}"
                 if of_tokens := [p for p in others if p.suffix == ".bin"]:
                     where = of_tokens[0].parent
                     what = f"{what}, but *.bin"
-                    fix = f"if these are tokens, {TRAIN_ON_TOKENS.format(where)}"
+                    fix = f"if these are tokens, {_train_on_tokens(where)}"
                 raise DataError(f"data.path={entry}: {what}; {fix}")
             if others and notes is not None:
                 files_are = "a file is" if len(others) == 1 else f"{len(others):,} files are"
@@ -106,10 +107,14 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
             if not found:
                 fix = f"check the path; relative ones start at {os.getcwd()}"
                 if "," in str(entry):
-                    fix = f"several are a list: data.path='[{entry}]'"
+                    fix = f"several are a list: {shlex.quote(f'data.path=[{entry}]')}"
                 raise DataError(f"data.path={entry}: no such file; {fix}")
         files += map(str, found)
     return files
+
+
+def _train_on_tokens(path: str | Path) -> str:
+    return f"train on them: python train.py data=shards {shlex.quote(f'data.path={path}')}"
 
 
 def _texts_in(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -198,7 +203,7 @@ def _whole_characters(block: bytes, offset: int, path: str) -> int:
 
 
 def _not_utf8(path: str, byte: int, offset: int) -> DataError:
-    fix = f"convert it: iconv -f LATIN1 -t UTF-8 '{path}' > utf8.txt"
+    fix = f"convert it: iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > utf8.txt"
     return DataError(f"data.path={path}: not UTF-8 (0x{byte:02x} at byte {offset}); {fix}")
 
 
@@ -212,12 +217,12 @@ def _check_beginning(path: str, raw: bytes) -> None:
     if raw.startswith(b"PK\x03\x04"):
         raise DataError(f"data.path={path}: a zip archive, not text; unpack it first")
     if raw.startswith(SHARD_MAGIC.to_bytes(4, "little")):
-        raise DataError(f"data.path={path}: tokens, not text; {TRAIN_ON_TOKENS.format(path)}")
+        raise DataError(f"data.path={path}: tokens, not text; {_train_on_tokens(path)}")
     if raw.startswith(b"PAR1"):
         fix = "give it a name that ends in .parquet"
         raise DataError(f"data.path={path}: Parquet, not text; {fix}")
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        fix = f"convert it: iconv -f UTF-16 -t UTF-8 '{path}' > utf8.txt"
+        fix = f"convert it: iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path))} > utf8.txt"
         raise DataError(f"data.path={path}: UTF-16, not UTF-8, at byte 0; {fix}")
 
 

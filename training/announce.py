@@ -59,7 +59,9 @@ def conclude(run: "Trainer", seconds: float) -> None:
     if run.train_loss is not None:
         out.print(f"training loss    {run.train_loss:.4f}  (step {state.step})")
     if state.val_loss is not None:
-        best = f"; best {state.best_loss:.4f} at step {state.best_step}" if state.best_loss else ""
+        best = ""
+        if state.best_loss is not None:
+            best = f"; best {state.best_loss:.4f} at step {state.best_step}"
         out.print(f"validation loss  {state.val_loss:.4f}{best}")
     if run.last_sample:
         out.print(f"\n{run.last_sample}\n")
@@ -77,7 +79,8 @@ def conclude(run: "Trainer", seconds: float) -> None:
         out.print(f"model for W&B    {run.uploaded}")
     if run.settings.trainer.profile and (table := run.folder / "profile" / "step.txt").is_file():
         out.print(f"profile          {table}")
-    prompt = shlex.quote(f"prompt={run.settings.trainer.sample_prompt}")
-    out.print(f"more text        python generate.py checkpoint={run.folder} {prompt}")
+    prompt = f"prompt={run.settings.trainer.sample_prompt}"
+    command = shlex.join(["python", "generate.py", f"checkpoint={run.folder}", prompt])
+    out.print(f"more text        {command}")
     if where := run.tracker.where():
         out.print(f"W&B              {where}")

@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -431,7 +432,8 @@ def check_names(
             cause = "several values for one run"
             fix = f"-m trains once for each; a text with a comma is quoted, {_quoting(text)}"
             if key in keys and OmegaConf.is_list(OmegaConf.select(tree, key)):
-                fix = f"a list has brackets: '{key}=[{text.partition('=')[2]}]'"
+                several = shlex.quote(f"{key}=[{text.partition('=')[2]}]")
+                fix = f"a list has brackets: {several}"
             if sweeping:  # glob(*)
                 cause, fix = "a pattern is no list of values", "name the values, with commas"
             problems.append((text, NO_VALUE, cause, fix))
@@ -496,14 +498,15 @@ def _calls_code(override) -> bool:
 def meant(text: str, key: str) -> str:
     """The fix for an argument that is no setting: the name of something that is there may be the
     value of `key`."""
-    return f"did you mean {key}={text}?" if key and os.path.exists(text) else BLANKS
+    there = key and os.path.exists(text)
+    return f"did you mean {shlex.quote(f'{key}={text}')}?" if there else BLANKS
 
 
 def _quoting(text: str) -> str:
     key, _, value = text.partition("=")
     if key == "lens.prompts":
         return """'lens.prompts=["one","another"]'"""
-    return f"""'{key}="{value}"'"""
+    return shlex.quote(f'{key}="{value}"')
 
 
 def _dotted(tree, prefix: str = ""):

@@ -9,21 +9,20 @@ sent alone. Only the standard library is used.
 """
 
 import base64
+import contextlib
 import hashlib
 import html
 import json
-import os
 import re
 import time
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from durable import read_bounded
+from durable import read_bounded, read_lines, write_whole
 from training.chart import Chart, Points, figure, finite, points_of
 from training.terminal import visible
 
-LARGEST = 2**30  # bytes of a file that a report shows
 TEMPLATE = Path(__file__).with_suffix(".html")
 # What a run's directory may hold, and what it is.
 FILES = (
@@ -51,6 +50,7 @@ CHARTS = (
     Chart("Gradient norm", "before clipping", ("train/grad_norm",), from_zero=True, log=True),
 )
 
+MAX_CONFIG, MAX_PAGE = 2**20, 2**30  # bytes that are read
 LONGEST_SAMPLE = 10_000  # characters of one on a page of its own
 SAMPLE_PAGE = """<!doctype html>
 <html lang="en">
@@ -72,11 +72,10 @@ p {{ margin: .25rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }}
 def write_report(folder: Path) -> Path:
     """Writes folder/report.html from what is in the run's directory; returns where it is."""
     rows, samples = read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl")
-    config, template = read_text(folder / "config.yaml"), TEMPLATE.read_bytes()
-    page = attention_page(folder)
-    embedded = read(page) if page else b""
+    config = read(folder / "config.yaml", MAX_CONFIG).decode("utf-8", "replace")
+    template, page = TEMPLATE.read_bytes(), attention_page(folder)
+    embedded = read(page, MAX_PAGE) if page else b""
     report = folder / "report.html"
-    being_written = folder / "report.html.tmp"
     parts = {
         "CSP": content_security_policy(template, embedded),
         "NAME": escape(folder.resolve().name),
@@ -90,11 +89,10 @@ def write_report(folder: Path) -> Path:
     }
     # One pass over the template alone: what a part says is never read as a placeholder. Bytes,
     # because the attention page has megabytes of them and as text each would be two or four.
-    being_written.unlink(missing_ok=True)  # a link would be followed
-    being_written.write_bytes(
-        re.sub(rb"__([A-Z]+)__", lambda found: as_bytes(parts[found[1].decode()]), template)
+    write_whole(
+        report,
+        re.sub(rb"__([A-Z]+)__", lambda found: as_bytes(parts[found[1].decode()]), template),
     )
-    os.replace(being_written, report)
     return report
 
 
@@ -106,29 +104,29 @@ def as_bytes(part: str | bytes) -> bytes:
 # ------------------------------------------------------------------------------------- reading
 
 
-def read(path: Path) -> bytes:
-    """What a file says; nothing when it is not there, or not a regular file."""
+def read(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes; nothing where there is none."""
     try:
-        return read_bounded(path, LARGEST)
+        return read_bounded(path, limit)
     except OSError:
         return b""
 
 
-def read_text(path: Path) -> str:
-    """The same as text. A character that is cut in two does no harm."""
-    return read(path).decode("utf-8", "replace")
-
-
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a .jsonl file by step; a line that is cut off or is no row is left out."""
+    """The rows of a .jsonl file, sorted by step; none where it is missing or cannot be read.
+
+    Lines that are truncated, too long or not a row are skipped. Limits: durable.read_lines.
+    """
     rows = []
-    for line in read_text(path).split("\n"):  # splitlines would split inside a sample's text
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 2**53:
-            rows.append(row)
+    with contextlib.suppress(OSError):
+        for line in read_lines(path):
+            try:
+                row = json.loads(line.decode("utf-8", "replace"))
+            except (ValueError, RecursionError):
+                continue
+            step = row.get("step") if isinstance(row, dict) else None
+            if type(step) is int and 0 <= step < 2**53:
+                rows.append(row)
     return sorted(rows, key=lambda row: row["step"])
 
 
@@ -162,9 +160,9 @@ def facts(rows: list[dict]) -> str:
                 shown.append((name, format(there[step], form), f"at step {step:,}"))
     if tokens := finite(points_of(rows, "train/tokens")):
         shown.append(("Tokens seen", f"{tokens[-1][1]:,.0f}", ""))
-    if speed := median(points_of(rows, "train/tokens_per_second")):
+    if (speed := median(points_of(rows, "train/tokens_per_second"))) is not None:
         shown.append(("Tokens per second", f"{speed:,.0f}", "median"))
-    if share := median(points_of(rows, "train/mfu")):
+    if (share := median(points_of(rows, "train/mfu"))) is not None:
         shown.append(("FLOPs utilisation", f"{share:.1%}", "median"))
     tiles = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"

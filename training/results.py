@@ -1,31 +1,33 @@
 """What several runs came to, side by side: read from their directories, as a table and a picture.
 
     runs = [read(folder, "val/loss")[0] for folder in folders]
-    rows = summaries(runs, names := differing(runs))
+    rows = summaries(runs, names := differing(runs), "val/loss")
     print(table(rows, names, "val/loss"))
     Path("results.png").write_bytes(draw(rows, names, "val/loss"))
 
-Runs that differ by their seed alone stand in one row, the lowest metric first. For a sweep
-(training/sweep.py) and for scripts/compare. Reads config.yaml and metrics.jsonl, changes nothing.
+Runs that differ by their seed alone are one row, the lowest metric first. Runs of different texts
+or tokenizers are in tables of their own, as their losses cannot be compared. For a sweep
+(training/sweep.py) and for scripts/compare. Reads run.json and metrics.jsonl, changes nothing.
 """
 
 import io
 import json
 import math
+import os
 import statistics
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from training.chart import number
-from training.report import read_rows, read_text
+from training.directory import settings_of
+from training.report import read_rows
 from training.terminal import visible
 
 VARIES = ("seed", "name")  # between runs of one row
 # Of what a run may change when it goes on, what makes it learn otherwise all the same.
-LEARNING = ("seed", "data.path", "trainer.max_steps", "trainer.init_from")
+LEARNING = ("seed", "data.path", "data.val_path", "trainer.max_steps", "trainer.init_from")
+NAMES_IN_TABLE = 4  # runs of a row that are named
 IN_WORDS = {"val/loss": "validation loss", "train/loss": "training loss"}
 
 INK, GRID, PALE = "#24292f", "#e6e8eb", "#b8bfc6"
@@ -71,13 +73,13 @@ def read(folder: Path, metric: str, also: tuple[str, ...] = ()) -> tuple[Run, se
     from training.resume import FREE_TO_CHANGE
 
     try:
-        config = yaml.safe_load(read_text(folder / "config.yaml"))
-        trainer, leaves = config["trainer"], flat(config)
-        sizes = trainer["batch_size"], config["data"]["max_length"], trainer["max_steps"]
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        found = settings_of(folder)
+        trainer, leaves = found["trainer"], flat(found)
+        sizes = trainer["batch_size"], found["data"]["max_length"], trainer["max_steps"]
+    except (KeyError, TypeError, RecursionError):
         sizes = ()
     if not sizes or not all(type(size) is int for size in sizes):
-        raise ValueError("config.yaml is missing or damaged")
+        raise ValueError("run.json is missing or damaged")
     settings = {
         name: value
         for name, value in leaves.items()
@@ -90,7 +92,10 @@ def read(folder: Path, metric: str, also: tuple[str, ...] = ()) -> tuple[Run, se
             continue  # nothing was learned yet
         names |= row.keys() - {"step"}
         if metric in row:
-            points.append((row["step"] * of_a_step, number(row[metric])))
+            tokens = row.get("train/tokens")
+            if type(tokens) is not int or not 0 <= tokens < 2**63:  # a row of an older run
+                tokens = row["step"] * of_a_step
+            points.append((tokens, number(row[metric])))
     last = rows[-1]["step"] if rows else 0
     return Run(folder.name, settings, points, max_steps, last), names
 
@@ -119,14 +124,35 @@ def shared(runs: list[Run], names: list[str]) -> dict[str, object]:
     }
 
 
-def summaries(runs: list[Run], names: list[str], target: float | None = None) -> list[dict]:
-    """A row for the runs that differ by their seed alone, the best row first."""
-    groups: dict[str, list[Run]] = {}
+def summaries(
+    runs: list[Run], names: list[str], metric: str, target: float | None = None
+) -> list[dict]:
+    """A row for the runs that differ by their seed alone, the best row first.
+
+    row["table"] is the number of the table that a row belongs to, from 0: rows of different tables
+    cannot be compared.
+    """
+    groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         key = json.dumps([run.settings.get(n) for n in names], default=str)
-        groups.setdefault(key, []).append(run)
-    rows = [summary(group, names, target) for group in groups.values()]
-    return sorted(rows, key=lambda row: (math.isnan(row["mean"]), row["mean"]))
+        groups.setdefault((measured_on(run, metric), key), []).append(run)
+    tables = list(dict.fromkeys(measured for measured, _ in groups))
+    rows = [
+        {"table": tables.index(measured)} | summary(group, names, target)
+        for (measured, _), group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (row["table"], math.isnan(row["mean"]), row["mean"]))
+
+
+def measured_on(run: Run, metric: str) -> str:
+    """The text and the tokenizer of a metric. It can be compared between runs where they are the
+    same; bits per byte can be compared between tokenizers."""
+    validation = run.settings.get("data.val_path") if metric.startswith("val/") else None
+    training = [run.settings.get(f"data.{key}") for key in ("path", "synthetic")]
+    tokenizer = run.settings.get("data.tokenizer")
+    if metric.endswith("/bits_per_byte"):
+        tokenizer = None
+    return json.dumps([validation or None, None if validation else training, tokenizer])
 
 
 def summary(group: list[Run], names: list[str], target: float | None) -> dict:
@@ -164,11 +190,17 @@ def without_nan(value: object) -> object:
 
 
 def table(rows: list[dict], names: list[str], metric: str, target: float | None = None) -> str:
-    """As Markdown, to be read in a terminal too."""
+    """As Markdown, to be read in a terminal too; a blank line between tables."""
+    numbers = dict.fromkeys(row["table"] for row in rows)
+    parts = [[row for row in rows if row["table"] == number] for number in numbers]
+    return "\n\n".join(_table(part, names, metric, target) for part in parts)
+
+
+def _table(rows: list[dict], names: list[str], metric: str, target: float | None) -> str:
     head = [*(heading(name, names) for name in names), "runs", "tokens", metric, "least–most"]
     if target is not None:
         head.append(f"tokens to {target:g}")
-    lines = [head]
+    lines = [[*head, "run"]]
     for row in rows:
         cells = [shown(value) for value in row["settings"].values()]
         unfinished = f" ({len(row['unfinished'])} unfinished)" if row["unfinished"] else ""
@@ -178,9 +210,9 @@ def table(rows: list[dict], names: list[str], metric: str, target: float | None 
         cells.append(spread if len(row["runs"]) > 1 else "")
         if target is not None:
             cells.append(told_tokens(row["tokens_to_target"]))
-        lines.append(cells)
+        lines.append([*cells, listed(row["runs"])])
     lines = [[visible(cell.replace("|", "\\|"), keep="") for cell in line] for line in lines]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * width for width in widths]
     return "\n".join(
         "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
@@ -202,6 +234,14 @@ def shown(value: object) -> str:
     if value is None:
         return "null"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def listed(runs: list[str]) -> str:
+    """The names of a row's runs: the first one, and of some others how they end."""
+    start = len(os.path.commonprefix(runs))  # noqa: RUF071 letters are meant
+    others = [f"…{name[start:]}" if start > 3 else name for name in runs[1:NAMES_IN_TABLE]]
+    more = f" + {len(runs) - NAMES_IN_TABLE}" if len(runs) > NAMES_IN_TABLE else ""
+    return ", ".join([runs[0], *others]) + more
 
 
 def told_tokens(counts: list[int | None]) -> str:

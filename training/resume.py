@@ -6,6 +6,7 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 
 import copy
 import dataclasses
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -214,7 +215,7 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
         is_copy = checkpoint.is_one(path) and checkpoint.run_of(path) is None
         if is_copy and not (path / checkpoint.OPTIMIZER).exists():
             cause = f"has no {checkpoint.OPTIMIZER}, as a model from W&B"
-            fix = f"trainer.init_from={resume} begins a new run with its weights"
+            fix = f"{shlex.quote(f'trainer.init_from={resume}')} begins a new run with its weights"
             return None, [("trainer.resume", resume, cause, fix)]
         found = checkpoint.find(resume, "trainer.resume", checkpoint.FILES)
         if not goes_on(found, settings):

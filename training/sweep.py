@@ -110,10 +110,21 @@ class Sweep:
         """As asked for; by the clock one that is new, unless torchrun has begun this sweep anew."""
         folder = self.plan.folder
         if self.plan.is_chosen:
+            self._check_names(folder)
             return folder
         if before := directory.sweep_before_restart(folder.parent):
             return before
         return directory.make_new(folder)
+
+    def _check_names(self, folder: Path) -> None:
+        """Raises RunDirectoryError where version 1 has begun the sweep: it named runs otherwise
+        (lr=0.1,seed=1), so jobs that are done would be done again."""
+        name, keys = _in_letters(folder.resolve().name), self.plan.keys
+        keys = {results.heading(key, keys) for key in keys}
+        for run in directory.RUNS.glob(f"{name}_*=*"):
+            if run.name.removeprefix(f"{name}_").partition("=")[0] in keys:
+                cause = f"an earlier version has begun it, and named its runs as {run}"
+                raise RunDirectoryError(f"hydra.sweep.dir={folder}: {cause}; give another folder")
 
     @property
     def name(self) -> str:
@@ -163,13 +174,13 @@ class Sweep:
         job.name = settings.name
 
     def _name(self, job: Job) -> str:
-        """runs/2026-11-22_11-50-02_lr=0.001,seed=1: the same when the sweep is begun again."""
+        """runs/2026-11-22_11-50-02_lr-0.001_seed-1: the same when the sweep is begun again."""
         keys = [_key(text) for text in job.varied]
         pairs = [
-            f"{results.heading(key, keys)}={_in_letters(text.partition('=')[2])}"
+            f"{results.heading(key, keys)}-{_in_letters(text.partition('=')[2])}"
             for key, text in zip(keys, job.varied, strict=True)
         ]
-        name = "_".join([self.name, *([",".join(pairs)] if pairs else [])])
+        name = "_".join([self.name, *sorted(pairs)])
         taken = {other.name for other in self.jobs if other is not job}
         if len(name) <= LONGEST_NAME and name not in taken:
             return name
@@ -245,18 +256,18 @@ class Sweep:
             if kept:
                 others = f"  (also .{', .'.join(kept[1:])})" if kept[1:] else ""
                 path = self.folder / f"results.{kept[0]}"
-                print(f"results          {path}{others}", flush=True)
+                print(visible(f"results          {path}{others}"), flush=True)
             if self.failed:
                 jobs = f"of {len(self.jobs)} jobs" if len(self.jobs) > 1 else "job"
                 print(f"{len(self.failed)} {jobs} failed:", file=sys.stderr)
             for job in self.failed:
                 print(f"  {_joined(f'job {job.number}', job.what, job.line)}", file=sys.stderr)
-                print(f"    again: {shlex.join(self._again(job))}", file=sys.stderr)
+                print(f"    again: {visible(shlex.join(self._again(job)))}", file=sys.stderr)
             if self.stopped or self.lost:
                 done = sum(job.code == 0 for job in self.jobs)
                 of = f" of {self.plan.count}" if self.plan.count else ""
                 why = self.lost or "stopped"
-                go_on = shlex.join(self.started_again())
+                go_on = visible(shlex.join(self.started_again()))
                 print(f"sweep: {why}; {done}{of} jobs done; go on with: {go_on}", file=sys.stderr)
 
     def _kept(self, name: str) -> bool:
@@ -284,7 +295,7 @@ class Sweep:
             runs, metric = self._runs()
             names = self._names(runs)
             if runs:
-                rows = results.summaries(runs, names)
+                rows = results.summaries(runs, names, metric)
                 table = results.table(rows, names, metric)
                 done = {"settings": results.shared(runs, names), "rows": rows}
             written = {
@@ -300,7 +311,8 @@ class Sweep:
                 write_whole(self.folder / "results.png", results.draw(rows, names, metric))
             write_whole(self.folder / "results.md", self._as_text(table).encode())
         except Exception as error:
-            print(f"{self.folder}: results not written ({one_line(error)})", file=sys.stderr)
+            words = f"{self.folder}: results not written ({one_line(error)})"
+            print(visible(words, keep=""), file=sys.stderr)
         return table
 
     def _runs(self) -> tuple[list[results.Run], str]:
@@ -368,8 +380,8 @@ def _key(override: str) -> str:
 
 
 def _in_letters(text: str) -> str:
-    """As the name of a run may have it."""
-    return re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", text).strip("-.,=+")
+    """As the name of a run has it; without = and , to be an item of a list of runs."""
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.+")
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,9 +136,8 @@ class WandbRun:
         if self.run is None:
             return None
         if self.run.offline:
-            return (
-                f"offline; to upload it: wandb sync {_recorded_in(self.run).parent}/offline-run-*"
-            )
+            folder = shlex.quote(str(_recorded_in(self.run).parent))
+            return f"offline; to upload it: wandb sync {folder}/offline-run-*"
         return self.run.url
 
     def log(
@@ -208,7 +208,8 @@ class WandbRun:
         name = f"model-{run.id}"
         if not run.offline:
             place = f"{run.entity}/{run.project}/{name}"
-            self.put_model = f"wandb artifact put --type model --name {place} {files[0].parent}"
+            folder = shlex.quote(str(files[0].parent))
+            self.put_model = f"wandb artifact put --type model --name {place} {folder}"
         try:
             artifact = wandb.Artifact(name, type="model", metadata=facts)
             for file in files:
@@ -266,7 +267,8 @@ class WandbRun:
         if isinstance(error, TimeoutError):
             cause = f"the server did not take it within {self.finish_timeout:g} s"
         if isinstance(error, NotRecorded | TimeoutError) and not run.offline:
-            later = f"wandb sync --include-online {_recorded_in(run)}{self._by_hand()}"
+            folder = shlex.quote(str(_recorded_in(run)))
+            later = f"wandb sync --include-online {folder}{self._by_hand()}"
             what = f"not all was uploaded ({cause}); to do it later: {later}"
         elif isinstance(error, NotRecorded):
             what = f"its record has gaps, {ON_DISK} ({cause})"
