@@ -23,6 +23,7 @@ if typing.TYPE_CHECKING:
     from training.parallel import ParallelConfig
     from training.wandb_run import WandbConfig
 
+from training.other_names import same_purpose
 from training.terminal import visible
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -312,18 +313,20 @@ def _name(hint: object) -> str:
 
 
 def unknown_key(key: str, value: object, known: list[str]) -> Problem:
-    """The problem of a key that does not exist, with the nearest one that does."""
-    last = key.rsplit(".", 1)[-1]
-    near = [name for name in known if name.rsplit(".", 1)[-1] == last]  # in another group
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    if not near:  # nearly the right word in the wrong group, or without one
-        by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-        near = [by_last[hit] for hit in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
-    if near:
-        return (key, value, "no such setting", f"did you mean {near[0]}?")
-    group = key.rpartition(".")[0]
-    there = [name.removeprefix(group + ".") for name in known if name.startswith(group + ".")]
-    fix = f"{group} has {', '.join(there)}" if group and there else "--help lists all settings"
+    """The problem of a key that does not exist. The hint: the setting that another project calls
+    so, else one of the same name in another group, else the nearest name, its own group first."""
+    group, _, last = key.rpartition(".")
+    if found := same_purpose(last, known):
+        setting, remark = found
+        return (key, value, "no such setting", f"use {setting}{remark and f' ({remark})'}")
+    there = [name for name in known if name.rpartition(".")[0] == group]
+    for names in (there, known):
+        # Without their groups: a group that two names share makes any two of them look alike.
+        by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+        if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.75):
+            return (key, value, "no such setting", f"did you mean {by_last[near[0]]}?")
+    names = ", ".join(name.rpartition(".")[2] for name in there)
+    fix = f"{group} has {names}" if group and there else "--help lists all settings"
     return (key, value, "no such setting", fix)
 
 
