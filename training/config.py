@@ -393,6 +393,12 @@ def _unusable_texts(group: str, values: dict) -> list[Problem]:
     return found
 
 
+def oversized(model: "ModelConfig") -> str:
+    """The setting that makes a model large: the one furthest above its default, GPT-2 small's."""
+    keys = ("vocab_size", "context_length", "emb_dim", "num_layers")
+    return max(keys, key=lambda key: getattr(model, key) / getattr(type(model), key))
+
+
 def cross_problems(parts: dict) -> list[Problem]:
     """What does not fit together across groups."""
     from_data, from_model = parts.get("data"), parts.get("model")
@@ -404,7 +410,7 @@ def cross_problems(parts: dict) -> list[Problem]:
     m = from_model
     parameters = (m.vocab_size + m.context_length) * m.emb_dim + 12 * m.num_layers * m.emb_dim**2
     if parameters > MOST_PARAMETERS:
-        key = max(("vocab_size", "context_length", "emb_dim", "num_layers"), key=vars(m).get)
+        key = oversized(m)
         cause = f"makes a model of {parameters:.0e} parameters, which no machine holds"
         found.append((f"model.{key}", vars(m)[key], cause, "use less, or model=gpt2-small"))
     for layer in parts["lens"].layers if parts.get("lens") else ():
