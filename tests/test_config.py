@@ -170,15 +170,35 @@ def test_a_hint_names_nothing_when_nothing_is_alike(of_training, key):
     assert suggested(of_training, key) == set()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "optimizer.betas=0.9",
+        "lens.layers=3",
+        "wandb.tags=a",
+        "trainer.keep=0",
+        "model.num_layers=0",
+    ],
+)
+def test_the_value_that_a_hint_gives_is_accepted_as_a_shell_passes_it(wrong):
+    with pytest.raises(ConfigError) as caught:
+        compose([wrong])
+    ((key, _, _, fix),) = caught.value.problems
+    (value,) = re.findall(r"(?:use|such as) (\S+)", fix)
+    compose([f"{key}={value}"])
+
+
 def test_names_of_other_projects_lead_to_settings_that_exist(of_training):
     from generate import GenerateConfig
+    from scripts.plan import PlanConfig
 
-    of_generate = [field.name for field in dataclasses.fields(GenerateConfig)]
+    of_generate, of_plan = (
+        [f.name for f in dataclasses.fields(c)] for c in (GenerateConfig, PlanConfig)
+    )
     for setting, names, remark in OTHER_NAMES:
-        assert setting in of_training + of_generate
         named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
         assert named <= set(of_training)
-        known = of_training if setting in of_training else of_generate
+        (known, *_) = (keys for keys in (of_training, of_generate, of_plan) if setting in keys)
         for name in names.split():
             assert name not in known
             assert setting in suggested(known, name)

@@ -115,7 +115,7 @@ class TrainerConfig:
         for key in ("max_steps", "batch_size", "eval_windows", "log_every", "keep", "max_skips"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                found.append((key, value, "must be at least 1", f"set {key}=1 or more"))
+                found.append((key, value, "must be at least 1", "use 1 or more"))
         for key in ("warmup_steps", "eval_every", "save_every", "sample_tokens"):
             if (getattr(self, key) or 0) < 0:
                 found.append((key, getattr(self, key), "must not be negative", "use 0 or more"))
@@ -226,8 +226,10 @@ def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, l
         try:
             merged[key] = coerce(value, hints[key])
         except TypeError as error:
-            such_as = merged.get(key) not in (None, "", [])
-            fix = f"such as {shown(merged[key])}" if such_as else "see --help"
+            default = merged.get(key)
+            fix = "see --help" if default in (None, "") else f"such as {shown(default)}"
+            if isinstance(default, list):  # as a shell passes it on, without blanks
+                fix = f"such as [{','.join(map(shown, default or [value]))}]"
             found.append((prefix + key, value, str(error), fix))
             merged.setdefault(key, value)
     missing = [name for name in hints if name not in merged]

@@ -76,6 +76,8 @@ OTHER_NAMES = (
     ("seed", "random_seed data_seed", ""),
     ("name", "run_name exp_name experiment_name", ""),
     ("name", "out_dir output_dir", "the run directory is runs/<name>"),
+    # scripts/plan.py
+    ("devices", "gpus num_gpus n_gpus num_devices nproc_per_node", ""),
     # generate.py
     ("max_new_tokens", "num_tokens max_tokens max_length n_tokens", ""),
     ("num_samples", "num_return_sequences n_samples", ""),
