@@ -36,7 +36,7 @@ class GenerateConfig:
         default="The", metadata={"help": 'the text to continue; several: \'["one","two"]\''}
     )
     interactive: bool = field(default=False, metadata={"help": "true: asks for prompts"})
-    num_tokens: int = field(default=100, metadata={"help": "how many tokens to add at most"})
+    max_new_tokens: int = field(default=100, metadata={"help": "how many tokens to add at most"})
     num_samples: int = field(default=1, metadata={"help": "how many continuations of each prompt"})
     batch_size: int = field(default=8, metadata={"help": "how many texts are written at once"})
     temperature: float = field(default=0.8, metadata={"help": "0: always the likeliest token"})
@@ -67,7 +67,7 @@ class GenerateConfig:
         if self.interactive and self.prompt != "The":
             cause = "prompts are asked for with interactive=true"
             found.append(("prompt", self.prompt, cause, "leave one of them out"))
-        for key in ("num_tokens", "num_samples", "batch_size"):
+        for key in ("max_new_tokens", "num_samples", "batch_size"):
             if not 1 <= getattr(self, key) <= MOST:
                 cause = f"must be from 1 to {MOST:,}"
                 found.append((key, getattr(self, key), cause, f"use {key}=1 or more"))
@@ -135,7 +135,7 @@ class Writer:
         place = reader.model.token_emb.weight.device
         auto = settings.precision == "auto"
         dtype = best_dtype(place) if auto else DTYPES[settings.precision]
-        steps = settings.num_tokens * -(-texts // self.batch_size)
+        steps = settings.max_new_tokens * -(-texts // self.batch_size)
         steps = MOST if settings.interactive else steps
         compiled = compiled_step(settings.compile, place, steps)
         freeze(reader.model, dtype, self.batch_size, to_compile=compiled is not None)
@@ -171,7 +171,7 @@ class Writer:
         steps = generate(
             self.reader.model,
             ids,
-            settings.num_tokens,
+            settings.max_new_tokens,
             self.sampling,
             self.reader.window,
             end=None if settings.ignore_end else end,

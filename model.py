@@ -43,9 +43,7 @@ class ModelConfig:
         found = []
         for key in ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers"):
             if getattr(self, key) < 1:
-                found.append(
-                    (key, getattr(self, key), "must be at least 1", f"set {key}=1 or more")
-                )
+                found.append((key, getattr(self, key), "must be at least 1", "use 1 or more"))
         if not found and self.emb_dim % self.num_heads != 0:
             # Outwards from what was asked for, but not for ever; 1 divides everything.
             asked = min(self.num_heads, self.emb_dim)

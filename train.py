@@ -66,6 +66,7 @@ class Trainer:
             with self.explaining(step=False):
                 self.agree_on_settings()
                 self.find_checkpoint()
+                self.check_memory()
                 self.load_data()
                 self.build_model()
                 self.build_lens()
@@ -155,6 +156,13 @@ class Trainer:
         if self.lock:
             self.opened.enter_context(self.lock)
         clear(folder)
+
+    def check_memory(self) -> None:
+        """Refuses what cannot fit, before any of it is allocated."""
+        from training.fitting import check_memory
+
+        with self.parallel.together():  # another machine may have less
+            self.notes += check_memory(self.settings, self.parallel)
 
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""

@@ -38,6 +38,9 @@ DEFAULT_PROMPTS = (
     "Wenna rang the bell for Tam, and Tam looked at the river. Then Wenna rang the bell for",
 )
 MOST_FILES = 900  # pictures and pages of a run; dashboards become slow beyond a thousand
+# Every page holds all prompts: with GPT-2 small and 64 tokens, a prompt takes 0.13 MB of a page and
+# 3 MB of a time-lapse of 24 steps.
+MOST_PROMPTS = 20
 MOST_HISTORY = 60  # steps in the charts of a page
 
 
@@ -47,7 +50,7 @@ class LensConfig:
 
     # steps between looks, besides start and end; 0: never; null: a twentieth of the run, 40 to 1000
     every: int | None = None
-    prompts: list[str] = field(default_factory=lambda: list(DEFAULT_PROMPTS))
+    prompts: list[str] = field(default_factory=lambda: list(DEFAULT_PROMPTS))  # at most 20
     repeated: int = 24  # besides, so many random tokens written twice, for induction heads; 0: none
     max_tokens: int = 64  # longer prompts are cropped, and marked as such
     layers: list[int] = field(default_factory=list)  # of these also a large picture each
@@ -70,12 +73,21 @@ class LensConfig:
         if self.every != 0 and not self.prompts and (self.repeated == 0 or too_short):
             fix = "give a prompt, or use lens=off"
             found.append(("prompts", "[]", "nothing to look at", fix))
-        for prompt in self.prompts:
-            if not prompt.strip():
-                found.append(("prompts", repr(prompt), "an empty prompt", "give it some words"))
         for layer in self.layers:
             if layer < 0:
                 found.append(("layers", layer, "layers count from 0", "use 0 or more"))
+        if len(self.prompts) > MOST_PROMPTS:
+            cause = "each page holds all prompts, and browsers have to load it"
+            value = f"({len(self.prompts)} prompts)"
+            found.append(("prompts", value, cause, f"use at most {MOST_PROMPTS}"))
+            return found
+        pictures = (len(self.prompts) + (self.repeated > 0)) * (1 + len(self.layers))
+        if 2 * (pictures + 1) > MOST_FILES:  # with their pages, at the start and at the end
+            cause = f"{pictures} pictures at each step, and a run may have {MOST_FILES} files"
+            found.append(("layers", self.layers, cause, "use fewer layers or lens.prompts"))
+        for prompt in self.prompts:
+            if not prompt.strip():
+                found.append(("prompts", repr(prompt), "an empty prompt", "give it some words"))
         return found
 
     def interval(self, last_step: int) -> int:

@@ -23,6 +23,7 @@ from training import memory
 from training.command import compose, errors_in_one_line, parse, show_help, write_out
 from training.config import NO_VALUE, REPOSITORY, ConfigError, Problem, Settings, refuse
 from training.hardware import KINDS, WORTH_COMPILING
+from training.other_names import same_purpose
 from training.speed import (
     BUS,
     LAUNCH,
@@ -481,7 +482,8 @@ def of_training(overrides: list[str]) -> Settings:
 def _own_key(problem: Problem, own: set[str]) -> Problem:
     """A mistyped key of the plan's own is answered with that, not with one of training's."""
     key, value, cause, fix = problem
-    near = difflib.get_close_matches(key, sorted(own), n=1, cutoff=0.7)
+    found = same_purpose(key, sorted(own))
+    near = [found[0]] if found else difflib.get_close_matches(key, sorted(own), n=1, cutoff=0.7)
     if cause == "no such setting" and near:
         fix = f"did you mean {near[0]}?"
     return key, value, cause, fix

@@ -603,12 +603,12 @@ def test_a_file_that_was_given_alone_is_named_as_one_word(tmp_path, in_process):
 GENERATION = {
     "unknown key": ("top_n=0.5", 2, r"top_n=0\.5: no such setting; did you mean top_"),
     "no key": ("Once upon", 2, r"Once upon: is not of the form key=value"),
-    "wrong type": ("num_tokens=many", 2, r"num_tokens=many: must be a whole number"),
-    "no tokens": ("num_tokens=0", 2, r"num_tokens=0: must be from 1 to 1,000,000"),
-    "negative tokens": ("num_tokens=-1", 2, r"num_tokens=-1: must be from 1"),
-    "endless": ("num_tokens=1000000000000", 2, r"num_tokens=1000000000000: must be from 1"),
-    "10**30 tokens": ("num_tokens=1" + "0" * 30, 2, r"num_tokens=10{30}: is too large"),
-    "5,000 digits": ("num_tokens=" + "9" * 5000, 2, r"num_tokens=9+\.\.\.: must be a whole"),
+    "wrong type": ("max_new_tokens=many", 2, r"max_new_tokens=many: must be a whole number"),
+    "no tokens": ("max_new_tokens=0", 2, r"max_new_tokens=0: must be from 1 to 1,000,000"),
+    "negative tokens": ("max_new_tokens=-1", 2, r"max_new_tokens=-1: must be from 1"),
+    "endless": ("max_new_tokens=1000000000000", 2, r"max_new_tokens=1000000000000: must be from 1"),
+    "10**30 tokens": ("max_new_tokens=1" + "0" * 30, 2, r"max_new_tokens=10{30}: is too large"),
+    "5,000 digits": ("max_new_tokens=" + "9" * 5000, 2, r"max_new_tokens=9+\.\.\.: must be a"),
     "no samples": ("num_samples=0", 2, r"num_samples=0: must be from 1"),
     "cold": ("temperature=-1", 2, r"temperature=-1\.0: must be 0 .*, or from 0\.001"),
     "almost cold": ("temperature=1e-40", 2, r"temperature=1e-40: must be 0"),
@@ -675,7 +675,7 @@ PROMPTS = {
 @pytest.mark.parametrize("what", PROMPTS)
 def test_prompts_that_are_odd_and_in_order(in_process, a_run, tmp_path, what):
     tally("the bad-input table", 1)
-    arguments = [f"checkpoint={a_run}", f"prompt={PROMPTS[what]}", "num_tokens=2"]
+    arguments = [f"checkpoint={a_run}", f"prompt={PROMPTS[what]}", "max_new_tokens=2"]
     code, out, err = in_process(generate.main, tmp_path, *arguments)
     is_long = what == "longer than the model reads"
     note = "prompt: has 10,000 tokens, and the model reads 32; its beginning is not read\n"

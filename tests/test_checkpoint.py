@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -179,6 +180,20 @@ def test_optimizer_of_another_shape_is_refused(saved, trainer):
     seal(saved)
     with pytest.raises(CheckpointError, match=r"exp_avg\.final_norm\.bias has shape"):
         trainer("name=saved", "trainer.max_steps=5")
+
+
+@pytest.mark.parametrize("name", ["step.pos_emb.weight", "exp_avg_sq.blocks.1.mlp.fc.weight"])
+def test_negative_steps_and_second_moments_are_damage(saved, trainer, name):
+    """Else their square root is NaN, and optimizer.lr would be blamed for the loss."""
+
+    def negate(tensors):
+        tensors[name].view(-1)[-1] = -1
+
+    change_tensors(saved / "optimizer.safetensors", negate)
+    seal(saved)
+    with pytest.raises(checkpoint.Damaged, match=re.escape(name)) as caught:
+        trainer("name=saved", "trainer.max_steps=5")
+    assert caught.value.exit_code == 3
 
 
 # ------------------------------------------------------------------------------------ checksums

@@ -180,7 +180,7 @@ RULES: list[tuple[str, str | Callable, list[str]]] = [
     (r"python train.py (modle=|model.num_heads=5$)", NOT_RUN + "refused; see test_readme.py", []),
     (r"python train.py .*optuna", NOT_RUN + "see campaign_extras.py", []),
     (r"python train.py", "train", []),
-    (r"python generate.py", "generate", ["num_tokens=3"]),
+    (r"python generate.py", "generate", ["max_new_tokens=3"]),
     (r"python -m scripts.prepare_data", "script", ["data.tokenizer=byte", "workers=1"]),
     (r"python -m scripts.inspect_attention", "script", ["max_tokens=16", "repeated=0"]),
     (r"python -m scripts.evaluate", "script", ["max_length=16", "stride=8"]),

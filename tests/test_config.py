@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import importlib
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,17 @@ from conftest import REPOSITORY
 
 from training.command import check_sweep, compose, parse
 from training.command import command as command_of
-from training.config import CONFIGS, GROUPS, ConfigError, TrainerConfig, coerce, fill
+from training.config import (
+    CONFIGS,
+    GROUPS,
+    PLAIN,
+    ConfigError,
+    TrainerConfig,
+    coerce,
+    fill,
+    unknown_key,
+)
+from training.other_names import OTHER_NAMES
 
 
 def problems(*overrides):
@@ -108,6 +119,90 @@ def test_refused_in_one_line(override, begins, says):
     assert len(lines) == 1
     assert lines[0].startswith(begins)
     assert says in lines[0]
+
+
+def suggested(known, key):
+    """The settings among `known` that the hint about an unknown key names, in its group or not."""
+    fix = unknown_key(key, "1", known)[3]
+    if fix.startswith(key.rpartition(".")[0] + " has "):  # a list of the group's settings
+        return set()
+    return {name for name in known if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", fix)}
+
+
+@pytest.fixture(scope="module")
+def of_training():
+    """All keys of a training command."""
+    return [*PLAIN, *GROUPS, *(f"{g}.{f.name}" for g in GROUPS for f in fields_of(g))]
+
+
+def fields_of(group):
+    module, name = GROUPS[group]
+    return dataclasses.fields(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("trainer.epochs", "trainer.max_steps"),
+        ("num_train_epochs", "trainer.max_steps"),
+        ("model.layers", "model.num_layers"),
+        ("block_size", "data.max_length"),
+        ("gradient_accumulation_steps", "trainer.micro_batch_size"),
+        ("min_lr", "optimizer.min_lr_ratio"),
+        ("bf16", "trainer.precision"),
+        ("wandb_project", "wandb.project"),
+        ("out_dir", "name"),
+        ("train.max_step", "trainer.max_steps"),
+        ("optimizer.beta", "optimizer.betas"),
+        ("optimiser.eps", "optimizer.eps"),
+    ],
+)
+def test_a_hint_names_the_setting_that_was_meant(of_training, key, setting):
+    assert setting in suggested(of_training, key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["trainer.gpus_per", "trainer.verbose", "trainer.patience", "optimizer.gamma", "trainer.ema"],
+)
+def test_a_hint_names_nothing_when_nothing_is_alike(of_training, key):
+    assert suggested(of_training, key) == set()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "optimizer.betas=0.9",
+        "lens.layers=3",
+        "wandb.tags=a",
+        "trainer.keep=0",
+        "model.num_layers=0",
+    ],
+)
+def test_the_value_that_a_hint_gives_is_accepted_as_a_shell_passes_it(wrong):
+    with pytest.raises(ConfigError) as caught:
+        compose([wrong])
+    ((key, _, _, fix),) = caught.value.problems
+    (value,) = re.findall(r"(?:use|such as) (\S+)", fix)
+    compose([f"{key}={value}"])
+
+
+def test_names_of_other_projects_lead_to_settings_that_exist(of_training):
+    from generate import GenerateConfig
+    from scripts.plan import PlanConfig
+
+    of_generate, of_plan = (
+        [f.name for f in dataclasses.fields(c)] for c in (GenerateConfig, PlanConfig)
+    )
+    for setting, names, remark in OTHER_NAMES:
+        named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
+        assert named <= set(of_training)
+        (known, *_) = (keys for keys in (of_training, of_generate, of_plan) if setting in keys)
+        for name in names.split():
+            assert name not in known
+            assert setting in suggested(known, name)
+    assert suggested(of_generate, "num_tokens") == {"max_new_tokens"}
 
 
 def test_every_problem_is_listed():

@@ -1,12 +1,17 @@
 """Micro-batches and memory: the search for the largest, and what is told when one did not fit."""
 
+import re
+
 import pytest
 import torch
 from known_runs import assert_same, weights
 
-from training import fitting
+from training import fitting, memory
+from training.command import compose
+from training.config import ConfigError
 from training.errors import OutOfMemory
 from training.memory import estimate
+from training.parallel import Parallel
 
 
 @pytest.mark.parametrize("start", range(5))
@@ -99,7 +104,8 @@ def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(trainer, monkey
     auto.train()
     assert auto.state.val_loss == pytest.approx(plain.state.val_loss, rel=1e-5)
     assert "micro_batch_size: 2\n" in (auto.folder / "config.yaml").read_text()
-    monkeypatch.setattr(fitting, "memory_of", lambda _: 0.0)
+    least = estimate(plain.settings.model, 1, 32, **shape).total
+    monkeypatch.setattr(fitting, "memory_of", lambda _: least)  # without what is left to others
     assert trainer("name=least", "trainer.micro_batch_size=auto").micro_batch_size == 1
 
 
@@ -141,3 +147,89 @@ def test_a_trial_that_fails_otherwise_says_so(trainer, as_on_a_gpu, monkeypatch)
     with pytest.raises(ZeroDivisionError):
         fitting._fits(4, run.settings, run.parallel, run.model)
     assert as_on_a_gpu == [fitting.USABLE, 1.0]
+
+
+# ------------------------------------------------------------------------- before a run begins
+
+
+@pytest.fixture
+def memory_is(monkeypatch):
+    """memory_is(bytes, free) -> a machine with so much memory, of which so much is free."""
+
+    def set_memory(total, free=0):
+        monkeypatch.setattr(fitting, "memory_of", lambda _: total)
+        monkeypatch.setattr(fitting, "swap_space", lambda: 0)
+        monkeypatch.setattr(fitting, "spare_memory", lambda: free)
+
+    return set_memory
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
+    trainer, memory_is, monkeypatch, tmp_path
+):
+    monkeypatch.setitem(memory.LIBRARIES, "cpu", 0)
+    shape = {"precision": "fp32", "device": "cpu", "accumulating": True}
+    settings = trainer("name=first").settings
+    memory_is(1.001 * estimate(settings.model, 2, 32, **shape).total / fitting.USABLE)
+    for given, key in (
+        ([], "trainer.batch_size"),
+        (["trainer.micro_batch_size=4"], "trainer.micro_batch_size"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            trainer("name=large", "trainer.compile=false", *given)
+        ((found, _, _, fix),) = caught.value.problems
+        assert found == key
+        assert "trainer.micro_batch_size=2" in fix
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["first"]
+    trainer("name=small", "trainer.compile=false", "trainer.micro_batch_size=2")
+    trainer("name=auto", "trainer.compile=false", "trainer.micro_batch_size=auto")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_that_cannot_fit_is_refused(memory_is, device):
+    memory_is(8e9)
+    parallel = Parallel(torch.device(device), torch.float32)
+    settings = compose(["model=gpt2-xl"])
+    with pytest.raises(ConfigError) as caught:
+        fitting.check_memory(settings, parallel)
+    ((key, value, _, _),) = caught.value.problems
+    assert (key, value) == ("model.num_layers", 48)
+
+
+def test_a_window_that_cannot_fit_blames_what_is_large(memory_is):
+    memory_is(8e9)
+    parallel = Parallel(torch.device("cpu"), torch.float32)
+    long = ["model=gpt2-nano", "model.context_length=50000", "data.max_length=50000"]
+    with pytest.raises(ConfigError) as caught:
+        fitting.check_memory(compose([*long, "trainer.batch_size=1"]), parallel)
+    ((key, value, _, fix),) = caught.value.problems
+    assert (key, value) == ("model.context_length", 50000)
+    assert "trainer.activation_checkpointing=true" in fix
+
+
+def test_what_may_not_fit_is_told_and_trains(memory_is):
+    """Estimates have an error, and other programs come and go."""
+    parallel = Parallel(torch.device("cpu"), torch.float32)
+    settings = compose(["model=gpt2-nano", "trainer.batch_size=64"])
+    memory_is(64e9, free=64e9)
+    assert fitting.check_memory(settings, parallel) == []
+    memory_is(64e9, free=1e9)
+    (note,) = fitting.check_memory(settings, parallel)
+    assert note.startswith("trainer.batch_size=64: ")
+    fits = int(re.search(r"trainer\.micro_batch_size=(\d+)", note)[1])
+    assert 1 <= fits < 64
+    settings.trainer.micro_batch_size = fits
+    assert fitting.check_memory(settings, parallel) == []
+    memory_is(64e9, free=0)  # not known
+    assert fitting.check_memory(compose(["trainer.batch_size=64"]), parallel) == []
+
+
+def test_a_model_beyond_every_machine_is_a_mistake_in_its_setting(in_process, tmp_path):
+    import train
+
+    arguments = ["model.vocab_size=1e10", "trainer.device=cpu", "wandb=off"]
+    code, out, err = in_process(train.main, tmp_path, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("model.vocab_size=10000000000: ")
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -190,7 +190,7 @@ class Commands(Target):
     seeds = (
         b"checkpoint=runs/a",
         b"prompt=The ferry",
-        b"num_tokens=5",
+        b"max_new_tokens=5",
         b"temperature=0.5",
         b"top_k=null",
         b"top_p=0.9",
@@ -341,7 +341,10 @@ def test_a_state_is_of_the_right_types_or_refused(tmp_path, values):
 
 
 @many
-@given(key=st.sampled_from(["seed", "top_k", "temperature", "num_tokens", "x.y"]), value=st.text())
+@given(
+    key=st.sampled_from(["seed", "top_k", "temperature", "max_new_tokens", "x.y"]),
+    value=st.text(),
+)
 def test_a_command_line_is_read_or_refused(key, value):
     from generate import GenerateConfig
 
@@ -351,4 +354,4 @@ def test_a_command_line_is_read_or_refused(key, value):
         check_lines(error)
         return
     assert made.temperature >= 0
-    assert made.num_tokens >= 1
+    assert made.max_new_tokens >= 1

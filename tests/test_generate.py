@@ -42,7 +42,7 @@ def written(in_process, folder, capsys):
     def run(*arguments):
         capsys.readouterr()
         code, out, err = in_process(
-            generate.main, folder, "checkpoint=runs/run", "num_tokens=12", *arguments
+            generate.main, folder, "checkpoint=runs/run", "max_new_tokens=12", *arguments
         )
         assert (code, err) == (0, "")
         return out
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_a_text_and_not_the_loop(in_process, folder, monkeypatch):
 
 def test_a_reader_that_has_seen_enough(folder):
     """As with `| head -c 3`: no traceback, and no complaint at exit."""
-    command = "set -o pipefail; {} -u {} checkpoint=runs/run num_tokens=3000 | head -c 3"
+    command = "set -o pipefail; {} -u {} checkpoint=runs/run max_new_tokens=3000 | head -c 3"
     done = subprocess.run(
         ["bash", "-c", command.format(sys.executable, REPOSITORY / "generate.py")],
         cwd=folder,

@@ -87,6 +87,17 @@ def test_settings_that_do_not_fit_are_named_with_a_way_out():
     assert problems(prompts=[]) == []
 
 
+def test_no_more_prompts_and_pictures_than_a_page_and_a_dashboard_can_show():
+    assert problems(prompts=["a b"] * 20) == []
+    for many in (["a b"] * 21, [""] * 10_000):
+        ((key, fix),) = problems(prompts=many)
+        assert key == "prompts"
+        assert "20" in fix
+    most = {"prompts": ["a b"] * 8, "repeated": 24}  # nine pictures, and of each layer nine
+    assert problems(**most, layers=list(range(48))) == []
+    assert [key for key, _ in problems(**most, layers=list(range(49)))] == ["layers"]
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -168,8 +179,8 @@ def test_time_lapses_come_at_each_quarter_of_the_run():
 @given(
     last_step=st.integers(1, 10**7),
     every=st.integers(1, 10**5),
-    prompts=st.integers(1, 8),
-    layers=st.integers(0, 6),
+    prompts=st.integers(1, 20),
+    layers=st.integers(0, 20),
     repeated=st.sampled_from([0, 24]),
 )
 def test_no_run_has_more_files_than_a_dashboard_bears(last_step, every, prompts, layers, repeated):

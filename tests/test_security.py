@@ -365,7 +365,7 @@ def test_code_in_the_settings_of_a_checkpoint(
     (checkpoint / "state.json").write_text(json.dumps(state))
     with_right_sums(checkpoint)
     for main, arguments in (
-        (generate.main, [f"checkpoint={checkpoint}", "num_tokens=1"]),
+        (generate.main, [f"checkpoint={checkpoint}", "max_new_tokens=1"]),
         (train.main, continued("name=new", f"trainer.resume={checkpoint}")),
     ):
         code, _, err = in_process(main, folder, *arguments)
@@ -392,7 +392,7 @@ def test_code_in_a_hugging_face_directory(in_process, folder, hf, mark, monkeypa
     (folder / "theirs" / "evil.py").write_text(EVIL.format(mark=str(mark)))
     config = json.loads((hf / "config.json").read_text())
     (folder / "theirs" / "config.json").write_text(json.dumps(config | more))
-    code, _, err = in_process(generate.main, folder, "checkpoint=theirs", "num_tokens=1")
+    code, _, err = in_process(generate.main, folder, "checkpoint=theirs", "max_new_tokens=1")
     assert code == (3 if {"model_type", "activation_function"} & more.keys() else 0), err
     assert "Traceback" not in err
     assert "evil" not in sys.modules
@@ -602,7 +602,7 @@ def test_no_terminal_is_told_what_to_do_by_a_sample(marked_up):
 def test_no_terminal_is_told_what_to_do_by_a_model(in_process, folder, monkeypatch):
     """A terminal is shown what it would obey; a file gets every byte."""
     prompt = MARKUP["a terminal's title"] + MARKUP["backwards"] + "\r\n"
-    arguments = ["checkpoint=runs/run", f"prompt={prompt}", "num_tokens=1"]
+    arguments = ["checkpoint=runs/run", f"prompt={prompt}", "max_new_tokens=1"]
     code, out, _ = in_process(generate.main, folder, *arguments)
     assert code == 0
     assert out.startswith(prompt)

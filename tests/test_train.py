@@ -730,7 +730,7 @@ def test_a_run_from_the_command_line(command, tmp_path, text_file):
     assert done.stderr.startswith("W&B: no API key found, so this run is recorded offline")
     assert not list((tmp_path / "home").rglob("*.bpe*"))
 
-    talk = ["generate.py", "checkpoint=runs/mine", "prompt=Line 1", "num_tokens=20"]
+    talk = ["generate.py", "checkpoint=runs/mine", "prompt=Line 1", "max_new_tokens=20"]
     spoken = command(*talk)
     assert spoken.returncode == 0, spoken.stderr
     assert spoken.stdout.startswith("Line 1")

@@ -421,9 +421,19 @@ def load_optimizer(
     """Restores the optimizer's state. On all ranks; the main one reads.
 
     What another optimizer has kept of a parameter is left out, and its moments begin anew: who goes
-    on with another one has asked for that. Raises CheckpointError for what none keeps.
+    on with another one has asked for that. Raises CheckpointError for what none keeps, Damaged for
+    a negative number of steps or second moment, which would become NaN.
     """
-    tensors = parallel.on_main(lambda: read_optimizer(folder, model)) or {}
+
+    def read() -> dict[str, dict[str, torch.Tensor]]:
+        tensors = read_optimizer(folder, model)
+        for name, of_one in tensors.items():
+            for key in of_one.keys() & {"step", "exp_avg_sq"}:
+                if of_one[key].min() < 0:
+                    raise Damaged(folder / OPTIMIZER, f"{key}.{name} is negative")
+        return tensors
+
+    tensors = parallel.on_main(read) or {}
     keys = parallel.share({name: list(of_one) for name, of_one in tensors.items()})
     # A fused optimizer counts its steps on the device, any other on the host.
     of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"

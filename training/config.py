@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from training.parallel import ParallelConfig
     from training.wandb_run import WandbConfig
 
+from training.other_names import same_purpose
 from training.terminal import visible
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -123,7 +124,7 @@ class TrainerConfig:
         for key in ("max_steps", "batch_size", "eval_windows", "log_every", "keep", "max_skips"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                found.append((key, value, "must be at least 1", f"set {key}=1 or more"))
+                found.append((key, value, "must be at least 1", "use 1 or more"))
         for key in ("warmup_steps", "eval_every", "save_every", "sample_tokens"):
             if (getattr(self, key) or 0) < 0:
                 found.append((key, getattr(self, key), "must not be negative", "use 0 or more"))
@@ -252,8 +253,10 @@ def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, l
         try:
             merged[key] = coerce(value, hints[key])
         except TypeError as error:
-            such_as = merged.get(key) not in (None, "", [])
-            fix = f"such as {shown(merged[key])}" if such_as else "see --help"
+            default = merged.get(key)
+            fix = "see --help" if default in (None, "") else f"such as {shown(default)}"
+            if isinstance(default, list):  # as a shell passes it on, without blanks
+                fix = f"such as [{','.join(map(shown, default or [value]))}]"
             found.append((prefix + key, value, str(error), fix))
             merged.setdefault(key, value)
     missing = [name for name in hints if name not in merged]
@@ -339,18 +342,20 @@ def _name(hint: object) -> str:
 
 
 def unknown_key(key: str, value: object, known: list[str]) -> Problem:
-    """The problem of a key that does not exist, with the nearest one that does."""
-    last = key.rsplit(".", 1)[-1]
-    near = [name for name in known if name.rsplit(".", 1)[-1] == last]  # in another group
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    if not near:  # nearly the right word in the wrong group, or without one
-        by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-        near = [by_last[hit] for hit in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
-    if near:
-        return (key, value, "no such setting", f"did you mean {near[0]}?")
-    group = key.rpartition(".")[0]
-    there = [name.removeprefix(group + ".") for name in known if name.startswith(group + ".")]
-    fix = f"{group} has {', '.join(there)}" if group and there else "--help lists all settings"
+    """The problem of a key that does not exist. The hint: the setting that another project calls
+    so, else one of the same name in another group, else the nearest name, its own group first."""
+    group, _, last = key.rpartition(".")
+    if found := same_purpose(last, known):
+        setting, remark = found
+        return (key, value, "no such setting", f"use {setting}{remark and f' ({remark})'}")
+    there = [name for name in known if name.rpartition(".")[0] == group]
+    for names in (there, known):
+        # Without their groups: a group that two names share makes any two of them look alike.
+        by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+        if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.75):
+            return (key, value, "no such setting", f"did you mean {by_last[near[0]]}?")
+    names = ", ".join(name.rpartition(".")[2] for name in there)
+    fix = f"{group} has {names}" if group and there else "--help lists all settings"
     return (key, value, "no such setting", fix)
 
 
@@ -454,6 +459,12 @@ def _unusable_texts(group: str, values: dict) -> list[Problem]:
     return found
 
 
+def oversized(model: "ModelConfig") -> str:
+    """The setting that makes a model large: the one furthest above its default, GPT-2 small's."""
+    keys = ("vocab_size", "context_length", "emb_dim", "num_layers")
+    return max(keys, key=lambda key: getattr(model, key) / getattr(type(model), key))
+
+
 def cross_problems(parts: dict) -> list[Problem]:
     """What does not fit together across groups."""
     from_data, from_model = parts.get("data"), parts.get("model")
@@ -465,7 +476,7 @@ def cross_problems(parts: dict) -> list[Problem]:
     m = from_model
     parameters = (m.vocab_size + m.context_length) * m.emb_dim + 12 * m.num_layers * m.emb_dim**2
     if parameters > MOST_PARAMETERS:
-        key = max(("vocab_size", "context_length", "emb_dim", "num_layers"), key=vars(m).get)
+        key = oversized(m)
         cause = f"makes a model of {parameters:.0e} parameters, which no machine holds"
         found.append((f"model.{key}", vars(m)[key], cause, "use less, or model=gpt2-small"))
     for layer in parts["lens"].layers if parts.get("lens") else ():

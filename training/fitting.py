@@ -1,9 +1,11 @@
-"""Micro-batches and memory: the largest that fits, and what to do when one did not.
+"""Micro-batches and memory: the check before a run, the largest that fits, what to do when one
+did not.
 
 How much a step needs is estimated by formula (training/memory.py); on a GPU it is also tried.
 """
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Callable
@@ -12,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from training.config import oversized, refuse
 from training.errors import OutOfMemory
-from training.memory import USABLE, estimate, smaller_micro_batch
+from training.memory import USABLE, Memory, estimate, largest_micro_batch, smaller_micro_batch
 from training.optim import matrices_of
 
 if TYPE_CHECKING:
@@ -56,6 +59,85 @@ def what_would_fit(
     )
 
 
+def check_memory(settings: "Settings", parallel: "Parallel") -> list[str]:
+    """Compares what a run needs with the memory of its device, before anything is allocated.
+
+    Raises ConfigError when the weights, gradients and moments need more than there is, on any
+    device; and on a CPU when a step does. Returns a note when a step on a CPU may need more than is
+    free now. On a GPU a step that does not fit ends the run at once, and `what_would_fit` says so.
+    """
+    trainer, device, model = settings.trainer, parallel.device, settings.model
+    share, asked = trainer.batch_size // parallel.world_size, trainer.micro_batch_size
+    windows = 1 if asked == "auto" else min(share, asked or share)
+    memory, is_cpu = memory_of(device), device.type == "cpu"
+    room = memory + (swap_space() if is_cpu else 0)
+
+    def needed(number: int) -> Memory:
+        # Whether compile=auto compiles is not known yet; compiled, a step needs less.
+        return needed_by_step(settings, parallel, number, trainer.compile is not False)
+
+    def allocated(number: int) -> float:  # an estimate of the heap's waste must not refuse a run
+        return needed(number).total - needed(number).slack
+
+    spare = spare_memory() / _processes()
+    free = spare + needed(1).libraries if spare else math.inf  # those are loaded already
+
+    def largest() -> int | None:
+        limit = min(USABLE * memory, free)
+        return largest_micro_batch(share, lambda n: n < windows and needed(n).total <= limit)
+
+    there_is = f"and the memory of {device} has {_gb(room)}"
+    blamed = f"model.{oversized(model)}", getattr(model, oversized(model))
+    states = 2 * needed(1).weights + needed(1).optimizer
+    if states > room:
+        cause = f"weights, gradients and moments need {_gb(states)}, {there_is}"
+        refuse([(*blamed, cause, "use less, or a smaller model, such as model=gpt2-nano")])
+    if not is_cpu:
+        return []
+    tokens = f"of {settings.data.max_length} tokens"
+    if allocated(windows) > room and (windows == 1 or allocated(1) > room):
+        cause = f"a step with one window {tokens} needs {_gb(allocated(1))}, {there_is}"
+        fix = "use a smaller model, a smaller data.max_length"
+        if not trainer.activation_checkpointing:
+            fix += " or trainer.activation_checkpointing=true"
+        refuse([(*blamed, cause, fix)])
+    key = "batch_size" if asked is None else "micro_batch_size"
+    value = getattr(trainer, key)
+    cause = f"{windows} windows {tokens} at a time need about {_gb(needed(windows).total)}"
+    if allocated(windows) > room:
+        fix = f"use trainer.micro_batch_size={largest() or 1}, which keeps the batch"
+        refuse([(f"trainer.{key}", value, f"{cause}, {there_is}", fix)])
+    if needed(windows).total > free:
+        fits = largest()
+        fix = f"use trainer.micro_batch_size={fits}" if fits else "close other programs"
+        return [f"trainer.{key}={value}: {cause}, and {_gb(free)} are free; {fix}"]
+    return []
+
+
+def needed_by_step(
+    settings: "Settings", parallel: "Parallel", windows: int, compiled: bool
+) -> Memory:
+    """The estimate for a step of a run with micro-batches of `windows`."""
+    return estimate(
+        settings.model,
+        windows,
+        settings.data.max_length,
+        precision=parallel.precision,
+        strategy=parallel.strategy,
+        world_size=parallel.world_size,
+        accumulating=windows < settings.trainer.batch_size // parallel.world_size,
+        activation_checkpointing=settings.trainer.activation_checkpointing,
+        reshard_after_forward=settings.parallel.reshard_after_forward,
+        device=parallel.device.type,
+        compiled=compiled,
+        optimizer=settings.optimizer.name,
+    )
+
+
+def _gb(number: float) -> str:
+    return f"{number / 1e9:,.1f} GB"
+
+
 def find_micro_batch(
     settings: "Settings", parallel: "Parallel", model: "GPT", compiled: bool
 ) -> int:
@@ -71,20 +153,7 @@ def find_micro_batch(
     sizes = [n for n in range(1, share + 1) if share % n == 0]
 
     def estimated(windows: int) -> bool:
-        needed = estimate(
-            settings.model,
-            windows,
-            settings.data.max_length,
-            precision=parallel.precision,
-            strategy=parallel.strategy,
-            world_size=parallel.world_size,
-            accumulating=windows < share,
-            activation_checkpointing=settings.trainer.activation_checkpointing,
-            reshard_after_forward=settings.parallel.reshard_after_forward,
-            device=parallel.device.type,
-            compiled=compiled,
-            optimizer=settings.optimizer.name,
-        )
+        needed = needed_by_step(settings, parallel, windows, compiled)
         return needed.total <= USABLE * memory_of(parallel.device)
 
     # The last, not the first that does not fit: accumulating costs more than a larger whole share.
@@ -120,7 +189,23 @@ def memory_of(device: torch.device) -> float:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
         machine = min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return machine / _processes()
+
+
+def swap_space() -> float:
+    """Bytes of swap that this process may use; 0 where that cannot be known."""
+    try:
+        swap = 1024 * int(re.search(r"SwapTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+        with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+            swap = min(swap, int(Path("/sys/fs/cgroup/memory.swap.max").read_text()))
+        return swap / _processes()
+    except (OSError, TypeError):
+        return 0
+
+
+def _processes() -> int:
+    """How many processes of the run share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def spare_memory() -> float:

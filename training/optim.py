@@ -42,7 +42,7 @@ class OptimizerConfig:
             fix = f"use one of {', '.join(OPTIMIZERS)}"
             found.append(("name", self.name, "no such optimizer", fix))
         if not 0 < self.lr < math.inf:
-            found.append(("lr", self.lr, "must be a positive number", "use 6e-4 or so"))
+            found.append(("lr", self.lr, "must be a positive number", "use 3e-4 or so"))
         if not 0 <= self.weight_decay < math.inf:
             found.append(
                 ("weight_decay", self.weight_decay, "must not be negative", "use 0.1 or 0")
