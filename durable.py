@@ -70,9 +70,10 @@ def read_bounded(path: Path, limit: int) -> bytes:
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
+        state = os.fstat(number)
+        if not stat.S_ISREG(state.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        content = file.read(limit + 1)
+        content = file.read(min(state.st_size, limit) + 1)  # which allocates as much as it is told
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
     return content
