@@ -35,6 +35,7 @@ from tokens.shards import is_shards, open_shards
 from tokens.sources import Part, encode_part, find_files
 from tokens.stream import BLOCK_BYTES, NO_TOKEN, TokenStream
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from training.terminal import visible
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
 
@@ -47,7 +48,7 @@ class DataConfig:
     """Which text or token files, and how they are cut into windows."""
 
     path: str | list[str] | None = None  # a file, a folder, a glob, or a list of these
-    weights: list[float] | None = None  # mix the entries of path in this proportion; null: in turn
+    weights: list[float] | None = None  # proportions of the entries of path; null: concatenate them
     val_path: str | list[str] | None = None  # what to validate on; null: a part of path
     tokenizer: str = "gpt2"  # gpt2 | byte
     text_key: str = "text"  # where JSON lines and Parquet have the text
@@ -154,7 +155,8 @@ def _announce(path: str | list[str], size: int) -> None:
         paths = shlex.quote(f"data.path={path}")
         command = f"python -m scripts.prepare_data {paths} out=DIR"
         what = f"{size / 1e9:.1f} GB of text will be tokenised into memory, at each start anew"
-        print(f"note: {what}; once and for all: {command}", file=sys.stderr, flush=True)
+        note = visible(f"note: {what}; once and for all: {command}", keep="")
+        print(note, file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------- tokens -> windows
@@ -424,10 +426,8 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
         val = None
     elif val is not None:
         names = ", ".join(os.path.basename(name) for name, _ in val.names[:3])
-        notes.append(
-            f"data.path={path}: validating on the files named val ({names}); "
-            f"data.val_fraction is not used"
-        )
+        cause = f"validating on the files named val ({names}); data.val_fraction is not used"
+        notes.append(visible(f"data.path={path}: {cause}", keep=""))
     else:
         train, val = split_tokens(config, path, train, notes)
     cut = (DocumentWindows if config.within_documents else GPTDatasetV1).from_stream

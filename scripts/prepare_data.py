@@ -19,6 +19,7 @@ from pathlib import Path
 
 from training.command import settings_command
 from training.config import ConfigError, Problem
+from training.terminal import visible
 
 
 @dataclass
@@ -106,7 +107,7 @@ def main(settings: PrepareConfig) -> None:
         cause = f"cannot be written ({error.strerror})"
         raise ConfigError([("out", settings.out, cause, "give another folder")]) from error
     if complete:
-        print(f"{folder} is complete already")
+        print(visible(f"{folder} is complete already", keep=""))
         report(preparation.finish(), settings)
         return
     part = tuple(map(int, settings.part.split("/")))
@@ -139,14 +140,15 @@ def main(settings: PrepareConfig) -> None:
 
 def report(manifest: dict, settings: PrepareConfig) -> None:
     """Says what there is now, and how to train on it."""
-    counts = {"token": manifest["tokens"], "document": manifest["documents"]}
-    counts["shard"] = len(manifest["shards"])
+    shards = manifest["shards"]
+    counts = {noun: sum(s[f"{noun}s"] for s in shards) for noun in ("token", "document")}
+    counts["shard"] = len(shards)
     words = [f"{n:,} {noun}{'' if n == 1 else 's'}" for noun, n in counts.items()]
-    print(f"{', '.join(words)} in {settings.out}")
+    print(visible(f"{', '.join(words)} in {settings.out}", keep=""))
     name = settings.data.tokenizer
     tokenizer = "" if name == "gpt2" else f" data.tokenizer={name}"
     path = shlex.quote(f"data.path={settings.out}")
-    print(f"train on them: python train.py data=shards {path}{tokenizer}")
+    print(visible(f"train on them: python train.py data=shards {path}{tokenizer}", keep=""))
 
 
 def cores() -> int:

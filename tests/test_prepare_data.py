@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ from known_texts import (
     write_collection,
     write_source,
 )
-from refusals import check_refusal
+from refusals import SPECIAL_FILES, check_refusal, not_waiting
 
 from scripts.prepare_data import PrepareConfig, Progress, main
 from tokens import END_OF_TEXT, DataError
@@ -486,6 +487,116 @@ def test_a_manifest_of_something_else_is_refused(here, tmp_path, content):
     assert code == 3
     check_refusal(errors, "out=out", "", "give another out=, or delete the folder")
     assert files_of(tmp_path / "out") == {"manifest.json": content.encode()}
+
+
+ARGUMENTS = ["data.path=a.txt", "out=out", "shard_tokens=30"]  # which makes four tasks
+
+
+def begun(here, folder: Path, part: str = "1/2") -> Path:
+    """The folder of a preparation that is not finished, or with part=1/1 is."""
+    write_source(folder / "a.txt", ["Some words of a text. " * 20])
+    assert here(*ARGUMENTS, f"part={part}")[0] == 0
+    return folder / "out"
+
+
+PLANS = {
+    "not JSON": "{",
+    "too deep": "[" * 100_000,
+    "a list": '["plan"]',
+    "text": '"plan"',
+    "null": "null",
+    "a number": "-1",
+    **{
+        f"plan is {value[:20]}": f'{{"plan": {value}}}'
+        for value in ("null", "[]", "[1, {}]", "{}", "-1", "1e999", "9" * 4000, "true")
+    },
+    "no plan": "{}",
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_damaged_plan_is_refused(here, tmp_path, plan):
+    path = begun(here, tmp_path) / "preparing" / "plan.json"
+    path.write_text(PLANS[plan])
+    for part in ("1/1", "2/2"):
+        code, _, errors = here(*ARGUMENTS, f"part={part}")
+        assert code == 3
+        check_refusal(errors, "out=out", "preparing/plan.json", "")
+        assert ("'plan'" in errors) == (PLANS[plan][0] == "{" and PLANS[plan] != "{")
+
+
+RECORDS = {
+    **{key: (key, value) for key in ("made_of", "text_bytes", "shards") for value in (None, {})},
+    "made_of: a number": ("made_of", 5),
+    "text_bytes: text": ("text_bytes", "5"),
+    "text_bytes: true": ("text_bytes", True),
+    "text_bytes: negative": ("text_bytes", -5),
+    "shards: text": ("shards", ["a.bin"]),
+    "shards: an empty one": ("shards", [{}]),
+    "shards: more": ("shards", [{"file": "a.bin", "more": 1}]),
+}
+SHARDS = {
+    **{f"{key}: null": (key, None) for key in ("file", "tokens", "documents", "sha256")},
+    "file: another folder": ("file", "../a.bin"),
+    "tokens: text": ("tokens", "5"),
+    "documents: a fraction": ("documents", 1.5),
+    "sha256: numbers": ("sha256", [5]),
+    "documents_sha256: a list": ("documents_sha256", []),
+}
+
+
+@pytest.mark.parametrize(
+    ("damage", "finished"),
+    [
+        *((damage, False) for damage in [*RECORDS, *SHARDS]),
+        *((damage, True) for damage in RECORDS if damage.startswith("shards")),
+        *((damage, True) for damage in SHARDS),
+    ],
+)
+def test_a_damaged_record_or_manifest_is_refused(here, tmp_path, damage, finished):
+    folder = begun(here, tmp_path, "1/1" if finished else "1/2")
+    path = folder / ("manifest.json" if finished else "preparing/00000.json")
+    record = json.loads(path.read_bytes())
+    key, value = (RECORDS | SHARDS)[damage]
+    (record if damage in RECORDS else record["shards"][0])[key] = value
+    path.write_text(json.dumps(record))
+    code, _, errors = here(*ARGUMENTS)
+    assert code == 3
+    check_refusal(errors, "out=out", path.relative_to(folder).as_posix(), "")
+    assert key in errors
+
+
+@pytest.mark.parametrize("counts", [{}, {"tokens": "5"}, {"documents": -1}])
+def test_the_counts_of_a_complete_folder_are_those_of_its_shards(here, tmp_path, counts):
+    folder = begun(here, tmp_path, "1/1")
+    told = here(*ARGUMENTS)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["tokens"], manifest["documents"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | counts))
+    assert here(*ARGUMENTS) == told
+    assert told[0] == 0
+
+
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+@pytest.mark.parametrize("name", ["preparing/plan.json", "preparing/00000.json", "manifest.json"])
+def test_what_is_no_regular_file_is_refused_at_once(here, tmp_path, kind, name):
+    SPECIAL_FILES[kind](begun(here, tmp_path) / name)
+    with not_waiting():
+        code, _, errors = here(*ARGUMENTS)
+    assert code == 3
+    check_refusal(errors, "out=out", name, "")
+
+
+def test_names_reach_the_terminal_without_control_characters(here, tmp_path):
+    name = "a\x1b]0;title\x07\x9b2J\u202e\nb"
+    write_source(tmp_path / f"{name} texts" / f"{name}.txt", ["Some words. " * 20])
+    write_source(tmp_path / f"{name} texts" / f"{name}.md", ["Passed over."])
+    for more in (["part=1/2"], ["part=2/2"], [], ["data.tokenizer=byte"]):
+        code, out, errors = here(f"data.path={name} texts", f"out={name} out", *more)
+        assert code == (3 if more == ["data.tokenizer=byte"] else 0), errors
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out + errors)
+        assert not re.search(r"^b", out + errors, re.MULTILINE)
+        assert "\\x1b]0;title\\x07" in out + errors or more
 
 
 def test_other_files_in_the_folder_stay(here, tmp_path):

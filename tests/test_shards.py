@@ -8,7 +8,6 @@ import copy
 import hashlib
 import json
 import os
-import signal
 import stat
 import struct
 import tempfile
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refusals import check_refusal
+from refusals import SPECIAL_FILES, check_refusal, not_waiting
 
 from durable import write_whole
 from tokens import DataError
@@ -522,18 +521,41 @@ def test_a_folder_named_like_a_shard_is_refused(tmp_path):
 
 
 def test_a_fifo_is_refused_at_once(tmp_path):
-    def too_long(*_):
-        raise AssertionError("waits for the FIFO")
-
     os.mkfifo(tmp_path / "a.bin")
-    before = signal.signal(signal.SIGALRM, too_long)
-    try:
-        for path in (tmp_path / "a.bin", tmp_path):
-            signal.alarm(2)
+    for path in (tmp_path / "a.bin", tmp_path):
+        with not_waiting():
             assert str(tmp_path / "a.bin") in str(refusal(path))
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_a_manifest_that_is_no_regular_file_is_refused_at_once(kind, tmp_path):
+    prepare(tmp_path, [1])
+    SPECIAL_FILES[kind](tmp_path / MANIFEST)
+    for path in (tmp_path, tmp_path / "shard_00000_00.bin"):
+        with not_waiting():
+            error = refusal(path)
+        check_refusal(error, f"data.path={tmp_path / MANIFEST}", "cannot be read", "")
+
+
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+@pytest.mark.parametrize("ids", [[1], [EOT, 1]])  # without a document, and with one
+def test_documents_that_are_no_regular_file_are_refused_at_once(kind, ids, tmp_path):
+    prepare(tmp_path, ids)
+    path = tmp_path / "shard_00000_00.documents"
+    SPECIAL_FILES[kind](path)
+    stream = open_shards(str(tmp_path), "gpt2")["train"]
+    with not_waiting(), pytest.raises(DataError) as caught:
+        stream.document_starts()
+    check_refusal(caught.value, f"data.path={path}", "", "")
+
+
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_a_preparation_is_unfinished_whatever_its_plan_is(kind, tmp_path):
+    (tmp_path / "a.bin").write_bytes(llm_c_bytes([1]))
+    (tmp_path / "preparing").mkdir()
+    SPECIAL_FILES[kind](tmp_path / "preparing" / "plan.json")
+    with not_waiting():
+        check_refusal(refusal(tmp_path), f"data.path={tmp_path}", "not prepared to the end", "")
 
 
 # ----------------------------------------------------------------------------- the .documents file
@@ -706,11 +728,11 @@ def test_a_strange_manifest_is_refused(damage, tmp_path):
 
 
 def test_a_manifest_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    def deny(_path):
+    def deny(_path, _flags):
         raise PermissionError(13, "Permission denied")
 
     prepare(tmp_path, [1])
-    monkeypatch.setattr(Path, "read_bytes", deny)  # root may read everything
+    monkeypatch.setattr(os, "open", deny)  # root may read everything
     cause = "cannot be read (Permission denied)"
     check_refusal(refusal(tmp_path), f"data.path={tmp_path / MANIFEST}", cause, "")
 
@@ -947,6 +969,28 @@ def tree(tmp_path, monkeypatch):
 def test_what_a_path_names(path, expected, tree):
     assert is_shards(path)
     assert read(path) == expected
+
+
+def test_links_in_circles_are_not_followed(tree):
+    for name in ("link", "another"):
+        (tree / "y" / name).symlink_to(tree)
+    with not_waiting():
+        assert sorted(read("**/[123].bin")) == [11, 12, 13]
+        assert sorted(read("y/**/[123].bin")) == [11, 12, 13]
+
+
+@pytest.mark.parametrize("path", ["y", "y/*.bin", "*/*.bin", "**/3.bin"])
+def test_a_folder_that_cannot_be_listed_is_refused(path, tree, monkeypatch):
+    def deny(folder="."):
+        if os.path.abspath(folder) == str(tree / "y"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(folder)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", deny)  # root may list everything
+    check_refusal(refusal(path), "data.path=y", "cannot be read", "permissions")
+    with pytest.raises(DataError):
+        is_shards(path)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,14 @@ data sets are local folders here.
 """
 
 import codecs
+import errno
 import functools
+import glob
 import gzip
 import itertools
 import json
 import os
+import re
 import shlex
 import sys
 import threading
@@ -26,7 +29,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from refusals import check_refusal
+from refusals import check_refusal, not_waiting
 
 from tokens import END_OF_TEXT, DataError, sources
 from tokens.encoding import StreamEncoder
@@ -209,6 +212,115 @@ def test_path_that_names_nothing_is_refused(entry, cause, fix, tmp_path):
         check_refusal(caught.value, f"data.path={path}", cause, fix)
 
 
+@pytest.fixture
+def deny(monkeypatch):
+    """deny(folder): it cannot be listed. Permissions do not stop root."""
+    scandir = os.scandir
+
+    def patch(folder: Path) -> None:
+        def denied(path="."):
+            if os.path.abspath(path) == str(folder):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", denied)
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    "path", ["", "**/*.txt", "*/*.txt", "*/deep/*.txt", "b/*.txt", ["a/a.txt", "**/a.txt"]]
+)
+def test_a_folder_that_cannot_be_listed_is_refused(path, tmp_path, monkeypatch, deny):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a" / "a.txt", "text")
+    write(tmp_path / "b" / "deep" / "b.txt", "text")
+    denied = "b/deep" if path in ("", "*/deep/*.txt") else "b"
+    deny(tmp_path / denied)
+    with pytest.raises(DataError) as caught:
+        find_files(path or str(tmp_path))
+    folder = tmp_path / denied if path == "" else denied
+    check_refusal(caught.value, f"data.path={folder}", "cannot be read", "permissions")
+
+
+@pytest.mark.parametrize("denied", ["folder", "folder/inside.txt"])
+def test_a_folder_whose_files_cannot_be_looked_at_is_refused(denied, tmp_path, monkeypatch):
+    """It may be listed (r) and not entered (x)."""
+    stat = os.stat
+
+    def deny(path, *args, **options):
+        if not isinstance(path, int) and str(path).endswith(f"/{denied}"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **options)
+
+    write(tmp_path / "a.txt", "text")
+    write(tmp_path / "folder" / "inside.txt", "text")
+    monkeypatch.setattr(os, "stat", deny)
+    for path in (tmp_path, tmp_path / "**" / "*.txt"):
+        with pytest.raises(DataError) as caught:
+            find_files(str(path))
+        check_refusal(caught.value, f"data.path={tmp_path / denied}", "cannot be read", "")
+
+
+LINKED = ["", "**/*.txt", "**/**/*.txt", "**"]
+
+
+@pytest.mark.parametrize("path", LINKED)
+def test_links_in_circles_are_not_followed(path, tmp_path):
+    top = tmp_path / "outside" / "texts"
+    write(tmp_path / "outside" / "not_this.txt", "text")
+    write(top / "a.txt", "text")
+    write(top / "deep" / "b.txt", "text")
+    for n, target in enumerate([top, top, top.parent, tmp_path, top / "deep"]):
+        (top / "deep" / f"link{n}").symlink_to(target)
+    (top / "itself").symlink_to(top / "itself")
+    (top / "nowhere").symlink_to(top / "gone")
+    with not_waiting():
+        found = find_files(str(top / path))
+    assert found == [f"{top}/a.txt", f"{top}/deep/b.txt"]
+
+
+@pytest.mark.parametrize("path", [*LINKED, "*"])
+def test_a_file_with_several_names_is_read_once(path, tmp_path):
+    a = write(tmp_path / "texts" / "a.txt", "text")
+    (tmp_path / "texts" / "hard.txt").hardlink_to(a)
+    (tmp_path / "texts" / "link.txt").symlink_to(a)
+    write(tmp_path / "elsewhere" / "b.txt", "text")
+    for name in ("another", "one"):
+        (tmp_path / "texts" / name).symlink_to(tmp_path / "elsewhere")
+    expected = [str(a)] if path == "*" else [str(a), f"{tmp_path}/texts/another/b.txt"]
+    assert find_files(str(tmp_path / "texts" / path)) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("*", "*.txt", "**", "**/", "**/*", "**/*.txt", "*/", "*/*", "deep/**", "**/er/**/*.txt"),
+        *(
+            "./*.txt",
+            ".*",
+            "**/.*",
+            ".git/*",
+            "./**/*.txt",
+            "deep/../*.txt",
+            "deep//*.txt",
+            "[!a]*",
+        ),
+        *("{tree}/*.txt", "{tree}/**/y.txt", "a[[]1].txt", "d*/er", "no/*", "[!a]*", "**x"),
+    ],
+)
+def test_globs_are_those_of_python(pattern, tree):
+    write(tree / ".git" / "x.txt", "text")
+    write(tree / ".hidden", "text")
+    pattern = pattern.format(tree=tree)
+    expected = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    if expected:
+        assert find_files(pattern) == expected
+    else:
+        with pytest.raises(DataError):
+            find_files(pattern)
+
+
 def test_what_a_folder_has_besides_its_texts_is_told(tmp_path):
     write(tmp_path / "a.txt", "text")
     write(tmp_path / ".git" / "HEAD", "hidden")
@@ -335,6 +447,8 @@ UNUSABLE = {
     "surrogate": (b"ab\xed\xa0\x80", "(0xed at byte 2)", "iconv"),
     "UTF-16 LE": (b"\xff\xfe" + "text".encode("utf-16-le"), "UTF-16, not", "iconv -f UTF-16"),
     "UTF-16 BE": (b"\xfe\xff" + "text".encode("utf-16-be"), "UTF-16, not", "iconv -f UTF-16"),
+    "UTF-32 LE": (codecs.BOM_UTF32_LE + b"t\0\0\0", "UTF-32, not", "iconv -f UTF-32"),
+    "UTF-32 BE": (codecs.BOM_UTF32_BE + b"\0\0\0t", "UTF-32, not", "iconv -f UTF-32"),
     "gzip": (packed(b"text", ".gz"), "a gzip archive", "ends in .gz, or unpack it"),
     "zip": (b"PK\x03\x04\x14\0", "a zip archive", "unpack it"),
     "zstd": (packed(b"text", ".zst"), "a zstd archive", "ends in .zst, or unpack it"),
@@ -508,6 +622,48 @@ def test_lone_surrogates_become_replacement_characters(tmp_path, encoder):
     assert encode_all(path, encoder) == expected_ids(texts)
 
 
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_line_beyond_the_limit_is_refused(ending, tmp_path, monkeypatch):
+    limit = 2**20
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", limit)
+    longest = json_line("x" * (limit - len(json_line(""))))
+    good = write(tmp_path / f"good.jsonl{ending}", longest * 2 + longest[:-1])  # no line end
+    assert [len(text) for text in read(good)] == [limit - len(json_line(""))] * 3
+    path = write(tmp_path / f"bad.jsonl{ending}", longest + json_line("x" * 40 * limit))
+    tracemalloc.start()
+    try:
+        found = documents(Part(str(path)))
+        next(found)
+        with pytest.raises(DataError) as caught:
+            next(found)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    check_refusal(caught.value, f"data.path={path}", f"the line at byte {limit}", "")
+    assert peak < 10 * limit
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_of_many_keys_some_are_told(name, tmp_path):
+    keys = [f"key number {n}" for n in range(20_000)] + ["long" * 10_000]
+    path = tmp_path / name
+    if name == "a.jsonl":
+        write(path, json.dumps(dict.fromkeys(keys)))
+    else:
+        keys = keys[:1000] + keys[-1:]
+        pyarrow.parquet.write_table(pyarrow.table({key: [1] for key in keys}), path)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert "'key number 0', 'key number 1'" in str(caught.value)
+    assert f"{len(keys):,}" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value)) - len(str(path)) < 1000
+    path = write(tmp_path / "b.jsonl", json.dumps({"long" * 10_000: 1}))
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert len(str(caught.value)) - len(str(path)) < 1000
+
+
 @pytest.mark.parametrize("ensure_ascii", [True, False])
 def test_long_lines(ensure_ascii, tmp_path):
     texts = ["x" * 3_000_000, "short", "a🙂日é" * 300_000]
@@ -641,6 +797,70 @@ def test_truncated_parquet_is_refused(tmp_path):
     for end in range(0, len(whole), 7):
         path.write_bytes(whole[:end])
         check_refused(path, "cannot be read (", "make or fetch the file anew")
+
+
+@pytest.fixture
+def arrow_peak():
+    """A function: the most bytes that Arrow has had at once since the test began."""
+    before = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(pool)
+    yield pool.max_memory
+    pyarrow.set_memory_pool(before)
+
+
+def write_repeated(path: Path, text: str, rows: int) -> Path:
+    """A Parquet file that has the text once, and in every row a reference to it."""
+    indices = pyarrow.array([0] * rows, pyarrow.int32())
+    column = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array([text]))
+    return write_parquet(path, column, compression="zstd", store_schema=False)
+
+
+def test_repeated_texts_of_parquet_are_not_in_memory_all_at_once(tmp_path, arrow_peak):
+    text = "long " * 100_000
+    path = write_repeated(tmp_path / "a.parquet", text, 300)
+    assert [len(b"".join(blocks)) for blocks in documents(Part(str(path)))] == [len(text)] * 300
+    assert arrow_peak() < 12 * len(text)
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_parquet_that_unpacks_to_far_more_is_refused_unread(
+    dictionary, tmp_path, arrow_peak, monkeypatch
+):
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 2**22)
+    text = "x" * (2**22 + 1)
+    path = tmp_path / "a.parquet"
+    if dictionary:
+        write_repeated(path, text, 3)
+    else:
+        write_parquet(path, [text], compression="zstd", use_dictionary=False)
+    del text
+    written = arrow_peak()
+    check_refused(path, "", "")
+    assert arrow_peak() == written
+
+
+def test_parquet_texts_beyond_the_limit_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 1000)
+    write_parquet(tmp_path / "a.parquet", ["x" * 1000, "é" * 1000, "one"])
+    assert len(read(tmp_path / "a.parquet")) == 3
+    for text in ("x" * 1001, "é" * 1001):
+        path = write_parquet(tmp_path / "b.parquet", ["x" * 1000, text, "one"])
+        check_refused(path, "row 1 of the row groups from 0", "")
+
+
+def test_parquet_that_memory_does_not_hold(tmp_path, monkeypatch):
+    """Such errors have no text."""
+
+    def read_nothing(*_args, **_options):
+        raise MemoryError
+
+    path = write_parquet(tmp_path / "a.parquet", ["one"])
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", read_nothing)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    check_refusal(caught.value, f"data.path={path}", "cannot be read (", "")
+    assert re.search(r"\(.+\)", str(caught.value).removeprefix(f"data.path={path}"))
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy"])

@@ -31,15 +31,17 @@ from typing import IO
 
 import numpy as np
 
-from durable import NO_LOCKS, lock, write_whole
+from durable import NO_LOCKS, lock, read_json, write_whole
 from tokens import DataError
 from tokens.encoding import StreamEncoder
 from tokens.shards import (
     HEADER_BYTES,
     MANIFEST,
+    MANIFEST_LIMIT,
     ShardEntry,
     ShardWriter,
     documents_file,
+    shard_entries,
     write_manifest,
 )
 from tokens.sources import COMPRESSED, HUB, Part, encode_part, hub_data, kind_of, row_groups
@@ -237,7 +239,7 @@ class Preparation:
                     if manifest.get(key, value := getattr(self.recipe, key)) != value:
                         cause = f"holds token files made with data.{key}={manifest[key]}"
                 raise DataError(f"out={self.folder}: {cause}; {fix}")
-            entries = [ShardEntry(**shard) for shard in manifest["shards"]]
+            entries = self._entries(manifest, self.folder / MANIFEST)
             if missing := [entry.file for entry in entries if not self._whole(entry)]:
                 cause = f"{missing[0]} or its .documents is not whole any more"
                 raise DataError(f"out={self.folder}: {cause}; delete the folder to begin anew")
@@ -251,7 +253,7 @@ class Preparation:
         plan.parent.mkdir(parents=True, exist_ok=True)
         if not plan.exists():
             write_whole(plan, json.dumps({"plan": self.plan}).encode())
-        if json.loads(plan.read_bytes())["plan"] != self.plan:
+        if self._read(plan, {"plan": str})["plan"] != self.plan:
             if any(plan.parent.glob("[0-9]*.json")):
                 cause = "its preparation was begun with other texts or settings"
                 raise DataError(f"out={self.folder}: {cause}; {fix}")
@@ -262,12 +264,43 @@ class Preparation:
     def _manifest(self) -> dict | None:
         """The manifest, once it is there."""
         try:
-            manifest = json.loads((self.folder / MANIFEST).read_bytes())
-        except FileNotFoundError:
+            manifest = read_json(self.folder / MANIFEST, MANIFEST_LIMIT)
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise self._useless(self.folder / MANIFEST, _cannot_be_read(error)) from error
         except ValueError:
             return {"made_of": None}  # of something else
         return manifest if isinstance(manifest, dict) and manifest else {"made_of": None}
+
+    def _read(self, path: Path, kinds: dict[str, type]) -> dict:
+        """A JSON object of the preparation with these fields; DataError names what is wrong.
+
+        Raises FileNotFoundError when there is no such file.
+        """
+        try:
+            values = read_json(path, MANIFEST_LIMIT)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            raise self._useless(path, _cannot_be_read(error)) from error
+        if not isinstance(values, dict):
+            raise self._useless(path, "is not a JSON object")
+        for key, kind in kinds.items():
+            if type(values.get(key)) is not kind or (kind is int and values[key] < 0):
+                raise self._useless(path, f"has no valid value under {key!r}")
+        return values
+
+    def _entries(self, values: dict, path: Path) -> list[ShardEntry]:
+        """The shards that a record or the manifest lists."""
+        try:
+            return shard_entries(values.get("shards"))
+        except ValueError as error:
+            raise self._useless(path, f"has no valid 'shards': {error}") from error
+
+    def _useless(self, path: Path, cause: str) -> DataError:
+        fix = "delete the folder to begin again"
+        return DataError(f"out={self.folder}: {path.relative_to(self.folder)} {cause}; {fix}")
 
     def _made_of(self) -> str:
         """What the shards are made of, down to the times at which the texts were changed."""
@@ -282,13 +315,15 @@ class Preparation:
         return [task for task in self.tasks if task.number % parts == part - 1]
 
     def _finished(self, task: Task) -> bool:
-        path = _record(self.folder, task.number)
-        if not path.exists():
+        if not _record(self.folder, task.number).exists():
             return False
-        record = json.loads(path.read_bytes())
-        return record["made_of"] == task.fingerprint(self.recipe) and all(
-            self._whole(ShardEntry(**shard)) for shard in record["shards"]
-        )
+        record, entries = self._read_record(task)
+        return record["made_of"] == task.fingerprint(self.recipe) and all(map(self._whole, entries))
+
+    def _read_record(self, task: Task) -> tuple[dict, list[ShardEntry]]:
+        path = _record(self.folder, task.number)
+        record = self._read(path, {"made_of": str, "text_bytes": int, "shards": list})
+        return record, self._entries(record, path)
 
     def _whole(self, entry: ShardEntry) -> bool:
         """Whether a shard and its documents are there, as long as they should be."""
@@ -402,8 +437,8 @@ class Preparation:
     def _complete(self) -> dict | None:
         if not all(map(self._finished, self.tasks)):
             return None
-        records = [json.loads(_record(self.folder, t.number).read_bytes()) for t in self.tasks]
-        entries = [ShardEntry(**entry) for record in records for entry in record["shards"]]
+        records = [self._read_record(task) for task in self.tasks]
+        entries = [entry for _, listed in records for entry in listed]
         if not entries:
             raise DataError(f"out={self.folder}: no text in any of the files; check data.path")
         return write_manifest(
@@ -411,7 +446,7 @@ class Preparation:
             entries,
             tokenizer=self.recipe.tokenizer,
             endoftext=self.recipe.endoftext,
-            text_bytes=sum(record["text_bytes"] for record in records),
+            text_bytes=sum(record["text_bytes"] for record, _ in records),
             made_of=self._made_of(),
         )
 
@@ -424,6 +459,10 @@ class Preparation:
         for path in self.folder.glob(f"{MANIFEST}.part-*"):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.folder / "preparing", ignore_errors=True)
+
+
+def _cannot_be_read(error: OSError | ValueError) -> str:
+    return f"cannot be read ({getattr(error, 'strerror', None) or error})"
 
 
 # --------------------------------------------------------------------------------- in a worker

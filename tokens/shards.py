@@ -17,7 +17,6 @@ A checksum is the SHA-256 of a block of 4 MiB, so that damage is known by its pl
     streams["train"].gather(np.array([5]), 1024)  # ids from the fifth on (tokens/stream.py)
 """
 
-import glob
 import hashlib
 import importlib.util
 import json
@@ -30,9 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from durable import in_the_making, rename, write_whole
+from durable import in_the_making, read_bounded, read_json, rename, write_whole
 from tokens import SHARD_MAGIC, DataError
-from tokens.sources import find_files
+from tokens.sources import each_once, expand, find_files, list_folder
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
@@ -40,6 +39,7 @@ VERSION = 1
 HEADER_BYTES = 256 * 4
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
+MANIFEST_LIMIT = 2**28  # bytes; of 15 TB of shards
 VERIFY_AT_MOST = 2**30  # bytes that are verified whole whenever they are opened
 TOKEN = np.dtype("<u2")
 
@@ -156,16 +156,16 @@ def is_shards(path: str | list[str] | None) -> bool:
 def _shard_files(entry: str) -> list[Path]:
     """The token files that one entry of data.path names, in order; none for an entry of texts."""
     if os.path.isdir(entry):
-        folder = Path(entry)
-        if (folder / MANIFEST).is_file():
+        folder, names = Path(entry), list_folder(entry)
+        if MANIFEST in names:
             return [folder / shard.file for shard in _read_manifest(folder).shards]
-        if (folder / "preparing" / "plan.json").is_file():
+        if os.path.lexists(folder / "preparing" / "plan.json"):
             fix = "the command that prepares it goes on where it was"
             raise DataError(f"data.path={entry}: is not prepared to the end; {fix}")
-        return sorted(folder.glob("*.bin"))
+        return each_once(folder / name for name in names if name.endswith(".bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
-    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
+    return each_once(sorted(Path(p) for p in expand(entry) if p.endswith(".bin")))
 
 
 def open_shards(
@@ -188,7 +188,7 @@ def open_shards(
             raise DataError(f"data.path={entry}: {cause}; {fix}")
         files += found
     folders = {file.parent for file in files}
-    manifests = {f: _read_manifest(f) for f in folders if (f / MANIFEST).is_file()}
+    manifests = {f: _read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
     for folder, manifest in manifests.items():
         if manifest.tokenizer != tokenizer:
             raise DataError(
@@ -261,10 +261,10 @@ def _read_manifest(folder: Path) -> _Manifest:
         return DataError(f"data.path={path}: {cause}; prepare the data anew")
 
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path, MANIFEST_LIMIT)
     except OSError as error:
         raise bad(f"cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise bad(f"not JSON ({error})") from error
     if not isinstance(values, dict) or values.get("format") != "clearhead-shards":
         raise bad("not a manifest of token shards")
@@ -277,26 +277,37 @@ def _read_manifest(folder: Path) -> _Manifest:
         raise bad(f"tokenizer {tokenizer!r} is none of {', '.join(TOKENIZERS)}")
     if not isinstance(shards, list) or not shards:
         raise bad("lists no shards")
-    kinds = {"file": str, "tokens": int, "documents": int, "sha256": list}
-    kinds["documents_sha256"] = str
-    for shard in shards:
-        if not isinstance(shard, dict) or set(shard) != set(kinds):
-            raise bad("a shard without one of " + ", ".join(kinds))
-        if any(type(shard[key]) is not kind for key, kind in kinds.items()) or any(
-            type(checksum) is not str for checksum in shard["sha256"]
-        ):
-            raise bad(f"a value of shard {shard['file']!r} is of another type")
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin", shard["file"]):
-            raise bad(f"{shard['file'][:200]!r} is no name of a shard in this folder")
-    name, times = Counter(shard["file"] for shard in shards).most_common(1)[0]
-    if times > 1:
-        raise bad(f"lists {name} twice")
-    found = _Manifest(tokenizer, [ShardEntry(**shard) for shard in shards])
+    try:
+        found = _Manifest(tokenizer, shard_entries(shards))
+    except ValueError as error:
+        raise bad(str(error)) from error
     totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents")}
     for key, value in (totals | {"vocab_size": TOKENIZERS[tokenizer]}).items():
         if values.get(key, value) != value:
             found.disagrees = bad(f"says {key} {values[key]!r}, and its shards have {value}")
     return found
+
+
+def shard_entries(shards: object) -> list[ShardEntry]:
+    """What a manifest lists, checked; ValueError names the field that is wrong."""
+    if not isinstance(shards, list):
+        raise ValueError("lists no shards")
+    kinds = {"file": str, "tokens": int, "documents": int, "sha256": list}
+    kinds["documents_sha256"] = str
+    for shard in shards:
+        if not isinstance(shard, dict) or set(shard) != set(kinds):
+            raise ValueError("a shard without one of " + ", ".join(kinds))
+        wrong = [key for key, kind in kinds.items() if type(shard[key]) is not kind]
+        if not wrong and any(type(checksum) is not str for checksum in shard["sha256"]):
+            wrong = ["sha256"]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} of shard {shard['file']!r} is of another type")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin", shard["file"]):
+            raise ValueError(f"file {shard['file'][:200]!r} is no name of a shard in this folder")
+    for name, times in Counter(shard["file"] for shard in shards).most_common(1):
+        if times > 1:
+            raise ValueError(f"lists {name} twice")
+    return [ShardEntry(**shard) for shard in shards]
 
 
 @dataclass
@@ -338,7 +349,7 @@ class _Shard:
         path = documents_file(self.path)
         try:
             size = path.stat().st_size
-            raw = path.read_bytes() if size == 4 * self.entry.documents else b""
+            raw = read_bounded(path, size) if size == 4 * self.entry.documents else b""
         except OSError as error:
             raise _bad_file(
                 path, f"cannot be read ({error.strerror})", "prepare it anew"
@@ -362,7 +373,7 @@ def _bad_file(path: Path, cause: str, fix: str) -> DataError:
 def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shard:
     """Maps a token file after its header, its size and the manifest agree."""
     again = "prepare or copy it anew"
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise _bad_file(path, "not a regular file", "give a token file")
     try:
         with open(path, "rb") as file:

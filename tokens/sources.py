@@ -13,31 +13,44 @@ Passed over are a byte-order mark at the start of a text, an empty text in JSON 
 half a surrogate pair in JSON, which becomes U+FFFD as with tiktoken.
 """
 
+import codecs
 import contextlib
+import errno
+import fnmatch
 import glob
 import gzip
 import importlib
 import io
+import itertools
 import json
 import os
 import shlex
+import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
 from tokens import SHARD_MAGIC, DataError
 from tokens.encoding import StreamEncoder, find_cut, text_blocks
+from training.terminal import visible
 
 BLOCK = 2**20  # bytes read at once
 WINDOW = 2**16  # bytes in which a cut is looked for
+LONGEST_DOCUMENT = 2**26  # bytes of a JSON line, or characters of a row: each is in memory whole
+MOST_UNPACKED = 100  # times its compressed size, of a Parquet column above LONGEST_DOCUMENT
+ROWS = 4  # of Parquet read at once: they may all repeat one long text
 SIDE = 4  # bytes on each side of a cut in which it shows: the longest character
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+UTF_32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)  # the first begins as one of UTF-16 does
 TEXTS = (".txt", ".jsonl", ".ndjson")  # what a folder is searched for, besides *.parquet
 COMPRESSED = (".gz", ".zst")
 HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
+
+AnyPath = TypeVar("AnyPath", str, Path)
 
 
 @dataclass(frozen=True)
@@ -74,9 +87,10 @@ def kind_of(path: str) -> str:
 def find_files(path: str | list[str], notes: list[str] | None = None) -> list[str]:
     """The files that data.path names: a file, a folder (its texts, at any depth), a glob, a list.
 
-    In sorted order for each entry, so that the same folder is always the same text. `notes` are
-    added to when a folder has files besides, which are not taken.
-    Raises DataError when an entry names nothing.
+    In sorted order for each entry, so that the same folder is always the same text. Links are
+    followed; within an entry each file is named once. `notes` are added to when a folder has files
+    besides, which are not taken.
+    Raises DataError when an entry names nothing, or for a folder that cannot be listed.
     """
     files: list[str] = []
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
@@ -95,15 +109,16 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
                 raise DataError(f"data.path={entry}: {what}; {fix}")
             if others and notes is not None:
                 files_are = "a file is" if len(others) == 1 else f"{len(others):,} files are"
-                notes.append(
+                note = (
                     f"data.path={entry}: {files_are} passed over, such as {others[0].name}; "
                     f"a folder's texts are *.txt, *.jsonl and *.parquet, a glob takes all"
                 )
+                notes.append(visible(note, keep=""))
         elif os.path.exists(entry):
             _check_regular(entry)
             found = [entry]
         else:
-            found = sorted(p for p in glob.glob(entry, recursive=True) if os.path.isfile(p))
+            found = [p for p in each_once(sorted(expand(entry))) if os.path.isfile(p)]
             if not found:
                 fix = f"check the path; relative ones start at {os.getcwd()}"
                 if "," in str(entry):
@@ -119,16 +134,101 @@ def _train_on_tokens(path: str | Path) -> str:
 
 def _texts_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """The texts in a folder, at any depth, and the other files, but for hidden ones."""
-    endings = tuple(text + packed for text in TEXTS for packed in ("", *COMPRESSED))
+    endings = (*(text + packed for text in TEXTS for packed in ("", *COMPRESSED)), ".parquet")
     texts, others = [], []
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file():
+    for inner in _folders_in(str(folder), hidden=True):
+        for path in (Path(inner, name) for name in list_folder(inner)):
+            if path.name.lower().endswith(endings):
+                texts.append(path)
+            elif not any(part.startswith(".") for part in path.relative_to(folder).parts):
+                others.append(path)
+    return [[p for p in each_once(sorted(paths)) if p.is_file()] for paths in (texts, others)]
+
+
+def expand(pattern: str, only_folders: bool = False) -> Iterator[str]:
+    """The paths that a glob names, "**" being folders at any depth; in no order.
+
+    Unlike with glob.glob, a folder is entered once however many links lead to it, and one that
+    cannot be listed is a DataError. only_folders: files may be left out.
+    """
+    head, name = os.path.split(pattern)
+    for folder in expand(head, True) if glob.has_magic(head) else [head]:
+        if not _is_folder(folder):
             continue
-        if path.name.lower().endswith((*endings, ".parquet")):
-            texts.append(path)
-        elif not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            others.append(path)
-    return texts, others
+        if name == "**":
+            for inner in _folders_in(folder, hidden=False):
+                yield inner
+                if not only_folders:
+                    yield from (os.path.join(inner, n) for n in list_folder(inner) if n[0] != ".")
+        elif glob.has_magic(name):
+            names = fnmatch.filter(list_folder(folder), name)
+            yield from (os.path.join(folder, n) for n in names if n[0] != "." or name[0] == ".")
+        elif _identity(path := os.path.join(folder, name)):
+            yield path
+
+
+def _folders_in(folder: str, hidden: bool) -> Iterator[str]:
+    """A folder and those in it, at any depth, each once.
+
+    Links are followed, after everything else and not to a folder that this one is in.
+    """
+    seen = {None, *map(_identity, map(str, Path(os.path.realpath(folder)).parents))}
+    waiting, linked = [folder], []
+    while waiting or linked:
+        here = (waiting or linked).pop(0)
+        if _identity(here) in seen:
+            continue
+        seen.add(_identity(here))
+        yield here
+        for name in list_folder(here):
+            path = os.path.join(here, name)
+            if (hidden or name[0] != ".") and _is_folder(path):
+                (linked if os.path.islink(path) else waiting).append(path)
+
+
+def list_folder(folder: str) -> list[str]:
+    """The names in a folder, sorted; DataError when they cannot be read."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            return sorted(entry.name for entry in entries)
+    except OSError as error:
+        raise _unreadable(folder or ".", error) from error
+
+
+def each_once(paths: Iterable[AnyPath]) -> list[AnyPath]:
+    """The paths without later names of the same file."""
+    found: dict[object, AnyPath] = {}
+    for path in paths:
+        found.setdefault(_identity(path) or path, path)
+    return list(found.values())
+
+
+def _identity(path: AnyPath) -> tuple[int, int] | None:
+    """By what a file or folder is known under all its names; None when there is none."""
+    state = _state(path)
+    return state and (state.st_dev, state.st_ino)
+
+
+def _is_folder(path: str) -> bool:
+    state = _state(path)
+    return state is not None and stat.S_ISDIR(state.st_mode)
+
+
+def _state(path: AnyPath) -> os.stat_result | None:
+    """What the system says of a file or folder; None when there is none."""
+    try:
+        return os.stat(path or ".")
+    except ValueError:  # no name of a file: it has a zero byte
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return None
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: AnyPath, error: OSError) -> DataError:
+    cause = f"cannot be read ({error.strerror or error})"
+    return DataError(f"data.path={path}: {cause}; check its permissions")
 
 
 def documents(part: Part) -> Iterator[Iterable[bytes]]:
@@ -168,7 +268,9 @@ def _text_blocks(part: Part) -> Iterator[bytes]:
             file.seek(begin)
         offset = begin
         carried = b""  # the beginning of a character that the next block completes
-        while raw := _read(file, part.path, BLOCK if end is None else min(BLOCK, end - offset)):
+        while raw := _read(
+            file.read, part.path, BLOCK if end is None else min(BLOCK, end - offset)
+        ):
             if offset == 0:
                 _check_beginning(part.path, raw)
             if (zero := raw.find(b"\0")) >= 0:
@@ -221,9 +323,10 @@ def _check_beginning(path: str, raw: bytes) -> None:
     if raw.startswith(b"PAR1"):
         fix = "give it a name that ends in .parquet"
         raise DataError(f"data.path={path}: Parquet, not text; {fix}")
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        fix = f"convert it: iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path))} > utf8.txt"
-        raise DataError(f"data.path={path}: UTF-16, not UTF-8, at byte 0; {fix}")
+    if raw.startswith((*UTF_32, *UTF_16)):
+        name = "UTF-32" if raw.startswith(UTF_32) else "UTF-16"
+        fix = f"convert it: iconv -f {name} -t UTF-8 {shlex.quote(str(path))} > utf8.txt"
+        raise DataError(f"data.path={path}: {name}, not UTF-8, at byte 0; {fix}")
 
 
 def _place(part: Part) -> tuple[int, int | None]:
@@ -246,7 +349,7 @@ def _cut_from(part: Part, place: int, before: int | None = None) -> int | None:
         file.seek(base)
         window = b""
         while before is None or base < before:
-            block = _read(file, part.path, WINDOW)
+            block = _read(file.read, part.path, WINDOW)
             window += block
             # Of the last places, what stands behind them is not seen yet.
             stop = len(window) - SIDE if block else len(window)
@@ -272,11 +375,14 @@ def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
             file.seek(begin)
         offset = begin
         while end is None or offset < end:
-            line = _read(file, part.path, None)
+            line = _read(file.readline, part.path, LONGEST_DOCUMENT + 1)
             if not line:
                 break
+            if len(line) > LONGEST_DOCUMENT:
+                cause = f"the line at byte {offset} is longer than {LONGEST_DOCUMENT:,} bytes"
+                raise DataError(f"data.path={part.path}: {cause}; divide its text into several")
             if line.strip():
-                yield list(text_blocks(_json_text(line, part, offset), BLOCK))
+                yield text_blocks(_json_text(line, part, offset), BLOCK)
             offset += len(line)
 
 
@@ -300,7 +406,11 @@ def _no_text(record: object, key: str) -> str:
     if isinstance(record, dict) and key in record:
         kind = "null" if record[key] is None else f"of type {type(record[key]).__name__}"
         return f"has under {key!r} what is {kind}, not a text; mend it or leave it out"
-    keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "no keys"
+    keys = "no keys"
+    if isinstance(record, dict):
+        keys = ", ".join(f"{name!r:.60}" for name in itertools.islice(record, 10))
+        if len(record) > 10:
+            keys += f" and others, {len(record):,} keys in all"
     return f"has no text under {key!r} (it has {keys}); set data.text_key"
 
 
@@ -310,22 +420,37 @@ def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
             record = dict.fromkeys(file.schema_arrow.names)
             raise DataError(f"data.path={part.path}: {_no_text(record, part.text_key)}")
         groups = range(file.num_row_groups)[part.start : part.stop]
+        _check_unpacked(file.metadata, groups, part)
         row = 0
         try:
-            for batch in file.iter_batches(256, row_groups=groups, columns=[part.text_key]):
-                for text in batch.column(0).to_pylist():
+            for batch in file.iter_batches(ROWS, row_groups=groups, columns=[part.text_key]):
+                for value in batch.column(0):
+                    text = value.as_py()
+                    where = f"data.path={part.path}: row {row} of the row groups from {part.start}"
                     if not isinstance(text, str):
-                        record = {part.text_key: text}
-                        where = f"row {row} of the row groups from {part.start}"
-                        raise DataError(
-                            f"data.path={part.path}: {where} {_no_text(record, part.text_key)}"
-                        )
+                        raise DataError(f"{where} {_no_text({part.text_key: text}, part.text_key)}")
+                    if len(text) > LONGEST_DOCUMENT:
+                        cause = f"is longer than {LONGEST_DOCUMENT:,} characters"
+                        raise DataError(f"{where} {cause}; divide its text into several")
                     row += 1
-                    yield list(text_blocks(text, BLOCK))
+                    yield text_blocks(text, BLOCK)
         except DataError:
             raise
         except Exception as error:  # damage shows in many ways
             raise _damaged(part.path, error) from error
+
+
+def _check_unpacked(metadata, groups: Iterable[int], part: Part) -> None:
+    """Refuses a column of texts that a small file unpacks to: a page of it is in memory whole."""
+    for number in range(metadata.num_columns):
+        if f"{metadata.schema.column(number).path}.".startswith(f"{part.text_key}."):
+            for group in groups:
+                column = metadata.row_group(group).column(number)
+                size, packed = column.total_uncompressed_size, column.total_compressed_size
+                if size > max(LONGEST_DOCUMENT, MOST_UNPACKED * packed):
+                    cause = f"row group {group} unpacks {packed:,} bytes of texts to {size:,}"
+                    fix = f"write it with shorter texts; up to {MOST_UNPACKED} times are read"
+                    raise DataError(f"data.path={part.path}: {cause}; {fix}")
 
 
 @contextlib.contextmanager
@@ -364,7 +489,7 @@ def _hub_rows(part: Part) -> Iterator[Iterable[bytes]]:
         text = record.get(part.text_key)
         if not isinstance(text, str):
             raise DataError(f"data.path={part.path}: {_no_text(record, part.text_key)}")
-        yield list(text_blocks(text, BLOCK))
+        yield text_blocks(text, BLOCK)
 
 
 def hub_data(path: str):
@@ -406,25 +531,25 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         else:
             file = open(path, "rb", buffering=BLOCK)  # noqa: SIM115 closed below
     except OSError as error:
-        fix = "check its permissions"
-        raise DataError(
-            f"data.path={path}: cannot be read ({error.strerror or error}); {fix}"
-        ) from error
+        raise _unreadable(path, error) from error
     with file:
         yield file
 
 
-def _read(file: BinaryIO, path: str, size: int | None) -> bytes:
-    """The next `size` bytes, or with None the next line."""
+def _read(read: Callable[[int], bytes], path: str, size: int) -> bytes:
+    """What a file's `read` or `readline` gives, at most `size` bytes."""
     try:
-        return file.readline() if size is None else file.read(size)
+        return read(size)
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, error) from error
 
 
 def _damaged(path: str, error: Exception) -> DataError:
-    cause = " ".join(str(error).split())
-    return DataError(f"data.path={path}: cannot be read ({cause}); make or fetch the file anew")
+    cause = " ".join(str(error).split()) or type(error).__name__
+    fix = "make or fetch the file anew"
+    if isinstance(error, MemoryError):
+        cause, fix = f"out of memory: {cause}", "use fewer processes or shorter texts"
+    return DataError(f"data.path={path}: cannot be read ({cause}); {fix}")
 
 
 def _needed(module: str, path: str, what: str, package: str):
