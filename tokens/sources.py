@@ -42,7 +42,8 @@ BLOCK = 2**20  # bytes read at once
 WINDOW = 2**16  # bytes in which a cut is looked for
 LONGEST_DOCUMENT = 2**26  # bytes of a JSON line, or characters of a row: each is in memory whole
 MOST_UNPACKED = 100  # times its compressed size, of a Parquet column above LONGEST_DOCUMENT
-ROWS = 4  # of Parquet read at once: they may all repeat one long text
+MOST_ROWS = 256  # of Parquet read at once
+ROWS_SIZE = 2**29  # bytes: their limit where all of them repeat the longest text there may be
 SIDE = 4  # bytes on each side of a cut in which it shows: the longest character
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF_32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)  # the first begins as one of UTF-16 does
@@ -420,10 +421,10 @@ def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
             record = dict.fromkeys(file.schema_arrow.names)
             raise DataError(f"data.path={part.path}: {_no_text(record, part.text_key)}")
         groups = range(file.num_row_groups)[part.start : part.stop]
-        _check_unpacked(file.metadata, groups, part)
+        rows = _rows_at_once(file.metadata, groups, part)
         row = 0
         try:
-            for batch in file.iter_batches(ROWS, row_groups=groups, columns=[part.text_key]):
+            for batch in file.iter_batches(rows, row_groups=groups, columns=[part.text_key]):
                 for value in batch.column(0):
                     text = value.as_py()
                     where = f"data.path={part.path}: row {row} of the row groups from {part.start}"
@@ -440,8 +441,13 @@ def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
             raise _damaged(part.path, error) from error
 
 
-def _check_unpacked(metadata, groups: Iterable[int], part: Part) -> None:
-    """Refuses a column of texts that a small file unpacks to: a page of it is in memory whole."""
+def _rows_at_once(metadata, groups: Iterable[int], part: Part) -> int:
+    """How many rows of Parquet to read at once, so that they take at most ROWS_SIZE.
+
+    Raises DataError for a column of texts that a small file unpacks to: a page of it is in memory
+    whole.
+    """
+    longest = 1  # bytes a text may have
     for number in range(metadata.num_columns):
         if f"{metadata.schema.column(number).path}.".startswith(f"{part.text_key}."):
             for group in groups:
@@ -451,6 +457,8 @@ def _check_unpacked(metadata, groups: Iterable[int], part: Part) -> None:
                     cause = f"row group {group} unpacks {packed:,} bytes of texts to {size:,}"
                     fix = f"write it with shorter texts; up to {MOST_UNPACKED} times are read"
                     raise DataError(f"data.path={part.path}: {cause}; {fix}")
+                longest = max(longest, min(size, LONGEST_DOCUMENT))
+    return max(1, min(MOST_ROWS, ROWS_SIZE // longest))
 
 
 @contextlib.contextmanager
