@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from training.command import settings_command, write_out
 from training.config import ConfigError, Problem, fill, refuse
+from training.terminal import visible
 
 if TYPE_CHECKING:
     import numpy as np
@@ -239,7 +240,7 @@ def read(settings: EvaluateConfig, reader: "Reader") -> tuple["TokenStream", str
         tokens = parts[settings.split == "val"]
         what = f"its {settings.split} part, data.val_fraction={config.val_fraction:g}"
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(visible(f"note: {note}"), file=sys.stderr)
     return tokens, what
 
 
@@ -385,7 +386,7 @@ def show(
 ) -> None:
     """Prints the figures, and by what rule they are so."""
     step = f", step {reader.state.step}" if reader.state else ""
-    print(f"{checkpoint}{step}, in {precision}, on {what}")
+    print(visible(f"{checkpoint}{step}, in {precision}, on {what}"))
     print(f"{rule}\n")
     lines = [
         ("tokens scored", f"{figures['tokens']:,}"),
@@ -429,7 +430,7 @@ def write(
         **machine(("torch", "numpy", "tiktoken")),
     }
     write_out(settings.out, written)
-    print(f"written to {settings.out}", file=sys.stderr)
+    print(visible(f"written to {settings.out}"), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def main(settings: ExportConfig) -> None:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     size = sum(file.stat().st_size for file in out.iterdir())
-    print(f"{settings.out}: {len(list(out.iterdir()))} files, {size / 1e6:,.1f} MB")
+    print(visible(f"{settings.out}: {len(list(out.iterdir()))} files, {size / 1e6:,.1f} MB"))
     where = f"from {reader.folder.name}, " if reader.state else ""
     print(f"{where}{reader.model.num_parameters():,} parameters, {reader.window:,} positions")
     load = f"transformers.pipeline('text-generation', model={str(settings.out)!r})"

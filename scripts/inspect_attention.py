@@ -13,6 +13,7 @@ from pathlib import Path
 
 from training.command import settings_command
 from training.config import Problem, refuse
+from training.terminal import visible
 
 
 @dataclass
@@ -73,7 +74,7 @@ def main(settings: InspectConfig) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     names = " and ".join(run["name"] for run in runs)
     out.write_text(page(runs, title=f"attention of {names}"), encoding="utf-8")
-    print(f"open {out} in a browser ({out.stat().st_size / 1e6:.1f} MB)")
+    print(visible(f"open {out} in a browser ({out.stat().st_size / 1e6:.1f} MB)"))
 
 
 def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
@@ -104,7 +105,7 @@ def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
         model.look_into(torch.tensor([token_ids], device=device), capture)
 
     frame = probe(look_into, lens.prompts, step=state.step if state else 0)
-    print(f"{path}: strongest heads (in brackets: a head that looks back evenly)")
+    print(visible(f"{path}: strongest heads (in brackets: a head that looks back evenly)"))
     uniform = uniform_values(lens.prompts)
     for key, heads in strongest(frame.row).items():
         kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"

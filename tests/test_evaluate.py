@@ -76,6 +76,14 @@ def figures(evaluate, home):
     return run
 
 
+def test_names_reach_the_terminal_as_text(evaluate, home):
+    strange = home / "a\x1b[31m"
+    strange.symlink_to(home / "runs" / "one")
+    code, out, err = evaluate(f"checkpoint={strange}", "data.path=tokens", f"out={strange}.json")
+    assert code == 0
+    assert "\x1b" not in out + err
+
+
 # ----------------------------------------------------------------------------- against transformers
 
 

@@ -73,6 +73,14 @@ def run(in_process, home):
     signal.signal(signal.SIGTERM, before)
 
 
+def test_names_reach_the_terminal_as_text(run, home):
+    strange = home / "a\x1b[31m"
+    strange.symlink_to(home / "runs" / "one")
+    code, out, err = run(f"checkpoint={strange}", f"out={strange}.made")
+    assert code == 0
+    assert "\x1b" not in out + err
+
+
 # --- What transformers makes of it ---------------------------------------------------------------
 
 

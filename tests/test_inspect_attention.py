@@ -62,6 +62,14 @@ def test_a_run_of_ours_as_a_command(command, home, tmp_path):
     assert json.loads(unpacked(run["history"]))["steps"] == [4]
 
 
+def test_names_reach_the_terminal_as_text(inspect, home):
+    strange = home / "a\x1b[31m"
+    strange.symlink_to(home / "runs" / "one")
+    code, out, err = inspect(f"checkpoint={strange}", f"out={strange}.html")
+    assert code == 0
+    assert "\x1b" not in out + err
+
+
 def test_the_page_shows_the_weights_of_the_model(inspect, home):
     assert inspect("checkpoint=runs/one", "text=The quick fox", "out=a.html", "repeated=0")[0] == 0
     (run,) = read(home / "a.html")
