@@ -111,7 +111,7 @@ class TrainerConfig:
     on_nonfinite: str = "skip"  # skip | stop: a step whose loss or gradient is no number
     max_skips: int = 10  # so many in a row end the run
     resume: str | bool = "auto"  # auto | must | false | the directory of a run or checkpoint
-    resume_override: bool = False  # true: go on although a setting or the data changed
+    resume_override: bool = False  # true: continue although a setting or the data changed
     init_from: str | None = None  # weights to start from: a run, a Hugging Face directory, hub:NAME
     sample_prompt: str = "The"  # what the sample text at each validation continues
     sample_tokens: int = 40  # its length; 0: no samples
