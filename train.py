@@ -26,7 +26,7 @@ from pathlib import Path
 
 from training import announce
 from training.command import begin_quickly, command
-from training.config import OF_THE_MACHINE, Settings, refuse
+from training.config import OF_THE_MACHINE, Settings, complete, different_settings, refuse
 from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
 from training.signals import StopSignals, end_quietly, exit_code
 from training.terminal import never_fail
@@ -91,7 +91,7 @@ class Trainer:
         stored = self.parallel.share(rank_0)
         with self.parallel.together():
             if stored and self.settings.overrides:
-                self.settings, changed = resume.complete(self.settings, *stored)
+                self.settings, changed = complete(self.settings, *stored)
                 if changed:
                     self.notes.append(
                         f"settings from {stored[0]}, overridden: {', '.join(changed)}"
@@ -103,7 +103,7 @@ class Trainer:
         mine = json.loads(json.dumps(dataclasses.asdict(settings)))
         of_rank_0 = self.parallel.share(mine)
         with self.parallel.together():
-            refuse(resume.different_settings(mine, of_rank_0, self.parallel.rank))
+            refuse(different_settings(mine, of_rank_0, self.parallel.rank))
         if stored:  # the precision and the seed are those of the run
             trainer = settings.trainer
             self.parallel = parallel.start(

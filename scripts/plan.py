@@ -21,7 +21,7 @@ from statistics import median
 
 from training import memory
 from training.command import compose, errors_in_one_line, parse, show_help, write_out
-from training.config import NO_VALUE, REPOSITORY, ConfigError, Problem, Settings, refuse
+from training.config import NO_VALUE, REPOSITORY, ConfigError, Problem, Settings, complete, refuse
 from training.hardware import KINDS, WORTH_COMPILING
 from training.other_names import same_purpose
 from training.speed import (
@@ -473,9 +473,9 @@ def of_training(overrides: list[str]) -> Settings:
         refuse(serious)
         return compose([*overrides, "data.path=none"])
     if settings.overrides:
-        from training import resume
+        from training.resume import stored_settings
 
-        settings, _ = resume.complete(settings, *resume.stored_settings(settings))
+        settings, _ = complete(settings, *stored_settings(settings))
     return settings
 
 

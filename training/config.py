@@ -113,7 +113,7 @@ class TrainerConfig:
     on_nonfinite: str = "skip"  # skip | stop: a step whose loss or gradient is no number
     max_skips: int = 10  # so many in a row end the run
     resume: str | bool = "auto"  # auto | must | false | the directory of a run or checkpoint
-    resume_override: bool = False  # true: go on although a setting or the data changed
+    resume_override: bool = False  # true: continue although a setting or the data changed
     init_from: str | None = None  # weights to start from: a run, a Hugging Face directory, hub:NAME
     sample_prompt: str = "The"  # what the sample text at each validation continues
     sample_tokens: int = 40  # its length; 0: no samples
@@ -196,8 +196,8 @@ class Overrides:
 class Settings:
     """Everything a training run is told. The order is that of configs/config.yaml."""
 
-    # Set where trainer.resume names a directory: until `training.resume.complete` has read the
-    # settings of that run, only those in OF_THE_LAUNCH are valid.
+    # Set where trainer.resume names a directory: until `complete` has put the settings of
+    # that run under them, only those in OF_THE_LAUNCH are valid.
     overrides: typing.ClassVar[Overrides | None] = None
 
     seed: int
@@ -227,6 +227,17 @@ PLAIN = {"seed": int, "name": str | None, "debug": bool}
 # by its path has all others from its checkpoint.
 OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
 OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "trainer.resume", "trainer.resume_override")
+
+# They follow from other settings where they are null, and a longer run keeps them:
+# TrainerConfig.choose.
+FOLLOWING = (
+    "trainer.warmup_steps",
+    "trainer.eval_every",
+    "trainer.eval_windows",
+    "trainer.log_every",
+)
+# What may differ between the ranks of a run. Data are compared by their checksums.
+OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
 
 
 # -------------------------------------------------------------------- values -> settings
@@ -429,6 +440,80 @@ def copy_setting(key: str, source: dict, target: dict) -> None:
         target[group] = copy.deepcopy(source[group])
     elif name in source[group]:  # a file of the user's own may lack it
         target[group][name] = source[group][name]
+
+
+def complete(settings: Settings, found: str, stored: dict) -> tuple[Settings, list[str]]:
+    """The stored settings of a run with the command line's on top, and which ones have changed.
+
+    found, stored: as of `training.resume.stored_settings`. Unknown stored settings are ignored.
+    Raises CheckpointError for stored values that cannot be used, ConfigError for what the command
+    line makes of them.
+    """
+    from training.checkpoint import CheckpointError
+
+    overrides = settings.overrides
+    base = copy.deepcopy(overrides.values)
+    for key in PLAIN.keys() & stored.keys():
+        base[key] = stored[key]
+    for group in GROUPS:
+        values = stored.get(group, {})
+        if not isinstance(values, dict):
+            base[group] = values
+            continue
+        known = {field.name for field in dataclasses.fields(schema_of(group))}
+        base[group] |= {key: value for key, value in values.items() if key in known}
+    ours = dataclasses.asdict(settings)  # a sweep has named its job there
+    for key in OF_THE_LAUNCH:
+        copy_setting(key, ours, base)
+    _, problems = build(base)
+    if problems:
+        key, value, cause, _ = problems[0]
+        line = describe((key, value, cause, "use another checkpoint"))
+        raise CheckpointError(f"checkpoint={found}: {line}")
+    merged = copy.deepcopy(base)
+    for key in FOLLOWING:
+        group, _, name = key.partition(".")
+        merged[group][name] = None
+    if settings.name:  # a branch has a name of its own on W&B
+        merged["wandb"]["name"] = None
+    for key in overrides.keys:
+        if key == "experiment":
+            merged |= copy.deepcopy({group: overrides.values[group] for group in GROUPS})
+        elif not key.startswith("hydra"):
+            copy_setting(key, overrides.values, merged)
+    merged["wandb"]["group"] = settings.wandb.group or merged["wandb"]["group"]
+    result, problems = build(merged)
+    refuse(problems)
+    before = flat(base)
+    changed = [
+        f"{key}={shortened(shown(value))} (was {shortened(shown(before.get(key)))})"
+        for key, value in flat(merged).items()
+        if value != before.get(key) and not (value is None and key in FOLLOWING)
+    ]
+    return result, changed
+
+
+def flat(settings: dict) -> dict[str, object]:
+    """Plain settings by their keys on the command line: seed, trainer.max_steps."""
+    found = {}
+    for key, value in settings.items():
+        found |= {f"{key}.{k}": v for k, v in value.items()} if key in GROUPS else {key: value}
+    return found
+
+
+def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:
+    """The problem of a rank that was started with other settings than rank 0; both plain."""
+    theirs = flat(of_rank_0)
+    found = [
+        (key, f"{shown(theirs[key])} on rank 0, {shown(value)} on rank {rank}")
+        for key, value in flat(settings).items()
+        if key not in OF_ONE_RANK and value != theirs[key]
+    ]
+    if not found:
+        return []
+    (key, cause), *more = found[:3]
+    cause = "; ".join([cause, *(f"{key}: {values}" for key, values in more)])
+    return [(key, NO_VALUE, cause, "start all ranks with the same settings")]
 
 
 # Texts that name something. Empty, each would quietly mean what null says aloud.

@@ -115,7 +115,9 @@ def write_settings(run: Path, settings: dict) -> None:
 
     write_whole(run / RECORD, (json.dumps({"settings": settings}, indent=1) + "\n").encode())
     # Not by OmegaConf, for which a "${" in a prompt is a reference.
-    write_whole(run / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
+    write_whole(
+        run / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode()
+    )
 
 
 def settings_of(run: Path) -> dict | None:

@@ -4,8 +4,6 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 (key, value, cause, fix), and the caller refuses it (see training/config.py).
 """
 
-import copy
-import dataclasses
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -16,18 +14,6 @@ import yaml
 
 from model import GPT, ModelConfig
 from training import checkpoint
-from training.config import (
-    GROUPS,
-    NO_VALUE,
-    OF_THE_LAUNCH,
-    PLAIN,
-    build,
-    copy_setting,
-    describe,
-    refuse,
-    schema_of,
-    shown,
-)
 from training.directory import RUNS, is_occupied, name_before_restart, settings_of, was_cut_off
 from training.hf import load_reader
 
@@ -42,14 +28,6 @@ FIXED = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
 OVERRIDE = "trainer.resume_override=true to continue anyway"
-# They follow from other settings where they are null, and a longer run keeps them:
-# TrainerConfig.choose.
-FOLLOWING = (
-    "trainer.warmup_steps",
-    "trainer.eval_every",
-    "trainer.eval_windows",
-    "trainer.log_every",
-)
 # What may differ between a run and its continuation without changing what is computed.
 FREE_TO_CHANGE = {
     "name",
@@ -80,9 +58,6 @@ FREE_TO_CHANGE = {
     "trainer.sample_prompt",
     "trainer.sample_tokens",
 }
-
-# What may differ between the ranks of a run. Data are compared by their checksums.
-OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
 
 # What older checkpoints were trained with and do not say.
 BEFORE_THERE_WAS_A_CHOICE = {"optimizer": {"name": "adamw"}}
@@ -122,80 +97,11 @@ def stored_settings(settings: "Settings") -> tuple[str, dict] | None:
     path = run if restarted else settings.trainer.resume
     # Damage is reported when the checkpoint itself is read.
     found = checkpoint.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
-    return str(found), checkpoint.load_state(found).settings
-
-
-def complete(settings: "Settings", found: str, stored: dict) -> tuple["Settings", list[str]]:
-    """The stored settings of a run with the command line's on top, and which ones have changed.
-
-    found, stored: as of `stored_settings`. Unknown stored settings are ignored. Raises
-    CheckpointError for stored values that cannot be used, ConfigError for what the command line
-    makes of them.
-    """
-    overrides = settings.overrides
-    base = copy.deepcopy(overrides.values)
-    for key in PLAIN.keys() & stored.keys():
-        base[key] = stored[key]
-    for group in GROUPS:
-        values = stored.get(group, {})
-        if not isinstance(values, dict):
-            base[group] = values
-            continue
-        known = {field.name for field in dataclasses.fields(schema_of(group))}
-        values = BEFORE_THERE_WAS_A_CHOICE.get(group, {}) | values
-        base[group] |= {key: value for key, value in values.items() if key in known}
-    ours = asdict(settings)  # a sweep has named its job there
-    for key in OF_THE_LAUNCH:
-        copy_setting(key, ours, base)
-    _, problems = build(base)
-    if problems:
-        key, value, cause, _ = problems[0]
-        line = describe((key, value, cause, "use another checkpoint"))
-        raise checkpoint.CheckpointError(f"checkpoint={found}: {line}")
-    merged = copy.deepcopy(base)
-    for key in FOLLOWING:
-        group, _, name = key.partition(".")
-        merged[group][name] = None
-    if settings.name:  # a branch has a name of its own on W&B
-        merged["wandb"]["name"] = None
-    for key in overrides.keys:
-        if key == "experiment":
-            merged |= copy.deepcopy({group: overrides.values[group] for group in GROUPS})
-        elif not key.startswith("hydra"):
-            copy_setting(key, overrides.values, merged)
-    merged["wandb"]["group"] = settings.wandb.group or merged["wandb"]["group"]
-    result, problems = build(merged)
-    refuse(problems)
-    before = flat(base)
-    changed = [
-        f"{key}={shown(value)} (was {shown(before.get(key))})"
-        for key, value in flat(merged).items()
-        if value != before.get(key) and not (value is None and key in FOLLOWING)
-    ]
-    return result, changed
-
-
-def flat(settings: dict) -> dict[str, object]:
-    """Plain settings by their keys on the command line: seed, trainer.max_steps."""
-    found = {}
-    for key, value in settings.items():
-        found |= {f"{key}.{k}": v for k, v in value.items()} if key in GROUPS else {key: value}
-    return found
-
-
-def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list["Problem"]:
-    """The problem of a rank that was started with other settings than rank 0; both plain."""
-    theirs = flat(of_rank_0)
-    found = [
-        (key, f"{shown(theirs[key])} on rank 0, {shown(value)} on rank {rank}")
-        for key, value in flat(settings).items()
-        if key not in OF_ONE_RANK and value != theirs[key]
-    ]
-    if not found:
-        return []
-    (key, cause), *more = found[:3]
-    cause = "; ".join([cause, *(f"{key}: {values}" for key, values in more)])
-    return [(key, NO_VALUE, cause, "start all ranks with the same settings")]
+    stored = checkpoint.load_state(found).settings
+    for group, values in BEFORE_THERE_WAS_A_CHOICE.items():
+        if isinstance(stored.get(group), dict):
+            stored[group] = values | stored[group]
+    return str(found), stored
 
 
 def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]:
