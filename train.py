@@ -162,7 +162,9 @@ class Trainer:
         from training.fitting import check_memory
 
         with self.parallel.together():  # another machine may have less
-            self.notes += check_memory(self.settings, self.parallel)
+            problems, notes = check_memory(self.settings, self.parallel)
+            refuse(problems)
+        self.notes += notes
 
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""

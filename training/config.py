@@ -544,18 +544,13 @@ def _unusable_texts(group: str, values: dict) -> list[Problem]:
     return found
 
 
-def oversized(model: "ModelConfig") -> str:
-    """The setting that makes a model large: the one furthest above its default, GPT-2 small's."""
-    keys = ("vocab_size", "context_length", "emb_dim", "num_layers")
-    return max(keys, key=lambda key: getattr(model, key) / getattr(type(model), key))
-
-
 def cross_problems(parts: dict) -> list[Problem]:
     """What does not fit together across groups."""
     from_data, from_model = parts.get("data"), parts.get("model")
     if from_data is None or from_model is None:
         return []
     from tokens.tokenizers import TOKENIZERS
+    from training.memory import oversized
 
     found = []
     m = from_model

@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.config import oversized, refuse
 from training.errors import OutOfMemory
-from training.memory import USABLE, Memory, estimate, largest_micro_batch, smaller_micro_batch
+from training.memory import (
+    USABLE,
+    Memory,
+    estimate,
+    largest_micro_batch,
+    oversized,
+    smaller_micro_batch,
+)
 from training.optim import matrices_of
 
 if TYPE_CHECKING:
@@ -59,12 +65,13 @@ def what_would_fit(
     )
 
 
-def check_memory(settings: "Settings", parallel: "Parallel") -> list[str]:
+def check_memory(settings: "Settings", parallel: "Parallel") -> tuple[list[tuple], list[str]]:
     """Compares what a run needs with the memory of its device, before anything is allocated.
 
-    Raises ConfigError when the weights, gradients and moments need more than there is, on any
-    device; and on a CPU when a step does. Returns a note when a step on a CPU may need more than is
-    free now. On a GPU a step that does not fit ends the run at once, and `what_would_fit` says so.
+    Returns problems (key, value, cause, fix) and notes. A problem: the weights, gradients and
+    moments need more than there is, on any device, or on a CPU a step does. A note: a step on a CPU
+    may need more than is free now. On a GPU a step that does not fit ends the run at once, and
+    `what_would_fit` says so.
     """
     trainer, device, model = settings.trainer, parallel.device, settings.model
     share, asked = trainer.batch_size // parallel.world_size, trainer.micro_batch_size
@@ -91,27 +98,28 @@ def check_memory(settings: "Settings", parallel: "Parallel") -> list[str]:
     states = 2 * needed(1).weights + needed(1).optimizer
     if states > room:
         cause = f"weights, gradients and moments need {_gb(states)}, {there_is}"
-        refuse([(*blamed, cause, "use less, or a smaller model, such as model=gpt2-nano")])
+        fix = "use less, or a smaller model, such as model=gpt2-nano"
+        return [(*blamed, cause, fix)], []
     if not is_cpu:
-        return []
+        return [], []
     tokens = f"of {settings.data.max_length} tokens"
     if allocated(windows) > room and (windows == 1 or allocated(1) > room):
         cause = f"a step with one window {tokens} needs {_gb(allocated(1))}, {there_is}"
         fix = "use a smaller model, a smaller data.max_length"
         if not trainer.activation_checkpointing:
             fix += " or trainer.activation_checkpointing=true"
-        refuse([(*blamed, cause, fix)])
+        return [(*blamed, cause, fix)], []
     key = "batch_size" if asked is None else "micro_batch_size"
     value = getattr(trainer, key)
     cause = f"{windows} windows {tokens} at a time need about {_gb(needed(windows).total)}"
     if allocated(windows) > room:
         fix = f"use trainer.micro_batch_size={largest() or 1}, which keeps the batch"
-        refuse([(f"trainer.{key}", value, f"{cause}, {there_is}", fix)])
+        return [(f"trainer.{key}", value, f"{cause}, {there_is}", fix)], []
     if needed(windows).total > free:
         fits = largest()
         fix = f"use trainer.micro_batch_size={fits}" if fits else "close other programs"
-        return [f"trainer.{key}={value}: {cause}, and {_gb(free)} are free; {fix}"]
-    return []
+        return [], [f"trainer.{key}={value}: {cause}, and {_gb(free)} are free; {fix}"]
+    return [], []
 
 
 def needed_by_step(

@@ -104,6 +104,12 @@ def num_parameters(model: Model) -> int:
     return model.num_layers * block_parameters(model) + root_parameters(model)
 
 
+def oversized(model: Model) -> str:
+    """The setting of a ModelConfig that is furthest above its default, that of GPT-2 small."""
+    keys = ("vocab_size", "context_length", "emb_dim", "num_layers")
+    return max(keys, key=lambda key: getattr(model, key) / getattr(type(model), key))
+
+
 def width(precision: str) -> int:
     """Bytes of a number in the products. precision: fp32 | bf16 | fp16."""
     return {"fp32": 4, "bf16": 2, "fp16": 2}[precision]
