@@ -816,9 +816,7 @@ def write_repeated(path: Path, text: str, rows: int) -> Path:
     return write_parquet(path, column, compression="zstd", store_schema=False)
 
 
-def test_repeated_texts_of_parquet_are_not_in_memory_all_at_once(
-    tmp_path, arrow_peak, monkeypatch
-):
+def test_repeated_texts_of_parquet_are_not_in_memory_all_at_once(tmp_path, arrow_peak, monkeypatch):
     text = "long " * 100_000
     monkeypatch.setattr(sources, "ROWS_SIZE", 4 * len(text))
     path = write_repeated(tmp_path / "a.parquet", text, 300)
