@@ -558,7 +558,10 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
         with errors_in_one_line(debug="debug=true" in sys.argv):
             args, unknown = parser.parse_known_intermixed_args()
             if unknown:
-                raise ConfigError([(unknown[0], NO_VALUE, "no such option", "see --help")])
+                key, equals, _ = unknown[0].partition("=")
+                setting = unknown[0].lstrip("-")
+                fix = f"settings have no dashes: {setting}" if equals else "see --help"
+                raise ConfigError([(key, NO_VALUE, "no such option", fix)])
             check_options(args)
             # Hydra itself wants its options first.
             options = [text for text in sys.argv[1:] if text not in args.overrides]
