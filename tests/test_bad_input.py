@@ -197,7 +197,7 @@ CONFIGURATION = {
     "a package of Hydra's": ("experiment@hydra=laptop", r"experiment@hydra=laptop: settings stay"),
     # options
     "unknown option": ("--nonsense", r"--nonsense: no such option; see --help"),
-    "setting with dashes": ("--trainer.max_steps=5", r"--trainer\.max_steps: .* trainer\.max_steps=5"),
+    "setting with dashes": ("--seed=5", r"--seed: .* seed=5"),
     "option without its value": ("--config-dir", r"command line: .*expected one argument"),
     "choice of an option": (["--cfg", "nothing"], r"command line: .*invalid choice"),
     "other settings": ("--config-path=x", r"--config-path=x: is not supported; add your own"),
