@@ -383,11 +383,11 @@ def test_what_fails_on_one_rank_fails_on_all_and_a_sweep_goes_on(two, folder):
     assert told[0].endswith("(on rank 1)")
     assert ": trainer.batch_size=9: cannot be shared out evenly over 2 ranks; " in told[1]
     begun, whole = runs_in(folder / "in_sweep")
-    assert whole.name.endswith("_batch_size=8,parallel=fsdp")
+    assert whole.name.endswith("_batch_size-8_parallel-fsdp")
     check_same_course(whole, folder / "runs" / "brief")
     check_same_tensors(last(whole), last(folder / "runs" / "brief"))
     (sweep,) = (folder / "in_sweep" / "multirun").iterdir()
-    assert begun.name == f"{sweep.name}_batch_size=8,parallel=ddp"
+    assert begun.name == f"{sweep.name}_batch_size-8_parallel-ddp"
     assert f"run directory    runs/{whole.name}\n" in two.said("sweep", 0, "out")
     assert f"results          multirun/{sweep.name}/results.md" in two.said("sweep", 0, "out")
     assert two.said("sweep", 1, "out") == ""

@@ -343,7 +343,7 @@ def test_a_hugging_face_directory_of_fifos_is_refused(in_process, run, no_hang, 
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / name).unlink(missing_ok=True)
     kind(folder / name)
-    arguments = ("checkpoint=hf", "num_tokens=2", "device=cpu")
+    arguments = ("checkpoint=hf", "max_new_tokens=2", "device=cpu")
     code, _, err = in_process(generate.main, Path.cwd(), *arguments)
     assert code == 3
     assert "hf" in err

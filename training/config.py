@@ -360,11 +360,15 @@ def unknown_key(key: str, value: object, known: list[str]) -> Problem:
         setting, remark = found
         return (key, value, "no such setting", f"use {setting}{remark and f' ({remark})'}")
     there = [name for name in known if name.rpartition(".")[0] == group]
+    near = [name for name in known if name.rpartition(".")[2] == last]
+    near += [name for name in there if last and name.rpartition(".")[2].startswith(last)]
     for names in (there, known):
         # Without their groups: a group that two names share makes any two of them look alike.
         by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
-        if near := difflib.get_close_matches(last, by_last, n=1, cutoff=0.75):
-            return (key, value, "no such setting", f"did you mean {by_last[near[0]]}?")
+        hits = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
+        near += [by_last[hit] for hit in hits]
+    if near:
+        return (key, value, "no such setting", f"did you mean {near[0]}?")
     names = ", ".join(name.rpartition(".")[2] for name in there)
     fix = f"{group} has {names}" if group and there else "--help lists all settings"
     return (key, value, "no such setting", fix)
