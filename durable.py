@@ -92,7 +92,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes. Raises OSError for anything else."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(min(size, limit) + 1)  # which allocates as much as it is told
+        content = file.read(min(size, limit) + 1)  # read(n) allocates n bytes
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
     return content

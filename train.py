@@ -115,7 +115,7 @@ class Trainer:
         settings that would make it another run."""
         from training import checkpoint, directory, resume
 
-        def look() -> tuple[str, dict] | None:
+        def look() -> tuple[str, dict, bool, str] | None:
             own = resume.own_directory(self.settings)
             # A run that has checkpoints needs no other files.
             is_run = own and (checkpoint.has_any(own) or not directory.is_occupied(own))
@@ -123,9 +123,15 @@ class Trainer:
                 self.take(own)  # from here on nobody else changes what is in it
             found, problems = resume.find_checkpoint(self.settings)
             refuse(problems)
-            return found and (str(found), dataclasses.asdict(checkpoint.load_state(found)))
+            if not found:
+                return None
+            in_place = resume.goes_on(found, self.settings)
+            run = own if in_place else checkpoint.run_of(found) or found
+            return str(found), dataclasses.asdict(checkpoint.load_state(found)), in_place, str(run)
 
-        found, state = self.parallel.share(self.parallel.on_main(look)) or (None, None)
+        # Other ranks may not see the directory: what rank 0 finds holds for all.
+        shared = self.parallel.share(self.parallel.on_main(look))
+        found, state, self.in_place, run = shared or (None, None, False, None)
         self.resume_from = found and Path(found)
         self.saved = checkpoint.State(**state) if state else None
         trainer = self.settings.trainer
@@ -135,16 +141,14 @@ class Trainer:
             known = before.get("lens", {}).get("every")  # 0: it was off, and now is asked for
             self.settings.lens.every = known or self.settings.lens.interval(trainer.max_steps)
         if self.saved:
-            run = checkpoint.run_of(self.resume_from) or self.resume_from
-            if resume.goes_on(self.resume_from, self.settings):
-                run = resume.own_directory(self.settings)  # as the user calls it
             now = dataclasses.asdict(self.settings)
-            changed = resume.changed_settings(self.saved.settings, now, run)
+            changed = resume.changed_settings(self.saved.settings, now, Path(run))
+            refused = changed
             if trainer.resume_override:
-                refuse([problem for problem in changed if problem[0] in resume.FIXED])
+                refused = [problem for problem in changed if problem[0] in resume.FIXED]
                 self.notes += [f"{key}={value}: {cause}" for key, value, cause, _ in changed]
-            else:
-                refuse(changed)
+            with self.parallel.together():
+                refuse(refused)
 
     def take(self, folder: Path) -> None:
         """Keeps other processes out of a run's directory."""
@@ -308,12 +312,12 @@ class Trainer:
         from training.tracker import NoTracker, Tracker, last_wandb_id
 
         settings, state = self.settings, self.state
-        goes_on = resume.goes_on(self.resume_from, settings)
+        in_place = self.in_place  # the run itself continues; else it is new, or a branch
         finished = state.step >= settings.trainer.max_steps
         self.tracker = NoTracker()
 
         def open_run() -> str:
-            if goes_on:
+            if in_place:
                 folder = resume.own_directory(settings)
             else:
                 name = settings.name or directory.name_before_restart()
@@ -324,7 +328,7 @@ class Trainer:
                 self.take(folder)
                 directory.check_new(folder)
             directory.mark_launch(folder)
-            self.saver = Saver(folder, settings.trainer.keep, state if goes_on else None)
+            self.saver = Saver(folder, settings.trainer.keep, state if in_place else None)
             self.opened.callback(self.saver.close)
             if not finished:  # else there is nothing to do, and the record stays as it is
                 self.notes += self.saver.too_large(12 * self.model.num_parameters())
@@ -342,7 +346,7 @@ class Trainer:
             with directory.writable(directory.RUNS / (settings.name or "")):
                 return open_run()
 
-        if not goes_on:  # a branch has a W&B run and a best checkpoint of its own
+        if not in_place:  # a branch has a W&B run and a best checkpoint of its own
             state.wandb_id = state.best_loss = state.best_step = None
         self.folder = Path(self.parallel.share(self.parallel.on_main(in_words)))
         state.wandb_id = self.tracker.run_id or state.wandb_id
@@ -502,9 +506,9 @@ class Trainer:
                 # Of what the library says, the first sentence, without its places and addresses.
                 said = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
                 self.settle()
-                then = "give the same command again"
+                then = "rerun the same command"
                 if self.has_checkpoint():
-                    then = self.way_to_go_on()
+                    then = self.resume_command()
                 raise LostPeer(
                     f"parallel.timeout={self.settings.parallel.timeout}: another rank is gone or "
                     f"did not answer ({said.partition('. ')[0]}); {then}"
@@ -726,9 +730,9 @@ class Trainer:
         """The checkpoint of this step is there, or the run has failed."""
         newest, failed = self.saved_so_far()
         if newest != self.state.step:
-            then = "give the same command again"
+            then = "rerun the same command"
             if newest is not None:
-                then = self.way_to_go_on()
+                then = self.resume_command()
             raise NotSaved(f"{failed}; then {then}")
 
     def was_told_to_stop(self) -> bool:
@@ -749,19 +753,21 @@ class Trainer:
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
         if self.parallel.is_main:
             # Of a sweep the way is told at its end.
-            way = "" if SWEEPING & set(sys.argv[1:]) else f"; {self.way_to_go_on()}"
+            way = "" if SWEEPING & set(sys.argv[1:]) else f"; {self.resume_command(saved=True)}"
             print(f"{where}{way}", file=sys.stderr)
         sys.exit(exit_code(number))
 
-    def way_to_go_on(self) -> str:
-        """What to do after a stop: the run has its settings, but for those of this machine."""
+    def resume_command(self, saved: bool = False) -> str:
+        """What to do after a stop. saved: whether the checkpoint has the settings of this command;
+        then only those of this machine are repeated."""
         if SWEEPING & set(sys.argv[1:]):
             return "rerun this job's command"
-        kept = [
-            text
-            for text in sys.argv[1:]
-            if "=" not in text or text.lstrip("+-").startswith(("config-dir=", *OF_THE_MACHINE))
-        ]
+        kept = []
+        for text in sys.argv[1:]:
+            key = text.lstrip("+-")
+            of_the_machine = "=" not in text or key.startswith(("config-dir=", *OF_THE_MACHINE))
+            if of_the_machine or not (saved or key.startswith("trainer.resume=")):
+                kept.append(text)
         resume = f"trainer.resume={self.folder}"
         return f"resume with: {shlex.join([*self.parallel.command, sys.argv[0], *kept, resume])}"
 

@@ -11,6 +11,7 @@ and metrics.jsonl, changes nothing.
 
 import datetime
 import glob
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +91,7 @@ def found(settings: CompareConfig) -> list[results.Run]:
     runs, metrics = [], set()
     for pattern in patterns:
         # A name may hold what has a meaning in a pattern.
-        paths = [pattern] if Path(pattern).is_dir() else sorted(glob.glob(pattern))
+        paths = [pattern] if os.path.isdir(pattern) else sorted(glob.glob(pattern))
         folders = [folder for folder in map(Path, paths) if folder.is_dir()]
         if not folders:
             several = (
@@ -101,13 +102,13 @@ def found(settings: CompareConfig) -> list[results.Run]:
             try:
                 run, names = results.read(folder, settings.metric)
             except ValueError as error:
-                say(f"{folder}: left out, is no run ({words(error)})")
+                say(f"{folder}: skipped, not a run ({words(error)})")
                 continue
             metrics |= names
             if run.points:
                 runs.append(run)
             else:
-                say(f"{folder}: left out, has no {settings.metric} after its start")
+                say(f"{folder}: skipped, no {settings.metric} after step 0")
     if runs:
         return runs
     if metrics:

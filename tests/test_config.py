@@ -455,6 +455,14 @@ def chosen(before=None, **settings):
     return trainer.warmup_steps, trainer.eval_every, trainer.eval_windows, trainer.log_every
 
 
+def test_types_are_checked_before_a_run_is_read_to_resume_it():
+    with pytest.raises(ConfigError) as error:
+        compose(["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"])
+    keys = [key for key, *_ in error.value.problems]
+    assert keys == ["trainer.max_steps", "optimizer.lr"]
+    assert compose(["trainer.resume=runs/none", "model.num_heads=5"]).overrides is not None
+
+
 def test_warmup_and_validation_left_open_follow_the_length_of_the_run():
     assert chosen(max_steps=1) == (0, 40, 8, 1)
     assert chosen(max_steps=20) == (4, 40, 8, 1)

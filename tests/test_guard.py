@@ -89,6 +89,13 @@ def test_a_jump_in_early_training_is_a_spike():
     assert spikes.count == 1
 
 
+def test_an_older_checkpoint_does_not_count_its_next_losses_as_spikes():
+    spikes = Spikes(seen=20, mean=8.0, variance=1.0)  # without the short average
+    for loss in (7.0, 6.9, 6.9, 6.8, 6.8):
+        spikes.add(loss)
+    assert spikes.count == 0
+
+
 def test_losses_that_never_change_have_no_score():
     spikes = Spikes()
     assert {spikes.add(2.0) for _ in range(200)} == {None}

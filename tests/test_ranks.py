@@ -72,6 +72,8 @@ DIFFERENT = {
     "parallel": ("ddp", "fsdp", "parallel.strategy"),
     "trainer.resume": ("runs/brief", "auto", "trainer.resume"),
 }
+IN_PLACE = ("trainer.resume=runs/brief", "trainer.eval_every=1")
+BEST = 0.25  # a loss below all that these runs come to
 # The code generator takes a minute: the campaign has it.
 COMPILER = os.environ.get("CAMPAIGN_COMPILER", "aot_eager")
 
@@ -81,6 +83,14 @@ def damage(folder):
     run = shutil.copytree(folder / "runs" / "alone", folder / "runs" / "damaged", symlinks=True)
     for whole in checkpoint.whole_ones(run):
         (whole / "model.safetensors").write_bytes(b"no tensors")
+
+
+def set_best_loss(folder, loss):
+    """Changes the best loss in a checkpoint, and its checksum."""
+    state = folder / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"best_loss": loss}))
+    sums = [f"{checkpoint.checksum(folder / name)}  {name}\n" for name in checkpoint.FILES]
+    (folder / "SHA256SUMS").write_text("".join(sums))
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +105,7 @@ def folder(tmp_path_factory):
     damage(folder)
     for other in ("other", "machine_0"):
         shutil.copytree(folder / "runs" / "brief", folder / other / "runs" / "brief", symlinks=True)
+    set_best_loss(last(folder / "machine_0" / "runs" / "brief"), BEST)
     for other in ("other", "machine_0", "machine_1"):
         write_texts(folder / other)
     return folder
@@ -141,6 +152,7 @@ def two(folder):
     # Two machines without a shared disk: the second has the text alone.
     apart_on = str(folder / "machine_{rank}")
     scenarios.append(scenario("far", apart_on, "trainer.resume=runs/brief", "name=far", *FURTHER))
+    scenarios.append(scenario("in_place", apart_on, *IN_PLACE, *FURTHER))
     source = "trainer.resume=runs/muon_ddp/checkpoints/step_00000004"
     scenarios.append(run("muon_ddp_to_fsdp", *MUON, "parallel=fsdp", source))
     (folder / "in_another_text").mkdir()
@@ -309,6 +321,14 @@ def test_rank_0_alone_needs_the_run_that_is_resumed(two, folder):
     for group in ("model", "data", "optimizer"):
         assert state.settings[group] == before.settings[group]
     assert state.settings["trainer"]["micro_batch_size"] == 4
+    assert not (folder / "machine_1" / "runs").exists()
+
+
+def test_ranks_that_do_not_see_the_run_continue_it_in_place(two, folder):
+    """All of them keep its best loss: else one would save what the others do not."""
+    two.check("in_place")
+    state = checkpoint.load_state(last(folder / "machine_0" / "runs" / "brief"))
+    assert (state.step, state.best_loss) == (12, BEST)
     assert not (folder / "machine_1" / "runs").exists()
 
 

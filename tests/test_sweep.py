@@ -267,7 +267,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(place, monkeypatch):
     stopped, last = err.splitlines()
     (path,) = (place / "multirun").iterdir()
     assert stopped == f"stopped by SIGTERM after step 2; saved in runs/{path.name}_lr-0.001"
-    way = last.removeprefix("sweep: stopped; 0 of 2 jobs done; go on with: ")
+    way = last.removeprefix("sweep: stopped; 0 of 2 jobs done; resume with: ")
     words = shlex.split(way)
     assert words == ["python", "train.py", *arguments, f"hydra.sweep.dir=multirun/{path.name}"]
     assert "| 1 (1 unfinished) |" in out
@@ -297,7 +297,7 @@ def test_a_signal_ends_the_sweep_even_where_the_job_then_fails(tmp_path, capsys)
     assert (stopped.value.code, made.exit_code) == (143, 143)
     err = capsys.readouterr().err
     assert "\n1 job failed:\n  job 1: no space left\n" in err
-    assert "\nsweep: stopped; 0 jobs done; go on with: " in err
+    assert "\nsweep: stopped; 0 jobs done; resume with: " in err
 
 
 def test_a_signal_between_two_jobs_ends_the_sweep(place, monkeypatch):
@@ -314,7 +314,7 @@ def test_a_signal_between_two_jobs_ends_the_sweep(place, monkeypatch):
     code, out, err = run_in(place, "-m", *SHORT, "seed=1,2")
     assert code == 130
     assert "job 2" not in out
-    assert err.startswith("sweep: stopped; 1 of 2 jobs done; go on with: python train.py -m ")
+    assert err.startswith("sweep: stopped; 1 of 2 jobs done; resume with: python train.py -m ")
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -20,8 +20,9 @@ from conftest import REPOSITORY, TINY
 from known_runs import assert_same, rows, stop_behind, weights
 
 from train import Diverged, Trainer
-from training import announce, checkpoint, directory
-from training.config import ConfigError
+from training import announce, checkpoint, directory, resume
+from training.command import compose
+from training.config import ConfigError, complete
 from training.directory import settings_of
 from training.errors import RunDirectoryError
 from training.guard import Guard
@@ -440,6 +441,38 @@ def test_settings_of_a_run_that_cannot_be_are_an_error_of_its_checkpoint(
         trainer("trainer.resume=runs/a", "trainer.max_steps=7", tiny=False)
     assert error.value.exit_code == 3
     assert f"{group}.{key}" in str(error.value)
+
+
+def test_a_setting_that_is_given_replaces_one_that_cannot_be(trainer):
+    run = trainer("name=a", *OWN)
+    run.train()
+    stored(run, "lens", "prompts", ["a prompt"] * 25)  # when there was no limit
+    resumed = trainer("trainer.resume=runs/a", "trainer.max_steps=7", "lens=off", tiny=False)
+    assert resumed.state.step == 6
+
+
+def test_the_sample_text_is_found_where_this_repository_is(trainer):
+    run = trainer("name=a", *OWN)
+    run.train()
+    sample = REPOSITORY / "corpus" / "sample.txt"
+    for path, expected in {
+        "/another/clone/corpus/sample.txt": str(sample),
+        "/another/text.txt": "/another/text.txt",
+    }.items():
+        stored(run, "data", "path", path)
+        settings = compose(["trainer.resume=runs/a"])
+        completed, _ = complete(settings, *resume.stored_settings(settings))
+        assert completed.data.path == expected
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_the_command_to_resume_with_repeats_what_no_checkpoint_has(trainer, monkeypatch, saved):
+    run = trainer("name=a")
+    arguments = ["debug=true", "name=a", "trainer.max_steps=9", "trainer.resume=runs/b"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    (_, command) = run.resume_command(saved).split("train.py ")
+    others = [] if saved else ["name=a", "trainer.max_steps=9"]
+    assert command.split() == ["debug=true", *others, f"trainer.resume={run.folder}"]
 
 
 @pytest.mark.parametrize("override", ["true", "false"])
@@ -873,7 +906,7 @@ def test_a_signal_at_the_end_of_a_job_ends_the_multirun(command, tmp_path, text_
     assert done.returncode == 143, done.stderr
     finishing, last = done.stderr.splitlines()
     assert finishing == "finishing"
-    assert last.startswith("sweep: stopped; 0 of 2 jobs done; go on with: python ")
+    assert last.startswith("sweep: stopped; 0 of 2 jobs done; resume with: python ")
     (run,) = (tmp_path / "runs").iterdir()
     assert checkpoint.load_state(checkpoint.find(run)).step == 4
     assert "report           " in done.stdout

@@ -303,7 +303,7 @@ def shard_entries(shards: object) -> list[ShardEntry]:
         if wrong:
             raise ValueError(f"{wrong[0]!r} of shard {shard['file']!r} is of another type")
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin", shard["file"]):
-            raise ValueError(f"file {shard['file'][:200]!r} is no name of a shard in this folder")
+            raise ValueError(f"file {shard['file'][:200]!r} is not a shard name")
     for name, times in Counter(shard["file"] for shard in shards).most_common(1):
         if times > 1:
             raise ValueError(f"lists {name} twice")

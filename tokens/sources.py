@@ -43,7 +43,7 @@ WINDOW = 2**16  # bytes in which a cut is looked for
 LONGEST_DOCUMENT = 2**26  # bytes of a JSON line, or characters of a row: each is in memory whole
 MOST_UNPACKED = 100  # times its compressed size, of a Parquet column above LONGEST_DOCUMENT
 MOST_ROWS = 256  # of Parquet read at once
-ROWS_SIZE = 2**29  # bytes: their limit where all of them repeat the longest text there may be
+ROWS_SIZE = 2**29  # bytes: limit of a batch if every row had the longest text
 SIDE = 4  # bytes on each side of a cut in which it shows: the longest character
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF_32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)  # the first begins as one of UTF-16 does
@@ -554,7 +554,7 @@ def _read(read: Callable[[int], bytes], path: str, size: int) -> bytes:
 
 def _damaged(path: str, error: Exception) -> DataError:
     cause = " ".join(str(error).split()) or type(error).__name__
-    fix = "make or fetch the file anew"
+    fix = "create or download it again"
     if isinstance(error, MemoryError):
         cause, fix = f"out of memory: {cause}", "use fewer processes or shorter texts"
     return DataError(f"data.path={path}: cannot be read ({cause}); {fix}")

@@ -30,6 +30,7 @@ from training.terminal import visible
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "configs"
+SAMPLE = ("corpus", "sample.txt")  # the text of data=sample
 
 Problem = tuple[str, object, str, str]  # (key, value, cause, fix)
 NO_VALUE = object()  # the value of a problem that has none
@@ -54,8 +55,8 @@ class ConfigError(ValueError):
 
     @property
     def of_one_rank(self) -> bool:
-        """Whether to tell it on this rank, though not rank 0: once on each machine, since the
-        command, or the device, of rank 0's machine may be another."""
+        """Whether this rank prints it too: once on each machine, since the command, or the
+        device, of rank 0's machine may be another."""
         return os.environ.get("LOCAL_RANK") == "0"
 
 
@@ -432,6 +433,13 @@ def build_launch(
     for key in OF_THE_LAUNCH:
         copy_setting(key, values, launch)
     settings, problems = build(launch)
+    for key in keys:
+        group, _, name = key.partition(".")
+        if group in GROUPS and name in values[group] and key not in OF_THE_LAUNCH:
+            try:
+                coerce(values[group][name], typing.get_type_hints(schema_of(group))[name])
+            except TypeError as error:
+                problems.append((key, values[group][name], str(error), "see --help"))
     if settings:
         settings.overrides = Overrides(values, keys)
     return settings, problems
@@ -455,38 +463,39 @@ def complete(settings: Settings, found: str, stored: dict) -> tuple[Settings, li
     """
     from training.checkpoint import CheckpointError
 
-    overrides = settings.overrides
+    overrides, own_run = settings.overrides, Path(found).parent.parent
     base = copy.deepcopy(overrides.values)
     for key in PLAIN.keys() & stored.keys():
         base[key] = stored[key]
     for group in GROUPS:
         values = stored.get(group, {})
         if not isinstance(values, dict):
-            base[group] = values
-            continue
+            cause = f"settings.{group} is not a group of settings"
+            raise CheckpointError(f"checkpoint={found}: {cause}; use another checkpoint")
         known = {field.name for field in dataclasses.fields(schema_of(group))}
         base[group] |= {key: value for key, value in values.items() if key in known}
+    _find_sample(base["data"])
     ours = dataclasses.asdict(settings)  # a sweep has named its job there
     for key in OF_THE_LAUNCH:
         copy_setting(key, ours, base)
-    _, problems = build(base)
-    if problems:
-        key, value, cause, _ = problems[0]
-        line = describe((key, value, cause, "use another checkpoint"))
-        raise CheckpointError(f"checkpoint={found}: {line}")
     merged = copy.deepcopy(base)
     for key in FOLLOWING:
         group, _, name = key.partition(".")
         merged[group][name] = None
-    if settings.name:  # a branch has a name of its own on W&B
+    if settings.name not in (None, own_run.name):  # a branch is another run on W&B
         merged["wandb"]["name"] = None
-    for key in overrides.keys:
-        if key == "experiment":
-            merged |= copy.deepcopy({group: overrides.values[group] for group in GROUPS})
-        elif not key.startswith("hydra"):
-            copy_setting(key, overrides.values, merged)
     merged["wandb"]["group"] = settings.wandb.group or merged["wandb"]["group"]
+    named = [key for key in overrides.keys if not key.startswith("hydra")]
+    if "experiment" in named:
+        named = [*(key for key in named if key != "experiment"), *GROUPS]
+    for key in named:
+        copy_setting(key, overrides.values, merged)
     result, problems = build(merged)
+    of_the_run = [p for p in problems if not any(f"{p[0]}.".startswith(f"{k}.") for k in named)]
+    if len(of_the_run) == len(problems) > 0:
+        key, value, cause, _ = problems[0]
+        line = describe((key, value, cause, f"give another {key}, or use another checkpoint"))
+        raise CheckpointError(f"checkpoint={found}: {line}")
     refuse(problems)
     before = flat(base)
     changed = [
@@ -497,21 +506,30 @@ def complete(settings: Settings, found: str, stored: dict) -> tuple[Settings, li
     return result, changed
 
 
-def flat(settings: dict) -> dict[str, object]:
-    """Plain settings by their keys on the command line: seed, trainer.max_steps."""
-    found = {}
-    for key, value in settings.items():
-        found |= {f"{key}.{k}": v for k, v in value.items()} if key in GROUPS else {key: value}
-    return found
+def _find_sample(data: dict) -> None:
+    """Replaces the path of the sample text in settings of `data` where this repository was in
+    another folder, or on another machine."""
+    path = data["path"]
+    if isinstance(path, str) and Path(path).parts[-2:] == SAMPLE and not Path(path).exists():
+        data["path"] = str(REPOSITORY.joinpath(*SAMPLE))
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    """Settings by dotted name, as on the command line; lists as they are."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return leaves
 
 
 def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:
     """The problem of a rank that was started with other settings than rank 0; both plain."""
     theirs = flat(of_rank_0)
     found = [
-        (key, f"{shown(theirs[key])} on rank 0, {shown(value)} on rank {rank}")
+        (key, f"{shown(theirs.get(key))} on rank 0, {shown(value)} on rank {rank}")
         for key, value in flat(settings).items()
-        if key not in OF_ONE_RANK and value != theirs[key]
+        if key not in OF_ONE_RANK and value != theirs.get(key)
     ]
     if not found:
         return []

@@ -21,7 +21,7 @@ from training.errors import RunDirectoryError, RunFileError
 
 RUNS = Path("runs")
 LOCK, MARK, RECORD, CONFIG = ".lock", "launch.json", "run.json", "config.yaml"
-# Read or appended to where they are; the others are replaced, whatever has their name.
+# Opened in place; all other files are replaced by rename.
 REGULAR = (LOCK, MARK, "metrics.jsonl", "samples.jsonl")
 WAIT_FOR_PREDECESSOR = 30  # seconds
 _opened: list[Path] = []  # the runs of this process; a multirun has several

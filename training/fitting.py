@@ -93,7 +93,7 @@ def check_memory(settings: "Settings", parallel: "Parallel") -> tuple[list[tuple
         limit = min(USABLE * memory, free)
         return largest_micro_batch(share, lambda n: n < windows and needed(n).total <= limit)
 
-    there_is = f"and the memory of {device} has {_gb(room)}"
+    there_is = f"and device {device} has {_gb(room)}"
     blamed = f"model.{oversized(model)}", getattr(model, oversized(model))
     states = 2 * needed(1).weights + needed(1).optimizer
     if states > room:

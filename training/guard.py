@@ -72,6 +72,9 @@ class Spikes:
     EARLY_RISE = 1.0  # nats
     RECENT = 3  # steps
 
+    def __post_init__(self):
+        self.recent = self.recent or self.mean  # of a checkpoint that does not have it
+
     def add(self, loss: float) -> float | None:
         """The z-score of a loss, (loss - mean) / standard deviation; None before there is one."""
         if not math.isfinite(loss):  # a skipped step, counted by the guard

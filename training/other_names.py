@@ -31,7 +31,7 @@ OTHER_NAMES = (
     ("optimizer.schedule", "lr_scheduler_type lr_scheduler scheduler", ""),
     ("optimizer.schedule", "decay_lr", "constant keeps the learning rate"),
     ("optimizer.min_lr_ratio", "min_lr", "the final learning rate divided by optimizer.lr"),
-    ("trainer.max_steps", "max_iters num_iters num_steps total_steps train_steps", ""),
+    ("trainer.max_steps", "steps max_iters num_iters num_steps total_steps train_steps", ""),
     ("trainer.max_steps", "lr_decay_iters", "the schedule ends with the run"),
     (
         "trainer.max_steps",
@@ -49,7 +49,7 @@ OTHER_NAMES = (
         "trainer.batch_size counts the windows of a whole step on all devices",
     ),
     ("trainer.batch_size", "train_batch_size global_batch_size total_batch_size", ""),
-    ("trainer.warmup_steps", "warmup_iters lr_warmup_steps", ""),
+    ("trainer.warmup_steps", "warmup warmup_iters lr_warmup_steps", ""),
     ("trainer.warmup_steps", "warmup_ratio", "a number of steps"),
     ("trainer.grad_clip", "max_grad_norm max_norm gradient_clip_val clip_grad", ""),
     ("trainer.activation_checkpointing", "gradient_checkpointing", ""),

@@ -392,7 +392,7 @@ class Sweep:
             if missing and (in_vain() or time.monotonic() > until):
                 raise LostPeer(
                     f"parallel.timeout={self.limit.seconds}: rank {missing[0]} is gone or did not "
-                    "answer; give the same command again"
+                    "answer; rerun the same command"
                 )
             time.sleep(0.01 if missing else 0)
 
@@ -417,7 +417,7 @@ def end_job(outcome: list, alone: bool) -> list[list]:
     except dist.DistError as error:  # the main rank, which has the store, is gone
         raise LostPeer(
             f"parallel.timeout={_sweep.limit.seconds}: the ranks lost each other ({words(error)}); "
-            "give the same command again"
+            "rerun the same command"
         ) from error
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.chart import number
+from training.config import flat
 from training.directory import settings_of
 from training.report import read_rows
 from training.terminal import visible
@@ -98,15 +99,6 @@ def read(folder: Path, metric: str, also: tuple[str, ...] = ()) -> tuple[Run, se
             points.append((tokens, number(row[metric])))
     last = rows[-1]["step"] if rows else 0
     return Run(folder.name, settings, points, max_steps, last), names
-
-
-def flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    """Settings by dotted name; lists as they are."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        leaves |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return leaves
 
 
 def differing(runs: list[Run]) -> list[str]:

@@ -268,7 +268,7 @@ class Sweep:
                 of = f" of {self.plan.count}" if self.plan.count else ""
                 why = self.lost or "stopped"
                 go_on = visible(shlex.join(self.started_again()))
-                print(f"sweep: {why}; {done}{of} jobs done; go on with: {go_on}", file=sys.stderr)
+                print(f"sweep: {why}; {done}{of} jobs done; resume with: {go_on}", file=sys.stderr)
 
     def _kept(self, name: str) -> bool:
         return (self.folder / name).is_file()
