@@ -601,7 +601,7 @@ def test_documents_of_a_wrong_length_are_not_read(tmp_path):
 # ------------------------------------------------------------------------------------ the manifest
 
 NOT_OURS = "not a manifest of token shards"
-NOT_A_NAME = "is no name of a shard in this folder"
+NOT_A_NAME = "is not a shard name"
 LACKING = "a shard without one of file, tokens, documents, sha256, documents_sha256"
 
 

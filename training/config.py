@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from training.parallel import ParallelConfig
     from training.wandb_run import WandbConfig
 
+from training.directory import flat
 from training.other_names import same_purpose
 from training.terminal import visible
 
@@ -512,15 +513,6 @@ def _find_sample(data: dict) -> None:
     path = data["path"]
     if isinstance(path, str) and Path(path).parts[-2:] == SAMPLE and not Path(path).exists():
         data["path"] = str(REPOSITORY.joinpath(*SAMPLE))
-
-
-def flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    """Settings by dotted name, as on the command line; lists as they are."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        leaves |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return leaves
 
 
 def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.chart import number
-from training.config import flat
-from training.directory import settings_of
+from training.directory import flat, settings_of
 from training.report import read_rows
 from training.terminal import visible
 
