@@ -142,13 +142,16 @@ class Trainer:
             self.settings.lens.every = known or self.settings.lens.interval(trainer.max_steps)
         if self.saved:
             now = dataclasses.asdict(self.settings)
-            changed = resume.changed_settings(self.saved.settings, now, Path(run))
-            refused = changed
+            problems = resume.changed_settings(self.saved.settings, now, Path(run))
             if trainer.resume_override:
-                refused = [problem for problem in changed if problem[0] in resume.FIXED]
-                self.notes += [f"{key}={value}: {cause}" for key, value, cause, _ in changed]
+                self.notes += [f"{key}={value}: {cause}" for key, value, cause, _ in problems]
+                problems = [problem for problem in problems if problem[0] in resume.FIXED]
+            if not self.in_place and self.saved.step >= trainer.max_steps:
+                cause = f"{found} is of step {self.saved.step}, nothing is left to train"
+                fix = "a new run from it needs more steps"
+                problems.append(("trainer.max_steps", trainer.max_steps, cause, fix))
             with self.parallel.together():
-                refuse(refused)
+                refuse(problems)
 
     def take(self, folder: Path) -> None:
         """Keeps other processes out of a run's directory."""

@@ -808,6 +808,7 @@ SCRIPTS = {
     "plan: infinite": (plan, ["price=inf"], 2, r"price=inf: must not be negative|price=inf: must"),
     "plan: place": (plan, ["out=no/plan.json"], 2, r"out=no/plan\.json: no such folder"),
     "plan: code": (plan, ["+model._target_=os.system"], 2, r"model\._target_=os\.system: names"),
+    "benchmark: dashes": (benchmark_data, ["text=text.txt", "--repeats=1"], 2, r"--repeats: "),
     "plan: option": (plan, ["--devices"], 2, r"--devices: no such option"),
     "benchmark: unknown": (benchmark_data, ["text=text.txt", "repeat=1"], 2, r"repeat=1: no such"),
     "benchmark: missing": (benchmark_data, ["text=no.txt"], 2, r"text=no\.txt: no such file"),

@@ -443,6 +443,24 @@ def test_settings_of_a_run_that_cannot_be_are_an_error_of_its_checkpoint(
     assert f"{group}.{key}" in str(error.value)
 
 
+def test_a_run_that_was_made_shorter_than_its_warmup_can_be_resumed(trainer):
+    run = trainer("name=b", *OWN, "trainer.max_steps=40", "trainer.warmup_steps=8")
+    stop_behind(run, 3)
+    for steps in (5, 7):
+        again = trainer("trainer.resume=runs/b", f"trainer.max_steps={steps}", tiny=False)
+        again.train()
+        assert again.state.step == steps
+        assert again.settings.trainer.warmup_steps == 8
+
+
+def test_a_branch_from_a_finished_run_needs_more_steps(trainer, tmp_path):
+    trainer("name=a", *OWN).train()
+    with pytest.raises(ConfigError) as error:
+        trainer("trainer.resume=runs/a", "name=b", tiny=False)
+    assert keys_of(error) == ["trainer.max_steps"]
+    assert not (tmp_path / "runs" / "b").exists()
+
+
 def test_a_setting_that_is_given_replaces_one_that_cannot_be(trainer):
     run = trainer("name=a", *OWN)
     run.train()

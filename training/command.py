@@ -558,10 +558,7 @@ def command(run: Callable[[Settings], None]) -> Callable[[], None]:
         with errors_in_one_line(debug="debug=true" in sys.argv):
             args, unknown = parser.parse_known_intermixed_args()
             if unknown:
-                key, equals, _ = unknown[0].partition("=")
-                setting = unknown[0].lstrip("-")
-                fix = f"settings have no dashes: {setting}" if equals else "see --help"
-                raise ConfigError([(key, NO_VALUE, "no such option", fix)])
+                raise ConfigError([_unknown_option(text) for text in unknown])
             check_options(args)
             # Hydra itself wants its options first.
             options = [text for text in sys.argv[1:] if text not in args.overrides]
@@ -603,6 +600,12 @@ def check_options(args) -> None:
     for option in ("package", "resolve"):
         if getattr(args, option) and not args.cfg:
             raise ConfigError([("--" + option, NO_VALUE, "is for --cfg", "add --cfg job")])
+
+
+def _unknown_option(text: str) -> Problem:
+    key, equals, _ = text.partition("=")
+    fix = f"settings have no dashes: {text.lstrip('-')}" if equals else "see --help"
+    return (key, NO_VALUE, "no such option", fix)
 
 
 def _refuse_options(message: str) -> None:
@@ -765,8 +768,11 @@ def parse(schema: type, arguments: list[str]) -> object:
     free_text = {name for name, field in known.items() if field.type in (str, str | list[str])}
     for text in arguments:
         key, equals, raw = text.partition("=")
+        if key.startswith("--") and equals:
+            problems.append(_unknown_option(text))
+            continue
         if not equals or not re.fullmatch(r"[\w.]+", key):
-            likely = next((key for key in ("checkpoint", "data.path") if key in known), "")
+            likely = next((key for key in ("checkpoint", "data.path", "runs") if key in known), "")
             problems.append((text, NO_VALUE, "is not of the form key=value", meant(text, likely)))
             continue
         if key not in known:

@@ -58,7 +58,7 @@ OTHER_NAMES = (
     ("trainer.log_every", "log_interval logging_steps log_every_n_steps", ""),
     ("trainer.save_every", "save_steps save_interval checkpoint_every", ""),
     ("trainer.keep", "save_total_limit", ""),
-    ("trainer.resume", "resume_from_checkpoint resume_from", ""),
+    ("trainer.resume", "resume_from_checkpoint resume_from", "auto, must or a path"),
     ("trainer.init_from", "model_name_or_path pretrained from_pretrained initial_checkpoint", ""),
     ("trainer.precision", "dtype torch_dtype mixed_precision", ""),
     ("trainer.precision", "fp16 bf16", "trainer.precision=fp16 or trainer.precision=bf16"),

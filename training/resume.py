@@ -127,7 +127,7 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
         if not goes_on(found, settings):
             if not has_any:
                 return found, holds_another(run, settings)
-            fix = "leave trainer.resume out to go on with it, or give a new name"
+            fix = f"trainer.resume={run} continues it, or give a new name"
             return None, [("name", name, f"{run} holds a run of its own", fix)]
         # Of a run that is named, the newest usable checkpoint was found.
         return found, going_back(found, settings) if checkpoint.is_one(Path(resume)) else []
