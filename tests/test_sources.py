@@ -527,7 +527,7 @@ def test_truncated_archive_is_refused(name, ending, tmp_path):
         if end == len(members[0]):  # what the whole archive is, no one can tell
             assert len(b"".join(read(path))) > 0
         else:
-            check_refused(path, "cannot be read (", "make or fetch the file anew")
+            check_refused(path, "cannot be read (", "create or download it again")
 
 
 # As the zstd program packs it, with a checksum: pyarrow makes none.
@@ -549,7 +549,7 @@ def test_damaged_archive_is_refused(ending, tmp_path):
         damaged = bytearray(whole)
         damaged[place] ^= 0xFF
         path.write_bytes(damaged)
-        check_refused(path, "cannot be read (", "make or fetch the file anew")
+        check_refused(path, "cannot be read (", "create or download it again")
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -559,7 +559,7 @@ def test_what_is_no_archive_is_refused(name, ending, tmp_path):
     good = packed(json_line("one").encode(), ending)
     for content in (b"This was never packed.\n", good + b"and something else"):
         path.write_bytes(content)
-        check_refused(path, "cannot be read (", "make or fetch the file anew")
+        check_refused(path, "cannot be read (", "create or download it again")
 
 
 @pytest.mark.parametrize("name", ["a.txt.bz2", "a.jsonl.xz", "A.ZSTD", "a.parquet.lz4", "a.txt.7z"])
@@ -787,7 +787,7 @@ def test_what_is_no_parquet_is_refused(content, function, tmp_path):
     with pytest.raises(DataError) as caught:
         function(str(path))
     check_refusal(
-        caught.value, f"data.path={path}", "cannot be read (", "make or fetch the file anew"
+        caught.value, f"data.path={path}", "cannot be read (", "create or download it again"
     )
 
 
@@ -796,7 +796,7 @@ def test_truncated_parquet_is_refused(tmp_path):
     whole = path.read_bytes()
     for end in range(0, len(whole), 7):
         path.write_bytes(whole[:end])
-        check_refused(path, "cannot be read (", "make or fetch the file anew")
+        check_refused(path, "cannot be read (", "create or download it again")
 
 
 @pytest.fixture
