@@ -105,7 +105,7 @@ def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
         model.look_into(torch.tensor([token_ids], device=device), capture)
 
     frame = probe(look_into, lens.prompts, step=state.step if state else 0)
-    print(visible(f"{path}: strongest heads (in brackets: a head that looks back evenly)"))
+    print(visible(f"{path}: strongest heads (in brackets: uniform attention)"))
     uniform = uniform_values(lens.prompts)
     for key, heads in strongest(frame.row).items():
         kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
