@@ -875,7 +875,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_lost(trainer, monkeypa
 
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_a_rank_whose_torchrun_is_gone_saves_and_stops(trainer, monkeypatch, by_torchrun):
-    """Else it would train on, and nobody could stop it. A process that detached itself continues."""
+    """Else it would train on. A process that detached itself from its parent continues."""
     run = trainer("name=a", "trainer.eval_every=0")
     step = run.step
 
