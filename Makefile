@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 # The tests of docs/reliability.md.
-FAULTS := $(wildcard tests/test_*fault*.py) tests/test_bad_input.py tests/test_security.py \
-    tests/test_fuzz.py tests/test_rows.py
+FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
+    tests/training/config/test_problems.py tests/training/reporting/test_rows.py
 
 .PHONY: train test campaign extras audit lint format clean
 
@@ -16,16 +16,16 @@ test: $(VENV)/test  ## all tests
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
 campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of all texts there
-	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign_tokens.py $(ARGS)
-	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/test_prepare_stopped.py $(ARGS)
-	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/test_ranks.py $(ARGS)
+	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
+	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/faults/test_prepare_stopped.py $(ARGS)
+	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/training/distributed/test_ranks.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
-	    tests/test_decoding.py tests/test_generate.py $(ARGS)
-	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/test_ranks_lost.py $(ARGS)
+	    tests/inference/test_decoding.py tests/inference/test_generate.py $(ARGS)
+	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/training/distributed/test_ranks_lost.py $(ARGS)
 	rm -f campaign.jsonl
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
 	    $(VENV)/bin/python -m pytest -n 2 $(FAULTS) $(ARGS)
-	$(VENV)/bin/python tests/tally.py campaign.jsonl benchmarks/results/reliability.json
+	$(VENV)/bin/python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
 
 # In an environment of its own: these packages bring many others along, at versions of their choice,
 # and neither training nor the tests need any of them.
@@ -33,7 +33,7 @@ extras:  ## what works with packages that are optional: Optuna, lm-eval; needs t
 	$(PYTHON) -m venv $(VENV)/extras
 	$(VENV)/extras/bin/pip install -q --disable-pip-version-check -r requirements.txt pytest \
 	    hydra-optuna-sweeper "lm-eval[hf]"
-	$(VENV)/extras/bin/python -m pytest tests/campaign_extras.py tests/campaign_lm_eval.py $(ARGS)
+	$(VENV)/extras/bin/python -m pytest tests/campaign/extras.py tests/campaign/lm_eval.py $(ARGS)
 
 # In an environment of its own, so that what is installed is what is audited. --strict: a package
 # that the service does not know is a failure, not a pass. torch's "+cpu" is no version of PyPI's.

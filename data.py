@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from errors import DataError, visible
 from order import WindowOrder, shares
 from synthetic import IGNORED, CycleWalks, RepeatedSequences
-from tokens import END_OF_TEXT, DataError
+from tokens import END_OF_TEXT
 from tokens.encoding import StreamEncoder, text_blocks
 from tokens.shards import is_shards, open_shards
 from tokens.sources import Part, encode_part, find_files
 from tokens.stream import BLOCK_BYTES, NO_TOKEN, TokenStream
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
-from training.terminal import visible
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
 
@@ -190,9 +190,11 @@ class GPTDatasetV1(Dataset):
             raise ValueError(f"max_length={max_length} and stride={stride} must be at least 1")
         if len(tokens) < max_length + 1:
             raise DataError(
-                f"data.max_length={max_length}: a window needs {max_length + 1} tokens (one more, "
-                f"to predict) and there are {len(tokens)} to train on; use a longer text or a "
-                f"smaller data.max_length"
+                "data.max_length",
+                max_length,
+                f"a window needs {max_length + 1} tokens (one more, to predict) and there are "
+                f"{len(tokens)} to train on",
+                "use a longer text or a smaller data.max_length",
             )
         self.tokens = tokens
         self.max_length = max_length
@@ -358,8 +360,10 @@ def create_dataloader(
     dataset = GPTDatasetV1(txt, get_tokenizer("gpt2"), max_length, stride)
     if drop_last and len(dataset) < batch_size:
         raise DataError(
-            f"batch_size={batch_size}: the text has {len(dataset)} windows, and drop_last would "
-            f"leave no batch at all; use a smaller batch_size or drop_last=False"
+            "batch_size",
+            batch_size,
+            f"the text has {len(dataset)} windows, and drop_last would leave no batch at all",
+            "use a smaller batch_size or drop_last=False",
         )
     return DataLoader(
         dataset,
@@ -419,7 +423,9 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
         try:
             found = load_stream(config, config.val_path)
         except DataError as error:
-            raise DataError(str(error).replace("data.path=", "data.val_path=", 1)) from error
+            if error.key == "data.path":
+                error.key = "data.val_path"
+            raise
         val = found.get("val", found["train"])
         checksums += val.checksums()
     elif config.val_fraction == 0:
@@ -438,7 +444,7 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
             key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
             cause = f"{len(val)} tokens to validate on, and a window needs {config.max_length + 1}"
             fix = "use a longer text or a smaller data.max_length"
-            raise DataError(f"data.{key}={value}: {cause}; {fix}")
+            raise DataError(f"data.{key}", value, cause, fix)
         val_set = cut(val, config.max_length, config.max_length)
     return Loaded(train_set, val_set, checksums, notes)
 
@@ -449,9 +455,11 @@ def split_tokens(
     """The tokens to train on, and those to validate on."""
     if 2 <= len(tokens) <= config.max_length:
         raise DataError(
-            f"data.path={path}: {len(tokens)} tokens, and a window needs "
-            f"{config.max_length + 1}; use a longer text, or data.max_length={len(tokens) - 1} "
-            f"data.val_fraction=0 to train on all of it in one window"
+            "data.path",
+            path,
+            f"{len(tokens)} tokens, and a window needs {config.max_length + 1}",
+            f"use a longer text, or data.max_length={len(tokens) - 1} data.val_fraction=0 to train "
+            "on all of it in one window",
         )
     num_val = int(len(tokens) * config.val_fraction)
     wished = len(tokens) - num_val
@@ -463,9 +471,12 @@ def split_tokens(
     train, val = tokens.split(position)
     if len(val) < config.max_length + 1:
         raise DataError(
-            f"data.val_fraction={config.val_fraction}: leaves {len(val)} of {len(tokens)} tokens "
-            f"for validation, and a window needs {config.max_length + 1}; use a longer text, a "
-            f"larger data.val_fraction (0 for none) or a smaller data.max_length"
+            "data.val_fraction",
+            config.val_fraction,
+            f"leaves {len(val)} of {len(tokens)} tokens for validation, and a window needs "
+            f"{config.max_length + 1}",
+            "use a longer text, a larger data.val_fraction (0 for none) or a smaller "
+            "data.max_length",
         )
     return train, val
 
@@ -475,7 +486,7 @@ def check_unchanged(before: Checksums | None, now: Checksums, path: object) -> N
     if before is None:
         cause = "the checkpoint is of an earlier version, whose tokens were others"
         fix = "begin a new run; trainer.init_from= starts it from these weights"
-        raise DataError(f"data.path={path}: {cause}; {fix}")
+        raise DataError("data.path", path, cause, fix)
     fix = (
         "restore the data, or give another name= for a new run; trainer.resume_override=true goes "
         "on all the same"
@@ -483,10 +494,10 @@ def check_unchanged(before: Checksums | None, now: Checksums, path: object) -> N
     for (old_file, old), (file, new) in itertools.zip_longest(before, now, fillvalue=("none", [])):
         if old_file != file:
             cause = f"the checkpoint was trained on {old_file} where there is {file} now"
-            raise DataError(f"data.path={path}: {cause}; {fix}")
+            raise DataError("data.path", path, cause, fix)
         if (byte := _first_difference(old, new)) is not None:
             cause = f"{file} is another from byte {byte} on than the one that"
-            raise DataError(f"data.path={path}: {cause} the checkpoint was trained on; {fix}")
+            raise DataError("data.path", path, f"{cause} the checkpoint was trained on", fix)
 
 
 def check_same(main_has: Checksums, here: Checksums, path: object) -> None:
@@ -495,7 +506,7 @@ def check_same(main_has: Checksums, here: Checksums, path: object) -> None:
     for (_, theirs), (file, ours) in itertools.zip_longest(main_has, here, fillvalue=("none", [])):
         if (byte := _first_difference(theirs, ours)) is not None:
             cause = f"{file} is another from byte {byte} on than what rank 0 has"
-            raise DataError(f"data.path={path}: {cause}; {fix}")
+            raise DataError("data.path", path, cause, fix)
 
 
 def _first_difference(before: list[str], now: list[str]) -> int | None:

@@ -14,9 +14,8 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from errors import Problem, refuse, visible
 from training.command import settings_command
-from training.config import Problem, refuse
-from training.terminal import visible
 
 if typing.TYPE_CHECKING:
     from training.hf import Reader

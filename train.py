@@ -24,10 +24,19 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
+from errors import (
+    AGAINST_DIVERGENCE,
+    DataError,
+    DivergedError,
+    NotSavedError,
+    RankLostError,
+    exit_code_of,
+    format_error,
+    refuse,
+)
 from training import announce
 from training.command import begin_quickly, command
-from training.config import OF_THE_MACHINE, Settings, complete, different_settings, refuse
-from training.errors import LESS, Diverged, LostPeer, NotSaved, exit_code_of, one_line
+from training.config import OF_THE_MACHINE, Settings, complete, different_settings
 from training.signals import StopSignals, end_quietly, exit_code
 from training.terminal import never_fail
 
@@ -176,7 +185,6 @@ class Trainer:
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""
         from data import check_same, check_unchanged, evenly, load_datasets, order_of
-        from tokens import DataError
         from tokens.tokenizers import bytes_per_token, get_tokenizer
         from training.feed import Feed
         from training.validation import Validation
@@ -191,7 +199,7 @@ class Trainer:
                 except DataError as error:
                     if not trainer.resume_override:
                         raise
-                    self.notes.append(str(error).partition("; ")[0])
+                    self.notes.append(error.without_hint)
         main_has = self.parallel.share(self.data.checksums)
         with self.parallel.together():
             check_same(main_has, self.data.checksums, settings.data.path)
@@ -397,8 +405,8 @@ class Trainer:
                     with self.never_in_the_way("W&B: the model was not uploaded"):
                         self.uploaded = self.tracker.log_model(self.state.best_step)
         except Exception as error:
-            what = "Diverged" if isinstance(error, Diverged) else "Failed"
-            self.tracker.alert(what, one_line(error), "ERROR")
+            what = "DivergedError" if isinstance(error, DivergedError) else "Failed"
+            self.tracker.alert(what, format_error(error), "ERROR")
             raise
         finally:
             self.write_report()  # of a run that failed, too: it is the one to look at
@@ -463,16 +471,20 @@ class Trainer:
         return metrics
 
     def check_numbers(self) -> None:
-        """Takes note of steps that were left out; raises Diverged when there were too many. What
-        is left out is the same on all ranks."""
+        """Counts skipped steps; raises DivergedError when there were too many.
+
+        The same steps are skipped on all ranks.
+        """
         state = self.state
         before, (state.skipped, state.skipped_in_a_row, halted) = state.skipped, self.guard.read()
         if halted:
             limit, last = self.guard.limit, state.step - halted + 1
             times = f"{limit} in a row" if limit > 1 else "on_nonfinite"
-            raise Diverged(
-                f"optimizer.lr={self.settings.optimizer.lr}: the loss or gradient of step "
-                f"{last - limit + 1} is no finite number ({times}); {LESS}; {self.intact()}"
+            raise DivergedError(
+                "optimizer.lr",
+                self.settings.optimizer.lr,
+                f"the loss or gradient of step {last - limit + 1} is no finite number ({times})",
+                f"{AGAINST_DIVERGENCE}; {self.intact()}",
             )
         if state.skipped > before:
             more = state.skipped - before
@@ -483,11 +495,13 @@ class Trainer:
             self.tracker.alert("Steps left out", line, "WARN")
 
     def finite(self, loss: float) -> float:
-        """The validation loss; raises Diverged when it is no number. The same on all ranks."""
+        """The validation loss; raises DivergedError when it is no number. The same on all ranks."""
         if not math.isfinite(loss):
-            raise Diverged(
-                f"optimizer.lr={self.settings.optimizer.lr}: the validation loss is {loss} at step "
-                f"{self.state.step}; {LESS}; {self.intact()}"
+            raise DivergedError(
+                "optimizer.lr",
+                self.settings.optimizer.lr,
+                f"the validation loss is {loss} at step {self.state.step}",
+                f"{AGAINST_DIVERGENCE}; {self.intact()}",
             )
         return loss
 
@@ -512,9 +526,11 @@ class Trainer:
                 then = "rerun the same command"
                 if self.has_checkpoint():
                     then = self.resume_command()
-                raise LostPeer(
-                    f"parallel.timeout={self.settings.parallel.timeout}: another rank is gone or "
-                    f"did not answer ({said.partition('. ')[0]}); {then}"
+                raise RankLostError(
+                    "parallel.timeout",
+                    self.settings.parallel.timeout,
+                    f"another rank is gone or did not answer ({said.partition('. ')[0]})",
+                    then,
                 ) from error
             raise
 
@@ -648,7 +664,7 @@ class Trainer:
         except Exception as error:
             if self.settings.debug:
                 raise
-            print(f"{self.parallel.label}{what} ({one_line(error)})", file=sys.stderr)
+            print(f"{self.parallel.label}{what} ({format_error(error)})", file=sys.stderr)
 
     # ---------------------------------------------------------------------- saving and ending
 
@@ -709,22 +725,23 @@ class Trainer:
             best = {"best_val_loss": self.state.best_loss, "best_step": self.state.best_step}
             self.tracker.summary(best)
 
-    def tell_not_saved(self, failed: str | None) -> None:
+    def tell_not_saved(self, failed: NotSavedError | None) -> None:
         """Why a checkpoint could not be written; the next may find room."""
         if failed and self.parallel.is_main:
             goes_on = "" if self.signals.received else "; training goes on"
             print(f"{failed}{goes_on}", file=sys.stderr)
 
-    def saved_so_far(self) -> tuple[int | None, str | None]:
+    def saved_so_far(self) -> tuple[int | None, NotSavedError | None]:
         """Waits until no checkpoint is being written; on all ranks. (The newest one's step, why
         the last one could not be written.)"""
         state = self.state
 
-        def wait() -> tuple[int | None, str | None]:
+        def wait() -> tuple[int | None, tuple | None]:
             failed = self.saver.wait()
-            return self.saver.newest, failed and str(failed)
+            return self.saver.newest, failed and failed.args
 
         newest, failed = self.parallel.share(self.parallel.on_main(wait))
+        failed = failed and NotSavedError(*failed)
         if failed and state.best_step is not None and state.best_step > (newest or -1):
             state.best_loss, state.best_step = self.best_before
         return newest, failed
@@ -736,7 +753,8 @@ class Trainer:
             then = "rerun the same command"
             if newest is not None:
                 then = self.resume_command()
-            raise NotSaved(f"{failed}; then {then}")
+            hint = f"{failed.hint}; then {then}"
+            raise NotSavedError(failed.key, failed.value, failed.reason, hint)
 
     def was_told_to_stop(self) -> bool:
         """Whether a signal came, to any rank: they stop after the same step."""

@@ -76,7 +76,7 @@ def check_projects(
             ours, expected = found, mathematics
         elif mathematics != expected:
             cause = f"another AdamW: {mathematics} where ours has {expected}"
-            raise Disagreement(f"contenders={project.key}: {cause}; {LEAVE_OUT}")
+            raise Disagreement("contenders", project.key, cause, LEAVE_OUT)
         names = ("loss", "norm of the gradient", "loss after a step")
         figures = [(f.loss, f.grad_norm, f.loss_after) for f in (found, ours)]
         for name, theirs, our, tolerance in zip(names, *figures, TIGHT, strict=True):
@@ -128,7 +128,7 @@ def check_first_step(row: Row, loss: float, norm: float, expected: tuple[float, 
 def _compare(project: str, name: str, own: float, ours: float, tolerance: float) -> None:
     if not abs(own - ours) <= tolerance * abs(ours):  # NaN is no agreement
         cause = f"not the same computation: the {name} is {own:.7g} and ours {ours:.7g}"
-        raise Disagreement(f"contenders={project}: {cause}; {LEAVE_OUT}")
+        raise Disagreement("contenders", project, cause, LEAVE_OUT)
 
 
 def _mathematics(optimizer: torch.optim.Optimizer) -> list[tuple]:

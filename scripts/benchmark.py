@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from errors import ConfigError, Problem, refuse
 from scripts.benchmark_data import git, machine
 from training.command import compose, errors_in_one_line, parse, show_help, write_out
-from training.config import REPOSITORY, ConfigError, Problem, Settings, refuse
+from training.config import REPOSITORY, Settings
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from errors import Problem
 from training.command import settings_command, write_out
-from training.config import REPOSITORY, Problem
+from training.config import REPOSITORY
 
 BATCH, LENGTH, BATCHES = 64, 1024, 10_000
 PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")

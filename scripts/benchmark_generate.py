@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
+from errors import NO_VALUE, Problem, refuse
 from scripts.benchmark_data import machine
 from training.command import compose, settings_command, write_out
-from training.config import Problem, refuse
 
 
 @dataclass
@@ -102,7 +102,8 @@ def main(settings: BenchmarkConfig) -> None:
             writers["clearhead, bf16"] = of_ours(weights, best, place, rows, settings.num_tokens)
         told, ours = (writers[name](prompts) for name in list(writers)[:2])
         if told != ours:
-            raise Disagreement("generation: ours and transformers' fp32 tokens differ; no figure")
+            cause = "ours and transformers' tokens differ in fp32"
+            raise Disagreement("generation", NO_VALUE, cause, "no speed is measured")
         measured = in_turns(writers, prompts, settings.rounds)
         table = figures(measured, rows * settings.num_tokens)
         results["tables"][str(rows)] = table

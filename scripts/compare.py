@@ -16,12 +16,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from errors import Problem, message_of, refuse, visible
 from scripts.benchmark_data import machine
 from training import results
 from training.command import settings_command, write_out
-from training.config import Problem, refuse
-from training.errors import words
-from training.terminal import visible
 
 
 @dataclass
@@ -102,7 +100,7 @@ def found(settings: CompareConfig) -> list[results.Run]:
             try:
                 run, names = results.read(folder, settings.metric)
             except ValueError as error:
-                say(f"{folder}: skipped, not a run ({words(error)})")
+                say(f"{folder}: skipped, not a run ({message_of(error)})")
                 continue
             metrics |= names
             if run.points:

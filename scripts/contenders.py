@@ -25,10 +25,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from errors import ClearheadError, ConfigError, message_of
 from model import GPT, ModelConfig
-from training.config import ConfigError
 from training.device import DTYPES
-from training.errors import words
 from training.guard import Guard
 from training.hf import hf_tensors
 from training.optim import OptimizerConfig, build_optimizer
@@ -60,10 +59,8 @@ class Row:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
 
-class Disagreement(RuntimeError):
+class Disagreement(ClearheadError):
     """A contender that computes something else, whose speed would say nothing."""
-
-    exit_code = 4
 
 
 # ------------------------------------------------------------------------------- the projects
@@ -226,7 +223,9 @@ class Checkout(Project):
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            self.refuse(f"{file.name} cannot be imported ({type(error).__name__}: {words(error)})")
+            self.refuse(
+                f"{file.name} cannot be imported ({type(error).__name__}: {message_of(error)})"
+            )
         finally:
             sys.path.remove(place)
         if missing := [name for name in self.classes if not hasattr(module, name)]:
@@ -439,12 +438,12 @@ def load(project: Project, model: nn.Module, weights: GPT) -> None:
     if different := sorted(own ^ theirs.keys()):
         which = different[0]
         cause = f"has {'a' if which in own else 'no'} parameter {which}, other than GPT-2"
-        raise Disagreement(f"contenders={project.key}: {cause}; {LEAVE_OUT}")
+        raise Disagreement("contenders", project.key, cause, LEAVE_OUT)
     try:
         model.load_state_dict(theirs, strict=False)  # not its buffers, such as masks
     except RuntimeError as error:
-        said = f"parameters of other shapes ({words(error)})"
-        raise Disagreement(f"contenders={project.key}: {said}; {LEAVE_OUT}") from error
+        said = f"parameters of other shapes ({message_of(error)})"
+        raise Disagreement("contenders", project.key, said, LEAVE_OUT) from error
 
 
 def padded(weights: GPT) -> GPT:

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from errors import CheckpointError, ConfigError, DataError, Problem, refuse, visible
 from training.command import settings_command, write_out
-from training.config import ConfigError, Problem, fill, refuse
-from training.terminal import visible
+from training.config import fill
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,9 +153,7 @@ class Rule:
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from tokens import DataError
     from training import device
-    from training.checkpoint import CheckpointError
     from training.hf import load_reader
     from training.parallel import ParallelConfig, start
 
@@ -166,13 +164,13 @@ def main(settings: EvaluateConfig) -> None:
     windows = Windows(tokens, rule)
     if not windows.num_targets:
         cause = f"{len(tokens)} tokens ({what}), and to score one takes two"
-        raise DataError(f"data.path={settings.data.path}: {cause}; use a longer text")
+        raise DataError("data.path", settings.data.path, cause, "use a longer text")
     parallel = start(ParallelConfig("single"), settings.device, settings.precision, seed=0)
     with Progress(windows.num_targets) as progress:
         figures = evaluate(reader, windows, parallel, settings.batch_size, progress)
     if not math.isfinite(figures["loss"]):
         cause, fix = "its loss is no finite number", "use another one, or precision=fp32"
-        raise CheckpointError(f"checkpoint={settings.checkpoint}: {cause}; {fix}")
+        raise CheckpointError("checkpoint", settings.checkpoint, cause, fix)
     if settings.words:
         loss_of_word = figures["loss"] * figures["tokens"] / settings.words
         figures |= {"words": settings.words, "word_perplexity": perplexity(loss_of_word)}
@@ -206,7 +204,6 @@ def read(settings: EvaluateConfig, reader: "Reader") -> tuple["TokenStream", str
     Raises DataError when they cannot be read, or split.
     """
     from data import DataConfig, load_stream, split_tokens
-    from tokens import DataError
 
     own = reader.state.settings["data"] if reader.state else {}
     asked = {key: getattr(settings.data, key) for key in OF_RUN}
@@ -219,11 +216,11 @@ def read(settings: EvaluateConfig, reader: "Reader") -> tuple["TokenStream", str
     try:
         streams = load_stream(config, config.path, notes)
     except DataError as error:
-        if not str(error).startswith("data.tokenizer="):
+        if error.key != "data.tokenizer":
             raise
         cause = f"holds the tokens of another tokenizer than the checkpoint's, {config.tokenizer}"
         fix = f"prepare the text with data.tokenizer={config.tokenizer}, or give the text itself"
-        raise DataError(f"data.path={config.path}: {cause}; {fix}") from error
+        raise DataError("data.path", config.path, cause, fix) from error
     tokens, what = streams["train"], "all of it"
     if settings.split == "auto":
         if "val" in streams:
@@ -235,7 +232,7 @@ def read(settings: EvaluateConfig, reader: "Reader") -> tuple["TokenStream", str
         if held_back < 4:
             cause = f"{held_back:.0f} of {len(tokens)} tokens would be held back"
             fix = "use a longer text, a larger data.val_fraction, or split=auto for all of it"
-            raise DataError(f"split={settings.split}: {cause}; {fix}")
+            raise DataError("split", settings.split, cause, fix)
         parts = split_tokens(config, config.path, tokens, notes)
         tokens = parts[settings.split == "val"]
         what = f"its {settings.split} part, data.val_fraction={config.val_fraction:g}"

@@ -13,10 +13,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from errors import Problem, message_of, refuse, visible
 from training.command import settings_command
-from training.config import Problem, refuse
-from training.errors import words
-from training.terminal import visible
 
 
 @dataclass
@@ -82,7 +80,7 @@ def main(settings: ExportConfig) -> None:
         sync(part)
         rename(part, out)
     except (OSError, SafetensorError) as error:
-        cause = f"cannot be written ({getattr(error, 'strerror', None) or words(error)})"
+        cause = f"cannot be written ({getattr(error, 'strerror', None) or message_of(error)})"
         refuse([("out", settings.out, cause, "make room, or give another folder")])
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -11,9 +11,8 @@ terminal. The repeated sequence is drawn from the whole vocabulary here, from fr
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from errors import Problem, refuse, visible
 from training.command import settings_command
-from training.config import Problem, refuse
-from training.terminal import visible
 
 
 @dataclass

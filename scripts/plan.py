@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from errors import NO_VALUE, ConfigError, Problem, UnknownSetting, refuse
 from training import memory
 from training.command import compose, errors_in_one_line, parse, show_help, write_out
-from training.config import NO_VALUE, REPOSITORY, ConfigError, Problem, Settings, complete, refuse
+from training.config import REPOSITORY, Settings, complete
 from training.hardware import KINDS, WORTH_COMPILING
 from training.other_names import same_purpose
 from training.speed import (
@@ -481,12 +482,12 @@ def of_training(overrides: list[str]) -> Settings:
 
 def _own_key(problem: Problem, own: set[str]) -> Problem:
     """A mistyped key of the plan's own is answered with that, not with one of training's."""
-    key, value, cause, fix = problem
+    key, value, cause, _ = problem
     found = same_purpose(key, sorted(own))
     near = [found[0]] if found else difflib.get_close_matches(key, sorted(own), n=1, cutoff=0.7)
-    if cause == "no such setting" and near:
-        fix = f"did you mean {near[0]}?"
-    return key, value, cause, fix
+    if isinstance(problem, UnknownSetting) and near:
+        return Problem(key, value, cause, f"did you mean {near[0]}?")
+    return problem
 
 
 def main() -> None:

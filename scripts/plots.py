@@ -12,9 +12,8 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from errors import Problem, message_of, refuse
 from training.command import settings_command
-from training.config import Problem, refuse
-from training.errors import words
 from training.results import INK, STYLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -64,7 +63,7 @@ def main(settings: PlotsConfig) -> None:
         try:
             figure = draw(plt, **{key.replace("-", "_"): found for key, found in figures.items()})
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            cause = f"the figures of {name} lack something ({words(error)})"
+            cause = f"the figures of {name} lack something ({message_of(error)})"
             refuse([("results", settings.results, cause, "write them anew")])
         figure.savefig(path, dpi=110, metadata={"Software": None})
         plt.close(figure)

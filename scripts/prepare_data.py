@@ -17,9 +17,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from errors import ConfigError, Problem, visible
 from training.command import settings_command
-from training.config import ConfigError, Problem
-from training.terminal import visible
 
 
 @dataclass

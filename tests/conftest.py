@@ -22,42 +22,14 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 for secret in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "RANK", "WORLD_SIZE"):
     os.environ.pop(secret, None)
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-pytest.register_assert_rewrite(
-    "known_faults", "known_pages", "known_ranks", "known_runs", "known_texts", "refusals"
-)
-sys.path.insert(0, str(REPOSITORY / "tests" / "no_network"))
+pytest.register_assert_rewrite("helpers")
+sys.path.insert(0, str(Path(__file__).resolve().parent / "no_network"))
 sys.modules.pop("sitecustomize", None)  # Debian's Python has one of its own
 import sitecustomize  # noqa: E402  blocks sockets; the processes that tests start find it too
 
 assert sitecustomize.BLOCKED
 
-# A model that trains in no time: two layers of two heads over bytes.
-TINY = (
-    "model=gpt2-nano",
-    "model.vocab_size=257",
-    "model.context_length=32",
-    "model.emb_dim=32",
-    "model.num_heads=2",
-    "model.num_layers=2",
-    "data.tokenizer=byte",
-    "data.max_length=32",
-    "trainer.max_steps=4",
-    "trainer.batch_size=8",
-    "trainer.warmup_steps=2",
-    "trainer.eval_every=2",
-    "trainer.eval_windows=8",
-    "trainer.sample_tokens=8",
-    "trainer.precision=fp32",
-    "trainer.device=cpu",
-    "lens=off",
-    "wandb=off",
-)
-
-TEXT = "".join(
-    f"Line {n}: the quick fox number {n * 7 % 13} jumps over the dog.\n" for n in range(60)
-)
-
+from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY  # noqa: E402
 
 # Whose tests look at the same few launches.
 TOGETHER = ("test_commands.py", "test_ranks.py", "test_ranks_lost.py")
@@ -91,14 +63,15 @@ def trainer(tmp_path, monkeypatch, text_file):
     monkeypatch.chdir(tmp_path)
 
     def make(*overrides, tiny=True):
+        from helpers.settings import settings
+
         from train import Trainer
-        from training.command import compose
 
         for earlier in trainers:  # whose process would have ended
             if earlier.lock:
                 earlier.lock.close()
         first = [*TINY, f"data.path={text_file}"] if tiny else []
-        made = Trainer(compose([*first, *overrides]))
+        made = Trainer(settings(*first, *overrides))
         trainers.append(made)
         return made
 
@@ -115,7 +88,7 @@ def command(tmp_path):
     def run(script, *arguments, timeout=120, **environment):
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
-        path = os.pathsep.join([str(REPOSITORY / "tests" / "no_network"), str(REPOSITORY)])
+        path = os.pathsep.join([str(NO_NETWORK), str(REPOSITORY)])
         env = {
             "PATH": os.environ["PATH"],
             "HOME": str(home),
@@ -210,7 +183,7 @@ def opened(window):
 
 @pytest.fixture
 def write(tmp_path):
-    """write(run, ...) -> the path of their page (runs as of known_pages.py)."""
+    """write(run, ...) -> the path of their page (runs as of helpers/pages.py)."""
     from lens.page import page
 
     def to_file(*runs, title="attention", name="page.html"):
@@ -226,7 +199,7 @@ def shown(write, opened):
     """shown(run, ...) -> their page in a browser, its first view standing, every frame decoded:
     a change of the step shows at once then, however busy the machine is. What happens while
     frames are being decoded has tests of its own."""
-    from known_pages import DECODE_ALL, a_run, ready
+    from helpers.pages import DECODE_ALL, a_run, ready
 
     def show(*runs, fragment="", title="attention", **options):
         opened_page = opened(write(*runs or (a_run(),), title=title), fragment, **options)

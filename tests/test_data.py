@@ -1,7 +1,7 @@
 """data.py: windows and data sets, each against its plain definition; what is held back to
 validate on; refusals.
 
-Run: python -m pytest tests/test_data.py. Needs no network and no files.
+Needs no network and no files.
 """
 
 import functools
@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+from helpers.refusals import check_refusal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from refusals import check_refusal
 
 import data
 from data import (
     DataConfig,
-    DataError,
     DocumentWindows,
     GPTDatasetV1,
     Loaded,
@@ -38,6 +37,7 @@ from data import (
     load_stream,
     order_of,
 )
+from errors import DataError
 from synthetic import IGNORED, CycleWalks, RepeatedSequences
 from tokens import END_OF_TEXT
 from tokens.prepare import Preparation, Recipe

@@ -6,12 +6,15 @@ As in test_attention.py, checks that matter are also run on a planted mistake, a
 import functools
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from helpers import REPOSITORY
+from helpers.models import TINY_MODEL as TINY
+from helpers.models import random_ids
+from helpers.models import tiny_model as tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +23,7 @@ import model as model_file
 from attention import KERNELS
 from model import GPT, ModelConfig
 
-PRESETS = Path(__file__).resolve().parent.parent / "configs" / "model"
+PRESETS = REPOSITORY / "configs" / "model"
 PUBLISHED = {  # Radford et al. 2019, counted from the released weights
     "gpt2-small": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -28,32 +31,6 @@ PUBLISHED = {  # Radford et al. 2019, counted from the released weights
     "gpt2-xl": 1_557_611_200,
 }
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-TINY = {
-    "vocab_size": 23,
-    "context_length": 12,
-    "emb_dim": 16,
-    "num_heads": 4,
-    "num_layers": 2,
-    "dropout": 0.0,
-}
-
-
-def tiny(seed=0, std=0.3, **changes):
-    """A small model whose weights are wide enough for every part to show in the logits."""
-    torch.manual_seed(seed)
-    model = GPT(ModelConfig(**TINY | changes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm.weight" in name else 0.0, std=std)
-        model.pos_emb.weight.mul_(3)  # so that greedy text does not settle on one token
-    return model
-
-
-def random_ids(B=2, T=9, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(TINY["vocab_size"], (B, T), generator=generator)
-
 
 # --- Sizes ---------------------------------------------------------------------------------------
 

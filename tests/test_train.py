@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import REPOSITORY, TINY
-from known_runs import assert_same, rows, stop_behind, weights
+from helpers import NO_NETWORK, REPOSITORY, TINY
+from helpers.runs import assert_same, rows, stop_behind, weights
 
-from train import Diverged, Trainer
+from errors import ConfigError, RunDirectoryError
+from train import DivergedError, Trainer
 from training import announce, checkpoint, directory, resume
 from training.command import compose
-from training.config import ConfigError, complete
+from training.config import complete
 from training.directory import settings_of
-from training.errors import RunDirectoryError
 from training.guard import Guard
 from training.parallel import Parallel
 
@@ -190,7 +190,9 @@ def test_a_loss_that_is_no_number_ends_the_run_and_spoils_no_checkpoint(trainer)
     run.finish_saving()
     with torch.no_grad():
         run.model.final_norm.weight.fill_(float("nan"))
-    with pytest.raises(Diverged, match=r"validation loss is nan at step 2; .* step 1 is") as caught:
+    with pytest.raises(
+        DivergedError, match=r"validation loss is nan at step 2; .* step 1 is"
+    ) as caught:
         run.train()
     assert caught.value.exit_code == 4
     model, state = checkpoint.load_model(checkpoint.find(run.folder))
@@ -816,7 +818,7 @@ def test_training_goes_on_without_its_words(tmp_path, text_file, to):
         "a pipe that nobody reads": f"set -o pipefail; {run} | true",
         "closed": f"{run} >&-",
     }
-    path = {"PYTHONPATH": str(REPOSITORY / "tests" / "no_network")}
+    path = {"PYTHONPATH": str(NO_NETWORK)}
     done = subprocess.run(
         ["bash", "-c", command[to]],
         cwd=tmp_path,

@@ -13,9 +13,3 @@ and modded-nanogpt. So that token is where documents part, wherever the tokens c
 
 END_OF_TEXT = "<|endoftext|>"
 SHARD_MAGIC = 20240520  # llm.c's: how a token file begins
-
-
-class DataError(ValueError):
-    """The data cannot be used; says which, why, and what to do. Commands exit with 3."""
-
-    exit_code = 3

@@ -39,7 +39,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from tokens import END_OF_TEXT, DataError
+from errors import DataError
+from tokens import END_OF_TEXT
 from tokens.tokenizers import get_tokenizer
 
 PIECE = 2**18  # bytes; gigatoken is fastest with pieces from a quarter of a megabyte to one
@@ -171,7 +172,7 @@ class StreamEncoder:
         elif engine == "gigatoken":
             if not importlib.util.find_spec("gigatoken"):
                 fix = "pip install gigatoken, or engine=tiktoken"
-                raise DataError(f"engine=gigatoken: is not installed; {fix}")
+                raise DataError("engine", "gigatoken", "is not installed", fix)
             self._gigatoken = gigatoken(bool(special))
             self._encode = self._by_gigatoken
         else:
@@ -237,7 +238,7 @@ class StreamEncoder:
         words = self.tokenizer.decode_tokens_bytes([left, right])
         if self.tokenizer._encode_single_piece(b"".join(words)) != [left, right]:
             cause = f"a run without a break at byte {offset} cannot be tokenised in parts"
-            raise DataError(f"data.path={what}: {cause}; put a line break into it")
+            raise DataError("data.path", what, cause, "put a line break into it")
 
     def _by_gigatoken(self, text: bytes) -> np.ndarray:
         # The search is a hundred times as slow as the rest of the test.
@@ -257,9 +258,12 @@ class StreamEncoder:
             expected = self._reference(text[:cut].decode())
             if not np.array_equal(ids[: len(expected)] if cut else ids, expected):
                 raise DataError(
-                    f"data.path={what}: gigatoken and tiktoken disagree on the text from byte "
-                    f"{offset} to {offset + (cut or len(text))}; prepare it with engine=tiktoken "
-                    f"(python -m scripts.prepare_data), which is slower"
+                    "data.path",
+                    what,
+                    "gigatoken and tiktoken disagree on the text from byte "
+                    f"{offset} to {offset + (cut or len(text))}",
+                    "prepare it with engine=tiktoken (python -m scripts.prepare_data), which is "
+                    "slower",
                 )
         self.pieces += 1
         return ids

@@ -32,7 +32,7 @@ from typing import IO
 import numpy as np
 
 from durable import NO_LOCKS, lock, read_json, write_whole
-from tokens import DataError
+from errors import DataError, PreparationError
 from tokens.encoding import StreamEncoder
 from tokens.shards import (
     HEADER_BYTES,
@@ -83,7 +83,7 @@ class Task:
                     state = os.stat(part.path)
                 except OSError as error:
                     cause = f"cannot be read any more ({error.strerror})"
-                    raise DataError(f"data.path={part.path}: {cause}; put it back") from error
+                    raise DataError("data.path", part.path, cause, "put it back") from error
                 changed = [state.st_size, state.st_mtime_ns]
             name = os.path.basename(part.path)
             texts.append([name, part.start, part.stop, part.text_key, changed])
@@ -204,12 +204,6 @@ def _record(folder: Path, number: int) -> Path:
 # ------------------------------------------------------------------------------------- all tasks
 
 
-class PreparationStopped(RuntimeError):
-    """Preparing ended before its time; what is finished stays. The command exits with 4."""
-
-    exit_code = 4
-
-
 class Preparation:
     """A folder of shards in the making."""
 
@@ -219,7 +213,7 @@ class Preparation:
         for file in files:  # rather now than after hours
             if kind_of(file) == "text" and os.path.isfile(file) and not os.path.getsize(file):
                 fix = "leave it out, or give a text of some length"
-                raise DataError(f"data.path={file}: the file is empty; {fix}")
+                raise DataError("data.path", file, "the file is empty", fix)
         self.tasks = make_tasks(files, text_key, recipe.shard_tokens)
         # The same texts by name and the same settings: the same preparation. Whether a text has
         # changed since, each task sees for itself.
@@ -238,25 +232,25 @@ class Preparation:
                 for key in ("tokenizer", "endoftext"):
                     if manifest.get(key, value := getattr(self.recipe, key)) != value:
                         cause = f"holds token files made with data.{key}={manifest[key]}"
-                raise DataError(f"out={self.folder}: {cause}; {fix}")
+                raise DataError("out", self.folder, cause, fix)
             entries = self._entries(manifest, self.folder / MANIFEST)
             if missing := [entry.file for entry in entries if not self._whole(entry)]:
                 cause = f"{missing[0]} or its .documents is not whole any more"
-                raise DataError(f"out={self.folder}: {cause}; delete the folder to begin anew")
+                raise DataError("out", self.folder, cause, "delete the folder to begin anew")
             self._clear_away(manifest)
             return False
         plan = self.folder / "preparing" / "plan.json"
         if not plan.exists() and any(self.folder.glob("*.bin")):
-            raise DataError(f"out={self.folder}: holds token files of another origin; {fix}")
+            raise DataError("out", self.folder, "holds token files of another origin", fix)
         if (self.folder / "__init__.py").exists():  # such as tokens/, which is ours
-            raise DataError(f"out={self.folder}: holds source code; give another out=")
+            raise DataError("out", self.folder, "holds source code", "give another out=")
         plan.parent.mkdir(parents=True, exist_ok=True)
         if not plan.exists():
             write_whole(plan, json.dumps({"plan": self.plan}).encode())
         if self._read(plan, {"plan": str})["plan"] != self.plan:
             if any(plan.parent.glob("[0-9]*.json")):
                 cause = "its preparation was begun with other texts or settings"
-                raise DataError(f"out={self.folder}: {cause}; {fix}")
+                raise DataError("out", self.folder, cause, fix)
             with self._locked(1, 1):  # nobody is at it, and nothing was done: by a mistake, perhaps
                 write_whole(plan, json.dumps({"plan": self.plan}).encode())
         return True
@@ -300,7 +294,7 @@ class Preparation:
 
     def _useless(self, path: Path, cause: str) -> DataError:
         fix = "delete the folder to begin again"
-        return DataError(f"out={self.folder}: {path.relative_to(self.folder)} {cause}; {fix}")
+        return DataError("out", self.folder, f"{path.relative_to(self.folder)} {cause}", fix)
 
     def _made_of(self) -> str:
         """What the shards are made of, down to the times at which the texts were changed."""
@@ -354,7 +348,7 @@ class Preparation:
             except OSError as error:  # of reading, the reader makes a DataError
                 cause = f"cannot be written ({error.strerror or error})"
                 fix = "make room, and the same command goes on"
-                raise PreparationStopped(f"out={self.folder}: {cause}; {fix}") from error
+                raise PreparationError("out", self.folder, cause, fix) from error
 
     @contextlib.contextmanager
     def _locked(self, part: int, parts: int) -> Iterator[None]:
@@ -369,14 +363,14 @@ class Preparation:
             except BlockingIOError:
                 cause = "is being prepared by another process"
                 fix = "wait for it, or stop it"
-                raise DataError(f"out={self.folder}: {cause}; {fix}") from None
+                raise DataError("out", self.folder, cause, fix) from None
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     cause = f"cannot be written ({error.strerror})"
                     fix = "make room, or give another folder"
-                    raise PreparationStopped(f"out={self.folder}: {cause}; {fix}") from error
+                    raise PreparationError("out", self.folder, cause, fix) from error
                 cause = f"its file system has no locks ({error.strerror})"
-                raise DataError(f"out={self.folder}: {cause}; give another folder") from error
+                raise DataError("out", self.folder, cause, "give another folder") from error
 
         folder = self.folder / "preparing"
         folder.mkdir(exist_ok=True)  # who has finished has cleared it away
@@ -415,7 +409,7 @@ class Preparation:
                     future.result()  # raises what the task raised
         except BrokenProcessPool as error:
             cause = "a worker was killed, out of memory perhaps"
-            raise PreparationStopped(f"workers={workers}: {cause}; use fewer") from error
+            raise PreparationError("workers", workers, cause, "use fewer") from error
         except BaseException:
             for process in (pool._processes or {}).values():
                 process.terminate()
@@ -440,7 +434,7 @@ class Preparation:
         records = [self._read_record(task) for task in self.tasks]
         entries = [entry for _, listed in records for entry in listed]
         if not entries:
-            raise DataError(f"out={self.folder}: no text in any of the files; check data.path")
+            raise DataError("out", self.folder, "no text in any of the files", "check data.path")
         return write_manifest(
             self.folder,
             entries,

@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from durable import in_the_making, read_bounded, read_json, rename, write_whole
-from tokens import SHARD_MAGIC, DataError
+from errors import DataError
+from tokens import SHARD_MAGIC
 from tokens.sources import each_once, expand, find_files, list_folder
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
@@ -161,7 +162,7 @@ def _shard_files(entry: str) -> list[Path]:
             return [folder / shard.file for shard in _read_manifest(folder).shards]
         if os.path.lexists(folder / "preparing" / "plan.json"):
             fix = "the command that prepares it goes on where it was"
-            raise DataError(f"data.path={entry}: is not prepared to the end; {fix}")
+            raise DataError("data.path", entry, "is not prepared to the end", fix)
         return each_once(folder / name for name in names if name.endswith(".bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
@@ -185,15 +186,17 @@ def open_shards(
             find_files(entry)  # refuses what is not there
             cause = "a text, and other entries of data.path are token files"
             fix = "prepare it too: python -m scripts.prepare_data"
-            raise DataError(f"data.path={entry}: {cause}; {fix}")
+            raise DataError("data.path", entry, cause, fix)
         files += found
     folders = {file.parent for file in files}
     manifests = {f: _read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
     for folder, manifest in manifests.items():
         if manifest.tokenizer != tokenizer:
             raise DataError(
-                f"data.tokenizer={tokenizer}: {folder / MANIFEST} is of shards made with "
-                f"{manifest.tokenizer}; use data.tokenizer={manifest.tokenizer}"
+                "data.tokenizer",
+                tokenizer,
+                f"{folder / MANIFEST} is of shards made with {manifest.tokenizer}",
+                f"use data.tokenizer={manifest.tokenizer}",
             )
     allow_open_files(len(files))
     opened = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
@@ -258,7 +261,7 @@ def _read_manifest(folder: Path) -> _Manifest:
 
     def bad(cause: str) -> DataError:
         cause = cause if len(cause) < 1000 else f"{cause[:1000]}..."
-        return DataError(f"data.path={path}: {cause}; prepare the data anew")
+        return DataError("data.path", path, cause, "prepare the data anew")
 
     try:
         values = read_json(path, MANIFEST_LIMIT)
@@ -367,7 +370,7 @@ class _Shard:
 
 
 def _bad_file(path: Path, cause: str, fix: str) -> DataError:
-    return DataError(f"data.path={path}: {cause}; {fix}")
+    return DataError("data.path", path, cause, fix)
 
 
 def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shard:

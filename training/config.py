@@ -10,12 +10,13 @@ import dataclasses
 import difflib
 import importlib
 import math
-import os
 import re
 import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
+
+from errors import NO_VALUE, CheckpointError, Problem, UnknownSetting, refuse, shorten, show
 
 if typing.TYPE_CHECKING:
     from data import DataConfig
@@ -27,66 +28,13 @@ if typing.TYPE_CHECKING:
 
 from training.directory import flat
 from training.other_names import same_purpose
-from training.terminal import visible
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "configs"
 SAMPLE = ("corpus", "sample.txt")  # the text of data=sample
 
-Problem = tuple[str, object, str, str]  # (key, value, cause, fix)
-NO_VALUE = object()  # the value of a problem that has none
 LARGEST = 10**15  # of every number but a seed
 MOST_PARAMETERS = 10**13
-LONGEST = 300  # characters of a value that a problem shows
-# Whose value nobody wants in a terminal or the log of a job.
-SECRET = re.compile(
-    r"api_?key|secret|passw|credential|(auth|access|bearer|hub|hf|github|wandb)_?token",
-    re.IGNORECASE,
-)
-
-
-class ConfigError(ValueError):
-    """Settings that cannot be used: one line for each problem. Commands exit with 2."""
-
-    exit_code = 2
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = problems
-        super().__init__("\n".join(describe(problem) for problem in problems))
-
-    @property
-    def of_one_rank(self) -> bool:
-        """Whether this rank prints it too: once on each machine, since the command, or the
-        device, of rank 0's machine may be another."""
-        return os.environ.get("LOCAL_RANK") == "0"
-
-
-def refuse(problems: list[Problem]) -> None:
-    """Raises ConfigError when there are any."""
-    if problems:
-        raise ConfigError(problems)
-
-
-def describe(problem: Problem) -> str:
-    key, value, cause, fix = problem
-    what = shortened(key) if value is NO_VALUE else f"{shortened(key)}={shortened(shown(value))}"
-    if SECRET.search(key.partition("=")[0]):
-        what = f"{key.partition('=')[0]}=(not shown)"
-        fix = "keys and passwords are no settings; programs read them from the environment"
-    return visible(f"{what}: {cause}; {shortened(fix)}", keep="")
-
-
-def shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    try:
-        return str(value)
-    except ValueError:  # a number of more digits than Python writes out
-        return "a number of thousands of digits"
-
-
-def shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 @dataclass
@@ -267,9 +215,9 @@ def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, l
             merged[key] = coerce(value, hints[key])
         except TypeError as error:
             default = merged.get(key)
-            fix = "see --help" if default in (None, "") else f"such as {shown(default)}"
+            fix = "see --help" if default in (None, "") else f"such as {show(default)}"
             if isinstance(default, list):  # as a shell passes it on, without blanks
-                fix = f"such as [{','.join(map(shown, default or [value]))}]"
+                fix = f"such as [{','.join(map(show, default or [value]))}]"
             found.append((prefix + key, value, str(error), fix))
             merged.setdefault(key, value)
     missing = [name for name in hints if name not in merged]
@@ -334,7 +282,7 @@ def coerce(value: object, hint: object) -> object:
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     if hint is str and isinstance(value, str | int | float):
-        text = shown(value) if isinstance(value, int) else str(value)
+        text = show(value) if isinstance(value, int) else str(value)
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
             raise TypeError("must be text in UTF-8")
         return text
@@ -354,13 +302,15 @@ def _name(hint: object) -> str:
     return names[hint]
 
 
-def unknown_key(key: str, value: object, known: list[str]) -> Problem:
+def unknown_key(key: str, value: object, known: list[str]) -> UnknownSetting:
     """The problem of a key that does not exist. The hint: the setting that another project calls
     so, else one of the same name in another group, else the nearest name, its own group first."""
     group, _, last = key.rpartition(".")
     if found := same_purpose(last, known):
         setting, remark = found
-        return (key, value, "no such setting", f"use {setting}{remark and f' ({remark})'}")
+        return UnknownSetting(
+            key, value, "no such setting", f"use {setting}{remark and f' ({remark})'}"
+        )
     there = [name for name in known if name.rpartition(".")[0] == group]
     near = [name for name in known if name.rpartition(".")[2] == last]
     near += [name for name in there if last and name.rpartition(".")[2].startswith(last)]
@@ -370,10 +320,10 @@ def unknown_key(key: str, value: object, known: list[str]) -> Problem:
         hits = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
         near += [by_last[hit] for hit in hits]
     if near:
-        return (key, value, "no such setting", f"did you mean {near[0]}?")
+        return UnknownSetting(key, value, "no such setting", f"did you mean {near[0]}?")
     names = ", ".join(name.rpartition(".")[2] for name in there)
     fix = f"{group} has {names}" if group and there else "--help lists all settings"
-    return (key, value, "no such setting", fix)
+    return UnknownSetting(key, value, "no such setting", fix)
 
 
 def schema_of(group: str) -> type:
@@ -462,8 +412,6 @@ def complete(settings: Settings, found: str, stored: dict) -> tuple[Settings, li
     Raises CheckpointError for stored values that cannot be used, ConfigError for what the command
     line makes of them.
     """
-    from training.checkpoint import CheckpointError
-
     overrides, own_run = settings.overrides, Path(found).parent.parent
     base = copy.deepcopy(overrides.values)
     for key in PLAIN.keys() & stored.keys():
@@ -472,7 +420,7 @@ def complete(settings: Settings, found: str, stored: dict) -> tuple[Settings, li
         values = stored.get(group, {})
         if not isinstance(values, dict):
             cause = f"settings.{group} is not a group of settings"
-            raise CheckpointError(f"checkpoint={found}: {cause}; use another checkpoint")
+            raise CheckpointError("checkpoint", found, cause, "use another checkpoint")
         known = {field.name for field in dataclasses.fields(schema_of(group))}
         base[group] |= {key: value for key, value in values.items() if key in known}
     _find_sample(base["data"])
@@ -495,12 +443,13 @@ def complete(settings: Settings, found: str, stored: dict) -> tuple[Settings, li
     of_the_run = [p for p in problems if not any(f"{p[0]}.".startswith(f"{k}.") for k in named)]
     if len(of_the_run) == len(problems) > 0:
         key, value, cause, _ = problems[0]
-        line = describe((key, value, cause, f"give another {key}, or use another checkpoint"))
-        raise CheckpointError(f"checkpoint={found}: {line}")
+        cause = f"{key}={show(value)}: {cause}"
+        fix = f"give another {key}, or use another checkpoint"
+        raise CheckpointError("checkpoint", found, cause, fix)
     refuse(problems)
     before = flat(base)
     changed = [
-        f"{key}={shortened(shown(value))} (was {shortened(shown(before.get(key)))})"
+        f"{key}={shorten(show(value))} (was {shorten(show(before.get(key)))})"
         for key, value in flat(merged).items()
         if value != before.get(key) and not (value is None and key in FOLLOWING)
     ]
@@ -519,7 +468,7 @@ def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Probl
     """The problem of a rank that was started with other settings than rank 0; both plain."""
     theirs = flat(of_rank_0)
     found = [
-        (key, f"{shown(theirs.get(key))} on rank 0, {shown(value)} on rank {rank}")
+        (key, f"{show(theirs.get(key))} on rank 0, {show(value)} on rank {rank}")
         for key, value in flat(settings).items()
         if key not in OF_ONE_RANK and value != theirs.get(key)
     ]

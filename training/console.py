@@ -7,7 +7,7 @@ import time
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from training.terminal import visible
+from errors import visible
 
 
 class Console:

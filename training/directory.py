@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from durable import NO_LOCKS, lock, make_folder, read_json, sync, write_whole
-from training.errors import RunDirectoryError, RunFileError
+from errors import NO_VALUE, RunDirectoryError, RunFileError
 
 RUNS = Path("runs")
 LOCK, MARK, RECORD, CONFIG = ".lock", "launch.json", "run.json", "config.yaml"
@@ -54,7 +54,7 @@ def make_new(wanted: Path) -> Path:
                 raise
             continue
         return folder
-    raise RunDirectoryError(f"{wanted}: thousands have this name; give another")
+    raise RunDirectoryError("name", wanted.name, "thousands of runs have it", "give another name")
 
 
 @contextlib.contextmanager
@@ -63,12 +63,10 @@ def writable(folder: Path):
     try:
         yield
     except OSError as error:
-        key = f"{RUNS}/" if folder == RUNS else f"name={folder.name}"
-        where = error.filename or folder
+        key, value = ("runs/", NO_VALUE) if folder == RUNS else ("name", folder.name)
+        cause = f"{error.filename or folder} cannot be written ({error.strerror})"
         fix = "start where runs/ can be written, or give another name"
-        raise RunDirectoryError(
-            f"{key}: {where} cannot be written ({error.strerror}); {fix}"
-        ) from error
+        raise RunDirectoryError(key, value, cause, fix) from error
 
 
 def take(folder: Path) -> IO[str] | None:
@@ -81,7 +79,7 @@ def take(folder: Path) -> IO[str] | None:
         file = folder / name
         if file.is_symlink() or (file.exists() and not file.is_file()):
             cause = f"{file} is not a regular file"
-            raise RunFileError(f"name={folder.name}: {cause}; remove it, or give another name")
+            raise RunFileError("name", folder.name, cause, "remove it, or give another name")
     patience = WAIT_FOR_PREDECESSOR if is_restart() else 0  # it is being ended just now
     until = time.monotonic() + patience
     with writable(folder):
@@ -93,8 +91,10 @@ def take(folder: Path) -> IO[str] | None:
                 if time.monotonic() > until:
                     holder = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip()
                     raise RunDirectoryError(
-                        f"name={folder.name}: {folder} is being written by another process "
-                        f"({holder or 'unknown'}); wait for it, or give another name"
+                        "name",
+                        folder.name,
+                        f"{folder} is being written by another process ({holder or 'unknown'})",
+                        "wait for it, or give another name",
                     ) from None
                 time.sleep(0.1)
             except OSError as error:
@@ -157,7 +157,7 @@ def check_new(folder: Path) -> None:
     """Raises RunDirectoryError when another process has begun a run there meanwhile."""
     if settings_of(folder) is not None or (folder / "checkpoints").exists():
         cause = f"another process has begun {folder} just now"
-        raise RunDirectoryError(f"name={folder.name}: {cause}; give another name")
+        raise RunDirectoryError("name", folder.name, cause, "give another name")
 
 
 # --------------------------------------------------------------------------- what has started it

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.errors import OutOfMemory
+from errors import OutOfMemoryError
 from training.memory import (
     USABLE,
     Memory,
@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def what_would_fit(
     settings: "Settings", parallel: "Parallel", windows: int, intact: str
-) -> OutOfMemory:
+) -> OutOfMemoryError:
     """The error of a step that found no room: what keeps the batch, and the steps as they were.
 
     windows: of the micro-batch that did not fit. intact: what there is to go on from.
@@ -60,8 +60,8 @@ def what_would_fit(
     else:
         fix = "use more devices, a smaller data.max_length or a smaller model"
     cause = f"{windows} windows of {settings.data.max_length} tokens do not fit into the memory of "
-    return OutOfMemory(
-        f"trainer.micro_batch_size={windows}: {cause}{parallel.device}; {fix}; {intact}"
+    return OutOfMemoryError(
+        "trainer.micro_batch_size", windows, f"{cause}{parallel.device}", f"{fix}; {intact}"
     )
 
 

@@ -20,13 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from durable import open_regular, read_json
+from errors import CheckpointError, DamagedCheckpointError, message_of
 from model import GPT, ModelConfig
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 from training import hub
 from training.checkpoint import (
     LARGEST_STATE,
-    CheckpointError,
-    Damaged,
     State,
     find,
     is_pickle,
@@ -35,7 +34,6 @@ from training.checkpoint import (
     nearest_run,
     read_tensors,
 )
-from training.errors import words
 
 if TYPE_CHECKING:
     import tiktoken
@@ -96,11 +94,11 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
         ours = _to_ours(theirs, config.num_layers)
     except KeyError as error:
         raise CheckpointError(
-            f"checkpoint={file}: {error.args[0]} is missing; use another"
+            "checkpoint", file, f"{error.args[0]} is missing", "use another"
         ) from error
     if theirs:
         raise CheckpointError(
-            f"checkpoint={file}: unknown tensor {min(theirs):.80}; it is no plain GPT-2"
+            "checkpoint", file, f"unknown tensor {min(theirs):.80}", "it is no plain GPT-2"
         )
     return model_of(config, ours, file)
 
@@ -178,7 +176,7 @@ def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
             if (folder / CONFIG).is_file():
                 return folder, from_hf(folder), None
             return folder, *load_model(folder)
-        except Damaged:
+        except DamagedCheckpointError:
             if folder.exists() or not tries_left:
                 raise  # else a run that goes on meanwhile has removed it, for a newer one
     raise AssertionError
@@ -194,7 +192,7 @@ def _folder(path: str | Path, key: str) -> Path:
     is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
     if is_name and not os.path.lexists(text) and not nearest_run(Path(text)):
         fix = f"give a run or a checkpoint; of the Hugging Face hub, hub:{text} fetches it"
-        raise CheckpointError(f"{key}={text}: no such directory; {fix}")
+        raise CheckpointError(key, text, "no such directory", fix)
     return find(path, key)
 
 
@@ -230,10 +228,10 @@ def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
         said = f"its {CONFIG} names under {OURS} tokenizer {name!r:.40} and window {window!r:.40}"
     known = isinstance(name, str) and name in TOKENIZERS
     if not known or type(window) is not int or not 1 <= window <= context:
-        raise CheckpointError(f"{key}={path}: {said}; use another one")
+        raise CheckpointError(key, path, said, "use another one")
     if vocab_size < (needed := TOKENIZERS[name]):
         cause = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"
-        raise CheckpointError(f"{key}={path}: {cause}; use a model of that tokenizer")
+        raise CheckpointError(key, path, cause, "use a model of that tokenizer")
     return Reader(model, name, get_tokenizer(name), window, state, folder)
 
 
@@ -245,7 +243,7 @@ def _settings_in(file: Path) -> dict:
             raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint={file}: unreadable ({words(error)}); use another one"
+            "checkpoint", file, f"unreadable ({message_of(error)})", "use another one"
         ) from error
     return theirs
 
@@ -261,27 +259,27 @@ def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         return folder / OLD, _read_old(folder / OLD)
     if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
         raise is_pickle(pickles[0], f", and there is no {WHOLE}")
-    raise Damaged(folder / WHOLE, "is missing")
+    raise DamagedCheckpointError(folder / WHOLE, "is missing")
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """The tensors of all the files that an index names."""
     places = _settings_in(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
-        raise CheckpointError(f"checkpoint={index}: has no weight_map of texts; use another one")
+        raise CheckpointError("checkpoint", index, "has no weight_map of texts", "use another one")
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(places.values())):
         if not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
             cause = f"names {shard!r:.80}, which is no safetensors file beside it"
-            raise CheckpointError(f"checkpoint={index}: {cause}; use another one")
+            raise CheckpointError("checkpoint", index, cause, "use another one")
         found = read_tensors(index.with_name(shard))
         if twice := found.keys() & tensors.keys():
             cause = f"{min(twice):.80} is in two of its files"
-            raise CheckpointError(f"checkpoint={index}: {cause}; use another one")
+            raise CheckpointError("checkpoint", index, cause, "use another one")
         tensors |= found
     if missing := places.keys() - tensors.keys():
         cause = f"{min(missing):.80} is in none of its files"
-        raise CheckpointError(f"checkpoint={index}: {cause}; use another one")
+        raise CheckpointError("checkpoint", index, cause, "use another one")
     return tensors
 
 
@@ -295,19 +293,19 @@ def _read_old(file: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")
             values = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
-        raise Damaged(file, f"is unreadable ({error.strerror or error})") from error
+        raise DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})") from error
     except Exception as error:  # damage shows in many ways
         # Not in torch's own words, which tell how to run the code.
         if type(error).__name__ == "UnpicklingError":
             raise is_pickle(file, ", and holds more than weights") from error
-        raise Damaged(file, f"is unreadable ({type(error).__name__})") from error
+        raise DamagedCheckpointError(file, f"is unreadable ({type(error).__name__})") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"checkpoint={file}: holds no weights by name; use another one")
+        raise CheckpointError("checkpoint", file, "holds no weights by name", "use another one")
     tensors = {}
     for name, value in values.items():
         if not isinstance(name, str) or not _is_plain(value):
             cause = f"under {name!r:.80} is no plain tensor of numbers"
-            raise CheckpointError(f"checkpoint={file}: {cause}; use another one")
+            raise CheckpointError("checkpoint", file, cause, "use another one")
         tensors[name] = value.detach()
     return tensors
 
@@ -329,7 +327,7 @@ def _model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:
             cause = f"{key} is {theirs[key]!r:.80}, and our model computes {needed!r} only"
-            raise CheckpointError(f"checkpoint={file}: {cause}; use a plain GPT-2")
+            raise CheckpointError("checkpoint", file, cause, "use a plain GPT-2")
     try:
         for key in ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer"):
             if type(theirs[key]) is not int:  # 12.0 would pass for 12, and fail somewhere later
@@ -348,7 +346,7 @@ def _model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint={file}: does not fit ({words(error)}); use another one"
+            "checkpoint", file, f"does not fit ({message_of(error)})", "use another one"
         ) from error
 
 

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from errors import CheckpointError, message_of
 from tokens.sources import HUB  # hub:NAME, as data.path has it
-from training.checkpoint import CheckpointError
-from training.errors import words
 
 NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 CONFIG = "config.json"
@@ -35,23 +34,23 @@ def fetch(path: str, key: str = "checkpoint", check: Callable = lambda config: N
     try:
         return _fetched(path.removeprefix(HUB), check)
     except _NotFetched as error:
-        raise CheckpointError(f"{key}={path}: {error}") from error
+        raise CheckpointError(key, path, *error.args) from error
 
 
 class _NotFetched(Exception):
-    """Says the cause and the fix."""
+    """Its arguments are the reason and the hint of the CheckpointError."""
 
 
 @functools.cache
 def _fetched(name: str, check: Callable) -> Path:
     if not NAME.fullmatch(name) or ".." in name:
-        raise _NotFetched("is no name of a model; such as hub:openai-community/gpt2")
+        raise _NotFetched("is no name of a model", "such as hub:openai-community/gpt2")
     try:
         from huggingface_hub import constants, errors, snapshot_download
         from huggingface_hub.utils import disable_progress_bars, logging
     except ImportError as error:
         fix = "pip install huggingface_hub"
-        raise _NotFetched(f"the Hugging Face hub needs huggingface_hub; {fix}") from error
+        raise _NotFetched("the Hugging Face hub needs huggingface_hub", fix) from error
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -70,18 +69,19 @@ def _fetched(name: str, check: Callable) -> Path:
     # Gated is one kind of not found, and not in the cache is one of no such file.
     except errors.GatedRepoError as error:
         fix = "ask for access on its page, and set HF_TOKEN"
-        raise _NotFetched(f"is gated: its owner has to let you in; {fix}") from error
+        raise _NotFetched("is gated: its owner has to let you in", fix) from error
     except errors.LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "no useful answer"
         cause = f"the hub is not reached ({why}), and it is not in the cache"
-        raise _NotFetched(f"{cause}; {offline}") from error
+        raise _NotFetched(cause, offline) from error
     except errors.RepositoryNotFoundError as error:
         cause = "no such model on the hub, or a private one"
-        raise _NotFetched(f"{cause}; check the name, or set HF_TOKEN") from error
+        raise _NotFetched(cause, "check the name, or set HF_TOKEN") from error
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no status")
         fix = "set HF_TOKEN to one that may" if status in (401, 403) else "try again later"
-        raise _NotFetched(f"the hub answers with {status}; {fix}") from error
+        raise _NotFetched(f"the hub answers with {status}", fix) from error
     except Exception as error:  # of the network, of the disk: many kinds
-        cause = f"cannot be fetched ({type(error).__name__}: {words(error)[:200]})"
-        raise _NotFetched(f"{cause}; check the network and the room on the disk") from error
+        cause = f"cannot be fetched ({type(error).__name__}: {message_of(error)[:200]})"
+        fix = "check the network and the room on the disk"
+        raise _NotFetched(cause, fix) from error

@@ -4,7 +4,7 @@
     estimate(ModelConfig(), windows=8, length=1024).total        # bytes
 
 Needs nothing. Used by scripts/plan.py before a machine is rented and where memory is chosen or has
-run out. tests/test_memory.py holds the formulas against what autograd keeps; docs/scaling.md holds
+run out. Tests compare the formulas with what autograd keeps; docs/scaling.md holds
 their sum against measured peaks.
 
 What is alive is followed through four moments of a step, and the largest is the peak. With

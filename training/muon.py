@@ -5,7 +5,7 @@ alike, however small their gradients are (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/). Scaled as Liu et al. 2025 do (arXiv:2502.16982), its
 updates are as large as AdamW's, so that one learning rate and weight decay serve both.
 
-torch.optim.Muon computes the same; tests/test_muon.py holds this one against it. Here matrices of
+torch.optim.Muon computes the same; a test compares the two. Here matrices of
 a shape go together, the ranks of FSDP share them out, and a step is clipped and left out on the
 device as the fused AdamW does it, so that the host need not wait to see.
 

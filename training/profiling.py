@@ -22,7 +22,7 @@ import torch
 from torch.profiler import record_function
 
 from durable import clear, in_the_making, make_folder, rename, sync, write_whole
-from training.terminal import visible
+from errors import visible
 
 if TYPE_CHECKING:
     from torch.profiler import profile

@@ -27,8 +27,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from errors import (
+    DEBUG,
+    NO_VALUE,
+    ClearheadError,
+    OtherRankError,
+    Problem,
+    RankLostError,
+    exit_code_of,
+    message_of,
+    problems_of,
+    show,
+)
 from model import GPT, ModelConfig
-from training.errors import LostPeer, PeerError, one_line, words
 from training.parallel import Parallel, started_by
 
 
@@ -153,17 +164,23 @@ class DDP(Parallel):
         speaker = self.world_size - first
         told = None
         if self.rank == speaker:
-            told = [one_line(error), getattr(error, "exit_code", 4)]
-        message, exit_code = self._told_by(speaker, told)
+            plain = [
+                (key, None if value is NO_VALUE else show(value), reason, hint)
+                for key, value, reason, hint in problems_of(error, DEBUG)
+            ]
+            told = [exit_code_of(error), socket.gethostname(), plain]
+        exit_code, host, problems = self._told_by(speaker, told)
         if self.rank == speaker == 0:
             raise error
-        if speaker > 0:
-            host = self._told_by(speaker, socket.gethostname())
-            message = f"{message} (on rank {speaker}, {host})"
-        raise PeerError(message, exit_code) from error
+        where = f" (on rank {speaker}, {host})" if speaker > 0 else ""
+        problems = [
+            Problem(key, NO_VALUE if value is None else value, f"{reason}{where}", hint)
+            for key, value, reason, hint in problems
+        ]
+        raise OtherRankError(problems, exit_code) from error
 
     def lost_peer(self, error: BaseException) -> bool:
-        if hasattr(error, "exit_code"):  # of ours, whatever it says
+        if isinstance(error, ClearheadError):
             return False
         signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out")
         return isinstance(error, dist.DistError) or (
@@ -277,7 +294,7 @@ def leave() -> None:
 
 
 def meet(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """(A store that all ranks share, this rank, how many there are); LostPeer when they do not
+    """(A store that all ranks share, this rank, how many there are); RankLostError when they do not
     find each other within the time limit."""
     if _sweep.store is not None:
         return _sweep.begin_job(), _sweep.rank, _sweep.world_size
@@ -290,11 +307,11 @@ def meet(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             fix = "use another, as in torchrun --master-port=29501"
-            raise LostPeer(f"MASTER_PORT={port}: another program has it; {fix}") from error
-        said = words(error).partition(". ")[0].rstrip(".")
+            raise RankLostError("MASTER_PORT", port, "another program has it", fix) from error
+        said = message_of(error).partition(". ")[0].rstrip(".")
         cause = f"the ranks did not meet at {address}:{port} ({said})"
         fix = f"start all {os.environ['WORLD_SIZE']} of them, with the same address and port"
-        raise LostPeer(f"parallel.timeout={limit.seconds}: {cause}; {fix}") from error
+        raise RankLostError("parallel.timeout", limit.seconds, cause, fix) from error
 
 
 def fresh(store: dist.Store, rank: int, world_size: int, limit: datetime.timedelta) -> dist.Store:
@@ -356,7 +373,7 @@ class Sweep:
 
     def begin_job(self) -> dist.Store:
         """A part of the store for this job's process group, once all ranks have come to make it;
-        LostPeer when one has ended the job before, or does not come."""
+        RankLostError when one has ended the job before, or does not come."""
         self.store.set(f"begun/{self.job}/{self.rank}", "")
 
         def one_has_ended() -> bool:
@@ -390,9 +407,11 @@ class Sweep:
         while missing:
             missing = [r for r in missing if not self.store.check([f"{what}/{self.job}/{r}"])]
             if missing and (in_vain() or time.monotonic() > until):
-                raise LostPeer(
-                    f"parallel.timeout={self.limit.seconds}: rank {missing[0]} is gone or did not "
-                    "answer; rerun the same command"
+                raise RankLostError(
+                    "parallel.timeout",
+                    self.limit.seconds,
+                    f"rank {missing[0]} is gone or did not answer",
+                    "rerun the same command",
                 )
             time.sleep(0.01 if missing else 0)
 
@@ -411,13 +430,15 @@ def begin_job(number: int) -> None:
 
 
 def end_job(outcome: list, alone: bool) -> list[list]:
-    """Raises LostPeer when not all ranks come."""
+    """Raises RankLostError when not all ranks come."""
     try:
         return _sweep.end_job(outcome, alone)
     except dist.DistError as error:  # the main rank, which has the store, is gone
-        raise LostPeer(
-            f"parallel.timeout={_sweep.limit.seconds}: the ranks lost each other ({words(error)}); "
-            "rerun the same command"
+        raise RankLostError(
+            "parallel.timeout",
+            _sweep.limit.seconds,
+            f"the ranks lost each other ({message_of(error)})",
+            "rerun the same command",
         ) from error
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from durable import read_bounded, read_lines, write_whole
+from errors import visible
 from training.chart import Chart, Points, figure, finite, points_of
-from training.terminal import visible
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # What a run's directory may hold, and what it is.

@@ -19,10 +19,10 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import visible
 from training.chart import number
 from training.directory import flat, settings_of
 from training.report import read_rows
-from training.terminal import visible
 
 VARIES = ("seed", "name")  # between runs of one row
 # Of what a run may change when it goes on, what makes it learn otherwise all the same.

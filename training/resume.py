@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 
+from errors import Problem
 from model import GPT, ModelConfig
 from training import checkpoint
 from training.directory import RUNS, is_occupied, name_before_restart, settings_of, was_cut_off
 from training.hf import load_reader
 
 if TYPE_CHECKING:
-    from training.config import Problem, Settings
+    from training.config import Settings
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "model"
 # Of a model, what its weights have to have; for positions there is a rule.

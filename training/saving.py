@@ -18,9 +18,16 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from durable import make_folder, remove, rename, sync
+from errors import (
+    AGAINST_DIVERGENCE,
+    NO_VALUE,
+    DivergedError,
+    NotSavedError,
+    RunDirectoryError,
+    message_of,
+)
 from training import checkpoint
 from training.checkpoint import State, Tensors
-from training.errors import LESS, Diverged, NotSaved, RunDirectoryError, words
 
 RETRY_AFTER = 2  # seconds until a checkpoint that could not be written is tried once more
 
@@ -53,7 +60,7 @@ class Saver:
             if self.newest is None:
                 fix = "give the command again, or another name"
                 raise RunDirectoryError(
-                    f"name={self.folder.parent.name}: {folder} is another run's; {fix}"
+                    "name", self.folder.parent.name, f"{folder} is another run's", fix
                 )
             if checkpoint.step_of(folder) > self.newest:  # and could not be used, then
                 aside = _free(folder.with_name(folder.name + ".damaged"))
@@ -72,10 +79,10 @@ class Saver:
         self._writing = state.step, self._thread.submit(self._save, tensors, asdict(state))
         self._thread.shutdown(wait=False)  # it ends when it has done this
 
-    def wait(self) -> NotSaved | None:
+    def wait(self) -> NotSavedError | None:
         """Until the checkpoint in the making is there; returns what hindered it, if anything.
 
-        Raises Diverged when its numbers are none.
+        Raises DivergedError when its numbers are none.
         """
         if self._writing is None:
             return None
@@ -106,7 +113,8 @@ class Saver:
     def _save(self, tensors: Tensors, state: dict) -> None:
         for name, tensor in (tensors[0] | tensors[1]).items():
             if not checkpoint.sound(tensor):  # nothing broken replaces a good checkpoint
-                raise Diverged(f"{name}: is no finite number after step {state['step']}; {LESS}")
+                cause = f"is no finite number after step {state['step']}"
+                raise DivergedError(name, NO_VALUE, cause, AGAINST_DIVERGENCE)
         folder = self.folder / _name(state["step"])
         try:
             self._write(folder, tensors, state)
@@ -158,18 +166,22 @@ class Saver:
             except OSError as error:
                 print(f"checkpoint={old}: not removed ({error.strerror})", file=sys.stderr)
 
-    def _not_saved(self, step: int, error: Exception) -> NotSaved:
+    def _not_saved(self, step: int, error: Exception) -> NotSavedError:
         """In words: the disk, what it has left, what there is to go on from."""
-        cause = error.strerror if isinstance(error, OSError) and error.strerror else words(error)
+        cause = (
+            error.strerror if isinstance(error, OSError) and error.strerror else message_of(error)
+        )
         free = ""
         with contextlib.suppress(OSError):
             free = f", {_size(shutil.disk_usage(self.folder.parent).free)} free on its disk"
         intact = "there is no earlier one"
         if self.newest is not None:
             intact = f"the one of step {self.newest} is intact"
-        return NotSaved(
-            f"checkpoint={self.folder}/step_{step:08d}: could not be written ({cause}{free}); "
-            f"make room there: {intact}"
+        return NotSavedError(
+            "checkpoint",
+            f"{self.folder}/step_{step:08d}",
+            f"could not be written ({cause}{free})",
+            f"make room there: {intact}",
         )
 
 

@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from durable import make_folder, write_whole
+from errors import DEBUG, RankLostError, RunDirectoryError, exit_code_of, format_error, visible
 from training import directory, results
-from training.errors import LostPeer, RunDirectoryError, exit_code_of, one_line
 from training.signals import handled, take_no_notice
-from training.terminal import visible
 
 if TYPE_CHECKING:
     from training.config import Settings
@@ -99,7 +98,7 @@ class Sweep:
             except OSError as error:
                 cause = f"cannot be made ({error.strerror})"
                 raise RunDirectoryError(
-                    f"hydra.sweep.dir={self.folder}: {cause}; give another"
+                    "hydra.sweep.dir", self.folder, cause, "give another"
                 ) from error
         if self.ranks > 1:
             from training import ranks
@@ -124,7 +123,7 @@ class Sweep:
         for run in directory.RUNS.glob(f"{name}_*=*"):
             if run.name.removeprefix(f"{name}_").partition("=")[0] in keys:
                 cause = f"an earlier version has begun it, and named its runs as {run}"
-                raise RunDirectoryError(f"hydra.sweep.dir={folder}: {cause}; give another folder")
+                raise RunDirectoryError("hydra.sweep.dir", folder, cause, "give another folder")
 
     @property
     def name(self) -> str:
@@ -147,8 +146,11 @@ class Sweep:
             job.code = 0
         except Exception as error:
             self.stopped = getattr(error, "stopped", 0)  # by a signal that came before it
-            job.code, job.lost = self.stopped or exit_code_of(error), isinstance(error, LostPeer)
-            job.line = _told(error)
+            job.code, job.lost = (
+                self.stopped or exit_code_of(error),
+                isinstance(error, RankLostError),
+            )
+            job.line = "; ".join(format_error(error, DEBUG).splitlines())
             _let_go(error)
         except SystemExit as stopped:
             self.stopped = job.code = exit_code_of(stopped)
@@ -200,7 +202,7 @@ class Sweep:
 
         try:
             told = ranks.end_job([job.code, job.line, job.lost], bool(self.stopped))
-        except LostPeer as error:
+        except RankLostError as error:
             self.lost = str(error)
             job.code, job.line = job.code or 4, job.line or str(error)
             return
@@ -311,7 +313,7 @@ class Sweep:
                 write_whole(self.folder / "results.png", results.draw(rows, names, metric))
             write_whole(self.folder / "results.md", self._as_text(table).encode())
         except Exception as error:
-            words = f"{self.folder}: results not written ({one_line(error)})"
+            words = f"{self.folder}: results not written ({format_error(error)})"
             print(visible(words, keep=""), file=sys.stderr)
         return table
 
@@ -359,14 +361,6 @@ class Sweep:
             parts.append(f"Job {job.number}{what}: {job.line}")
             parts.append(f"```\n{shlex.join(self._again(job))}\n```")
         return "\n\n".join(parts) + "\n"
-
-
-def _told(error: Exception) -> str:
-    """An error as one line; of settings each problem has one."""
-    line = "; ".join(one_line(error).splitlines())
-    if not hasattr(error, "exit_code"):
-        line += "; run again with debug=true for the traceback"
-    return visible(line, keep="")
 
 
 def _joined(*parts: str) -> str:

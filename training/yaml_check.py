@@ -12,6 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from errors import Problem
+
 MOST_FILES = 1000
 MOST_FOLDERS = 1000
 MOST_BYTES = 2**20  # of a file
@@ -22,7 +24,6 @@ CALLS_CODE = {"_target_", "_partial_", "_args_", "_recursive_", "_convert_", "()
 RESOLVERS = {"now", "repository", "oc.select"}  # none of them knows a secret
 _RESOLVER = re.compile(r"\$\{([^{}:]*)(?::|\$\{)")
 
-Problem = tuple[str, object, str, str]  # (key, value, cause, fix)
 NO_CODE = ("names code to run, and settings are values only", "leave it out")
 
 

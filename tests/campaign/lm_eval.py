@@ -1,0 +1,109 @@
+"""lm-eval on an exported folder, by the command and with the tasks of docs/models.md: it loads, and
+computes what we do. Needs lm-eval, in an environment of its own; without it, it is left out.
+
+    python -m pytest tests/campaign/lm_eval.py
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import NO_NETWORK, REPOSITORY, TEXT
+
+from model import GPT, ModelConfig
+from scripts import evaluate
+from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from training import export
+from training.hf import Reader
+
+pytest.importorskip("lm_eval")
+PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+QUESTIONS = [
+    {"question": "The quick fox jumps over the", "choices": ["dog", "zebra"], "answer": 0},
+    {"question": "Line 5: the quick", "choices": ["xylophone", "fox", "Q"], "answer": 1},
+    {"question": "jumps", "choices": ["over it", "of"], "answer": 1},
+]
+
+
+@pytest.mark.parametrize(("tokenizer", "window"), [("byte", 48), ("gpt2", 24)])
+def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
+    """On a model of 48 positions that has learned so many. The texts are longer and shorter."""
+    torch.manual_seed(1)
+    config = ModelConfig(TOKENIZERS[tokenizer], 48, 16, 2, 2, dropout=0.0, qkv_bias=True)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    encoding = get_tokenizer(tokenizer)
+    export.write(Reader(model, tokenizer, encoding, window, None, folder), folder)
+    texts = [TEXT[:1000], "x", "naïve “twice”\n\n", TEXT[1000 : 1000 + window]]
+    write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    write_lines(tmp_path / "questions.jsonl", QUESTIONS)
+    (tmp_path / "tasks").mkdir()
+    tasks = re.findall(r"```yaml\n(task: (\w+)\n.*?)```", PAGE, re.DOTALL)
+    assert [name for _, name in tasks] == ["my_text", "my_choice"]
+    for content, name in tasks:
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(content, encoding="utf-8")
+
+    (line,) = re.findall(r"^(lm_eval .*--include_path.*)$", PAGE, re.MULTILINE)
+    _, *arguments = shlex.split(line)
+    at = arguments.index("--model_args") + 1
+    arguments[at] += f",max_length={window}"
+    home = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    home["PYTHONPATH"] = str(NO_NETWORK)
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("lm_eval")),
+            *arguments,
+            "--device",
+            "cpu",
+            "--output_path",
+            "found",
+        ],
+        cwd=tmp_path,
+        env=os.environ | home,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "found").rglob("*.json")
+    found = json.loads(path.read_text())["results"]
+
+    ours = ("checkpoint=my-model", "data.path=texts.jsonl", "data.within_documents=true")
+    code, _, err = in_process(evaluate.main, tmp_path, *ours, "out=ours.json")
+    assert code == 0, err
+    expected = json.loads((tmp_path / "ours.json").read_text())
+    assert expected["rule"]["max_length"] == window
+    assert expected["bytes"] == sum(len(text.encode()) for text in texts)
+    bits = found["my_text"]["bits_per_byte,none"]
+    assert bits == pytest.approx(expected["bits_per_byte"], abs=1e-5)
+
+    right = [likeliest(model, encoding, question) == question["answer"] for question in QUESTIONS]
+    assert found["my_choice"]["acc,none"] == pytest.approx(sum(right) / len(right))
+
+
+def write_lines(path, records) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def likeliest(model, encoding, question) -> int:
+    """The number of the choice that the model gives the highest probability."""
+    scores = []
+    for choice in question["choices"]:
+        ids = encoding.encode(f"{question['question']} {choice}")
+        start = len(encoding.encode(question["question"]))
+        with torch.no_grad():
+            logits, _ = model(torch.tensor([ids[:-1]]))
+        log_probs = torch.log_softmax(logits[0].float(), -1)
+        targets = torch.tensor(ids[1:])[:, None]
+        scores.append(float(log_probs.gather(1, targets)[start - 1 :].sum()))
+    return max(range(len(scores)), key=scores.__getitem__)

@@ -1,0 +1,12 @@
+"""Prompts and their greedy text."""
+
+from decoding import Sampling, generate
+from helpers.models import random_ids
+
+GREEDY = Sampling(temperature=0)
+PROMPTS = [random_ids(B=1, T=n, seed=n)[0].tolist() for n in (3, 12, 1, 30, 7)]  # of 12 positions
+
+
+def written(model, prompts, num_tokens, sampling=GREEDY, **options):
+    """The tokens of each prompt."""
+    return [list(row) for row in zip(*generate(model, prompts, num_tokens, sampling, **options))]  # noqa: B905

@@ -1,0 +1,35 @@
+"""Small models and their inputs."""
+
+import torch
+
+from model import GPT, ModelConfig
+
+TINY_MODEL = {
+    "vocab_size": 23,
+    "context_length": 12,
+    "emb_dim": 16,
+    "num_heads": 4,
+    "num_layers": 2,
+    "dropout": 0.0,
+}
+
+
+def tiny_model(seed: int = 0, std: float | None = 0.3, **changes) -> GPT:
+    """A small model. std: of its weights, large enough for every part to change the logits; None
+    keeps GPT-2's initialisation. changes: of TINY_MODEL."""
+    torch.manual_seed(seed)
+    model = GPT(ModelConfig(**TINY_MODEL | changes))
+    if std is None:
+        return model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm.weight" in name else 0.0, std=std)
+        model.pos_emb.weight.mul_(3)  # otherwise greedy text repeats one token
+    return model
+
+
+def random_ids(
+    B: int = 2, T: int = 9, seed: int = 1, vocab_size: int = TINY_MODEL["vocab_size"]
+) -> torch.Tensor:
+    """Token ids (B, T)."""
+    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,278 @@
+"""Trainings by several ranks: how tests start them, wait for them and look at what they left."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY
+from helpers.runs import rows
+
+PATIENCE = 600  # seconds until a test gives up waiting; nothing is expected to take so long
+WORKER = REPOSITORY / "tests" / "helpers" / "rank_worker.py"
+SHORT = 20  # steps of most runs
+
+# What one process computes and what several do differ by rounding. The bias of W_key has a
+# gradient of zero but for rounding, which Adam would blow up at a large rate.
+SAME = (
+    *TINY,
+    "model.dropout=0",
+    f"trainer.max_steps={SHORT}",
+    "trainer.warmup_steps=2",
+    "trainer.micro_batch_size=2",
+    "trainer.grad_clip=0.5",
+    "trainer.eval_every=5",
+    "trainer.eval_windows=7",
+    "trainer.save_every=10",
+    "trainer.keep=9",
+    "optimizer.lr=1e-3",
+    "data.path=text.txt",
+    "parallel.timeout=120",
+)
+WATCHED = ("lens=default", "lens.every=10", "lens.prompts=[the quick fox]", "lens.repeated=8")
+DOCUMENTS = ("data.path=short.jsonl", "data.within_documents=true")
+
+
+# ------------------------------------------------------------------------------------ starting
+
+
+def write_texts(folder: Path) -> Path:
+    """Texts to train on: one text, and one of short documents, whose windows are filled up."""
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    documents = [{"text": line * (1 + n % 4)} for n, line in enumerate(TEXT.splitlines())]
+    lines = "".join(json.dumps(document) + "\n" for document in documents)
+    (folder / "short.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def scenario(name: str, folder: Path, *arguments: str, **special) -> dict:
+    """One training of a launch. special: see rank_worker.py."""
+    return {"name": name, "folder": str(folder), "arguments": list(arguments)} | special
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def environment(**more: object) -> dict[str, str]:
+    """Of a process: no network, no account, no cache."""
+    path = [NO_NETWORK, REPOSITORY, REPOSITORY / "tests"]
+    kept = {key: os.environ[key] for key in ("PATH", "TMPDIR") if key in os.environ}
+    fixed = {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return kept | fixed | {key: str(value) for key, value in more.items()}
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """start(*command, **environment) -> a process that goes on, its words in the file .log; at
+    the end nothing is left of it, nor of what it started."""
+    processes = []
+
+    def start(*command: object, **more: object) -> subprocess.Popen:
+        log = folder / f"log{len(processes)}"
+        with open(log, "w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                cwd=folder,
+                env=environment(HOME=folder, TEST_MARK=log, **more),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        process.log = log
+        processes.append(process)
+        return process
+
+    try:
+        yield start
+    finally:
+        for process in processes:
+            for pid in belonging_to(process):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def belonging_to(process: subprocess.Popen) -> dict[int, dict[str, str]]:
+    """The living processes that came of one, itself too: their environments, by number. torchrun
+    gives each rank a session of its own, so the environment is what tells them."""
+    found = {}
+    mark = f"TEST_MARK={process.log}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                values = (entry / "environ").read_bytes().split(b"\0")
+                if mark in values:
+                    pairs = [value.decode(errors="replace").partition("=") for value in values]
+                    found[int(entry.name)] = {key: value for key, _, value in pairs}
+    return found
+
+
+def rank_of(process: subprocess.Popen, rank: int) -> int | None:
+    """The process of one rank that torchrun started, None while there is none."""
+    mine = [pid for pid, env in belonging_to(process).items() if env.get("RANK") == str(rank)]
+    return min(mine, default=None)  # it may have started others
+
+
+def wait_until(happens: Callable[[], object], *processes: subprocess.Popen) -> None:
+    """Waits for something that is certain to come while these processes live."""
+    deadline = time.monotonic() + PATIENCE
+    while not happens():
+        for process in processes:
+            assert process.poll() is None, process.log.read_text()
+        assert time.monotonic() < deadline, [process.log.read_text() for process in processes]
+        time.sleep(0.005)
+
+
+def ended(process: subprocess.Popen) -> int:
+    """Its exit code, once it has come to its end."""
+    try:
+        return process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still there after {PATIENCE} s:\n{process.log.read_text()}")
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
+
+
+@dataclass
+class Launch:
+    """Some scenarios, run one after the other by the same ranks."""
+
+    folder: Path
+    ranks: int
+
+    def said(self, name: str, rank: int, what: str) -> str | None:
+        """What a rank said in a scenario; what: out, err or code. None when it did not begin."""
+        path = self.folder / "said" / f"{name}.{rank}.{what}"
+        return path.read_text(encoding="utf-8") if path.exists() else None
+
+    def codes(self, name: str) -> list[int | None]:
+        """The exit code of each rank, None of one that did not come to an end."""
+        found = [self.said(name, rank, "code") for rank in range(self.ranks)]
+        return [code and int(code) for code in found]
+
+    def errors(self, name: str) -> list[str]:
+        """What each rank said on stderr, but for what libraries say."""
+        return [ours(self.said(name, rank, "err") or "") for rank in range(self.ranks)]
+
+    def check(self, name: str) -> None:
+        """The scenario came to a good end."""
+        assert self.codes(name) == [0] * self.ranks, (self.errors(name), self.logs())
+
+    def logs(self) -> list[str]:
+        return [path.read_text(errors="replace") for path in sorted(self.folder.glob("log*"))]
+
+
+def ours(text: str) -> str:
+    """Without the lines that torch, gloo and Python's warnings write."""
+    return "".join(line for line in text.splitlines(keepends=True) if not THEIRS.match(line))
+
+
+THEIRS = re.compile(r"\[(W|E|I|rank|Gloo)|W\d{4} |\S+\.py:\d+: \w*Warning|  \S")
+
+
+def write_scenarios(folder: Path, scenarios: list[dict]) -> Path:
+    (folder / "said").mkdir(parents=True)
+    path = folder / "scenarios.json"
+    path.write_text(json.dumps(scenarios), encoding="utf-8")
+    return path
+
+
+def launch(folder: Path, scenarios: list[dict], ranks: int = 2) -> Launch:
+    """Runs scenarios by so many ranks, which are processes without torchrun, to the end. When the
+    first rank has ended, the others are given time to end, too, and a stopped one is not."""
+    path = write_scenarios(folder, scenarios)
+    with started(folder) as start:
+        all_have = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        all_have |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        processes = [start(WORKER, path, RANK=r, LOCAL_RANK=r, **all_have) for r in range(ranks)]
+        for process in processes:
+            wait_until(lambda p=process: p.poll() is not None or is_stopped(p.pid))
+    return Launch(folder, ranks)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal holds the process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[0] == "T"
+    return False
+
+
+# ------------------------------------------------------------------------------------ looking
+
+
+def train_alone(folder: Path, *arguments: str) -> None:
+    """The same by this process alone, which has loaded everything already."""
+    from train import Trainer
+    from training.command import compose
+
+    with contextlib.chdir(folder):
+        trainer = Trainer(compose(list(arguments)))
+        try:
+            trainer.train()
+        finally:
+            trainer.console.close()
+            trainer.tracker.finish()
+
+
+def values(run: Path, key: str) -> dict[int, float]:
+    """One column of the log, by step."""
+    return {row["step"]: row[key] for row in rows(run) if key in row}
+
+
+def check_same_course(run: Path, other: Path, after: int = 0, rel: float = 1e-5) -> None:
+    """Two runs have the same losses and norms after a step, but for rounding."""
+    for key, precision in [("train/loss", rel), ("val/loss", rel), ("train/grad_norm", 10 * rel)]:
+        mine, theirs = values(run, key), values(other, key)
+        theirs = {step: value for step, value in theirs.items() if step > after}
+        assert theirs
+        assert {step: mine[step] for step in mine if step > after} == pytest.approx(
+            theirs, rel=precision
+        ), key
+
+
+def last(run: Path, step: int | None = None) -> Path:
+    """A run's checkpoint."""
+    return run / "checkpoints" / ("last" if step is None else f"step_{step:08d}")
+
+
+def check_same_tensors(checkpoint: Path, other: Path, most: float = 1e-5) -> None:
+    """Two checkpoints have the same tensors, by names, shapes and types, and about the same
+    parameters."""
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        mine, theirs = load_file(checkpoint / file), load_file(other / file)
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert (mine[name].shape, mine[name].dtype) == (tensor.shape, tensor.dtype), name
+            assert mine[name].is_contiguous()
+            if file.startswith("model"):
+                assert float((mine[name] - tensor).abs().max()) < most, name
+
+
+def files_of(run: Path) -> set[str]:
+    return {str(path.relative_to(run)) for path in run.rglob("*") if "wandb" not in path.parts}
+
+
+def runs_in(folder: Path) -> list[Path]:
+    return sorted((folder / "runs").iterdir())

@@ -1,0 +1,92 @@
+"""Checks of errors by type, key, value and exit code; files whose reading would not end."""
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from errors import ClearheadError, DataError
+
+ANY = object()  # any value will do
+
+
+@contextlib.contextmanager
+def refused(
+    kind: type[ClearheadError], key: str, value: object = ANY, exit_code: int | None = None
+):
+    """Expects one problem: an error of this type, with this key and value, a reason, a hint and
+    one line of text. Yields pytest's ExceptionInfo."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    error = caught.value
+    (problem,) = error.problems
+    assert problem.key == key
+    assert value is ANY or str(problem.value) == str(value)
+    assert problem.reason
+    assert problem.hint
+    assert len(str(error).splitlines()) == 1
+    assert exit_code in (None, error.exit_code)
+
+
+def printed_keys(stderr: str) -> list[str]:
+    """The keys of the problems that a command printed, one per line."""
+    assert "Traceback" not in stderr
+    return [re.match(r"[^=:]*", line)[0] for line in stderr.splitlines()]
+
+
+def check_refusal(error: DataError | str, key: str, cause: str, fix: str) -> None:
+    """One line `key=value: cause; fix`, no refusal inside another; of an error its exit code, of
+    what a command said on stderr that it is all. `key` is what stands before the cause, `cause`
+    and `fix` some of what is told."""
+    if isinstance(error, DataError):
+        assert error.exit_code == 3
+        message = str(error)
+    else:
+        assert error.endswith("\n")
+        message = error[:-1]
+    assert "\n" not in message
+    assert message.startswith(f"{key}: ")
+    told_cause, _, told_fix = message.removeprefix(f"{key}: ").partition("; ")
+    assert cause in told_cause
+    assert f"{key.partition('=')[0]}=" not in told_cause
+    assert fix in told_fix
+
+
+def _fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def _link_to_fifo(path: Path) -> None:
+    _fifo(path.with_name("fifo"))
+    path.unlink(missing_ok=True)
+    path.symlink_to("fifo")
+
+
+def _link_to_device(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+# Each replaces a file by something that is not a regular file and whose reading would not end.
+SPECIAL_FILES = {"FIFO": _fifo, "link to a FIFO": _link_to_fifo, "device": _link_to_device}
+
+
+@contextlib.contextmanager
+def not_waiting(seconds: int = 5) -> Iterator[None]:
+    """Fails when the code inside waits longer, for the other end of a FIFO."""
+
+    def too_long(*_):
+        raise AssertionError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,70 @@
+"""How often the tests have made which fault; `make campaign` counts, docs/reliability.md tells.
+
+    CAMPAIGN_LOG=campaign.jsonl python -m pytest ...
+    python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
+
+A line is written when a trial has passed; one that has not is pytest's to report.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+CAMPAIGN = os.environ.get("CAMPAIGN") == "1"
+
+
+def in_campaign(test: Callable) -> Callable | None:
+    """A test that takes long and whose like the short form has: collected in a campaign only."""
+    return test if CAMPAIGN else None
+
+
+def tally(fault: str, number: int = 1, **figures: float) -> None:
+    """Counts faults of a kind in the file that CAMPAIGN_LOG names; without one, nothing.
+
+    figures: of these trials, such as seconds=1.5; the largest of each is kept.
+    """
+    if log := os.environ.get("CAMPAIGN_LOG"):
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"fault": fault, "number": number} | figures) + "\n")
+
+
+def summary(lines: list[str]) -> dict[str, dict[str, float]]:
+    """For each kind of fault how many trials have passed, and the largest of each figure."""
+    found = defaultdict(lambda: {"passed": 0})
+    for row in map(json.loads, lines):
+        of_fault = found[row.pop("fault")]
+        of_fault["passed"] += row.pop("number", 0)
+        for key, value in row.items():
+            of_fault[f"largest_{key}"] = max(value, of_fault.get(f"largest_{key}", value))
+    return dict(sorted(found.items()))
+
+
+def main(log: Path, result: Path) -> None:
+    import numpy
+    import torch
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout.strip()
+
+    report = {
+        "command": "make campaign",
+        "date": f"{date.today()}",
+        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--short") else ""),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "faults": summary(log.read_text(encoding="utf-8").splitlines()),
+    }
+    result.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,367 @@
+"""Trainings that are killed, stopped and hindered: how tests start them and what they check.
+
+A training is started by a fork server (fork_server.py), what goes wrong inside of it is planted
+there (planted_faults.py), and a run that something went wrong with is compared with one that
+nobody disturbed, which was made with the same settings in another folder.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers import REPOSITORY, TEXT, TINY
+from helpers.ranks import PATIENCE, environment, free_port, ours
+from helpers.runs import rows
+from helpers.texts import prepare
+from training import checkpoint
+
+
+class ForkServer:
+    """Starts trainings; a context, at whose end none is left."""
+
+    def __init__(self, home: Path):
+        self.home = home
+        self.process = None
+        self.numbers = itertools.count()  # of the logs
+
+    def __enter__(self) -> "ForkServer":
+        self.process = subprocess.Popen(
+            [sys.executable, REPOSITORY / "tests" / "helpers" / "fork_server.py"],
+            env=environment(HOME=self.home),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._read() == {"ready": True}
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.stdin.close()
+        assert self.process.wait(PATIENCE) == 0
+        self.process.stdout.close()
+
+    def ask(self, **order) -> dict:
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict:
+        line = self.process.stdout.readline()
+        assert line, "the fork server has ended"
+        return json.loads(line)
+
+    def start(self, folder: Path, *arguments: str, fault: dict | None = None, **more) -> "Training":
+        """`train.py arguments` in a folder, which goes on. more: of its environment."""
+        log = folder / f"log{next(self.numbers)}"
+        values = {key: str(value) for key, value in more.items()}
+        order = {"folder": str(folder), "arguments": arguments, "environment": values}
+        return Training(self, self.ask(**order, log=str(log), fault=fault or {})["pid"], log)
+
+    def run(self, folder: Path, *arguments: str, **more) -> "Training":
+        """The same, to its end."""
+        training = self.start(folder, *arguments, **more)
+        training.wait()
+        return training
+
+    def start_ranks(
+        self, folder: Path, *arguments: str, faults: list[dict | None], **more
+    ) -> list["Training"]:
+        """As many ranks as there are faults, on one machine, without torchrun."""
+        ranks = len(faults)
+        shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        return [
+            self.start(
+                folder, *arguments, fault=fault, RANK=rank, LOCAL_RANK=rank, **shared, **more
+            )
+            for rank, fault in enumerate(faults)
+        ]
+
+
+class Training:
+    """A process that trains."""
+
+    def __init__(self, server: ForkServer, pid: int, log: Path):
+        self.server = server
+        self.pid = pid
+        self.log = log
+        self.code: int | None = None
+        self._handle = os.pidfd_open(pid)
+
+    def send(self, number: int) -> bool:
+        """A signal; False when it has ended already."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+            return not self.has_ended(0)
+        return False
+
+    def has_ended(self, within: float) -> bool:
+        """Whether it has come to its end, or does so within some seconds."""
+        if self.code is not None:
+            return True
+        waiting = select.poll()
+        waiting.register(self._handle, select.POLLIN)
+        return bool(waiting.poll(within * 1000))
+
+    def wait(self) -> int:
+        """Its exit code, once it has come to its end."""
+        if self.code is None:
+            if not self.has_ended(PATIENCE):
+                self.send(signal.SIGKILL)
+                raise AssertionError(f"still there after {PATIENCE} s:\n{self.log.read_text()}")
+            self.code = self.server.ask(wait=self.pid)["code"]
+            os.close(self._handle)
+        return self.code
+
+    def until(self, happens: Callable[[], object]) -> None:
+        """Waits for something that is certain to come while it runs."""
+        deadline = time.monotonic() + PATIENCE
+        while not happens():
+            assert not self.has_ended(0.001), self.said
+            assert time.monotonic() < deadline, self.said
+
+    @property
+    def said(self) -> str:
+        """On stdout and stderr, but for what libraries say."""
+        return ours(self.log.read_text(errors="replace")) if self.log.exists() else ""
+
+
+# ------------------------------------------------------------------------------------- the runs
+
+SAVE_EVERY, STEPS = 5, 60
+RUN = (
+    *TINY,
+    "name=run",
+    "data.path=text.txt",
+    "model.dropout=0.2",
+    f"trainer.max_steps={STEPS}",
+    "trainer.eval_every=20",
+    f"trainer.save_every={SAVE_EVERY}",
+    "trainer.keep=2",
+    "trainer.log_every=3",
+)
+# Three checkpoints, of which one is to go when the next is there. The second is the best: the
+# learning rate becomes too large. (Two ranks draw other dropout, and get there with a smaller one.)
+THREE = (
+    *RUN,
+    "trainer.max_steps=15",
+    "trainer.eval_every=5",
+    "trainer.keep=1",
+    "trainer.warmup_steps=14",
+    "optimizer.lr=1.1",
+)
+KINDS = {
+    "plain": RUN,
+    "accumulating": (*RUN, "trainer.micro_batch_size=2", "trainer.log_every=1"),
+    "shards": ("data=shards", *RUN, "data.path=tokens", "data.val_fraction=0.2"),
+    "best": (*RUN, "trainer.keep=1", "trainer.eval_every=4", "trainer.save_every=7"),
+    "three": THREE,
+    "ranks": (*THREE, "optimizer.lr=0.6", "parallel=ddp", "parallel.timeout=300"),
+    "every step": (*RUN, "trainer.log_every=1", "trainer.sample_tokens=0"),
+    "short": (*RUN, "trainer.log_every=1", "trainer.max_steps=20"),
+    "two ranks": (*RUN, "trainer.log_every=1", "trainer.max_steps=20", "parallel=ddp"),
+}
+WITHIN_REASON = {"train/tokens_per_second"}  # columns that differ from run to run
+
+
+def setting(kind: str, key: str) -> int:
+    """Of a kind of runs, as it was given last."""
+    return int([a.partition("=")[2] for a in KINDS[kind] if a.startswith(f"{key}=")][-1])
+
+
+def place(folder: Path) -> Path:
+    """A folder with what the runs train on."""
+    folder.mkdir(parents=True)
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    prepare(folder / "text.txt", folder / "tokens", tokenizer="byte", shard_tokens=1500)
+    return folder
+
+
+@dataclass
+class Whole:
+    """A run that nobody disturbed."""
+
+    kind: str
+    run: Path
+    seconds: float  # that it took
+
+
+class Faults:
+    """A fork server, folders to run in, and the undisturbed run of each kind, made when needed."""
+
+    def __init__(self, server: ForkServer, home: Path):
+        self.server, self.home = server, home
+        self.numbers = itertools.count()
+        self.wholes: dict[str, Whole] = {}
+        self.names: dict[str, list[str]] = {}
+        self.template = place(home / "texts")
+        server.ask(compose=RUN)
+
+    def folder(self) -> Path:
+        """A new one, with what the runs train on."""
+        return Path(shutil.copytree(self.template, self.home / f"place{next(self.numbers)}"))
+
+    def whole(self, kind: str) -> Whole:
+        if kind not in self.wholes:
+            folder, started = self.folder(), time.perf_counter()
+            for training in self.start(folder, kind):
+                assert training.wait() == 0, training.said
+            seconds = time.perf_counter() - started
+            self.wholes[kind] = Whole(kind, folder / "runs" / "run", seconds)
+        return self.wholes[kind]
+
+    def operations(self, kind: str) -> list[str]:
+        """What the saver does to the disk from the second checkpoint on until the first is gone."""
+        if kind not in self.names:
+            folder = self.folder()
+            counting = {"crash": {"names": str(folder / "names")}}
+            for training in self.start(folder, kind, fault=counting):
+                assert training.wait() == 0, training.said
+            run = folder / "runs" / "run"
+            check_same_end(run, self.whole(kind).run)
+            assert (run / "checkpoints" / "best").resolve().name == "step_00000010"
+            self.names[kind] = (folder / "names").read_text().splitlines()
+        return self.names[kind]
+
+    def start(
+        self, folder: Path, kind: str, *more: str, fault: dict | None = None
+    ) -> list["Training"]:
+        """All ranks of a run; the fault is the first one's."""
+        arguments = (*KINDS[kind], *more)
+        if "ranks" in kind:
+            return self.server.start_ranks(folder, *arguments, faults=[fault, None])
+        return [self.server.start(folder, *arguments, fault=fault)]
+
+    def complete(self, folder: Path, kind: str, was_stopped: bool = False) -> None:
+        """The same command again, to the end, which is that of the undisturbed run, with no more
+        computed twice than has to be."""
+        run = folder / "runs" / "run"
+        newest = usable(run)
+        main, *others = self.start(folder, kind)
+        codes = [training.wait() for training in (main, *others)]
+        assert set(codes) == {0}, (main.said, [other.said for other in others])
+        assert resumed_after(main) == newest or newest == setting(kind, "trainer.max_steps")
+        check_same_end(run, self.whole(kind).run, was_stopped)
+
+
+def usable(run: Path) -> int | None:
+    """The step of the newest checkpoint that is what was written, None when there is none."""
+    for folder in checkpoint.whole_ones(run):
+        with contextlib.suppress(checkpoint.DamagedCheckpointError):
+            checkpoint.verify(folder)
+            return checkpoint.step_of(folder)
+    return None
+
+
+def resumed_after(training: Training) -> int | None:
+    """The step of the checkpoint that it went on from, by its own words."""
+    found = re.search(r"^resumed after step (\d+)$", training.said, re.MULTILINE)
+    return found and int(found[1])
+
+
+def check_all_whole(run: Path) -> None:
+    """Whatever is called a checkpoint is one."""
+    for folder in checkpoint.whole_ones(run):
+        checkpoint.verify(folder)
+
+
+def last_row(run: Path) -> int:
+    """The last step in the log, 0 before there is one. The last line may be half written."""
+    log = run / "metrics.jsonl"
+    whole = log.read_bytes().rpartition(b"\n")[0].split(b"\n") if log.exists() else []
+    return json.loads(whole[-1])["step"] if whole and whole[-1] else 0
+
+
+def compared(row: dict) -> dict:
+    return {key: value for key, value in row.items() if key not in WITHIN_REASON}
+
+
+def check_same_end(run: Path, whole: Path, was_stopped: bool = False) -> None:
+    """Two runs have the same checkpoints, to the byte, and the same log: every step once.
+    was_stopped: there may be one more, of the step at which it was."""
+    mine, theirs = run / "checkpoints", whole / "checkpoints"
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (mine, theirs)]
+    assert names[0] == names[1] or (was_stopped and len(names[0]) <= len(names[1]) + 1)
+    for link in ("last", "best"):
+        assert os.readlink(mine / link) == os.readlink(theirs / link)
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert (mine / link / name).read_bytes() == (theirs / link / name).read_bytes()
+        assert state_of(mine / link) == state_of(theirs / link)
+    check_all_whole(run)
+    assert [compared(row) for row in rows(run)] == [compared(row) for row in rows(whole)]
+    assert sample_rows(run) == sample_rows(whole)
+    left = {".part", ".damaged"}
+    assert not [path for path in run.rglob("*") if left & set(re.findall(r"\.[a-z]+", path.name))]
+
+
+def state_of(folder: Path) -> dict:
+    """state.json, but for how the command was worded."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    assert state.pop("wandb_id") is None
+    del state["settings"]["name"], state["settings"]["trainer"]["resume"]
+    return state
+
+
+def sample_rows(run: Path) -> list[str]:
+    path = run / "samples.jsonl"
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def campaign(variable: str, few: int, many: int) -> int:
+    """How many trials: a few in `make test`, many in the campaign."""
+    in_campaign = many if os.environ.get("CAMPAIGN") == "1" else few
+    return int(os.environ.get(variable, in_campaign))
+
+
+def tally_seconds(fault: str, seconds: float) -> None:
+    """How long something took, beside what tally.py counts."""
+    if log := os.environ.get("CAMPAIGN_LOG"):
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"fault": fault, "seconds": round(seconds, 2)}) + "\n")
+
+
+# ------------------------------------------------------------------------------- loss of power
+
+
+def lose_power(lost: Path, chance: random.Random) -> None:
+    """Makes of the disk what it may be after a loss of power: of files that were not handed to it,
+    a part; of names that were not, any choice of them or, on a journal, the first ones."""
+    record = json.loads(lost.read_text())
+    for path, kept in record["files"].items():
+        size = os.path.getsize(path)
+        if size > kept:
+            os.truncate(path, chance.choice([kept, kept + (size - kept) // 2]))
+    names = record["names"]
+    first = chance.randrange(len(names) + 1)
+    in_order = chance.random() < 0.5
+    for number, change in reversed(list(enumerate(names))):
+        if number >= first if in_order else chance.random() < 0.5:
+            undo(change)
+
+
+def undo(change: dict) -> None:
+    """A change of a name, where that can still be."""
+    what, path = change["what"], Path(change["path"])
+    with contextlib.suppress(OSError):
+        if what in ("create", "symlink"):
+            path.unlink()
+        elif what == "mkdir":
+            shutil.rmtree(path)
+        elif what == "rmdir":
+            path.mkdir()
+        elif what in ("replace", "rename") and not os.path.lexists(change["source"]):
+            path.rename(change["source"])
+        if change.get("old") and not os.path.lexists(path):
+            os.link(change["old"], path, follow_symlinks=False)

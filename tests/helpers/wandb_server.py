@@ -1,0 +1,154 @@
+"""A W&B server on this machine that answers just enough for an online run, until it fails.
+
+with WandbServer(fault="hangs", after="upsertBucket") as server:
+    ... WANDB_BASE_URL=server.url ...
+
+python tests/helpers/wandb_server.py FAULT AFTER  # serves until it is stopped
+"""
+
+import json
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+FAULTS = {
+    "closed": "answers no more: connections are refused",
+    "hangs": "takes requests and answers none",
+    "resets": "breaks connections off",
+    "500": "has an error of its own",
+    "429": "wants fewer requests",
+    "403": "forbids it",
+    "404": "does not know it",
+    "garbage": "answers what is no answer",
+    "empty": "answers with an empty object",
+}
+STATUS = {"500": 500, "429": 429, "403": 403, "404": 404}
+
+
+class WandbServer:
+    """Fails with `fault` as soon as a request with `after` in it was answered; "" is at once."""
+
+    def __init__(self, fault: str = "", after: str = ""):
+        self.fault, self.after = fault, after
+        self.failing = bool(fault) and not after
+        self.requests: list[tuple[str, bytes]] = []  # path and body of each that came
+        self.ended = threading.Event()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # the other side may go whenever it likes
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        if self.failing and fault == "closed":
+            self.server.socket.close()
+        else:
+            threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.ended.set()
+        self.server.socket.close()
+
+    def wait_for(self, part: str, seconds: float) -> None:
+        """Until a request with this in its path has come."""
+        until = time.monotonic() + seconds
+        while not any(part in path for path, _ in list(self.requests)):
+            assert time.monotonic() < until, f"no request for {part}"
+            time.sleep(0.01)
+
+    def rows(self) -> list[dict]:
+        """The rows of history that were uploaded."""
+        found = []
+        for path, body in list(self.requests):
+            if path.endswith("/file_stream"):
+                history = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
+                found += [json.loads(line) for line in history.get("content", [])]
+        return found
+
+    def answer(self, path: str, body: bytes) -> dict:
+        """What a healthy server says, where a run depends on it."""
+        if path != "/graphql":
+            return {}
+        asked = json.loads(body)
+        given, query, data = asked.get("variables") or {}, asked["query"], {}
+        if "upsertBucket" in query:
+            project = {"id": "p", "name": "clearhead", "entity": {"id": "e", "name": "me"}}
+            bucket = {"id": "b", "name": given["name"], "config": "{}", "project": project}
+            data = {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        elif "createRunFiles" in query:
+            files = [{"name": x, "uploadUrl": f"{self.url}/store/{x}"} for x in given["files"]]
+            data = {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
+        elif "viewer {" in query:
+            data = {"viewer": {"id": "u", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
+        elif "query ArtifactType" in query:
+            data = {"project": None}
+        elif "createArtifact(" in query:
+            made = {"id": "a", "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
+            data = {"createArtifact": {"artifact": made}}
+        elif "createArtifactManifest(" in query:
+            file = {"id": "f", "uploadUrl": f"{self.url}/store/manifest", "uploadHeaders": []}
+            data = {"createArtifactManifest": {"artifactManifest": {"id": "m", "file": file}}}
+        elif "createArtifactFiles(" in query:
+            names = [file["name"] for file in given["input"]["artifactFiles"]]
+            nodes = [self.place(name) for name in names]
+            data = {"createArtifactFiles": {"files": {"edges": [{"node": x} for x in nodes]}}}
+        elif "commitArtifact(" in query:
+            data = {"commitArtifact": {"artifact": {"id": "a", "digest": "d"}}}
+        return {"data": data}
+
+    def place(self, name: str) -> dict:
+        """Where a file of an artifact is to be sent."""
+        address = {"uploadUrl": f"{self.url}/store/{name}", "uploadHeaders": []}
+        return address | {"storagePath": name, "uploadMultipartUrls": None, "artifact": {"id": "a"}}
+
+    def asked(self, part: str) -> list[dict]:
+        """The variables of each question to its database with this in it."""
+        bodies = [json.loads(body) for path, body in list(self.requests) if path == "/graphql"]
+        return [body.get("variables") or {} for body in bodies if part in body["query"]]
+
+    def handler(outer) -> type:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_) -> None: ...
+
+            def handle_request(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if outer.failing:
+                    return self.fail()
+                outer.requests.append((self.path, body))
+                self.send(200, json.dumps(outer.answer(self.path, body)).encode())
+                if outer.fault and outer.after.encode() in self.path.encode() + body:
+                    outer.failing = True
+                    self.close_connection = True
+                    if outer.fault == "closed":
+                        outer.server.shutdown()
+                        outer.server.socket.close()
+
+            do_GET = do_POST = do_PUT = handle_request
+
+            def fail(self) -> None:
+                self.close_connection = True
+                if outer.fault == "hangs":
+                    outer.ended.wait()
+                elif outer.fault in ("resets", "closed"):
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                else:
+                    body = {"garbage": b"<html>\xff\x00{{{", "empty": b"{}"}.get(outer.fault, b"no")
+                    self.send(STATUS.get(outer.fault, 200), body)
+
+            def send(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        return Handler
+
+
+if __name__ == "__main__":
+    print(WandbServer(*sys.argv[1:]).url, flush=True)
+    time.sleep(86400)

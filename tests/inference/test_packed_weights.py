@@ -1,0 +1,66 @@
+"""frozen.py: a model in the form that it decodes fastest in computes what it did before."""
+
+import copy
+
+import pytest
+import torch
+from helpers.decoding import GREEDY, PROMPTS, written
+from helpers.models import random_ids
+from helpers.models import tiny_model as tiny
+
+import frozen
+from frozen import Packed, Product, freeze
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("qkv_bias", [True, False])
+@torch.no_grad()
+def test_what_is_computed_stays(monkeypatch, packs, qkv_bias):
+    assert frozen.can_pack(torch.float32)  # the torch that is required can
+    if not packs:
+        monkeypatch.setattr(frozen, "can_pack", lambda _: False)
+    model = tiny(emb_dim=32, vocab_size=50, qkv_bias=qkv_bias).eval()
+    kind = Packed if packs else Product
+    used, forward = set(), kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: (used.add(self), forward(self, x))[1])
+    for rows in (1, 3):
+        used.clear()
+        fast = freeze(copy.deepcopy(model), torch.float32, rows)
+        fast(random_ids())
+        assert len(used) == 9  # four in each of two layers, and the head
+        for B, T in ((1, 12), (3, 5)):
+            ids = random_ids(B=B, T=T)
+            torch.testing.assert_close(fast(ids)[0], model(ids)[0], atol=1e-5, rtol=1e-5)
+        assert written(fast, PROMPTS, 50) == written(model, PROMPTS, 50)
+
+
+@torch.no_grad()
+def test_in_bf16_it_is_as_exact_as_bf16():
+    model, ids = tiny(std=0.1).eval(), random_ids()
+    expected = model(ids)[0]
+    fast = freeze(copy.deepcopy(model), torch.bfloat16)(ids)[0]
+    plain = copy.deepcopy(model).bfloat16()(ids)[0]
+    assert fast.dtype == torch.bfloat16
+    assert (fast - expected).abs().max() < 2 * (plain - expected).abs().max() + 1e-3
+    assert written(freeze(model, torch.bfloat16), PROMPTS, 9, GREEDY)[0]
+
+
+def test_the_parts_of_the_three_matrices_keep_their_places():
+    """Red when queries, keys and values are joined in another order."""
+    model = tiny().eval()
+    attn = copy.deepcopy(model).blocks[0].attn
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        joined = freeze(model, torch.float32).blocks[0].attn.project(x)
+        for ours, expected in zip(joined, attn.project(x), strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_what_is_packed(monkeypatch, dtype, has_bf16):
+    """Not in 16 bits on a processor that oneDNN refuses them on; nothing for the compiler."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    assert frozen.can_pack(dtype) == (dtype == torch.float32 or has_bf16)
+    plain = freeze(tiny(), dtype, to_compile=True)
+    assert not any(isinstance(module, Packed) for module in plain.modules())

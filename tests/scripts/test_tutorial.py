@@ -1,0 +1,114 @@
+"""docs/tutorial.ipynb: it runs from start to end, and what it shows in the repository is whole.
+
+python tests/scripts/test_tutorial.py   # runs it as it is, and writes its outputs anew
+"""
+
+import base64
+import io
+import itertools
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from helpers import NO_NETWORK, REPOSITORY
+from nbclient import NotebookClient
+from PIL import Image
+
+NOTEBOOK = REPOSITORY / "docs" / "tutorial.ipynb"
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    """Runs all cells, as if the repository was `folder` and the notebook had been started from
+    docs/; what it writes goes there. Raises at the first error."""
+    for path in REPOSITORY.iterdir():
+        if path.name not in ("docs", "runs") and not path.name.startswith("."):
+            (folder / path.name).symlink_to(path)
+    (folder / "docs").mkdir()
+    quiet = {"IPYTHONDIR": folder / "ipython", "JUPYTER_RUNTIME_DIR": folder / "jupyter"}
+    quiet["PYTHONPATH"] = NO_NETWORK
+    env = os.environ | {name: str(value) for name, value in quiet.items()}
+    client = NotebookClient(
+        notebook,
+        timeout=300,
+        record_timing=False,
+        resources={"metadata": {"path": str(folder / "docs")}},
+    )
+    client.execute(env=env)
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[list]:
+    """What each cell of code shows: (kind, text or PNG)."""
+    shown = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            found = []
+            for kind, group in itertools.groupby(cell.outputs, lambda output: output.output_type):
+                if kind == "stream":
+                    found.append(("text", "".join(output.text for output in group)))
+                else:
+                    found += [("picture", output.data["image/png"]) for output in group]
+            shown.append(found)
+    return shown
+
+
+def test_it_runs_from_start_to_end(tmp_path):
+    """With fewer steps of training; else as it is."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    here = [cell for cell in notebook.cells if "STEPS = 600" in cell.source]
+    assert len(here) == 1
+    here[0].source = here[0].source.replace("STEPS = 600", "STEPS = 30")
+    kept = outputs(notebook)
+    execute(notebook, tmp_path)
+    assert (tmp_path / "runs" / "tutorial" / "attention" / "timelapse.html").is_file()
+    now = outputs(notebook)
+    kinds = [[kind for kind, _ in cell] for cell in now]
+    assert kinds == [[kind for kind, _ in cell] for cell in kept]
+    *_, sample, figures = ("".join(text) for (_, text), *_ in now)
+    assert sample.startswith("The bell")
+    assert re.search(r"bits per byte +\d\.\d{4}\n", figures)
+
+
+def test_its_outputs_are_those_of_a_run_and_tell_nothing_of_a_machine():
+    assert NOTEBOOK.stat().st_size < 300_000
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata == METADATA
+    assert all(cell.metadata == {} for cell in notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    shown = outputs(notebook)
+    assert all(shown)
+    pictures = [content for cell in shown for kind, content in cell if kind == "picture"]
+    assert len(pictures) == 4  # the loss, all heads at the start and at the end, one head
+    for picture in pictures:
+        Image.open(io.BytesIO(base64.b64decode(picture))).verify()
+    for text in [cell.source for cell in notebook.cells] + [c for cell in shown for _, c in cell]:
+        assert not re.search(r"(?<![\w.])/(home|root|Users|tmp|work|mnt|var)/", text)
+        assert "\x1b" not in text
+
+
+def make_anew() -> None:
+    """Writes the notebook with the outputs of a whole run, and nothing else that a run leaves."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        execute(notebook, Path(folder))
+    notebook.metadata = METADATA
+    for number, cell in enumerate(notebook.cells):
+        cell.id, cell.metadata = f"cell-{number:02d}", {}
+        if cell.cell_type == "code":
+            texts = [o for o in cell.outputs if o.output_type == "stream"]
+            for output in texts[1:]:  # a run comes in many pieces
+                texts[0].text += output.text
+            cell.outputs = [o for o in cell.outputs if o not in texts[1:]]
+    nbformat.write(notebook, NOTEBOOK)
+
+
+if __name__ == "__main__":
+    sys.exit(make_anew())

@@ -1,0 +1,456 @@
+"""training/feed.py: micro-batches, gathered ahead; training/validation.py: what is averaged.
+
+Needs no network and no files. That the feed reads the
+order that order.py says, whatever the number of ranks, test_order.py has.
+"""
+
+import itertools
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy, one_hot
+
+from data import DocumentWindows, GPTDatasetV1, MixedDataset
+from order import WindowOrder
+from synthetic import IGNORED, CycleWalks, RepeatedSequences
+from tokens.stream import TokenStream
+from tokens.tokenizers import bytes_per_token, get_tokenizer
+from training.feed import Feed
+from training.parallel import Parallel
+from training.validation import Validation
+
+some = settings(max_examples=50, deadline=None, derandomize=True)
+
+CPU = Parallel(torch.device("cpu"), torch.float32)
+AT_MOST = 10  # seconds until a thread that does not answer is a failure
+END = 256  # the byte tokenizer's end-of-text token
+
+
+class Rank:
+    """One of many ranks, whose device keeps a list of what it was sent, and from which thread.
+
+    elsewhere: what the others have of whatever is summed over all."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, elsewhere: int = 0):
+        self.rank, self.world_size, self.elsewhere = rank, world_size, elsewhere
+        self.pinned_by: list[str] = []
+        self.sent: list[tuple[str, torch.dtype]] = []
+
+    def pinned(self, *tensors):
+        self.pinned_by.append(threading.current_thread().name)
+        return [tensor.clone() for tensor in tensors]
+
+    def to_device(self, *tensors):
+        self.sent += [(threading.current_thread().name, tensor.dtype) for tensor in tensors]
+        return list(tensors)
+
+    def sum(self, *values):
+        return [value + self.elsewhere for value in values]
+
+
+class Numbers:
+    """Window w is the number w, two targets, the second of which counts in `both` alone."""
+
+    def __init__(self, both=()):
+        self.both = list(both)
+        self.gathered: list[tuple[str, list[int]]] = []
+
+    def gather(self, windows):
+        self.gathered.append((threading.current_thread().name, windows.tolist()))
+        return (torch.from_numpy(windows.astype(np.int16)),)
+
+    def expand(self, numbers):
+        inputs = torch.stack([numbers, numbers], dim=1).long()
+        targets = inputs.clone()
+        targets[~torch.isin(inputs[:, 0], torch.tensor(self.both)), 1] = IGNORED
+        return inputs, targets
+
+    def num_targets(self, numbers):
+        return len(numbers) + sum(number in self.both for number in numbers.tolist())
+
+
+def read(feed: Feed, step: int) -> list[list[int]]:
+    """The windows of each micro-batch."""
+    return [input_ids[:, 0].tolist() for input_ids, _, _, _ in feed.batches(step)]
+
+
+def weights(feed: Feed) -> list[float]:
+    """Of each micro-batch of the first step."""
+    return [weight for _, _, weight, _ in feed.batches(0)]
+
+
+def flat(batches) -> list[int]:
+    return list(itertools.chain(*batches))
+
+
+# --------------------------------------------------------------------------------- micro-batches
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "sizes"),
+    [(None, [6]), (6, [6]), (100, [6]), (3, [3, 3]), (4, [4, 2]), (1, [1] * 6)],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_micro_batches_are_the_ranks_share_in_its_order(rank, micro_batch_size, sizes):
+    order = WindowOrder(100, 12, 0)
+    feed = Feed(Numbers(), order, micro_batch_size, Rank(rank, 2))
+    for step in (0, 1, 2, 1000):
+        batches = read(feed, step)
+        assert [len(batch) for batch in batches] == sizes
+        assert flat(batches) == order.windows(step, rank, 2).tolist()
+
+
+def test_weights_count_targets_not_windows():
+    order = WindowOrder(4, 4, 0)
+    first, second, third, last = order.windows(0).tolist()
+    feed = Feed(Numbers(both=[first, second, last]), order, 2, Rank())
+    assert weights(feed) == [4 / 7, 3 / 7]
+    feed = Feed(Numbers(both=[first, second, last]), order, 3, Rank())
+    assert weights(feed) == [5 / 7, 2 / 7]
+    feed = Feed(Numbers(both=[third]), order, 1, Rank())
+    assert weights(feed) == [1 / 5, 1 / 5, 2 / 5, 1 / 5]
+    feed = Feed(Numbers(), order, None, Rank())
+    assert weights(feed) == [1.0]
+
+
+def test_weights_are_of_the_targets_of_all_ranks():
+    """Their sum over the ranks is the number of ranks, as the ranks' sums are averaged."""
+    order = WindowOrder(4, 4, 0)
+    both = order.windows(0).tolist()[0:3:2]  # the first of each rank's two windows
+    ranks = [Rank(rank, 2, elsewhere=3) for rank in range(2)]
+    feeds = [Feed(Numbers(both), order, 1, rank) for rank in ranks]
+    assert [weights(feed) for feed in feeds] == [[2 * 2 / 6, 2 * 1 / 6]] * 2
+    both = both[:1]
+    feeds = [
+        Feed(Numbers(both), order, None, Rank(rank, 2, elsewhere))
+        for rank, elsewhere in ((0, 2), (1, 3))
+    ]
+    assert flat(weights(feed) for feed in feeds) == [2 * 3 / 5, 2 * 2 / 5]
+
+
+def test_all_but_the_last_micro_batch_announce_more():
+    order = WindowOrder(100, 12, 0)
+    for size, more in [(None, [False]), (2, [True, True, False]), (4, [True, False])]:
+        feed = Feed(Numbers(), order, size, Rank(1, 2))
+        assert [more_to_come for *_, more_to_come in feed.batches(3)] == more
+
+
+def documents_of(lengths: list[int], max_length: int = 5) -> DocumentWindows:
+    """Windows within documents of so many letters each."""
+    ids = [id for n, k in enumerate(lengths) for id in (END, *range(97 + n, 97 + n + k))]
+    stream = TokenStream([np.array(ids, np.uint16)], 257, END)
+    return DocumentWindows.from_stream(stream, max_length, max_length)
+
+
+def mixed_documents() -> MixedDataset:
+    return MixedDataset([documents_of([3, 9, 1, 4]), documents_of([2, 30])], [0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        GPTDatasetV1("a text of some length " * 9, get_tokenizer("byte"), 5, 3),
+        documents_of([3, 9, 0, 1, 4, 30]),
+        mixed_documents(),
+        RepeatedSequences(16),
+        CycleWalks(16),
+    ],
+    ids=["plain", "documents", "mixture", "repeated", "walks"],
+)
+def test_targets_are_counted_as_they_are_stored(dataset):
+    windows = np.arange(min(12, len(dataset)))
+    _, target_ids = dataset.batch(windows)
+    assert dataset.num_targets(*dataset.gather(windows)) == int((target_ids >= 0).sum())
+
+
+def tiny_model(seed: int = 0) -> torch.nn.Module:
+    """(input_ids, target_ids) -> (logits, mean loss over the targets that count), as GPT does."""
+    generator = torch.Generator().manual_seed(seed)
+
+    class Tiny(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(257, 257, generator=generator))
+
+        def forward(self, input_ids, target_ids=None):
+            logits = self.table[input_ids]
+            if target_ids is None:
+                return logits, None
+            return logits, cross_entropy(logits.flatten(0, 1), target_ids.flatten())
+
+    return Tiny()
+
+
+@some
+@given(
+    st.lists(st.integers(0, 20), min_size=4, max_size=9),
+    st.integers(1, 12),
+    st.none() | st.integers(1, 6),
+    st.integers(0, 5),
+)
+@example([5, 1, 1, 12], 12, 1, 0)
+def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(
+    lengths, batch_size, micro_batch_size, step
+):
+    """Loss and gradients: every target counts the same, filled up windows or not."""
+    dataset, model = documents_of([*lengths, 5]), tiny_model()
+    order = WindowOrder(len(dataset), batch_size, 0)
+    _, expected = model(*dataset.batch(order.windows(step)))
+    expected.backward()
+    expected = float(expected.detach())
+    expected_gradient, model.table.grad = model.table.grad, None
+    total, weight_sum = 0.0, 0.0
+    feed = Feed(dataset, order, micro_batch_size, CPU)
+    for input_ids, target_ids, weight, _ in feed.batches(step):
+        _, loss = model(input_ids, target_ids)
+        (loss * weight).backward()
+        total, weight_sum = total + float(loss.detach()) * weight, weight_sum + weight
+    assert weight_sum == pytest.approx(1)
+    assert total == pytest.approx(expected, rel=1e-5)
+    assert torch.allclose(model.table.grad, expected_gradient, atol=1e-6)
+
+
+def test_batches_are_those_of_the_data_set():
+    dataset = documents_of([3, 9, 1, 4])
+    order = WindowOrder(len(dataset), 3, 0)
+    ((input_ids, target_ids, weight, more_to_come),) = Feed(dataset, order, None, CPU).batches(2)
+    expected_inputs, expected_targets = dataset.batch(order.windows(2))
+    assert torch.equal(input_ids, expected_inputs)
+    assert torch.equal(target_ids, expected_targets)
+    assert (weight, more_to_come) == (1.0, False)
+
+
+# --------------------------------------------------------------------------------------- ahead
+
+
+def test_two_bytes_a_token_are_pinned_by_the_feeds_own_thread_and_sent_by_the_loops():
+    dataset, rank = documents_of([30]), Rank()
+    feed = Feed(dataset, WindowOrder(len(dataset), 4, 0), 2, rank)
+    read(feed, 0)
+    assert len(rank.sent) == 2
+    assert {dtype for _, dtype in rank.sent} == {torch.int16}
+    assert {name for name, _ in rank.sent} == {threading.current_thread().name}
+    assert len(rank.pinned_by) >= 2
+    assert threading.current_thread().name not in rank.pinned_by
+
+
+def test_the_next_step_is_gathered_while_this_one_is_computed():
+    """Step 1 is held up until all of step 0 was read, so nobody waits for it; then it is there
+    without having been asked for."""
+    order = WindowOrder(100, 4, 0)
+    next_windows = order.windows(1).tolist()
+    may_go_on, is_ready = threading.Event(), threading.Event()
+
+    class Slow(Numbers):
+        def gather(self, windows):
+            if windows.tolist() == next_windows:
+                assert may_go_on.wait(AT_MOST)
+                is_ready.set()
+            return super().gather(windows)
+
+    feed = Feed(Slow(), order, None, Rank())
+    assert read(feed, 0) == [order.windows(0).tolist()]
+    may_go_on.set()
+    assert is_ready.wait(AT_MOST)
+    assert read(feed, 1) == [next_windows]
+
+
+def test_steps_in_turn_are_gathered_once_each():
+    order, dataset = WindowOrder(100, 4, 0), Numbers()
+    feed = Feed(dataset, order, 2, Rank())
+    for step in range(5, 15):
+        read(feed, step)
+    read(feed, 15)
+    names, windows = zip(*dataset.gathered, strict=True)
+    everything = [window for step in range(5, 17) for window in order.windows(step).tolist()]
+    gathered = flat(windows)
+    assert gathered == everything[: len(gathered)]
+    assert len(windows) >= 2 * 11
+    assert threading.current_thread().name not in names
+
+
+@some
+@given(st.lists(st.integers(0, 5) | st.integers(0, 10**9), max_size=12), st.integers(1, 4))
+@example([0, 1, 2, 1, 2, 2, 3, 0], 2)
+def test_any_step_may_follow_any_other(steps, micro_batch_size):
+    order = WindowOrder([7, 9], 4, 0, [0.7, 0.3])
+    feed = Feed(Numbers(), order, micro_batch_size, Rank())
+    for step in steps:
+        assert flat(read(feed, step)) == order.windows(step).tolist()
+
+
+def test_a_step_may_be_left_in_the_middle():
+    order = WindowOrder(100, 4, 0)
+    feed = Feed(Numbers(), order, 1, Rank())
+    begun = feed.batches(0)
+    next(begun)
+    begun.close()
+    assert flat(read(feed, 1)) == order.windows(1).tolist()
+    assert flat(read(feed, 0)) == order.windows(0).tolist()
+
+
+def test_a_step_that_cannot_be_gathered_fails_when_its_turn_comes():
+    order = WindowOrder(100, 4, 0)
+    bad = order.windows(1).tolist()
+
+    class DamagedCheckpointError(Numbers):
+        def gather(self, windows):
+            if windows.tolist() == bad:
+                raise ValueError("no such id")
+            return super().gather(windows)
+
+    feed = Feed(DamagedCheckpointError(), order, None, Rank())
+    assert read(feed, 0) == [order.windows(0).tolist()]
+    with pytest.raises(ValueError, match="no such id"):
+        read(feed, 1)
+    assert read(feed, 2) == [order.windows(2).tolist()]
+
+
+# ---------------------------------------------------------------------------------- validation
+
+
+def bytes_of(ids: np.ndarray) -> float:
+    return bytes_per_token(get_tokenizer("byte"), ids)
+
+
+@some
+@given(
+    st.lists(st.integers(0, 20), min_size=2, max_size=9),
+    st.integers(1, 9),
+    st.data(),
+)
+def test_every_target_counts_the_same(lengths, batch_size, draw):
+    """The mean over all targets at once, however windows are filled up and batched."""
+    dataset, model = documents_of([*lengths, 5]), tiny_model()
+    everything = range(len(dataset))
+    windows = np.array(draw.draw(st.lists(st.sampled_from(everything), min_size=1, max_size=12)))
+    input_ids, target_ids = dataset.batch(windows)
+    with torch.no_grad():
+        logits, expected = model(input_ids, target_ids)
+    validation = Validation(dataset, windows, bytes_of)
+    loss, accuracy = validation.run(model, CPU, batch_size)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert accuracy is None
+    # The same, where the share of right answers is asked for.
+    asked_for = Validation(dataset, windows, None)
+    loss, accuracy = asked_for.run(model, CPU, batch_size)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    counted = target_ids != IGNORED
+    assert accuracy == pytest.approx(
+        float((logits.argmax(-1) == target_ids)[counted].float().mean())
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
+def test_bits_per_byte_where_targets_are_ignored(batch_size):
+    """A model that gives each byte 8 bits: 8 bits a byte, whatever the end-of-text tokens cost."""
+    dataset = documents_of([3, 11, 1, 4])
+    all_targets = dataset.batch(np.arange(len(dataset)))[1]
+    assert (all_targets == IGNORED).sum() > 5
+    num_targets = 3 + 11 + 1 + 4 + 3  # and an end-of-text token behind each but the last
+    assert (all_targets != IGNORED).sum() == num_targets
+
+    class Uniform(torch.nn.Module):
+        """All ids are as likely: log 257 nats each."""
+
+        def forward(self, input_ids, target_ids=None):
+            logits = torch.zeros(*input_ids.shape, 257)
+            return logits, cross_entropy(logits.flatten(0, 1), target_ids.flatten())
+
+    validation = Validation(dataset, np.arange(len(dataset)), bytes_of)
+    assert validation.bytes_per_token == pytest.approx(19 / num_targets)
+    loss, accuracy = validation.run(Uniform(), CPU, batch_size)
+    metrics = validation.metrics(float(loss), accuracy)
+    assert metrics == {
+        "val/loss": pytest.approx(math.log(257), rel=1e-6),
+        "val/bits_per_byte": pytest.approx(math.log2(257) * num_targets / 19, rel=1e-6),
+    }
+
+
+def test_bits_per_byte_of_gpt2_tokens():
+    """Tokens of several bytes: total bits of the targets over total bytes of the targets."""
+    tokenizer = get_tokenizer("gpt2")
+    ids = np.array([50256, 15496, 11, 995, 0, 50256, 31373, 995], np.uint16)
+    dataset = DocumentWindows.from_stream(TokenStream([ids], 50257, 50256), 4, 4)
+    assert len(dataset) == 3  # "Hello, world!", the end of it, "hello world"
+    windows = np.arange(3)
+    validation = Validation(dataset, windows, lambda tokens: bytes_per_token(tokenizer, tokens))
+    num_bytes = len("Hello, world!") + len("hello world")
+    assert validation.bytes_per_token == pytest.approx(num_bytes / 7)
+    metrics = validation.metrics(2.0, None)
+    assert metrics["val/bits_per_byte"] == pytest.approx(2.0 * 7 / math.log(2) / num_bytes)
+
+
+def test_the_windows_given_are_read_in_turn_and_no_others():
+    asked = []
+
+    class Watched(GPTDatasetV1):
+        def batch(self, windows):
+            asked.append(windows.tolist())
+            return super().batch(windows)
+
+    stream = TokenStream([np.arange(100, dtype=np.uint16)], 257, END)
+    dataset = Watched.from_stream(stream, 4, 4)
+    validation = Validation(dataset, np.array([3, 1, 20, 7, 7]), bytes_of)
+    asked.clear()
+    for _ in range(2):
+        validation.run(tiny_model(), CPU, 2)
+    assert asked == [[3, 1], [20, 7], [7]] * 2
+
+
+def test_validation_of_a_mixture():
+    datasets = [documents_of([3, 9]), documents_of([1, 7])]
+    mixed, model = MixedDataset(datasets, [0.5, 0.5]), tiny_model()
+    windows = np.arange(len(mixed))[::-1].copy()
+    losses, counts = [], []
+    for dataset in datasets:
+        everything = np.arange(len(dataset))
+        losses.append(float(Validation(dataset, everything, bytes_of).run(model, CPU, 3)[0]))
+        counts.append(int((dataset.batch(everything)[1] != IGNORED).sum()))
+    expected = np.average(losses, weights=counts)
+    loss, _ = Validation(mixed, windows, bytes_of).run(model, CPU, 2)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_the_share_of_right_answers_is_of_the_targets_that_count(batch_size):
+    """A model that knows the answers of even windows alone, which have as many as the others."""
+    dataset, windows = RepeatedSequences(16), np.arange(8)
+    input_ids, target_ids = dataset.batch(windows)
+    assert (target_ids == IGNORED).any()
+    known = {tuple(input_ids[w].tolist()): target_ids[w] for w in (0, 2, 4, 6)}
+
+    class Knows(torch.nn.Module):
+        def forward(self, input_ids, target_ids=None):
+            none = torch.zeros(16, dtype=torch.long)
+            answers = torch.stack([known.get(tuple(row.tolist()), none) for row in input_ids])
+            logits = one_hot(answers.clamp(min=0), 257).float()
+            loss = None
+            if target_ids is not None:
+                loss = cross_entropy(logits.flatten(0, 1), target_ids.flatten())
+            return logits, loss
+
+    validation = Validation(dataset, windows, None)
+    loss, accuracy = validation.run(Knows(), CPU, batch_size)
+    assert accuracy == 0.5
+    assert validation.metrics(float(loss), accuracy) == {
+        "val/loss": float(loss),
+        "val/accuracy": 0.5,
+    }
+
+
+def test_the_model_is_left_as_it_was():
+    dataset, model = documents_of([9, 4]), tiny_model()
+    modes = []
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    for training in (True, False):
+        model.train(training)
+        Validation(dataset, np.arange(2), bytes_of).run(model, CPU, 1)
+        assert model.training is training
+    assert modes == [False] * 4
+    assert model.table.grad is None

@@ -1,0 +1,265 @@
+"""Numbers that go wrong: what is left out, when a run ends, what counts as a spike."""
+
+import math
+import random
+
+import pytest
+import torch
+from helpers.runs import assert_same, rows, stop_behind, weights
+
+from train import DivergedError
+from training import checkpoint
+from training.guard import Guard, Spikes
+from training.parallel import Parallel
+
+CPU = torch.device("cpu")
+NAN, INF = math.nan, math.inf
+
+
+def judged(guard, norms, scale=1.0):
+    return [float(guard.judge(torch.tensor(norm), torch.tensor(scale))) for norm in norms]
+
+
+# ------------------------------------------------------------------------------------- the guard
+
+
+def test_only_what_is_no_number_is_left_out():
+    guard = Guard(3, CPU)
+    assert judged(guard, [1.0, NAN, 2.0, INF, -INF, 0.0, 1e38]) == [0, 1, 0, 1, 1, 0, 0]
+    assert guard.read() == (3, 0, 0)
+
+
+def test_too_many_in_a_row_halt_and_nothing_is_taken_any_more():
+    guard = Guard(3, CPU)
+    assert judged(guard, [NAN, NAN, 1.0, NAN, NAN, NAN, 1.0, 1.0]) == [1, 1, 0, 1, 1, 1, 1, 1]
+    skipped, _, halted = guard.read()
+    assert (skipped, halted) == (7, 3)  # the step that was too much, and two since
+
+
+def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
+    guard = Guard(2, CPU)
+    assert judged(guard, [INF] * 9, scale=2.0) == [1] * 9
+    assert guard.read() == (9, 0, 0)
+    assert judged(guard, [INF, INF]) == [1, 1]
+    assert guard.read() == (11, 2, 1)
+
+
+def test_counting_goes_on_from_a_checkpoint():
+    guard = Guard(3, CPU)
+    guard.restore(skipped=7, in_a_row=2)
+    judged(guard, [NAN])
+    assert guard.read() == (8, 3, 1)
+
+
+# ---------------------------------------------------------------------------------------- spikes
+
+
+def test_the_z_score_is_that_of_the_losses_before():
+    spikes = Spikes()
+    losses = [random.Random(n).gauss(3, 0.1) for n in range(Spikes.WARM_UP)]
+    assert [spikes.add(loss) for loss in losses] == [None] * Spikes.WARM_UP
+    mean = sum(losses) / len(losses)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in losses) / len(losses))
+    assert spikes.mean == pytest.approx(mean)
+    assert math.sqrt(spikes.variance) == pytest.approx(deviation)
+    assert spikes.add(4.0) == pytest.approx((4.0 - mean) / deviation)
+    assert spikes.count == 1
+
+
+def test_a_spike_does_not_hide_the_next_and_falling_losses_are_none():
+    spikes = Spikes()
+    chance = random.Random(0)
+    for step in range(1000):
+        spikes.add(8 * math.exp(-step / 200) + chance.gauss(3, 0.1))
+    assert spikes.count == 0
+    for loss in (9.0, 3.0, 9.0, NAN, 3.0, 9.0):
+        spikes.add(loss)
+    assert spikes.count == 3
+
+
+def test_a_jump_in_early_training_is_a_spike():
+    """The first losses of GPT-2 small with a warm-up that was too short: seed 0, 12 steps."""
+    falling = [10.86, 10.77, 10.40, 9.93, 9.70, 9.49, 9.31, 9.02, 8.77, 8.41, 8.11]
+    spikes = Spikes()
+    for loss in falling:
+        spikes.add(loss)
+    assert spikes.count == 0
+    for loss in (12.63, 7.58, 7.41, 7.65):
+        spikes.add(loss)
+    assert spikes.count == 1
+
+
+def test_an_older_checkpoint_does_not_count_its_next_losses_as_spikes():
+    spikes = Spikes(seen=20, mean=8.0, variance=1.0)  # without the short average
+    for loss in (7.0, 6.9, 6.9, 6.8, 6.8):
+        spikes.add(loss)
+    assert spikes.count == 0
+
+
+def test_losses_that_never_change_have_no_score():
+    spikes = Spikes()
+    assert {spikes.add(2.0) for _ in range(200)} == {None}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_without_a_kernel_for_it_leaves_the_step_out_too(fused):
+    """As on Apple's GPUs."""
+    layer = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+    parallel, guard = Parallel(CPU, torch.float32), Guard(9, CPU)
+    seen = []
+    for factor in (1.0, NAN, 1.0):
+        parallel.backward(factor * layer(torch.ones(1, 3)).sum())
+        parallel.update(layer, optimizer, 1.0, guard)
+        steps = float(optimizer.state[layer.weight]["step"])
+        seen.append((layer.weight.detach().clone(), steps))
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert not torch.equal(seen[1][0], seen[2][0])
+    assert [steps for _, steps in seen] == [1, 1, 2]
+
+
+# ------------------------------------------------------------------------------------ in training
+
+
+def spoil(run, steps, how):
+    """At these steps (numbered from 0) the loss is what how(loss) makes of it."""
+    model = run.fast_model
+
+    def forward(*arguments):
+        logits, loss = model(*arguments)
+        return logits, how(loss) if run.state.step in steps else loss
+
+    run.fast_model = forward
+
+
+SPOILT = {
+    "nan": lambda loss: loss * NAN,
+    "infinite, its gradient finite": lambda loss: loss + INF,
+    "its gradient alone": lambda loss: loss + (0 * loss).sqrt() * 0,
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_step_that_is_left_out_leaves_everything_as_it_was(trainer, how):
+    run = trainer("name=a", "trainer.max_steps=6", "trainer.eval_every=0")
+    spoil(run, {2}, SPOILT[how])
+    run.step(), run.step()
+    before = weights(run)
+    named = list(run.model.named_parameters())
+    moments = {name: run.optimizer.state[p]["exp_avg"].clone() for name, p in named}
+    run.step()
+    assert_same(weights(run), before)
+    for name, parameter in named:
+        state = run.optimizer.state[parameter]
+        assert torch.equal(state["exp_avg"], moments[name])
+        assert float(state["step"]) == 2
+    run.step()
+    assert not torch.equal(before["token_emb.weight"], run.model.token_emb.weight)
+    assert run.guard.read() == (1, 0, 0)
+
+
+def test_a_skipped_step_is_counted_told_and_remembered(trainer, capsys):
+    settings = ["name=a", "trainer.max_steps=6", "trainer.eval_every=0", "trainer.log_every=2"]
+    run = trainer(*settings)
+    spoil(run, {1, 2}, SPOILT["nan"])
+    stop_behind(run, 3)
+    told = "step 2 left out: the loss or gradient was not finite (1 in a row, 10 end the run)"
+    assert told in capsys.readouterr().out
+    again = trainer(*settings)
+    assert (again.state.skipped, again.guard.read()) == (2, (2, 2, 0))
+    again.train()
+    last = rows(again.folder)[-1]
+    assert (last["step"], last["train/skipped_steps"]) == (6, 2)
+    assert math.isfinite(last["train/loss"])
+
+
+def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer, monkeypatch):
+    """Which lie between two lines of the log."""
+    monkeypatch.setattr(Spikes, "WARM_UP", 1)
+    settings = ["trainer.max_steps=6", "trainer.eval_every=0", "trainer.log_every=4"]
+    whole = trainer("name=whole", *settings)
+    whole.train()
+    half = trainer("name=half", *settings)
+    stop_behind(half, 3)
+    rest = trainer("name=half", *settings)
+    rest.train()
+    assert "train/loss_z_score" in rows(whole.folder)[-1]
+    for key in ("train/loss", "train/tokens", "train/loss_spikes", "train/loss_z_score"):
+        wanted = {row["step"]: row.get(key) for row in rows(whole.folder)}
+        assert {row["step"]: row.get(key) for row in rows(rest.folder)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("setting", "first", "steps"),
+    [
+        ("trainer.on_nonfinite=stop", 3, "(on_nonfinite)"),
+        ("trainer.max_skips=2", 3, "(2 in a row)"),
+    ],
+)
+def test_too_many_end_the_run_and_the_checkpoint_before_is_named(trainer, setting, first, steps):
+    run = trainer(
+        "name=a", setting, "trainer.max_steps=9", "trainer.eval_every=0", "trainer.save_every=2"
+    )
+    spoil(run, range(2, 99), SPOILT["nan"])
+    with pytest.raises(DivergedError) as caught:
+        run.train()
+    assert caught.value.exit_code == 4
+    assert f"the loss or gradient of step {first} is no finite number {steps}" in str(caught.value)
+    assert str(caught.value).endswith("; the checkpoint of step 2 is intact")
+    _, state = checkpoint.load_model(checkpoint.find(run.folder))
+    assert state.step == 2
+
+
+def test_what_goes_wrong_becomes_an_alert(trainer):
+    run = trainer("trainer.max_steps=9", "trainer.eval_every=0", "trainer.max_skips=2")
+    run.spikes = Spikes(seen=99, mean=1.0, variance=0.01)  # beside which 5.5 is a spike
+    sent = []
+    run.tracker.alert = lambda *alert: sent.append(alert)
+    spoil(run, range(1, 99), SPOILT["nan"])
+    with pytest.raises(DivergedError) as caught:
+        run.train()
+    assert [(title, level) for title, _, level in sent] == [
+        ("Loss spike", "WARN"),
+        ("Steps left out", "WARN"),
+        ("DivergedError", "ERROR"),
+    ]
+    _, left_out, diverged = (text for _, text, _ in sent)
+    assert left_out.startswith("step 2 left out: ")
+    assert diverged == str(caught.value)
+
+    failing = trainer()
+    sent.clear()
+    failing.tracker.alert = lambda *alert: sent.append(alert)
+    failing.validate = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        failing.train()
+    assert sent == [("Failed", "ZeroDivisionError: division by zero", "ERROR")]
+
+
+def test_while_steps_are_left_out_nothing_pushes_out_what_was_saved_before(trainer, capsys):
+    settings = ["name=a", "trainer.max_steps=12", "trainer.eval_every=0", "trainer.save_every=2"]
+    run = trainer(*settings, "trainer.max_skips=6", "trainer.keep=1")
+    spoil(run, range(5, 99), SPOILT["nan"])
+    with pytest.raises(DivergedError, match=r"step 6 is no finite number .* step 4 is"):
+        run.train()
+    assert checkpoint.find(run.folder).name == "step_00000004"
+    # With another rate the count begins anew.
+    again = trainer(*settings, "optimizer.lr=1e-5", "trainer.resume_override=true")
+    assert (again.state.step, again.guard.read()) == (4, (0, 0, 0))
+
+
+def test_fp16_overflows_halve_the_scale_and_take_no_step(trainer):
+    """The scaler as it is on a GPU, on a CPU in full precision: the same code."""
+    run = trainer("trainer.eval_every=0", "trainer.max_steps=12", "trainer.max_skips=1")
+    run.parallel.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    spoil(run, range(99), lambda loss: loss * 64)
+    before = weights(run)
+    run.step()
+    assert_same(weights(run), before)
+    for _ in range(11):
+        run.step()
+    skipped, in_a_row, halted = run.guard.read()
+    assert 2 < skipped < 12
+    assert (in_a_row, halted) == (0, 0)
+    assert run.parallel.scaler.get_scale() == 2.0 ** (127 - skipped)
+    assert float(run.optimizer.state[run.model.pos_emb.weight]["step"]) == 12 - skipped

@@ -1,0 +1,284 @@
+"""The formulas for memory, against what autograd keeps, what is allocated, and measured peaks."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import REPOSITORY
+
+from model import GPT, ModelConfig
+from training import memory
+from training.loss import head_loss
+
+MEASURED = REPOSITORY / "benchmarks" / "results" / "2026-11-22-memory-cpu.json"
+B, T, V = 2, 48, 101
+
+
+def tiny(**changes) -> ModelConfig:
+    shape = {"vocab_size": V, "context_length": 64, "emb_dim": 32, "num_heads": 4, "num_layers": 2}
+    return ModelConfig(**shape | {"dropout": 0.0} | changes)
+
+
+def autocast(precision):
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def model_of(config, checkpointing=False) -> GPT:
+    model = GPT(config).train()
+    model.head_loss = head_loss
+    model.activation_checkpointing = checkpointing
+    return model
+
+
+def kept_by_forward(config, precision, checkpointing=False) -> int:
+    """Bytes of all storages that autograd saves, parameters apart."""
+    model = model_of(config, checkpointing)
+    of_parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in of_parameters:
+            kept[storage.data_ptr()] = tensor  # held, so that no address comes twice
+        return tensor
+
+    ids = torch.randint(0, V, (B, T))
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, autocast(precision):
+        model(ids, ids.clone())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def casts(config, checkpointing) -> int:
+    """Bytes of the bf16 copies of the matrices that backward needs; biases are not kept."""
+    return 0 if checkpointing else 2 * 12 * config.num_layers * config.emb_dim**2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_are_what_autograd_keeps(precision, dropout, checkpointing, attention):
+    config = tiny(dropout=dropout, attention=attention)
+    kept = kept_by_forward(config, precision, checkpointing)
+    of_head = memory.width(precision) * (B * T + V) * config.emb_dim  # gradients already
+    expected = memory.activations(
+        config, B, T, precision, "cpu", activation_checkpointing=checkpointing
+    )
+    expected += of_head + (casts(config, checkpointing) if precision == "bf16" else 0)
+    assert kept == pytest.approx(expected, rel=0.005)
+
+
+def peak_of_step(config, precision, checkpointing, accumulating, windows=4) -> int:
+    """Bytes allocated at the peak of a second step, weights and moments of AdamW included."""
+    model = model_of(config, checkpointing)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, config.vocab_size, (windows, config.context_length))
+
+    def step():
+        for _ in range(2 if accumulating else 1):
+            with autocast(precision):
+                _, loss = model(ids, ids)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return 3 * weights + max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dropout", "checkpointing", "accumulating"),
+    [
+        ("fp32", 0.0, False, True),
+        ("fp32", 0.1, False, False),
+        ("bf16", 0.0, False, False),
+        ("bf16", 0.1, True, True),
+    ],
+)
+def test_peak_of_a_step_is_what_is_allocated(precision, dropout, checkpointing, accumulating):
+    """With the vocabulary of a language model, so that the head is the peak: to the percent."""
+    config = tiny(vocab_size=8000, context_length=128, emb_dim=64, dropout=dropout)
+    peak = peak_of_step(config, precision, checkpointing, accumulating)
+    estimated = memory.estimate(
+        config,
+        4,
+        128,
+        precision=precision,
+        accumulating=accumulating,
+        activation_checkpointing=checkpointing,
+        device="cpu",
+    )
+    assert estimated.moment == "loss"
+    assert estimated.total - estimated.slack - estimated.libraries == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize(("precision", "checkpointing"), [("fp32", True), ("bf16", False)])
+def test_peak_within_the_blocks(precision, checkpointing):
+    """With a small vocabulary the peak is in the last block, where more is guessed."""
+    config = tiny(vocab_size=100, context_length=128, emb_dim=128, num_layers=3)
+    peak = peak_of_step(config, precision, checkpointing, accumulating=False)
+    estimated = memory.estimate(
+        config,
+        4,
+        128,
+        precision=precision,
+        activation_checkpointing=checkpointing,
+        device="cpu",
+    )
+    assert estimated.moment == "last block"
+    assert estimated.total - estimated.slack - estimated.libraries == pytest.approx(peak, rel=0.12)
+
+
+def measured_runs():
+    return json.loads(MEASURED.read_text())["runs"]
+
+
+@pytest.mark.parametrize("run", measured_runs(), ids=lambda run: run["settings"])
+def test_estimates_are_within_15_percent_of_measured_peaks(run):
+    given = dict(text.split("=") for text in run["settings"].split())
+    ranks = run.get("ranks", 1)
+    share = int(given["trainer.batch_size"]) // ranks
+    windows = int(given.get("trainer.micro_batch_size", share))
+    estimated = memory.estimate(
+        ModelConfig(dropout=float(given["model.dropout"])),
+        windows,
+        int(given["data.max_length"]),
+        precision=given["trainer.precision"],
+        strategy=given.get("parallel", "single"),
+        world_size=ranks,
+        accumulating=windows < share,
+        activation_checkpointing=given.get("trainer.activation_checkpointing") == "true",
+        device="cpu",
+    )
+    assert estimated.total == pytest.approx(run["peak_bytes"], rel=0.15)
+
+
+# ------------------------------------------------------------- figures from elsewhere, by hand
+
+SHAPES = {  # Radford et al. 2019, table 2, and the parameters of the released weights
+    "gpt2-small": (ModelConfig(), 124_439_808),
+    "gpt2-xl": (ModelConfig(emb_dim=1600, num_heads=25, num_layers=48), 1_557_611_200),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters(name):
+    config, parameters = SHAPES[name]
+    assert memory.num_parameters(config) == parameters
+    without = dataclasses.replace(config, qkv_bias=False)
+    biases = 3 * config.emb_dim * config.num_layers
+    assert memory.num_parameters(without) == parameters - biases
+
+
+def test_sixteen_bytes_a_parameter_in_one_process():
+    """Mixed precision with AdamW on fp32 weights: 4 + 4 + 8."""
+    xl, parameters = SHAPES["gpt2-xl"]
+    for strategy, accumulating in (("single", True), ("ddp", False), ("ddp", True)):
+        needed = memory.estimate(
+            xl, 1, 1024, strategy=strategy, world_size=2, accumulating=accumulating
+        )
+        assert needed.weights == 4 * parameters
+        assert needed.optimizer == 8 * parameters
+        # With DDP the buckets stand beside what the micro-batches before the last have left.
+        beside = 2 if (strategy, accumulating) == ("ddp", True) else 1
+        assert needed.gradients == beside * 4 * parameters
+
+
+def test_fsdp_shares_out_what_it_can():
+    xl, parameters = SHAPES["gpt2-xl"]
+    whole = memory.estimate(xl, 1, 1024, strategy="fsdp", world_size=64)
+    assert whole.weights == parameters / 16
+    assert whole.optimizer == parameters / 8
+    # The embeddings and the last norm, in fp32: (50,257 + 1,024 + 2) x 1,600 x 4 bytes.
+    assert whole.gathered >= 328_211_200
+    # Until the last micro-batch nothing is reduced: every rank holds all gradients.
+    accumulating = memory.estimate(xl, 1, 1024, strategy="fsdp", world_size=64, accumulating=True)
+    assert accumulating.gradients == 4 * parameters
+
+
+def test_the_parts_that_settings_change():
+    xl = dataclasses.replace(SHAPES["gpt2-xl"][0], dropout=0.0)
+    plain = memory.estimate(xl, 4, 1024)
+    # Per token: blocks of 40 C, 16 for their norms, 4 for each head; around them 4 C, 8, ids 8.
+    per_token = 48 * (40 * 1600 + 16 + 4 * 25) + 4 * 1600 + 8 + 8
+    assert plain.activations == pytest.approx(4 * 1024 * per_token, rel=1e-4)
+    logits, read = 4 * 1024 * 50257, 4 * 1024 * 1600
+    assert plain.logits == (2 + 4) * logits + 8 * read
+    recomputed = memory.estimate(xl, 4, 1024, activation_checkpointing=True)
+    assert recomputed.total < plain.total - 0.8 * plain.activations
+    assert memory.estimate(xl, 4, 1024, compiled=True).logits == (2 + 2) * logits + 8 * read
+    # However many tokens, their logits come 2^28 at a time; their gradients add up in fp32.
+    at_once, head = 2**28 // 50257 * 50257, 50257 * 1600
+    many = memory.estimate(xl, 64, 1024).logits
+    assert many == (2 + 4) * at_once + 4 * head + 8 * 16 * read
+    gathered = memory.estimate(
+        xl, 4, 1024, strategy="fsdp", world_size=8, reshard_after_forward=False
+    ).gathered
+    assert gathered >= 2 * 48 * (12 * 1600**2 + 13 * 1600) + 328_211_200
+    # A GPU's fused kernel has dropout; of the CPU's it is known that it has not.
+    dropped = dataclasses.replace(xl, dropout=0.1)
+    on_cpu, on_gpu = (
+        memory.activations(dropped, 1, 1024, device=device) for device in ("cpu", "cuda")
+    )
+    assert on_gpu < 1.1 * memory.activations(xl, 1, 1024)
+    assert on_cpu > on_gpu + 48 * 25 * 1024**2 * 12
+
+
+def test_everything_is_counted_once():
+    needed = memory.estimate(ModelConfig(), 2, 256, device="cpu")
+    assert needed.total == sum(needed.parts().values())
+    names = {field.name for field in dataclasses.fields(needed)} - {"moment"}
+    assert set(needed.parts()) == names
+
+
+# ----------------------------------------------------------------------------- micro-batches
+
+
+@pytest.mark.parametrize(
+    ("share", "limit", "expected"),
+    [(8, 8, 8), (8, 7, 4), (12, 7, 6), (12, 5, 4), (7, 6, 1), (1, 1, 1), (8, 0, None)],
+)
+def test_the_largest_micro_batch_is_a_divisor_that_fits(share, limit, expected):
+    assert memory.largest_micro_batch(share, lambda windows: windows <= limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "present", "expected"),
+    [
+        (8, 1, None, 4),
+        (8, 1, "auto", 4),
+        (8, 2, None, 2),
+        (8, 1, 4, 2),
+        (12, 1, 6, 3),
+        (12, 2, 3, 1),
+        (7, 1, None, 1),
+        (8, 8, None, None),
+        (8, 1, 1, None),
+    ],
+)
+def test_after_memory_ran_out_a_smaller_part_of_the_same_batch(batch, ranks, present, expected):
+    assert memory.smaller_micro_batch(batch, ranks, present) == expected
+
+
+def test_needs_no_torch():
+    """A plan of a model that no machine at hand can hold, in an instant."""
+    code = "import sys, training.memory; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    shape = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 12288, "num_heads": 96}
+    config = SimpleNamespace(**shape, num_layers=96, dropout=0.0, qkv_bias=True, attention="sdpa")
+    assert memory.num_parameters(config) == pytest.approx(175e9, rel=0.01)  # Brown et al. 2020
