@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers.decoding import GREEDY, PROMPTS, written
+from helpers.greedy import GREEDY, PROMPTS, written
 from helpers.models import TINY_MODEL as TINY
 from helpers.models import random_ids
 from helpers.models import tiny_model as tiny

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.decoding import GREEDY, PROMPTS, written
+from helpers.greedy import GREEDY, PROMPTS, written
 from helpers.models import random_ids
 from helpers.models import tiny_model as tiny
 
