@@ -204,7 +204,7 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> "Plan":
     if names and count > len(names):
         fix = "leave it out, or give a name for each value; wandb.group=NAME holds them together"
         cause = "several runs cannot share one directory"
-        problems += [(name, NO_VALUE, cause, fix) for name in names]
+        problems += [("name", name.partition("=")[2], cause, fix) for name in names]
     first, composed = [values[0] for values in variants.values()], None
     for place, values in enumerate(variants.values()):
         for value in values if len(values) > 1 or place == 0 else []:
