@@ -1,8 +1,10 @@
-"""The door: what is accepted, what is refused, and how it is said."""
+"""Settings: what is accepted, the hints about unknown names, defaults, sweeps, the command.
+
+What is refused: test_problems.py.
+"""
 
 import dataclasses
 import gc
-import importlib
 import re
 import subprocess
 import sys
@@ -10,178 +12,71 @@ import sys
 import pytest
 import yaml
 from helpers import REPOSITORY
+from helpers.refusals import printed_keys, refused
+from helpers.settings import settings
 
+import train
 from errors import ConfigError
-from training.command import check_sweep, compose, parse
-from training.command import command as command_of
-from training.config import CONFIGS, GROUPS, PLAIN, TrainerConfig, coerce, fill, unknown_key
+from generate import GenerateConfig
+from training.command import check_sweep, command, compose, parse
+from training.config import CONFIGS, GROUPS, PLAIN, TrainerConfig, coerce, schema_of, unknown_key
 from training.other_names import OTHER_NAMES
 
 
-def problems(*overrides):
+def problem_keys(*overrides, **options) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        compose(list(overrides))
-    return str(caught.value).splitlines()
+        compose(list(overrides), **options)
+    return [problem.key for problem in caught.value.problems]
 
 
-# One line each: what is typed, what the answer begins with, what it must say.
-REFUSED = [
-    ("modle=gpt2-small", "modle=gpt2-small: ", "did you mean model?"),
-    ("model=gpt2-smal", "model=gpt2-smal: ", "did you mean model=gpt2-small?"),
-    ("model=llama", "model=llama: ", "gpt2-large, gpt2-medium, gpt2-nano, gpt2-small, gpt2-xl"),
-    ("optimizer.lrr=1", "optimizer.lrr=1: ", "did you mean optimizer.lr?"),
-    ("lr=1", "lr=1: ", "did you mean optimizer.lr?"),
-    ("max_step=1", "max_step=1: ", "did you mean trainer.max_steps?"),
-    ("+model.typo=1", "model.typo=1: ", "no such setting; model has vocab_size"),
-    ("++model.num_head=1", "model.num_head=1: ", "did you mean model.num_heads?"),
-    ("hydra.ouput_subdir=x", "hydra.ouput_subdir=x: ", "is Hydra's own"),
-    ("hydra.run.dir=x", "hydra.run.dir=x: ", "is Hydra's own"),
-    ("hydra.sweep.dir=x", "hydra.sweep.dir=x: ", "add -m"),
-    ("optimizer.lr=abc", "optimizer.lr=abc: ", "must be a number"),
-    ("optimizer.lr=-1", "optimizer.lr=-1.0: ", "must be a positive number"),
-    ("optimizer.lr=nan", "optimizer.lr=nan: ", "must be a positive number"),
-    ("optimizer.lr=inf", "optimizer.lr=inf: ", "must be a positive number"),
-    ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: ", "two numbers"),
-    ("optimizer.betas=0.9", "optimizer.betas=0.9: ", "a list of numbers"),
-    ("optimizer.schedule=linear", "optimizer.schedule=linear: ", "wsd, cosine, constant"),
-    ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1.0: ", "must not be negative"),
-    ("optimizer.min_lr_ratio=2", "optimizer.min_lr_ratio=2.0: ", "share"),
-    ("optimizer.decay_fraction=0", "optimizer.decay_fraction=0.0: ", "share"),
-    ("optimizer.eps=0", "optimizer.eps=0.0: ", "positive"),
-    ("model.num_heads=5", "model.num_heads=5: ", "emb_dim=768 cannot be split into 5 equal heads"),
-    ("model.num_layers=0", "model.num_layers=0: ", "at least 1"),
-    ("model.dropout=1.5", "model.dropout=1.5: ", "probability"),
-    ("model.emb_dim=null", "model.emb_dim=null: ", "whole number"),
-    ("model.emb_dim=1.5", "model.emb_dim=1.5: ", "whole number"),
-    ("model.qkv_bias=3", "model.qkv_bias=3: ", "true or false"),
-    ("model.attention=flash", "model.attention=flash: ", "sdpa"),
-    ("model.attention=flex", "model.attention=flex: ", "model.dropout=0"),
-    ("data.max_length=2048", "data.max_length=2048: ", "model.context_length=1024"),
-    ("data.tokenizer=word", "data.tokenizer=word: ", "gpt2 or byte"),
-    ("data.val_fraction=1", "data.val_fraction=1.0: ", "share"),
-    ("data.stride=0", "data.stride=0: ", "1 or more"),
-    ("data.endoftext=maybe", "data.endoftext=maybe: ", "token or text"),
-    ("data=text", "data.path=null: ", "set data.path=FILE"),
-    ("model.vocab_size=1000", "model.vocab_size=1000: ", "data.tokenizer=gpt2 has 50257 ids"),
-    ("trainer.max_steps=0", "trainer.max_steps=0: ", "at least 1"),
-    ("trainer.max_steps=1.5", "trainer.max_steps=1.5: ", "whole number"),
-    ("trainer.warmup_steps=1000", "trainer.warmup_steps=1000: ", "max_steps=120"),
-    ("trainer.micro_batch_size=3", "trainer.micro_batch_size=3: ", "batch_size=2"),
-    ("trainer.grad_clip=-1", "trainer.grad_clip=-1.0: ", "negative"),
-    ("trainer.precision=fp8", "trainer.precision=fp8: ", "auto, fp32, bf16, fp16"),
-    ("trainer.compile=maybe", "trainer.compile=maybe: ", "auto, true, false"),
-    ("trainer.device=tpu", "trainer.device=tpu: ", "auto, cpu, cuda, mps"),
-    ("trainer.resume=true", "trainer.resume=true: ", "auto, must, false or a path"),
-    ("lens.every=-1", "lens.every=-1: ", "0 for no lens"),
-    ("lens.max_tokens=1", "lens.max_tokens=1: ", "2 to 1024"),
-    ("lens.frames=1", "lens.frames=1: ", "2 to 200"),
-    ("lens.layers=[12]", "lens.layers=12: ", "layers 0 to 11"),
-    ("lens.prompts=['']", "lens.prompts='': ", "empty prompt"),
-    ("wandb.mode=of", "wandb.mode=of: ", "auto, online, offline, disabled"),
-    ("wandb.project=''", "wandb.project=: ", "needs a name"),
-    ("wandb.project=team/a", "wandb.project=team/a: ", "wandb.entity=TEAM"),
-    ("wandb.project=a#b", "wandb.project=a#b: ", "W&B takes no # in it"),
-    (f"wandb.group={'g' * 129}", "wandb.group=ggg", "longer than the 128 characters"),
-    (f"wandb.job_type={'j' * 65}", "wandb.job_type=jjj", "longer than the 64 characters"),
-    (f"wandb.tags=[a,{'t' * 65}]", "wandb.tags=ttt", "at most 64 characters"),
-    ("wandb.tags=[a,' ']", "wandb.tags=' ': ", "an empty tag"),
-    ("wandb.log_model=true", "wandb.log_model=true: ", "best, last, or false"),
-    ("wandb.alerts=often", "wandb.alerts=often: ", "true or false"),
-    ("parallel=many", "parallel=many: ", "no such parallel; use one of auto, ddp, fsdp, single"),
-    ("parallel.strategy=many", "parallel.strategy=many: ", "no such strategy; use one of auto"),
-    ("parallel.timeout=0", "parallel.timeout=0: ", "from 1 to below 1800"),
-    ("parallel.timeout=1800", "parallel.timeout=1800: ", "from 1 to below 1800"),
-    ("name=../escape", "name=../escape: ", "runs/<name>"),
-    ("seed=x", "seed=x: ", "whole number"),
-    ("~data", "~data", "cannot be deleted"),
-    ("seed=-1", "seed=-1: ", "2^63"),
-    ("seed=99999999999999999999", "seed=99999999999999999999: ", "2^63"),
-    ("optimizer.lr=1,2", "optimizer.lr=1,2: ", "-m trains once for each"),
-    ("trainer.device=a(b", "trainer.device=a(b: ", "quote the value"),
-    ("model.emb_dim=1000000007", "model.num_heads=12: ", "such as 1"),
-    ("model=gpt2", "model=gpt2: ", "use one of gpt2-large"),
-    ("foo", "foo: ", "is not of the form key=value"),
-    ("model={emb_dim:3}", "model={emb_dim:3}: ", "no such model"),
-]
+# ------------------------------------------------------------------------------------------ hints
 
 
-@pytest.mark.parametrize(("override", "begins", "says"), REFUSED, ids=[r[0] for r in REFUSED])
-def test_refused_in_one_line(override, begins, says):
-    lines = problems(override)
-    assert len(lines) == 1
-    assert lines[0].startswith(begins)
-    assert says in lines[0]
-
-
-def suggested(known, key):
-    """The settings among `known` that the hint about an unknown key names, in its group or not."""
-    fix = unknown_key(key, "1", known)[3]
-    if fix.startswith(key.rpartition(".")[0] + " has "):  # a list of the group's settings
+def suggested(known, key) -> set[str]:
+    """The settings among `known` that the hint about an unknown key names."""
+    hint = unknown_key(key, "1", known).hint
+    if hint.startswith(key.rpartition(".")[0] + " has "):  # a list of the group's settings
         return set()
-    return {name for name in known if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", fix)}
+    return {name for name in known if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", hint)}
 
 
 @pytest.fixture(scope="module")
-def of_training():
+def of_training() -> list[str]:
     """All keys of a training command."""
-    return [*PLAIN, *GROUPS, *(f"{g}.{f.name}" for g in GROUPS for f in fields_of(g))]
+    fields = [f"{group}.{f.name}" for group in GROUPS for f in dataclasses.fields(schema_of(group))]
+    return [*PLAIN, *GROUPS, *fields]
 
 
-def fields_of(group):
-    module, name = GROUPS[group]
-    return dataclasses.fields(getattr(importlib.import_module(module), name))
+# What is typed -> what is suggested; "" for nothing.
+MEANT = {
+    "optimizer.learning_rate": "optimizer.lr",
+    "trainer.epochs": "trainer.max_steps",
+    "model.layers": "model.num_layers",
+    "block_size": "data.max_length",
+    "gradient_accumulation_steps": "trainer.micro_batch_size",
+    "min_lr": "optimizer.min_lr_ratio",
+    "wandb_project": "wandb.project",
+    "out_dir": "name",
+    "train.max_step": "trainer.max_steps",
+    "optimizer.beta": "optimizer.betas",
+    "optimiser.eps": "optimizer.eps",
+    "modle": "model",
+    "optimizer.lrr": "optimizer.lr",
+    "max_step": "trainer.max_steps",
+    "model.num_head": "model.num_heads",
+    "trainer.gpus_per": "",
+    "trainer.verbose": "",
+    "optimizer.gamma": "",
+}
 
 
-@pytest.mark.parametrize(
-    ("key", "setting"),
-    [
-        ("optimizer.learning_rate", "optimizer.lr"),
-        ("trainer.epochs", "trainer.max_steps"),
-        ("num_train_epochs", "trainer.max_steps"),
-        ("model.layers", "model.num_layers"),
-        ("block_size", "data.max_length"),
-        ("gradient_accumulation_steps", "trainer.micro_batch_size"),
-        ("min_lr", "optimizer.min_lr_ratio"),
-        ("bf16", "trainer.precision"),
-        ("wandb_project", "wandb.project"),
-        ("out_dir", "name"),
-        ("train.max_step", "trainer.max_steps"),
-        ("optimizer.beta", "optimizer.betas"),
-        ("optimiser.eps", "optimizer.eps"),
-    ],
-)
-def test_a_hint_names_the_setting_that_was_meant(of_training, key, setting):
-    assert setting in suggested(of_training, key)
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["trainer.gpus_per", "trainer.verbose", "trainer.patience", "optimizer.gamma", "trainer.ema"],
-)
-def test_a_hint_names_nothing_when_nothing_is_alike(of_training, key):
-    assert suggested(of_training, key) == set()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "optimizer.betas=0.9",
-        "lens.layers=3",
-        "wandb.tags=a",
-        "trainer.keep=0",
-        "model.num_layers=0",
-    ],
-)
-def test_the_value_that_a_hint_gives_is_accepted_as_a_shell_passes_it(wrong):
-    with pytest.raises(ConfigError) as caught:
-        compose([wrong])
-    ((key, _, _, fix),) = caught.value.problems
-    (value,) = re.findall(r"(?:use|such as) (\S+)", fix)
-    compose([f"{key}={value}"])
+def test_hints_name_the_setting_that_was_meant(of_training):
+    for key, setting in MEANT.items():
+        found = suggested(of_training, key)
+        assert (setting in found) if setting else (found == set()), key
 
 
 def test_names_of_other_projects_lead_to_settings_that_exist(of_training):
-    from generate import GenerateConfig
     from scripts.plan import PlanConfig
 
     of_generate, of_plan = (
@@ -193,22 +88,24 @@ def test_names_of_other_projects_lead_to_settings_that_exist(of_training):
         (known, *_) = (keys for keys in (of_training, of_generate, of_plan) if setting in keys)
         for name in names.split():
             assert name not in known
-            assert setting in suggested(known, name)
+            assert setting in suggested(known, name), name
     assert suggested(of_generate, "num_tokens") == {"max_new_tokens"}
 
 
-def test_every_problem_is_listed():
-    lines = problems("optimizer.lrr=1", "model.num_heads=5", "optimizer.lr=-1", "seed=x")
-    assert [line.split("=")[0] for line in lines] == [
-        "optimizer.lrr",
-        "model.num_heads",
-        "optimizer.lr",
-        "seed",
-    ]
+def test_the_value_in_a_hint_is_accepted():
+    """As a shell passes it on."""
+    for wrong in ("optimizer.betas=0.9", "lens.layers=3", "wandb.tags=a", "trainer.keep=0"):
+        with refused(ConfigError, wrong.partition("=")[0]) as caught:
+            settings(wrong)
+        (value,) = re.findall(r"(?:use|such as) (\S+)", caught.value.hint)
+        settings(f"{caught.value.key}={value}")
+
+
+# --------------------------------------------------------------------------------------- accepted
 
 
 def test_accepted_forms():
-    settings = compose(
+    found = compose(
         [
             "model=gpt2-nano",
             "+experiment=laptop",
@@ -218,107 +115,64 @@ def test_accepted_forms():
             "data.path=[a.txt,b.txt]",
             "name=2026",
             "trainer.compile=false",
+            "trainer.sample_prompt='a, b'",
+            "wandb.group=null",
         ]
     )
-    assert settings.model.emb_dim == 128
-    assert settings.optimizer.lr == 3e-4
-    assert settings.trainer.max_steps == 1000
-    assert isinstance(settings.trainer.max_steps, int)
-    assert settings.lens.prompts == ["one prompt", "another"]
-    assert settings.data.path == ["a.txt", "b.txt"]
-    assert settings.name == "2026"
-    assert settings.trainer.compile is False
-    assert settings.trainer.batch_size == 8  # from the experiment
+    assert (found.model.emb_dim, found.optimizer.lr, found.name) == (128, 3e-4, "2026")
+    assert found.trainer.max_steps == 1000
+    assert isinstance(found.trainer.max_steps, int)
+    assert found.lens.prompts == ["one prompt", "another"]
+    assert found.data.path == ["a.txt", "b.txt"]
+    assert found.trainer.compile is False
+    assert found.trainer.batch_size == 8  # of the experiment
+    assert (found.trainer.sample_prompt, found.wandb.group) == ("a, b", None)
 
 
-def test_group_choices_and_interpolation():
-    assert compose(["lens=off"]).lens.every == 0
+def test_choices_of_groups_and_references():
     for experiment in ("laptop", "induction"):
-        assert compose([f"experiment={experiment}"]).lens.every > 0
+        assert compose([f"experiment={experiment}", "trainer.max_steps=10"]).lens.every > 0
         assert compose([f"experiment={experiment}", "lens=off"]).lens.every == 0
-        assert compose([f"experiment={experiment}", "trainer.max_steps=10"])
     assert compose(["wandb=off"]).wandb.mode == "disabled"
     text = compose(["data=text", "data.path=x.txt", "model=gpt2-nano"])
     assert text.data.max_length == text.model.context_length == 256
 
 
-def test_the_runs_of_a_sweep_need_names_of_their_own():
-    with pytest.raises(ConfigError, match="name=one: several runs cannot share one directory"):
-        check_sweep(["name=one", "seed=1,2"], None)
-    check_sweep(["name=one,two", "optimizer.lr=1e-3"], None)
+FREE_TEXTS = [
+    *("Hello, world, so he ran", "a=b", "[INST", "2026_11", "1e3", "it's", 'say "x"', "{c}"),
+    *(
+        "ü (1)",
+        "a\\b",
+        "\\",
+        '\\"',
+        "a\\\\b \\\\",
+        "cost ${x} ${",
+        "\\${oc.env:HOME}",
+        "\\\\${seed}",
+    ),
+]
 
 
-def test_a_bare_prompt_is_one_prompt():
-    prompts = compose(["lens.prompts=The dog bit the man, so he ran"]).lens.prompts
-    assert prompts == ["The dog bit the man, so he ran"]
-
-
-def test_a_sweep_is_checked_before_its_first_job():
-    check_sweep(["optimizer.lr=1e-3,3e-4", "seed=1,2", "model=gpt2-nano,gpt2-small"], None)
-    with pytest.raises(ConfigError) as caught:
-        check_sweep(
-            ["model=gpt2-nano", "optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"], None
-        )
-    lines = str(caught.value).splitlines()
-    assert sorted(line.split(":")[0] for line in lines) == [
-        "optimizer.lr=abc",
-        "optimizer.lrr=1",
-        "seed=x",
-    ]
-
-
-def test_a_sweep_may_tell_hydra_what_is_its_own():
-    own = ["hydra.sweep.dir=sweeps", "hydra/launcher=basic", "hydra.sweeper.max_batch_size=2"]
-    check_sweep(["seed=1,2", *own], None)
-    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dirr=x: no such setting; did you mean"):
-        check_sweep(["seed=1,2", "hydra.sweep.dirr=x"], None)
-    with pytest.raises(ConfigError, match=r"hydra/launcher=nope: no such hydra/launcher; use one"):
-        check_sweep(["seed=1,2", "hydra/launcher=nope"], None)
+def test_free_text_is_taken_as_typed():
+    """In both commands; a text of lens.prompts is a list of one."""
+    for text in FREE_TEXTS:
+        found = compose([f"trainer.sample_prompt={text}", f"lens.prompts={text}"])
+        assert found.trainer.sample_prompt == text
+        assert found.lens.prompts == [text]
+        arguments = ["checkpoint=x", f"prompt= {text} ", "top_k=null"]
+        found = parse(GenerateConfig, arguments)
+        assert (found.prompt, found.top_k) == (f" {text} ", None)
 
 
 def test_own_config_folder(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(
-        "# @package _global_\noptimizer:\n  lr: 0.125\n"
-    )
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.write_text("# @package _global_\noptimizer:\n  lr: 0.125\n")
     assert compose(["experiment=mine"], config_dir=str(tmp_path)).optimizer.lr == 0.125
-    assert "no such experiment" in problems("experiment=mine")[0]
+    assert problem_keys("experiment=mine") == ["experiment"]
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_yaml_files_and_dataclasses_name_the_same_settings_with_the_same_defaults(group):
-    module, name = GROUPS[group]
-    schema = getattr(importlib.import_module(module), name)
-    shipped = {"model": "gpt2-small", "data": "sample", "optimizer": "adamw", "parallel": "auto"}
-    default = shipped.get(group, "default")
-    values = yaml.safe_load((CONFIGS / group / f"{default}.yaml").read_text())
-    fields = {field.name: getattr(schema(), field.name) for field in dataclasses.fields(schema)}
-    if group == "data":
-        values["path"] = None  # the sample's
-    assert list(values) == list(fields)
-    assert values == fields
-
-
-def test_every_shipped_choice_is_valid():
-    for path in CONFIGS.glob("*/*.yaml"):
-        needs = path.stem in ("text", "shards", "shakespeare-cpu")
-        extra = ["data.path=x.txt"] if needs else []
-        extra += ["trainer.init_from=x"] if path.stem == "finetune" else []
-        compose([f"{path.parent.name}={path.stem}", *extra])
-
-
-def test_a_missing_config_folder_is_named():
-    with pytest.raises(ConfigError, match="--config-dir=nowhere: no such folder"):
-        compose([], config_dir="nowhere")
-
-
-def test_no_instantiation_from_configuration():
-    assert "names code to run" in problems("+model._target_=os.system")[0]
-    for path in CONFIGS.rglob("*.yaml"):
-        assert "_target_" not in path.read_text()
-
-
-def test_coerce_is_strict():
+def test_types_are_checked_strictly():
     for value, hint in [(True, int), (1, bool), ("1", int), (1.5, int), ([1, "x"], list[float])]:
         with pytest.raises(TypeError):
             coerce(value, hint)
@@ -327,135 +181,115 @@ def test_coerce_is_strict():
     assert coerce("auto", str | bool) == "auto"
 
 
-TYPED_AS_TEXT = [
-    "Hello, world",
-    "a=b",
-    "[INST",
-    "2026_11",
-    "1e3",
-    "it's",
-    'say "x"',
-    "{c}",
-    "ü (1)",
-    "a\\b",
-    "\\",
-    '\\"',
-    "a\\\\b \\\\",
-    "cost ${x} ${",
-    "\\${oc.env:HOME}",
-    "\\\\${seed}",
-]
-
-
-@pytest.mark.parametrize("text", TYPED_AS_TEXT)
-def test_free_text_is_taken_as_typed(text):
-    from generate import GenerateConfig
-
-    settings = compose([f"trainer.sample_prompt={text}", f"lens.prompts={text}"])
-    assert settings.trainer.sample_prompt == text
-    assert settings.lens.prompts == [text]
-    assert parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} "]).prompt == f" {text} "
-
-
-def test_free_text_may_be_quoted_null_or_a_list():
-    settings = compose(["trainer.sample_prompt='a, b'", "wandb.group=null", "data.path=[a,b]"])
-    assert settings.trainer.sample_prompt == "a, b"
-    assert settings.wandb.group is None
-    assert settings.data.path == ["a", "b"]
-
-
-def test_small_commands_are_checked_alike():
-    from generate import GenerateConfig
-
-    settings = parse(GenerateConfig, ["checkpoint=runs/x", "prompt=Say: a=b, {c} [d", "top_k=null"])
-    assert settings.prompt == "Say: a=b, {c} [d"
-    assert settings.top_k is None
+def test_every_problem_is_listed():
+    keys = ["optimizer.lrr", "model.num_heads", "optimizer.lr", "name", "seed"]
+    given = ["optimizer.lrr=1", "model.num_heads=5", "optimizer.lr=-1", "seed=x", "name=a\nb"]
+    assert sorted(problem_keys(*given)) == sorted(keys)
     with pytest.raises(ConfigError) as caught:
         parse(GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
-    text = str(caught.value)
-    assert "promt=x: no such setting; did you mean prompt?" in text
-    assert "temperature=-1.0: must be 0" in text
-    assert fill(GenerateConfig, {})[1][0][:1] == ("checkpoint",)
+    assert [problem.key for problem in caught.value.problems] == ["promt", "temperature"]
 
 
-# --------------------------------------------------------------------- as a user meets it
+def test_types_are_checked_before_the_run_to_resume_is_read():
+    given = ["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"]
+    assert problem_keys(*given) == ["trainer.max_steps", "optimizer.lr"]
+    assert compose(["trainer.resume=runs/none", "model.num_heads=5"]).overrides is not None
 
 
-def test_a_mistyped_key_is_answered_without_torch_and_leaves_nothing(command, tmp_path):
-    done = command("train.py", "modle=gpt2-small")
-    assert done.returncode == 2
-    assert done.stderr == "modle=gpt2-small: no such setting; did you mean model?\n"
-    assert done.stdout == ""
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["home"]
+# ------------------------------------------------------------------------------------ shipped files
 
+
+def test_yaml_files_and_dataclasses_have_the_same_settings_and_defaults():
+    shipped = {"model": "gpt2-small", "data": "sample", "optimizer": "adamw", "parallel": "auto"}
+    for group in GROUPS:
+        path = CONFIGS / group / f"{shipped.get(group, 'default')}.yaml"
+        values = yaml.safe_load(path.read_text())
+        if group == "data":
+            values["path"] = None  # the sample's
+        defaults = vars(schema_of(group)())
+        assert list(values) == list(defaults)
+        assert values == defaults
+
+
+def test_every_shipped_choice_is_valid_and_runs_no_code():
+    for path in CONFIGS.glob("*/*.yaml"):
+        assert "_target_" not in path.read_text()
+        needs = path.stem in ("text", "shards", "shakespeare-cpu")
+        extra = ["data.path=x.txt"] if needs else []
+        extra += ["trainer.init_from=x"] if path.stem == "finetune" else []
+        compose([f"{path.parent.name}={path.stem}", *extra])
+
+
+# ----------------------------------------------------------------------------------------- sweeps
+
+
+def test_a_sweep_is_checked_before_its_first_job():
+    own = ["hydra.sweep.dir=sweeps", "hydra/launcher=basic", "hydra.sweeper.max_batch_size=2"]
+    plan = check_sweep(["optimizer.lr=1e-3,3e-4", "seed=1,2", "model=gpt2-nano", *own], None)
+    assert (plan.keys, plan.count) == (["optimizer.lr", "seed"], 4)
+    assert check_sweep(["name=one,two"], None).count == 2
+    given = ["model=gpt2-nano", "optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"]
+    with pytest.raises(ConfigError) as caught:
+        check_sweep(given, None)
+    found = {(problem.key, problem.value) for problem in caught.value.problems}
+    assert found == {("optimizer.lr", "abc"), ("optimizer.lrr", "1"), ("seed", "x")}
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def test_a_mistake_is_answered_without_torch_and_leaves_no_file(tmp_path):
+    """In a process of its own."""
     code = (
-        "import sys; sys.argv = ['train.py', 'optimizer.lr=abc']; import train\n"
-        "try: train.main()\n"
-        "except SystemExit as stop: assert stop.code == 2 and 'torch' not in sys.modules\n"
-        "else: raise AssertionError"
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import train\n"
+        "for text in ('modle=gpt2-small', 'optimizer.lr=abc'):\n"
+        "    sys.argv = ['train.py', text]\n"
+        "    try: train.main()\n"
+        "    except SystemExit as stop: assert stop.code == 2 and 'torch' not in sys.modules\n"
+        "    else: raise AssertionError\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == ""
+    assert printed_keys(done.stderr) == ["modle", "optimizer.lr"]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_looks_for_garbage_which_its_start_did_not(in_process, tmp_path):
-    looks = []
-    start = command_of(lambda settings: looks.append(gc.isenabled()))
+def test_garbage_collection_is_on_in_a_run(in_process, tmp_path):
+    """A command starts without it."""
+    found = []
+    start = command(lambda settings: found.append(gc.isenabled()))
     gc.disable()
     try:
         assert in_process(start, tmp_path, "lens=off")[0] == 0
-        assert gc.isenabled()
     finally:
         gc.enable()
-    assert looks == [True]
+    assert found == [True]
 
 
-def test_help_and_show(command):
-    shown = command("train.py", "--help")
-    assert shown.returncode == 0
-    assert "gpt2-nano" in shown.stdout
-    assert "max_steps: 120" in shown.stdout
-    shown = command("train.py", "--cfg", "job", "optimizer.lr=0.5")
-    assert shown.returncode == 0
-    assert yaml.safe_load(shown.stdout)["optimizer"]["lr"] == 0.5
-    assert "the text to continue" in command("generate.py", "--help").stdout
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--nonsense"], ["--config-path=x"], ["--cfg", "job", "x=1"]]
-)
-def test_options_are_checked_too(command, arguments):
-    done = command("train.py", *arguments)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_options_may_stand_anywhere(in_process, tmp_path):
-    from train import main
-
-    for typed in (["--cfg", "job", "seed=7"], ["seed=7", "--cfg", "job"]):
-        code, out, err = in_process(main, tmp_path, *typed, "name=x")
+def test_help_and_cfg(in_process, tmp_path):
+    code, out, _ = in_process(train.main, tmp_path, "--help")
+    assert code == 0
+    assert "gpt2-nano" in out
+    assert "max_steps: 120" in out
+    for typed in (["--cfg", "job", "seed=7"], ["seed=7", "--cfg", "job"]):  # in any order
+        code, out, err = in_process(train.main, tmp_path, *typed, "name=x", "optimizer.lr=0.5")
         assert (code, err) == (0, "")
-        assert (yaml.safe_load(out)["seed"], yaml.safe_load(out)["name"]) == (7, "x")
+        shown = yaml.safe_load(out)
+        assert (shown["seed"], shown["name"], shown["optimizer"]["lr"]) == (7, "x", 0.5)
 
 
-# --------------------------------------------------------------------------- what is left open
+# --------------------------------------------------------------------- settings that follow others
 
 
-def chosen(before=None, **settings):
-    trainer = TrainerConfig(**settings)
+def chosen(before=None, **values):
+    trainer = TrainerConfig(**values)
     trainer.choose(before or {})
     return trainer.warmup_steps, trainer.eval_every, trainer.eval_windows, trainer.log_every
 
 
-def test_types_are_checked_before_a_run_is_read_to_resume_it():
-    with pytest.raises(ConfigError) as error:
-        compose(["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"])
-    keys = [key for key, *_ in error.value.problems]
-    assert keys == ["trainer.max_steps", "optimizer.lr"]
-    assert compose(["trainer.resume=runs/none", "model.num_heads=5"]).overrides is not None
-
-
-def test_warmup_and_validation_left_open_follow_the_length_of_the_run():
+def test_settings_that_are_null_follow_the_length_of_the_run():
     assert chosen(max_steps=1) == (0, 40, 8, 1)
     assert chosen(max_steps=20) == (4, 40, 8, 1)
     assert chosen(max_steps=120) == (24, 40, 8, 1)
@@ -467,7 +301,7 @@ def test_warmup_and_validation_left_open_follow_the_length_of_the_run():
     assert chosen(max_steps=2000, **given) == (0, 7, 3, 4)
 
 
-def test_a_run_made_longer_keeps_what_it_had():
+def test_a_run_that_is_made_longer_keeps_its_settings():
     before = {"warmup_steps": 12, "eval_every": 40, "eval_windows": 100, "log_every": 1}
     assert chosen(before, max_steps=5000) == (12, 40, 100, 1)
     assert chosen(before, max_steps=5000, eval_windows=9) == (12, 40, 9, 1)
