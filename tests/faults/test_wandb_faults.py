@@ -1,10 +1,11 @@
-"""Whatever happens to W&B, a run ends well, with all its metrics on disk and one line about it.
+"""When W&B fails, a run ends with exit code 0, all its metrics on disk and one line on stderr.
 
-Real processes with the real wandb, whose server stands in wandb_server.py. CAMPAIGN=1 tries every
+Real processes with the real wandb and the server of helpers/wandb_server.py. CAMPAIGN=1 tries every
 fault at every place.
 """
 
 import base64
+import contextlib
 import json
 import os
 import pty
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY
+from helpers.runs import rows as logged
 from helpers.tally import CAMPAIGN, in_campaign, tally
 from helpers.wandb_server import FAULTS, WandbServer
 
@@ -26,9 +28,9 @@ FAULT = "W&B unreachable, killed, disk full"
 FAULT_OF_MODEL = "W&B's server fails over the upload of a model"
 KEY = "k" * 40
 
-# A run without torch: rows are logged, and meanwhile something happens to W&B's own process.
+# A run without torch: rows are logged, and meanwhile W&B's own process gets a signal.
 WORKER = """
-import json, logging, os, signal, sys
+import json, logging, os, signal, subprocess, sys
 from pathlib import Path
 from training import tracker, wandb_run
 
@@ -48,10 +50,10 @@ for step in range(plan["rows"]):
     if step != plan["step"]:
         continue
     if plan["signal"]:
-        service = wandb_run._service()
-        os.kill(service.pid, getattr(signal, plan["signal"]))
+        pid = int(subprocess.check_output(["pgrep", "-P", str(os.getpid()), "wandb-core"]))
+        os.kill(pid, getattr(signal, plan["signal"]))
         if plan["signal"] == "SIGKILL":
-            os.waitid(os.P_PID, service.pid, os.WEXITED | os.WNOWAIT)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if plan["full_log"]:
         (handler,) = (x for x in logging.getLogger("wandb").handlers if hasattr(x, "stream"))
         handler.setStream(open("/dev/full", "w"))
@@ -71,51 +73,46 @@ NOTHING_HAPPENS |= {"model": False, "run_id": None, "answer_seconds": 20, "secon
 
 
 class Worker:
-    """worker(**plan) -> its lines on stderr, after a run that ended well with all rows."""
+    """worker(**plan) -> its lines on stderr, after a run that ended with all rows on disk."""
 
     def __init__(self, folder: Path):
-        self.folder = folder / "run"
+        self.folder, self.home, self.out = folder / "run", folder / "home", ""
         self.folder.mkdir()
-        self.home = folder / "home"
         self.home.mkdir()
-        self.out = ""
 
     def environment(self, **more: str) -> dict[str, str]:
         return {
             "PATH": os.environ["PATH"],
             "HOME": str(self.home),
             "TMPDIR": str(self.home),
-            "PYTHONPATH": f"{REPOSITORY / 'tests' / 'no_network'}{os.pathsep}{REPOSITORY}",
+            "PYTHONPATH": f"{NO_NETWORK}{os.pathsep}{REPOSITORY}",
             **more,
         }
 
-    def __call__(self, rows=6, mode="online", seconds=None, environment=None, **plan):
-        plan = NOTHING_HAPPENS | {"rows": rows, "mode": mode, "seconds": seconds or {}} | plan
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
         done = subprocess.run(
-            [sys.executable, "-c", WORKER, json.dumps(plan)],
+            [sys.executable, *command],
             cwd=self.folder,
-            env=self.environment(**{"WANDB_API_KEY": KEY} | (environment or {})),
+            env=self.environment(**{"WANDB_API_KEY": KEY} | environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
+        return done
+
+    def __call__(self, server=None, rows=6, mode="online", environment=None, **plan):
+        plan = NOTHING_HAPPENS | {"rows": rows, "mode": mode} | plan
+        address = {"WANDB_BASE_URL": server.url} if server else {}
+        done = self.run("-c", WORKER, json.dumps(plan), **address | (environment or {}))
         assert [row["step"] for row in logged(self.folder)] == list(range(rows))
         self.out = done.stdout
         return done.stderr.splitlines()
 
-    def sync(self, server: WandbServer, *what: str) -> subprocess.CompletedProcess:
+    def sync(self, server: WandbServer, *what: str) -> None:
         """wandb sync, to a server that may be another one now."""
-        return subprocess.run(
-            [sys.executable, "-m", "wandb", "sync", *what],
-            cwd=self.folder,
-            env=self.environment(WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        self.run("-m", "wandb", "sync", *what, WANDB_BASE_URL=server.url)
 
 
 @pytest.fixture
@@ -123,31 +120,94 @@ def worker(tmp_path):
     return Worker(tmp_path)
 
 
-def logged(folder: Path) -> list[dict]:
-    content = (folder / "metrics.jsonl").read_bytes()
-    assert content.endswith(b"\n")
-    return [json.loads(line) for line in content.splitlines()]
+def to_sync(line: str) -> list[str]:
+    """The arguments of the `wandb sync` that a line gives to copy."""
+    return line.partition("wandb sync ")[2].split()
 
 
-def test_with_a_server_that_is_well_everything_arrives_and_nothing_is_said(worker):
-    """The server of these tests is one: else its faults would prove nothing."""
+def largest_file(folder: Path) -> int:
+    return max(path.stat().st_size for path in folder.rglob("*"))
+
+
+# ---------------------------------------------------------------------------------- secrets
+
+CANARIES = {
+    "WANDB_API_KEY": "canarywandb" + 29 * "w",
+    "HF_TOKEN": "hf_canaryhuggingface",
+    "AWS_SECRET_ACCESS_KEY": "canary/aws+secret",
+    "GITHUB_TOKEN": "ghp_canarygithub",
+    "MY_PASSWORD": "canary-of-my-own",
+}
+
+
+def forms(secret: str) -> list[bytes]:
+    """A secret as it would appear: as it is, and in base64, which encodes three bytes at a time
+    that begin at any place of the secret."""
+    found = [secret.encode()]
+    for skipped in range(3):
+        whole = secret.encode()[skipped:]
+        found.append(base64.b64encode(whole[: len(whole) // 3 * 3]))
+    return found
+
+
+def check_no_secret(worker: Worker, server: WandbServer) -> None:
+    """Of the environment, in what was sent or written."""
+    content = {
+        path: path.read_bytes() for path in worker.folder.parent.rglob("*.*") if path.is_file()
+    }
+    assert any(b"train/loss" in some for path, some in content.items() if path.suffix == ".wandb")
+    content["what was sent"] = b"".join(body for _, body in server.requests)
+    for name, secret in CANARIES.items():
+        for where, some in content.items():
+            assert not any(form in some for form in forms(secret)), f"{name} in {where}"
+
+
+def test_secrets_are_found_in_base64_too():
+    for before in range(4):
+        text = base64.b64encode(b"?" * before + CANARIES["HF_TOKEN"].encode() + b"??? and more")
+        assert sum(form in text for form in forms(CANARIES["HF_TOKEN"])) == 1
+
+
+# ------------------------------------------------------------------------------- no fault
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_resumed_run_is_the_same_run_on_wandb(worker, mode):
+    """Everything arrives, and nothing is printed: without a fault the server of these tests is
+    healthy. No secret is recorded or sent, and no copy of the model is kept."""
     with WandbServer() as server:
-        assert worker(model=True, environment={"WANDB_BASE_URL": server.url}) == []
-        assert [row["_step"] for row in server.rows()] == list(range(6))
+        plan = {"mode": mode, "model": True, "environment": CANARIES}
+        assert worker(server, **plan) == []
+        (worker.folder / "metrics.jsonl").unlink()
+        known = last_wandb_id(worker.folder)
         address, model = worker.out.splitlines()
-        assert address.startswith(f"{server.url}/me/clearhead/runs/")
-        assert model == f"model-{address.rpartition('/')[2]}"
-        (alert,) = server.asked("notifyScriptableRunAlert")
-        assert (alert["title"], alert["severity"]) == ("Loss spike", "WARN")
-        (artifact,) = server.asked("createArtifact(")
-        assert artifact["input"]["artifactCollectionName"] == model
-        assert artifact["input"]["artifactTypeName"] == "model"
-        aliases = {alias["alias"] for alias in artifact["input"]["aliases"]}
-        assert aliases == {"latest", "best", "step_5"}
-        sent = dict(server.requests)["/store/model.safetensors"]
-        assert sent == (worker.folder / "model.safetensors").read_bytes()
-        assert server.asked("commitArtifact(") == [{"artifactID": "a"}]
-    assert max(path.stat().st_size for path in worker.home.rglob("*")) < 10**6  # no copy is kept
+        assert model == f"model-{known}"
+        assert worker(server, run_id=known, **plan) == []
+        records = sorted((worker.folder / "wandb").glob("*run-*-*"))
+        assert {record.name.rpartition("-")[2] for record in records} == {known}
+        assert largest_file(worker.home) < 10**6
+        check_no_secret(worker, server)
+        if mode == "offline":
+            assert server.requests == []
+            worker.sync(server, *map(str, records))
+        else:
+            assert address == f"{server.url}/me/clearhead/runs/{known}"
+            alerts = server.asked("notifyScriptableRunAlert")
+            assert [(a["title"], a["severity"]) for a in alerts] == [("Loss spike", "WARN")] * 2
+        assert {asked["name"] for asked in server.asked("upsertBucket(")} == {known}
+        assert [row["_step"] for row in server.rows()] == [*range(6), *range(6)]
+        for asked in (models := server.asked("createArtifact(")):
+            artifact = asked["input"]
+            assert (artifact["artifactCollectionName"], artifact["artifactTypeName"]) == (
+                model,
+                "model",
+            )
+            aliases = {alias["alias"] for alias in artifact["aliases"]}
+            assert aliases == {"latest", "best", "step_5"}
+        assert server.asked("commitArtifact(") == [{"artifactID": "a"}] * 2
+        sent = [body for path, body in server.requests if path == "/store/model.safetensors"]
+        assert len(models) == len(sent) == 2
+        assert set(sent) == {(worker.folder / "model.safetensors").read_bytes()}
 
 
 # ------------------------------------------------------------------------------- the server
@@ -157,62 +217,40 @@ def test_with_a_server_that_is_well_everything_arrives_and_nothing_is_said(worke
 def test_a_server_that_fails_at_the_start_means_offline(worker, fault):
     tally(FAULT)
     with WandbServer(fault) as server:
-        address = {"WANDB_BASE_URL": server.url}
-        (line,) = worker(environment=address, seconds={"START_SECONDS": 1})
-    if fault == "empty":  # it lets wandb start, whose own process then breaks down
-        assert line.startswith("W&B: left out, metrics are in metrics.jsonl (its process ended")
-        return
-    assert re.fullmatch(r"W&B: not reached \(.+\); recorded offline instead", line)
-    assert "wandb sync" in worker.out
-    (record,) = (worker.folder / "wandb").glob("offline-run-*/*.wandb")
-    assert record.stat().st_size > 0
+        (line,) = worker(server, seconds={"START_SECONDS": 1})
+    if fault == "empty":  # it lets wandb start, whose own process then ends
+        assert to_sync(line) == []
+    else:
+        assert to_sync(worker.out)
+        (record,) = (worker.folder / "wandb").glob("offline-run-*/*.wandb")
+        assert record.stat().st_size > 0
 
 
 ARTIFACT = ["ArtifactType", "createArtifact(", "createArtifactFiles(", "commitArtifact("]
 PLACES = ["upsertBucket", "file_stream", "createRunFiles"]  # what is answered last
+# An empty answer is what a healthy server gives to uploads.
+IN_THE_MIDDLE = [(fault, after) for fault in FAULTS if fault != "empty" for after in PLACES]
+IN_THE_MIDDLE += [("empty", "upsertBucket")]
+IN_SHORT = [("closed", "upsertBucket"), ("hangs", "file_stream"), ("garbage", "createRunFiles")]
 
 
-@pytest.mark.parametrize(
-    ("fault", "after"),
-    # An empty answer is what a healthy server gives to uploads.
-    [(fault, after) for fault in FAULTS if fault != "empty" for after in PLACES]
-    + [("empty", "upsertBucket")]
-    if CAMPAIGN
-    else [
-        ("closed", "upsertBucket"),
-        ("hangs", "file_stream"),
-        ("garbage", "createRunFiles"),
-    ],
-)
-def test_a_server_that_fails_in_the_middle_is_told_with_the_way_to_upload_later(
-    worker, fault, after
-):
-    """wandb itself waits for a day, or gives up and says nothing."""
+@pytest.mark.parametrize(("fault", "after"), IN_THE_MIDDLE if CAMPAIGN else IN_SHORT)
+def test_after_a_fault_in_the_middle_the_printed_command_uploads_the_rest(worker, fault, after):
+    """wandb itself waits for a day, or gives up and prints nothing."""
     tally(FAULT)
     gives_up = fault in ("403", "404", "garbage", "empty")
     with WandbServer(fault, after) as server:
-        address = {"WANDB_BASE_URL": server.url}
-        (line,) = worker(environment=address, seconds={} if gives_up else {"FINISH_SECONDS": 1})
+        (line,) = worker(server, seconds={} if gives_up else {"FINISH_SECONDS": 1})
         assert server.failing
-    if fault == "empty":
-        assert line.startswith("W&B: left out") or "not all was uploaded" in line
-        return  # wandb breaks down over it, or does not
-    assert line.startswith("W&B: not all was uploaded (")
-    assert gives_up or "(the server did not take it within 1 s)" in line
-    record = line.partition("wandb sync --include-online ")[2]
+    if fault == "empty":  # wandb ends over it, or does not
+        return
+    include, record = to_sync(line)
+    assert include == "--include-online"
     assert list((worker.folder / record).glob("*.wandb"))
-
-
-@pytest.mark.parametrize("fault", ["resets", "403", "garbage"] if CAMPAIGN else ["403"])
-def test_what_was_not_uploaded_is_uploaded_by_the_command_that_the_line_tells(worker, fault):
-    tally(FAULT)
-    with WandbServer(fault, after="upsertBucket") as server:
-        address = {"WANDB_BASE_URL": server.url}
-        (line,) = worker(rows=20, environment=address, seconds={"FINISH_SECONDS": 1})
-    with WandbServer() as server:
-        done = worker.sync(server, *line.partition("to do it later: wandb sync ")[2].split())
-        assert done.returncode == 0, done.stderr
-        assert [row["_step"] for row in server.rows()] == list(range(20))
+    if after == "upsertBucket":
+        with WandbServer() as server:
+            worker.sync(server, include, record)
+            assert [row["_step"] for row in server.rows()] == list(range(6))
 
 
 @pytest.mark.parametrize(
@@ -221,43 +259,18 @@ def test_what_was_not_uploaded_is_uploaded_by_the_command_that_the_line_tells(wo
     if CAMPAIGN
     else [("403", "ArtifactType"), ("hangs", "createArtifact(")],
 )
-def test_a_server_that_fails_over_the_model_is_told_and_the_rest_is_there(worker, fault, after):
+def test_a_fault_over_the_model_gives_commands_for_both(worker, fault, after):
+    """For the model, which wandb sync would not upload, and for the rest."""
     tally(FAULT_OF_MODEL)
     with WandbServer(fault, after) as server:
         seconds = {} if fault != "hangs" else {"FINISH_SECONDS": 1, "ANSWER_SECONDS": 2}
-        address = {"WANDB_BASE_URL": server.url}
-        lines = worker(model=True, environment=address, seconds=seconds, answer_seconds=3)
+        lines = worker(server, model=True, seconds=seconds, answer_seconds=3)
         assert server.failing
-    if (fault, after) == ("hangs", "ArtifactType"):  # wandb's process waits for it, beyond its time
-        assert lines[-1].startswith("W&B: left out, metrics are in metrics.jsonl (no answer within")
-    else:
-        assert lines[-1].startswith("W&B: not all was uploaded (")
-        assert "; to do it later: wandb sync --include-online " in lines[-1]
-    assert all(line.startswith("W&B: the model was not uploaded (") for line in lines[:-1])
-    assert re.search(
-        r"by hand: wandb artifact put --type model --name me/clearhead/model-\w+ \S", lines[0]
-    )
-
-
-@pytest.mark.parametrize("mode", ["offline", "online"])
-def test_a_run_that_goes_on_is_the_same_run_there(worker, mode):
-    with WandbServer() as server:
-        address = {"WANDB_BASE_URL": server.url}
-        assert worker(mode=mode, model=True, environment=address) == []
-        (worker.folder / "metrics.jsonl").unlink()
-        known = last_wandb_id(worker.folder)
-        assert worker(mode=mode, model=True, environment=address, run_id=known) == []
-        records = sorted((worker.folder / "wandb").glob("*run-*-*"))
-        if mode == "offline":
-            assert server.requests == []
-            assert max(path.stat().st_size for path in worker.home.rglob("*")) < 10**6  # no copy
-            assert worker.sync(server, *map(str, records)).returncode == 0
-        assert {record.name.rpartition("-")[2] for record in records} == {known}
-        assert {asked["name"] for asked in server.asked("upsertBucket(")} == {known}
-        models = [asked["input"] for asked in server.asked("createArtifact(")]
-        assert {model["artifactCollectionName"] for model in models} == {f"model-{known}"}
-        sent = [path for path, _ in server.requests if path.endswith("model.safetensors")]
-        assert len(sent) == len(models) == 2
+    # Where wandb's process waits longer than its time, its record is not one to upload.
+    can_sync = (fault, after) != ("hangs", "ArtifactType")
+    assert bool(to_sync(lines[-1])) == can_sync
+    place = r"wandb artifact put --type model --name me/clearhead/model-\w+ \S"
+    assert re.search(place, lines[0])
 
 
 # ---------------------------------------------------------------------- wandb's own process
@@ -268,60 +281,46 @@ def test_a_run_that_goes_on_is_the_same_run_there(worker, mode):
 def test_wandb_killed_after_a_row(worker, step, mode):
     tally(FAULT)
     with WandbServer() as server:
-        address = {"WANDB_BASE_URL": server.url}
-        lines = worker(mode=mode, step=step, signal="SIGKILL", environment=address)
-    assert lines == ["W&B: left out, metrics are in metrics.jsonl (its process ended with code -9)"]
+        (line,) = worker(server, mode=mode, step=step, signal="SIGKILL")
+    assert " -9)" in line
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"] if CAMPAIGN else ["offline"])
 @pytest.mark.parametrize("step", range(6) if CAMPAIGN else [2])
-def test_wandb_that_stands_still_is_not_waited_for(worker, step, mode):
+def test_stopped_wandb_is_waited_for_a_limited_time(worker, step, mode):
     """At the end, and when Python exits: wandb itself would wait for ever."""
     tally(FAULT)
     with WandbServer() as server:
-        lines = worker(
-            mode=mode,
-            step=step,
-            signal="SIGSTOP",
-            environment={"WANDB_BASE_URL": server.url},
-            seconds={"FINISH_SECONDS": 1},
-            answer_seconds=2,
-        )
-    bound = 2 if mode == "offline" else 3
-    assert lines == [f"W&B: left out, metrics are in metrics.jsonl (no answer within {bound} s)"]
+        plan = {"step": step, "signal": "SIGSTOP", "answer_seconds": 2}
+        (line,) = worker(server, mode=mode, seconds={"FINISH_SECONDS": 1}, **plan)
+    assert f" {2 if mode == 'offline' else 3} s)" in line
 
 
 @in_campaign
-def test_wandb_that_stands_still_holds_up_one_row_only(worker):
+def test_stopped_wandb_delays_one_row_only(worker):
     """What it does not read fills the pipe to it, and then the next row would wait for ever."""
     tally(FAULT)
-    lines = worker(
-        rows=1500,
-        mode="offline",
-        step=1,
-        signal="SIGSTOP",
-        answer_seconds=2,
-    )
-    assert lines == ["W&B: left out, metrics are in metrics.jsonl (no answer within 2 s)"]
+    plan = {"step": 1, "signal": "SIGSTOP", "answer_seconds": 2}
+    (line,) = worker(rows=1500, mode="offline", **plan)
+    assert " 2 s)" in line
 
 
 @pytest.mark.parametrize("script", ["exit 3", "exec sleep 30", None] if CAMPAIGN else ["exit 3"])
 def test_wandb_that_does_not_start(worker, script):
-    """It ends at once, does nothing, or is not there."""
+    """It ends at once, does nothing, or is missing."""
     tally(FAULT)
     core = worker.home / "wandb-core"
     if script:
         core.write_text(f"#!/bin/sh\n{script}\n")
         core.chmod(0o755)
-    (line,) = worker(mode="offline", core=str(core), seconds={"ANSWER_SECONDS": 2})
-    assert line.startswith("W&B: left out, metrics are in metrics.jsonl (")
+    assert len(worker(mode="offline", core=str(core), seconds={"ANSWER_SECONDS": 2})) == 1
 
 
 # ----------------------------------------------------------------------------- keys, folders
 
 
 def test_a_terminal_is_never_asked_for_a_key(worker):
-    """With a terminal on all sides: wandb would ask there, and wait."""
+    """stdin, stdout and stderr are a terminal: wandb would ask there, and wait."""
     tally(FAULT)
     ours, theirs = pty.openpty()
     plan = NOTHING_HAPPENS | {"rows": 2, "mode": "online"}
@@ -334,14 +333,12 @@ def test_a_terminal_is_never_asked_for_a_key(worker):
         stderr=theirs,
     )
     os.close(theirs)
-    said = []
+    printed = []
 
     def listen() -> None:
-        try:
+        with contextlib.suppress(OSError):  # the other end is closed
             while some := os.read(ours, 4096):
-                said.append(some)
-        except OSError:  # the other end is closed
-            return
+                printed.append(some)
 
     listener = threading.Thread(target=listen)
     listener.start()
@@ -351,29 +348,23 @@ def test_a_terminal_is_never_asked_for_a_key(worker):
         process.kill()
         listener.join(10)
         os.close(ours)
-    notice, where = b"".join(said).decode().splitlines()
-    assert notice.startswith("W&B: no API key found, so this run is recorded offline")
-    assert where.startswith("offline; to upload it: wandb sync ")
+    _, where = b"".join(printed).decode().splitlines()
+    assert to_sync(where)
     assert len(logged(worker.folder)) == 2
 
 
-def test_a_key_that_cannot_be_one_means_offline(worker):
-    tally(FAULT)
-    (line,) = worker(environment={"WANDB_API_KEY": "abc"})
-    assert line.startswith("W&B: not reached (WANDB_API_KEY invalid")
-    assert "wandb sync" in worker.out
-
-
-def test_a_file_where_wandb_wants_a_folder(worker):
-    tally(FAULT)
+def test_an_invalid_key_and_a_file_in_the_place_of_the_folder(worker):
+    """The key means offline, and then there is no folder to record into."""
+    tally(FAULT, 2)
     (worker.folder / "wandb").write_text("in the way")
-    (line,) = worker(mode="offline")
-    assert line.startswith("W&B: left out, metrics are in metrics.jsonl ([Errno 20] Not a dir")
+    first, second = worker(environment={"WANDB_API_KEY": "abc"})
+    assert "WANDB_API_KEY" in first
+    assert "[Errno 20]" in second
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """small_disk(bytes) -> a folder on a disk of that size; a part of memory, which root can do."""
+    """small_disk(bytes) -> a folder on a file system of that size in memory; needs root."""
     mounted = []
 
     def make(size: int) -> Path:
@@ -390,159 +381,82 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(folder: Path) -> None:
-    with open(folder / "filler", "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            return
-
-
 @pytest.mark.parametrize("size", [60, 100, 150, 200, 300] if CAMPAIGN else [60])
 def test_a_full_disk_below_wandb(worker, small_disk, size):
-    """wandb says nothing of it: what is missing is seen when the run is uploaded."""
+    """wandb prints nothing: what is missing is seen when the run is uploaded."""
     tally(FAULT)
     (worker.folder / "wandb").symlink_to(small_disk(size * 1024))
-    (line,) = worker(rows=size * 10, mode="offline")
-    assert line.startswith("W&B: its record has gaps, metrics are in metrics.jsonl (")
-    assert "no space left on device" in line or "its log breaks off" in line
+    assert len(worker(rows=size * 10, mode="offline")) == 1
 
 
 @in_campaign
 def test_a_disk_that_is_full_before_wandb_starts(worker, small_disk):
     tally(FAULT)
     disk = small_disk(100 * 1024)
-    fill(disk)
+    with open(disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
     (worker.folder / "wandb").symlink_to(disk)
     (line,) = worker(mode="offline")
-    assert line.startswith("W&B: left out, metrics are in metrics.jsonl (")
     assert "No space left on device" in line
 
 
 @in_campaign
-def test_wandbs_own_log_on_a_full_disk_leaves_no_trace_on_stderr(worker):
+def test_wandbs_own_log_on_a_full_disk_prints_no_traceback(worker):
     tally(FAULT)
-    lines = worker(mode="offline", step=1, full_log=True)
-    assert lines == [
-        "W&B: left out, metrics are in metrics.jsonl ([Errno 28] No space left on device)"
-    ]
+    (line,) = worker(mode="offline", step=1, full_log=True)
+    assert "[Errno 28]" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_is_not_writable(worker):
     tally(FAULT)
     (worker.folder / "wandb").mkdir(mode=0o500)
-    (line,) = worker(mode="offline")
-    assert line.startswith("W&B: left out, metrics are in metrics.jsonl (")
+    assert len(worker(mode="offline")) == 1
 
 
 # ------------------------------------------------------------------------------ whole runs
 
 
-def train(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen:
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    settings = [setting for setting in TINY if not setting.startswith("wandb")]
-    settings += [f"data.path={folder / 'text.txt'}", "name=run", "trainer.max_steps=30"]
-    settings += ["trainer.eval_every=30", "trainer.sample_tokens=0"]
-    home = folder / "home"
-    home.mkdir()
-    return subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "train.py"), *settings, *overrides],
-        cwd=folder,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "TMPDIR": str(home),
-            "PYTHONPATH": str(NO_NETWORK),
-            "OMP_NUM_THREADS": "1",
-            "WANDB_API_KEY": KEY,
-            "WANDB_FINISH_TIMEOUT": "2",
-            **environment,
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ended_well(process: subprocess.Popen, folder: Path) -> list[str]:
-    """The lines on stderr of a run that has everything a run has."""
-    try:
-        out, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
+@in_campaign
+@pytest.mark.parametrize("fault", ["server", "process"])
+def test_a_whole_run_without_its_server_or_wandbs_process(tmp_path, fault):
+    """As soon as something was uploaded. The workers above are its short form."""
+    tally(FAULT)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    overrides = [setting for setting in TINY if not setting.startswith("wandb")]
+    overrides += ["data.path=text.txt", "name=run", "trainer.max_steps=30"]
+    overrides += ["trainer.eval_every=30", "trainer.sample_tokens=0"]
+    with WandbServer(*["resets", "file_stream"] if fault == "server" else []) as server:
+        process = subprocess.Popen(
+            [sys.executable, str(REPOSITORY / "train.py"), *overrides],
+            cwd=tmp_path,
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(tmp_path),
+                "PYTHONPATH": str(NO_NETWORK),
+                "OMP_NUM_THREADS": "1",
+                "WANDB_API_KEY": KEY,
+                "WANDB_FINISH_TIMEOUT": "2",
+                "WANDB_BASE_URL": server.url,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            if fault == "process":
+                server.wait_for("file_stream", 60)
+                listed = ["pgrep", "-P", str(process.pid), "wandb-core"]
+                os.kill(int(subprocess.check_output(listed)), signal.SIGKILL)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 0, errors
-    run = folder / "runs" / "run"
+    (line,) = errors.splitlines()
+    assert (" -9)" in line) == (fault == "process")
+    run = tmp_path / "runs" / "run"
     assert [row["step"] for row in logged(run)] == list(range(31))
     assert (run / "checkpoints" / "last" / "model.safetensors").is_file()
     assert (run / "report.html").is_file()
-    assert "more text " in out
-    return errors.splitlines()
-
-
-@in_campaign
-def test_a_whole_run_whose_server_goes_in_the_middle(tmp_path):
-    tally(FAULT)
-    with WandbServer("resets", after="file_stream") as server:
-        (line,) = ended_well(train(tmp_path, WANDB_BASE_URL=server.url), tmp_path)
-    assert line.startswith("W&B: not all was uploaded (the server did not take it within 2 s)")
-
-
-def test_a_whole_run_whose_wandb_is_killed_in_the_middle(tmp_path):
-    """As soon as it has uploaded something."""
-    tally(FAULT)
-    with WandbServer() as server:
-        process = train(tmp_path, WANDB_BASE_URL=server.url)
-        server.wait_for("file_stream", 60)
-        listed = subprocess.run(
-            ["ps", "-o", "pid=,comm=", "--ppid", str(process.pid)], capture_output=True, text=True
-        ).stdout
-        (core,) = re.findall(r"(\d+) wandb-core", listed)
-        os.kill(int(core), signal.SIGKILL)
-        (line,) = ended_well(process, tmp_path)
-    assert line == "W&B: left out, metrics are in metrics.jsonl (its process ended with code -9)"
-
-
-# ---------------------------------------------------------------------------------- secrets
-
-CANARIES = {
-    "WANDB_API_KEY": "canarywandb" + 29 * "w",
-    "HF_TOKEN": "hf_canaryhuggingface",
-    "AWS_SECRET_ACCESS_KEY": "canary/aws+secret",
-    "GITHUB_TOKEN": "ghp_canarygithub",
-    "MY_PASSWORD": "canary-of-my-own",
-}
-
-
-def forms(secret: str) -> list[bytes]:
-    """A secret as it would show: as it is, and what base64 makes of it wherever it stands."""
-    found = [secret.encode()]
-    for skipped in range(3):  # it codes three bytes at a time, which begin somewhere in the secret
-        whole = secret.encode()[skipped:]
-        found.append(base64.b64encode(whole[: len(whole) // 3 * 3]))
-    return found
-
-
-def test_secrets_are_found_in_base64_too():
-    for before in range(4):
-        text = base64.b64encode(b"?" * before + CANARIES["HF_TOKEN"].encode() + b"??? and more")
-        assert sum(form in text for form in forms(CANARIES["HF_TOKEN"])) == 1
-
-
-@pytest.mark.parametrize("mode", ["offline", "online"])
-def test_no_secret_of_the_environment_is_recorded_or_uploaded(worker, mode):
-    with WandbServer() as server:
-        worker(mode=mode, environment={"WANDB_BASE_URL": server.url, **CANARIES})
-        sent = b"".join(body for _, body in server.requests)
-        if mode == "online":
-            assert b"train/loss" in sent
-    files = [path for path in worker.folder.parent.rglob("*") if path.is_file()]
-    (record,) = (path for path in files if path.suffix == ".wandb")
-    assert b"train/loss" in record.read_bytes()
-    for name, secret in CANARIES.items():
-        for form in forms(secret):
-            assert form not in sent, name
-            for path in files:
-                assert form not in path.read_bytes(), f"{name} in {path}"
