@@ -33,8 +33,8 @@ def _composed(groups: tuple[str, ...]) -> dict:
 @functools.cache
 def _value(override: str) -> object:
     key, _, text = override.partition("=")
-    if key in command.FREE_TEXT and text not in ("null", "true", "false"):
-        return text
+    if key in command.FREE_TEXT and command.quoted(override) != override:
+        return text  # all but lists, null and the like
     return OverridesParser.create().parse_override(override).value()
 
 
