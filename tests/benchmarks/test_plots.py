@@ -1,15 +1,15 @@
 """scripts/plots: the pictures of docs/benchmarks.md."""
 
-import pytest
 from helpers import REPOSITORY
+from helpers.refusals import printed_keys
 from PIL import Image
 
 from scripts import plots
 
 
-def test_the_figures_that_are_kept_can_be_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["plots", f"out={tmp_path}"])
-    plots.main()
+def test_the_figures_in_the_repository_are_drawn(in_process, tmp_path):
+    code, _, _ = in_process(plots.main, tmp_path, f"out={tmp_path}")
+    assert code == 0
     drawn = {path.name for path in tmp_path.iterdir()}
     page = (REPOSITORY / "docs" / "benchmarks.md").read_text()
     assert drawn == {"benchmarks-speed.png", "benchmarks-muon.png"}
@@ -22,9 +22,6 @@ def test_the_figures_that_are_kept_can_be_drawn(tmp_path, monkeypatch):
                 assert picture.width > 600
 
 
-def test_a_folder_without_figures_is_said_to_be_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["plots", f"results={tmp_path}", f"out={tmp_path}"])
-    with pytest.raises(SystemExit) as end:
-        plots.main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith(f"results={tmp_path}: has no DATE-others-cpu.json; ")
+def test_a_folder_without_figures(in_process, tmp_path):
+    code, _, err = in_process(plots.main, tmp_path, f"results={tmp_path}", f"out={tmp_path}")
+    assert (code, printed_keys(err)) == (2, ["results"])
