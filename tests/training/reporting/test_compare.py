@@ -1,11 +1,10 @@
-"""scripts/compare: which of some runs' settings were better."""
+"""scripts/compare: a table of runs, and which of them can be compared."""
 
 import json
 import os
-import re
-from pathlib import Path
 
 import pytest
+from helpers.refusals import SPECIAL_FILES, not_waiting, printed_keys
 
 from scripts import compare
 
@@ -26,112 +25,67 @@ def run(tmp_path):
             "lens": {"every": seed},
         }
         (folder / "run.json").write_text(json.dumps({"settings": config}))
-        rows = [{"step": 0, "val/loss": 9.0}]
-        rows += [{"step": n, "train/tokens": 100 * n} for n in (5, 10, 15, 20)]
-        for index, value in enumerate(values):
-            rows.append({"step": 10 * (index + 1), metric: value})
-        lines = [json.dumps(row) for row in sorted(rows, key=lambda row: row["step"])]
-        (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 20, "val/l']))
+        rows = [{"step": n, "train/tokens": 100 * n} for n in (5, 10, 15, 20)]
+        rows += [{"step": 10 * (n + 1), metric: value} for n, value in enumerate(values)]
+        log(folder, {"step": 0, "val/loss": 9.0}, *sorted(rows, key=lambda row: row["step"]))
         return folder
 
     return make
 
 
+def log(folder, *rows):
+    """Replaces the log of a run; its last line is truncated."""
+    lines = [json.dumps(row) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 20, "val/l']))
+
+
 @pytest.fixture
-def compared(tmp_path, monkeypatch, capsys):
-    """compared(*arguments): the table's lines as cells, and what is said on stderr."""
+def compared(tmp_path, in_process):
+    """compared(*arguments): (cells of each line of each table, stderr, rows of the JSON file)."""
 
     def run_it(*arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("sys.argv", ["compare", *arguments])
-        compare.main()
-        out, err = capsys.readouterr()
-        lines = out.splitlines()
-        assert len({len(line) for line in lines}) == 1  # stands in columns
-        return [[c.strip() for c in line.strip("|").split("|")] for line in lines], err
+        out = tmp_path / "found.json"
+        code, shown, err = in_process(compare.main, tmp_path, f"out={out}", *arguments)
+        assert code == 0
+        tables = [part.splitlines() for part in shown.strip().split("\n\n")]
+        assert all(len({len(line) for line in lines}) == 1 for lines in tables)  # columns
+        cells = [[[c.strip() for c in x.strip("|").split("|")] for x in t] for t in tables]
+        return cells, err.replace(f"written to {out}\n", ""), json.loads(out.read_text())
 
     return run_it
 
 
-def test_seeds_share_a_row_and_the_best_comes_first(run, compared, tmp_path):
+def skipped(err):
+    """The runs that lines on stderr name."""
+    return [line.partition(": ")[0] for line in err.splitlines()]
+
+
+def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     run("a", [3.0, 2.0])
     run("b", [3.0, 2.5], seed=1)
     run("c", [1.9, 1.5], name="muon", lr=0.01)
     (tmp_path / "runs" / "no run").mkdir()
-    table, said = compared("target=2.2", "out=found.json")
-    head, _, first, second = table
-    *columns, target, runs = head
-    assert columns == ["optimizer", "lr", "runs", "tokens", "val/loss", "least–most"]
-    assert (target, runs) == ("tokens to 2.2", "run")
-    assert first == ["muon", "0.01", "1", "2,000", "1.5000", "", "1,000", "c"]
-    assert second == [
-        "adamw",
-        "0.001",
-        "2",
-        "2,000",
-        "2.2500",
-        "2.0000–2.5000",
-        "2,000 (1 of 2)",
-        "a, b",
-    ]
-    assert [line.partition(":")[0] for line in said.splitlines()] == [
-        "runs/no run",
-        "written to found.json",
-    ]
-    written = json.loads((tmp_path / "found.json").read_text())
-    assert written["rows"][1]["curves"] == [[[1000, 3.0], [2000, 2.0]], [[1000, 3.0], [2000, 2.5]]]
-    assert written["rows"][1]["seeds"] == [0, 1]
-    assert written["settings"]["trainer.max_steps"] == 20
-    assert "commit" in written
+    ((head, _, *rows),), err, found = compared("target=2.2")
+    assert head[:5] == ["optimizer", "lr", "runs", "tokens", "val/loss"]
+    assert rows[0] == ["muon", "0.01", "1", "2,000", "1.5000", "", "1,000", "c"]
+    of_two = ["2", "2,000", "2.2500", "2.0000–2.5000", "2,000 (1 of 2)", "a, b"]
+    assert rows[1] == ["adamw", "0.001", *of_two]
+    assert skipped(err) == ["runs/no run"]
+    assert found["rows"][1]["curves"] == [[[1000, 3.0], [2000, 2.0]], [[1000, 3.0], [2000, 2.5]]]
+    assert found["rows"][1]["seeds"] == [0, 1]
+    assert found["settings"]["trainer.max_steps"] == 20
+    assert "commit" in found
 
 
-def test_runs_that_are_not_done_or_broken_are_said_to_be(run, compared):
+def test_unfinished_runs_and_runs_without_the_metric(run, compared):
     run("a", [3.0], max_steps=40)
     run("b", [2.0, float("nan")], lr=0.1, max_steps=40)
     run("c", [], lr=0.2)
-    table, said = compared("runs=[runs/a,runs/b,runs/c]", "out=found.json")
-    assert '"mean": null' in Path("found.json").read_text()
-    assert table[0] == ["lr", "runs", "tokens", "val/loss", "least–most", "run"]
-    assert [row[1] for row in table[2:]] == ["1 (1 unfinished)", "1 (1 unfinished)"]
-    assert [row[3] for row in table[2:]] == ["3.0000", "nan"]
-    assert said.startswith("runs/c: ")
-
-
-def test_a_damaged_run_is_named_and_the_rest_compared(run, compared):
-    run("a", [1.0, 2.0])
-    (run("b", [1.0]) / "run.json").write_text(": [bad")
-    (run("c", [1.0]) / "run.json").write_text('{"settings": {"optimizer": {}}}')
-    (run("d", [1.0]) / "run.json").write_text('{"settings": ' * 3000)
-    (run("e", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
-    record = run("f", [1.0]) / "run.json"
-    record.write_text(record.read_text().replace('"max_steps": 20', '"max_steps": "many"'))
-    table, said = compared("runs=[runs/*,nowhere]")
-    assert len(table) == 3
-    assert [line[:6] for line in said.splitlines()] == [*(f"runs/{x}" for x in "bcdef"), "nowher"]
-
-
-def log(folder, *logged):
-    """Replaces the log of a run."""
-    lines = [json.dumps(row) for row in logged]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def test_tokens_are_those_that_were_logged(run, compared):
-    """The batch size was changed after step 10: the settings are those of the second part. Rows
-    of older runs have no tokens."""
-    resumed = run("a", [])
-    log(
-        resumed,
-        {"step": 10, "val/loss": 3.0, "train/tokens": 500},
-        {"step": 20, "val/loss": 2.0, "train/tokens": 1500},
-    )
-    strange = run("b", [], lr=0.1)
-    log(strange, *({"step": 20, "val/loss": 4.0, "train/tokens": n} for n in ("nan", -1, 10**30)))
-    compared("out=found.json", "target=2.5")
-    first, second = json.loads(Path("found.json").read_text())["rows"]
-    assert first["curves"] == [[[500, 3.0], [1500, 2.0]]]
-    assert (first["tokens"], first["tokens_to_target"]) == (1500, [1500])
-    assert second["curves"] == [3 * [[2000, 4.0]]]
+    ((_, _, *rows),), err, found = compared("runs=[runs/a,runs/b,runs/c]")
+    assert [row["mean"] for row in found["rows"]] == [3.0, None]
+    assert [row["unfinished"] for row in found["rows"]] == [["a"], ["b"]]
+    assert [row[3] for row in rows] == ["3.0000", "nan"]
+    assert skipped(err) == ["runs/c"]
 
 
 # Nine lines of 9 aliases each: 387 million values.
@@ -140,47 +94,54 @@ BOMB = "a0: &a0 [x]\n" + "".join(
 )
 
 
-def test_only_records_of_a_bounded_size_are_read(run, compared, tmp_path):
-    """config.yaml is for people. A FIFO has no writer, a device has no end."""
-    run("a", [1.0, 2.0])
+def test_damaged_and_unlimited_files_are_skipped(run, compared):
+    """config.yaml, which is for people, is not read."""
+    os.mkfifo(run("a", [1.0, 2.0]) / "config.yaml")
+    records = {
+        "not JSON": ": [bad",
+        "no settings": '{"settings": {"optimizer": {}}}',
+        "deep": '{"settings": ' * 3000,
+        "text": '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}',
+    }
+    for name, text in records.items():
+        (run(f"bad-{name}", [1.0]) / "run.json").write_text(text)
+    (run("bad-rows", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
     bomb = run("bad-bomb", [1.0])
     (bomb / "run.json").unlink()
     (bomb / "config.yaml").write_text(BOMB)
-    os.mkfifo(run("fifo", [1.0]) / "config.yaml")
     for name in ("run.json", "metrics.jsonl"):
-        os.truncate(run(f"bad-huge-{name}", [1.0]) / name, 2**33)  # takes no place on the disk
-        fifo, device = (run(f"bad-{kind}-{name}", [1.0]) / name for kind in ("fifo", "zero"))
-        fifo.unlink()
-        os.mkfifo(fifo)
-        device.unlink()
-        device.symlink_to("/dev/zero")
-    table, said = compared()
-    assert len(table) == 3
-    assert [line.startswith("runs/bad-") for line in said.splitlines()] == 7 * [True]
+        os.truncate(run(f"bad-huge-{name}", [1.0]) / name, 2**33)  # sparse
+        for kind, make in SPECIAL_FILES.items():
+            make(run(f"bad-{kind}-{name}", [1.0]) / name)
+    with not_waiting(60):
+        ((_, _, *rows),), err, _ = compared("runs=[runs/*,nowhere]")
+    assert len(rows) == 1
+    assert [name.split("-")[0] for name in skipped(err)] == 14 * ["runs/bad"] + ["nowhere"]
 
 
-def test_a_line_that_is_too_long_is_no_row(run, compared):
-    folder = run("a", [])
-    log(folder, {"step": 10, "val/loss": 2.0}, {"step": 20, "val/loss": 1.0, "more": "x" * 2**20})
-    compared("out=found.json")
-    (row,) = json.loads(Path("found.json").read_text())["rows"]
-    assert row["values"] == [2.0]
+def test_tokens_are_the_logged_ones(run, compared):
+    """The batch size may change in a resumed run. Rows of older runs have no tokens, and a line
+    that is too long is no row."""
+    log(
+        run("a", []),
+        {"step": 10, "val/loss": 3.0, "train/tokens": 500},
+        {"step": 20, "val/loss": 2.0, "train/tokens": 1500},
+        {"step": 30, "val/loss": 1.0, "more": "x" * 2**20},
+    )
+    strange = [{"step": 20, "val/loss": 4.0, "train/tokens": n} for n in ("nan", -1, 10**30)]
+    log(run("b", [], lr=0.1), *strange)
+    first, second = compared("target=2.5")[2]["rows"]
+    assert first["curves"] == [[[500, 3.0], [1500, 2.0]]]
+    assert (first["tokens"], first["tokens_to_target"]) == (1500, [1500])
+    assert second["curves"] == [3 * [[2000, 4.0]]]
 
 
-def test_a_row_names_its_runs_what_they_share_once(run, compared):
+def test_a_row_shortens_the_names_of_its_runs(run, compared):
     for seed in range(6):
         run(f"lr-0.1_seed-{seed}", [2.0], seed=seed)
     run("other", [3.0], lr=0.1)
-    table, _ = compared()
-    assert table[0][-1] == "run"
-    assert table[2][-1] == "lr-0.1_seed-0, …1, …2, …3 + 2"
-    assert table[3][-1] == "other"
-
-
-def tables(out):
-    """The names of the runs of each row, for each table."""
-    lines = [[[c.strip() for c in line.split("|")] for line in table] for table in out]
-    return [[line[-2] for line in table[2:]] for table in lines]
+    ((_, _, *rows),), _, _ = compared()
+    assert [row[-1] for row in rows] == ["lr-0.1_seed-0, …1, …2, …3 + 2", "other"]
 
 
 @pytest.mark.parametrize(
@@ -195,60 +156,40 @@ def tables(out):
         ("val/bits_per_byte", {}, {"path": "b.txt"}, [["b", "a"], ["c"]]),
     ],
 )
-def test_what_cannot_be_compared_is_not_ranked_together(
-    run, in_process, tmp_path, metric, all_have, data, found
-):
+def test_other_texts_and_tokenizers_are_other_tables(run, compared, metric, all_have, data, found):
     run("a", [3.0], metric=metric, data=all_have)
     run("b", [1.0], metric=metric, data=all_have, lr=0.1)
     run("c", [2.0], metric=metric, data=all_have | data)
-    arguments = [f"metric={metric}", "out=found.json"]
-    code, out, _ = in_process(compare.main, tmp_path, *arguments)
-    assert code == 0
-    assert tables(table.splitlines() for table in out.split("\n\n")) == found
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    numbered = [row["table"] for row in rows]
+    tables, _, written = compared(f"metric={metric}")
+    assert [[row[-1] for row in rows] for _, _, *rows in tables] == found
+    numbered = [row["table"] for row in written["rows"]]
     assert numbered == [number for number, names in enumerate(found) for _ in names]
 
 
-def test_names_of_runs_reach_the_terminal_as_text(run, in_process, tmp_path):
+def test_any_name_of_a_folder(run, compared, in_process, tmp_path):
+    """Control characters are escaped; what has a meaning in a pattern is read as a name. Sweeps of
+    version 1 have = and , in their names."""
     strange = "a\x1b]0;title\x07\n"
     run(strange, [1.0])
     run(f"{strange}none", [])
     (run(f"{strange}damaged", [1.0]) / "run.json").unlink()
-    runs = f"runs=['runs/*','{strange}*']"
-    name = f"out={strange}.json", f"plot={strange}.png"
-    code, out, err = in_process(compare.main, tmp_path, runs, *name)
-    assert code == 0
-    assert set("\x1b\x07") & set(out + err) == set()
-    assert len(out.splitlines()) == 3
-    assert len(err.splitlines()) == 5
-    assert (tmp_path / f"{strange}.json").exists()
-
-
-def test_a_folder_is_found_by_its_name_whatever_is_in_it(run, compared):
-    """Sweeps of version 1 have = and , in their names."""
     run("s_lr=0.1,seed=1", [1.0])
     run("s[1]", [2.0], lr=0.1)
+    arguments = f"runs=['runs/*','{strange}*']", f"out={strange}.json", f"plot={strange}.png"
+    code, out, err = in_process(compare.main, tmp_path, *arguments)
+    assert code == 0
+    assert set("\x1b\x07") & set(out + err) == set()
+    assert (len(out.splitlines()), len(err.splitlines())) == (4, 5)
+    assert (tmp_path / f"{strange}.json").exists()
     for runs in ("runs=runs/s[1]", "runs=runs/s_lr=0.1,seed=1"):
-        assert len(compared(runs)[0]) == 3
-    assert len(compared("runs=['runs/s_lr=0.1,seed=1','runs/s[1]']")[0]) == 4
+        assert len(compared(runs)[0][0]) == 3
+    assert len(compared("runs=['runs/s_lr=0.1,seed=1','runs/s[1]']")[0][0]) == 4
 
 
-@pytest.mark.parametrize(
-    ("argument", "line"),
-    [
-        ("runs=nowhere/*", r"runs=nowhere/\*: no run's directory; use runs='runs/\*' where"),
-        ("runs=runs/c", "metric=val/loss: none of the runs has it; use one of train/tokens$"),
-        ("runs=runs", "runs=runs: no run's directory; use"),
-        ("out=runs", "out=runs: is a folder; give"),
-        ("out=nowhere/a.json", "out=nowhere/a.json: nowhere is no folder; give"),
-        ("target=low", "target=low: "),
-    ],
-)
-def test_errors_are_one_line(run, compared, capsys, argument, line):
+def test_settings_that_are_refused(run, in_process, tmp_path):
     run("c", [])
-    with pytest.raises(SystemExit) as end:
-        compared(argument)
-    assert end.value.code == 2
-    said = capsys.readouterr().err.splitlines()
-    assert re.match(line, said[-1])
+    found = {"runs=nowhere/*": "runs", "runs=runs/c": "metric", "runs=runs": "runs"}
+    found |= {"out=runs": "out", "out=nowhere/a.json": "out", "target=low": "target"}
+    for argument, key in found.items():
+        code, _, err = in_process(compare.main, tmp_path, argument)
+        assert (code, printed_keys(err)[-1]) == (2, key)
