@@ -4,6 +4,9 @@ import gzip
 import itertools
 import json
 import random
+import re
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 from hypothesis import strategies as st
 
+from errors import ClearheadError
 from tokens import END_OF_TEXT
 from tokens.prepare import Preparation, Recipe
 from tokens.shards import HEADER_BYTES, open_shards
@@ -45,15 +49,21 @@ def write_source(path: Path, texts: list[str]) -> Path:
     content = "".join(texts)
     if path.name.split(".")[1] in ("jsonl", "ndjson"):
         content = "".join(json.dumps({"n": n, "text": t}) + "\n" for n, t in enumerate(texts))
-    path.write_bytes(packed(content.encode(), path))
+    return write_packed(path, content.encode())
+
+
+def write_packed(path: Path, raw: bytes) -> Path:
+    """A file with this content, compressed as its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(packed(raw, path))
     return path
 
 
 def packed(raw: bytes, path: Path) -> bytes:
     """The content of a file, compressed as its name says."""
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.compress(raw, 1, mtime=0)
-    return pyarrow.compress(raw, "zstd", asbytes=True) if path.suffix == ".zst" else raw
+    return pyarrow.compress(raw, "zstd", asbytes=True) if path.suffix.lower() == ".zst" else raw
 
 
 def write_collection(folder: Path, collection: list[tuple[str, list[str]]]) -> Path:
@@ -68,19 +78,41 @@ def in_order(collection: list) -> list:
     return [*collection[::2], *collection[1::2]]
 
 
+def encode_at_once(text: str, tokenizer: str = "gpt2", endoftext: str = "token") -> np.ndarray:
+    """The ids of a text by a single call of tiktoken."""
+    special = {END_OF_TEXT} if endoftext == "token" else set()
+    known = get_tokenizer(tokenizer)
+    ids = known.encode(text, allowed_special=special, disallowed_special=())
+    return np.array(ids, np.uint16)
+
+
 def expected_ids(collection: list, tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
     """One call of tiktoken for each document, each behind an end-of-text token."""
     known = get_tokenizer(tokenizer)
-    special = {END_OF_TEXT} if endoftext == "token" else set()
     ids = []
     for kind, texts in collection:
         for text in texts:
             text = text.removeprefix("\ufeff") if "txt" in kind else text
-            own = known.encode(text, allowed_special=special, disallowed_special=())
+            own = encode_at_once(text, tokenizer, endoftext).tolist()
             if own and own[0] != known.eot_token:
                 ids.append(known.eot_token)
             ids += own
     return ids
+
+
+def numbers_in(error: ClearheadError) -> set[int]:
+    """The numbers that the reason of an error names, decimal or hexadecimal."""
+    found = re.findall(r"(?<![\w-])(?:0x[0-9a-f]+|\d[\d,]*)", error.reason)
+    return {int(number.replace(",", ""), 0) for number in found}
+
+
+def peak_memory(function: Callable[[], object]) -> tuple[object, int]:
+    """What the function returns, and the most bytes that Python had at once for it."""
+    tracemalloc.start()
+    try:
+        return function(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def varied_text(size: int, seed: int = 0) -> str:
