@@ -1,40 +1,57 @@
-"""Every command in README.md and docs/ runs, in short settings, on texts made for it.
+"""Every command in README.md and docs/: settings are checked, a few commands of each kind are run.
 
-The commands are read from the fenced blocks, and from what stands in `backticks`. Each goes by the
-first rule of RULES that knows it; one that no rule knows is a failure, so a new page may need a
-line here, and a new command of a known program needs none. All run in one folder, in the order of
-the pages, where the names that the pages use exist: my.txt, runs/NAME, DIR and the rest.
+The commands are read from the fenced blocks and from what stands in `backticks`. The arguments of
+every training are composed and checked; those of `RUN` are run, in short settings, on texts made
+for it, as are all commands of the scripts in SHORT. All run in one folder, in the order of the
+pages, where the names that the pages use exist: my.txt, runs/NAME, DIR and the rest.
 """
 
 import importlib
 import io
-import itertools
 import re
 import shlex
 import shutil
-from collections.abc import Callable
 
 import pytest
 import torch
 from helpers import REPOSITORY, TEXT, TINY
+from helpers.settings import settings
 from helpers.texts import prepare, write_source
-from helpers.trainings import ForkServer
 
+import train
 from model import GPT, ModelConfig
 from training.command import check_sweep, compose
 from training.hf import to_hf
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-PROGRAMS = ["python", "torchrun", "make", "pip", "wandb", "sbatch", "lm_eval", "jupyter", "git"]
+PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"
 
-# What makes a training short, whatever it was. Values of the command are overridden.
-SHORT = [setting for setting in TINY if not setting.startswith(("model=", "lens=", "wandb="))]
-SHORT += ["trainer.max_steps=2", "trainer.batch_size=2", "trainer.micro_batch_size=2"]
-SHORT += ["trainer.warmup_steps=1", "trainer.eval_windows=2", "trainer.sample_tokens=2"]
-SHORT += ["trainer.compile=false", "data.val_fraction=0.2", "wandb.mode=disabled"]
-NO_LENS = "lens.every=0"  # where the command is not about it
+# What makes a training short; overrides the values of the command.
+TRAINING = [setting for setting in TINY if not setting.startswith(("model=", "lens=", "wandb="))]
+TRAINING += ["trainer.max_steps=2", "trainer.batch_size=2", "trainer.micro_batch_size=2"]
+TRAINING += ["trainer.warmup_steps=1", "trainer.eval_windows=2", "trainer.sample_tokens=2"]
+TRAINING += ["trainer.compile=false", "data.val_fraction=0.2", "wandb.mode=disabled"]
+# Trainings that are run: the first command in which each of these stands.
+RUN = ["my.txt", "data=shards", "data.weights", "experiment=induction", "experiment=finetune"]
+RUN += ["trainer.resume=", "lens.every=20", "wandb.tags="]
+# What makes the commands of a script short. All of them are run.
+SHORT = {
+    "generate.py": ["max_new_tokens=3"],
+    "scripts.prepare_data": ["data.tokenizer=byte", "workers=1"],
+    "scripts.inspect_attention": ["max_tokens=16", "repeated=0"],
+    "scripts.evaluate": ["max_length=16", "stride=8"],
+    "scripts.export_hf": [],
+    "scripts.compare": [],
+    "scripts.plan": [],
+    "scripts.attention_ladder": [],
+    "scripts.plots": ["out=."],
+}
+# Not run: they need other projects, minutes, hours, the network or an account.
+ELSEWHERE = {"scripts.benchmark", "scripts.benchmark_data", "scripts.benchmark_generate"}
+ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval"}
+REFUSED = re.compile(r"modle=|num_heads=5$|optuna")  # see test_readme.py, campaign/extras.py
 
-# Names of pages that are no names of files, and what stands for them here.
+# Names in the pages that stand for something, and what stands for them here.
 STANDS_FOR = {
     r"hub:[\w/-]+": "path/to/gpt2",
     r"(?<==)[BTPD](?=\s|$)": "2",
@@ -45,8 +62,13 @@ STANDS_FOR = {
 }
 
 
+def is_command(line: str) -> bool:
+    """Also one after settings of its environment: NAME=value python ..."""
+    return re.match(rf"(\$ )?([A-Z_]+=\S+ )*({PROGRAMS})\s", line) is not None
+
+
 def commands() -> dict[str, str]:
-    """command line -> the page that it stands on first, in the order of the pages."""
+    """command line -> the first page with it, in the order of the pages."""
     found = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -57,22 +79,33 @@ def commands() -> dict[str, str]:
                 variables[assigned[1]] = assigned[2]
             for name, value in variables.items():
                 line = line.replace(f"${name}", value)
-            words = shlex.split(line.removeprefix("$ "), comments=True) if _is_command(line) else []
+            words = shlex.split(line.removeprefix("$ "), comments=True) if is_command(line) else []
             if words:
                 found.setdefault(shlex.join(words), page.name)
         prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         for line in re.findall(r"`([^`\n]+)`", prose):
-            if _is_command(line) and len(words := shlex.split(line)) > 1:
+            if is_command(line) and len(words := shlex.split(line)) > 1:
                 found.setdefault(shlex.join(words), page.name)
     return found
 
 
-def _is_command(line: str) -> bool:
-    """Also one behind settings of its environment: NAME=value python ..."""
-    return re.match(rf"(\$ )?([A-Z_]+=\S+ )*({'|'.join(PROGRAMS)})\s", line) is not None
+def arguments_of(kind: str) -> list[list[str]]:
+    """The arguments of all commands of a program, script or module."""
+    found = []
+    for line in COMMANDS:
+        for name, here in STANDS_FOR.items():
+            line = re.sub(name, here, line)
+        words = shlex.split(line)
+        while re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
+        words = words[1:] if words[0] == "python" else words
+        words = words[1:] if words[0] == "-m" else words
+        if words[0] == kind:
+            found.append(words[1:])
+    return found
 
 
-# --------------------------------------------------------------------------------- how to run them
+COMMANDS = commands()
 
 
 @pytest.fixture(scope="module")
@@ -85,151 +118,76 @@ def home(tmp_path_factory):
     write_source(folder / "corpus" / "sample.txt", [TEXT])
     write_source(folder / "web" / "a.jsonl.gz", TEXT.splitlines())
     write_source(folder / "fineweb" / "a.parquet", TEXT.splitlines())
-    for name in ("books", "code"):
+    for name in ("books", "code", "my-tokens"):
         prepare(folder / "my.txt", folder / name, tokenizer="byte")
     torch.manual_seed(1)
     to_hf(GPT(ModelConfig(257, 32, 32, 2, 2, dropout=0.0)), folder / "path" / "to" / "gpt2")
+    shutil.copytree(folder / "path" / "to" / "gpt2", folder / "DIR")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        given = ["model=gpt2-nano", "data.path=my.txt", *TRAINING, "name=NAME", "lens.every=0"]
+        run = train.Trainer(settings(*given))
+        run.train()
+        run.close(0)
+    (folder / "runs" / "tutorial").symlink_to("NAME")
+    shutil.copytree(folder / "runs" / "NAME" / "checkpoints" / "last", folder / "mine")
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(home):
-    with ForkServer(home) as server:
-        run = server.run(home, "model=gpt2-nano", "data.path=my.txt", *SHORT, "name=NAME", NO_LENS)
-        assert run.code == 0, run.said
-        (home / "runs" / "tutorial").symlink_to("NAME")
-        shutil.copytree(home / "runs" / "NAME" / "checkpoints" / "last", home / "mine")
-        yield server
-
-
-@pytest.fixture
-def runners(home, server, in_process):
-    """Who runs a command: name -> run(words, more), more being what makes it short."""
-
-    def train(words, more):
-        if words[0] == "-m":
-            check_sweep([*words[1:], *more], None)
-            words = one_swept(words)
-        asks = words == ["--help"]
-        training = server.run(home, *words, *([] if asks else more))
-        assert training.code == 0, training.said
-        assert ("run directory" in training.said) != asks
-
-    def script(words, more):
-        module, *arguments = words
-        if module == "scripts.export_hf":  # which never writes into a folder that holds something
-            for out in (word[4:] for word in arguments if word.startswith("out=")):
-                shutil.rmtree(home / out, ignore_errors=True)
-        code, _, err = in_process(importlib.import_module(module).main, home, *arguments, *more)
-        assert code == 0, err
-
-    return {"train": train, "script": script}
-
-
-def one_swept(words: list[str]) -> list[str]:
-    """A sweep of two runs: of its first setting with several values two are left, of the others
-    one."""
-    left, keep = [], 2
-    for word in words:
-        key, _, value = word.partition("=")
-        if "," in value and not value.startswith("["):
-            word, keep = f"{key}={','.join(value.split(',')[:keep])}", 1
-        left.append(word)
-    return left
-
-
-def train(words: list[str]) -> list[str]:
-    """What makes a training short."""
-    return SHORT if any(word.startswith("lens") for word in words) else [*SHORT, NO_LENS]
-
-
-def checked_only(words: list[str]) -> None:
-    """torchrun, sbatch: the options are torchrun's, and training knows all settings."""
-    from torch.distributed.run import get_args_parser
-
-    if words[0] == "torchrun":
-        arguments = get_args_parser().parse_args(words[1:])
-        script, overrides = arguments.training_script, arguments.training_script_args
-        assert script == "train.py"
-    else:
-        at = words.index("scripts/slurm.sh")
-        overrides = words[at + 1 :]
-    if overrides[:1] == ["-m"]:
-        check_sweep(overrides[1:], None)
-    else:
-        compose(overrides)
-
-
-def in_makefile(words: list[str]) -> None:
-    targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    assert words[1] in targets
-
-
-def files_exist(words: list[str]) -> None:
-    for before, word in itertools.pairwise(words):
-        if before == "-r":
-            assert (REPOSITORY / word).is_file()
-
-
-# -------------------------------------------------------------------------------------- the rules
-
-NOT_RUN = "not run: "
-# (what the command begins with, how it is run or why not, what makes it short). Of training, and of
-# a script that has a line, every command is run.
-RULES: list[tuple[str, str | Callable, list[str]]] = [
-    (r"python train.py (modle=|model.num_heads=5$)", NOT_RUN + "refused; see test_readme.py", []),
-    (r"python train.py .*optuna", NOT_RUN + "see campaign_extras.py", []),
-    (r"python train.py", "train", []),
-    (r"python generate.py", "generate", ["max_new_tokens=3"]),
-    (r"python -m scripts.prepare_data", "script", ["data.tokenizer=byte", "workers=1"]),
-    (r"python -m scripts.inspect_attention", "script", ["max_tokens=16", "repeated=0"]),
-    (r"python -m scripts.evaluate", "script", ["max_length=16", "stride=8"]),
-    (r"python -m scripts.(export_hf|compare|plan|attention_ladder)", "script", []),
-    (r"python -m scripts.plots", "script", ["out=."]),
-    (r"python -m scripts.benchmark ", NOT_RUN + "needs other projects' code, and minutes", []),
-    (r"python -m scripts.benchmark_data", NOT_RUN + "measures for a minute", []),
-    (r"python -m scripts.benchmark_generate", NOT_RUN + "see test_benchmark_generate.py", []),
-    (r"python tests/mutations.py", NOT_RUN + "takes hours", []),
-    (r"torchrun|sbatch", checked_only, []),
-    (r"make", in_makefile, []),
-    (r"pip install -r", files_exist, []),
-    (r"pip install", NOT_RUN + "needs the network", []),
-    (r"wandb", NOT_RUN + "needs an account", []),
-    (r"lm_eval", NOT_RUN + "see campaign_lm_eval.py", []),
-]
-COMMANDS = commands()
-
-
-def rule(line: str) -> tuple[str | Callable, list[str]]:
-    for start, how, more in RULES:
-        if re.match(rf"([A-Z_]+=\S+ )*{start}", line):
-            return how, more
-    raise AssertionError(f"{COMMANDS[line]}: no rule of this file knows how to run: {line}")
-
-
-@pytest.mark.parametrize("line", [pytest.param(c, id=f"{p}-{c[:60]}") for c, p in COMMANDS.items()])
-def test_it_runs(line, home, runners, monkeypatch):
-    how, more = rule(line)
-    for name, here in STANDS_FOR.items():
-        line = re.sub(name, here, line)
-    words = shlex.split(line)
-    while re.match(r"[A-Z_]+=", words[0]):
-        words = words[1:]
-    if callable(how):
-        how(words)
-    elif how == "train":
-        runners["train"](words[2:], train(words))
-    elif how == "generate":
-        monkeypatch.setattr("sys.stdin", io.StringIO("The bell\n"))  # of interactive=true
-        runners["script"](["generate", *words[2:]], more)
-    elif how == "script":
-        runners["script"](words[2:], more)
-    else:
-        assert how.startswith(NOT_RUN)
-
-
-def test_the_pages_have_commands():
-    """The rule that finds them does."""
+def test_every_command_is_of_a_kind_that_is_checked():
     pages = set(COMMANDS.values())
     assert {"README.md", "data.md", "lens.md", "scaling.md", "benchmarks.md"} <= pages
     assert len(COMMANDS) > 40
+    kinds = {*SHORT, *ELSEWHERE, "train.py", "torchrun", "sbatch", "make", "pip"}
+    assert sum(len(arguments_of(kind)) for kind in kinds) == len(COMMANDS), kinds
+
+
+def test_settings_of_every_training(home, monkeypatch):
+    """Of torchrun's options, torchrun's own parser."""
+    from torch.distributed.run import get_args_parser
+
+    monkeypatch.chdir(home)
+    given = arguments_of("train.py")
+    for words in arguments_of("torchrun"):
+        arguments = get_args_parser().parse_args(words)
+        assert arguments.training_script == "train.py"
+        given.append(arguments.training_script_args)
+    given += [words[words.index("scripts/slurm.sh") + 1 :] for words in arguments_of("sbatch")]
+    for words in given:
+        if REFUSED.search(" ".join(words)) or words == ["--help"]:
+            continue
+        if words[:1] == ["-m"]:
+            check_sweep(words[1:], None)
+        else:
+            compose(words)
+
+
+@pytest.mark.parametrize("part", RUN)
+def test_trainings(home, in_process, part):
+    words = next(w for w in arguments_of("train.py") if w[0] != "-m" and part in " ".join(w))
+    short = TRAINING if "lens" in part else [*TRAINING, "lens.every=0"]
+    code, out, err = in_process(train.main, home, *words, *short)
+    assert code == 0, err
+    assert "runs/" in out
+
+
+@pytest.mark.parametrize("script", SHORT)
+def test_scripts(home, in_process, monkeypatch, script):
+    given = arguments_of(script)
+    assert given
+    for words in given:
+        monkeypatch.setattr("sys.stdin", io.StringIO("The bell\n"))  # of interactive=true
+        for word in words:  # neither is written a second time
+            if word in ("out=my-tokens", "out=DIR", "out=my-model"):
+                shutil.rmtree(home / word[4:], ignore_errors=True)
+        main = importlib.import_module(script.removesuffix(".py")).main
+        code, _, err = in_process(main, home, *words, *SHORT[script])
+        assert code == 0, (words, err)
+
+
+def test_targets_and_files_exist():
+    targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert {words[0] for words in arguments_of("make")} <= set(targets)
+    for words in arguments_of("pip"):
+        if "-r" in words:
+            assert (REPOSITORY / words[words.index("-r") + 1]).is_file()
