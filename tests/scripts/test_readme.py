@@ -1,56 +1,54 @@
-"""What README.md and docs/ say is true: answers, examples, files and links. Their commands:
-test_commands.py."""
+"""Examples, files and links in README.md and docs/. Their commands: test_commands.py."""
 
 import itertools
 import re
 import shlex
 
-import pytest
 import torch
 from helpers import REPOSITORY
+from helpers.models import tiny_model
 
+import train
 from lens.page import read
-from model import GPT, ModelConfig
 from training.hf import to_hf
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-LENS = (REPOSITORY / "docs" / "lens.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
-LINES = [line for _, block in BLOCKS for line in block.splitlines()]
-LENS_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", LENS, re.DOTALL)
-DATA = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
-DATA_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", DATA, re.DOTALL)
-MODELS = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
-MODELS_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", MODELS, re.DOTALL)
+README = REPOSITORY / "README.md"
+LENS = REPOSITORY / "docs" / "lens.md"
 
 
-def test_answers_to_mistakes_are_those_shown(command):
+def blocks(path, language=r"\w*") -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+LINES = "\n".join(blocks(README)).splitlines()
+
+
+def test_answers_to_mistakes_are_those_shown(in_process, tmp_path):
     shown = [(a, b) for a, b in itertools.pairwise(LINES) if a.startswith("$ ")]
     assert len(shown) >= 2
     for line, answer in shown:
         words = shlex.split(line.removeprefix("$ python "))
-        assert command(*words).stderr == answer + "\n"
+        assert words[0] == "train.py"
+        assert in_process(train.main, tmp_path, *words[1:])[2] == answer + "\n"
 
 
-@pytest.mark.parametrize("name", re.findall(r"^([\w/]+(?:\.\w+|/))\s{2,}", "\n".join(LINES), re.M))
-def test_every_file_of_the_tour_is_there(name):
-    assert (REPOSITORY / name).exists()
+def test_files_of_the_tour_and_targets_of_links_exist():
+    names = re.findall(r"^([\w/]+(?:\.\w+|/))\s{2,}", "\n".join(LINES), re.MULTILINE)
+    assert names
+    for name in names:
+        assert (REPOSITORY / name).exists(), name
+    for page in [README, *(REPOSITORY / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(((?!http)[^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), (page.name, target)
 
 
-def test_links_lead_somewhere():
-    docs = REPOSITORY / "docs"
-    for text, folder in ((README, REPOSITORY), (LENS, docs), (DATA, docs), (MODELS, docs)):
-        for target in re.findall(r"\]\(((?!http)[^)#]+)\)", text):
-            assert (folder / target).exists(), target
-
-
-def test_the_notebook_example_runs(tmp_path, monkeypatch):
-    (code,) = [block for language, block in BLOCKS if language == "python"]
-    torch.manual_seed(0)
-    to_hf(GPT(ModelConfig(50257, 32, 16, 2, 3)), tmp_path / "gpt2")
+def test_the_notebook_example_runs(tmp_path):
+    (code,) = blocks(README, "python")
+    to_hf(tiny_model(vocab_size=50257, context_length=32, num_layers=3), tmp_path / "gpt2")
     names = {}
     exec(code.replace("runs/NAME", str(tmp_path / "gpt2")), names)
-    assert [layer.shape[:2] for layer in names["layers"]] == [(1, 2)] * 3
+    assert [layer.shape[:2] for layer in names["layers"]] == [(1, 4)] * 3
 
 
 def test_the_lens_beside_another_model(tmp_path, monkeypatch):
@@ -62,9 +60,10 @@ def test_the_lens_beside_another_model(tmp_path, monkeypatch):
         encode = staticmethod(lambda text: list(text.encode()))
         decode = staticmethod(lambda ids: "".join(map(chr, ids)))
 
+    torch.manual_seed(0)
     shape = GPT2Config(vocab_size=257, n_positions=48, n_embd=16, n_layer=2, n_head=2)
     shape._attn_implementation = "eager"
-    (code,) = [block for language, block in LENS_BLOCKS if language == "python"]
+    (code,) = blocks(LENS, "python")
     monkeypatch.chdir(tmp_path)
     exec(code, {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer})
     (run,) = read(tmp_path / "attention" / "timelapse.html")
