@@ -1,35 +1,39 @@
-"""Sequences with a known answer: what is asked for can be known, and nothing else is."""
+"""synthetic.py: sequences whose targets can be known; nothing else is asked for."""
 
 import itertools
-import json
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.refusals import refused
+from helpers.runs import rows
+from helpers.settings import settings
 
 from data import DataConfig, WindowOrder
 from errors import ConfigError
-from synthetic import BOS, IGNORED, JUMP, SYMBOLS, CycleWalks, RepeatedSequences, _draws
+from synthetic import BOS, IGNORED, JUMP, SYMBOLS, CycleWalks, RepeatedSequences
 from training.command import compose
 
-LONGEST = 2 * len(SYMBOLS)  # from here on there are more places than symbols
+LONGEST = 2 * len(SYMBOLS)  # above it there are more positions than symbols
+both = pytest.mark.parametrize("kind", [CycleWalks, RepeatedSequences])
 
 
-def lists(batch):
-    return [tensor.tolist() for tensor in batch]
+def windows_of(kind, length, count):
+    """(input ids, target ids) of the first windows, as lists."""
+    ids, targets = kind(length).batch(np.arange(count))
+    return zip(ids.tolist(), targets.tolist(), strict=True)
 
 
-def cycle_of(window, length):
-    """The cycle of a window of walks: {symbol: successor}, from its definition."""
-    order, rest = _draws(np.array([window]), "walk", length)
-    size = 4 + int(rest[0, 0] * (length // 2 - 4))  # from 4 to T / 2 - 1
-    symbols = SYMBOLS[order[0, :size]].tolist()
-    return dict(zip(symbols, symbols[1:] + symbols[:1], strict=True))
+def cycle_of(ids):
+    """{symbol: successor} of a walk that visits each symbol often."""
+    follows = {}
+    for (here, after), _ in Counter(itertools.pairwise(ids[1:])).most_common():
+        follows.setdefault(here, after)
+    return follows
 
 
-@pytest.mark.parametrize("kind", [CycleWalks, RepeatedSequences])
+@both
 def test_a_window_is_a_function_of_its_number_alone(kind):
     data = kind(32)
     numbers = np.array([5, 0, 999, 5, 123])
@@ -44,80 +48,65 @@ def test_a_window_is_a_function_of_its_number_alone(kind):
     assert len({tuple(row) for row in ids.tolist()}) == 4
 
 
-@pytest.mark.parametrize("kind", [CycleWalks, RepeatedSequences])
-@pytest.mark.parametrize("length", [8, 9, 63, 64, LONGEST])
-def test_every_window_begins_with_bos_and_goes_on_in_symbols(kind, length):
-    ids, targets = kind(length).batch(np.arange(50))
-    assert ids.shape == targets.shape == (50, length)
-    assert (ids[:, 0] == BOS).all()
-    assert set(ids[:, 1:].unique().tolist()) <= set(SYMBOLS.tolist())
-    kept = targets != IGNORED
-    assert set(targets[kept].tolist()) <= set(SYMBOLS.tolist())
-    # A target is the next input, as everywhere.
-    assert torch.equal(targets[:, :-1][kept[:, :-1]], ids[:, 1:][kept[:, :-1]])
-
-
-@settings(max_examples=60, deadline=None)
-@given(window=st.integers(0, 2**31 - 1), length=st.integers(8, LONGEST))
-def test_exactly_the_steps_seen_before_are_asked_for(window, length):
-    """By hand: a target counts when this very step along the cycle was made earlier."""
-    (ids,), (targets,) = lists(CycleWalks(length).batch(np.array([window])))
-    follows = cycle_of(window, length)
-    assert set(ids[1:]) <= set(follows)
-    seen = set()
-    for place in range(length):
-        here, asked = ids[place], targets[place]
-        if asked != IGNORED:
-            assert place > 0
-            assert follows[here] == asked
-            assert here in seen
-        elif 0 < place < length - 1:
-            assert not (here in seen and ids[place + 1] == follows[here])
-        if 0 < place < length - 1 and ids[place + 1] == follows[here]:
-            seen.add(here)
-
-
-def test_what_is_asked_for_stands_in_the_window():
-    """To who finds the places where the symbol stood before, the answer is always shown."""
-    for ids, targets in zip(*lists(CycleWalks(64).batch(np.arange(100))), strict=True):
-        for place, asked in enumerate(targets):
-            if asked != IGNORED:
-                pairs = set(itertools.pairwise(ids[: place + 1]))
-                assert (ids[place], asked) in pairs
-
-
-@pytest.mark.parametrize("length", [None, 16, 64])
-def test_every_window_asks_for_something(length):
-    """A batch without a single target has no mean loss: nan, which would end the run.
-
-    None: the shortest windows that the door lets in.
-    """
-    length = length or next(
-        n
-        for n in range(1, 65)
-        if not DataConfig(tokenizer="byte", synthetic="induction", max_length=n).problems()
+@both
+def test_windows_are_bos_and_symbols_and_ask_for_something(kind):
+    """A batch without a target would have a mean loss of NaN."""
+    accepted = (
+        DataConfig(tokenizer="byte", synthetic="induction", max_length=n) for n in range(65)
     )
-    for kind, windows in ((CycleWalks, 3000), (RepeatedSequences, 50)):
-        _, targets = kind(length).batch(np.arange(windows))
-        assert (targets != IGNORED).any(-1).all()
+    shortest = next(config.max_length for config in accepted if not config.problems())
+    for length in (shortest, 63, 64, LONGEST):
+        ids, targets = kind(length).batch(np.arange(1000))
+        assert ids.shape == targets.shape == (1000, length)
+        assert (ids[:, 0] == BOS).all()
+        assert set(ids[:, 1:].unique().tolist()) == set(SYMBOLS.tolist())
+        kept = targets != IGNORED
+        assert set(targets[kept].tolist()) <= set(SYMBOLS.tolist())
+        # A target is the next input.
+        assert torch.equal(targets[:, :-1][kept[:, :-1]], ids[:, 1:][kept[:, :-1]])
+        assert kept.any(-1).all()
+    assert sorted(CycleWalks(64).common_tokens()) == sorted(SYMBOLS)
+    assert len(SYMBOLS) == 62
 
 
-def test_as_many_steps_leave_the_cycle_as_said():
-    ids, _ = CycleWalks(64).batch(np.arange(400))
-    steps = left = 0
-    sizes = []
-    for window, row in enumerate(ids.tolist()):
-        follows = cycle_of(window, 64)
-        sizes.append(len(follows))
-        for here, after in itertools.pairwise(row[1:]):
-            steps += 1
-            left += follows[here] != after
-    # A jump may land on the successor by chance: one in K.
-    expected = JUMP * (1 - np.mean([1 / size for size in sizes]))
-    assert left / steps == pytest.approx(expected, abs=0.01)
-    assert min(sizes) == 4
-    assert max(sizes) == 31
+@pytest.mark.parametrize("length", [16, 64, LONGEST])
+def test_exactly_the_steps_seen_before_are_asked_for(length):
+    """A target counts when the same step was made earlier in the window, and is one along the
+    cycle: not when by chance the same jump is made twice."""
+    asked_for = jumped_twice = 0
+    for ids, targets in windows_of(CycleWalks, length, 400):
+        seen, follows = set(), {}
+        for place in range(1, length):
+            here, target = ids[place], targets[place]
+            if target != IGNORED:
+                asked_for += 1
+                assert (here, target) in seen
+                assert follows.setdefault(here, target) == target
+            if place < length - 1:
+                step = (here, ids[place + 1])
+                jumped_twice += target == IGNORED and step in seen
+                seen.add(step)
+        assert len(set(follows.values())) == len(follows)
+    assert asked_for > 400 * length / 8
+    assert jumped_twice < 0.02 * asked_for
+
+
+def test_share_of_jumps_and_size_of_cycles():
+    sizes = [len(set(ids[1:])) for ids, _ in windows_of(CycleWalks, 64, 400)]
+    assert (min(sizes), max(sizes)) == (4, 31)
     assert np.mean(sizes) == pytest.approx(17.5, abs=1)
+    steps = left = expected = 0
+    for ids, _ in windows_of(CycleWalks, LONGEST, 1000):
+        follows = cycle_of(ids)
+        if len(follows) > 12:
+            continue
+        pairs = list(itertools.pairwise(ids[1:]))
+        steps += len(pairs)
+        left += sum(follows[here] != after for here, after in pairs)
+        # A jump may land on the successor by chance: one in K.
+        expected += len(pairs) * JUMP * (1 - 1 / len(follows))
+    assert steps > 10_000
+    assert left / steps == pytest.approx(expected / steps, abs=0.006)
 
 
 def test_neither_symbol_nor_position_tells_what_comes_next():
@@ -126,9 +115,9 @@ def test_neither_symbol_nor_position_tells_what_comes_next():
     assert counts.min() > 0.7 * counts.mean()
     assert counts.max() < 1.3 * counts.mean()
     answers = {}
-    for here, asked in zip(ids.flatten().tolist(), targets.flatten().tolist(), strict=True):
-        if asked != IGNORED:
-            answers.setdefault(here, []).append(asked)
+    for here, target in zip(ids.flatten().tolist(), targets.flatten().tolist(), strict=True):
+        if target != IGNORED:
+            answers.setdefault(here, []).append(target)
     for found in answers.values():  # the cycle is another in each window
         assert max(np.bincount(found)) < 0.15 * len(found)
 
@@ -136,17 +125,16 @@ def test_neither_symbol_nor_position_tells_what_comes_next():
 @pytest.mark.parametrize("length", [8, 64, LONGEST])
 def test_validation_repeats_each_sequence_once(length):
     half = length // 2
-    ids, targets = RepeatedSequences(length).batch(np.arange(100))
-    for row, asked in zip(ids.tolist(), targets.tolist(), strict=True):
+    for row, targets in windows_of(RepeatedSequences, length, 100):
         first, second = row[1 : half + 1], row[half + 1 :]
         assert len(set(first)) == half
         assert second == first[:-1]  # the last one is a target only
-        assert asked[: half + 1] == [IGNORED] * (half + 1)
-        assert asked[half + 1 :] == first[1:]
+        assert targets[: half + 1] == [IGNORED] * (half + 1)
+        assert targets[half + 1 :] == first[1:]
 
 
-def test_no_training_window_is_a_sequence_written_twice():
-    """What is validated on is of a kind that training never shows."""
+def test_no_training_window_is_a_repeated_sequence():
+    """Which validation uses, and training never has."""
     walks, _ = CycleWalks(64).batch(np.arange(3000))
     twice = (walks[:, 1:32] == walks[:, 33:]).all(-1).nonzero().flatten().tolist()
     assert not [window for window in twice if len(set(walks[window, 1:33].tolist())) == 32]
@@ -160,64 +148,45 @@ def test_there_are_more_windows_than_any_run_asks_for():
     assert (data.batch(np.array([len(data) - 1]))[0][:, 0] == BOS).all()
 
 
-def test_common_tokens_are_the_symbols():
-    assert sorted(CycleWalks(64).common_tokens()) == sorted(SYMBOLS)
-    assert len(SYMBOLS) == 62
-    assert BOS not in SYMBOLS
-
-
 # ------------------------------------------------------------------------------------ in a run
 
 
-@pytest.mark.parametrize(
-    ("override", "begins", "says"),
-    [
-        ("data.path=x.txt", "data.path=x.txt: ", "data.synthetic makes its own sequences"),
-        ("data.tokenizer=gpt2", "data.", "data.tokenizer=byte"),
-        ("data.max_length=4", "data.", "data.max_length"),
-        ("data.synthetic=copy", "data.synthetic=copy: ", "use null or induction"),
-    ],
-)
-def test_refused_in_one_line(override, begins, says):
-    with pytest.raises(ConfigError) as caught:
-        compose(["model=gpt2-small", "data=induction", override])
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith(begins)
-    assert says in line
-
-
-def test_windows_that_would_need_more_symbols_than_there_are_are_refused():
-    compose(["model=gpt2-small", "data=induction", f"data.max_length={LONGEST}"])
-    with pytest.raises(ConfigError, match=r"data\.max_length"):
-        compose(["model=gpt2-small", "data=induction", "data.max_length=256"])
-
-
-def test_the_experiment_composes():
-    settings = compose(["experiment=induction"])
-    assert settings.data.synthetic == "induction"
-    assert settings.data.path is None
-    assert (settings.model.num_layers, settings.model.context_length) == (2, 64)
+def test_settings_of_the_experiment():
+    found = compose(["experiment=induction"])
+    assert (found.data.synthetic, found.data.path) == ("induction", None)
+    assert (found.model.num_layers, found.model.context_length) == (2, 64)
+    induction = ("model=gpt2-small", "data=induction", "data.path=null")
+    settings(*induction, f"data.max_length={LONGEST}")
+    for key, value, named in [
+        ("path", "x.txt", "path"),
+        ("tokenizer", "gpt2", "synthetic"),
+        ("max_length", 4, "synthetic"),
+        ("max_length", 256, "synthetic"),  # needs more symbols than there are
+        ("synthetic", "copy", "synthetic"),
+    ]:
+        with refused(ConfigError, f"data.{named}"):
+            settings(*induction, f"data.{key}={value}")
 
 
 INDUCTION = ("experiment=induction", "data.path=null", "model.context_length=64")
 INDUCTION += ("data.max_length=64", "trainer.max_steps=2", "name=induction")
 
 
-def test_a_run_says_how_much_is_right(trainer, tmp_path):
+def test_a_run_logs_its_accuracy(trainer):
     run = trainer(*INDUCTION, "lens=induction", "lens.every=1")
     assert [prompt.name for prompt in run.lens.prompts] == ["1-repeated"]
     run.train()
-    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(0 <= row["val/accuracy"] < 0.2 for row in (rows[0], rows[2]))
-    assert all(np.isfinite(row["val/loss"]) for row in (rows[0], rows[2]))
-    assert not [key for row in rows for key in row if "bits_per_byte" in key]
-    assert "attention_layers/induction/L01" in rows[2]
+    log = rows(run.folder)
+    assert [row["step"] for row in log] == [0, 1, 2]
+    assert all(0 <= row["val/accuracy"] < 0.2 for row in (log[0], log[2]))
+    assert all(np.isfinite(row["val/loss"]) for row in (log[0], log[2]))
+    assert not [key for row in log for key in row if "bits_per_byte" in key]
+    assert "attention_layers/induction/L01" in log[2]
     assert (run.folder / "attention" / "timelapse.html").is_file()
 
 
 def test_accuracy_counts_the_asked_targets_alone(trainer, monkeypatch):
-    """A model that always knows: 100 %; one that copies its input: 0 %."""
+    """A model that always knows: 1; one that copies its input: 0."""
     run = trainer(*INDUCTION, "trainer.eval_windows=20")
 
     def answering(answer):

@@ -1,21 +1,19 @@
 """Linear layers, attention and dropout of training/cpu.py against torch's own."""
 
-import dataclasses
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.models import random_ids, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import explicit, sdpa
-from model import GPT, Block, ModelConfig
+from model import Block
 from training import cpu
 from training.parallel import Parallel
 
-CONFIG = ModelConfig(
-    vocab_size=19, context_length=12, emb_dim=16, num_heads=2, num_layers=2, dropout=0.0
-)
-IDS = torch.arange(24).view(2, 12) % 19
+IDS = random_ids(T=12)
 
 
 def normal(*shape, seed=0):
@@ -36,41 +34,54 @@ def error(got, right):
     return [((a - b).norm() / b.norm()).item() for a, b in zip(got, right, strict=True)]
 
 
+def check_errors(got, baseline, right, most):
+    """Of output and gradients: at most so many times those of the baseline."""
+    for error_of_got, error_of_baseline in zip(
+        error(got, right), error(baseline, right), strict=True
+    ):
+        assert error_of_got < most * error_of_baseline
+
+
 @pytest.mark.parametrize("rows", [7, 513, 700, 1024, 1025])  # whole, halves even and odd, whole
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_linear_and_its_gradients(rows, has_bias, monkeypatch):
     monkeypatch.setattr(cpu, "HALVED_SIZE", 1)
     inputs = [normal(rows, 24), normal(32, 24, seed=1)] + [normal(32, seed=2)] * has_bias
-    arguments = inputs if has_bias else [*inputs, None]
-
-    def ours(*given):
-        return cpu.linear(*given, *arguments[len(given) :])
-
+    ours = cpu.linear if has_bias else functools.partial(cpu.linear, bias=None)
     right = gradients(F.linear, inputs, torch.float32)
     theirs = gradients(F.linear, inputs, torch.bfloat16)
     mine = gradients(ours, inputs, torch.bfloat16)
-    for error_of_mine, error_of_theirs in zip(
-        error(mine, right), error(theirs, right), strict=True
-    ):
-        assert error_of_mine < 1.1 * error_of_theirs
+    check_errors(mine, theirs, right, 1.1)
     for got, expected in zip(gradients(ours, inputs, torch.float32), right, strict=True):
         assert torch.equal(got, expected)  # without autocast it is F.linear itself
 
 
-def test_halves_are_of_what_one_core_would_get():
-    sizes = []
-    original = cpu._product
-
-    def product(a, b, bias):
-        sizes.append(len(a))
-        return original(a, b, bias)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_product", product)
-        patch.setattr(cpu, "HALVED_SIZE", 16)
-        for rows, columns in ((512, 8), (513, 8), (1024, 1280), (1024, 1281), (1025, 8), (600, 7)):
+def test_products_are_halved_where_one_core_would_have_all(monkeypatch):
+    monkeypatch.setattr(cpu, "HALVED_SIZE", 16)
+    for rows, columns, expected in [
+        (512, 8, [512]),
+        (513, 8, [257, 256]),
+        (1024, 1280, [512, 512]),
+        (1024, 1281, [1024]),
+        (1025, 8, [1025]),
+        (600, 7, [600]),
+    ]:
+        with Products() as products:
             cpu.product(normal(rows, 2), normal(2, columns))
-    assert sizes == [512, 257, 256, 512, 512, 1024, 1025, 600]
+        assert products.rows == expected, (rows, columns)
+
+
+class Products(TorchDispatchMode):
+    """Records the rows of each matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.mm.default:
+            self.rows.append(len(args[0]))
+        return function(*args, **kwargs or {})
 
 
 tiled = functools.partial(cpu.attention, longest=512)
@@ -84,32 +95,29 @@ def test_attention_and_its_gradients_are_as_near_as_explicit_in_bf16(sharpness):
     mine, fused, plain = (gradients(f, half, torch.float32) for f in (tiled, sdpa, explicit))
     assert torch.equal(mine[0], fused[0])
     assert not torch.equal(mine[1], fused[1])
-    for own, others in zip(error(mine, exact), error(plain, exact), strict=True):
-        assert own < 1.5 * others
+    check_errors(mine, plain, exact, 1.5)
 
 
-@pytest.mark.parametrize(
-    ("shape_of_queries", "dtype"),
-    [
-        ((1, 1, 4, 8), torch.bfloat16),  # fewer queries than keys
-        ((1, 1, 9, 8), torch.float32),
-        ((1, 1, 600, 8), torch.bfloat16),
-    ],
-)
-def test_attention_is_torchs_where_that_is_faster(shape_of_queries, dtype):
-    keys = normal(1, 1, max(9, shape_of_queries[2]), 8)
-    inputs = [x.to(dtype) for x in (normal(*shape_of_queries), keys, keys)]
-    mine, fused = (gradients(f, inputs, torch.float32) for f in (tiled, sdpa))
-    assert all(torch.equal(a, b) for a, b in zip(mine, fused, strict=True))
+def test_attention_is_torchs_where_that_is_faster():
+    """With fewer queries than keys, in fp32, and for long sequences."""
+    for T, S, dtype in [
+        (4, 9, torch.bfloat16),
+        (9, 9, torch.float32),
+        (600, 600, torch.bfloat16),
+    ]:
+        keys = normal(1, 1, S, 8)
+        inputs = [x.to(dtype) for x in (normal(1, 1, T, 8), keys, keys)]
+        mine, fused = (gradients(f, inputs, torch.float32) for f in (tiled, sdpa))
+        assert all(torch.equal(a, b) for a, b in zip(mine, fused, strict=True)), (T, S)
 
 
 # ----------------------------------------------------------------------------------- dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
-def test_dropout_drops_its_share_and_keeps_the_mean(p):
+def test_dropout_has_its_rate_and_keeps_the_mean(p):
     torch.manual_seed(0)
-    x = torch.ones(1001, 999, requires_grad=True)
+    x = torch.ones(501, 499, requires_grad=True)
     y = cpu.dropout(x, p)
     y.sum().backward()
     zeros = (y == 0).float().mean().item()
@@ -135,8 +143,8 @@ def test_masks_are_independent_of_place_and_follow_the_seed():
 def test_attention_with_dropout_drops_weights():
     torch.manual_seed(0)
     q, k, v = (normal(1, 2, 4, 8, seed=seed) for seed in range(3))
-    mean = torch.stack([cpu.attention(q, k, v, 0.3) for _ in range(4000)]).mean(0)
-    torch.testing.assert_close(mean, sdpa(q, k, v), rtol=0, atol=0.05)
+    mean = cpu.attention(*(x.expand(4000, 2, 4, 8) for x in (q, k, v)), 0.3).mean(0)
+    torch.testing.assert_close(mean, sdpa(q, k, v)[0], rtol=0, atol=0.05)
     assert cpu.attention(q, k, v, 0.9).eq(0).any()  # all of a row's weights
 
 
@@ -155,14 +163,14 @@ def with_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_trains_as_without(with_tiles, compiled):
+def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(with_tiles, compiled):
+    shape = {"num_layers": 1 if compiled else 2, "std": None}
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        way = Parallel(torch.device("cpu"), dtype)
-        torch.manual_seed(0)
-        model = way.place(CONFIG, lambda: GPT(CONFIG))
-        trained = way.trained(model, compiled and dtype == torch.bfloat16)
-        with way.autocast():
+        parallel = Parallel(torch.device("cpu"), dtype)
+        model = parallel.place(tiny_model(**shape).config, lambda: tiny_model(**shape))
+        trained = parallel.trained(model, compiled and dtype == torch.bfloat16)
+        with parallel.autocast():
             _, loss = trained(IDS, IDS)
         loss.backward()
         found[dtype] = [loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])]
@@ -170,32 +178,26 @@ def test_a_model_trains_as_without(with_tiles, compiled):
         assert all(changed) if dtype == torch.bfloat16 else not any(changed)
         longest = cpu.LONGEST[compiled] if dtype == torch.bfloat16 else 0
         assert all(b.attn.kernel.keywords == {"longest": longest} for b in model.blocks)
-        assert set(model.state_dict()) == set(GPT(CONFIG).state_dict())
+        assert set(model.state_dict()) == set(tiny_model(**shape).state_dict())
     assert max(error(found[torch.bfloat16], found[torch.float32])) < 0.03
 
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_with_dropout_is_repeated_by_its_seed(with_tiles, compiled):
-    """With another batch between, as the last micro-batch of a step may be one."""
-    config = dataclasses.replace(CONFIG, dropout=0.3)
-    way, losses = Parallel(torch.device("cpu"), torch.bfloat16), []
-    model = way.place(config, lambda: GPT(config))
-    trained = way.trained(model, compiled)
-    for step in (1, 2, 1):
-        way.reseed(0, step)
+    model = parallel.place(model.config, lambda: tiny_model(dropout=0.3, **shape))
+    trained, losses = parallel.trained(model, compiled), []
+    for step in (1, 2, 1):  # with another batch between, as a last micro-batch may be one
+        parallel.reseed(0, step)
         ids = IDS[:1] if step == 2 else IDS
-        with way.autocast():
+        with parallel.autocast():
             losses.append(trained(ids, ids)[1])
         losses[-1].backward()
     assert losses[0] == losses[2] != losses[1]
-    with way.inference(model):
+    with parallel.inference(model):
         assert model(IDS, IDS)[1] == model(IDS, IDS)[1]
 
 
 def test_other_processors_threads_and_kernels_keep_torchs_own(monkeypatch):
     monkeypatch.setattr(cpu, "has_tiles", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    model = GPT(dataclasses.replace(CONFIG, attention="explicit"))
+    model = tiny_model(attention="explicit")
     cpu.speed_up(model, torch.bfloat16, compiled=False)
     assert all(block.attn.kernel is explicit for block in model.blocks)
     monkeypatch.undo()
@@ -205,7 +207,7 @@ def test_other_processors_threads_and_kernels_keep_torchs_own(monkeypatch):
     assert not any("forward" in vars(module) for module in linear)
 
 
-def test_what_the_processor_has(monkeypatch):
+def test_capabilities_of_the_processor(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
     assert cpu.has_tiles()
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # older than torch 2.12

@@ -1,13 +1,14 @@
-"""Numbers that go wrong: what is left out, when a run ends, what counts as a spike."""
+"""NaN and inf: which steps are skipped, when a run ends, what counts as a loss spike."""
 
 import math
 import random
+import re
 
 import pytest
 import torch
 from helpers.runs import assert_same, rows, stop_behind, weights
 
-from train import DivergedError
+from errors import DivergedError
 from training import checkpoint
 from training.guard import Guard, Spikes
 from training.parallel import Parallel
@@ -23,17 +24,20 @@ def judged(guard, norms, scale=1.0):
 # ------------------------------------------------------------------------------------- the guard
 
 
-def test_only_what_is_no_number_is_left_out():
+def test_nonfinite_gradients_are_skipped_and_counted():
     guard = Guard(3, CPU)
     assert judged(guard, [1.0, NAN, 2.0, INF, -INF, 0.0, 1e38]) == [0, 1, 0, 1, 1, 0, 0]
     assert guard.read() == (3, 0, 0)
+    guard.restore(skipped=7, in_a_row=2)  # counting continues from a checkpoint
+    judged(guard, [NAN])
+    assert guard.read() == (8, 3, 1)
 
 
-def test_too_many_in_a_row_halt_and_nothing_is_taken_any_more():
+def test_too_many_in_a_row_halt_and_every_later_step_is_skipped():
     guard = Guard(3, CPU)
     assert judged(guard, [NAN, NAN, 1.0, NAN, NAN, NAN, 1.0, 1.0]) == [1, 1, 0, 1, 1, 1, 1, 1]
     skipped, _, halted = guard.read()
-    assert (skipped, halted) == (7, 3)  # the step that was too much, and two since
+    assert (skipped, halted) == (7, 3)  # the step that reached the limit, and two since
 
 
 def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
@@ -42,13 +46,6 @@ def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
     assert guard.read() == (9, 0, 0)
     assert judged(guard, [INF, INF]) == [1, 1]
     assert guard.read() == (11, 2, 1)
-
-
-def test_counting_goes_on_from_a_checkpoint():
-    guard = Guard(3, CPU)
-    guard.restore(skipped=7, in_a_row=2)
-    judged(guard, [NAN])
-    assert guard.read() == (8, 3, 1)
 
 
 # ---------------------------------------------------------------------------------------- spikes
@@ -77,32 +74,25 @@ def test_a_spike_does_not_hide_the_next_and_falling_losses_are_none():
     assert spikes.count == 3
 
 
-def test_a_jump_in_early_training_is_a_spike():
-    """The first losses of GPT-2 small with a warm-up that was too short: seed 0, 12 steps."""
+def test_spikes_in_early_training():
+    """The first losses of GPT-2 small with a warmup that was too short: seed 0, 12 steps."""
     falling = [10.86, 10.77, 10.40, 9.93, 9.70, 9.49, 9.31, 9.02, 8.77, 8.41, 8.11]
+    after_a_jump = [12.63, 7.58, 7.41, 7.65]
+    older = Spikes(seen=20, mean=8.0, variance=1.0)  # of a checkpoint without the short average
+    for spikes, losses, count in [
+        (Spikes(), falling, 0),
+        (Spikes(), falling + after_a_jump, 1),
+        (older, [7.0, 6.9, 6.9, 6.8, 6.8], 0),
+    ]:
+        for loss in losses:
+            spikes.add(loss)
+        assert spikes.count == count
     spikes = Spikes()
-    for loss in falling:
-        spikes.add(loss)
-    assert spikes.count == 0
-    for loss in (12.63, 7.58, 7.41, 7.65):
-        spikes.add(loss)
-    assert spikes.count == 1
-
-
-def test_an_older_checkpoint_does_not_count_its_next_losses_as_spikes():
-    spikes = Spikes(seen=20, mean=8.0, variance=1.0)  # without the short average
-    for loss in (7.0, 6.9, 6.9, 6.8, 6.8):
-        spikes.add(loss)
-    assert spikes.count == 0
-
-
-def test_losses_that_never_change_have_no_score():
-    spikes = Spikes()
-    assert {spikes.add(2.0) for _ in range(200)} == {None}
+    assert {spikes.add(2.0) for _ in range(200)} == {None}  # constant losses have no z-score
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_optimizer_without_a_kernel_for_it_leaves_the_step_out_too(fused):
+def test_an_optimizer_without_a_kernel_for_it_skips_the_step_too(fused):
     """As on Apple's GPUs."""
     layer = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
@@ -121,8 +111,8 @@ def test_an_optimizer_without_a_kernel_for_it_leaves_the_step_out_too(fused):
 # ------------------------------------------------------------------------------------ in training
 
 
-def spoil(run, steps, how):
-    """At these steps (numbered from 0) the loss is what how(loss) makes of it."""
+def spoil(run, steps, how=lambda loss: loss * NAN):
+    """Replaces the loss of these steps (from 0) by how(loss)."""
     model = run.fast_model
 
     def forward(*arguments):
@@ -132,6 +122,7 @@ def spoil(run, steps, how):
     run.fast_model = forward
 
 
+LOOP = ("name=a", "trainer.max_steps=6", "trainer.eval_every=0")
 SPOILT = {
     "nan": lambda loss: loss * NAN,
     "infinite, its gradient finite": lambda loss: loss + INF,
@@ -140,8 +131,8 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_a_step_that_is_left_out_leaves_everything_as_it_was(trainer, how):
-    run = trainer("name=a", "trainer.max_steps=6", "trainer.eval_every=0")
+def test_a_skipped_step_leaves_everything_as_it_was(trainer, how):
+    run = trainer(*LOOP)
     spoil(run, {2}, SPOILT[how])
     run.step(), run.step()
     before = weights(run)
@@ -158,14 +149,11 @@ def test_a_step_that_is_left_out_leaves_everything_as_it_was(trainer, how):
     assert run.guard.read() == (1, 0, 0)
 
 
-def test_a_skipped_step_is_counted_told_and_remembered(trainer, capsys):
-    settings = ["name=a", "trainer.max_steps=6", "trainer.eval_every=0", "trainer.log_every=2"]
-    run = trainer(*settings)
-    spoil(run, {1, 2}, SPOILT["nan"])
+def test_a_skipped_step_is_counted_and_remembered(trainer):
+    run = trainer(*LOOP, "trainer.log_every=2")
+    spoil(run, {1, 2})
     stop_behind(run, 3)
-    told = "step 2 left out: the loss or gradient was not finite (1 in a row, 10 end the run)"
-    assert told in capsys.readouterr().out
-    again = trainer(*settings)
+    again = trainer(*LOOP, "trainer.log_every=2")
     assert (again.state.skipped, again.guard.read()) == (2, (2, 2, 0))
     again.train()
     last = rows(again.folder)[-1]
@@ -174,14 +162,11 @@ def test_a_skipped_step_is_counted_told_and_remembered(trainer, capsys):
 
 
 def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer, monkeypatch):
-    """Which lie between two lines of the log."""
     monkeypatch.setattr(Spikes, "WARM_UP", 1)
-    settings = ["trainer.max_steps=6", "trainer.eval_every=0", "trainer.log_every=4"]
-    whole = trainer("name=whole", *settings)
+    whole = trainer(*LOOP, "trainer.log_every=4", "name=whole")
     whole.train()
-    half = trainer("name=half", *settings)
-    stop_behind(half, 3)
-    rest = trainer("name=half", *settings)
+    stop_behind(trainer(*LOOP, "trainer.log_every=4"), 3)
+    rest = trainer(*LOOP, "trainer.log_every=4")
     rest.train()
     assert "train/loss_z_score" in rows(whole.folder)[-1]
     for key in ("train/loss", "train/tokens", "train/loss_spikes", "train/loss_z_score"):
@@ -189,67 +174,57 @@ def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer
         assert {row["step"]: row.get(key) for row in rows(rest.folder)} == wanted
 
 
-@pytest.mark.parametrize(
-    ("setting", "first", "steps"),
-    [
-        ("trainer.on_nonfinite=stop", 3, "(on_nonfinite)"),
-        ("trainer.max_skips=2", 3, "(2 in a row)"),
-    ],
-)
-def test_too_many_end_the_run_and_the_checkpoint_before_is_named(trainer, setting, first, steps):
-    run = trainer(
-        "name=a", setting, "trainer.max_steps=9", "trainer.eval_every=0", "trainer.save_every=2"
-    )
-    spoil(run, range(2, 99), SPOILT["nan"])
+@pytest.mark.parametrize("limit", ["trainer.on_nonfinite=stop", "trainer.max_skips=2"])
+def test_too_many_end_the_run_and_the_checkpoint_before_is_named(trainer, limit):
+    run = trainer(*LOOP, limit, "trainer.save_every=2")
+    spoil(run, range(2, 99))
     with pytest.raises(DivergedError) as caught:
         run.train()
     assert caught.value.exit_code == 4
-    assert f"the loss or gradient of step {first} is no finite number {steps}" in str(caught.value)
-    assert str(caught.value).endswith("; the checkpoint of step 2 is intact")
+    told = re.findall(r"step (\d+)", str(caught.value))
+    assert told == ["3", "2"]  # the first bad step and the step of the checkpoint
     _, state = checkpoint.load_model(checkpoint.find(run.folder))
     assert state.step == 2
 
 
-def test_what_goes_wrong_becomes_an_alert(trainer):
-    run = trainer("trainer.max_steps=9", "trainer.eval_every=0", "trainer.max_skips=2")
-    run.spikes = Spikes(seen=99, mean=1.0, variance=0.01)  # beside which 5.5 is a spike
+def test_spikes_skipped_steps_and_failures_are_alerts(trainer, capsys):
+    run = trainer(*LOOP, "trainer.max_skips=2")
+    run.spikes = Spikes(seen=99, mean=1.0, variance=0.01)  # compared with it 5.5 is a spike
     sent = []
-    run.tracker.alert = lambda *alert: sent.append(alert)
-    spoil(run, range(1, 99), SPOILT["nan"])
+    run.tracker.alert = lambda title, text, level: sent.append((text, level))
+    spoil(run, range(1, 99))
     with pytest.raises(DivergedError) as caught:
         run.train()
-    assert [(title, level) for title, _, level in sent] == [
-        ("Loss spike", "WARN"),
-        ("Steps left out", "WARN"),
-        ("DivergedError", "ERROR"),
-    ]
-    _, left_out, diverged = (text for _, text, _ in sent)
-    assert left_out.startswith("step 2 left out: ")
-    assert diverged == str(caught.value)
+    assert [level for _, level in sent] == ["WARN", "WARN", "ERROR"]
+    assert "step 2" in sent[1][0]
+    assert sent[1][0] in capsys.readouterr().out
+    assert sent[2][0] == str(caught.value)
 
     failing = trainer()
     sent.clear()
-    failing.tracker.alert = lambda *alert: sent.append(alert)
+    failing.tracker.alert = lambda title, text, level: sent.append((text, level))
     failing.validate = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         failing.train()
-    assert sent == [("Failed", "ZeroDivisionError: division by zero", "ERROR")]
+    assert [level for _, level in sent] == ["ERROR"]
+    assert "ZeroDivisionError" in sent[0][0]
 
 
-def test_while_steps_are_left_out_nothing_pushes_out_what_was_saved_before(trainer, capsys):
-    settings = ["name=a", "trainer.max_steps=12", "trainer.eval_every=0", "trainer.save_every=2"]
-    run = trainer(*settings, "trainer.max_skips=6", "trainer.keep=1")
-    spoil(run, range(5, 99), SPOILT["nan"])
-    with pytest.raises(DivergedError, match=r"step 6 is no finite number .* step 4 is"):
+def test_a_nonfinite_phase_never_pushes_out_the_checkpoint_before_it(trainer):
+    values = [*LOOP, "trainer.max_steps=12", "trainer.save_every=2"]
+    run = trainer(*values, "trainer.max_skips=6", "trainer.keep=1")
+    spoil(run, range(5, 99))
+    with pytest.raises(DivergedError) as caught:
         run.train()
+    assert re.findall(r"step (\d+)", str(caught.value)) == ["6", "4"]
     assert checkpoint.find(run.folder).name == "step_00000004"
-    # With another rate the count begins anew.
-    again = trainer(*settings, "optimizer.lr=1e-5", "trainer.resume_override=true")
+    # With another learning rate the count starts at zero.
+    again = trainer(*values, "optimizer.lr=1e-5", "trainer.resume_override=true")
     assert (again.state.step, again.guard.read()) == (4, (0, 0, 0))
 
 
-def test_fp16_overflows_halve_the_scale_and_take_no_step(trainer):
-    """The scaler as it is on a GPU, on a CPU in full precision: the same code."""
+def test_fp16_overflows_halve_the_scale_and_skip_the_step(trainer):
+    """With the scaler of a GPU on a CPU in fp32: the same code."""
     run = trainer("trainer.eval_every=0", "trainer.max_steps=12", "trainer.max_skips=1")
     run.parallel.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     spoil(run, range(99), lambda loss: loss * 64)

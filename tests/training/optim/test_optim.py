@@ -1,36 +1,27 @@
-"""The optimizer and the course of its learning rate."""
+"""AdamW and the schedules of the learning rate."""
 
 import itertools
 import math
 
 import pytest
 import torch
+from helpers.models import tiny_model
 
-from model import GPT, ModelConfig
 from training.optim import OptimizerConfig, build_optimizer, learning_rate
 
 
-def tiny():
-    torch.manual_seed(0)
-    return GPT(
-        ModelConfig(
-            vocab_size=61, context_length=16, emb_dim=16, num_heads=2, num_layers=2, dropout=0.0
-        )
-    )
-
-
-def course(schedule, warmup=10, steps=100, **settings):
+def rates_of(schedule, warmup=10, steps=100, **settings):
     config = OptimizerConfig(lr=1.0, schedule=schedule, **settings)
     return [learning_rate(step, config, warmup, steps) for step in range(steps)]
 
 
 def test_warmup_rises_linearly_to_the_peak():
-    rates = course("cosine")
+    rates = rates_of("cosine")
     assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
 
 
-def test_cosine_falls_to_the_floor_and_passes_half_way_in_the_middle():
-    rates = course("cosine", warmup=0, steps=101, min_lr_ratio=0.1)
+def test_cosine_falls_to_its_minimum():
+    rates = rates_of("cosine", warmup=0, steps=101, min_lr_ratio=0.1)
     assert rates[0] == 1.0
     assert rates[50] == pytest.approx(0.55)
     assert rates[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
@@ -38,8 +29,8 @@ def test_cosine_falls_to_the_floor_and_passes_half_way_in_the_middle():
     assert all(a >= b for a, b in itertools.pairwise(rates))
 
 
-def test_wsd_is_flat_then_falls_linearly():
-    rates = course("wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+def test_wsd_is_constant_then_falls_linearly():
+    rates = rates_of("wsd", decay_fraction=0.2, min_lr_ratio=0.0)
     assert rates[10:80] == [1.0] * 70
     assert rates[99] == pytest.approx(0.0)
     falls = [a - b for a, b in itertools.pairwise(rates[79:])]
@@ -47,14 +38,14 @@ def test_wsd_is_flat_then_falls_linearly():
 
 
 def test_constant_and_degenerate_lengths():
-    assert course("constant")[10:] == [1.0] * 90
+    assert rates_of("constant")[10:] == [1.0] * 90
     for schedule in ("cosine", "wsd", "constant"):
-        assert course(schedule, warmup=0, steps=1) == [1.0]
-        assert all(math.isfinite(rate) for rate in course(schedule, warmup=5, steps=5))
+        assert rates_of(schedule, warmup=0, steps=1) == [1.0], schedule
+        assert all(math.isfinite(rate) for rate in rates_of(schedule, warmup=5, steps=5))
 
 
 def test_only_matrices_decay():
-    model = tiny()
+    model = tiny_model()
     optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
     decayed, plain = optimizer.param_groups
     assert decayed["weight_decay"] == 0.3
