@@ -1,4 +1,7 @@
-"""The interactive page in a real browser: what it draws and what it says."""
+"""The interactive page in a real browser: what it draws, and the numbers it shows.
+
+Each test opens one page and checks all that this page can show.
+"""
 
 import base64
 import itertools
@@ -9,23 +12,27 @@ import numpy as np
 import pytest
 from helpers.pages import (
     HISTORY,
+    PERIOD,
     PROMPTS,
     READ_PIXELS,
     STEPS,
     WORDS,
     Run,
     a_run,
+    as_file,
     as_shown,
     assert_drawn,
     assert_weights,
     cell,
+    go_to,
     grid_order,
     pixels,
     prompt,
     ranked,
-    readout_query,
+    readout,
     second_run,
     state,
+    statistics_of,
     thumbnails,
     tile,
     tint,
@@ -37,45 +44,37 @@ from lens.page import END, START, page, run_data
 from lens.probe import SHOWN
 from lens.statistics import STATISTICS
 
+TALL = {"width": 1280, "height": 1500}  # a window that shows the grid and all charts
+
+
 # ------------------------------------------------------------------------- colours and weights
 
 
-def test_every_head_is_drawn_in_the_colours_of_its_weights(shown):
-    run = a_run("gpt2", 12, 12)
-    lens = shown(run)
-    assert lens.locator(".head").count() == 144
-    assert max(tint(lens)) > 200  # on a light page
-    assert_drawn(thumbnails(lens, run), np.sqrt(run.weights[120][0]), tint(lens))
-    label = tile(lens, 3, 5).get_attribute("aria-label")
-    value = run.rows[120].values["induction"][3, 5]
-    assert label == f"layer 3 head 5, induction {as_shown(value)}"
+def test_maps_and_weights_of_every_prompt_and_step(shown):
+    lens, run = shown(fragment="#head=0.2"), a_run()
+    assert max(tint(lens)) > 200  # the light theme
     labels = lens.locator("#grid .label").all_inner_texts()
-    assert labels == [f"H{n}" for n in range(12)] + [f"L{n}" for n in range(12)]
-
-
-def test_every_weight_on_the_page_is_the_model_s(shown):
-    run = a_run("gpt2", 12, 12)
-    assert_weights(shown(run), run)
-
-
-def test_each_prompt_has_its_own_weights(shown):
-    lens = shown()
-    for number, weights in enumerate(a_run().weights[120]):
+    assert labels == ["H0", "H1", "H2", "L0", "L1"]
+    assert_weights(lens, run)
+    for number, weights in enumerate(run.weights[120]):
         lens.locator("#prompt").select_option(str(number))
-        assert_drawn(thumbnails(lens, a_run()), np.sqrt(weights), tint(lens))
-    assert "4 random tokens, twice" in lens.locator("#what").inner_text()
+        assert_drawn(thumbnails(lens, run), np.sqrt(weights), tint(lens))
+    assert f" {PERIOD} " in lens.locator("#what").inner_text()
+    go_to(lens, "head=0.2")
+    # Another step changes the elements in place.
+    parts = "[...document.querySelectorAll('#grid *, #text *, #values *, #charts *')]"
+    lens.evaluate(f"window.before = {parts}")
+    for frame, step in reversed(list(enumerate(STEPS))):
+        lens.locator("#step").fill(str(frame))
+        assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == [str(step)]
+        assert_drawn(thumbnails(lens, run), np.sqrt(run.weights[step][0]), tint(lens))
+        value = as_shown(run.rows[step].values["induction"][0, 2])
+        assert tile(lens, 0, 2).get_attribute("aria-label").endswith(f" {value}")
+        assert statistics_of(lens)[STATISTICS["induction"].title] == value
+    assert lens.evaluate(f"{parts}.every((node, n) => node === window.before[n])")
 
 
-def test_a_long_prompt_is_shown_as_far_as_the_page_goes(shown):
-    long = prompt("1-long", [f" {n}" for n in range(SHOWN + 44)])
-    run = a_run("long", 1, 1, (long,), (0,), (0,))
-    lens = shown(run, fragment="#head=0.0")
-    (found,) = pixels(lens.locator("#map"))
-    assert found.shape == (SHOWN, SHOWN, 3)
-    assert_drawn(found, np.sqrt(run.weights[0][0][0, 0, :SHOWN, :SHOWN]), tint(lens))
-
-
-def test_scale_and_first_column_change_the_colours_as_they_say(shown):
+def test_color_scale_and_first_column(shown):
     lens = shown(fragment="#head=1.0")
     weights = a_run().weights[120][0]
     for scale, hide in itertools.product(("sqrt", "linear"), (False, True)):
@@ -89,30 +88,28 @@ def test_scale_and_first_column_change_the_colours_as_they_say(shown):
         assert_drawn(found, part, tint(lens), within, first=int(hide))
         (enlarged,) = pixels(lens.locator("#map"))
         assert (enlarged == found[1, 0]).all()
-    # The numbers stay as they are.
-    at = lens.evaluate("window.lens.weight(0, 3, 0, 1, 0, 5, 0)")
+    at = lens.evaluate("window.lens.weight(0, 3, 0, 1, 0, 5, 0)")  # the numbers stay
     assert at == pytest.approx(weights[1, 0, 5, 0], abs=1 / 255)
 
 
-def test_dark_and_light(shown):
+def test_dark_and_light_theme(shown):
     lens = shown(color_scheme="dark")
-    html_element = lens.locator("html")
-    assert html_element.get_attribute("data-theme") == "dark"
+
+    def check(theme):
+        expect(lens.locator("html")).to_have_attribute("data-theme", theme)
+        assert_drawn(thumbnails(lens, a_run()), np.sqrt(a_run().weights[120][0]), tint(lens))
+        background = lens.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (max(map(int, re.findall(r"\d+", background))) < 60) == (theme == "dark")
+
+    check("dark")
     assert max(tint(lens)) < 60
-    part = np.sqrt(a_run().weights[120][0])
-    assert_drawn(thumbnails(lens, a_run()), part, tint(lens))
     lens.emulate_media(color_scheme="light")
-    expect(html_element).to_have_attribute("data-theme", "light")
-    assert_drawn(thumbnails(lens, a_run()), part, tint(lens))
+    check("light")
     lens.locator("#theme").click()
-    assert html_element.get_attribute("data-theme") == "dark"
-    assert_drawn(thumbnails(lens, a_run()), part, tint(lens))
-    page_colour = lens.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert max(map(int, re.findall(r"\d+", page_colour))) < 60
-    lens.emulate_media(color_scheme="dark")
+    check("dark")
     lens.locator("#theme").click()
     lens.emulate_media(color_scheme="dark")
-    assert html_element.get_attribute("data-theme") == "light"  # what was chosen stays
+    check("light")  # the chosen theme wins over the system's
 
 
 # ------------------------------------------------------------------------------ one head
@@ -131,90 +128,72 @@ WATCH_TEXT = """() => {
 }"""
 
 
-def written(lens, where, act):
-    """What is written on a canvas while `act` is done; places in its pixels."""
+def labels_at(lens, query, key, size):
+    """What is written beside the enlarged map while the pointer is on a cell, in its pixels."""
     lens.evaluate("() => { window.written = []; }")
-    act()
-    return [text for text in lens.evaluate("window.written") if text["where"] == where]
+    lens.mouse.move(*cell(lens, query, key, size=size))
+    return [text for text in lens.evaluate("window.written") if text["where"] == "map"]
 
 
-def test_a_click_or_enter_enlarges_a_head(shown):
+def test_enlarging_a_head(shown):
     lens = shown()
+    title = lens.locator("#detail-title")
     assert not lens.locator("#detail").is_visible()
     tile(lens, 1, 2).click()
-    assert lens.locator("#detail-title").inner_text() == "L1 H2"
+    assert title.inner_text() == "L1 H2"
     assert tile(lens, 1, 2).get_attribute("aria-pressed") == "true"
     tile(lens, 0, 1).focus()
     lens.keyboard.press("Enter")
-    assert lens.locator("#detail-title").inner_text() == "L0 H1"
+    assert title.inner_text() == "L0 H1"
     assert lens.locator(".head[aria-pressed='true']").count() == 1
     (enlarged,) = pixels(lens.locator("#map"))
     assert_drawn(enlarged, np.sqrt(a_run().weights[120][0][0, 1]), tint(lens))
     assert lens.locator("#map").bounding_box()["width"] > 200
     for canvas in (lens.locator("#map"), tile(lens, 0, 1).locator("canvas")):
         assert canvas.evaluate("node => getComputedStyle(node).imageRendering") == "pixelated"
-    values = dict(text.split("\n") for text in lens.locator("#values > div").all_inner_texts())
     true = a_run().rows[120].values
-    assert values == {s.title: as_shown(true[key][0, 1]) for key, s in STATISTICS.items()}
+    expected = {s.title: as_shown(true[key][0, 1]) for key, s in STATISTICS.items()}
+    assert statistics_of(lens) == expected
     lens.locator("#next-head").click()
-    assert lens.locator("#detail-title").inner_text() == "L0 H2"
+    assert title.inner_text() == "L0 H2"
     lens.locator("#previous-head").click()
+    assert title.inner_text() == "L0 H1"
     lens.locator("#close").click()
     assert not lens.locator("#detail").is_visible()
 
 
-def test_tokens_stand_on_both_axes(shown):
-    lens = shown(fragment="#head=0.0", viewport={"width": 1280, "height": 1000})
+def test_reading_an_enlarged_head(shown):
+    """The tokens on both axes, the weight under the pointer, and the shaded text."""
+    lens = shown(fragment="#head=1.1", viewport={"width": 1280, "height": 1000})
     lens.evaluate(WATCH_TEXT)
-    found = written(lens, "map", lambda: lens.mouse.move(*cell(lens, 8, 3)))
+    weights = a_run().weights[120][0][1, 1]
+    found = labels_at(lens, 8, 3, len(WORDS))
     box = lens.locator("#map").bounding_box()
     marks = lens.locator("#map + canvas").bounding_box()
     left, top = box["x"] - marks["x"], box["y"] - marks["y"]
-    labels = [*WORDS]
-    labels[4], labels[10] = "⏎", "␣"
-    labels = [re.sub("^ ", "␣", label) for label in labels]
+    below = top + box["height"]
+    labels = [re.sub("^ ", "␣", {"\n": "⏎", " ": "␣"}.get(word, word)) for word in WORDS]
     for number, label in enumerate(labels):
         along = (number + 0.5) * box["width"] / len(WORDS)
         named = [text for text in found if text["text"] == label]
         assert any(t["x"] < left and abs(t["y"] - top - along) < 2 for t in named), label
-        below = top + box["height"]
         assert any(t["y"] > below and abs(t["x"] - left - along) < 2 for t in named), label
     strong = [text["text"] for text in found if text["colour"] == "#fdfdfb"]
-    assert strong == ["␣river", "␣the"]  # the hovered row and column
+    assert strong == ["␣river", "␣the"]  # the row and the column under the pointer
     bar = [text["text"] for text in found if re.fullmatch(r"[\d.]+", text["text"])]
     assert (bar[0], bar[-1]) == ("0", "1")
     assert len(bar) >= 4
 
-
-def test_labels_are_thinned_but_the_hovered_ones_stay(shown):
-    many = prompt("1-many", [f" n{n}" for n in range(150)])
-    run = a_run("long", 1, 1, (many,), (0,), (0,))
-    lens = shown(run, fragment="#head=0.0")
-    lens.evaluate(WATCH_TEXT)
-    found = written(lens, "map", lambda: lens.mouse.move(*cell(lens, 101, 53, size=150)))
-    texts = [text["text"] for text in found]
-    assert 10 < len(texts) < 150
-    assert {"␣n101", "␣n53"} <= set(texts)
-
-
-def test_the_readout_says_who_looks_at_whom_and_how_much(shown):
-    lens = shown(fragment="#head=1.1")
-    weights = a_run().weights[120][0][1, 1]
-    readout = lens.locator("#readout")
     for query, key in ((8, 3), (11, 0), (5, 5)):
         lens.mouse.move(*cell(lens, query, key))
-        words, said = readout.inner_text().rsplit(": ", 1)
-        assert words == f'"{WORDS[query]}" ({query}) looks at "{WORDS[key]}" ({key})'
-        assert re.fullmatch(r"\d\.\d{3}", said)
-        assert float(said) == pytest.approx(weights[query, key], abs=1 / 255 + 0.0005)
+        looking, looked_at, (weight,) = readout(lens)
+        assert looking == (WORDS[query], query)
+        assert looked_at == (WORDS[key], key)
+        assert weight == pytest.approx(weights[query, key], abs=1 / 255 + 0.0005)
     lens.mouse.move(5, 5)
-    assert readout.inner_text().startswith(
-        f'" far" (11) looks most at "{WORDS[weights[11].argmax()]}"'
-    )
+    most = weights[11].argmax()
+    assert readout(lens)[:2] == ((" far", 11), (WORDS[most], most))
 
-
-def test_the_prompt_is_shaded_by_what_its_token_looks_at(shown):
-    lens = shown(fragment="#head=1.1")
     tokens = lens.locator("#text [data-token]")
     assert tokens.all_text_contents() == [*WORDS[:4], "⏎\n", *WORDS[5:10], "␣", WORDS[11]]
     tokens.nth(6).click()
@@ -223,118 +202,124 @@ def test_the_prompt_is_shaded_by_what_its_token_looks_at(shown):
     assert tokens.nth(6).get_attribute("class") == "query"
     assert lens.locator("#text .query").count() == 1
     assert lens.locator("#text .after").count() == len(WORDS) - 7
-
-    def shades():
-        read = "all => all.map((span) => span.style.backgroundColor)"
-        return [
-            float(colour.rstrip(")").split(",")[-1]) if colour else 0.0
-            for colour in tokens.evaluate_all(read)
-        ]
-
-    seen = np.array(shades())
-    true = np.sqrt(a_run().weights[120][0][1, 1, 6])
-    assert (seen[7:] == 0).all()
-    at_most = seen.max() / true.max()
+    colours = tokens.evaluate_all("all => all.map((span) => span.style.backgroundColor)")
+    shades = np.array([float(c.rstrip(")").split(",")[-1]) if c else 0.0 for c in colours])
+    true = np.sqrt(weights[6])
+    assert (shades[7:] == 0).all()
+    at_most = shades.max() / true.max()
     assert 0.5 < at_most < 1
-    assert seen[:7] == pytest.approx(at_most * true[:7], abs=0.02)
+    assert shades[:7] == pytest.approx(at_most * true[:7], abs=0.02)
     tokens.nth(2).hover()
     assert lens.locator("#text .query").inner_text() == " on"
-    assert readout_query(lens) == '" on" (2)'
-    assert state(lens, "query") == 6  # only pointed at
-    said, weight = tokens.nth(1).get_attribute("title").rsplit(": ", 1)
-    assert said == " sat\nposition 1"
-    assert float(weight) == pytest.approx(a_run().weights[120][0][1, 1, 2, 1], abs=0.005)
+    assert readout(lens)[0] == (" on", 2)
+    assert state(lens, "query") == 6  # the pointer alone chooses nothing
+    weight = float(tokens.nth(1).get_attribute("title").split()[-1])
+    assert weight == pytest.approx(weights[2, 1], abs=0.005)
 
 
-def test_a_character_split_over_tokens_is_put_together_in_the_text(shown):
+def test_long_prompt_is_cropped_and_its_labels_are_thinned(shown):
+    long = prompt("1-long", [f" n{n}" for n in range(SHOWN + 44)])
+    run = a_run("long", 1, 1, (long,), (0,), (0,))
+    lens = shown(run, fragment="#head=0.0")
+    (found,) = pixels(lens.locator("#map"))
+    assert found.shape == (SHOWN, SHOWN, 3)
+    assert_drawn(found, np.sqrt(run.weights[0][0][0, 0, :SHOWN, :SHOWN]), tint(lens))
+    lens.evaluate(WATCH_TEXT)
+    texts = [text["text"] for text in labels_at(lens, 101, 53, SHOWN)]
+    assert 10 < len(texts) < SHOWN
+    assert {"␣n101", "␣n53"} <= set(texts)  # those under the pointer are always written
+
+
+def test_character_split_over_tokens_is_joined_in_the_text(shown):
     parts = ["<0x20><0xF0><0x9F>", "<0x98>", "<0x80>"]
     tokens = ["Hi", *parts, "<0xE2>", "<0xC3>", "<0xA9>", "<0x41>", "<0xE2>"]
     lens = shown(a_run("split", 1, 1, (prompt("1-hi", tokens),), (0,), (0,)), fragment="#head=0.0")
     spans = lens.locator("#text [data-token]")
     wanted = ["Hi", " \U0001f600", "", "", "<0xE2>", "é", "", "<0x41>", "<0xE2>"]
     assert spans.all_text_contents() == wanted
-    assert lens.locator("#prompt option").inner_text() == f"1: {''.join(wanted)}"
+    assert lens.locator("#prompt option").inner_text().endswith(f" {''.join(wanted)}")
     for number in (2, 3, 6):
         spans.nth(number).hover()
-        assert readout_query(lens) == f'"{tokens[number]}" ({number})'
+        assert readout(lens)[0] == (tokens[number], number)
     lens.evaluate(WATCH_TEXT)
-    marks = written(lens, "map", lambda: lens.mouse.move(*cell(lens, 8, 5, size=9)))
-    labels = {text["text"] for text in marks}
-    assert {"Hi", "<0x20><0xF0…", *tokens[2:]} <= labels  # on the axes as they are
+    labels = {text["text"] for text in labels_at(lens, 8, 5, 9)}
+    assert {"Hi", "<0x20><0xF0…", *tokens[2:]} <= labels  # each token as it is
 
 
 # ------------------------------------------------------------------------------ steps
 
 
-def test_the_slider_shows_another_step_and_makes_no_element_anew(shown):
-    lens = shown(fragment="#head=0.2")
-    parts = "[...document.querySelectorAll('#grid *, #text *, #values *, #charts *')]"
-    lens.evaluate(f"window.before = {parts}")
-    for frame, step in reversed(list(enumerate(STEPS))):
-        lens.locator("#step").fill(str(frame))
-        expect(lens.locator("#step-number")).to_have_text(f"step {step}")
-        assert_drawn(thumbnails(lens, a_run()), np.sqrt(a_run().weights[step][0]), tint(lens))
-        value = as_shown(a_run().rows[step].values["induction"][0, 2])
-        assert tile(lens, 0, 2).get_attribute("aria-label").endswith(f" {value}")
-        assert f"induction\n{value}" in lens.locator("#values > div").all_inner_texts()
-    assert lens.evaluate(f"{parts}.every((node, n) => node === window.before[n])")
-
-
 WATCH_STEPS = """() => {
   window.seen = [];
-  const [step, play] = ["step-number", "play"].map((id) => document.getElementById(id));
-  const watch = () => seen.push([step.textContent, play.getAttribute("aria-label")]);
-  const what = { childList: true, characterData: true, subtree: true };
-  new MutationObserver(watch).observe(step, what);
+  const step = document.getElementById("step-number");
+  const watch = () => seen.push([parseInt(step.textContent.match(/\\d+/)[0]), lens.state.frame]);
+  new MutationObserver(watch).observe(step, { childList: true, subtree: true });
 }"""
-AT_THE_END = """() => seen.at(-1)?.join() === "step 120,play" """
 
 
-def test_play_goes_on_to_the_end_and_starts_over(shown):
+def test_play_goes_to_the_end_and_starts_over(shown):
     lens = shown(fragment="#step=40")
     lens.locator("#speed").select_option("10")
     lens.evaluate(WATCH_STEPS)
-    for begin in (40, 0):  # at the last step it begins again
-        lens.locator("#play").click()
-        lens.wait_for_function(AT_THE_END)
+    play = lens.locator("#play")
+    label = play.get_attribute("aria-label")
+    for begin in (40, 0):  # from the last step it starts over
+        play.click()
+        lens.wait_for_function("() => seen.at(-1)?.[0] === 120")
+        expect(play).to_have_attribute("aria-label", label)  # it has stopped
         seen = dict(lens.evaluate("seen.splice(0)"))
-        assert list(seen) == [f"step {step}" for step in STEPS if step >= begin]
-        assert {label for step, label in seen.items() if step != "step 120"} == {"pause"}
+        assert list(seen) == [step for step in STEPS if step >= begin]
 
 
-def test_pausing_holds_the_step(shown):
+def test_pause(shown):
     # Options that no other test has make a window of its own, whose clock may stay stopped.
     lens = shown(fragment="#step=0", timezone_id="Etc/GMT+5")
     lens.clock.install(time=0)
     lens.clock.pause_at(1000)  # from here time passes only in run_for
     lens.locator("#speed").select_option("1")
-    lens.locator("#play").click()
-    assert lens.locator("#play").get_attribute("aria-label") == "pause"
+    play = lens.locator("#play")
+    label = play.get_attribute("aria-label")
+    play.click()
+    assert play.get_attribute("aria-label") != label
     lens.clock.run_for(1500)
     assert state(lens, "frame") == 1
-    lens.locator("#play").click()
-    assert lens.locator("#play").get_attribute("aria-label") == "play"
+    play.click()
+    assert play.get_attribute("aria-label") == label
     lens.clock.run_for(5000)
     assert state(lens, "frame") == 1
 
 
-def test_a_single_step_has_no_time_controls(shown):
-    run = a_run(steps=(40,), history=(40,))
-    lens = shown(run, fragment="#head=0.0")
-    assert lens.locator("#step-number").inner_text() == "step 40"
+def test_one_step_without_a_repeated_prompt(shown):
+    """No controls of time, nothing to compare with, statistics that no prompt has."""
+    run = a_run(prompts=PROMPTS[:2], steps=(40,), history=(40,))
+    values = np.linspace(6.2, 9.9, 6).reshape(2, 3)  # between which there is one even number
+    row = Row(40, run.rows[40].values | {"largest_logit": values})
+    data = run_data("narrow", run.prompts, run.data["frames"], [row])
+    lens = shown(Run(data, run.prompts, run.weights, run.rows), fragment="#head=0.0")
+    assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == ["40"]
     for control in ("#step", "#play", "#speed"):
         assert not lens.locator(control).is_visible()
     lens.keyboard.press("Space")
     lens.keyboard.press(".")
     assert state(lens, "frame") == 0
+    lens.keyboard.press("d")
+    expect(lens.locator("#message")).not_to_have_text("")
+    assert state(lens, "compare") == "off"
+    for select in ("#sort", "#filter-statistic"):
+        off = lens.locator(f"{select} option:disabled").evaluate_all("all => all.map(o => o.value)")
+        assert off == ["induction", "duplicate_token"]
+    assert tile(lens, 0, 0).get_attribute("aria-label").endswith(" –")
     assert lens.locator(".chart").count() == len(STATISTICS)
-    assert "by layer" in lens.locator("#legend").inner_text()
+    lens.evaluate(WATCH_TEXT)
+    lens.locator("#theme").click()
+    assert len(Chart(lens, "largest_logit").ticks) >= 2
+    assert Chart(lens, "entropy").steps == ["L0", "L1"]  # one step is drawn by layer
 
 
 # ------------------------------------------------------------------------------ sort and filter
 
 
-def test_heads_are_sorted_by_any_statistic(shown):
+def test_sorting_and_filtering(shown):
     lens = shown(fragment="#step=80")
     for key, values in a_run().rows[80].values.items():
         lens.locator("#sort").select_option(key)
@@ -345,52 +330,38 @@ def test_heads_are_sorted_by_any_statistic(shown):
         lens.locator("#direction").click()
         assert grid_order(lens) == ranked(values, descending=False), key
         lens.locator("#direction").click()
-    lens.locator("#step").fill("3")  # in the order of the step that is shown
+    lens.locator("#step").fill("3")  # sorted by the values of the step that is shown
     assert grid_order(lens) == ranked(a_run().rows[120].values[key], descending=True)
     lens.locator("#sort").select_option("")
     assert grid_order(lens) == list(np.ndindex(values.shape))
 
-
-def test_heads_are_filtered_by_a_smallest_value(shown):
-    lens = shown()
     values = a_run().rows[120].values["entropy"]
-    everywhen = np.stack([row.values["entropy"] for row in a_run().rows.values()])
-    low, high = everywhen.min(), everywhen.max()
+    of_all_steps = np.stack([row.values["entropy"] for row in a_run().rows.values()])
+    low, high = of_all_steps.min(), of_all_steps.max()
     lens.locator("#filter-statistic").select_option("entropy")
-    count, bound = lens.locator("#count"), lens.locator("#threshold .number")
-    assert count.inner_text() == "6 of 6 heads"
-    for part in (0.1, 0.25, 0.4):
+    for part in (0, 0.1, 0.25, 0.4, 0.2):
         lens.locator("#filter-value").fill(str(round(200 * part)))
         threshold = low + part * (high - low)
         passing = values >= threshold
-        assert count.inner_text() == f"{passing.sum()} of 6 heads"
-        assert bound.inner_text() == f"≥ {as_shown(threshold)}"
+        count = re.findall(r"\d+", lens.locator("#count").inner_text())
+        assert count == [str(passing.sum()), "6"]
+        assert lens.locator("#threshold .number").inner_text().endswith(as_shown(threshold))
         for place in np.ndindex(values.shape):
-            faint = "out" in tile(lens, *place).get_attribute("class").split()
-            assert faint == (not passing[place])
-    lens.locator("#filter-value").fill("40")
-    passing = values >= low + 0.2 * (high - low)
+            is_out = "out" in tile(lens, *place).get_attribute("class").split()
+            assert is_out == (not passing[place])
     assert 0 < passing.sum() < 6
     lens.locator("#sort").select_option("entropy")  # sorted, the others are left out
     assert grid_order(lens) == [place for place in ranked(values, True) if passing[place]]
     lens.locator("#filter-statistic").select_option("")
-    assert count.inner_text() == ""
+    assert lens.locator("#count").inner_text() == ""
     assert len(grid_order(lens)) == 6
-
-
-def test_statistics_without_values_cannot_be_chosen(shown):
-    lens = shown(a_run(prompts=PROMPTS[:2]))
-    for select in ("#sort", "#filter-statistic"):
-        off = lens.locator(f"{select} option:disabled").evaluate_all("all => all.map(o => o.value)")
-        assert off == ["induction", "duplicate_token"]
-    assert tile(lens, 0, 0).get_attribute("aria-label") == "layer 0 head 0, induction –"
 
 
 # ------------------------------------------------------------------------------ charts
 
 
 class Chart:
-    """A chart as a reader would read it: places to steps and values by the labels of its axes."""
+    """A chart as a reader reads it: steps and values by the labels of its axes."""
 
     def __init__(self, lens, key):
         self.figure = lens.locator(f".chart[data-statistic='{key}']")
@@ -399,11 +370,11 @@ class Chart:
         lowest = max(text["y"] for text in labels)
         self.ticks = [(float(t["text"]), t["y"]) for t in ticks if t["y"] < lowest - 1]
         self.across = sorted(t["x"] for t in labels if t["y"] == lowest)
-        self.steps = sorted(t["text"] for t in labels if t["y"] == lowest)
+        self.steps = sorted(t["text"].split()[-1] for t in labels if t["y"] == lowest)
 
-    def x(self, step):
+    def x(self, step, last=HISTORY[-1]):
         left, right = self.across
-        return left + (right - left) * step / HISTORY[-1]
+        return left + (right - left) * step / last
 
     def y(self, value):
         (low, bottom), (high, top) = self.ticks[0], self.ticks[-1]
@@ -415,139 +386,104 @@ class Chart:
         ((wide, high, data),) = canvas.evaluate_all(READ_PIXELS)
         return np.frombuffer(base64.b64decode(data), np.uint8).reshape(high, wide, 4).astype(int)
 
+    def mark(self, step, value):
+        """The colour of the mark at a value."""
+        return self.drawn(1)[int(self.y(value)), int(self.x(step))]
+
     def move(self, mouse, step, value):
         box = self.figure.locator("canvas").first.bounding_box()
         mouse.move(box["x"] + self.x(step), box["y"] + float(self.y(value)))
 
 
-@pytest.fixture
-def charts(shown):
-    """charts(fragment) -> the page, and its charts with what is written on them."""
-
-    def show(fragment=""):
-        lens = shown(fragment=fragment, viewport={"width": 1280, "height": 1500})
-        lens.evaluate(WATCH_TEXT)
-        lens.locator("#theme").click()
-        lens.evaluate("() => { window.written = []; }")
-        lens.locator("#theme").click()  # all is drawn anew
-        return lens, {key: Chart(lens, key) for key in STATISTICS}
-
-    return show
+def with_charts(lens):
+    """The page's charts, by statistic, after everything is drawn again."""
+    lens.evaluate(WATCH_TEXT)
+    lens.locator("#theme").click()
+    lens.evaluate("() => { window.written = []; }")
+    lens.locator("#theme").click()
+    return {key: Chart(lens, key) for key in STATISTICS}
 
 
-def test_every_statistic_has_a_chart_with_readable_axes_and_a_dashed_even_line(charts):
-    lens, found = charts()
+def test_charts(shown):
+    lens = shown(viewport=TALL)
+    found = with_charts(lens)
     keys = lens.locator(".chart").evaluate_all("all => all.map((c) => c.dataset.statistic)")
     assert keys == list(STATISTICS)
+    uniform = {s["key"]: s["uniform"] for s in a_run().data["statistics"]}
+    assert [key for key, value in uniform.items() if value is None] == ["largest_logit"]
     for key, statistic in STATISTICS.items():
         chart = found[key]
-        assert chart.steps == ["120", "step 0"]
+        assert chart.steps == ["0", "120"]
         assert len(chart.ticks) >= 2, key
         title = chart.figure.locator("button")
         assert title.inner_text() == statistic.title
         assert title.get_attribute("title") == statistic.about
-    uniform = {s["key"]: s["uniform"] for s in a_run().data["statistics"]}
-    assert uniform.pop("largest_logit") is None
-    for key, value in uniform.items():
-        chart = found[key]
-        left, right = (round(x) for x in chart.across)
-        near = chart.drawn(0)[int(chart.y(value)) - 1 :][:3, left:right]
-        inked = (near[..., 3] * (255 - near[..., 0]) > 50 * 255).any(0)  # more than the grid is
-        assert np.abs(np.diff(inked.astype(int))).sum() > 20, key  # on, off, on, off, ...
+        if uniform[key] is not None:  # its dashed line
+            left, right = (round(x) for x in chart.across)
+            near = chart.drawn(0)[int(chart.y(uniform[key])) - 1 :][:3, left:right]
+            inked = (near[..., 3] * (255 - near[..., 0]) > 50 * 255).any(0)  # more than the grid
+            assert np.abs(np.diff(inked.astype(int))).sum() > 20, key  # on, off, on, off, ...
 
-
-def test_an_axis_has_two_ticks_at_least(shown):
-    run = a_run()
-    values = np.linspace(6.2, 9.9, 6).reshape(2, 3)  # between which there is one even number
-    rows = [Row(step, row.values | {"largest_logit": values}) for step, row in run.rows.items()]
-    data = run_data("narrow", run.prompts, run.data["frames"], rows)
-    lens = shown(Run(data, run.prompts, run.weights, run.rows))
-    lens.evaluate(WATCH_TEXT)
-    lens.locator("#theme").click()
-    assert len(Chart(lens, "largest_logit").ticks) >= 2
-
-
-def test_the_chosen_head_stands_at_its_values(charts):
-    _, found = charts("#head=1.1&step=80")
-    for key, chart in found.items():
-        value = a_run().rows[80].values[key][1, 1]
-        assert chart.figure.locator(".value").inner_text() == f"L1 H1 {as_shown(value)}"
-        r, g, b, alpha = chart.drawn(1)[int(chart.y(value)), int(chart.x(80))]
-        assert alpha > 200
-        assert r > g + 50 > b, (key, r, g, b)  # the colour of the chosen head
-
-
-def test_the_chosen_head_keeps_its_colour_under_the_pointer(charts):
-    lens, found = charts("#step=80")
-    chart, value = found["diagonal"], a_run().rows[80].values["diagonal"][1, 1]
-    assert "mean over all prompts · the chosen head" in lens.locator("#legend").inner_text()
-
-    def colour():
-        return chart.drawn(1)[int(chart.y(value)), int(chart.x(80)), :3].tolist()
-
-    tile(lens, 1, 1).focus()  # chosen, but not enlarged
-    coloured = colour()
-    assert coloured[0] > coloured[1] + 50 > coloured[2]
-    tile(lens, 1, 1).click()  # and under the pointer
-    assert colour() == coloured
-    tile(lens, 0, 0).hover()
-    assert colour() == coloured
-
-
-def test_the_marker_stands_at_the_step(charts):
-    lens, found = charts("#step=0")
-    chart = found["entropy"]
+    chart = found["entropy"]  # the marker of the step that is shown
     middle = int(np.mean([y for _, y in chart.ticks]))
     for frame, step in enumerate(STEPS):
         lens.locator("#step").fill(str(frame))
         row = chart.drawn(1)[middle, :, 3]
-        marked = [at for at in STEPS if row[int(chart.x(at)) - 1 :][:3].any()]
-        assert marked == [step]
+        assert [at for at in STEPS if row[int(chart.x(at)) - 1 :][:3].any()] == [step]
 
-
-def test_the_pointer_reads_a_chart_and_a_click_chooses_the_head(charts):
-    lens, found = charts()
-    values = a_run().rows[60].values["diagonal"]
+    values = a_run().rows[60].values["diagonal"]  # the pointer reads a chart
     for place in ((0, 1), (1, 2)):
         found["diagonal"].move(lens.mouse, 60, values[place])
-        said = found["diagonal"].figure.locator(".value").inner_text()
-        assert said == f"L{place[0]} H{place[1]} · 60 · {as_shown(values[place])}"
+        said = found["diagonal"].figure.locator(".value").inner_text().replace(" · ", " ")
+        assert said.split() == [f"L{place[0]}", f"H{place[1]}", "60", as_shown(values[place])]
         assert "marked" in tile(lens, *place).get_attribute("class").split()
         assert lens.locator(".head.marked").count() == 1
     lens.mouse.down()
-    lens.mouse.up()
+    lens.mouse.up()  # and a click chooses the head
     assert lens.locator("#detail-title").inner_text() == "L1 H2"
 
-
-def test_a_thumbnail_under_the_pointer_says_its_values(shown):
-    lens = shown(viewport={"width": 1280, "height": 1500})
-    tile(lens, 0, 2).hover()
-    values = {key: value[0, 2] for key, value in a_run().rows[120].values.items()}
-    said = [f"{STATISTICS[key].title} {as_shown(value)}" for key, value in values.items()]
-    assert lens.locator("#hovered").inner_text() == " · ".join(["L0 H2", *said])
-    value = lens.locator(".chart[data-statistic='distance'] .value").inner_text()
-    assert value == f"L0 H2 {as_shown(values['distance'])}"
-    lens.mouse.move(5, 5)
-    assert lens.locator("#hovered").inner_text() == ""
-    tile(lens, 1, 2).hover()
-    assert "largest logit –" in lens.locator("#hovered").inner_text()
-    lens.keyboard.press(",")  # they are those of the shown step
-    entropy = as_shown(a_run().rows[80].values["entropy"][1, 2])
-    assert f" · entropy {entropy} · " in lens.locator("#hovered").inner_text()
-    tile(lens, 1, 2).click()  # which shows them beside
-    assert lens.locator("#hovered").inner_text() == ""
-    tile(lens, 0, 1).hover()
-    assert lens.locator("#hovered").inner_text().startswith("L0 H1 · ")
-
-
-def test_the_title_of_a_chart_leads_to_its_explanation(shown):
-    lens = shown(viewport={"width": 1280, "height": 1500})
-    lens.locator(".chart[data-statistic='induction'] button").click()
+    found["induction"].figure.locator("button").click()
     about = lens.locator("#help #about-induction + dd")
     assert about.is_visible()
     assert about.inner_text() == STATISTICS["induction"].about
-    lens.keyboard.press("Escape")
-    assert not lens.locator("#help").is_visible()
+
+
+def test_chosen_head_and_head_under_the_pointer(shown):
+    lens = shown(fragment="#step=80", viewport=TALL)
+    found = with_charts(lens)
+    values = {key: of_heads[1, 1] for key, of_heads in a_run().rows[80].values.items()}
+    chart = found["diagonal"]
+    tile(lens, 1, 1).focus()  # chosen, but not enlarged
+    in_focus = chart.mark(80, values["diagonal"]).tolist()
+    tile(lens, 1, 1).click()  # and under the pointer
+    for key, value in values.items():
+        assert found[key].figure.locator(".value").inner_text() == f"L1 H1 {as_shown(value)}"
+        r, g, b, alpha = found[key].mark(80, value)
+        assert alpha > 200
+        assert r > g + 50 > b, (key, r, g, b)  # the colour of the chosen head
+    assert chart.mark(80, values["diagonal"]).tolist() == in_focus
+    tile(lens, 0, 0).hover()
+    assert chart.mark(80, values["diagonal"]).tolist() == in_focus
+
+    go_to(lens, "")
+    hovered = lens.locator("#hovered")
+    values = a_run().rows[120].values
+    tile(lens, 0, 2).hover()
+    said = [f"{STATISTICS[key].title} {as_shown(value[0, 2])}" for key, value in values.items()]
+    assert hovered.inner_text().split(" · ") == ["L0 H2", *said]
+    value = found["distance"].figure.locator(".value").inner_text()
+    assert value == f"L0 H2 {as_shown(values['distance'][0, 2])}"
+    lens.mouse.move(5, 5)
+    assert hovered.inner_text() == ""
+    tile(lens, 1, 2).hover()
+    assert f"{STATISTICS['largest_logit'].title} –" in hovered.inner_text()
+    lens.keyboard.press(",")  # the values are those of the step that is shown
+    entropy = as_shown(a_run().rows[80].values["entropy"][1, 2])
+    assert f"{STATISTICS['entropy'].title} {entropy}" in hovered.inner_text().split(" · ")
+    tile(lens, 1, 2).click()  # whose values then stand beside it
+    assert hovered.inner_text() == ""
+    tile(lens, 0, 1).hover()
+    assert hovered.inner_text().startswith("L0 H1")
 
 
 # ------------------------------------------------------------------------------ compare
@@ -572,67 +508,59 @@ def assert_difference(found, difference, tint):
         assert (light[smaller >= 0] < light[smaller[smaller >= 0]]).all()
 
 
+def compared_steps(lens):
+    """The steps of A and B."""
+    note = lens.locator("#compare-note").inner_text()
+    return [int(step) for step in re.findall(r"[AB]: step (\d+)", note)]
+
+
 def test_two_steps_are_compared(shown):
     lens = shown(fragment="#head=1.0")
     assert not lens.locator("#map-b").is_visible()
     lens.locator("#compare").select_option("step:40")
     a, b = a_run().weights[40][0], a_run().weights[120][0]
     maps = pixels(lens.locator("#map, #map-b, #map-difference"))
-    for number, (found, weights) in enumerate(zip(maps[:2], (a, b), strict=True)):
-        assert_drawn(found, np.sqrt(weights[1, 0]), tint(lens)), number
+    assert_drawn(maps[0], np.sqrt(a[1, 0]), tint(lens))
+    assert_drawn(maps[1], np.sqrt(b[1, 0]), tint(lens))
     assert_difference(maps[2], (b - a)[1, 0], tint(lens))
     assert_difference(thumbnails(lens, a_run()), b - a, tint(lens))
-    lens.locator("#show label", has_text="B").nth(0).click()
-    assert_drawn(thumbnails(lens, a_run()), np.sqrt(b), tint(lens))
-    lens.locator("#show label").nth(0).click()
-    assert_drawn(thumbnails(lens, a_run()), np.sqrt(a), tint(lens))
-    note = lens.locator("#compare-note").inner_text()
-    assert note == "A: step 40, B: step 120."
+    for number, weights in ((1, b), (0, a)):
+        lens.locator("#show label").nth(number).click()
+        assert_drawn(thumbnails(lens, a_run()), np.sqrt(weights), tint(lens))
+    assert compared_steps(lens) == [40, 120]
     lens.mouse.move(*cell(lens, 8, 3, "#map-b"))
-    said = lens.locator("#readout").inner_text()
-    numbers = [float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d\.\d{3}", said)]
+    looking, looked_at, weights = readout(lens)
+    assert (looking, looked_at) == ((" river", 8), (" the", 3))
     true = [a[1, 0, 8, 3], b[1, 0, 8, 3], b[1, 0, 8, 3] - a[1, 0, 8, 3]]
-    assert numbers == pytest.approx(true, abs=2 / 255 + 0.001)
-    assert re.search(r'" river" \(8\) looks at " the" \(3\): A .*, B .*, B − A [+−]', said)
+    assert weights == pytest.approx(true, abs=2 / 255 + 0.001)
     lens.locator("#compare").select_option("off")
     assert not lens.locator("#map-b").is_visible()
     assert_drawn(thumbnails(lens, a_run()), np.sqrt(b), tint(lens))
 
-
-def test_the_earlier_of_two_steps_is_a(shown):
-    lens = shown(fragment="#step=80&head=0.1")
-    lens.keyboard.press("d")
+    go_to(lens, "step=80&head=0.1&compare=step:0")  # A is the earlier step
     for frame, earlier, later in ((2, 0, 80), (3, 0, 120), (0, 0, 0)):
         lens.locator("#step").fill(str(frame))
-        assert lens.locator("#step-number").inner_text() == f"step {STEPS[frame]}"
-        note = lens.locator("#compare-note").inner_text()
-        assert note == f"A: step {earlier}, B: step {later}."
+        assert compared_steps(lens) == [earlier, later]
         gained = a_run().weights[later][0] - a_run().weights[earlier][0]
         assert_difference(thumbnails(lens, a_run()), gained, tint(lens))
         values = [a_run().rows[step].values["entropy"][0, 1] for step in (earlier, later)]
-        said = f"entropy\n{as_shown(values[0])} → {as_shown(values[1])}"
-        assert said in lens.locator("#values > div").all_inner_texts()
+        assert statistics_of(lens)[STATISTICS["entropy"].title] == " → ".join(map(as_shown, values))
     lens.keyboard.press("d")
-    lens.keyboard.press("d")  # not with itself
-    assert lens.locator("#compare-note").inner_text() == "A: step 0, B: step 120."
-    assert lens.locator("#step-number").inner_text() == "step 0"
+    lens.keyboard.press("d")  # a step is not compared with itself
+    assert compared_steps(lens) == [0, 120]
+    assert state(lens, "frame") == 0
 
 
-def test_one_step_of_one_run_says_what_is_missing(shown):
-    lens = shown(a_run(steps=(40,), history=(40,)))
-    lens.keyboard.press("d")
-    message = "Here is one step of one run: open another page to compare with."
-    expect(lens.locator("#message")).to_have_text(message)
-    assert state(lens, "compare") == "off"
-
-
-def test_a_second_run_is_compared_from_the_start(shown):
+def test_two_runs_are_compared_from_the_start(shown):
     first, second = a_run(), second_run()
     lens = shown(first, second, fragment="#step=80")
     assert state(lens, "compare") == "run"
     difference = second.weights[80][0] - first.weights[80][0]
     assert_difference(thumbnails(lens, first), difference, tint(lens))
-    assert lens.locator("#compare-note").inner_text() == "A: step 80, first, B: step 80, second."
+    assert compared_steps(lens) == [80, 80]
+    assert {"first", "second"} <= set(
+        re.findall(r"\w+", lens.locator("#compare-note").inner_text())
+    )
     values = second.rows[80].values["diagonal"] - first.rows[80].values["diagonal"]
     lens.locator("#sort").select_option("diagonal")
     assert grid_order(lens) == ranked(values, descending=True)
@@ -644,78 +572,13 @@ def test_a_second_run_is_compared_from_the_start(shown):
     assert_weights(lens, second, number=1)
     difference = second.weights[0][0] - first.weights[80][0]
     assert_difference(thumbnails(lens, first), difference, tint(lens))
-
-
-def test_another_page_is_opened_to_compare_with(shown, write):
-    other = write(second_run(), name="other.html")
-    lens = shown(fragment="#head=0.1")
-    lens.locator("#compare-file").set_input_files(other)
-    expect(lens.locator("#map-difference")).to_be_visible()
-    difference = second_run().weights[120][0] - a_run().weights[120][0]
-    assert_difference(thumbnails(lens, a_run()), difference, tint(lens))
-    assert "second" in lens.locator("#compare-note").inner_text()
-
-
-def test_runs_that_differ_are_compared_as_far_as_they_go(shown):
-    """Prompts are matched by their tokens; what fits nowhere is said."""
-    other = a_run("other", 1, 4, (PROMPTS[1], PROMPTS[0]), seed=3)
-    lens = shown(a_run(), other, fragment="#head=0.0")
-    note = lens.locator("#compare-note")
-    assert "B has 1 layer × 4 heads: compared is what both have." in note.inner_text()
-    assert "tokens" not in note.inner_text()
-    difference = other.weights[120][1][0, :3] - a_run().weights[120][0][0]
-    found = thumbnails(lens, a_run())
-    assert_difference(found[0], difference, tint(lens))
-    assert (found[1] == tint(lens)).all()  # B has no such layer
-    lens.locator("#prompt").select_option("2")  # which the other has not: by position the last
-    assert "different prompts, so only the statistics are subtracted" in note.inner_text()
-    assert "→" in lens.locator("#values").inner_text()
-
-
-@pytest.mark.parametrize("tokens", [[*WORDS[:-1], " near"], WORDS[:5]], ids=["as long", "shorter"])
-def test_different_prompts_are_not_subtracted(shown, tokens):
-    other = a_run("other", prompts=(prompt("1-other", tokens),), seed=5)
-    lens = shown(a_run(), other, fragment="#head=0.0")
-    a, b = (np.sqrt(run.weights[120][0]) for run in (a_run(), other))
-    note = "These are different prompts, so only the statistics are subtracted; the maps are A's."
-    assert lens.locator("#compare-note").inner_text().endswith(note)
-    assert_drawn(thumbnails(lens, a_run()), a, tint(lens))
-    assert lens.locator("#brighter").inner_text() == "brighter: more weight"
-    assert not lens.locator("#map-difference").is_visible()
-    lens.locator("#show label").nth(1).click()
-    assert_drawn(thumbnails(lens, a_run()), b, tint(lens))
-    lens.locator("#first-column").check()
-    most = b[..., 1:].max((-1, -2), keepdims=True)
-    assert_drawn(thumbnails(lens, a_run()), (b / most).clip(0, 1), tint(lens), 9, first=1)
-    lens.locator("#show label").nth(2).click()
-    values = other.rows[120].values["entropy"] - a_run().rows[120].values["entropy"]
-    lens.locator("#sort").select_option("entropy")
-    assert grid_order(lens) == ranked(values, descending=True)
-
-
-def test_charts_show_the_other_run_as_far_as_it_goes(charts, write):
-    lens, first = charts("#head=1.1")
-    longer = a_run("longer", history=(*HISTORY, 240), steps=(120,), seed=7)
-    for run, end in ((longer, 240), (second_run(), 120)):
-        path = write(run, name="other.html")
-        lens.evaluate("() => { window.written = []; }")
-        lens.locator("#compare-file").set_input_files(path)
-        expect(lens.locator("#compare-note")).to_contain_text(run.data["name"])
-        chart = Chart(lens, "diagonal")
-        assert chart.steps == [str(end), "step 0"]
-        value = run.rows[120].values["diagonal"]
-        left, right = chart.across
-        x = int(left + (right - left) * 120 / end)
-        for what, place, least in ((1, (1, 1), 200), (0, (0, 0), 30)):  # the chosen one strong
-            y = int(chart.y(value[place]))
-            near = chart.drawn(what)[y - 3 : y + 4, x - 2 : x + 1]
-            blue = near[..., 2] > near[..., 0] + 50
-            assert near[blue, 3].max(initial=0) > least, (end, what)
-        assert " · B · " in lens.locator("#legend").inner_text()
-    lens.evaluate("() => { window.written = []; }")
+    # A link restores that the runs are not compared.
     lens.locator("#compare").select_option("off")
-    assert Chart(lens, "diagonal").ticks == first["diagonal"].ticks
-    assert " · B · " not in lens.locator("#legend").inner_text()
+    lens.locator("#scale").select_option("linear")
+    expect(lens).to_have_url(re.compile("scale=linear"))
+    fragment = lens.evaluate("location.hash")
+    assert go_to(lens, "step=40")["compare"] == "run"
+    assert go_to(lens, fragment.removeprefix("#"))["compare"] == "off"
 
 
 NOT_OURS = {
@@ -726,29 +589,78 @@ NOT_OURS = {
     "null": (START + "null" + END).encode(),
     "runs null": (START + '{"version": 1, "runs": [null]}' + END).encode(),
     "bytes": b"\xff\xfe\x00\x01",
+    "newer": page([second_run().data], "x").replace('"version": 1', '"version": 2').encode(),
 }
 
 
-def test_what_is_no_page_of_the_lens_is_refused_and_not_run(shown):
-    lens = shown()
+def open_other(lens, run):
+    """Opens another run's page to compare with."""
+    lens.locator("#compare-file").set_input_files(as_file(page([run.data], "x").encode()))
+    expect(lens.locator("#compare-note")).to_contain_text(run.data["name"])
+
+
+def test_other_pages_are_opened_to_compare_with(shown):
+    lens = shown(fragment="#head=1.1", viewport=TALL)
+    first = with_charts(lens)
     before = thumbnails(lens, a_run())
-    message = lens.locator("#message")
-    newer = page([second_run().data], "x").replace('"version": 1', '"version": 2')
-    for kind, content in {**NOT_OURS, "newer": newer.encode()}.items():
-        lens.evaluate("document.getElementById('message').textContent = ''")
-        file = {"name": f"{kind}.html", "mimeType": "text/html", "buffer": content}
-        lens.locator("#compare-file").set_input_files(file)
-        expect(message).to_have_text(re.compile(r"^This is not a page of the attention lens.*\.$"))
-        assert state(lens, "compare") == "off", kind
-    assert lens.evaluate("window.hacked") is None
-    assert (thumbnails(lens, a_run()) == before).all()
-
-
-def test_a_damaged_page_is_refused(shown):
     data = json.loads(json.dumps(second_run().data))
     data["frames"][-1]["weights"] = data["frames"][-1]["weights"][:100]
-    file = {"name": "x.html", "mimeType": "text/html", "buffer": page([data], "x").encode()}
-    lens = shown()
-    lens.locator("#compare-file").set_input_files(file)
-    expect(lens.locator("#message")).to_have_text("The weights of step 120 of second are damaged.")
-    assert state(lens, "compare") == "off"
+    for kind, content in {**NOT_OURS, "damaged": page([data], "x").encode()}.items():
+        lens.evaluate("document.getElementById('message').textContent = ''")
+        lens.locator("#compare-file").set_input_files(as_file(content))
+        expect(lens.locator("#message")).not_to_have_text("")
+        assert state(lens, "compare") == "off", kind
+    assert lens.evaluate("window.hacked") is None  # nothing in a page is run
+    assert (thumbnails(lens, a_run()) == before).all()
+
+    longer = a_run("longer", history=(*HISTORY, 240), steps=(120,), seed=7)
+    for run, end in ((longer, 240), (second_run(), 120)):
+        lens.evaluate("() => { window.written = []; }")
+        open_other(lens, run)
+        difference = run.weights[120][0] - a_run().weights[120][0]
+        assert_difference(thumbnails(lens, a_run()), difference, tint(lens))
+        chart = Chart(lens, "diagonal")  # as far as the longer of the two goes
+        assert chart.steps == sorted([str(end), "0"])
+        value = run.rows[120].values["diagonal"]
+        x = int(chart.x(120, end))
+        for what, place, least in ((1, (1, 1), 200), (0, (0, 0), 30)):  # the chosen one strong
+            y = int(chart.y(value[place]))
+            near = chart.drawn(what)[y - 3 : y + 4, x - 2 : x + 1]
+            blue = near[..., 2] > near[..., 0] + 50
+            assert near[blue, 3].max(initial=0) > least, (end, what)
+        assert lens.locator("#legend b").inner_text() != ""
+    lens.evaluate("() => { window.written = []; }")
+    lens.locator("#compare").select_option("off")
+    assert Chart(lens, "diagonal").ticks == first["diagonal"].ticks
+    assert lens.locator("#legend b").inner_text() == ""
+
+
+def test_runs_that_differ_are_compared_as_far_as_possible(shown):
+    """Prompts are matched by their tokens; maps of different prompts are not subtracted."""
+    lens = shown(fragment="#head=0.0")
+    smaller = a_run("smaller", 1, 4, (PROMPTS[1], PROMPTS[0]), seed=3)
+    open_other(lens, smaller)
+    difference = smaller.weights[120][1][0, :3] - a_run().weights[120][0][0]
+    found = thumbnails(lens, a_run())
+    assert_difference(found[0], difference, tint(lens))
+    assert (found[1] == tint(lens)).all()  # B has no such layer
+    lens.locator("#prompt").select_option("2")  # which the other run has not
+    assert not lens.locator("#map-difference").is_visible()
+    assert "→" in statistics_of(lens)[STATISTICS["entropy"].title]
+
+    for name, tokens in (("equally-long", [*WORDS[:-1], " near"]), ("shorter", WORDS[:5])):
+        other = a_run(name, prompts=(prompt("1-other", tokens),), seed=5)
+        go_to(lens, f"head=0.0&compare=off&for={name}")
+        open_other(lens, other)
+        a, b = (np.sqrt(run.weights[120][0]) for run in (a_run(), other))
+        assert_drawn(thumbnails(lens, a_run()), a, tint(lens))
+        assert not lens.locator("#map-difference").is_visible()
+        lens.locator("#show label").nth(1).click()
+        assert_drawn(thumbnails(lens, a_run()), b, tint(lens))
+        lens.locator("#first-column").check()
+        most = b[..., 1:].max((-1, -2), keepdims=True)
+        assert_drawn(thumbnails(lens, a_run()), (b / most).clip(0, 1), tint(lens), 9, first=1)
+        lens.locator("#show label").nth(2).click()
+        values = other.rows[120].values["entropy"] - a_run().rows[120].values["entropy"]
+        lens.locator("#sort").select_option("entropy")
+        assert grid_order(lens) == ranked(values, descending=True)

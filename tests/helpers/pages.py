@@ -162,6 +162,7 @@ def assert_drawn(found, part, tint, within=3, first=0):
 
 
 def assert_weights(lens, run, number=0):
+    """Every weight of every step, to the precision of a byte. number: 1 for the second run."""
     for frame, step in enumerate(STEPS):
         found = base64.b64decode(lens.evaluate(READ_WEIGHTS, [number, frame]))
         true = np.concatenate([weights.ravel() for weights in run.weights[step]])
@@ -187,5 +188,31 @@ def ranked(values, descending):
     return places + [place for place in np.ndindex(values.shape) if np.isnan(values[place])]
 
 
-def readout_query(lens):
-    return lens.locator("#readout").inner_text().split(" looks ")[0]
+GO_TO = """hash => new Promise((done) => {
+  addEventListener("hashchange", () => done({ ...lens.state }), { once: true });
+  window.visits = (window.visits ?? 0) + 1; // the same link again is no change
+  location.hash = `${hash}&visit=${visits}`;
+})"""
+
+
+def go_to(lens, fragment):
+    """Follows a link within the page; the state that it leads to."""
+    return lens.evaluate(GO_TO, f"#{fragment}")
+
+
+def readout(lens):
+    """(token, position) of the query and of the key under the pointer, and the weights shown."""
+    text = lens.locator("#readout").inner_text()
+    query, key = re.findall(r'"(.*?)" \((\d+)\)', text, re.DOTALL)
+    weights = [float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d\.\d{3}", text)]
+    return (query[0], int(query[1])), (key[0], int(key[1])), weights
+
+
+def statistics_of(lens):
+    """The statistics shown beside the enlarged head: title -> text."""
+    return dict(text.split("\n") for text in lens.locator("#values > div").all_inner_texts())
+
+
+def as_file(content, name="other.html"):
+    """What a file input of the page is given."""
+    return {"name": name, "mimeType": "text/html", "buffer": content}
