@@ -8,12 +8,10 @@ import base64
 import contextlib
 import json
 import os
-import pty
 import re
-import signal
+import shlex
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -150,18 +148,6 @@ def forms(secret: str) -> list[bytes]:
     return found
 
 
-def check_no_secret(worker: Worker, server: WandbServer) -> None:
-    """Of the environment, in what was sent or written."""
-    content = {
-        path: path.read_bytes() for path in worker.folder.parent.rglob("*.*") if path.is_file()
-    }
-    assert any(b"train/loss" in some for path, some in content.items() if path.suffix == ".wandb")
-    content["what was sent"] = b"".join(body for _, body in server.requests)
-    for name, secret in CANARIES.items():
-        for where, some in content.items():
-            assert not any(form in some for form in forms(secret)), f"{name} in {where}"
-
-
 def test_secrets_are_found_in_base64_too():
     for before in range(4):
         text = base64.b64encode(b"?" * before + CANARIES["HF_TOKEN"].encode() + b"??? and more")
@@ -171,56 +157,57 @@ def test_secrets_are_found_in_base64_too():
 # ------------------------------------------------------------------------------- no fault
 
 
-@pytest.mark.parametrize("mode", ["offline", "online"])
-def test_a_resumed_run_is_the_same_run_on_wandb(worker, mode):
+def test_an_offline_run_resumed_online_is_one_run(worker):
     """Everything arrives, and nothing is printed: without a fault the server of these tests is
     healthy. No secret is recorded or sent, and no copy of the model is kept."""
+    plan = {"model": True, "environment": CANARIES}
     with WandbServer() as server:
-        plan = {"mode": mode, "model": True, "environment": CANARIES}
-        assert worker(server, **plan) == []
-        (worker.folder / "metrics.jsonl").unlink()
-        known = last_wandb_id(worker.folder)
-        address, model = worker.out.splitlines()
-        assert model == f"model-{known}"
-        assert worker(server, run_id=known, **plan) == []
-        records = sorted((worker.folder / "wandb").glob("*run-*-*"))
-        assert {record.name.rpartition("-")[2] for record in records} == {known}
+        assert worker(server, mode="offline", **plan) == []
+        assert server.requests == []
         assert largest_file(worker.home) < 10**6
-        check_no_secret(worker, server)
-        if mode == "offline":
-            assert server.requests == []
-            worker.sync(server, *map(str, records))
-        else:
-            assert address == f"{server.url}/me/clearhead/runs/{known}"
-            alerts = server.asked("notifyScriptableRunAlert")
-            assert [(a["title"], a["severity"]) for a in alerts] == [("Loss spike", "WARN")] * 2
+        (record,) = (worker.folder / "wandb").glob("offline-run-*")
+        known = last_wandb_id(worker.folder)
+        worker.sync(server, str(record))
+        (worker.folder / "metrics.jsonl").unlink()
+        assert worker(server, run_id=known, **plan) == []
+        assert last_wandb_id(worker.folder) == known
+        assert worker.out.splitlines() == [
+            f"{server.url}/me/clearhead/runs/{known}",
+            f"model-{known}",
+        ]
+        files = [path for path in worker.folder.parent.rglob("*") if path.is_file()]
+        content = {path: path.read_bytes() for path in files}
+        records = [path for path in files if path.suffix == ".wandb"]
+        assert all(b"train/loss" in content[path] for path in records)
+        content["what was sent"] = b"".join(body for _, body in server.requests)
+        for name, secret in CANARIES.items():
+            for where, some in content.items():
+                assert not any(form in some for form in forms(secret)), f"{name} in {where}"
+        assert largest_file(worker.home) < 10**6
         assert {asked["name"] for asked in server.asked("upsertBucket(")} == {known}
         assert [row["_step"] for row in server.rows()] == [*range(6), *range(6)]
-        for asked in (models := server.asked("createArtifact(")):
-            artifact = asked["input"]
-            assert (artifact["artifactCollectionName"], artifact["artifactTypeName"]) == (
-                model,
-                "model",
-            )
-            aliases = {alias["alias"] for alias in artifact["aliases"]}
+        *_, alert = server.asked("notifyScriptableRunAlert")
+        assert (alert["title"], alert["severity"]) == ("Loss spike", "WARN")
+        models = [asked["input"] for asked in server.asked("createArtifact(")]
+        assert [model["artifactTypeName"] for model in models] == ["model", "model"]
+        for model in models:
+            assert model["artifactCollectionName"] == f"model-{known}"
+            aliases = {alias["alias"] for alias in model["aliases"]}
             assert aliases == {"latest", "best", "step_5"}
         assert server.asked("commitArtifact(") == [{"artifactID": "a"}] * 2
         sent = [body for path, body in server.requests if path == "/store/model.safetensors"]
-        assert len(models) == len(sent) == 2
-        assert set(sent) == {(worker.folder / "model.safetensors").read_bytes()}
+        assert sent == [(worker.folder / "model.safetensors").read_bytes()] * 2
 
 
 # ------------------------------------------------------------------------------- the server
 
 
-@pytest.mark.parametrize("fault", FAULTS if CAMPAIGN else ["closed", "hangs"])
+@pytest.mark.parametrize("fault", FAULTS if CAMPAIGN else ["hangs"])
 def test_a_server_that_fails_at_the_start_means_offline(worker, fault):
     tally(FAULT)
     with WandbServer(fault) as server:
-        (line,) = worker(server, seconds={"START_SECONDS": 1})
-    if fault == "empty":  # it lets wandb start, whose own process then ends
-        assert to_sync(line) == []
-    else:
+        assert len(worker(server, seconds={"START_SECONDS": 1})) == 1
+    if fault != "empty":  # which lets wandb start, whose own process then ends
         assert to_sync(worker.out)
         (record,) = (worker.folder / "wandb").glob("offline-run-*/*.wandb")
         assert record.stat().st_size > 0
@@ -231,7 +218,7 @@ PLACES = ["upsertBucket", "file_stream", "createRunFiles"]  # what is answered l
 # An empty answer is what a healthy server gives to uploads.
 IN_THE_MIDDLE = [(fault, after) for fault in FAULTS if fault != "empty" for after in PLACES]
 IN_THE_MIDDLE += [("empty", "upsertBucket")]
-IN_SHORT = [("closed", "upsertBucket"), ("hangs", "file_stream"), ("garbage", "createRunFiles")]
+IN_SHORT = [("closed", "upsertBucket"), ("garbage", "createRunFiles")]
 
 
 @pytest.mark.parametrize(("fault", "after"), IN_THE_MIDDLE if CAMPAIGN else IN_SHORT)
@@ -257,7 +244,7 @@ def test_after_a_fault_in_the_middle_the_printed_command_uploads_the_rest(worker
     ("fault", "after"),
     [(fault, place) for fault in ("403", "garbage", "hangs") for place in ARTIFACT]
     if CAMPAIGN
-    else [("403", "ArtifactType"), ("hangs", "createArtifact(")],
+    else [("hangs", "createArtifact(")],
 )
 def test_a_fault_over_the_model_gives_commands_for_both(worker, fault, after):
     """For the model, which wandb sync would not upload, and for the rest."""
@@ -322,33 +309,19 @@ def test_wandb_that_does_not_start(worker, script):
 def test_a_terminal_is_never_asked_for_a_key(worker):
     """stdin, stdout and stderr are a terminal: wandb would ask there, and wait."""
     tally(FAULT)
-    ours, theirs = pty.openpty()
     plan = NOTHING_HAPPENS | {"rows": 2, "mode": "online"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, json.dumps(plan)],
+    command = shlex.join([sys.executable, "-c", WORKER, json.dumps(plan)])
+    done = subprocess.run(
+        ["script", "-qec", command, "/dev/null"],
         cwd=worker.folder,
-        env=worker.environment(TERM="xterm"),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        env=worker.environment(TERM="xterm", SHELL="/bin/sh"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    os.close(theirs)
-    printed = []
-
-    def listen() -> None:
-        with contextlib.suppress(OSError):  # the other end is closed
-            while some := os.read(ours, 4096):
-                printed.append(some)
-
-    listener = threading.Thread(target=listen)
-    listener.start()
-    try:
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        listener.join(10)
-        os.close(ours)
-    _, where = b"".join(printed).decode().splitlines()
+    assert done.returncode == 0
+    _, where = done.stdout.splitlines()
     assert to_sync(where)
     assert len(logged(worker.folder)) == 2
 
@@ -419,44 +392,19 @@ def test_a_folder_that_is_not_writable(worker):
 
 
 @in_campaign
-@pytest.mark.parametrize("fault", ["server", "process"])
-def test_a_whole_run_without_its_server_or_wandbs_process(tmp_path, fault):
+def test_a_whole_run_whose_server_fails(worker):
     """As soon as something was uploaded. The workers above are its short form."""
     tally(FAULT)
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    (worker.folder / "text.txt").write_text(TEXT, encoding="utf-8")
     overrides = [setting for setting in TINY if not setting.startswith("wandb")]
     overrides += ["data.path=text.txt", "name=run", "trainer.max_steps=30"]
     overrides += ["trainer.eval_every=30", "trainer.sample_tokens=0"]
-    with WandbServer(*["resets", "file_stream"] if fault == "server" else []) as server:
-        process = subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "train.py"), *overrides],
-            cwd=tmp_path,
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(tmp_path),
-                "PYTHONPATH": str(NO_NETWORK),
-                "OMP_NUM_THREADS": "1",
-                "WANDB_API_KEY": KEY,
-                "WANDB_FINISH_TIMEOUT": "2",
-                "WANDB_BASE_URL": server.url,
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            if fault == "process":
-                server.wait_for("file_stream", 60)
-                listed = ["pgrep", "-P", str(process.pid), "wandb-core"]
-                os.kill(int(subprocess.check_output(listed)), signal.SIGKILL)
-            _, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 0, errors
-    (line,) = errors.splitlines()
-    assert (" -9)" in line) == (fault == "process")
-    run = tmp_path / "runs" / "run"
+    with WandbServer("resets", after="file_stream") as server:
+        environment = {"WANDB_FINISH_TIMEOUT": "2", "WANDB_BASE_URL": server.url}
+        done = worker.run(str(REPOSITORY / "train.py"), *overrides, **environment)
+    (line,) = done.stderr.splitlines()
+    assert to_sync(line)
+    run = worker.folder / "runs" / "run"
     assert [row["step"] for row in logged(run)] == list(range(31))
     assert (run / "checkpoints" / "last" / "model.safetensors").is_file()
     assert (run / "report.html").is_file()

@@ -2,29 +2,18 @@
 
 with WandbServer(fault="hangs", after="upsertBucket") as server:
     ... WANDB_BASE_URL=server.url ...
-
-python tests/helpers/wandb_server.py FAULT AFTER  # serves until it is stopped
 """
 
 import json
 import socket
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-FAULTS = {
-    "closed": "answers no more: connections are refused",
-    "hangs": "takes requests and answers none",
-    "resets": "breaks connections off",
-    "500": "has an error of its own",
-    "429": "wants fewer requests",
-    "403": "forbids it",
-    "404": "does not know it",
-    "garbage": "answers what is no answer",
-    "empty": "answers with an empty object",
-}
 STATUS = {"500": 500, "429": 429, "403": 403, "404": 404}
+# Connections are refused, requests are not answered, connections are reset; or a status, bytes that
+# are no JSON, an empty object as the answer.
+FAULTS = ("closed", "hangs", "resets", *STATUS, "garbage", "empty")
 
 
 class WandbServer:
@@ -147,8 +136,3 @@ class WandbServer:
                 self.wfile.write(body)
 
         return Handler
-
-
-if __name__ == "__main__":
-    print(WandbServer(*sys.argv[1:]).url, flush=True)
-    time.sleep(86400)

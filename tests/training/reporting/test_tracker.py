@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY
+from helpers import REPOSITORY, TEXT, TINY
 from helpers.refusals import refused
 from helpers.runs import rows
+from helpers.settings import settings
 from matplotlib.image import imsave
 
 from errors import DamagedCheckpointError
 from lens import Look
 from lens.page import read
 from lens.statistics import STATISTICS
+from train import Trainer
 from training.checkpoint import FILES, find
 from training.hf import load_any
 from training.report import sample_page
@@ -278,23 +280,14 @@ def watched(tmp_path_factory):
     overrides = [s for s in TINY if not s.startswith(("lens", "wandb", "trainer.sample"))]
     overrides += [f"data.path={folder}/text.txt", "lens.every=2", "lens.layers=[1]"]
     named = ["name=watched", "wandb.tags=[a,b]", "wandb.notes=What is new, [here]: nothing"]
-    named += ["wandb.group=first tries", "wandb.log_model=best"]
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "train.py"), *overrides, *named],
-        cwd=folder,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": str(folder),
-            "PYTHONPATH": str(NO_NETWORK),
-            "OMP_NUM_THREADS": "1",
-            "WANDB_X_STATS_SAMPLING_INTERVAL": "0.5",
-        },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    named += ["wandb.group=first tries", "wandb.log_model=best", "wandb.mode=offline"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HOME", str(folder))
+        patch.setenv("WANDB_X_STATS_SAMPLING_INTERVAL", "0.5")
+        run = Trainer(settings(*overrides, *named))
+        run.train()
+        run.close(0)
     return overrides, folder / "runs" / "watched", history(folder / "runs" / "watched")
 
 
