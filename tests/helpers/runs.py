@@ -1,14 +1,52 @@
-"""What tests of training look at in a run: its log, its weights."""
+"""Training runs of tests: how they are made, read and changed."""
 
+import contextlib
+import hashlib
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from helpers import TEXT, TINY
+
+
+def train_in(folder: Path, *overrides: str) -> Path:
+    """Trains a tiny run to its end, on text.txt in this folder. Returns the run's directory."""
+    from helpers.settings import settings
+    from train import Trainer
+
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text(TEXT, encoding="utf-8")
+    with contextlib.chdir(folder):
+        run = Trainer(settings(*TINY, "data.path=text.txt", *overrides))
+        run.train()
+        run.close(0)
+    return folder / run.folder
+
 
 def rows(folder: Path) -> list[dict]:
-    """The log."""
+    """The rows of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """All paths in a folder with the SHA-256 of files, except the lock files."""
+    paths = (path for path in folder.rglob("*") if path.name != ".lock")
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else ""
+        for path in paths
+    }
+
+
+def changed(folder: Path, before: dict[str, str]) -> list[str]:
+    """The paths whose contents are not those of `before`."""
+    now = contents(folder)
+    return sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
 
 
 def weights(run) -> dict[str, torch.Tensor]:
@@ -23,8 +61,8 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 def stop_behind(run, step: int) -> None:
-    """Trains to a checkpoint at this step and one step more, which is lost; then other random
-    numbers are due."""
+    """Trains to a checkpoint at this step and one step more, which is lost; then changes the state
+    of torch's random generator."""
     run.look_up({})
     run.meter.start()
     while run.state.step < step:
@@ -35,3 +73,60 @@ def stop_behind(run, step: int) -> None:
     run.finish_saving()
     run.step()
     torch.manual_seed(12345)
+
+
+def cut_back(run: Path, step: int) -> None:
+    """Removes the checkpoints after this step, as if the run had been killed after it."""
+    from training import checkpoint
+
+    for folder in checkpoint.whole_ones(run):
+        if checkpoint.step_of(folder) > step:
+            shutil.rmtree(folder)
+    last = run / "checkpoints" / "last"
+    last.unlink()
+    last.symlink_to(f"step_{step:08d}")
+
+
+def seal(folder: Path) -> None:
+    """Writes the checksums that fit the files of a checkpoint."""
+    from training import checkpoint
+
+    sums = [f"{checkpoint.checksum(folder / name)}  {name}\n" for name in checkpoint.FILES]
+    (folder / checkpoint.SUMS).write_text("".join(sums))
+
+
+def change_state(folder: Path, **values: object) -> None:
+    """Changes state.json of a checkpoint and its checksum; a key with dots is a path in it."""
+    file = folder / "state.json"
+    state = json.loads(file.read_text())
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        place = state
+        for group in groups:
+            place = place[group]
+        place[name] = value
+    file.write_text(json.dumps(state))
+    seal(folder)
+
+
+def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Changes the tensors of a safetensors file in place, by name."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def damage(file: Path, how: str) -> None:
+    """Flips a bit, removes the last byte, adds one, or removes the file."""
+    raw = bytearray(file.read_bytes())
+    if how == "flip":
+        raw[len(raw) // 2] ^= 4
+    elif how == "cut":
+        del raw[-1:]
+    elif how == "grow":
+        raw += b"\n"
+    file.write_bytes(raw)
+    if how == "remove":
+        file.unlink()
