@@ -309,7 +309,7 @@ def test_wandb_that_does_not_start(worker, script):
 def test_a_terminal_is_never_asked_for_a_key(worker):
     """stdin, stdout and stderr are a terminal: wandb would ask there, and wait."""
     tally(FAULT)
-    plan = NOTHING_HAPPENS | {"rows": 2, "mode": "online"}
+    plan = NOTHING_HAPPENS | {"rows": 2, "mode": "auto"}
     command = shlex.join([sys.executable, "-c", WORKER, json.dumps(plan)])
     done = subprocess.run(
         ["script", "-qec", command, "/dev/null"],

@@ -172,53 +172,7 @@ def test_alerts_are_sent_if_enabled(tmp_path, recorded):
     assert recorded.exit_code == recorded.summary["exit_code"] == 4
 
 
-# --------------------------------------------------------------------------------- W&B that fails
-
-
-@pytest.mark.parametrize("place", ["init", "log"])
-def test_failing_wandb_is_one_line_and_metrics_stay(tmp_path, recorded, monkeypatch, capsys, place):
-    import wandb
-
-    recorded.error = wandb.errors.CommError("server\nsays no")
-
-    def init(**_):
-        raise recorded.error
-
-    if place == "init":
-        monkeypatch.setattr(wandb, "init", init)
-    tracker = Tracker(OFFLINE, tmp_path, {})
-    for step in (1, 2):
-        tracker.log({"train/loss": 1.0}, step=step)
-    tracker.summary({"best_val_loss": 1.0})
-    tracker.finish()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "server says no" in line
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-
-
-def test_without_a_key_or_a_server_the_run_is_offline(tmp_path, recorded, monkeypatch, capsys):
-    import wandb
-
-    modes = []
-
-    def init(mode, **_):
-        modes.append(mode)
-        if mode == "online":
-            raise wandb.errors.CommError("timed out")
-        return recorded
-
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr(wandb, "init", init)
-    for has_key, mode in ((False, "auto"), (False, "online"), (True, "auto")):
-        # Without a key login() returns False; prompt=True would ask for one.
-        monkeypatch.setattr(
-            wandb, "login", lambda prompt, verify, has_key=has_key: prompt or has_key
-        )
-        modes.clear()
-        Tracker(WandbConfig(mode=mode), tmp_path, {}).finish()
-        assert modes == ["online", "offline"][not has_key :], mode
-        (line,) = capsys.readouterr().err.splitlines()
-        assert ("timed out" in line) == has_key
+# -------------------------------------- parts that fail; W&B as a whole: faults/test_wandb_faults
 
 
 def test_settings_without_effect_are_named():
