@@ -1,10 +1,11 @@
-"""Readers of what comes from outside, under inputs that nobody would think of.
+"""Readers of files and arguments, with random mutations of valid input.
 
-Each must take an input or refuse it with its own error, in one line: never another exception, never
-for ever, never with memory out of proportion. CAMPAIGN_FUZZ: so many inputs for all readers
-together (make campaign), of which cheap ones get most.
+Each must take an input or refuse it with its own error, in one line: no other exception, no endless
+loop, no memory out of proportion. CAMPAIGN_FUZZ: the number of inputs of all readers together
+(make campaign); cheap readers get most of them.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -15,17 +16,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import TINY
-from helpers.tally import tally
+from helpers import TEXT, TINY
+from helpers.settings import settings as composed
+from helpers.tally import CAMPAIGN, tally
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from errors import CheckpointError, ConfigError, DataError
+import train
+from errors import CheckpointError, ClearheadError, ConfigError, DataError
+from generate import GenerateConfig
 from tokens.shards import ShardWriter, open_shards, write_manifest
 from training import checkpoint
 from training.command import compose, parse
 
-INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "2000"))
+INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "1000"))
 PATIENCE = 20  # seconds for one input
 ROOM = 2**30  # bytes that a reader of a small input may allocate at most
 FAULT = "hypothesis and a fuzzer on readers"
@@ -40,7 +44,7 @@ ODD += [b"../../etc/passwd", b"${oc.env:HOME}", b"_target_", b": ", b"=", b",", 
 
 
 def mutated(seed: bytes, chance: random.Random) -> bytes:
-    """The seed after one to a few accidents."""
+    """The seed after one or a few mutations."""
     raw = bytearray(seed)
     for _ in range(1 + int(chance.expovariate(0.7))):
         place = chance.randrange(len(raw) + 1)
@@ -200,10 +204,11 @@ class Commands(Target):
     )
 
     def read(self, chance: random.Random) -> None:
-        from generate import GenerateConfig
-
         chosen = chance.sample(self.seeds, chance.randrange(1, 5))
-        parse(GenerateConfig, [mutated(a, chance).decode(errors="replace") for a in chosen])
+        given = [mutated(a, chance).decode(errors="replace") for a in chosen]
+        found = parse(GenerateConfig, ["checkpoint=a", *given])
+        assert found.temperature >= 0
+        assert found.max_new_tokens >= 1
 
 
 class Overrides(Target):
@@ -236,9 +241,9 @@ class Yaml(Target):
 TARGETS = (Shard, Manifest, Checkpoint, Commands, Overrides, Yaml)
 
 
-def check_lines(error: Exception) -> None:
-    """A refusal is a line for each problem, and no book."""
-    problems = len(getattr(error, "problems", [0]))
+def check_lines(error: ClearheadError) -> None:
+    """A line of limited length for each problem."""
+    problems = len(error.problems)
     assert str(error).count("\n") < problems, repr(str(error))
     assert len(str(error)) < 4000 * problems, str(error)[:300]
 
@@ -250,26 +255,18 @@ class TooLong(BaseException):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A run of a tiny model, whose checkpoint and settings are seeds."""
-    from helpers import TEXT
-
-    from train import Trainer
-
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text(TEXT)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        run = Trainer(compose([*TINY, f"data.path={folder}/text.txt", "name=made"]))
+    with contextlib.chdir(folder):
+        run = train.Trainer(composed(*TINY, f"data.path={folder}/text.txt", "name=made"))
         run.train()
         run.close(0)
-    finally:
-        os.chdir(before)
     return folder / "runs" / "made"
 
 
 @pytest.fixture
 def bounded():
-    """Beyond a bound of memory or time, an error; the process itself survives."""
+    """Limits memory and time; exceeding them is an error, and the process goes on."""
 
     def too_long(*_):
         raise TooLong(f"more than {PATIENCE} s")
@@ -285,9 +282,9 @@ def bounded():
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.__name__.lower())
-def test_whatever_comes_is_taken_or_refused(made, tmp_path, bounded, target, monkeypatch):
+def test_mutated_input_is_taken_or_refused(made, tmp_path, bounded, target, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    reader, number = target(tmp_path, made), max(20, int(INPUTS * target.share))
+    reader, number = target(tmp_path, made), max(10, int(INPUTS * target.share))
     taken = 0
     for seed in range(number):
         signal.alarm(PATIENCE)
@@ -299,14 +296,14 @@ def test_whatever_comes_is_taken_or_refused(made, tmp_path, bounded, target, mon
         except BaseException as error:
             raise AssertionError(f"seed {seed} of {target.__name__}: {error!r}") from error
     signal.alarm(0)
-    assert taken < number  # most accidents are noticed
+    assert taken < number
     tally(FAULT, number)
 
 
 # ------------------------------------------------------------------------------------ hypothesis
 
 many = settings(
-    max_examples=300,
+    max_examples=300 if CAMPAIGN else 25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -324,7 +321,7 @@ FIELDS = st.sampled_from([field.name for field in checkpoint.fields(checkpoint.S
 @many
 @given(values=JSON | st.dictionaries(FIELDS, JSON))
 def test_a_state_is_of_the_right_types_or_refused(tmp_path, values):
-    """What comes through has the types that it says, down to the groups that are read."""
+    """Down to the groups that are read."""
     if isinstance(values, dict):
         values = {"format": 2} | values
     (tmp_path / "state.json").write_text(json.dumps(values))
@@ -336,20 +333,3 @@ def test_a_state_is_of_the_right_types_or_refused(tmp_path, values):
     assert type(state.step) is int
     assert state.step >= 0
     assert {"model", "data", "trainer"} <= state.settings.keys()
-
-
-@many
-@given(
-    key=st.sampled_from(["seed", "top_k", "temperature", "max_new_tokens", "x.y"]),
-    value=st.text(),
-)
-def test_a_command_line_is_read_or_refused(key, value):
-    from generate import GenerateConfig
-
-    try:
-        made = parse(GenerateConfig, ["checkpoint=a", f"{key}={value}"])
-    except ConfigError as error:
-        check_lines(error)
-        return
-    assert made.temperature >= 0
-    assert made.max_new_tokens >= 1

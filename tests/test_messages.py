@@ -1,0 +1,181 @@
+"""The wording of messages: an example of each kind. Other tests check keys, types and exit codes.
+
+A line is `key=value: reason; hint`, one per problem, without control characters or secrets.
+"""
+
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from helpers import TINY
+
+import errors
+import generate
+import train
+from training import fitting, saving
+from training.command import compose, errors_in_one_line
+
+# What is given to train.py -> what is printed.
+SETTINGS = {
+    "modle=gpt2-small": "no such setting; did you mean model?",
+    "trainer.epochs=3": "no such setting; use trainer.max_steps (a run has a number of steps, each "
+    "of trainer.batch_size windows)",
+    "model=gpt2-smal": "no such model; did you mean model=gpt2-small?",
+    "optimizer.lr=abc": "must be a number; such as 0.0003",
+    "optimizer.lr=-1.0": "must be a positive number; use 3e-4 or so",
+    "model.num_heads=5": "emb_dim=768 cannot be split into 5 equal heads; use a divisor of 768, "
+    "such as 4",
+    "seed=1,2": "several values for one run; -m trains once for each; a text with a comma is "
+    "quoted, 'seed=\"1,2\"'",
+    "foo": "is not of the form key=value; write key=value without blanks, or with quotes around "
+    "it: 'key=some words'",
+    "hydra.run.dir=x": "is Hydra's own and not for use here; leave it out; a sweep (-m) has "
+    "hydra.sweep, hydra.sweeper and hydra.launcher",
+}
+# Of a single text file.
+TEXTS = {
+    "no.txt": (None, "no such file; check the path; relative ones start at {here}"),
+    "a.jsonl": (
+        b'{"text": "x"}\nno\n',
+        "the line at byte 14 is not JSON (Expecting value: line 1 column 1 (char 0)); mend it or "
+        "leave it out",
+    ),
+    "a.txt": (
+        b"caf\xe9",
+        "not UTF-8 (0xe9 at byte 3); convert it: iconv -f LATIN1 -t UTF-8 a.txt > utf8.txt",
+    ),
+}
+
+
+def test_settings():
+    for given, message in SETTINGS.items():
+        with pytest.raises(errors.ConfigError) as caught:
+            compose([given])
+        assert str(caught.value) == f"{given}: {message}"
+
+
+def test_control_characters_are_escaped_and_secrets_hidden():
+    with pytest.raises(errors.ConfigError) as caught:
+        compose(["name=a\x1b[31m\nb\u202e", "wandb.api_key=s3cret"])
+    assert str(caught.value).splitlines() == [
+        "wandb.api_key=(not shown): no such setting; keys and passwords are no settings; programs "
+        "read them from the environment",
+        "name=a\\x1b[31m\\nb\\u202e: becomes the folder runs/<name>; use letters, digits and . _ - "
+        "only, at most 128",
+    ]
+
+
+def test_several_problems_are_several_lines(in_process, tmp_path):
+    arguments = ["checkpoint=x", "promt=x", "temperature=-1"]
+    code, out, err = in_process(generate.main, tmp_path, *arguments)
+    assert (code, out) == (2, "")
+    assert err == (
+        "promt=x: no such setting; did you mean prompt?\n"
+        "temperature=-1.0: must be 0 (the likeliest token), or from 0.001 to 1000; use 0.8 or so\n"
+    )
+
+
+def test_texts(trainer, tmp_path):
+    for name, (raw, message) in TEXTS.items():
+        if raw is not None:
+            (tmp_path / name).write_bytes(raw)
+        with pytest.raises(errors.DataError) as caught:
+            trainer(f"data.path={name}")
+        assert str(caught.value) == f"data.path={name}: {message.format(here=tmp_path)}"
+
+
+def test_checkpoints(trainer, in_process, tmp_path):
+    run = trainer("name=run")
+    run.train()
+    run.close(0)
+    shutil.copytree((run.folder / "checkpoints" / "last").resolve(), "copied")
+    with open("copied/model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    for path, message in (
+        (
+            "hub:a/b",
+            "the hub is not reached (HF_HUB_OFFLINE is set), and it is not in the cache; fetch it "
+            "where there is a network, or give a folder",
+        ),
+        (
+            "nowhere",
+            "no such directory; give a run or a checkpoint; of the Hugging Face hub, hub:nowhere "
+            "fetches it",
+        ),
+        (f"{tmp_path}/copied/model.safetensors", "is not what SHA256SUMS says; use another one"),
+    ):
+        given = f"checkpoint={path.removesuffix('/model.safetensors')}"
+        code, _, err = in_process(generate.main, tmp_path, given)
+        assert (code, err) == (3, f"checkpoint={path}: {message}\n")
+
+
+def test_while_training(trainer, in_process, tmp_path, monkeypatch):
+    run = trainer("name=run")
+    run.train()
+    intact = "the checkpoint of step 4 is intact"
+    error = fitting.what_would_fit(run.settings, run.parallel, 8, run.intact())
+    assert isinstance(error, errors.OutOfMemoryError)
+    assert str(error) == (
+        "trainer.micro_batch_size=8: 8 windows of 32 tokens do not fit into the memory of cpu; use "
+        "trainer.micro_batch_size=4: 2 micro-batches a step on each device keep the batch of 8; "
+        + intact
+    )
+    with pytest.raises(errors.DivergedError) as caught:
+        run.finite(float("nan"))
+    assert str(caught.value) == (
+        "optimizer.lr=0.0003: the validation loss is nan at step 4; use a smaller optimizer.lr, "
+        f"more trainer.warmup_steps or trainer.precision=fp32; {intact}"
+    )
+    given = [*TINY, "data.path=text.txt", "name=run", "trainer.max_steps=6"]
+    assert in_process(train.main, tmp_path, *given)[2] == (
+        "name=run: runs/run is being written by another process (process "
+        f"{os.getpid()} on {os.uname().nodename}); wait for it, or give another name\n"
+    )
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=0"])
+    monkeypatch.setattr(type(run.parallel), "lost_peer", lambda *_: True)
+    with pytest.raises(errors.RankLostError) as caught, run.explaining():
+        raise RuntimeError("[../pair.cc:1] Connection closed by peer [127.0.0.1]:1234. More")
+    assert str(caught.value) == (
+        "parallel.timeout=600: another rank is gone or did not answer (Connection closed by peer "
+        "); resume with: python train.py seed=0 trainer.resume=runs/run"
+    )
+
+
+def test_a_full_disk(trainer, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    run = trainer("name=full", "trainer.max_steps=2", "trainer.sample_tokens=0")
+    monkeypatch.setattr(saving, "RETRY_AFTER", 0)
+    monkeypatch.setattr(saving.checkpoint, "write", full)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: SimpleNamespace(free=12_000_000))
+    with pytest.raises(errors.NotSavedError) as caught:
+        run.train()
+    assert str(caught.value) == (
+        "checkpoint=runs/full/checkpoints/step_00000002: could not be written (No space left on "
+        "device, 12.0 MB free on its disk); make room there: there is no earlier one; then rerun "
+        "the same command"
+    )
+
+
+def printed(capsys, error, debug=False) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught, errors_in_one_line(debug):
+        raise error
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_errors_of_other_ranks_and_unexpected_ones(capsys, monkeypatch):
+    problem = errors.Problem("data.path", "x", "no such file", "check the path")
+    other = errors.OtherRankError([problem], 3)
+    line = "data.path=x: no such file; check the path\n"
+    assert printed(capsys, other) == (3, line)
+    unexpected = "RuntimeError: two lines; run again with debug=true for the traceback\n"
+    assert printed(capsys, RuntimeError("two\nlines")) == (4, unexpected)
+    code, err = printed(capsys, other, debug=True)
+    assert (code, "Traceback" in err) == (3, True)
+    monkeypatch.setattr("training.command.WAIT_FOR_RANK_0", 0)
+    monkeypatch.setenv("RANK", "1")
+    assert printed(capsys, other) == (3, "")
+    assert printed(capsys, RuntimeError("x"))[1].startswith("rank 1: RuntimeError: x; ")
