@@ -4,16 +4,18 @@ huggingface_hub reads its environment once, when it is imported: what it has rea
 """
 
 import http.server
+import importlib
 import json
 import sys
 import threading
 
 import pytest
 import torch
+from helpers.models import tiny_model
+from helpers.refusals import refused
 from huggingface_hub import constants
 
 from errors import CheckpointError
-from model import GPT, ModelConfig
 from training import hub
 from training.hf import hf_tensors, load_reader, to_hf
 
@@ -88,19 +90,18 @@ def new_process(server, tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        hub._fetched.cache_clear()
         server.asked.clear()
+        return importlib.reload(hub)  # which forgets what it has fetched
 
     yield begin
-    hub._fetched.cache_clear()
+    importlib.reload(hub)
 
 
 @pytest.fixture
 def model(server, tmp_path):
-    """A model that the hub has twice: some/model with safetensors and more, old with an old file
-    alone."""
-    torch.manual_seed(0)
-    model = GPT(ModelConfig(257, 16, 8, 2, 1))
+    """A model that the hub has twice: as some/model with safetensors and more, and as old with a
+    pytorch_model.bin alone."""
+    model = tiny_model(vocab_size=257, context_length=16)
     to_hf(model, tmp_path / "safe")
     to_hf(model, tmp_path / "old")
     (tmp_path / "safe" / "pytorch_model.bin").write_bytes(b"not to be fetched")
@@ -118,81 +119,68 @@ def check_is(model, name):
     assert all(torch.equal(theirs[key], value) for key, value in model.state_dict().items())
 
 
-def check_refused(name, says):
-    with pytest.raises(CheckpointError) as caught:
+def fetched(server):
+    """The names of the files that were fetched."""
+    return {path.rpartition("/")[2] for _, path in server.asked if "/resolve/" in path}
+
+
+def check_refused(name):
+    with refused(CheckpointError, "trainer.init_from", name) as caught:
         load_reader(name, "trainer.init_from")
-    message = str(caught.value)
-    assert message.startswith(f"trainer.init_from={name}: {says}")
-    assert "; " in message
-    assert len(message.splitlines()) == 1
+    return caught.value
 
 
-def test_a_model_is_fetched_once(server, model, new_process, capfd):
+def test_fetched_once_and_kept(server, model, new_process, capfd):
     new_process()
     check_is(model, "hub:some/model")
-    asked = [path for _, path in server.asked]
-    fetched = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
-    assert fetched == {"config.json", "model.safetensors"}
+    assert fetched(server) == {"config.json", "model.safetensors"}
+    asked = len(server.asked)
     check_is(model, "hub:some/model")
-    assert len(server.asked) == len(asked)
+    assert len(server.asked) == asked
     new_process()
     check_is(model, "hub:some/model")
-    assert not any("/resolve/" in path for _, path in server.asked)  # it is in the cache
-    assert capfd.readouterr().err == ""
-
-
-def test_an_old_file_is_fetched_where_there_is_no_other(server, model, new_process):
-    new_process()
-    check_is(model, "hub:old")
-    fetched = {path.rpartition("/")[2] for _, path in server.asked if "/resolve/" in path}
-    assert fetched == {"config.json", "pytorch_model.bin"}
-
-
-def test_what_is_of_no_use_is_not_fetched(server, model, new_process):
-    """Of another kind of model nothing but the few lines that say so."""
-    config = server.models["some/model"] / "config.json"
-    config.write_text(config.read_text().replace('"gpt2"', '"bert"'))
-    new_process()
-    with pytest.raises(CheckpointError, match=r"model_type is 'bert', and our model computes"):
-        load_reader("hub:some/model")
-    fetched = {path.rpartition("/")[2] for _, path in server.asked if "/resolve/" in path}
-    assert fetched == {"config.json"}
-
-
-def test_offline_there_is_what_was_fetched_before(server, model, new_process, capfd):
-    new_process()
-    for name in ("hub:some/model", "hub:old"):
-        check_is(model, name)
+    assert fetched(server) == set()  # it is in the cache
+    check_is(model, "hub:old")  # which has no other file
+    assert fetched(server) == {"config.json", "pytorch_model.bin"}
     new_process(offline=True)
     for name in ("hub:some/model", "hub:old"):
         check_is(model, name)
-    says = "the hub is not reached (HF_HUB_OFFLINE is set), and it is not in the cache; fetch it"
-    check_refused("hub:new/one", says)
+    assert "HF_HUB_OFFLINE" in check_refused("hub:new/one").reason
     assert server.asked == []
     assert capfd.readouterr().err == ""
 
 
-def test_why_a_model_cannot_be_had(server, new_process, monkeypatch):
+def test_weights_of_another_kind_of_model_are_not_fetched(server, model, new_process):
+    config = server.models["some/model"] / "config.json"
+    config.write_text(config.read_text().replace('"gpt2"', '"bert"'))
+    new_process()
+    with refused(CheckpointError, "checkpoint") as caught:
+        load_reader("hub:some/model")
+    assert "bert" in caught.value.reason
+    assert fetched(server) == {"config.json"}
+
+
+def test_answers_of_the_hub(server, new_process, monkeypatch):
+    """Each kind of failure has its own reason and hint."""
     server.models = {"my/gated": "gated", "my/closed": 401, "my/broken": 400}
     new_process()
-    check_refused("hub:no/such", "no such model on the hub, or a private one; check the name")
-    check_refused("hub:my/gated", "is gated: its owner has to let you in; ask for access")
-    check_refused("hub:my/closed", "the hub answers with 401; set HF_TOKEN")
-    check_refused("hub:my/broken", "the hub is not reached (no useful answer), and it is not in")
+    names = ("no/such", "my/gated", "my/closed", "my/broken")
+    errors = {name: check_refused(f"hub:{name}") for name in names}
+    assert len({error.reason for error in errors.values()}) == 4
+    for name in ("no/such", "my/gated", "my/closed"):
+        assert "HF_TOKEN" in errors[name].hint
+    assert "401" in errors["my/closed"].reason
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
-    check_refused(
-        "hub:some/model", "the hub is not reached (no useful answer), and it is not in the"
-    )
+    assert check_refused("hub:some/model").reason == errors["my/broken"].reason
 
 
-@pytest.mark.parametrize("name", ["", "a/b/c", "../x", "a/..", "a b", "http://x/y", "a/", "é"])
-def test_what_is_no_name(name):
-    with pytest.raises(CheckpointError, match="is no name of a model; such as hub:") as caught:
-        hub.fetch(f"hub:{name}", "trainer.init_from")
-    assert str(caught.value).startswith(f"trainer.init_from=hub:{name}: ")
-
-
-def test_without_the_library_the_command_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match="needs huggingface_hub; pip install hugg"):
+def test_names(server, new_process, monkeypatch):
+    new_process()
+    for name in ("", "a/b/c", "../x", "a/..", "a b", "http://x/y", "a/", "é"):
+        with refused(CheckpointError, "trainer.init_from", f"hub:{name}"):
+            hub.fetch(f"hub:{name}", "trainer.init_from")
+    assert server.asked == []
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # without the library
+    with refused(CheckpointError, "checkpoint", "hub:not/cached") as caught:
         hub.fetch("hub:not/cached")
+    assert "pip install huggingface_hub" in caught.value.hint
