@@ -33,7 +33,7 @@ from data import (
     order_of,
 )
 from errors import DataError
-from synthetic import IGNORED, CycleWalks, RepeatedSequences
+from synthetic import IGNORED, CycleWalks
 from tokens import END_OF_TEXT
 from tokens.shards import ShardWriter
 from tokens.stream import TokenStream
@@ -430,13 +430,6 @@ def test_windows_are_cut_as_the_settings_say(tmp_path):
     plain, within = (load(path, stride=3, within_documents=x).train for x in (False, True))
     assert pairs_of(plain) == [(ids[i : i + 4], ids[i + 1 : i + 5]) for i in range(0, 9, 3)]
     assert pairs_of(within) == windows_within_documents(documents, 4, 3, end=256)
-
-
-def test_synthetic_sequences_need_no_text():
-    loaded = load_datasets(DataConfig(tokenizer="byte", max_length=32, synthetic="induction"))
-    assert (type(loaded.train), type(loaded.val)) == (CycleWalks, RepeatedSequences)
-    assert loaded.train.max_length == loaded.val.max_length == 32
-    assert (loaded.checksums, loaded.notes) == ([], [])
 
 
 # ------------------------------------------------------------------------- what to validate on

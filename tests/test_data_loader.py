@@ -89,9 +89,6 @@ def flat(batches) -> list[int]:
     return list(itertools.chain(*batches))
 
 
-# --------------------------------------------------------------------------------- micro-batches
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_micro_batches_are_the_ranks_share_in_its_order(rank):
     order, thread = WindowOrder(100, 12, 0), threading.current_thread().name
@@ -216,9 +213,6 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(
     assert torch.allclose(model.table.grad, expected_gradient, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------- in advance
-
-
 def test_ids_are_pinned_by_the_thread_of_the_feed_and_sent_by_the_main_one():
     dataset, rank = documents_of([30]), Rank()
     feed = Feed(dataset, WindowOrder(len(dataset), 4, 0), 2, rank)
@@ -283,8 +277,6 @@ def test_an_error_of_gathering_is_raised_at_its_step():
         read(feed, 1)
     assert read(feed, 2) == [order.windows(2).tolist()]
 
-
-# ---------------------------------------------------------------------------------- validation
 
 bytes_of = functools.partial(bytes_per_token, get_tokenizer("byte"))
 

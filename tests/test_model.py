@@ -25,8 +25,6 @@ PUBLISHED = {  # Radford et al. 2019, counted from the released weights
 }
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
-# --- Sizes ---------------------------------------------------------------------------------------
-
 
 def preset(name):
     return ModelConfig(**yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8")))
@@ -53,9 +51,6 @@ def test_flops_of_gpt2_small():
     matrices = L * (4 * C * C + 2 * C * 4 * C) + C * V
     causal_products = L * 2 * C * (T + 1) / 2
     assert small.flops_per_token(T) == 3 * 2 * (matrices + causal_products)
-
-
-# --- Settings ------------------------------------------------------------------------------------
 
 
 def test_problems_name_their_keys():
@@ -90,9 +85,6 @@ def problems(**changes):
     for key, value in changes.items():
         setattr(config, key, value)
     return config.problems()
-
-
-# --- Parameters ----------------------------------------------------------------------------------
 
 
 def test_initialisation_statistics_and_first_loss():
@@ -146,9 +138,6 @@ def test_the_head_is_the_token_embedding():
     assert changed.nonzero().flatten().tolist() == [unseen]
 
 
-# --- The forward pass ----------------------------------------------------------------------------
-
-
 def logits_by_hand(model, ids):
     """GPT-2 as functions of its parameters; nothing of model.py is called."""
     p, c = dict(model.named_parameters()), model.config
@@ -192,18 +181,6 @@ def test_logits_are_gpt2s_with_its_epsilon(name):
         model = tiny(std=std, attention=name, **more)  # at the smallest the epsilons count
         atol = 1e-4 * std
         torch.testing.assert_close(model(ids)[0], logits_by_hand(model, ids), atol=atol, rtol=1e-4)
-
-
-@each_kernel
-def test_gradients_agree_with_explicit(name):
-    ids = random_ids(T=10)
-    grads = []
-    for kernel in (name, "explicit"):
-        model = tiny(std=0.1, attention=kernel)
-        model(ids[:, :-1], ids[:, 1:])[1].backward()
-        grads.append({n: p.grad for n, p in model.named_parameters()})
-    for parameter in grads[0]:
-        torch.testing.assert_close(grads[0][parameter], grads[1][parameter], atol=1e-5, rtol=1e-4)
 
 
 @each_kernel
@@ -258,9 +235,6 @@ def test_dropout_only_in_training():
     assert not torch.equal(model(ids)[0], model(ids)[0])
     model.eval()
     torch.testing.assert_close(model(ids)[0], tiny(dropout=0.0)(ids)[0])
-
-
-# --- Reading the attention weights ---------------------------------------------------------------
 
 
 @each_kernel

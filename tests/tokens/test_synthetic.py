@@ -10,7 +10,7 @@ from helpers.refusals import refused
 from helpers.runs import rows
 from helpers.settings import settings
 
-from data import DataConfig, WindowOrder
+from data import DataConfig
 from errors import ConfigError
 from synthetic import BOS, IGNORED, JUMP, SYMBOLS, CycleWalks, RepeatedSequences
 from training.command import compose
@@ -46,6 +46,8 @@ def test_a_window_is_a_function_of_its_number_alone(kind):
         assert torch.equal(alone_ids[0], ids[place])
         assert torch.equal(alone_targets[0], targets[place])
     assert len({tuple(row) for row in ids.tolist()}) == 4
+    last_ids, _ = data.batch(np.array([len(data) - 1]))
+    assert last_ids[0, 0] == BOS
 
 
 @both
@@ -140,17 +142,6 @@ def test_no_training_window_is_a_repeated_sequence():
     assert not [window for window in twice if len(set(walks[window, 1:33].tolist())) == 32]
 
 
-def test_there_are_more_windows_than_any_run_asks_for():
-    data = CycleWalks(64)
-    order = WindowOrder(len(data), 64, seed=0)
-    seen = np.concatenate([order.windows(step) for step in range(50)])
-    assert len(set(seen.tolist())) == len(seen)
-    assert (data.batch(np.array([len(data) - 1]))[0][:, 0] == BOS).all()
-
-
-# ------------------------------------------------------------------------------------ in a run
-
-
 def test_settings_of_the_experiment():
     found = compose(["experiment=induction"])
     assert (found.data.synthetic, found.data.path) == ("induction", None)
@@ -168,12 +159,10 @@ def test_settings_of_the_experiment():
             settings(*induction, f"data.{key}={value}")
 
 
-INDUCTION = ("experiment=induction", "data.path=null", "model.context_length=64")
-INDUCTION += ("data.max_length=64", "trainer.max_steps=2", "name=induction")
-
-
 def test_a_run_logs_its_accuracy(trainer):
-    run = trainer(*INDUCTION, "lens=induction", "lens.every=1")
+    lengths = ("model.context_length=64", "data.max_length=64", "trainer.max_steps=2")
+    lens = ("lens=induction", "lens.every=1")
+    run = trainer("experiment=induction", "data.path=null", *lengths, *lens)
     assert [prompt.name for prompt in run.lens.prompts] == ["1-repeated"]
     run.train()
     log = rows(run.folder)
@@ -183,30 +172,3 @@ def test_a_run_logs_its_accuracy(trainer):
     assert not [key for row in log for key in row if "bits_per_byte" in key]
     assert "attention_layers/induction/L01" in log[2]
     assert (run.folder / "attention" / "timelapse.html").is_file()
-
-
-def test_accuracy_counts_the_asked_targets_alone(trainer, monkeypatch):
-    """A model that always knows: 1; one that copies its input: 0."""
-    run = trainer(*INDUCTION, "trainer.eval_windows=20")
-
-    def answering(answer):
-        def forward(input_ids, target_ids=None, capture=None):
-            logits = torch.nn.functional.one_hot(answer(input_ids), 257).float() * 50
-            if target_ids is None:
-                return logits, None
-            return None, torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), target_ids.flatten()
-            )
-
-        return forward
-
-    def knows(ids):
-        """From the second copy on: what followed this symbol in the first."""
-        answers = torch.zeros_like(ids)
-        answers[:, 33:] = ids[:, 2:33]
-        return answers
-
-    monkeypatch.setattr(run.model, "forward", answering(knows))
-    assert run.validate()["val/accuracy"] == 1
-    monkeypatch.setattr(run.model, "forward", answering(lambda ids: ids))
-    assert run.validate()["val/accuracy"] == 0

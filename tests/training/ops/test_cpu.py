@@ -111,9 +111,6 @@ def test_attention_is_torchs_where_that_is_faster():
         assert all(torch.equal(a, b) for a, b in zip(mine, fused, strict=True)), (T, S)
 
 
-# ----------------------------------------------------------------------------------- dropout
-
-
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
 def test_dropout_has_its_rate_and_keeps_the_mean(p):
     torch.manual_seed(0)
@@ -146,9 +143,6 @@ def test_attention_with_dropout_drops_weights():
     mean = cpu.attention(*(x.expand(4000, 2, 4, 8) for x in (q, k, v)), 0.3).mean(0)
     torch.testing.assert_close(mean, sdpa(q, k, v)[0], rtol=0, atol=0.05)
     assert cpu.attention(q, k, v, 0.9).eq(0).any()  # all of a row's weights
-
-
-# ------------------------------------------------------------------------------ in a model
 
 
 @pytest.fixture

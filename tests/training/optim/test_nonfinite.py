@@ -21,9 +21,6 @@ def judged(guard, norms, scale=1.0):
     return [float(guard.judge(torch.tensor(norm), torch.tensor(scale))) for norm in norms]
 
 
-# ------------------------------------------------------------------------------------- the guard
-
-
 def test_nonfinite_gradients_are_skipped_and_counted():
     guard = Guard(3, CPU)
     assert judged(guard, [1.0, NAN, 2.0, INF, -INF, 0.0, 1e38]) == [0, 1, 0, 1, 1, 0, 0]
@@ -46,9 +43,6 @@ def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
     assert guard.read() == (9, 0, 0)
     assert judged(guard, [INF, INF]) == [1, 1]
     assert guard.read() == (11, 2, 1)
-
-
-# ---------------------------------------------------------------------------------------- spikes
 
 
 def test_the_z_score_is_that_of_the_losses_before():
@@ -106,9 +100,6 @@ def test_an_optimizer_without_a_kernel_for_it_skips_the_step_too(fused):
     assert torch.equal(seen[0][0], seen[1][0])
     assert not torch.equal(seen[1][0], seen[2][0])
     assert [steps for _, steps in seen] == [1, 1, 2]
-
-
-# ------------------------------------------------------------------------------------ in training
 
 
 def spoil(run, steps, how=lambda loss: loss * NAN):
