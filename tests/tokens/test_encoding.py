@@ -214,44 +214,26 @@ def test_a_million_blanks_before_a_word(white, engine):
     assert np.array_equal(ids, module.gigatoken(True).encode(text.encode()))
 
 
-@pytest.mark.parametrize("possible", [True, False])
-def test_an_unexpected_token_in_a_run_is_accepted_where_the_encoding_allows_it(
-    possible, monkeypatch
-):
-    """The last token given out and the next one must be the encoding of their text. No known run
-    has another token than was expected, so tiktoken's answers are replaced: at byte 600 of the
-    first stretch, of 1200 bytes, and where encoding is begun anew there."""
-    text, place, stretches = "ab" * 2000, 600, []
-    real = tiktoken.Encoding.encode_to_numpy
+def test_a_run_that_cannot_be_continued_is_refused(monkeypatch):
+    """It would need a vocabulary whose tokens depend on much later text. So what tiktoken returns
+    for the second stretch of the run is replaced by an id that cannot follow the first one's."""
+    stretches, given, real = [], [], tiktoken.Encoding.encode_to_numpy
 
     def encode(self, part, **options):
         ids = real(self, part, **options).copy()
-        sizes = module.token_sizes("gpt2")[ids]
         if len(part) >= 1200:
             stretches.append(part)
-            if len(stretches) == 1:
-                wrong = np.cumsum(sizes) - sizes >= place
-                same = np.flatnonzero(module.token_sizes("gpt2") == sizes[0])
-                ids[wrong] = same[same != ids[0]][0]
-                given.update(last=int(ids[~wrong][-1]), wrong=int(ids[-1]))
-            elif not possible and len(stretches) == 2:
-                ids[0] = never_after(given["last"])
-        elif stretches and len(part) == 1200 - place:
-            given["used"] = True
-            ids[0] = given["wrong"]
+            if len(stretches) == 2:
+                ids[0] = never_after(given[-1])
         return ids
 
-    given = {}
     monkeypatch.setattr(tiktoken.Encoding, "encode_to_numpy", encode)
-    stream = StreamEncoder("gpt2", engine="tiktoken", piece=600).encode([text.encode()], "run", 5)
-    if possible:
-        assert np.array_equal(joined(stream), encode_at_once(text))
-    else:
-        assert len(next(stream)) > 1
-        with refused(DataError, "data.path", "run") as caught:
-            next(stream)
-        assert numbers_in(caught.value) == {5 + place}
-    assert given["used"]
+    stream = StreamEncoder("gpt2", engine="tiktoken", piece=600).encode([b"ab" * 2000], "run", 5)
+    given.extend(next(stream).tolist())
+    with refused(DataError, "data.path", "run") as caught:
+        next(stream)
+    done = len(get_tokenizer("gpt2").decode_bytes(given))
+    assert numbers_in(caught.value) == {5 + done}
 
 
 # ----------------------------------------------------------------------------------------- cuts
@@ -313,12 +295,13 @@ def test_cuts_between_two_characters_are_those_of_tiktoken():
     }
 
 
-@some
+@settings(some, max_examples=400 if CAMPAIGN else 60)
 @given(mixes | st.text(), st.integers(0, 1000), st.integers(0, 1000))
 @example("abc def", 0, 2)
 @example("left\tright\0 end\r", 4, 9)
 @example("日本語 αβγ1", 3, 18)
 @example("日本語", 0, 7)
+@example("'sé", 0, 2)
 @example(f"é{END_OF_TEXT}é", 0, 90)
 @example(f"|{END_OF_TEXT}|", 0, 90)
 def test_the_first_cut_is_found_and_is_one_of_the_pattern(text, start, length):
@@ -374,11 +357,11 @@ def test_a_difference_from_tiktoken_is_refused(damage, monkeypatch):
         return ids[:-1] if "less" in damage else np.append(ids, [0] * ("more" in damage))
 
     monkeypatch.setattr(Gigatoken, "encode", encode)
-    for number in range(5):
+    for number in range(6):
         texts.clear()
-        encoder = StreamEncoder("gpt2", engine="gigatoken", piece=64, check_every=3)
+        encoder = StreamEncoder("gpt2", engine="gigatoken", piece=64, check_every=4)
         stream = encoder.encode([WORDS.encode()], "words.txt", offset=5)
-        if number % 3:  # not checked
+        if number % 4:  # not checked
             assert len(joined(stream))
             continue
         with refused(DataError, "data.path", "words.txt") as caught:

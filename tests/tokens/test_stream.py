@@ -154,27 +154,44 @@ def test_the_first_bad_id_of_the_first_window_is_named():
         assert numbers_in(caught.value) == expected | {VOCAB}
 
 
-# ---------------------------------------------------------------------------------------- split
+# ---------------------------------------------------------------------------- split and documents
 
 
 @some
-@given(divisions, dtypes, st.lists(st.integers(0, 100), max_size=4), st.booleans())
-def test_parts_are_the_whole(lists, dtype, cuts, named):
-    """After several splits no id is lost, doubled or moved; each part is a stream itself."""
-    names = [(f"{n}.bin", 0) for n in range(len(lists))] if named else None
-    stream = make(lists, dtype, names=names)
+@given(divisions, dtypes, st.lists(st.integers(0, 100), max_size=4), st.data())
+def test_parts_and_document_starts(lists, dtype, cuts, draw):
+    """After several splits no id is lost, doubled or moved; each part is a stream itself. Starts of
+    documents are those of a search where they are known, and are not asked for before."""
+    asked = []
+
+    def known(n):
+        return lambda: asked.append(n) or np.flatnonzero(np.array(lists[n]) == EOT)
+
+    starts = [known(n) if draw.draw(st.booleans()) else None for n in range(len(lists))]
+    stream = make(lists, dtype, starts=starts)
     parts = split_at(stream, cuts)
     ends = [*sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
     assert np.cumsum([len(part) for part in parts]).tolist() == ends
     assert joined(map(all_of, parts)) == joined(lists) == all_of(stream)
-    for part in parts:
+    assert not asked
+    for part in [stream, *parts]:
         ids = all_of(part)
-        assert len(part) == len(ids)
-        assert (part.vocab_size, part.end_of_text) == (VOCAB, EOT)
+        assert (len(part), part.vocab_size, part.end_of_text) == (len(ids), VOCAB, EOT)
         if ids:
             assert part.dtype == dtype
             expected = [window(ids, start, 4) for start in range(len(ids))]
             assert part.gather(np.arange(len(ids)), 4).tolist() == expected
+        found = part.document_starts()
+        assert found.dtype == np.int64
+        assert found.tolist() == sorted({0} | {n for n, token in enumerate(ids) if token == EOT})
+
+
+def test_document_starts_that_are_known_are_not_searched():
+    stream = make([[0, 0, 0], [0, 0, 0]], starts=[lambda: np.array([2]), lambda: np.array([0, 1])])
+    assert stream.document_starts().tolist() == [0, 2, 3, 4]
+    first, second = stream.split(4)
+    assert first.document_starts().tolist() == [0, 2, 3]
+    assert second.document_starts().tolist() == [0]
 
 
 def test_split_copies_nothing(tmp_path):
@@ -195,44 +212,6 @@ def test_split_copies_nothing(tmp_path):
         file.write(b"\x03\x00")
     assert ids[-1] != 3
     assert parts[-1].gather(np.array([len(parts[-1]) - 1]), 1).item() == 3
-
-
-# ------------------------------------------------------------------------------------ documents
-
-
-@some
-@given(divisions, dtypes, st.lists(st.integers(0, 100), max_size=3), st.data())
-def test_document_starts_known_or_searched(lists, dtype, cuts, draw):
-    """Of the whole and of every part; known ones are not asked for before they are needed."""
-    asked = []
-
-    def known(n):
-        def starts():
-            asked.append(n)
-            return np.flatnonzero(np.array(lists[n]) == EOT)
-
-        return starts
-
-    which = draw.draw(st.lists(st.booleans(), min_size=len(lists), max_size=len(lists)))
-    starts = [known(n) if chosen else None for n, chosen in enumerate(which)]
-    searched, told = make(lists, dtype), make(lists, dtype, starts=starts)
-    pairs = list(
-        zip([searched, *split_at(searched, cuts)], [told, *split_at(told, cuts)], strict=True)
-    )
-    assert not asked
-    for one, other in pairs:
-        expected = {0} | {place for place, token in enumerate(all_of(one)) if token == EOT}
-        found, found_too = one.document_starts(), other.document_starts()
-        assert found.dtype == found_too.dtype == np.int64
-        assert found.tolist() == found_too.tolist() == sorted(expected)
-
-
-def test_document_starts_that_are_known_are_not_searched():
-    stream = make([[0, 0, 0], [0, 0, 0]], starts=[lambda: np.array([2]), lambda: np.array([0, 1])])
-    assert stream.document_starts().tolist() == [0, 2, 3, 4]
-    first, second = stream.split(4)
-    assert first.document_starts().tolist() == [0, 2, 3]
-    assert second.document_starts().tolist() == [0]
 
 
 def plain_nearest(ids: np.ndarray, position: int, reach: int) -> int | None:
@@ -259,11 +238,9 @@ def test_nearest_document_far_away():
     block = 2**20
     position, ids = 2_200_000, np.zeros(4_400_000, np.uint16)
     stream = TokenStream(np.split(ids, [700_000, 2_300_000]), VOCAB, EOT)
-    for before, behind in itertools.product(
-        (None, 1, block - 1, block, block + 1), (None, block - 1, block, 2 * block)
-    ):
-        places = [position - before] if before else []
-        places += [position + behind] if behind else []
+    distances = ((), (-1,), (1 - block,), (-block,), (-block - 1,))
+    for before, behind in itertools.product(distances, ((), (block - 1,), (block,), (2 * block,))):
+        places = [position + distance for distance in (*before, *behind)]
         ids[places] = EOT
         for reach in (block - 1, block, 10**8):
             near = [place for place in places if abs(place - position) <= reach]
