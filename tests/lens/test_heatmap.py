@@ -1,16 +1,15 @@
-"""The pictures: every weight can be read back from the pixels where its labels say it stands."""
+"""The pictures: every weight can be read back from the pixels at its labels."""
+
+import re
 
 import matplotlib
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from lens.heatmap import (
     COLOUR_MAP,
     FORBIDDEN,
-    _pooled,
-    _tile,
-    _title,
     colour,
     draw_grid,
     draw_layer,
@@ -80,12 +79,11 @@ def assert_shows(pixels, y, x, scale, square):
                 assert abs(code_of(block[0, 0]) - int(square[query, key])) <= 1
 
 
-def test_every_cell_of_every_head_can_be_read_from_the_grid(tmp_path):
+def test_every_cell_of_every_head_is_in_the_grid(tmp_path):
     codes = random_codes(3, 4, 6)
     pixels = drawn_grid(codes, tmp_path / "grid.png")
     _, _, rows, columns = layout(pixels, 3, 4)
-    assert len(rows) == 3
-    assert len(columns) == 4
+    assert (len(rows), len(columns)) == (3, 4)
     pitch = columns[1] - columns[0]
     assert {*np.diff(rows), *np.diff(columns)} == {pitch}
     scale = round((pitch - 6) / 6)
@@ -95,7 +93,7 @@ def test_every_cell_of_every_head_can_be_read_from_the_grid(tmp_path):
             assert_shows(pixels, y, x, scale, squares[layer, head])
 
 
-def test_labels_stand_left_of_their_layer_and_above_their_head(tmp_path):
+def test_labels_are_left_of_their_layer_and_above_their_head(tmp_path):
     pixels = drawn_grid(random_codes(3, 4, 6), tmp_path / "grid.png")
     top, left, rows, columns = layout(pixels, 3, 4)
     size = columns[1] - columns[0] - 6
@@ -113,7 +111,7 @@ def test_labels_stand_left_of_their_layer_and_above_their_head(tmp_path):
     assert above == pytest.approx([x - left + 1 + size / 2 for x in columns], abs=4)
 
 
-def test_colours_are_those_of_the_bytes_and_the_future_is_grey():
+def test_colors_of_codes_and_of_masked_cells():
     codes = np.array([[255, 0], [128, 7]], np.uint8)
     colours = colour(codes)
     assert colours[0, 1].tolist() == [FORBIDDEN] * 3
@@ -122,46 +120,27 @@ def test_colours_are_those_of_the_bytes_and_the_future_is_grey():
     assert FORBIDDEN not in TABLE.min(-1)  # a grey that no weight has
 
 
-def test_tiles_stand_layers_down_and_heads_across():
-    colours = np.zeros((2, 3, 1, 1, 3), np.uint8)
-    colours[1, 2] = 9
-    canvas = _tile(colours, scale=2, gap=1)
-    assert canvas.shape == (2 * 3 - 1, 3 * 3 - 1, 3)
-    assert (canvas[3:5, 6:8] == 9).all()
-    assert (canvas[2] == 255).all()
-    assert (canvas == 9).sum() == 4 * 3
-
-
-@pytest.mark.parametrize(("size", "factor"), [(6, 2), (7, 2), (256, 3), (5, 5), (5, 9), (4, 1)])
-def test_pooling_keeps_the_largest_of_each_block(size, factor):
-    squares = np.random.default_rng(0).integers(0, 256, (2, 1, size, size)).astype(np.uint8)
-    pooled = _pooled(squares, factor)
-    blocks = -(-size // factor)
-    assert pooled.shape == (2, 1, blocks, blocks)
-    for y in range(blocks):
-        for x in range(blocks):
-            block = squares[..., y * factor : (y + 1) * factor, x * factor : (x + 1) * factor]
-            assert (pooled[..., y, x] == block.max((-2, -1))).all()
-
-
-def test_one_bright_cell_of_a_long_prompt_is_seen_in_a_small_map(tmp_path):
-    codes = np.zeros((1, 12, 256 * 257 // 2), np.uint8)
-    codes[..., 0] = 255
-    query, key = 201, 77
-    codes[0, 5, query * (query + 1) // 2 + key] = 255
+def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):
+    """255 tokens of 12 heads: each pixel is the largest of two by two cells."""
+    codes = random_codes(1, 12, 255)
     pixels = drawn_grid(codes, tmp_path / "long.png")
-    _, _, (top, *_), columns = layout(pixels, 1, 12)
-    yellow = np.argwhere((pixels == YELLOW).all(-1))
-    inside = [(y - top, x - columns[5]) for y, x in yellow if columns[5] < x < columns[6] - 6]
-    inside = [(y, x) for y, x in inside if y in range(1, columns[1] - columns[0])]
-    size = columns[1] - columns[0] - 6
-    assert inside
-    for y, x in inside:
-        assert y / size == pytest.approx(query / 256, abs=0.02)
-        assert x / size == pytest.approx(key / 256, abs=0.02)
+    padded = np.pad(triangle_to_square(codes)[0], ((0, 0), (0, 1), (0, 1)))
+    corners_of_blocks = [padded[:, y::2, x::2] for y in (0, 1) for x in (0, 1)]
+    largest = np.max(corners_of_blocks, axis=0)  # (12, 128, 128)
+    _, _, (top,), columns = layout(pixels, 1, 12)
+    below, above = np.tril_indices(128), np.triu_indices(128, 1)
+    for head, left in enumerate(columns):
+        here = pixels[top : top + 128, left : left + 128]
+        assert (here[below] == TABLE[largest[head]][below]).all(), head
+        assert (here[above] == FORBIDDEN).all()
 
 
-def test_a_layers_picture_shows_each_head_enlarged(tmp_path):
+def is_map(pixels, y, x):
+    """The first row of a map: one yellow cell, then the grey of the masked ones."""
+    return (pixels[y, x + 20] == FORBIDDEN).all() and (pixels[y, x : x + 16] == YELLOW).all()
+
+
+def test_picture_of_a_layer_shows_each_head_enlarged(tmp_path):
     codes = random_codes(1, 5, 9)[0]
     path = tmp_path / "layer.png"
     draw_layer(codes, a_prompt(9), 40, 3, path)
@@ -173,100 +152,89 @@ def test_a_layers_picture_shows_each_head_enlarged(tmp_path):
         assert_shows(pixels, y, x, 16, square)
 
 
-def is_map(pixels, y, x):
-    """The first row of a map: one yellow cell, then the grey of what the mask forbids."""
-    return (pixels[y, x + 20] == FORBIDDEN).all() and (pixels[y, x : x + 16] == YELLOW).all()
-
-
-@pytest.mark.parametrize(
-    ("layers", "heads", "tokens"),
-    [(1, 1, 1), (2, 2, 1), (1, 1, 2), (1, 1, 256), (2, 1, 64), (48, 25, 64), (3, 25, 256)],
-)
-def test_any_shape_becomes_a_picture_of_a_bearable_size(tmp_path, layers, heads, tokens):
-    path = tmp_path / "grid.png"
-    pixels = drawn_grid(random_codes(layers, heads, tokens), path)
-    height, width = pixels.shape[:2]
-    assert 300 < height < 8000
-    assert 500 <= width < 4000
-    if tokens > 1:
-        _, _, rows, columns = layout(pixels, layers, heads)
-        assert (len(rows), len(columns)) == (layers, heads)
-
-
-@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (25, 3), (12, 256)])
-def test_any_layer_becomes_a_picture(tmp_path, heads, tokens):
-    draw_layer(random_codes(1, heads, tokens)[0], a_prompt(tokens), 0, 11, tmp_path / "x.png")
-    assert Image.open(tmp_path / "x.png").width < 16000
+def test_pictures_of_any_shape_have_a_usable_size(tmp_path):
+    for shape in ((1, 1, 1), (2, 2, 1), (1, 1, 2), (1, 1, 256), (2, 1, 64), (48, 25, 16)):
+        layers, heads, tokens = shape
+        pixels = drawn_grid(random_codes(layers, heads, tokens), tmp_path / "grid.png")
+        height, width = pixels.shape[:2]
+        assert 300 < height < 8000, shape
+        assert 500 <= width < 4000, shape
+        if tokens > 1:
+            _, _, rows, columns = layout(pixels, layers, heads)
+            assert (len(rows), len(columns)) == (layers, heads), shape
+    for heads, tokens in ((1, 1), (25, 3), (12, 256)):
+        path = tmp_path / "layer.png"
+        draw_layer(random_codes(1, heads, tokens)[0], a_prompt(tokens), 0, 11, path)
+        assert Image.open(path).width < 16000
 
 
 ODD = ["\n", "漢字", "🙂", "‮", "\x00", "<0xE2>", "$x$", "", "é" * 40, "<id 50300>"]
 
 
-def test_odd_tokens_and_titles_are_drawn(tmp_path):
+@pytest.fixture
+def written(monkeypatch):
+    """The texts that are drawn."""
+    texts, draw_text = [], ImageDraw.ImageDraw.text
+
+    def text(self, place, text, *rest, **more):
+        texts.append(text)
+        return draw_text(self, place, text, *rest, **more)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    return texts
+
+
+def test_odd_tokens_and_cropped_prompts(tmp_path, written):
     codes = random_codes(2, 2, len(ODD))
     prompt = a_prompt(len(ODD), ODD, cropped=True)
     draw_grid(codes, prompt, 10**9, tmp_path / "grid.png")
     draw_layer(codes[0], prompt, 0, 0, tmp_path / "layer.png")
     assert min(Image.open(tmp_path / "layer.png").size) > 200
 
+    prompt = a_prompt(5, ["She", " sat", " on", " the", " bank"])
+    prompt.text = "She sat on the bank of the river"
+    for cropped in (True, False):  # a cropped one shows what was read, and how much
+        written.clear()
+        prompt.cropped = cropped
+        draw_grid(random_codes(1, 2, 5), prompt, 0, tmp_path / "grid.png")
+        (title,) = [text for text in written if "She sat on the bank" in text]
+        assert ("river" in title) == (not cropped)
+        assert ("5" in title) == cropped
+    written.clear()
+    prompt.text = "word " * 100
+    draw_grid(random_codes(1, 2, 5), prompt, 0, tmp_path / "grid.png")
+    (title,) = [text for text in written if "word" in text]
+    assert len(title) < 200  # as much as there is room for
+    assert "…" in title
 
-def test_a_model_that_has_learned_nothing_is_told_from_one_that_has(tmp_path, monkeypatch):
-    """The words beside the step are those of the weights, not of the step's number."""
-    written = []
-    from PIL import ImageDraw
 
-    real = ImageDraw.ImageDraw.text
-    monkeypatch.setattr(
-        ImageDraw.ImageDraw,
-        "text",
-        lambda self, place, text, *rest, **more: (
-            written.append(text),
-            real(self, place, text, *rest, **more),
-        )[1],
-    )
+def test_untrained_model_is_told_by_its_weights(tmp_path, written):
+    """The words beside the step say so, whatever the number of the step."""
     q, k = np.tril_indices(8)
     even = to_codes(evenly(8)[:, q, k]).numpy()[None].repeat(2, 1)  # (1, 2, cells)
     drawn_grid(even, tmp_path / "even.png", step=40)
-    assert "step 40" in written
-    assert "so far every token looks back evenly" in written
+    (index,) = [n for n, text in enumerate(written) if re.findall(r"\d+", text) == ["40"]]
+    of_untrained = written[index + 1]
     written.clear()
     drawn_grid(random_codes(1, 2, 8), tmp_path / "learned.png", step=0)
-    assert "1 layer × 2 heads" in written
-    assert "so far every token looks back evenly" not in written
+    assert of_untrained not in written
+    for num_tokens in (1, 2, 64, 256):
+        triangle = evenly_triangle(num_tokens * (num_tokens + 1) // 2)
+        assert triangle.tolist()[0] == 1
+        assert triangle.shape == (num_tokens * (num_tokens + 1) // 2,)
+        assert triangle[-1] == pytest.approx(1 / num_tokens)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 64, 256])
-def test_evenly_has_as_many_cells_as_the_codes(num_tokens):
-    cells = num_tokens * (num_tokens + 1) // 2
-    even = evenly_triangle(cells)
-    assert even.shape == (cells,)
-    assert even[0] == 1
-    assert even[-1] == pytest.approx(1 / num_tokens)
-
-
-@pytest.mark.parametrize(
-    ("token", "shown"),
-    [
+def test_labels_of_odd_tokens():
+    for token, shown in (
         (" the", "the"),
         ("\n", "\\n"),
         ("  ", "␣␣"),
-        (" ", "␣"),
         ("\t", "\\t"),
         ("\x00a", "·a"),
         ("\u202eabc", "·abc"),
         ("x" * 30, "x" * 11 + "…"),
         ("<0xE2>", "<0xE2>"),
         ("", ""),
-    ],
-)
-def test_labels_show_odd_tokens(token, shown):
-    assert label(token) == shown
-
-
-def test_a_cropped_prompt_says_so_and_shows_what_was_read():
-    prompt = a_prompt(5, ["She", " sat", " on", " the", " bank"], cropped=True)
-    prompt.text = "She sat on the bank of the river"
-    assert _title(prompt, 80) == "“She sat on the bank”  (first 5 tokens)"
-    prompt.cropped = False
-    assert _title(prompt, 80) == "“She sat on the bank of the river”"
-    assert _title(prompt, 20).endswith("…”")
+    ):
+        assert label(token) == shown

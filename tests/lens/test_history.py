@@ -1,12 +1,15 @@
-"""Statistics over the steps: lines on disk, the table of heads, and what a resumed run keeps."""
+"""Statistics over the steps: the file, the table of heads, and what a resumed run keeps."""
 
 import csv
+import itertools
 import json
 import math
-import os
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.refusals import SPECIAL_FILES, not_waiting
 
 from lens.history import COLUMNS, KINDS, History, Row, evenly_spread, plain, strongest
 from lens.statistics import STATISTICS
@@ -26,9 +29,10 @@ def steps(history):
 
 def table(*rows, key="induction"):
     """The rows of the table for one statistic."""
-    history = History.__new__(History)
-    history.rows = list(rows)
-    return [line for line in history.table() if line[0] == key]
+    with tempfile.TemporaryDirectory() as folder:
+        history = History(Path(folder) / "statistics.jsonl", step=0)
+        history.rows = list(rows)
+        return [line for line in history.table() if line[0] == key]
 
 
 def course(*values, key="induction", every=10):
@@ -38,71 +42,68 @@ def course(*values, key="induction", every=10):
     return found[-1]
 
 
-def test_each_look_is_a_line_on_disk_at_once(tmp_path):
+def logged(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_rows_are_appended_and_read_on_resume(tmp_path):
     file = tmp_path / "attention" / "statistics.jsonl"
     history = History(file, step=0)
     assert file.read_text() == ""
     history.add(row(0, entropy=[[1, 0.123456], [0, NAN]]))
-    history.add(row(40))
-    first, second = (json.loads(line) for line in file.read_text().splitlines())
+    (first,) = logged(file)  # at once
     assert list(first) == ["step", *STATISTICS]
     assert first["step"] == 0
     assert first["entropy"] == [[1, 0.1235], [0, None]]
-    assert second["step"] == 40
-
-
-def test_a_run_that_goes_on_reads_its_rows_and_drops_those_from_its_step_on(tmp_path):
-    file = tmp_path / "statistics.jsonl"
-    history = History(file, step=0)
-    for step in (0, 40, 80, 120):
+    for step in (40, 80, 120):
         history.add(row(step, entropy=[[step, 1], [2, NAN]]))
-    resumed = History(file, step=80)
+    resumed = History(file, step=80)  # drops its own step and those after it
     assert steps(resumed) == [0, 40]
     assert resumed.rows[1].values["entropy"].tolist()[0] == [40, 1]
     assert math.isnan(resumed.rows[1].values["entropy"][1, 1])
     resumed.add(row(80))
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 40, 80]
+    assert [line["step"] for line in logged(file)] == [0, 40, 80]
     assert steps(History(file, step=81)) == [0, 40, 80]
-    assert [path.name for path in tmp_path.iterdir()] == ["statistics.jsonl"]
+    assert [path.name for path in file.parent.iterdir()] == ["statistics.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        '{"step": 80, "entropy": [[0.1',
-        '{"step": 80}',
-        '{"entropy": [[1]]}',
-        "",
-        "\x00\x00\x00",
-        '{"step": 80, "entropy": [[1], [2, 3]]}',
-        "[80]",
-        "[" * 100_000,
-        b'{"step": 80, "\xff',
-        "x" * 2**23,
-    ],
-    ids=lambda damaged: repr(damaged[:20]),
-)
-def test_a_damaged_line_is_dropped(tmp_path, damaged):
+DAMAGED = [
+    b'{"step": 80, "entropy": [[0.1',
+    b'{"step": 80}',
+    b'{"entropy": [[1]]}',
+    b"",
+    b"\x00\x00\x00",
+    b'{"step": 80, "entropy": [[1], [2, 3]]}',
+    b"[80]",
+    b"[" * 100_000,
+    b'{"step": 80, "\xff',
+    b"x" * 2**23,
+]
+
+
+def test_damaged_lines_are_dropped(tmp_path):
     file = tmp_path / "statistics.jsonl"
-    history = History(file, step=0)
-    history.add(row(0))
-    history.add(row(40))
-    with open(file, "ab") as out:
-        out.write(damaged if isinstance(damaged, bytes) else damaged.encode())
-    resumed = History(file, step=80)
-    assert steps(resumed) == [0, 40]
-    resumed.add(row(80))
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 40, 80]
+    for damaged in DAMAGED:
+        file.unlink(missing_ok=True)
+        history = History(file, step=0)
+        history.add(row(0))
+        history.add(row(40))
+        with open(file, "ab") as out:
+            out.write(damaged)
+        resumed = History(file, step=80)
+        assert steps(resumed) == [0, 40], damaged[:40]
+        resumed.add(row(80))
+        assert [line["step"] for line in logged(file)] == [0, 40, 80]
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_only_a_regular_file_is_read(tmp_path, make):
-    """A FIFO has no writer, and a device has no end."""
+@pytest.mark.parametrize("kind", SPECIAL_FILES)
+def test_special_files_are_not_read(tmp_path, kind):
     file = tmp_path / "statistics.jsonl"
-    make(file)
-    history = History(file, step=40)
+    SPECIAL_FILES[kind](file)
+    with not_waiting():
+        history = History(file, step=40)
     history.add(row(40))
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [40]
+    assert [line["step"] for line in logged(file)] == [40]
 
 
 def test_heads_are_ranked_highest_first_and_equals_in_their_order():
@@ -136,66 +137,42 @@ def test_the_table_has_every_statistic_in_order_and_leaves_out_the_undefined(tmp
     assert written == [[str(value) for value in line] for line in rows]
 
 
-@pytest.mark.parametrize(
-    ("values", "halfway"),
-    [
+def test_halfway_is_the_first_look_past_half_of_the_change():
+    for values, halfway in (
         ((0, 0.1, 0.4, 0.8), 20),  # rising: half of 0.8 is reached
         ((0, 0.39, 0.8), 20),
-        ((0.2, 0.49, 0.51, 0.8), 20),  # half of the way, not half of the value
+        ((0.2, 0.49, 0.51, 0.8), 20),  # half of the change, not half of the value
         ((0, 0.9, 0.1, 0.8), 10),  # the first time counts
         ((1.0, 0.9, 0.6, 0.5, 0.2), 20),  # falling
         ((1.0, 0.3, 0.9, 0.2), 10),
-        ((0.3, 0.3, 0.3), 0),  # constant: there from the start
+        ((0.3, 0.3, 0.3), 0),  # constant
         ((0.3, 0.9, 0.3), 0),
         ((0.7,), 0),  # one look
         ((0, NAN, 0.8), 20),
-    ],
-)
-def test_halfway_is_the_first_look_past_half_of_the_way(values, halfway):
-    assert course(*values) == halfway
-
-
-def test_a_head_that_was_not_defined_at_first_has_no_halfway_step_of_its_own():
-    """It is in the table by its last value, and nothing fails."""
-    assert course(NAN, 0.5, 0.8) in (0, 10, 20)
+    ):
+        assert course(*values) == halfway, values
+    assert course(NAN, 0.5, 0.8) in (0, 10, 20)  # undefined at first: nothing fails
     assert table(row(0, induction=[[NAN, 0], [0, 0]]), row(1))[0][4] == 0
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 10, 11, 1000])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 10, 11, 500])
-def test_evenly_spread_keeps_first_last_order_and_distance(count, most):
-    items = list(range(count))
-    kept = evenly_spread(items, most)
-    assert len(kept) == min(count, most)
-    assert sorted(set(kept)) == kept
-    if count and most >= 2:
-        assert kept[0] == 0
-        assert kept[-1] == count - 1
-    if len(kept) > 2:
-        gaps = np.diff(kept)
-        assert gaps.max() - gaps.min() <= 1
+def test_evenly_spread_keeps_first_last_and_order():
+    for count, most in itertools.product((0, 1, 2, 10, 11, 500), (1, 2, 3, 7, 10, 1000)):
+        kept = evenly_spread(list(range(count)), most)
+        assert len(kept) == min(count, most), (count, most)
+        assert sorted(set(kept)) == kept
+        if count and most >= 2:
+            assert (kept[0], kept[-1]) == (0, count - 1)
+        if len(kept) > 2:
+            gaps = np.diff(kept)
+            assert gaps.max() - gaps.min() <= 1
 
 
-def test_thinned_rows_end_with_the_newest(tmp_path):
-    history = History(tmp_path / "statistics.jsonl", 0)
-    for step in range(100):
-        history.add(row(step))
-    kept = [row.step for row in history.thinned(60)]
-    assert len(kept) == 60
-    assert (kept[0], kept[-1]) == (0, 99)
-
-
-def test_the_strongest_heads_of_each_kind():
-    found = strongest(
-        row(0, previous_token=[[0.1, 0.9], [0.3, 0.2]], induction=np.full((2, 2), NAN)), most=3
-    )
-    assert found["previous_token"] == [
-        (0, 1, pytest.approx(0.9)),
-        (1, 0, pytest.approx(0.3)),
-        (1, 1, pytest.approx(0.2)),
-    ]
-    assert "induction" not in found
-    assert list(found) == [key for key in KINDS if key != "induction"]
+def test_strongest_heads_of_each_kind():
+    values = {"previous_token": [[0.1, 0.9], [0.3, 0.2]], "induction": np.full((2, 2), NAN)}
+    found = strongest(row(0, **values), most=3)
+    assert [head[:2] for head in found["previous_token"]] == [(0, 1), (1, 0), (1, 1)]
+    assert found["previous_token"][0][2] == pytest.approx(0.9)
+    assert list(found) == [key for key in KINDS if key != "induction"]  # which is undefined
 
 
 def test_numbers_for_json():
