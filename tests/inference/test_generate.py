@@ -1,4 +1,4 @@
-"""generate.py as it is used: several prompts and samples, a loop of prompts, where text ends."""
+"""generate.py: several prompts and samples, a loop of prompts, where text ends, compilation."""
 
 import io
 import os
@@ -7,31 +7,23 @@ import sys
 
 import pytest
 import torch
-from helpers import NO_NETWORK, REPOSITORY, TINY
+from helpers import NO_NETWORK, REPOSITORY
+from helpers.runs import train_in
 
+import decoding
 import generate
 from frozen import Packed
+from training import device
+from training.command import parse
 from training.hf import load_reader
-
-LINE = "The quick fox"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with runs/run, a model over bytes that has seen a few words."""
-    from train import Trainer
-    from training.command import compose
-
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_text("the quick fox jumps over the dog\n" * 60, encoding="utf-8")
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        run = Trainer(compose([*TINY, "data.path=text.txt", "name=run", "trainer.max_steps=40"]))
-        run.train()
-        run.close(0)
-    finally:
-        os.chdir(before)
+    train_in(folder, "name=run", "trainer.max_steps=40", "trainer.eval_every=0")
     return folder
 
 
@@ -51,7 +43,7 @@ def written(in_process, folder, capsys):
 
 
 def test_several_prompts_and_samples(written):
-    """Each text is its own, whatever is written at the same time."""
+    """Each text has its own random draws, whatever the batch."""
     arguments = ['prompt=["the quick","a, b"]', "num_samples=2", "precision=fp32", "temperature=2"]
     out = written(*arguments)
     texts = out.removesuffix("\n").split("\n\n---\n")
@@ -70,10 +62,7 @@ def test_sampling_settings_are_used(written):
     assert written("temperature=9", "precision=fp32") != greedy
 
 
-def test_text_ends_at_its_end(written, monkeypatch):
-    """Unless it is to go on."""
-    import decoding
-
+def test_text_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
     def spelled(*_, end, **__):
         for token in (*b"ab", 256, *b"cd"):
             yield [token]
@@ -85,44 +74,27 @@ def test_text_ends_at_its_end(written, monkeypatch):
     assert written("prompt=x", "ignore_end=true") == "xab<|endoftext|>cd\n"
 
 
-def test_a_character_comes_whole(written, monkeypatch):
-    """Bytes that make up a character are shown together; those that make none, as a mark."""
-    import decoding
-
-    pieces = []
-    show = generate.show
+def test_a_character_of_several_tokens_is_shown_whole(written, monkeypatch):
+    """Invalid bytes are shown as U+FFFD."""
+    pieces, show = [], generate.show
     monkeypatch.setattr(generate, "show", lambda text: (pieces.append(text), show(text)))
-    monkeypatch.setattr(
-        decoding, "generate", lambda *_, **__: ([t] for t in [*"é🙂".encode(), 0xC3])
-    )
+    tokens = [*"é🙂".encode(), 0xC3]
+    monkeypatch.setattr(decoding, "generate", lambda *_, **__: ([token] for token in tokens))
     assert written("prompt=x") == "xé🙂\ufffd\n"
     assert {"é", "🙂"} <= set(pieces)
 
 
 def test_a_loop_of_prompts(written, monkeypatch):
-    """A line each; nothing is asked where nobody is at a terminal. Every text has draws of its
-    own."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the quick\n\nthe quick\nfox"))
+    """A line each, whatever its encoding; each text has its own random draws."""
+    lines = io.BytesIO("fox\n\nB\xe4r\nfox\n".encode("latin-1"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(lines, encoding="utf-8"))
     texts = written("interactive=true", "temperature=2").splitlines()
-    assert [text[:3] for text in texts if text[:3] in ("the", "fox")] == ["the", "the", "fox"]
-    assert texts[0] != texts[1]
-
-
-def test_a_prompt_in_another_encoding(written, monkeypatch):
-    """Whatever the locale makes of standard input, the loop goes on."""
-    lines = io.TextIOWrapper(io.BytesIO("fox\nB\xe4r\nfox\n".encode("latin-1")), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", lines)
-    texts = written("interactive=true").splitlines()
-    assert [text[:3] for text in texts if text[:3] in ("fox", "B\ufffdr")] == [
-        "fox",
-        "B\ufffdr",
-        "fox",
-    ]
+    texts = [text for text in texts if text[:3] in ("fox", "B\ufffdr")]
+    assert [text[:3] for text in texts] == ["fox", "B\ufffdr", "fox"]
+    assert texts[0] != texts[2]
 
 
 def test_ctrl_c_ends_a_text_and_not_the_loop(in_process, folder, monkeypatch):
-    import decoding
-
     def interrupted(*_, **__):
         yield [ord("a")]
         raise KeyboardInterrupt
@@ -135,8 +107,7 @@ def test_ctrl_c_ends_a_text_and_not_the_loop(in_process, folder, monkeypatch):
     assert (code, out, err) == (130, "onea\n", "")
 
 
-def test_a_reader_that_has_seen_enough(folder):
-    """As with `| head -c 3`: no traceback, and no complaint at exit."""
+def test_a_closed_pipe_ends_the_command_without_a_message(folder):
     command = "set -o pipefail; {} -u {} checkpoint=runs/run max_new_tokens=3000 | head -c 3"
     done = subprocess.run(
         ["bash", "-c", command.format(sys.executable, REPOSITORY / "generate.py")],
@@ -149,30 +120,25 @@ def test_a_reader_that_has_seen_enough(folder):
     assert (done.returncode, done.stdout, done.stderr) == (0, "The", "")
 
 
-@pytest.mark.parametrize("compile", ["true", "false"])
-def test_compiled_on_request(written, monkeypatch, compile):
-    """By the real compiler's front end: what it makes is run by torch itself, quickly; in the
-    campaign it is compiled for good."""
-    backend = os.environ.get("CAMPAIGN_COMPILER", "eager")
-    made = []
+def test_compiled_on_request(written, monkeypatch):
+    """With an eager backend in place of the code generator; in the campaign with the real one."""
+    backend, made = os.environ.get("CAMPAIGN_COMPILER", "eager"), []
+    compiled = torch.compile
 
     def spy(step, **options):
         made.append(options)
         assert not any(isinstance(module, Packed) for module in step.modules())
         return compiled(step, **options, backend=backend, fullgraph=True)
 
-    compiled = torch.compile
-    expected = written("precision=fp32")
     monkeypatch.setattr(torch, "compile", spy)
-    assert written(f"compile={compile}", "precision=fp32") == expected
-    assert made == ([{"dynamic": False}] if compile == "true" else [])
+    expected = written("precision=fp32", "compile=false")
+    assert made == []
+    assert written("precision=fp32", "compile=true") == expected
+    assert made == [{"dynamic": False}]
 
 
 @torch._dynamo.config.patch(suppress_errors=False)  # and afterwards as it was
-def test_what_is_compiled_unasked(monkeypatch):
-    """Much text, on a GPU, where there is a compiler; there whole steps are launched at once."""
-    from training import device
-
+def test_long_texts_on_a_gpu_are_compiled_by_default(monkeypatch):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(device, "can_compile", lambda _: True)
     assert device.compiled_step("auto", cpu, 10**6) is None
@@ -187,11 +153,9 @@ def test_what_is_compiled_unasked(monkeypatch):
 
 
 @torch._dynamo.config.patch(suppress_errors=False)
-def test_a_compiler_that_fails_ends_only_what_asked_for_it(
+def test_a_failing_compiler_is_an_error_only_where_it_was_asked_for(
     in_process, folder, written, monkeypatch
 ):
-    from training import device
-
     def broken(graph, inputs):
         raise RuntimeError("no compiler of C is found")
 
@@ -207,15 +171,10 @@ def test_a_compiler_that_fails_ends_only_what_asked_for_it(
     assert written("precision=fp32") == expected
 
 
-@pytest.mark.parametrize("precision", ["auto", "bf16", "fp32"])
-def test_precision(folder, monkeypatch, precision):
-    from training.command import parse
-    from training.device import best_dtype
-
-    arguments = ["checkpoint=x", f"precision={precision}"]
-    settings = parse(generate.GenerateConfig, arguments)
-    reader = load_reader(folder / "runs" / "run")
-    generate.Writer(reader, settings)
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    wanted = types.get(precision) or best_dtype(torch.device("cpu"))
-    assert reader.model.token_emb.weight.dtype == wanted
+def test_precision(folder):
+    best = device.best_dtype(torch.device("cpu"))
+    for name, dtype in {"auto": best, "bf16": torch.bfloat16, "fp32": torch.float32}.items():
+        reader = load_reader(folder / "runs" / "run")
+        arguments = ["checkpoint=x", f"precision={name}"]
+        generate.Writer(reader, parse(generate.GenerateConfig, arguments))
+        assert reader.model.token_emb.weight.dtype == dtype, name

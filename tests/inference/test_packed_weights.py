@@ -1,4 +1,4 @@
-"""frozen.py: a model in the form that it decodes fastest in computes what it did before."""
+"""frozen.py: a model with packed weights has the outputs of the original."""
 
 import copy
 
@@ -15,7 +15,7 @@ from frozen import Packed, Product, freeze
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @torch.no_grad()
-def test_what_is_computed_stays(monkeypatch, packs, qkv_bias):
+def test_outputs_and_text_stay_the_same(monkeypatch, packs, qkv_bias):
     assert frozen.can_pack(torch.float32)  # the torch that is required can
     if not packs:
         monkeypatch.setattr(frozen, "can_pack", lambda _: False)
@@ -35,7 +35,7 @@ def test_what_is_computed_stays(monkeypatch, packs, qkv_bias):
 
 
 @torch.no_grad()
-def test_in_bf16_it_is_as_exact_as_bf16():
+def test_bf16_is_as_exact_as_the_plain_model_in_bf16():
     model, ids = tiny(std=0.1).eval(), random_ids()
     expected = model(ids)[0]
     fast = freeze(copy.deepcopy(model), torch.bfloat16)(ids)[0]
@@ -45,8 +45,7 @@ def test_in_bf16_it_is_as_exact_as_bf16():
     assert written(freeze(model, torch.bfloat16), PROMPTS, 9, GREEDY)[0]
 
 
-def test_the_parts_of_the_three_matrices_keep_their_places():
-    """Red when queries, keys and values are joined in another order."""
+def test_queries_keys_and_values_keep_their_order():
     model = tiny().eval()
     attn = copy.deepcopy(model).blocks[0].attn
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
@@ -56,11 +55,11 @@ def test_the_parts_of_the_three_matrices_keep_their_places():
             torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_what_is_packed(monkeypatch, dtype, has_bf16):
-    """Not in 16 bits on a processor that oneDNN refuses them on; nothing for the compiler."""
+def test_weights_are_packed_where_the_processor_can(monkeypatch, has_bf16):
+    """16 bits only where oneDNN supports them; nothing for torch's compiler."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    assert frozen.can_pack(dtype) == (dtype == torch.float32 or has_bf16)
-    plain = freeze(tiny(), dtype, to_compile=True)
-    assert not any(isinstance(module, Packed) for module in plain.modules())
+    for dtype in (torch.float32, torch.bfloat16):
+        assert frozen.can_pack(dtype) == (dtype == torch.float32 or has_bf16)
+        plain = freeze(tiny(), dtype, to_compile=True)
+        assert not any(isinstance(module, Packed) for module in plain.modules())

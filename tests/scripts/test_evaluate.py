@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: loss, perplexity and bits per byte, by a rule that says what is scored."""
+"""scripts/evaluate.py: loss, perplexity and bits per byte by the rule of sliding windows."""
 
 import functools
 import json
@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import TEXT, TINY
-from helpers.refusals import check_refusal
+from helpers import TEXT
+from helpers.refusals import printed_keys
+from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
 from data import DataConfig, encode_text, get_tokenizer, load_datasets
@@ -18,23 +19,26 @@ from scripts.evaluate import EvaluateConfig, Rule, Windows, main
 from synthetic import IGNORED
 from tokens.stream import TokenStream
 from training.command import parse
-from training.hf import OURS, to_hf
+from training.hf import to_hf
 
-SCRIPT = "scripts.evaluate"
-CONTEXT = 33  # positions of the weights; transformers' windows hold the last target, too
+CONTEXT = 33  # positions of the weights; transformers' windows include the last target
 BELL = "A bell rang: “twice”, said the keeper, naïve as ever.\n" * 3
+
+
+def one_layer() -> GPT:
+    return GPT(ModelConfig(257, CONTEXT, 16, 2, 1, dropout=0.0))
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with texts, token files, Hugging Face directories (bytes, gpt2), and a run trained
-    on the token files, runs/one."""
+    """A folder with texts, token files, Hugging Face directories, and runs/one, a run trained on
+    the token files."""
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     (folder / "bell.txt").write_text(BELL, encoding="utf-8")
     torch.manual_seed(1)
     for name, vocabulary in (("bytes", 257), ("gpt2", 50257)):
-        # Larger weights than at the start of training: a loss that depends on what is read.
+        # Larger weights than at the start of training, so that the loss depends on the context.
         model = GPT(ModelConfig(vocabulary, CONTEXT, 16, 2, 2, dropout=0.0, qkv_bias=True))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -45,16 +49,7 @@ def home(tmp_path_factory):
     ids = np.frombuffer(TEXT.encode(), np.uint8).astype("<u2")
     ids[:2000].tofile(tokens / "train.bin")
     ids[2000 : 2000 + 20 * 32 + 1].tofile(tokens / "val.bin")  # 20 windows of 32, nothing left
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        from train import Trainer
-        from training.command import compose
-
-        data = (f"data.path={tokens}", "trainer.eval_windows=1000", "name=one")
-        run = Trainer(compose([*TINY, *data]))
-        run.train()
-        run.console.close()
-        run.tracker.finish()
+    train_in(folder, f"data.path={tokens}", "trainer.eval_windows=1000", "name=one")
     return folder
 
 
@@ -76,20 +71,12 @@ def figures(evaluate, home):
     return run
 
 
-def test_names_reach_the_terminal_as_text(evaluate, home):
-    strange = home / "a\x1b[31m"
-    strange.symlink_to(home / "runs" / "one")
-    code, out, err = evaluate(f"checkpoint={strange}", "data.path=tokens", f"out={strange}.json")
-    assert code == 0
-    assert "\x1b" not in out + err
-
-
 # ----------------------------------------------------------------------------- against transformers
 
 
 def theirs(folder, ids, windows):
-    """The mean of transformers' losses on windows (begin, first scored, end) of the ids, each token
-    that is not scored being labelled -100, as in its documentation on perplexity."""
+    """The mean of transformers' losses on windows (begin, first scored, end) of the ids. Tokens
+    that are not scored are labelled -100, as in its documentation on perplexity."""
     from transformers import GPT2LMHeadModel
 
     model = GPT2LMHeadModel.from_pretrained(folder).eval()
@@ -105,7 +92,7 @@ def theirs(folder, ids, windows):
 
 
 def by_the_rule(num_tokens, max_length, stride):
-    """The windows of the rule, written plainly: (begin, first scored, end), the end being behind
+    """The windows of the rule by its definition: (begin, first scored, end), the end being behind
     the last target."""
     windows, first = [], 1
     while first < num_tokens:
@@ -120,13 +107,12 @@ def by_the_rule(num_tokens, max_length, stride):
     [
         (32, 32, 8),  # the last window moved back
         (32, 16, 3),
-        (32, 1, 64),  # all the context there can be
+        (32, 1, 64),  # the most context
         (30, 7, 8),
         (1, 1, 50),
-        (20, 20, 1000),
     ],
 )
-def test_the_loss_is_that_of_transformers(figures, home, max_length, stride, batch_size):
+def test_loss_equals_that_of_transformers(figures, home, max_length, stride, batch_size):
     ids = [256, *BELL.encode()]
     arguments = (f"max_length={max_length}", f"stride={stride}", f"batch_size={batch_size}")
     found = figures("checkpoint=bytes", "data.path=bell.txt", *arguments)
@@ -140,10 +126,10 @@ def test_the_loss_is_that_of_transformers(figures, home, max_length, stride, bat
     assert found["rule"]["stride"] == stride
 
 
-def test_the_rule_of_transformers_documentation(figures, home):
-    """Its windows count the last target too: 33 tokens, 8 apart, are ours with max_length=32."""
+def test_windows_of_transformers_documentation(figures, home):
+    """Its windows count the last target too: 33 tokens, 8 apart, are ours with max_length=32. A
+    text shorter than a window is one window."""
     text = BELL[: 32 + 8 * 7].replace("“", "'").replace("”", "'").replace("ï", "i")
-    (home / "fits.txt").write_text(text, encoding="ascii")
     ids = [256, *text.encode()]
     windows, first = [], 1  # nothing predicts the first token
     for begin in range(0, len(ids), 8):
@@ -152,51 +138,43 @@ def test_the_rule_of_transformers_documentation(figures, home):
         first = end
         if end == len(ids):
             break
-    found = figures("checkpoint=bytes", "data.path=fits.txt", "max_length=32", "stride=8")
-    assert found["loss"] == pytest.approx(theirs(home / "bytes", ids, windows), abs=1e-5)
-
-
-def test_a_text_shorter_than_a_window_is_one_window(figures, home):
-    (home / "short.txt").write_text("Twice.", encoding="utf-8")
-    found = figures("checkpoint=bytes", "data.path=short.txt")
-    expected = theirs(home / "bytes", [256, *b"Twice."], [(0, 1, 7)])
-    assert found["loss"] == pytest.approx(expected, abs=1e-5)
+    for case in ((text, ids, windows), ("Twice.", [256, *b"Twice."], [(0, 1, 7)])):
+        (home / "fits.txt").write_text(case[0], encoding="ascii")
+        found = figures("checkpoint=bytes", "data.path=fits.txt", "max_length=32", "stride=8")
+        assert found["loss"] == pytest.approx(theirs(home / "bytes", *case[1:]), abs=1e-5)
 
 
 # ----------------------------------------------------------------------------------------- the rule
 
 
 @pytest.mark.parametrize("within_documents", [False, True])
-@pytest.mark.parametrize(("max_length", "stride"), [(1, 1), (4, 4), (5, 3), (6, 1), (40, 9)])
-def test_each_token_is_scored_once_behind_all_that_the_rule_gives_it(
-    within_documents, max_length, stride
-):
-    """Over documents of every length from none to 20; tokens are numbers of their own."""
+def test_each_token_is_scored_once_behind_the_context_of_the_rule(within_documents):
+    """Brute force over documents of 0 to 20 tokens, each of which is a number of its own."""
     ids, end_of_text = [], 999
     for length in (0, 20, 1, 2, 0, 3, 7, *range(4, 14), 0):
         ids += [end_of_text, *range(len(ids), len(ids) + length)]
     stream = TokenStream([np.array(ids[:50], "<u2"), np.array(ids[50:], "<u2")], 1000, end_of_text)
-    windows = Windows(stream, Rule(max_length, stride, within_documents))
     starts = [n for n, token in enumerate(ids) if token == end_of_text]
     spans = list(zip(starts, [*starts[1:], len(ids)], strict=True))
     spans = spans if within_documents else [(0, len(ids))]
-    expected = []  # (what is read, what is scored behind it)
-    for begin, end in spans:
-        for window in by_the_rule(end - begin, max_length, stride):
-            first, scored, stop = (begin + place for place in window)
-            expected += [(ids[first:place], ids[place]) for place in range(scored, stop)]
-    found = []
-    for first in range(0, len(windows), 3):
-        numbers = np.arange(first, min(first + 3, len(windows)))
-        for inputs, targets in zip(*windows.batch(numbers), strict=True):
-            places = np.flatnonzero(targets != IGNORED)
-            found += [(inputs[: place + 1].tolist(), int(targets[place])) for place in places]
-    assert found == expected
-    assert windows.num_targets == len(expected) == sum(end - begin - 1 for begin, end in spans)
+    for max_length, stride in ((1, 1), (4, 4), (5, 3), (6, 1), (40, 9)):
+        windows = Windows(stream, Rule(max_length, stride, within_documents))
+        expected = []  # (what is read, what is scored behind it)
+        for begin, end in spans:
+            for window in by_the_rule(end - begin, max_length, stride):
+                first, scored, stop = (begin + place for place in window)
+                expected += [(ids[first:place], ids[place]) for place in range(scored, stop)]
+        found = []
+        for first in range(0, len(windows), 3):
+            numbers = np.arange(first, min(first + 3, len(windows)))
+            for inputs, targets in zip(*windows.batch(numbers), strict=True):
+                places = np.flatnonzero(targets != IGNORED)
+                found += [(inputs[: place + 1].tolist(), int(targets[place])) for place in places]
+        assert found == expected, (max_length, stride)
+        assert windows.num_targets == len(expected) == sum(end - begin - 1 for begin, end in spans)
 
 
-def test_documents_by_themselves(figures, home):
-    """The figures of a file of documents are those of its documents, one by one."""
+def test_figures_within_documents_are_those_of_each_document(figures, home):
     texts = [BELL, "x", "", TEXT[:300], "Two words."]
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (home / "many.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -209,7 +187,7 @@ def test_documents_by_themselves(figures, home):
     nats = sum(found["loss"] * found["tokens"] for found in each)
     assert together["bytes"] == sum(len(text.encode()) for text in texts)
     assert together["loss"] == pytest.approx(nats / together["tokens"], abs=1e-6)
-    # Otherwise the end-of-text tokens between documents are scored, too, and stand for no bytes.
+    # Otherwise the end-of-text tokens between documents are scored too, as no bytes.
     joined = figures("checkpoint=bytes", "data.path=many.jsonl")
     assert joined["tokens"] == together["tokens"] + 3
     assert joined["bytes"] == together["bytes"]
@@ -218,21 +196,25 @@ def test_documents_by_themselves(figures, home):
 # ----------------------------------------------------------------------------------- what is scored
 
 
-def test_the_validation_loss_of_a_run(figures, evaluate, home):
-    """On the files named val, which is what a folder of token files is measured on."""
-    log = (home / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(log[-1])
+def test_loss_of_a_run_is_its_validation_loss(figures, evaluate, home):
+    """On the files named val, by default."""
+    last = rows(home / "runs" / "one")[-1]
     found = figures("checkpoint=runs/one", "data.path=tokens")
     assert (found["step"], found["tokens"]) == (4, 20 * 32)
     assert found["loss"] == pytest.approx(last["val/loss"], abs=1e-6)
     assert found["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], abs=1e-5)
+    assert (found["rule"]["max_length"], found["rule"]["stride"]) == (32, 32)
     assert figures("checkpoint=runs/one", "data.path=tokens", "split=train")["tokens"] == 1999
-    _, out, _ = evaluate("checkpoint=runs/one", "data.path=tokens")
-    assert out.startswith("runs/one, step 4, in fp32, on the files named val\nwindows of 32 tokens")
-    assert f"loss             {found['loss']:.4f} nats per token\n" in out
+    # Control characters of names are escaped.
+    strange = home / "a\x1b[31m"
+    strange.symlink_to(home / "runs" / "one")
+    code, out, err = evaluate(f"checkpoint={strange}", "data.path=tokens", f"out={strange}.json")
+    assert code == 0
+    assert f"{found['loss']:.4f}" in out
+    assert "\x1b" not in out + err
 
 
-def test_the_part_of_a_text_that_a_run_holds_back(figures, home):
+def test_parts_of_a_text_are_those_of_training(figures, home):
     parts = load_datasets(DataConfig(path=str(home / "text.txt"), tokenizer="byte", max_length=32))
     common = ("checkpoint=runs/one", "data.path=text.txt")
     val, train = (figures(*common, f"split={split}") for split in ("val", "train"))
@@ -246,7 +228,7 @@ def test_the_part_of_a_text_that_a_run_holds_back(figures, home):
     assert everything["sha256"] not in (val["sha256"], train["sha256"])
 
 
-def test_bytes_are_those_of_the_text_in_any_tokenizer(figures, home):
+def test_bytes_are_those_of_the_text_with_gpt2_tokens(figures, home):
     text = f"{BELL}<|endoftext|>日本語, {TEXT[:500]}"
     (home / "mixed.txt").write_text(text, encoding="utf-8")
     found = figures("checkpoint=gpt2", "data.path=mixed.txt", "words=100")
@@ -264,77 +246,47 @@ def test_bytes_are_those_of_the_text_in_any_tokenizer(figures, home):
 # --------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "key", "cause", "fix"),
-    [
-        (["stride=34", "max_length=33"], 2, "stride=34", "would leave tokens", "at most 33"),
-        (["stride=40"], 2, "stride=40", "would leave tokens", "at most 33"),
-        (["max_length=34"], 2, "max_length=34", "reads 33 tokens at most", "at most 33"),
-        (["data.path=none.txt"], 3, "data.path=none.txt", "no such file", "check the path"),
-        (["data.path=tokens.bin"], 3, "data.path=tokens.bin", "no such file", "check the path"),
-        (["checkpoint=elsewhere"], 3, "checkpoint=elsewhere", "no ", "give a run"),
-        (["data.path=empty.jsonl"], 3, "data.path=empty.jsonl", "0 tokens", "a longer text"),
-        (["data.path=i.txt", "split=val"], 3, "split=val", "would be held back", "a longer text"),
-        (["out=no/figures.json"], 2, "out=no/figures.json", "is no folder", "that exists"),
-        (["checkpoint=huge"], 3, "checkpoint=huge", "no finite number", "another"),
-        (
-            ["checkpoint=gpt2", "data.path=shards"],
-            3,
-            "data.path=shards",
-            "another tokenizer",
-            "gpt2",
-        ),
-    ],
-)
-def test_what_cannot_be_is_said_in_a_line(evaluate, home, arguments, code, key, cause, fix):
+def test_refusals_name_the_setting_and_write_nothing(evaluate, home):
     (home / "empty.jsonl").write_text("", encoding="utf-8")
     (home / "i.txt").write_text("I", encoding="utf-8")
-    if arguments == ["checkpoint=huge"]:
-        model = GPT(ModelConfig(257, CONTEXT, 16, 2, 1, dropout=0.0))
-        torch.nn.init.constant_(model.final_norm.weight, 3e38)
-        to_hf(model, home / "huge")
-    if "data.path=shards" in arguments:
-        prepare(home / "bell.txt", home / "shards", tokenizer="byte")
-    values = {"checkpoint": "bytes", "data.path": "bell.txt", "out": "bad.json"}
-    values |= dict(argument.split("=") for argument in arguments)
-    found, out, err = evaluate(*(f"{k}={v}" for k, v in values.items()))
-    assert (found, out) == (code, "")
-    check_refusal(err, key, cause, fix)
-    assert not (home / "bad.json").exists()
+    huge = one_layer()
+    torch.nn.init.constant_(huge.final_norm.weight, 3e38)
+    to_hf(huge, home / "huge")
+    prepare(home / "bell.txt", home / "shards", tokenizer="byte")
+    for text, code in {
+        "stride=34 max_length=33": 2,
+        "stride=40": 2,
+        "max_length=34": 2,
+        "out=no/figures.json": 2,
+        "data.path=none.txt": 3,
+        "data.path=empty.jsonl": 3,
+        "data.path=shards checkpoint=gpt2": 3,  # of another tokenizer
+        "split=val data.path=i.txt": 3,
+        "checkpoint=elsewhere": 3,
+        "checkpoint=huge": 3,  # whose loss is not finite
+    }.items():
+        given = dict(argument.split("=") for argument in text.split())
+        values = {"checkpoint": "bytes", "data.path": "bell.txt", "out": "bad.json"} | given
+        found, out, err = evaluate(*(f"{key}={value}" for key, value in values.items()))
+        assert (found, out, printed_keys(err)) == (code, "", [text.partition("=")[0]]), text
+        assert not (home / "bad.json").exists()
 
 
-def test_all_problems_at_once():
-    wrong = (
-        "part=val",
-        "split=test",
-        "stride=0",
-        "precision=fp8",
-        "data.val_fraction=1",
-        "words=-1",
-    )
+def test_all_problems_are_reported_at_once():
+    wrong = ["checkpoint=", "device=tpu", "part=val", "split=test", "stride=0", "precision=fp8"]
+    wrong += ["data.val_fraction=1", "words=-1"]
     with pytest.raises(ConfigError) as caught:
-        parse(EvaluateConfig, ["checkpoint=", "data.path=x", "device=tpu", *wrong])
-    keys = {line.partition("=")[0] for line in str(caught.value).splitlines()}
-    wrong_keys = {argument.partition("=")[0] for argument in wrong}
-    assert keys == wrong_keys | {"checkpoint", "device"}
+        parse(EvaluateConfig, ["data.path=x", *wrong])
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {argument.partition("=")[0] for argument in wrong}
 
 
-def test_more_positions_than_were_trained_are_told_of(evaluate, home):
-    folder = home / "trained-on-less"
-    to_hf(GPT(ModelConfig(257, CONTEXT, 16, 2, 1, dropout=0.0)), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config[OURS] = {"tokenizer": "byte", "window": 8}
-    (folder / "config.json").write_text(json.dumps(config))
-    common = ("checkpoint=trained-on-less", "data.path=bell.txt")
-    code, out, err = evaluate(*common)
-    assert (code, err) == (0, "")
-    assert "windows of 8 tokens, 8 apart" in out
+def test_more_positions_than_were_trained_are_noted(evaluate, figures, home):
+    to_hf(one_layer(), home / "trained-on-8", {"tokenizer": "byte", "window": 8})
+    common = ("checkpoint=trained-on-8", "data.path=bell.txt")
+    rule = figures(*common)["rule"]
+    assert (rule["max_length"], rule["stride"]) == (8, 8)
+    assert evaluate(*common)[2] == ""
     code, _, err = evaluate(*common, "max_length=9")
-    assert (code, err[:19]) == (0, "note: max_length=9:")
-
-
-def test_help(command):
-    done = command(SCRIPT, "--help")
-    assert done.returncode == 0
-    for name in ("checkpoint", "data.path", "data.within_documents", "stride", "precision", "out"):
-        assert f"  {name} " in done.stdout
+    assert code == 0
+    assert "max_length=9" in err
