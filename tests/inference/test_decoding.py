@@ -1,5 +1,5 @@
-"""decoding.py and the cache: the same tokens as without a cache and as transformers gives, for
-prompts of unequal lengths and beyond the window; and draws that follow what they should."""
+"""decoding.py and the cache against generation without a cache, transformers, and the definitions
+of temperature, top-k and top-p."""
 
 import dataclasses
 import itertools
@@ -21,8 +21,8 @@ from model import Cache
 
 
 @torch.no_grad()
-def written_plainly(model, prompt, num_tokens, window):
-    """The likeliest tokens, each by reading all that the rule has it read."""
+def without_cache(model, prompt, num_tokens, window):
+    """The most likely tokens, each by a forward pass over the window."""
     text = list(prompt)
     for _ in range(num_tokens):
         logits, _ = model(torch.tensor([text[first_read(len(text), window) :]]))
@@ -33,35 +33,34 @@ def written_plainly(model, prompt, num_tokens, window):
 # --- What is read --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 12, 1024])
-def test_a_text_moves_on_by_quarters_of_the_window(window):
-    starts = [first_read(length, window) for length in range(1, 5 * window + 2)]
-    assert starts[:window] == [0] * window  # all of it, while it fits
-    for length, start in enumerate(starts, 1):
-        assert min(length, math.ceil(window * (1 - 1 / LEFT_BEHIND))) <= length - start <= window
-    moves = [b - a for a, b in itertools.pairwise(starts) if b != a]
-    assert set(moves) == {max(window // 4, 1)}
+def test_a_full_window_moves_on_by_a_quarter():
+    for window in (1, 2, 3, 12, 1024):
+        starts = [first_read(length, window) for length in range(1, 5 * window + 2)]
+        assert starts[:window] == [0] * window  # the whole text, while it fits
+        least = math.ceil(window * (1 - 1 / LEFT_BEHIND))
+        for length, start in enumerate(starts, 1):
+            assert min(length, least) <= length - start <= window
+        moves = [b - a for a, b in itertools.pairwise(starts) if b != a]
+        assert set(moves) == {max(window // 4, 1)}
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "explicit"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_the_cache_changes_no_token(kernel, window):
-    """200 tokens, through the context many times over, the prompts together and alone."""
+def test_text_with_a_cache_equals_text_without(kernel):
+    """60 tokens, several times the context of 12; the prompts together and alone."""
     model = tiny(attention=kernel)
-    expected = [written_plainly(model, prompt, 200, window or 12) for prompt in PROMPTS]
-    assert written(model, PROMPTS, 200, window=window) == expected
-    assert written(model, PROMPTS[3:4], 200, window=window) == expected[3:4]
-    assert all(len(set(row)) > 2 for row in expected)  # a constant would prove little
+    for window in (None, 5):
+        expected = [without_cache(model, prompt, 60, window or 12) for prompt in PROMPTS]
+        assert written(model, PROMPTS, 60, window=window) == expected
+        assert written(model, PROMPTS[3:4], 60, window=window) == expected[3:4]
+        assert all(len(set(row)) > 2 for row in expected)  # not constant
 
 
-def test_compiled_code_has_one_shape_and_changes_no_token():
-    """A step is traced once, whatever becomes of the lengths; a backend that is quick runs it, and
-    in the campaign the real one."""
+def test_a_compiled_step_is_traced_once_and_changes_no_token():
+    """Whatever the lengths. With the backend eager; in the campaign with the real one."""
     backend = os.environ.get("CAMPAIGN_COMPILER", "eager")
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model = tiny()
-
     step = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
     compiled = {"step": step, "cache": Cache(room=12, static=True)}
     assert written(model, PROMPTS, 40, **compiled) == written(model, PROMPTS, 40)
@@ -71,9 +70,8 @@ def test_compiled_code_has_one_shape_and_changes_no_token():
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_a_compiled_step_writes_to_stays_where_it_is(frozen):
-    """Else torch's compiler makes no CUDA graph of it, and says so to nobody: "skipping cudagraphs
-    due to mutated inputs". Seen here through what it knows before it decides."""
+def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(frozen):
+    """Otherwise torch's compiler would make no CUDA graph of it, without a message."""
     seen = []
 
     def look(graph, inputs):
@@ -95,8 +93,8 @@ def test_what_a_compiled_step_writes_to_stays_where_it_is(frozen):
     assert written_to <= staying
 
 
-def test_the_tokens_are_those_of_transformers():
-    """200 greedy tokens for prompts of unequal lengths at once, which they pad at the left."""
+def test_greedy_text_equals_that_of_transformers():
+    """100 tokens for prompts of unequal lengths at once, which they pad at the left."""
     transformers = pytest.importorskip("transformers")
     model = tiny(context_length=256).eval()
     theirs = transformers.GPT2LMHeadModel(
@@ -118,15 +116,15 @@ def test_the_tokens_are_those_of_transformers():
     padded = torch.tensor([[0] * (longest - len(p)) + p for p in PROMPTS])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in PROMPTS])
     expected = theirs.generate(
-        padded, attention_mask=mask, max_new_tokens=200, min_new_tokens=200, do_sample=False
+        padded, attention_mask=mask, max_new_tokens=100, min_new_tokens=100, do_sample=False
     )[:, longest:]
-    assert written(model, PROMPTS, 200) == expected.tolist()
+    assert written(model, PROMPTS, 100) == expected.tolist()
     for prompt, row in zip(PROMPTS, expected.tolist(), strict=True):
-        assert written_plainly(model, prompt, 200, 256) == row
+        assert without_cache(model, prompt, 100, 256) == row
     assert len(set(expected.flatten().tolist())) > 5
 
 
-def test_what_was_left_behind_does_not_matter():
+def test_tokens_before_the_window_do_not_matter():
     model = tiny()
     ids, other = (random_ids(B=1, T=30, seed=seed)[0].tolist() for seed in (1, 2))
     for window in (5, 12):
@@ -142,8 +140,8 @@ def next_logits(model, ids):
         return model(torch.tensor([ids]))[0][0, -1]
 
 
-def test_memory_is_taken_once():
-    """What is read again goes where it was: a graph on a GPU knows addresses."""
+def test_a_cache_keeps_its_addresses():
+    """A CUDA graph depends on them."""
     model, cache = tiny().eval(), Cache(room=6)
     places = set()
     for lengths in ([3, 2], [6, 1]):
@@ -155,24 +153,21 @@ def test_memory_is_taken_once():
     assert len(places) == TINY["num_layers"] + 1
 
 
-def test_a_cache_that_is_full_says_so():
+def test_a_full_cache_raises_value_error():
     model, cache = tiny().eval(), Cache(room=4)
-    with pytest.raises(ValueError, match="5 tokens do not fit into a cache of 4"):
+    with pytest.raises(ValueError, match="5"):
         cache.begin([2, 5])
-    cache.begin([4])
-    model(random_ids(B=1, T=4), cache=cache)
-    with pytest.raises(ValueError, match="the cache is full: it has room for 4"):
-        model(random_ids(B=1, T=1), cache=cache)
-    cache.begin([2])
-    model(random_ids(B=1, T=2), cache=cache)
-    with pytest.raises(ValueError, match="token by token, not 2"):
-        model(random_ids(B=1, T=2), cache=cache)
+    for begun, more in ((4, 1), (2, 2)):  # it is full; it takes one token at a time
+        cache.begin([begun])
+        model(random_ids(B=1, T=begun), cache=cache)
+        with pytest.raises(ValueError):  # noqa: PT011 the message is free
+            model(random_ids(B=1, T=more), cache=cache)
 
 
 # --- Where it ends -------------------------------------------------------------------------------
 
 
-def test_a_text_ends_where_its_end_was_drawn():
+def test_a_text_ends_at_its_end_token():
     model = tiny()
     whole = written(model, PROMPTS, 30)
     end = whole[0][4]
@@ -181,18 +176,18 @@ def test_a_text_ends_where_its_end_was_drawn():
         length = before.index(end) + 1 if end in before else 30
         assert row[:length] == before[:length]
         assert row[length:] == [None] * (len(row) - length)
-    # Nobody waits for texts that have ended, all of them.
+    # Generation stops when all texts have ended.
     assert len(written(model, PROMPTS[:1], 30, end=end)[0]) == whole[0].index(end) + 1
 
 
-def test_ids_that_stand_for_nothing_are_never_drawn():
+def test_unknown_ids_are_never_drawn():
     hot = Sampling(temperature=50.0)
     assert max(written(tiny(), [[1]] * 8, 20, hot)[0]) > 9
     assert max(max(row) for row in written(tiny(), [[1]] * 8, 20, hot, known=9)) < 9
 
 
-def test_a_prompt_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="an empty prompt"):
+def test_an_empty_prompt_is_a_value_error():
+    with pytest.raises(ValueError):  # noqa: PT011 the message is free
         next(generate(tiny(), [[1], []], 5))
 
 
@@ -200,7 +195,7 @@ def test_the_mode_is_restored():
     model = tiny(dropout=0.5).train()
     steps = generate(model, PROMPTS, 4, GREEDY)
     assert len(next(steps)) == len(PROMPTS)
-    steps.close()  # whoever stops early gets the mode back, too
+    steps.close()  # also where generation is stopped early
     assert all(module.training for module in model.modules())
     assert written(model, PROMPTS, 9) == written(tiny(), PROMPTS, 9)  # without dropout
     assert all(module.training for module in model.modules())
@@ -211,18 +206,18 @@ def test_the_mode_is_restored():
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.9, 0.0, -3.0, 1.2, float("-inf")])
 SAMPLINGS = {
-    "as it is": Sampling(),
-    "warm": Sampling(temperature=2.0),
-    "cold": Sampling(temperature=0.3),
-    "of the k likeliest": Sampling(temperature=2.0, top_k=4),
-    "of the likeliest that make up p": Sampling(top_p=0.8),
-    "of both": Sampling(temperature=1.5, top_k=4, top_p=0.7),
-    "of one": Sampling(top_p=1e-9),
+    "default": Sampling(),
+    "temperature 2": Sampling(temperature=2.0),
+    "temperature 0.3": Sampling(temperature=0.3),
+    "top-k": Sampling(temperature=2.0, top_k=4),
+    "top-p": Sampling(top_p=0.8),
+    "both": Sampling(temperature=1.5, top_k=4, top_p=0.7),
+    "one token": Sampling(top_p=1e-9),
 }
 
 
 def expected_shares(logits, sampling):
-    """By the definitions, one token after the other in plain Python."""
+    """By the definitions, in plain Python."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[: sampling.top_k]
     powers = {i: math.exp(logits[i] / sampling.temperature) for i in order}
     total, kept, so_far = sum(powers.values()), {}, 0.0
@@ -235,21 +230,20 @@ def expected_shares(logits, sampling):
 
 @pytest.mark.parametrize("what", SAMPLINGS)
 def test_draws_follow_their_distribution(what):
-    """Pearson's chi-square over 20,000 rows with draws of their own; chance would fail one seed in
-    100,000."""
+    """Pearson's chi-square test over 20,000 rows; a fixed seed, p > 1e-5."""
     sampling, n = SAMPLINGS[what], 20_000
     tokens = draw(LOGITS.expand(n, -1), sampling, sampling.generators(n))
     counts = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)).tolist()
     shares = expected_shares(LOGITS.tolist(), sampling)
     assert sum(c for c, share in zip(counts, shares, strict=True) if share > 0) == n
     assert chance_of(counts, shares) > 1e-5
-    if what == "warm":  # the test can fail: a tenth colder shows
+    if what == "temperature 2":  # a temperature of 1.8 would be detected
         colder = dataclasses.replace(sampling, temperature=1.8)
         assert chance_of(counts, expected_shares(LOGITS.tolist(), colder)) < 1e-5
 
 
 def chance_of(counts, shares):
-    """The probability of counts that lie so far off or farther, by Pearson's chi-square."""
+    """The p-value of counts by Pearson's chi-square test."""
     n = sum(counts)
     pairs = [(c, n * share) for c, share in zip(counts, shares, strict=True) if share > 0]
     statistic = sum((count - mean) ** 2 / mean for count, mean in pairs)
@@ -258,7 +252,7 @@ def chance_of(counts, shares):
 
 
 class OnMps(torch.Tensor):
-    """Stands for a tensor of a device that has no doubles, as Apple's."""
+    """A tensor of a device without float64, like MPS."""
 
     def cpu(self):
         return self.as_subclass(torch.Tensor)
@@ -268,13 +262,13 @@ class OnMps(torch.Tensor):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=4, top_p=0.9)])
-def test_a_device_without_doubles_draws_the_same(sampling):
+def test_a_device_without_float64_draws_the_same(sampling):
     alike = LOGITS[None], LOGITS[None].as_subclass(OnMps)
     drawn = [draw(x, sampling, sampling.generators(1)) for x in alike]
     assert drawn[0] == drawn[1]
 
 
-def test_one_row_draws_anew_each_time():
+def test_draws_of_one_row_follow_the_distribution():
     sampling = Sampling()
     generators = sampling.generators(1)
     drawn = [draw(LOGITS[None], sampling, generators)[0] for _ in range(2000)]
@@ -283,22 +277,17 @@ def test_one_row_draws_anew_each_time():
     torch.testing.assert_close(shares, expected, atol=0.05, rtol=0)  # more than four deviations
 
 
-def test_the_likeliest():
-    """No temperature, the smallest one, and a choice of one are the same."""
-    model, alike = tiny(), [Sampling(temperature=0.001), Sampling(top_k=1), Sampling(top_p=1e-9)]
-    expected = written(model, PROMPTS, 20)
-    for sampling in alike:
-        assert written(model, PROMPTS, 20, sampling) == expected
-
-
-def test_top_k_beyond_the_vocabulary_is_no_limit():
-    model = tiny()
-    drawn = [written(model, PROMPTS, 20, Sampling(top_k=k)) for k in (None, 23, 1000)]
-    assert drawn[0] == drawn[1] == drawn[2]
+def test_limits_of_sampling_settings():
+    """The smallest temperature and a choice of one token are greedy; a top-k of the vocabulary or
+    more is no limit."""
+    model, greedy = tiny(), [Sampling(temperature=0.001), Sampling(top_k=1), Sampling(top_p=1e-9)]
+    for alike in ([GREEDY, *greedy], [Sampling(top_k=k) for k in (None, 23, 1000)]):
+        texts = [written(model, PROMPTS, 20, sampling) for sampling in alike]
+        assert all(text == texts[0] for text in texts)
 
 
 def test_the_same_seed_gives_the_same_text():
-    """Whatever else is written at the same time; and torch's own generator is left alone."""
+    """Whatever other texts there are in the batch; torch's global generator is not used."""
     model, state = tiny(), torch.get_rng_state()
     warm = Sampling(temperature=3.0, top_p=0.95, seed=5)
     together = written(model, PROMPTS, 20, warm)
