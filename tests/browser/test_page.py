@@ -141,7 +141,6 @@ def test_enlarging_a_head(shown):
     assert not lens.locator("#detail").is_visible()
     tile(lens, 1, 2).click()
     assert title.inner_text() == "L1 H2"
-    assert tile(lens, 1, 2).get_attribute("aria-pressed") == "true"
     tile(lens, 0, 1).focus()
     lens.keyboard.press("Enter")
     assert title.inner_text() == "L0 H1"
@@ -149,8 +148,6 @@ def test_enlarging_a_head(shown):
     (enlarged,) = pixels(lens.locator("#map"))
     assert_drawn(enlarged, np.sqrt(a_run().weights[120][0][0, 1]), tint(lens))
     assert lens.locator("#map").bounding_box()["width"] > 200
-    for canvas in (lens.locator("#map"), tile(lens, 0, 1).locator("canvas")):
-        assert canvas.evaluate("node => getComputedStyle(node).imageRendering") == "pixelated"
     true = a_run().rows[120].values
     expected = {s.title: as_shown(true[key][0, 1]) for key, s in STATISTICS.items()}
     assert statistics_of(lens) == expected
@@ -178,8 +175,6 @@ def test_reading_an_enlarged_head(shown):
         named = [text for text in found if text["text"] == label]
         assert any(t["x"] < left and abs(t["y"] - top - along) < 2 for t in named), label
         assert any(t["y"] > below and abs(t["x"] - left - along) < 2 for t in named), label
-    strong = [text["text"] for text in found if text["colour"] == "#fdfdfb"]
-    assert strong == ["␣river", "␣the"]  # the row and the column under the pointer
     bar = [text["text"] for text in found if re.fullmatch(r"[\d.]+", text["text"])]
     assert (bar[0], bar[-1]) == ("0", "1")
     assert len(bar) >= 4
@@ -249,31 +244,9 @@ def test_character_split_over_tokens_is_joined_in_the_text(shown):
 # ------------------------------------------------------------------------------ steps
 
 
-WATCH_STEPS = """() => {
-  window.seen = [];
-  const step = document.getElementById("step-number");
-  const watch = () => seen.push([parseInt(step.textContent.match(/\\d+/)[0]), lens.state.frame]);
-  new MutationObserver(watch).observe(step, { childList: true, subtree: true });
-}"""
-
-
-def test_play_goes_to_the_end_and_starts_over(shown):
-    lens = shown(fragment="#step=40")
-    lens.locator("#speed").select_option("10")
-    lens.evaluate(WATCH_STEPS)
-    play = lens.locator("#play")
-    label = play.get_attribute("aria-label")
-    for begin in (40, 0):  # from the last step it starts over
-        play.click()
-        lens.wait_for_function("() => seen.at(-1)?.[0] === 120")
-        expect(play).to_have_attribute("aria-label", label)  # it has stopped
-        seen = dict(lens.evaluate("seen.splice(0)"))
-        assert list(seen) == [step for step in STEPS if step >= begin]
-
-
-def test_pause(shown):
+def test_play_and_pause(shown):
     # Options that no other test has make a window of its own, whose clock may stay stopped.
-    lens = shown(fragment="#step=0", timezone_id="Etc/GMT+5")
+    lens = shown(fragment="#step=40", timezone_id="Etc/GMT+5")
     lens.clock.install(time=0)
     lens.clock.pause_at(1000)  # from here time passes only in run_for
     lens.locator("#speed").select_option("1")
@@ -282,11 +255,17 @@ def test_pause(shown):
     play.click()
     assert play.get_attribute("aria-label") != label
     lens.clock.run_for(1500)
-    assert state(lens, "frame") == 1
+    assert state(lens, "frame") == 2
     play.click()
     assert play.get_attribute("aria-label") == label
     lens.clock.run_for(5000)
-    assert state(lens, "frame") == 1
+    assert state(lens, "frame") == 2
+    lens.locator("#step").fill("3")
+    play.click()  # from the last step it starts over
+    for frame in (0, 1, 2, 3):
+        assert state(lens, "frame") == frame
+        assert (play.get_attribute("aria-label") == label) == (frame == 3)
+        lens.clock.run_for(1000)
 
 
 def test_one_step_without_a_repeated_prompt(shown):
@@ -582,11 +561,9 @@ def test_two_runs_are_compared_from_the_start(shown):
 
 
 NOT_OURS = {
-    "text": b"no page at all",
     "page": b"<!doctype html><script>parent.hacked = window.hacked = 1</script><p>hello",
     "cut off": (START + '{"version": 1, "runs": [{"name"').encode(),
     "no weights": (START + '{"version": 1, "runs": [{"layers": 1, "heads": 1}]}' + END).encode(),
-    "null": (START + "null" + END).encode(),
     "runs null": (START + '{"version": 1, "runs": [null]}' + END).encode(),
     "bytes": b"\xff\xfe\x00\x01",
     "newer": page([second_run().data], "x").replace('"version": 1', '"version": 2').encode(),

@@ -33,14 +33,6 @@ FILES |= {"tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.fixture(scope="module")
-def transformers():
-    """Imported here and not above: it takes seconds."""
-    import transformers
-
-    return transformers
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with a run, of twice as many positions as it learns, and GPT-2's vocabulary in a
     model without biases, as a Hugging Face directory; both exported, as `bytes` and `words`."""
@@ -75,7 +67,9 @@ def run(in_process, home):
 # --- What transformers makes of it ---------------------------------------------------------------
 
 
-def test_logits_are_equal(transformers, home):
+def test_logits_are_equal(home):
+    import transformers  # in the tests that need it, for it takes seconds
+
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         home / "bytes", output_loading_info=True
     )
@@ -94,7 +88,8 @@ mixes = st.lists(st.sampled_from(FRAGMENTS) | st.text(characters, max_size=4), m
 
 
 @pytest.mark.parametrize("name", ["words", "bytes"])
-def test_ids_are_tiktokens(transformers, home, name):
+def test_ids_are_tiktokens(home, name):
+    import transformers
     from tokenizers import Tokenizer  # for those who do without transformers
 
     theirs = transformers.AutoTokenizer.from_pretrained(home / name)
@@ -118,7 +113,9 @@ def test_ids_are_tiktokens(transformers, home, name):
 
 
 @pytest.mark.parametrize("name", ["words", "bytes"])
-def test_pipeline_generates_our_tokens(transformers, home, name, capfd):
+def test_pipeline_generates_our_tokens(home, name, capfd):
+    import transformers
+
     transformers.logging.set_verbosity_warning()
     generate = transformers.pipeline("text-generation", model=str(home / name), device="cpu")
     (found,) = generate("The quick fox", max_new_tokens=5, do_sample=False)
@@ -183,7 +180,7 @@ def test_card_has_the_figures_of_the_run(home):
     assert figures | {f"{last['val/bits_per_byte']:.4g}"} <= set(found.values())
 
 
-def test_examples_run(transformers, home, capsys):
+def test_examples_run(home, capsys):
     """Of the card, and of docs/models.md."""
     docs = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
     card = (home / "bytes" / "README.md").read_text(encoding="utf-8")
@@ -280,12 +277,8 @@ def test_bad_out(run, home, tmp_path, in_process):
     here.mkdir()
     code, _, err = in_process(main, here, "checkpoint=x", "out=.")
     assert (code, printed_keys(err)) == (2, ["out"])
-
-
-def test_every_problem_is_printed_at_once(run):
-    code, _, err = run("checkpoint=", "out=.", "qkv=1")
-    assert code == 2
-    assert printed_keys(err) == ["qkv", "checkpoint", "out"]
+    code, _, err = run("checkpoint=", "out=.", "qkv=1")  # every problem at once
+    assert (code, printed_keys(err)) == (2, ["qkv", "checkpoint", "out"])
 
 
 def test_bad_checkpoint(run, tmp_path):

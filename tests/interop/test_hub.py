@@ -23,7 +23,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """models: name -> folder, "gated" or a status. asked: (method, path) of each request."""
+    """models: name -> folder, "gated" or a status. asked: the path of each request."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
@@ -32,7 +32,7 @@ class Hub(http.server.ThreadingHTTPServer):
 
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.server.asked.append((self.command, self.path))
+        self.server.asked.append(self.path)
         path = self.path.partition("?")[0].removeprefix("/api/models/").strip("/")
         name = next((n for n in self.server.models if path.startswith(f"{n}/")), None)
         if name is None:
@@ -121,7 +121,7 @@ def check_is(model, name):
 
 def fetched(server):
     """The names of the files that were fetched."""
-    return {path.rpartition("/")[2] for _, path in server.asked if "/resolve/" in path}
+    return {path.rpartition("/")[2] for path in server.asked if "/resolve/" in path}
 
 
 def check_refused(name):

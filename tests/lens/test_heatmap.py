@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw
 from lens.heatmap import (
     COLOUR_MAP,
     FORBIDDEN,
-    colour,
     draw_grid,
     draw_layer,
     evenly_triangle,
@@ -21,6 +20,19 @@ from lens.statistics import evenly
 
 YELLOW = np.array([253, 231, 37])  # weight 1, where a head's map begins: token 0 sees itself alone
 TABLE = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).round()
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The texts that are drawn, with their places."""
+    texts, draw_text = [], ImageDraw.ImageDraw.text
+
+    def text(self, place, text, *rest, **more):
+        texts.append((text, place))
+        return draw_text(self, place, text, *rest, **more)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    return texts
 
 
 def a_prompt(num_tokens, tokens=None, **changes):
@@ -50,10 +62,6 @@ def corners(pixels):
     return np.argwhere(yellow & ~above & ~left)
 
 
-def code_of(pixel):
-    return int(np.abs(TABLE - pixel).sum(-1).argmin())
-
-
 def layout(pixels, num_layers, num_heads):
     """(top, left, pitch) of the grid, found in the picture itself."""
     found = corners(pixels)
@@ -65,59 +73,33 @@ def layout(pixels, num_layers, num_heads):
 
 def assert_shows(pixels, y, x, scale, square):
     """The map of one head begins at (y, x), its cells are `scale` pixels wide."""
-    num_tokens = len(square)
-    for query in range(num_tokens):
-        for key in range(num_tokens):
-            block = pixels[
-                y + query * scale : y + (query + 1) * scale,
-                x + key * scale : x + (key + 1) * scale,
-            ]
-            assert (block == block[0, 0]).all()
-            if key > query:
-                assert block[0, 0].tolist() == [FORBIDDEN] * 3
-            else:
-                assert abs(code_of(block[0, 0]) - int(square[query, key])) <= 1
+    expected = TABLE[square]
+    expected[np.triu_indices(len(square), 1)] = FORBIDDEN
+    expected = expected.repeat(scale, 0).repeat(scale, 1)
+    size = len(expected)
+    assert (pixels[y : y + size, x : x + size] == expected).all()
 
 
-def test_every_cell_of_every_head_is_in_the_grid(tmp_path):
+def test_every_cell_and_label_of_the_grid(tmp_path, written):
+    assert FORBIDDEN not in TABLE.min(-1)  # a grey that no weight has
     codes = random_codes(3, 4, 6)
     pixels = drawn_grid(codes, tmp_path / "grid.png")
-    _, _, rows, columns = layout(pixels, 3, 4)
+    top, left, rows, columns = layout(pixels, 3, 4)
     assert (len(rows), len(columns)) == (3, 4)
     pitch = columns[1] - columns[0]
     assert {*np.diff(rows), *np.diff(columns)} == {pitch}
-    scale = round((pitch - 6) / 6)
+    size = pitch - 6
     squares = triangle_to_square(codes)
+    places = dict(written)
     for layer, y in enumerate(rows):
+        label_x, label_y = places[f"L{layer}"]
+        assert label_x < left
+        assert label_y == pytest.approx(y + size / 2, abs=1)
         for head, x in enumerate(columns):
-            assert_shows(pixels, y, x, scale, squares[layer, head])
-
-
-def test_labels_are_left_of_their_layer_and_above_their_head(tmp_path):
-    pixels = drawn_grid(random_codes(3, 4, 6), tmp_path / "grid.png")
-    top, left, rows, columns = layout(pixels, 3, 4)
-    size = columns[1] - columns[0] - 6
-    ink = pixels.sum(-1) < 200
-
-    def inked(part, axis):
-        """The middles of what is written, one for each label, along the axis."""
-        places = np.flatnonzero(part.any(1 - axis))
-        groups = np.split(places, np.flatnonzero(np.diff(places) > size / 2) + 1)
-        return [(group[0] + group[-1]) / 2 for group in groups]
-
-    beside = inked(ink[top : rows[-1] + size, : left - 1], axis=0)
-    assert beside == pytest.approx([y - top + size / 2 for y in rows], abs=4)
-    above = inked(ink[top - 24 : top, left - 1 :], axis=1)
-    assert above == pytest.approx([x - left + 1 + size / 2 for x in columns], abs=4)
-
-
-def test_colors_of_codes_and_of_masked_cells():
-    codes = np.array([[255, 0], [128, 7]], np.uint8)
-    colours = colour(codes)
-    assert colours[0, 1].tolist() == [FORBIDDEN] * 3
-    for cell in ((0, 0), (1, 0), (1, 1)):
-        assert colours[cell].tolist() == TABLE[codes[cell]].tolist()
-    assert FORBIDDEN not in TABLE.min(-1)  # a grey that no weight has
+            assert_shows(pixels, y, x, size // 6, squares[layer, head])
+            label_x, label_y = places[f"H{head}"]
+            assert label_y < top
+            assert label_x == pytest.approx(x + size / 2, abs=1)
 
 
 def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):
@@ -128,11 +110,8 @@ def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):
     corners_of_blocks = [padded[:, y::2, x::2] for y in (0, 1) for x in (0, 1)]
     largest = np.max(corners_of_blocks, axis=0)  # (12, 128, 128)
     _, _, (top,), columns = layout(pixels, 1, 12)
-    below, above = np.tril_indices(128), np.triu_indices(128, 1)
-    for head, left in enumerate(columns):
-        here = pixels[top : top + 128, left : left + 128]
-        assert (here[below] == TABLE[largest[head]][below]).all(), head
-        assert (here[above] == FORBIDDEN).all()
+    for square, left in zip(largest, columns, strict=True):
+        assert_shows(pixels, top, left, 1, square)
 
 
 def is_map(pixels, y, x):
@@ -171,19 +150,6 @@ def test_pictures_of_any_shape_have_a_usable_size(tmp_path):
 ODD = ["\n", "漢字", "🙂", "‮", "\x00", "<0xE2>", "$x$", "", "é" * 40, "<id 50300>"]
 
 
-@pytest.fixture
-def written(monkeypatch):
-    """The texts that are drawn."""
-    texts, draw_text = [], ImageDraw.ImageDraw.text
-
-    def text(self, place, text, *rest, **more):
-        texts.append(text)
-        return draw_text(self, place, text, *rest, **more)
-
-    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
-    return texts
-
-
 def test_odd_tokens_and_cropped_prompts(tmp_path, written):
     codes = random_codes(2, 2, len(ODD))
     prompt = a_prompt(len(ODD), ODD, cropped=True)
@@ -197,13 +163,13 @@ def test_odd_tokens_and_cropped_prompts(tmp_path, written):
         written.clear()
         prompt.cropped = cropped
         draw_grid(random_codes(1, 2, 5), prompt, 0, tmp_path / "grid.png")
-        (title,) = [text for text in written if "She sat on the bank" in text]
+        (title,) = [text for text, _ in written if "She sat on the bank" in text]
         assert ("river" in title) == (not cropped)
         assert ("5" in title) == cropped
     written.clear()
     prompt.text = "word " * 100
     draw_grid(random_codes(1, 2, 5), prompt, 0, tmp_path / "grid.png")
-    (title,) = [text for text in written if "word" in text]
+    (title,) = [text for text, _ in written if "word" in text]
     assert len(title) < 200  # as much as there is room for
     assert "…" in title
 
@@ -213,11 +179,12 @@ def test_untrained_model_is_told_by_its_weights(tmp_path, written):
     q, k = np.tril_indices(8)
     even = to_codes(evenly(8)[:, q, k]).numpy()[None].repeat(2, 1)  # (1, 2, cells)
     drawn_grid(even, tmp_path / "even.png", step=40)
-    (index,) = [n for n, text in enumerate(written) if re.findall(r"\d+", text) == ["40"]]
-    of_untrained = written[index + 1]
+    texts = [text for text, _ in written]
+    (index,) = [n for n, text in enumerate(texts) if re.findall(r"\d+", text) == ["40"]]
+    of_untrained = texts[index + 1]
     written.clear()
     drawn_grid(random_codes(1, 2, 8), tmp_path / "learned.png", step=0)
-    assert of_untrained not in written
+    assert of_untrained not in dict(written)
     for num_tokens in (1, 2, 64, 256):
         triangle = evenly_triangle(num_tokens * (num_tokens + 1) // 2)
         assert triangle.tolist()[0] == 1

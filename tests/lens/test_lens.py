@@ -99,10 +99,8 @@ def test_settings_that_do_not_fit():
         assert keys(**changes) == [], changes
     for key, changes in (
         ("every", {"every": -1}),
-        ("max_tokens", {"max_tokens": 1}),
-        ("max_tokens", {"max_tokens": 1025}),
-        ("frames", {"frames": 1}),
-        ("frames", {"frames": 201}),
+        *(("max_tokens", {"max_tokens": number}) for number in (1, 1025)),
+        *(("frames", {"frames": number}) for number in (1, 201)),
         ("repeated", {"repeated": 1}),
         ("layers", {"layers": [0, -1]}),
         ("layers", most | {"layers": list(range(49))}),
