@@ -311,17 +311,23 @@ def test_a_terminal_is_never_asked_for_a_key(worker):
     tally(FAULT)
     plan = NOTHING_HAPPENS | {"rows": 2, "mode": "auto"}
     command = shlex.join([sys.executable, "-c", WORKER, json.dumps(plan)])
-    done = subprocess.run(
-        ["script", "-qec", command, "/dev/null"],
-        cwd=worker.folder,
-        env=worker.environment(TERM="xterm", SHELL="/bin/sh"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    keyboard = os.pipe()  # on which nothing is typed
+    try:
+        done = subprocess.run(
+            ["script", "-qec", command, "/dev/null"],
+            cwd=worker.folder,
+            env=worker.environment(TERM="xterm", SHELL="/bin/sh"),
+            stdin=keyboard[0],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        for end in keyboard:
+            os.close(end)
     assert done.returncode == 0
-    _, where = done.stdout.splitlines()
+    notice, where = done.stdout.splitlines()
+    assert "wandb=off" in notice  # the setting that avoids the notice
     assert to_sync(where)
     assert len(logged(worker.folder)) == 2
 

@@ -281,14 +281,14 @@ def test_a_signal_between_two_jobs_ends_the_sweep(tmp_path, monkeypatch):
 
 def test_shuffled_values_are_in_the_same_order_on_all_ranks(tmp_path):
     orders = []
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         random.seed(seed)
         seen = []
-        arguments = ["data.path=a.txt", "seed=shuffle(range(0,2))"]
+        arguments = ["data.path=a.txt", "seed=shuffle(range(0,3))"]
         sweep_in(tmp_path, lambda settings, seen=seen: seen.append(settings.seed), *arguments)
         orders.append(seen)
-    assert orders[0] == orders[1] == orders[2]
-    assert sorted(orders[0]) == [0, 1]
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == [0, 1, 2]
 
 
 def test_free_text_is_the_same_in_the_command_that_repeats_a_job(tmp_path):
