@@ -146,7 +146,7 @@ def test_find_files(tree):
         (["hub:name:config:split", "a.txt"], ["hub:name:config:split", "a.txt"]),
     ):
         assert find_files(path) == expected, path
-    for path in ("missing.txt", "notes"):
+    for path in ("missing.txt", "notes", "zero byte\0.txt"):
         for given_path in (path, ["a.txt", path]):
             with refused(DataError, "data.path", path):
                 find_files(given_path)

@@ -207,6 +207,8 @@ def test_split_copies_nothing(tmp_path):
     for part in parts:
         for array in part.arrays:
             assert np.shares_memory(array, ids) or np.shares_memory(array, mapped)
+    starts = np.flatnonzero(np.tile(ids, 2) == EOT)
+    assert stream.document_starts().tolist() == [0, *starts]
     with open(path, "r+b") as file:  # a change in the file is seen through the last part
         file.seek(-2, 2)
         file.write(b"\x03\x00")
