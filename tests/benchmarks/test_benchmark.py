@@ -364,6 +364,13 @@ def test_settings_that_are_refused(bench):
     assert (code, out, printed_keys(err)) == (2, "", ["rounds"])
 
 
+def test_help_names_every_setting(bench):
+    code, out, err = bench("--help")
+    assert (code, err) == (0, "")
+    for name in benchmark.BenchmarkConfig.__dataclass_fields__:
+        assert f"  {name} " in out, name
+
+
 @pytest.mark.parametrize("text", ["class GPT: pass", "import no_such"])
 def test_a_file_that_is_not_nanogpts(tmp_path, text):
     (tmp_path / "model.py").write_text(text)
