@@ -41,14 +41,8 @@ from training.parallel import Parallel
 from training.terminal import NeverFailing
 
 # Settings of the finished run that tests resume; they differ from the defaults.
-OWN = (
-    "optimizer.lr=1e-3",
-    "model.dropout=0.2",
-    "trainer.max_steps=6",
-    "trainer.save_every=1",
-    "trainer.keep=9",
-    "trainer.log_every=2",
-)
+LENGTH = ("trainer.max_steps=6", "trainer.save_every=1", "trainer.keep=9", "trainer.log_every=2")
+OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", *LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +84,9 @@ def test_two_windows_are_memorized(trainer, tmp_path):
     """The loss falls below 0.1 only if data, model, loss and optimizer all work."""
     text = tmp_path / "short.txt"
     text.write_text("The ferry bell at the top of the steps rang twice, and nobody came.\n")
-    run = trainer(
-        f"data.path={text}",
-        "data.val_fraction=0",
-        "trainer.batch_size=2",
-        "trainer.max_steps=80",
-        "trainer.sample_tokens=0",
-        "model.emb_dim=64",
-        "model.dropout=0",
-        "optimizer.lr=1e-2",
-        "optimizer.weight_decay=0",
-    )
+    small = ("data.val_fraction=0", "trainer.batch_size=2", "trainer.sample_tokens=0")
+    fast = ("trainer.max_steps=80", "optimizer.lr=1e-2", "optimizer.weight_decay=0")
+    run = trainer(f"data.path={text}", *small, *fast, "model.emb_dim=64", "model.dropout=0")
     assert len(run.train_set) == 2
     run.train()
     first, *_, last = rows(run.folder)
@@ -244,16 +230,9 @@ def test_run_directory(trainer, tmp_path):
     run = trainer("name=full", "lens=default", "lens.every=2", "trainer.save_every=3")
     run.train()
     folder = tmp_path / "runs" / "full"
-    assert {p.name for p in folder.iterdir()} == {
-        ".lock",
-        "attention",
-        "checkpoints",
-        "config.yaml",
-        "metrics.jsonl",
-        "report.html",
-        "run.json",
-        "samples.jsonl",
-    }
+    logs = {"metrics.jsonl", "samples.jsonl", "report.html", "attention"}
+    names = {".lock", "checkpoints", "config.yaml", "run.json", *logs}
+    assert {p.name for p in folder.iterdir()} == names
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["model"]["emb_dim"] == 32
     assert saved["optimizer"]["betas"] == [0.9, 0.95]
@@ -273,12 +252,7 @@ def test_run_directory(trainer, tmp_path):
     checkpoints = folder / "checkpoints"
     assert os.readlink(checkpoints / "last") == "step_00000004"
     assert (checkpoints / "best" / "model.safetensors").is_file()
-    assert {p.name for p in (checkpoints / "last").iterdir()} == {
-        "SHA256SUMS",
-        "model.safetensors",
-        "optimizer.safetensors",
-        "state.json",
-    }
+    assert {p.name for p in (checkpoints / "last").iterdir()} == {*checkpoint.FILES, "SHA256SUMS"}
 
 
 def test_every_row_has_the_number_of_tokens(trainer):
@@ -659,17 +633,12 @@ def test_train_without_network_account_or_stdout(tmp_path, text_file):
     W&B is offline and once that output is lost."""
     arguments = [s for s in TINY if not s.startswith(("lens", "wandb"))]
     (tmp_path / "home").mkdir()
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": f"{tmp_path}/home",
-        "PYTHONPATH": str(NO_NETWORK),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {"PATH": os.environ["PATH"], "HOME": f"{tmp_path}/home", "OMP_NUM_THREADS": "1"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, REPOSITORY / "train.py", *arguments, "data.path=text.txt", "name=a"],
             cwd=tmp_path,
-            env=environment,
+            env=environment | {"PYTHONPATH": str(NO_NETWORK)},
             stdin=subprocess.DEVNULL,
             stdout=full,
             stderr=subprocess.PIPE,

@@ -155,7 +155,7 @@ def test_a_cache_keeps_its_addresses():
 
 def test_a_full_cache_raises_value_error():
     model, cache = tiny().eval(), Cache(room=4)
-    with pytest.raises(ValueError, match="5"):
+    with pytest.raises(ValueError):  # noqa: PT011 the message is free
         cache.begin([2, 5])
     for begun, more in ((4, 1), (2, 2)):  # it is full; it takes one token at a time
         cache.begin([begun])
