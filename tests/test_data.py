@@ -310,26 +310,6 @@ def test_windows_within_documents_equal_the_plain_definition(documents, max_leng
     assert pairs_of(dataset, np.arange(len(dataset))[::-1]) == expected[::-1]
 
 
-@some
-@given(document_lists(), st.integers(1, 6), cuts)
-def test_every_token_within_documents_is_predicted_once(documents, max_length, cuts):
-    """From what precedes it in its document and nothing else."""
-    if sum(map(len, documents)) <= max_length:
-        documents += [[END]] * max_length
-    dataset = document_windows(documents, max_length, max_length, cuts)
-    predicted = []
-    for input_ids, target_ids in pairs_of(dataset):
-        counted = [target for target in target_ids if target != IGNORED]
-        assert counted  # a window without a target would have no mean loss
-        assert target_ids == counted + [IGNORED] * (max_length - len(counted))
-        assert input_ids[1 : len(counted)] == counted[:-1]
-        assert END not in input_ids[1 : len(counted)]  # the next document is not visible
-        assert set(input_ids[len(counted) :]) <= {END, *counted[-1:]}
-        predicted += counted
-    # Each document's first token is the last one to be predicted from the document before.
-    assert predicted == list(itertools.chain(*documents))[1:]
-
-
 def test_windows_within_documents_begin_where_a_shard_says():
     """By the shard's own list of documents: here there is no end-of-text token to search for."""
     ids = np.array([5, 1, 2, 5, 3, 5], np.uint16)
@@ -520,29 +500,17 @@ def test_too_short_texts_are_refused(tmp_path):
     short, mark = write(tmp_path / "short.txt", "abc"), write(tmp_path / "mark.txt", "\ufeff")
     for val_path in (short, mark):
         load_refused("data.val_path", val_path, path, val_path=str(val_path))
-    load_refused("data.max_length", 4, mark)
+    for text in (short, mark):
+        load_refused("data.max_length", 4, text)
+        load_refused("data.max_length", 4, text, within_documents=True)
     load_refused("data.val_fraction", 0.1, mark, val_fraction=0.1)
     # The hint has settings with which it can be used.
     assert "data.max_length=3 data.val_fraction=0 " in load_refused(
         "data.path", short, short, val_fraction=0.1
     )
-    assert len(load(short, max_length=3).train) == 1
-
-
-def test_a_text_of_about_one_window_without_validation(tmp_path):
-    """A window of T needs T + 1 tokens: a text of T bytes, as the end-of-text token precedes it."""
-    for max_length, within in itertools.product((1, 4, 17), (False, True)):
-        options = {"max_length": max_length, "within_documents": within}
-        shorter, exact, longer = write_all(
-            tmp_path, *("x" * n for n in range(max_length - 1, max_length + 2))
-        )
-        if max_length > 1:
-            load_refused("data.max_length", max_length, shorter, **options)
-        loaded = load(exact, **options)
-        assert pairs_of(loaded.train) == [([256, *b"x" * (max_length - 1)], [*b"x" * max_length])]
-        assert loaded.val is None
-        # One more: no second window, except where windows are padded.
-        assert len(load(longer, **options).train) == 1 + (within or max_length == 1)
+    loaded = load(short, max_length=3)
+    assert pairs_of(loaded.train) == [([256, *b"ab"], [*b"abc"])]
+    assert loaded.val is None
 
 
 # ------------------------------------------------------------------------------------- mixtures

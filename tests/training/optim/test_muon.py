@@ -89,9 +89,10 @@ def test_steps_are_muon_by_the_formula(nesterov, monkeypatch):
         expected = [p.detach().double() for p in matrices]
         average = [torch.zeros_like(p) for p in expected]
         for seed in range(3):
-            step(model, optimizer, seed, scale=8.0)
+            scale = 8.0**seed
+            step(model, optimizer, seed, scale)
             for n, p in enumerate(matrices):
-                g = p.grad.double() / 8
+                g = p.grad.double() / scale
                 average[n] = 0.9 * average[n] + 0.1 * g
                 update = 0.9 * average[n] + 0.1 * g if nesterov else average[n]
                 expected[n] = expected[n] * (1 - 0.02 * 0.3)
