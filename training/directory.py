@@ -24,7 +24,7 @@ LOCK, MARK, RECORD, CONFIG = ".lock", "launch.json", "run.json", "config.yaml"
 # Opened in place; all other files are replaced by rename.
 REGULAR = (LOCK, MARK, "metrics.jsonl", "samples.jsonl")
 WAIT_FOR_PREDECESSOR = 30  # seconds
-_opened: list[Path] = []  # the runs of this process; a multirun has several
+started_here: list[Path] = []  # the runs of this process; a multirun has several
 
 
 # ------------------------------------------------------------------------------------- having it
@@ -180,7 +180,7 @@ def _launch() -> dict[str, str]:
         began = ""
         with contextlib.suppress(OSError):  # not everywhere; clock ticks since boot
             began = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-        found["torchrun"] = f"{job} {socket.gethostname()} {agent} {began} {len(_opened)}"
+        found["torchrun"] = f"{job} {socket.gethostname()} {agent} {began} {len(started_here)}"
     if job := os.environ.get("SLURM_JOB_ID"):
         found["slurm"] = job
     return found
@@ -190,7 +190,7 @@ def mark_launch(folder: Path) -> None:
     """Notes in a run's directory what has started it."""
     if launch := _launch():
         write_whole(folder / MARK, json.dumps(launch).encode())
-    _opened.append(folder)
+    started_here.append(folder)
 
 
 def was_cut_off(run: Path, by_slurm: bool = True) -> bool:

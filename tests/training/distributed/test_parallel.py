@@ -1,21 +1,17 @@
-"""What several ranks agree on, as far as one process can tell: training/parallel.py, and how a
-run that torchrun starts anew finds itself (training/directory.py).
-
-The ranks themselves: test_ranks.py.
-"""
+"""What one process can check of training on several ranks: settings, the launcher's environment,
+seeds, and how a restarted run finds its directory. test_ranks.py starts real ranks."""
 
 import functools
 import json
 import os
-import re
 
 import pytest
 import torch
-from helpers.refusals import check_refusal
+from helpers.refusals import printed_keys, refused
 
 import train
 from data import check_same
-from errors import DataError, RunDirectoryError, refuse
+from errors import ConfigError, DataError, RunDirectoryError, refuse
 from training import directory
 from training.parallel import Parallel, ParallelConfig, check, start
 from training.ranks import DDP
@@ -23,21 +19,21 @@ from training.tracker import last_wandb_id
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS += ("SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+LAUNCHERS += ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """Nobody started this process as one of several; it is in a folder of its own."""
-    for name in (*LAUNCHERS, *RESTARTS):
+    """No launcher started this process; it is in a folder of its own."""
+    for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(directory, "_opened", [])
+    monkeypatch.setattr(directory, "started_here", [])
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """launched(ranks, KEY=value) -> this process is one of so many."""
+    """launched(ranks, KEY=value) sets the environment of one of several ranks."""
 
     def launch(ranks, **more):
         fixed = {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
@@ -50,123 +46,103 @@ def launched(monkeypatch):
 # -------------------------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize("strategy", ["auto", "single", "ddp", "fsdp"])
-def test_what_fits_has_no_problem(strategy):
-    for timeout in (1, 600, 1799):
-        assert ParallelConfig(strategy, timeout).problems() == []
+def problem_keys(strategy: str, device: str = "auto", batch_size: int = 8) -> list[str]:
+    return [key for key, *_ in check(ParallelConfig(strategy), device, batch_size)]
 
 
-def test_every_problem_of_the_settings_is_listed():
-    problems = ParallelConfig("many", 1800).problems()
-    assert [(key, value) for key, value, _, _ in problems] == [
-        ("strategy", "many"),
-        ("timeout", 1800),
-    ]
+def test_settings_are_validated():
+    for strategy in ("auto", "single", "ddp", "fsdp"):
+        for timeout in (1, 600, 1799):
+            assert ParallelConfig(strategy, timeout).problems() == []
+    keys = [key for key, *_ in ParallelConfig("many", 1800).problems()]
+    assert keys == ["strategy", "timeout"]
     assert [key for key, *_ in ParallelConfig(timeout=0).problems()] == ["timeout"]
 
 
-def refused(strategy: str, device: str = "auto", batch_size: int = 8) -> list[str]:
-    return [f"{p[0]}={p[1]}" for p in check(ParallelConfig(strategy), device, batch_size)]
-
-
-def test_one_process_is_single():
-    assert refused("auto") == refused("single") == []
-    assert refused("auto", batch_size=7) == refused("auto", device="mps") == []
-    assert refused("ddp") == ["parallel=ddp"]
-    assert refused("fsdp") == ["parallel=fsdp"]
-    ((_, _, cause, fix),) = check(ParallelConfig("fsdp"), "auto", 8)
-    assert cause == "started as one process, without torchrun"
-    assert fix == "start it with torchrun --nproc_per_node=N train.py parallel=fsdp ..."
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_several_processes_need_a_strategy_and_a_batch_that_can_be_shared(launched, ranks):
-    launched(ranks)
-    for strategy in ("auto", "ddp", "fsdp"):
-        assert refused(strategy) == []
-    several = ranks > 1
-    assert refused("single") == (["parallel=single"] if several else [])
-    assert refused("ddp", batch_size=9) == (["trainer.batch_size=9"] if several else [])
-    assert refused("ddp", "mps") == (["trainer.device=mps"] if several else [])
-    assert len(refused("single", "mps", 9)) == (3 if several else 0)
-
-
-def test_errors_of_ours_are_no_lost_peer_whatever_they_name():
-    lost = functools.partial(DDP.lost_peer, None)
-    assert lost(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
-    assert not lost(RunDirectoryError("name=gloo: runs/gloo is being written; Timed out"))
-    assert not lost(ValueError("gloo"))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("MASTER_ADDR", None, "MASTER_ADDR=: is missing, and a launcher sets it for each rank; "),
-        ("MASTER_PORT", "", "MASTER_PORT=: is missing"),
-        ("WORLD_SIZE", "two", "WORLD_SIZE=two: is no number"),
-        ("LOCAL_RANK", "-1", "LOCAL_RANK=-1: is no number"),
-        ("RANK", "2", "RANK=2: there are 2 ranks, counted from 0; start it with torchrun"),
-    ],
-)
-def test_what_a_launcher_leaves_out_is_named(launched, monkeypatch, key, value, says):
-    launched(2)
-    if value is None:
-        monkeypatch.delenv(key)
-    else:
-        monkeypatch.setenv(key, value)
-    with pytest.raises(ValueError, match="^" + re.escape(says)) as caught:
-        refuse(check(ParallelConfig(), "cpu", 8))
-    assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(("batch_size", "nearest"), [(9, 12), (1, 4), (5, 8)])
-def test_the_nearest_batch_that_can_be_shared_is_named(launched, batch_size, nearest):
-    launched(4)
-    ((_, _, cause, fix),) = check(ParallelConfig(), "cpu", batch_size)
-    assert cause == "cannot be shared out evenly over 4 ranks"
-    assert fix == f"use a multiple of 4, such as {nearest}"
-
-
-@pytest.mark.parametrize(("rank", "local_rank", "lines"), [(0, 0, 1), (1, 0, 1), (1, 1, 0)])
-def test_a_wrong_command_is_told_once_on_each_machine(
-    launched, in_process, tmp_path, monkeypatch, rank, local_rank, lines
-):
-    """That of rank 0's machine may be right."""
-    monkeypatch.setattr("training.command.WAIT_FOR_RANK_0", 0)
-    launched(2, RANK=rank, LOCAL_RANK=local_rank)
-    code, _, err = in_process(train.main, tmp_path, "trainer.batch_size=9")
-    assert (code, err.count("\n"), err.count("trainer.batch_size=9: ")) == (2, lines, lines)
-
-
-def test_several_tasks_of_srun_that_know_nothing_of_each_other_are_refused(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert refused("auto") == ["parallel=auto"]
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert refused("auto") == []
-
-
-def test_under_torchrun_that_srun_started_its_tasks_do_not_count(launched):
-    launched(2, SLURM_STEP_NUM_TASKS=4)
-    assert refused("ddp") == []
-
-
-def test_one_process_needs_no_torchrun_and_no_group():
+def test_one_process_has_no_strategy():
+    for strategy, device, batch_size in [("auto", "mps", 7), ("single", "auto", 8)]:
+        assert problem_keys(strategy, device, batch_size) == []
+    assert problem_keys("ddp") == problem_keys("fsdp") == ["parallel"]
     parallel = start(ParallelConfig("auto"), "cpu", "fp32", seed=3)
     assert type(parallel) is Parallel
     assert (parallel.rank, parallel.world_size, parallel.is_main) == (0, 1, True)
-    assert (parallel.label, parallel.command) == ("", ["python"])
-    assert parallel.describe() == "on cpu in float32"
     assert not torch.distributed.is_initialized()
 
 
-# ------------------------------------------------------------------------------- one of one rank
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_several_ranks_need_a_strategy_and_a_divisible_batch(launched, ranks):
+    launched(ranks)
+    several = ranks > 1
+    for strategy in ("auto", "ddp", "fsdp"):
+        assert problem_keys(strategy) == []
+    assert problem_keys("single") == ["parallel"] * several
+    assert problem_keys("ddp", batch_size=9) == ["trainer.batch_size"] * several
+    assert problem_keys("ddp", "mps") == ["trainer.device"] * several
+    assert len(problem_keys("single", "mps", 9)) == 3 * several
+
+
+def test_the_hint_has_the_nearest_divisible_batch_size(launched):
+    launched(4)
+    for batch_size, nearest in [(9, 12), (1, 4), (5, 8)]:
+        ((*_, hint),) = check(ParallelConfig(), "cpu", batch_size)
+        assert str(nearest) in hint.split(), batch_size
+
+
+def test_an_incomplete_environment_is_refused(launched, monkeypatch):
+    for key, value in [
+        ("MASTER_ADDR", None),
+        ("MASTER_PORT", ""),
+        ("WORLD_SIZE", "two"),
+        ("LOCAL_RANK", "-1"),
+        ("RANK", "2"),
+    ]:
+        with monkeypatch.context() as patch:
+            launched(2)
+            patch.delenv(key, raising=False)
+            if value is not None:
+                patch.setenv(key, value)
+            with refused(ConfigError, key, value or "", exit_code=2):
+                refuse(check(ParallelConfig(), "cpu", 8))
+            for name in LAUNCHERS:
+                monkeypatch.delenv(name, raising=False)
+
+
+def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert problem_keys("auto") == ["parallel"]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert problem_keys("auto") == []
+    launched(2, SLURM_STEP_NUM_TASKS=4)  # torchrun, which srun started once per machine
+    assert problem_keys("ddp") == []
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "printed"), [(0, 0, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_wrong_command_is_printed_once_per_machine(
+    launched, in_process, tmp_path, monkeypatch, rank, local_rank, printed
+):
+    monkeypatch.setattr("training.command.WAIT_FOR_RANK_0", 0)
+    launched(2, RANK=rank, LOCAL_RANK=local_rank)
+    code, _, err = in_process(train.main, tmp_path, "trainer.batch_size=9")
+    assert code == 2
+    assert len(printed_keys(err)) == err.count("trainer.batch_size=9") == printed
+
+
+def test_which_errors_mean_that_a_rank_is_lost():
+    is_lost = functools.partial(DDP.lost_peer, None)
+    assert is_lost(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
+    assert not is_lost(ValueError("gloo"))
+    assert not is_lost(RunDirectoryError("name", "gloo", "is locked", "Timed out"))
+    assert not Parallel(torch.device("cpu"), torch.float32).lost_peer(RuntimeError("gloo"))
+
+
+# --------------------------------------------------------------------------- one process as rank
 
 
 def one(rank: int = 0, world_size: int = 1) -> Parallel:
     return Parallel(torch.device("cpu"), torch.float32, rank, world_size)
 
 
-def test_alone_everybody_agrees():
+def test_collectives_of_one_process_are_the_identity():
     parallel = one()
     assert parallel.sum(1, 2.5) == [1, 2.5]
     assert parallel.means([torch.tensor(3.0), torch.tensor(1.5)]) == [3.0, 1.5]
@@ -175,35 +151,24 @@ def test_alone_everybody_agrees():
     assert parallel.on_main(lambda: "done") == "done"
     with pytest.raises(ZeroDivisionError), parallel.together():
         _ = 1 / 0
-    assert not parallel.lost_peer(RuntimeError("Connection closed by peer"))
 
 
-def test_words_of_other_ranks_say_whose_they_are():
-    assert (one(0, 2).label, one(1, 2).label) == ("", "rank 1: ")
-
-
-# ---------------------------------------------------------------------------------------- dropout
-
-
-def drawn(seed: int, step: int, rank: int) -> list[int]:
+def drawn(seed: int, step: int, rank: int) -> tuple[int, ...]:
     one(rank, 8).reseed(seed, step)
-    return torch.randint(2**62, (4,)).tolist()
+    return tuple(torch.randint(2**62, (4,)).tolist())
 
 
-def test_what_is_drawn_is_a_function_of_seed_step_and_rank():
+def test_random_numbers_are_a_function_of_seed_step_and_rank():
     cases = [(s, n, r) for s in (0, 1, 2**63 - 1) for n in (0, 1, 10**9) for r in (0, 1, 7)]
+    cases += [(1, 2, 3), (3, 2, 1), (2, 1, 3), (1, 3, 2)]
     first = [drawn(*case) for case in cases]
     torch.manual_seed(5)
     torch.rand(3)
     assert [drawn(*case) for case in reversed(cases)] == first[::-1]
-    assert len({tuple(numbers) for numbers in first}) == len(cases)
+    assert len(set(first)) == len(cases)
 
 
-def test_seed_step_and_rank_are_not_mixed_up():
-    assert len({tuple(drawn(*case)) for case in [(1, 2, 3), (3, 2, 1), (2, 1, 3), (1, 3, 2)]}) == 4
-
-
-# --------------------------------------------------------------------------- started anew
+# -------------------------------------------------------------------------------------- restarts
 
 
 def make_run(name, **mark):
@@ -214,7 +179,12 @@ def make_run(name, **mark):
     return folder
 
 
-def test_a_start_without_torchrun_leaves_no_mark_and_finds_none(monkeypatch):
+def restarted(monkeypatch):
+    """As torchrun's new processes, which have started no run yet."""
+    monkeypatch.setattr(directory, "started_here", [])
+
+
+def test_without_torchrun_there_is_no_mark(monkeypatch):
     folder = make_run("a")
     directory.mark_launch(folder)
     assert list(folder.iterdir()) == []
@@ -223,13 +193,13 @@ def test_a_start_without_torchrun_leaves_no_mark_and_finds_none(monkeypatch):
     assert not directory.was_cut_off(folder)
 
 
-def test_after_a_restart_a_run_without_name_finds_itself(launched, monkeypatch):
+def test_a_run_without_a_name_finds_itself_after_a_restart(launched, monkeypatch):
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=0)
     make_run("another", torchrun="none elsewhere 1 0")
     make_run("without")
     assert directory.name_before_restart() is None
     directory.mark_launch(mine := make_run("mine"))
-    monkeypatch.setattr(directory, "_opened", [])  # as processes started anew
+    restarted(monkeypatch)
     assert directory.name_before_restart() == "mine"
     assert directory.was_cut_off(mine)
     launched(2, TORCHELASTIC_RUN_ID="of another job")
@@ -237,35 +207,32 @@ def test_after_a_restart_a_run_without_name_finds_itself(launched, monkeypatch):
     assert not directory.was_cut_off(mine)
 
 
-def test_another_torchrun_with_the_same_id_is_another_start(launched, monkeypatch):
-    """The default names every job alike."""
+def test_another_torchrun_with_the_same_id_is_another_launch(launched, monkeypatch):
+    """torchrun's default id is the same for every job."""
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=1)
     directory.mark_launch(make_run("a"))
-    monkeypatch.setattr(directory, "_opened", [])
+    restarted(monkeypatch)
     assert directory.name_before_restart() == "a"
-    parent = os.getppid()
     with monkeypatch.context() as other:
-        other.setattr(os, "getppid", lambda: os.getpid())  # one that lives, and began later
+        other.setattr(os, "getppid", os.getpid)  # another parent, which started later
         assert directory.name_before_restart() is None
-    assert os.getppid() == parent
     monkeypatch.setattr(directory.socket, "gethostname", lambda: "another-machine")
     assert directory.name_before_restart() is None
 
 
-def test_the_runs_of_a_sweep_are_told_apart(launched, monkeypatch):
+def test_each_run_of_a_sweep_finds_itself(launched, monkeypatch):
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=0)
-    monkeypatch.setattr(directory, "_opened", [])
     for name in ("first", "second"):
         directory.mark_launch(make_run(name))
-    monkeypatch.setattr(directory, "_opened", [])
+    restarted(monkeypatch)
     found = []
     for _ in range(3):
         found.append(directory.name_before_restart())
-        directory._opened.append(None)
+        directory.started_here.append(None)
     assert found == ["first", "second", None]
 
 
-def test_a_job_that_slurm_put_back_goes_on_whatever_it_was_told_first(monkeypatch):
+def test_a_job_that_slurm_requeued_continues(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     directory.mark_launch(run := make_run("a"))
     assert not directory.was_cut_off(run)  # a second command of the same job
@@ -276,16 +243,10 @@ def test_a_job_that_slurm_put_back_goes_on_whatever_it_was_told_first(monkeypatc
     assert not directory.was_cut_off(run)
 
 
-# --------------------------------------------------------------------------- the same everywhere
-
-
-def test_no_wandb_run_has_no_id(tmp_path):
+def test_the_newest_wandb_run_is_the_one_to_resume(tmp_path):
     assert last_wandb_id(tmp_path) is None
     (tmp_path / "wandb" / "latest-run").mkdir(parents=True)
     assert last_wandb_id(tmp_path) is None
-
-
-def test_the_last_wandb_run_is_the_one_to_go_on_with(tmp_path):
     for name in (
         "run-20260101_000000-early",
         "offline-run-20260301_120000-la-st",
@@ -295,36 +256,22 @@ def test_the_last_wandb_run_is_the_one_to_go_on_with(tmp_path):
     assert last_wandb_id(tmp_path) == "la-st"
 
 
+# ------------------------------------------------------------------------- the same data on ranks
+
 HERE = [("a.txt", ["one", "two"]), ("b.txt", ["three"])]
 
 
-def test_the_same_tokens_under_other_names_are_the_same():
+def test_ranks_compare_checksums_of_their_tokens():
     check_same(HERE, HERE, "p")
     check_same(HERE, [(f"moved/{name}", sums) for name, sums in HERE], "p")
     check_same([], [], "p")
-    check_same(HERE, [("a.txt", ["", "two"]), HERE[1]], "p")  # one that is not known
-
-
-@pytest.mark.parametrize(
-    ("there", "file", "byte"),
-    [
-        ([("a.txt", ["one", "2"]), HERE[1]], "a.txt", 1),
-        ([HERE[0], ("b.txt", ["3"])], "b.txt", 0),
-        ([("a.txt", ["one", "two", "more"]), HERE[1]], "a.txt", 2),
-        ([HERE[0]], "none", 0),
-        ([*HERE, ("c.txt", ["four"])], "c.txt", 0),
-    ],
-)
-def test_other_tokens_are_refused_from_the_first_difference_on(there, file, byte):
-    from tokens.stream import BLOCK_BYTES
-
-    with pytest.raises(DataError) as caught:
-        check_same(HERE, there, "p")
-    cause = f"{file} is another from byte {byte * BLOCK_BYTES} on than what rank 0 has"
-    check_refusal(caught.value, "data.path=p", cause, "give every machine the same data")
-
-
-def test_refusals_of_a_launch_are_lines_like_all_others(launched):
-    launched(4)
-    with pytest.raises(ValueError, match=r"^parallel=single: .*\ntrainer.batch_size=9: .*"):
-        refuse(check(ParallelConfig("single"), "cpu", 9))
+    check_same(HERE, [("a.txt", ["", "two"]), HERE[1]], "p")  # a checksum that is not known
+    for there in (
+        [("a.txt", ["one", "2"]), HERE[1]],
+        [HERE[0], ("b.txt", ["3"])],
+        [("a.txt", ["one", "two", "more"]), HERE[1]],
+        [HERE[0]],
+        [*HERE, ("c.txt", ["four"])],
+    ):
+        with refused(DataError, "data.path", "p", exit_code=3):
+            check_same(HERE, there, "p")
