@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
+# Two processes; each file runs in one of them, so that what its tests share is made once.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # The tests of docs/reliability.md.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
     tests/training/config/test_problems.py tests/training/reporting/test_rows.py
@@ -13,7 +15,7 @@ train: $(VENV)/train  ## train GPT-2 small on the sample; more settings: make tr
 	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)
 
 test: $(VENV)/test  ## all tests
-	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of all texts there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
@@ -24,7 +26,7 @@ campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of
 	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/training/distributed/test_ranks_lost.py $(ARGS)
 	rm -f campaign.jsonl
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
-	    $(VENV)/bin/python -m pytest -n 2 $(FAULTS) $(ARGS)
+	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
 	$(VENV)/bin/python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
 
 # In an environment of its own: these packages bring many others along, at versions of their choice,

@@ -31,22 +31,22 @@ assert sitecustomize.BLOCKED
 
 from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY  # noqa: E402
 
-# Whose tests look at the same few launches.
-TOGETHER = ("test_commands.py", "test_ranks.py", "test_ranks_lost.py")
+# The slowest files, started first so that no process has a long one left at the end.
+SLOWEST = (
+    "test_ranks.py",
+    "test_kills.py",
+    "test_ranks_lost.py",
+    "test_train.py",
+    "test_wandb_faults.py",
+    "test_sweep.py",
+    "test_benchmark.py",
+    "test_page.py",
+)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """One process has all tests of such a file, so that each launch is made once. What xdist_group
-    is for; pytest 9.2 has renamed what pytest-xdist 3.8 does it by."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0]
-            return file if file.endswith(TOGETHER) else nodeid
-
-    return Scheduling(config, log)
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(SLOWEST)))
 
 
 @pytest.fixture
