@@ -1,153 +1,148 @@
-"""Breaks the code on purpose, one way after the other, and looks whether a test turns red.
+"""Plants faults in a copy of the repository, one at a time, and checks that a test fails.
 
-    python tests/mutations.py [NAME ...]
+    python tests/mutations.py [NAME or AREA ...] [--list] [--json FILE]
 
-Each mutation is a change of text in a copy of the repository, in a temporary folder; the tests
-that are to notice are run there, first as all is, when they have to pass. Ends with 1 when a
-mutation went unnoticed.
+The faults and the tests of each area: tests/mutations.toml. The tests of an area have to pass
+without a fault first. Exit code 1: a fault was not detected.
 """
 
+import argparse
+import ast
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-FAULTS, INSIDE = "tests/test_faults.py", "inside_saving and three"
-# name: (file, what is there, what is put in its place, the tests to run, those of them)
-MUTATIONS = {
-    "files are not handed to the disk": (
-        "durable.py",
-        "    number = os.open(path, os.O_RDONLY)\n    try:\n        os.fsync(number)\n",
-        "    number = os.open(path, os.O_RDONLY)\n    try:\n        pass\n",
-        FAULTS,
-        f"{INSIDE} and power",
-    ),
-    "a checkpoint is written under its final name": (
-        "training/saving.py",
-        'part = folder.with_name(folder.name + ".part")',
-        "part = folder",
-        FAULTS,
-        f"{INSIDE} and crash",
-    ),
-    "the older checkpoint goes before the newer is there": (
-        "training/saving.py",
-        "        try:\n            self._write(folder, tensors, state)\n",
-        "        try:\n            self.keep = 0\n            self._prune(None)\n"
-        "            self._write(folder, tensors, state)\n",
-        FAULTS,
-        f"{INSIDE} and crash",
-    ),
-    "dropout is not seeded anew at each step": (
-        "training/parallel.py",
-        "torch.manual_seed(int(mixed[0]))",
-        "pass",
-        FAULTS,
-        "killed",
-    ),
-    "no step is ever left out": (
-        "training/guard.py",
-        "        return leave_out\n",
-        "        return torch.zeros_like(leave_out)\n",
-        FAULTS,
-        "changes_nothing_and_is_counted",
-    ),
-    "a resumed run begins with the data of step 0": (
-        "training/feed.py",
-        "self.order.windows(step, ",
-        "self.order.windows(step - self.__dict__.setdefault('first', step), ",
-        FAULTS,
-        "killed",
-    ),
-    "moments are not loaded": (
-        "train.py",
-        "        checkpoint.load_optimizer(",
-        "        (lambda *_: None)(",
-        FAULTS,
-        "killed",
-    ),
-    "rows of the log are not cut back": (
-        "train.py",
-        "                drop_rows_after(folder, state.step if self.saved else -1)\n",
-        "",
-        FAULTS,
-        "killed",
-    ),
-    "checksums are not compared": (
-        "training/checkpoint.py",
-        "return checksum(folder / name) != sums[name]",
-        "return False",
-        "tests/test_faults_damage.py",
-        "checkpoint",
-    ),
-    "a manifest's checksums are not compared": (
-        "tokens/shards.py",
-        "if self.entry and checksum != self.entry.sha256[block]:",
-        "if False:",
-        "tests/test_faults_damage.py",
-        "token_file",
-    ),
-    "nobody holds the lock": (
-        "durable.py",
-        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "pass",
-        FAULTS,
-        "one_run_at_a_time",
-    ),
-    "a stop saves nothing": (
-        "train.py",
-        "        self.save()\n        self.finish_saving()\n        self.console.close()\n",
-        "        self.console.close()\n",
-        FAULTS,
-        "told_to_stop_saves",
-    ),
-    "a checkpoint that is not written ends the run": (
-        "training/saving.py",
-        "            return self._not_saved(step, error)",
-        "            raise self._not_saved(step, error)",
-        FAULTS,
-        "short_of_disk",
-    ),
-}
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
+TIMEOUT = 300  # seconds of a test run; a fault that makes it hang is detected
 
 
-def red_test(tests: str, chosen: str, change: tuple[str, str, str] | None = None) -> str | None:
-    """The test that turns red, None when none does. change: (file, what is there, what then)."""
-    with tempfile.TemporaryDirectory() as home:
-        copy = Path(home) / "copy"
-        left_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
-        shutil.copytree(REPOSITORY, copy, ignore=left_out)
-        if change:
-            file, before, after = change
-            text = (copy / file).read_text(encoding="utf-8")
-            assert text.count(before) == 1, f"{file} has changed; bring this list up to date"
-            (copy / file).write_text(text.replace(before, after), encoding="utf-8")
-        tried = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", tests, "-k", chosen],
-            cwd=copy,
-            env=os.environ | {"TMPDIR": home},
-            capture_output=True,
-            text=True,
-        )
-    assert tried.returncode in (0, 1), tried.stdout + tried.stderr
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", tried.stdout, re.MULTILINE)
-    return found and found[1]
+@dataclass(frozen=True)
+class Fault:
+    """A change of the code in one place."""
+
+    area: str
+    name: str
+    file: str
+    before: str  # the code that is there, once
+    after: str  # the code that replaces it
+    where: str = ""  # the function or class, as Class.method; "" is the whole file
+
+
+AREAS = tomllib.loads((REPOSITORY / "tests" / "mutations.toml").read_text("utf-8"))
+FAULTS = [Fault(area, **fault) for area, values in AREAS.items() for fault in values["faults"]]
+
+
+def planted(source: str, fault: Fault) -> str:
+    """The source with the fault; LookupError unless `before` is there exactly once."""
+    if not fault.file.endswith(".py"):  # text, whatever its white space
+        pattern = r"\s*".join(map(re.escape, "".join(fault.before.split())))
+        changed, count = re.subn(pattern, lambda _: fault.after, source)
+    else:
+        tree = scope = ast.parse(source)
+        for name in filter(None, fault.where.split(".")):
+            scope = next((n for n in scope.body if getattr(n, "name", "") == name), None)
+            if scope is None:
+                raise LookupError(f"{fault.name!r}: no {fault.where} in {fault.file}")
+        before, after = ast.parse(fault.before).body, ast.parse(fault.after).body
+        if all(len(code) == 1 and isinstance(code[0], ast.Expr) for code in (before, after)):
+            before, after = [before[0].value], [after[0].value]  # an expression, anywhere
+        count = _replace(scope, before, after)
+        changed = ast.unparse(tree)
+    if count != 1:
+        place = f"{fault.file} {fault.where}".strip()
+        raise LookupError(f"{fault.name!r}: found {count} times in {place}: {fault.before!r}")
+    return changed
+
+
+def _replace(scope: ast.AST, before: list[ast.AST], after: list[ast.AST]) -> int:
+    """Puts `after` where `before` is the first time; how often it is there."""
+    wanted, size, places = [ast.dump(node) for node in before], len(before), []
+    for node in ast.walk(scope):
+        for field, value in ast.iter_fields(node):
+            nodes = value if isinstance(value, list) else [value]
+            dumps = [ast.dump(item) if isinstance(item, ast.AST) else "" for item in nodes]
+            starts = [n for n in range(len(nodes) - size + 1) if dumps[n : n + size] == wanted]
+            places += [(node, field, value, start) for start in starts]
+    for node, field, value, start in places[:1]:
+        if isinstance(value, list):
+            value[start : start + size] = after
+        else:
+            setattr(node, field, after[0])
+    return len(places)
+
+
+def failing_test(copy: Path, area: str) -> str | None:
+    """The first test of an area that fails, None when all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    # Where CI is set, pytest writes the difference of whole files out, which takes minutes.
+    environment = os.environ | {"TMPDIR": str(copy.parent), "CI": ""}
+    with tempfile.TemporaryFile("w+") as out:  # a pipe would wait for what tests leave running
+        options = {"cwd": copy, "env": environment, "stdout": out, "stderr": subprocess.STDOUT}
+        run = subprocess.Popen([*command, *AREAS[area]["tests"]], start_new_session=True, **options)
+        try:
+            code = run.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return "timed out"
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+        said = out.seek(0) or out.read()
+    if code not in (0, 1):
+        raise RuntimeError(f"{area}: pytest ended with {code}\n{said}")
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    return found[1] if code else None
+
+
+def run_area(copy: Path, area: str, faults: list[Fault]) -> Iterator[dict]:
+    """The result of each fault of an area, printed as a row of a table."""
+    if first := failing_test(copy, area):
+        raise RuntimeError(f"{area}: {first} fails without a fault")
+    for fault in faults:
+        file, start = copy / fault.file, time.monotonic()
+        file.write_text(planted(file.read_text("utf-8"), fault), "utf-8")
+        test = failing_test(copy, area)
+        shutil.copy2(REPOSITORY / fault.file, file)
+        seconds = round(time.monotonic() - start, 1)
+        print(f"| {area} | {fault.name} | {seconds} | {test or 'not detected'} |", flush=True)
+        yield {"area": area, "fault": fault.name, "seconds": seconds, "test": test}
 
 
 def main() -> None:
-    unnoticed, green = [], set()
-    for name in sys.argv[1:] or MUTATIONS:
-        *change, tests, chosen = MUTATIONS[name]
-        if (tests, chosen) not in green:
-            assert (red := red_test(tests, chosen)) is None, f"{red} is red as it is"
-            green.add((tests, chosen))
-        red = red_test(tests, chosen, tuple(change))
-        print(f"{name}: {red or 'UNNOTICED'}", flush=True)
-        unnoticed += [] if red else [name]
-    sys.exit(f"{len(unnoticed)} unnoticed" if unnoticed else 0)
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    known = {text for fault in FAULTS for text in (fault.area, fault.name)}
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"no such fault or area: {', '.join(unknown)}")
+    wanted = set(options.names or known)
+    faults = [fault for fault in FAULTS if wanted & {fault.area, fault.name}]
+    if options.list:
+        return print("\n".join(f"{fault.area}: {fault.name}" for fault in faults))
+    for fault in faults:  # before anything is run: can all be planted?
+        planted((REPOSITORY / fault.file).read_text("utf-8"), fault)
+    print("| area | fault | seconds | first test that fails |\n|---|---|---|---|", flush=True)
+    results = []
+    with tempfile.TemporaryDirectory() as home:
+        copy = shutil.copytree(REPOSITORY, Path(home) / "copy", ignore=NOT_COPIED)
+        for area in dict.fromkeys(fault.area for fault in faults):
+            results += run_area(copy, area, [fault for fault in faults if fault.area == area])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    missed = [result["fault"] for result in results if result["test"] is None]
+    sys.exit(f"not detected: {', '.join(missed)}" if missed else 0)
 
 
 if __name__ == "__main__":
