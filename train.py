@@ -529,7 +529,7 @@ class Trainer:
                 raise RankLostError(
                     "parallel.timeout",
                     self.settings.parallel.timeout,
-                    f"another rank is gone or did not answer ({said.partition('. ')[0]})",
+                    f"another rank is gone or did not answer ({said.partition('. ')[0].strip()})",
                     then,
                 ) from error
             raise
