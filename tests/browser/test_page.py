@@ -314,6 +314,12 @@ def test_sorting_and_filtering(shown):
     lens.locator("#sort").select_option("")
     assert grid_order(lens) == list(np.ndindex(values.shape))
 
+    # A head with just the smallest value passes; that of this statistic is at this step.
+    smallest = {row.values["diagonal"].min(): step for step, row in a_run().rows.items()}
+    assert smallest[min(smallest)] == 120
+    lens.locator("#filter-statistic").select_option("diagonal")
+    assert re.findall(r"\d+", lens.locator("#count").inner_text()) == ["6", "6"]
+
     values = a_run().rows[120].values["entropy"]
     of_all_steps = np.stack([row.values["entropy"] for row in a_run().rows.values()])
     low, high = of_all_steps.min(), of_all_steps.max()
@@ -582,11 +588,15 @@ def test_other_pages_are_opened_to_compare_with(shown):
     before = thumbnails(lens, a_run())
     data = json.loads(json.dumps(second_run().data))
     data["frames"][-1]["weights"] = data["frames"][-1]["weights"][:100]
+    messages = []
     for kind, content in {**NOT_OURS, "damaged": page([data], "x").encode()}.items():
         lens.evaluate("document.getElementById('message').textContent = ''")
         lens.locator("#compare-file").set_input_files(as_file(content))
         expect(lens.locator("#message")).not_to_have_text("")
         assert state(lens, "compare") == "off", kind
+        messages.append(lens.locator("#message").inner_text())
+    assert {"120", "second"} <= set(re.findall(r"\w+", messages.pop()))  # what is damaged
+    assert len({tuple(text.split()[:5]) for text in messages}) == 1  # the page's, no exception's
     assert lens.evaluate("window.hacked") is None  # nothing in a page is run
     assert (thumbnails(lens, a_run()) == before).all()
 

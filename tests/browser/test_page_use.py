@@ -420,6 +420,7 @@ def test_damaged_pages_and_old_browsers(tmp_path, opened):
         "old browser": whole,
     }
     path = tmp_path / "page.html"
+    found = {}
     for what, text in pages.items():
         path.write_text(text, encoding="utf-8")
         before = "delete window.DecompressionStream;" if what == "old browser" else ""
@@ -428,5 +429,12 @@ def test_damaged_pages_and_old_browsers(tmp_path, opened):
         expect(error, what).to_be_visible()
         assert len(error.inner_text().splitlines()) == 1, what
         assert not lens.locator("#app").is_visible(), what
-        if what.startswith("weights"):
-            assert {"120", "first"} <= set(re.findall(r"\w+", error.inner_text()))
+        found[what] = error.inner_text()
+    for what, names in (
+        ("weights cut", {"120", "first"}),
+        ("weights too short", {"120", "first"}),
+        ("history cut", {"first"}),
+    ):
+        assert names <= set(re.findall(r"\w+", found.pop(what))), what
+    assert "is not defined" not in found.pop("old browser")  # as the browser's exception says
+    assert len({tuple(text.split()[:5]) for text in found.values()}) == 1  # the page's own words

@@ -177,7 +177,7 @@ BAD_MAPS = {
     "a pickle": lambda places: places | {"x": "pytorch_model.bin"},
     "a missing file": lambda places: places | {"x": "model-9.safetensors"},
     "a missing tensor": lambda places: places | {"x": min(places.values())},
-    "a tensor twice": lambda places: places | {"x": "again.safetensors"},
+    "a tensor twice": lambda places: places | {min(places): "again.safetensors"},
     "nothing": lambda places: {},
 }
 
@@ -190,10 +190,10 @@ def test_shards(theirs, folder, tmp_path):
     places = json.loads(index.read_text())["weight_map"]
     assert len(set(places.values())) > 2
     assert_same_weights(from_hf(tmp_path), from_hf(folder))
-    shutil.copy(tmp_path / min(places.values()), tmp_path / "again.safetensors")
+    shutil.copy(tmp_path / places[min(places)], tmp_path / "again.safetensors")
     for what, change in BAD_MAPS.items():
         index.write_text(json.dumps({"weight_map": change(places)}))
-        refusal(tmp_path, what)
+        refusal(tmp_path, what, "model-9" if what == "a missing file" else index.name)
 
 
 # What a pytorch_model.bin may hold besides weights by name. The huge one is a shape of terabytes on
@@ -216,7 +216,8 @@ def test_bad_old_files(place, weights):
     for is_zip in (True, False):
         for what, values in NOT_WEIGHTS.items():
             torch.save(values, file, _use_new_zipfile_serialization=is_zip)
-            refusal(new, what)
+            name = repr(next(iter(values))) if isinstance(values, dict) else ""
+            assert name in refusal(new, what), what  # for it, not for what is missing
         torch.save(weights, file, _use_new_zipfile_serialization=is_zip)
         whole = file.read_bytes()
         for left in (0, 2, 100, 5000, -100):
