@@ -239,14 +239,14 @@ def test_card_names_the_initial_weights(home):
 # --- The command ---------------------------------------------------------------------------------
 
 
-def test_command(command, home, tmp_path):
-    """The best checkpoint, into folders that are made for it."""
+def test_best_checkpoint_into_new_folders(run, home, tmp_path):
     best = home / "runs" / "one" / "checkpoints" / "best"
-    done = command("scripts.export_hf", f"checkpoint={best}", "out=made/for/it")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "made/for/it" in done.stdout
-    assert {file.name for file in (tmp_path / "made/for/it").iterdir()} == FILES
-    assert [file.name for file in (tmp_path / "made/for").iterdir()] == ["it"]
+    out = tmp_path / "made/for/it"
+    code, told, err = run(f"checkpoint={best}", f"out={out}")
+    assert (code, err) == (0, "")
+    assert str(out) in told
+    assert {file.name for file in out.iterdir()} == FILES
+    assert [file.name for file in out.parent.iterdir()] == ["it"]
 
 
 def test_names_are_escaped_and_an_empty_folder_will_do(run, home):

@@ -18,8 +18,6 @@ from model import GPT, ModelConfig
 from scripts.inspect_attention import main
 from training.hf import load_any, to_hf
 
-SCRIPT = "scripts.inspect_attention"
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
@@ -44,12 +42,12 @@ def inspect(in_process, home):
     return functools.partial(in_process, main, home)
 
 
-def test_command_shows_the_weights_of_a_run(command, home, tmp_path):
+def test_weights_of_a_run_are_shown(inspect, home, tmp_path):
     out = tmp_path / "made" / "here.html"
-    done = command(SCRIPT, f"checkpoint={home}/runs/one", "text=The fox.", f"out={out}")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"\(0\.\d\d\) +L\d H\d 0\.\d\d   L\d H\d", done.stdout)  # strongest heads
-    assert f" {out} " in done.stdout
+    code, told, err = inspect("checkpoint=runs/one", "text=The fox.", f"out={out}")
+    assert (code, err) == (0, "")
+    assert re.search(r"\(0\.\d\d\) +L\d H\d 0\.\d\d   L\d H\d", told)  # the strongest heads
+    assert f" {out} " in told
     (run,) = read(out)
     assert (run["name"], run["layers"], run["heads"]) == ("one", 2, 2)
     assert [len(p["tokens"]) for p in run["prompts"]] == [8, 31]  # BOS and 15 tokens, twice
