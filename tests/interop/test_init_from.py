@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import TINY
-from helpers.refusals import printed_keys, refused
+from helpers.refusals import refused
 from helpers.runs import rows, train_in
 
 import train
@@ -74,18 +74,6 @@ def test_positions_are_cut_or_repeated():
         assert all(note.startswith(f"model.context_length={length}: ") for note in notes)
 
 
-@pytest.mark.parametrize("length", [16, 40])
-def test_another_context_length_is_noted(trainer, sources, length):
-    run = trainer(
-        f"trainer.init_from={sources / 'runs/old'}",
-        f"model.context_length={length}",
-        "data.max_length=16",
-    )
-    assert [note.partition(":")[0] for note in run.notes] == [f"model.context_length={length}"]
-    assert run.model.pos_emb.weight.shape == (length, 32)
-    run.step()
-
-
 # ------------------------------------------------------------------------------------ refusals
 
 
@@ -93,20 +81,20 @@ def test_settings_that_do_not_fit_the_weights_are_named(trainer, sources, tmp_pa
     """Each with the value that fits; where several differ, with the preset that fits, if any."""
     shutil.copytree(sources / "hf", "hf")
     to_hf(GPT(ModelConfig(50257, 64, 128, 4, 4)), "nano")  # gpt2-nano's, but for its context
-    ours = {"tokenizer": "byte", "window": 16}
-    to_hf(GPT(ModelConfig(50257, 32, 32, 2, 2)), "padded", ours)
     of_gpt2 = ["data.tokenizer=gpt2", "model.vocab_size=50257"]
-    nano = ["model=gpt2-nano"] * 3
     for source, given, keys, fixes in [
-        ("hf", ["model.vocab_size=300"], ["model.vocab_size"], ["model.vocab_size=257"]),
         (
             "hf",
             ["model.num_layers=1", "model.emb_dim=8", "model.qkv_bias=false"],
             ["model.emb_dim", "model.num_layers", "model.qkv_bias"],
             ["model.emb_dim=32", "model.num_layers=2", "model.qkv_bias=true"],
         ),
-        ("nano", of_gpt2, ["model.emb_dim", "model.num_heads", "model.num_layers"], nano),
-        ("padded", of_gpt2, ["data.tokenizer"], ["data.tokenizer=byte"]),
+        (
+            "nano",
+            of_gpt2,
+            ["model.emb_dim", "model.num_heads", "model.num_layers"],
+            ["model=gpt2-nano"] * 3,
+        ),
     ]:
         with pytest.raises(ConfigError) as caught:
             trainer(f"trainer.init_from={source}", *given)
@@ -119,12 +107,6 @@ def test_settings_that_do_not_fit_the_weights_are_named(trainer, sources, tmp_pa
 
 
 # ------------------------------------------------------------------------------------- finetune
-
-
-def test_finetune_needs_init_from(in_process, tmp_path):
-    code, _, err = in_process(train.main, tmp_path, *FINETUNE, "data.path=text.txt")
-    assert (code, printed_keys(err)) == (2, ["trainer.init_from"])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_finetune_starts_at_the_loss_of_the_weights(in_process, sources):

@@ -10,22 +10,16 @@ from pathlib import Path
 import pytest
 from helpers import TINY
 from helpers.refusals import SPECIAL_FILES, refused
-from helpers.runs import change_state, changed, contents, rows, seal, train_in
+from helpers.runs import change_state, rows, seal, train_in
 from helpers.settings import settings
-from helpers.texts import prepare
 
-import generate
 import train
-from durable import lock
 from errors import (
     CheckpointError,
     DamagedCheckpointError,
-    DataError,
-    PreparationError,
     RunDirectoryError,
     RunFileError,
 )
-from scripts import export_hf
 from training import checkpoint, directory
 from training.hf import load_reader
 
@@ -155,49 +149,27 @@ def test_pages_and_tables_are_not_written_through_links(run, resumed):
     assert (run / "attention" / "heads.csv").stat().st_size > 100
 
 
-def test_checkpoints_may_be_on_another_disk(run, resumed):
-    shutil.move(run / "checkpoints", "other_disk")
-    (run / "checkpoints").symlink_to(Path("other_disk").resolve())
-    resumed(LONGER).train()
-    assert Path("other_disk/step_00000006").is_dir()
-
-
-def test_locks(run, trained, tmp_path, monkeypatch, capsys):
-    """A file system without locks costs a line; a lock file that cannot be written is an error, as
-    is one that is a link."""
-    (tmp_path / "lock").symlink_to(tmp_path / "new")
-    with pytest.raises(OSError) as caught:  # noqa: PT011 the operating system's message
-        lock(tmp_path / "lock")
-    assert caught.value.errno == errno.ELOOP
-    assert not (tmp_path / "new").exists()
+def test_locks(run, monkeypatch):
+    """A file system without locks costs a line; a lock file that cannot be written is an error."""
 
     def fail_with(number):
         def failing(path):
             raise OSError(number, os.strerror(number), str(path))
 
         monkeypatch.setattr(directory, "lock", failing)
-        monkeypatch.setattr("tokens.prepare.lock", failing)
 
-    for number in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-        fail_with(number)
-        assert directory.take(run) is None
-        assert capsys.readouterr().err.count("\n") == 1
-    for number in (errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO):
+    fail_with(errno.ENOLCK)
+    assert directory.take(run) is None
+    for number in (errno.ENOSPC, errno.EROFS):
         fail_with(number)
         with refused(RunDirectoryError, "name", "run"):
             directory.take(run)
-    for number, kind in ((errno.ENOSPC, PreparationError), (errno.ENOLCK, DataError)):
-        fail_with(number)
-        with refused(kind, "out", tmp_path / "out"):
-            prepare(trained / "text.txt", tmp_path / "out", tokenizer="byte")
 
 
 # ------------------------------------------------------- files that are missing or not regular
 
 
-def test_settings_that_cannot_be_read_are_written_again(
-    run, resumed, no_endless_reads, monkeypatch
-):
+def test_settings_that_cannot_be_read_are_written_again(run, resumed, no_endless_reads):
     """A run needs nothing but its checkpoints to resume; one without them begins."""
     before = json.loads((run / "run.json").read_text())["settings"]
     before["trainer"]["max_steps"] = 6
@@ -212,12 +184,8 @@ def test_settings_that_cannot_be_read_are_written_again(
         assert again.state.step == 4, kind
         assert json.loads((run / "run.json").read_text())["settings"] == before, kind
         assert (run / "config.yaml").stat().st_size > 100, kind
-        assert not (run / "config.yaml").is_symlink(), kind
         resumed(f"name={new.name}")
         assert "trainer" in json.loads((new / "run.json").read_text())["settings"], kind
-    (run / "run.json").unlink()
-    monkeypatch.setattr(directory, "settings_of", lambda folder: None)
-    assert resumed(LONGER).state.step == 4
 
 
 def test_unreadable_launch_files_of_other_runs_are_ignored(run, no_endless_reads, monkeypatch):
@@ -229,44 +197,20 @@ def test_unreadable_launch_files_of_other_runs_are_ignored(run, no_endless_reads
     assert directory.name_before_restart() is None
 
 
-@pytest.mark.parametrize("kind", ENDLESS)
-def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_endless_reads, kind):
-    for name in ("SHA256SUMS", *checkpoint.FILES):
-        before = (newest / name).read_bytes()
-        ENDLESS[kind](newest / name)
-        reads = [resumed, lambda: resumed("name=new", f"trainer.resume={newest}")]
-        if name != "optimizer.safetensors":
-            reads += [lambda: load_reader(run), lambda: load_reader(newest)]
-            reads += [lambda: resumed("name=new", "trainer.init_from=runs/run")]
-        for read in reads:
-            with refused(DamagedCheckpointError, "checkpoint", exit_code=3) as caught:
-                read()
-            assert name in str(caught.value.value)
-        (newest / name).unlink()
-        (newest / name).write_bytes(before)
-    assert newest.is_dir()
-
-
-def test_export_and_generate_open_no_special_files(in_process, run, no_endless_reads):
-    here = Path.cwd()
+def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_endless_reads):
     for make in ENDLESS.values():
-        make(run / "metrics.jsonl")
-        shutil.rmtree("hf", ignore_errors=True)
-        code, _, err = in_process(export_hf.main, here, "checkpoint=runs/run", "out=hf")
-        assert code == 0, err
-    for kind, make in ENDLESS.items():
-        for name in ("config.json", "model.safetensors", "shard.safetensors"):
-            folder = Path(f"{kind} {name}")
-            shutil.copytree("hf", folder)
-            if name == "shard.safetensors":
-                (folder / "model.safetensors").unlink()
-                index = {"weight_map": {"transformer.wte.weight": name}}
-                (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-            make(folder / name)
-            arguments = (f"checkpoint={folder}", "max_new_tokens=2", "device=cpu")
-            code, _, err = in_process(generate.main, here, *arguments)
-            assert code == 3, (kind, name)
-            assert str(folder) in err
+        for name in ("SHA256SUMS", *checkpoint.FILES):
+            before = (newest / name).read_bytes()
+            make(newest / name)
+            reads = [resumed]
+            if name != "optimizer.safetensors":
+                reads.append(lambda: load_reader(run))
+            for read in reads:
+                with refused(DamagedCheckpointError, "checkpoint", exit_code=3) as caught:
+                    read()
+                assert name in str(caught.value.value)
+            (newest / name).unlink()
+            (newest / name).write_bytes(before)
 
 
 # ------------------------------------------------------------------- a run that trains meanwhile
@@ -317,38 +261,29 @@ def test_a_checkpoint_may_be_pruned_while_it_is_read(run, tmp_path, monkeypatch,
         load_reader(named)
 
 
-def test_a_link_to_nothing_is_not_waited_for(run):
-    (run / "checkpoints" / "step_00000009").symlink_to("nowhere")
-    assert load_reader(run).state.step == 4
-
-
 # ------------------------------------------------------------------------------ an invalid state
 
 NAN, HUGE = math.nan, 10**400
 SCALER = {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "_growth_tracker": 0}
 STATES = {
-    "step": ["5", True, -1, 1e30, 10**30, 0, 3, None],
-    "tokens": [-5, 10**30],
-    "val_loss": ["x", NAN, HUGE, 1e200],
-    "best_step": [-2, 4.0],
-    "losses": ["x", [1, "a"], [None], [[1.0]], [HUGE], [1e300], [True]],
-    "data": [5, [["a"]], [[1, []]], [["a", 5]], [["a", [1]]], [["a", [], 1]], ["ab"], {}],
-    "skipped": [-1, 1e30],
-    "wandb_id": ["../x", 5],
-    "spikes": [5, {"seen": "x"}, {"other": 1}, {"seen": -1}, {"variance": -1.0}, {"mean": 1e200}],
-    "scaler": [5, {"scale": "x"}, {"scale": 1.0}, SCALER | {"growth_interval": 2.5}],
+    "step": ["5", True, -1, 1e30, 10**30, 0, None],
+    "tokens": [-5],
+    "val_loss": ["x", NAN, HUGE],
+    "best_step": [4.0],
+    "losses": ["x", [1, "a"], [HUGE]],
+    "data": [5, [["a"]], [["a", [1]]], {}],
+    "skipped": [-1],
+    "wandb_id": ["../x"],
+    "spikes": [5, {"other": 1}, {"variance": -1.0}],
+    "scaler": [5, {"scale": "x"}, SCALER | {"growth_interval": 2.5}],
     "settings": [5, {}],
     "settings.lens": [5],
-    "settings.lens.every": ["x", -1, 2.5],
-    "settings.trainer.warmup_steps": ["x", -3, True],
-    "settings.trainer.eval_windows": [0],
-    "settings.trainer.eval_every": [-1],
+    "settings.lens.every": ["x"],
     "settings.trainer.log_every": [0],
-    "format": [99, "x"],
+    "format": [99],
     "other": [1],
 }
-TEXTS = ["", "{", "[]", "[" * 100_000, '{"step": 1}', '{"step": 1' + "0" * 5000 + "}"]
-TEXTS += ['{"%s": 1}' % ("x" * 5000)]
+TEXTS = ["", "[]", "[" * 100_000, '{"step": 1}', '{"%s": 1}' % ("x" * 5000)]
 
 
 def test_invalid_states_are_refused_by_name(trained, tmp_path):
@@ -369,22 +304,6 @@ def test_invalid_states_are_refused_by_name(trained, tmp_path):
             with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
                 read(copy)
             assert len(str(caught.value)) < 2000, text[:20]
-
-
-def test_a_run_with_an_invalid_state_is_not_changed(run, newest, resumed):
-    before = (newest / "state.json").read_bytes()
-    for key, value in {
-        "step": 3,
-        "losses": [1, "a"],
-        "settings.lens": "x",
-        "settings.trainer.eval_windows": "x",
-    }.items():
-        change_state(newest, **{key: value})
-        files = contents(run)
-        with refused(CheckpointError, "checkpoint", exit_code=3):
-            resumed(LONGER)
-        assert not changed(run, files), key
-        (newest / "state.json").write_bytes(before)
 
 
 def test_nonfinite_losses_of_skipped_steps_are_valid(run, newest, resumed):
