@@ -88,23 +88,23 @@ def test_the_hint_has_the_nearest_divisible_batch_size(launched):
         assert str(nearest) in hint.split(), batch_size
 
 
-def test_an_incomplete_environment_is_refused(launched, monkeypatch):
-    for key, value in [
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
         ("MASTER_ADDR", None),
         ("MASTER_PORT", ""),
         ("WORLD_SIZE", "two"),
         ("LOCAL_RANK", "-1"),
         ("RANK", "2"),
-    ]:
-        with monkeypatch.context() as patch:
-            launched(2)
-            patch.delenv(key, raising=False)
-            if value is not None:
-                patch.setenv(key, value)
-            with refused(ConfigError, key, value or "", exit_code=2):
-                refuse(check(ParallelConfig(), "cpu", 8))
-            for name in LAUNCHERS:
-                monkeypatch.delenv(name, raising=False)
+    ],
+)
+def test_an_incomplete_environment_is_refused(launched, monkeypatch, key, value):
+    launched(2)
+    monkeypatch.delenv(key, raising=False)
+    if value is not None:
+        monkeypatch.setenv(key, value)
+    with refused(ConfigError, key, value or "", exit_code=2):
+        refuse(check(ParallelConfig(), "cpu", 8))
 
 
 def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):
