@@ -119,49 +119,15 @@ def test_greedy_text_equals_that_of_transformers():
         padded, attention_mask=mask, max_new_tokens=100, min_new_tokens=100, do_sample=False
     )[:, longest:]
     assert written(model, PROMPTS, 100) == expected.tolist()
-    for prompt, row in zip(PROMPTS, expected.tolist(), strict=True):
-        assert without_cache(model, prompt, 100, 256) == row
     assert len(set(expected.flatten().tolist())) > 5
-
-
-def test_tokens_before_the_window_do_not_matter():
-    model = tiny()
-    ids, other = (random_ids(B=1, T=30, seed=seed)[0].tolist() for seed in (1, 2))
-    for window in (5, 12):
-        first = first_read(30, window)
-        same, differs = other[:first] + ids[first:], other[: first + 1] + ids[first + 1 :]
-        assert written(model, [ids], 9, window=window) == written(model, [same], 9, window=window)
-        logits = [next_logits(model, text[first:]) for text in (ids, differs)]
-        assert not torch.equal(*logits)
-
-
-def next_logits(model, ids):
-    with torch.no_grad():
-        return model(torch.tensor([ids]))[0][0, -1]
-
-
-def test_a_cache_keeps_its_addresses():
-    """A CUDA graph depends on them."""
-    model, cache = tiny().eval(), Cache(room=6)
-    places = set()
-    for lengths in ([3, 2], [6, 1]):
-        cache.begin(lengths)
-        model(random_ids(B=2, T=max(lengths)), cache=cache)
-        assert cache.lengths.tolist() == lengths
-        places |= {(layer, keys.data_ptr()) for layer, keys in cache.keys.items()}
-        places.add(("lengths", cache.lengths.data_ptr()))
-    assert len(places) == TINY["num_layers"] + 1
 
 
 def test_a_full_cache_raises_value_error():
     model, cache = tiny().eval(), Cache(room=4)
+    cache.begin([4])
+    model(random_ids(B=1, T=4), cache=cache)
     with pytest.raises(ValueError):  # noqa: PT011 the message is free
-        cache.begin([2, 5])
-    for begun, more in ((4, 1), (2, 2)):  # it is full; it takes one token at a time
-        cache.begin([begun])
-        model(random_ids(B=1, T=begun), cache=cache)
-        with pytest.raises(ValueError):  # noqa: PT011 the message is free
-            model(random_ids(B=1, T=more), cache=cache)
+        model(random_ids(B=1, T=1), cache=cache)
 
 
 # --- Where it ends -------------------------------------------------------------------------------
@@ -186,11 +152,6 @@ def test_unknown_ids_are_never_drawn():
     assert max(max(row) for row in written(tiny(), [[1]] * 8, 20, hot, known=9)) < 9
 
 
-def test_an_empty_prompt_is_a_value_error():
-    with pytest.raises(ValueError):  # noqa: PT011 the message is free
-        next(generate(tiny(), [[1], []], 5))
-
-
 def test_the_mode_is_restored():
     model = tiny(dropout=0.5).train()
     steps = generate(model, PROMPTS, 4, GREEDY)
@@ -208,11 +169,9 @@ LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.9, 0.0, -3.0, 1.2, float("-inf")])
 SAMPLINGS = {
     "default": Sampling(),
     "temperature 2": Sampling(temperature=2.0),
-    "temperature 0.3": Sampling(temperature=0.3),
     "top-k": Sampling(temperature=2.0, top_k=4),
     "top-p": Sampling(top_p=0.8),
     "both": Sampling(temperature=1.5, top_k=4, top_p=0.7),
-    "one token": Sampling(top_p=1e-9),
 }
 
 
@@ -249,32 +208,6 @@ def chance_of(counts, shares):
     statistic = sum((count - mean) ** 2 / mean for count, mean in pairs)
     half = torch.tensor([(len(pairs) - 1) / 2, statistic / 2], dtype=torch.double)
     return 1.0 if len(pairs) == 1 else float(torch.special.gammaincc(*half))
-
-
-class OnMps(torch.Tensor):
-    """A tensor of a device without float64, like MPS."""
-
-    def cpu(self):
-        return self.as_subclass(torch.Tensor)
-
-    def double(self):
-        raise TypeError("the MPS framework doesn't support float64")
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=4, top_p=0.9)])
-def test_a_device_without_float64_draws_the_same(sampling):
-    alike = LOGITS[None], LOGITS[None].as_subclass(OnMps)
-    drawn = [draw(x, sampling, sampling.generators(1)) for x in alike]
-    assert drawn[0] == drawn[1]
-
-
-def test_draws_of_one_row_follow_the_distribution():
-    sampling = Sampling()
-    generators = sampling.generators(1)
-    drawn = [draw(LOGITS[None], sampling, generators)[0] for _ in range(2000)]
-    shares = torch.bincount(torch.tensor(drawn), minlength=len(LOGITS)) / 2000
-    expected = torch.tensor(expected_shares(LOGITS.tolist(), sampling))
-    torch.testing.assert_close(shares, expected, atol=0.05, rtol=0)  # more than four deviations
 
 
 def test_limits_of_sampling_settings():

@@ -2,20 +2,16 @@
 
 import io
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import NO_NETWORK, REPOSITORY
 from helpers.runs import train_in
 
 import decoding
 import generate
 from frozen import Packed
 from training import device
-from training.command import parse
-from training.hf import load_reader
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +49,6 @@ def test_several_prompts_and_samples(written):
         assert written(*arguments, f"batch_size={batch_size}") == out
     assert written("prompt=the quick", *arguments[2:]).removesuffix("\n") == texts[0]
     assert written(*arguments, "seed=1") != out
-
-
-def test_sampling_settings_are_used(written):
-    greedy = written("temperature=0", "precision=fp32")
-    for same in ("top_k=1", "top_p=0.000001"):
-        assert written(same, "temperature=9", "precision=fp32") == greedy
-    assert written("temperature=9", "precision=fp32") != greedy
 
 
 def test_text_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
@@ -105,19 +94,6 @@ def test_ctrl_c_ends_a_text_and_not_the_loop(in_process, folder, monkeypatch):
     assert in_process(generate.main, folder, *arguments) == (0, "onea\ntwoa\n", "")
     code, out, err = in_process(generate.main, folder, "checkpoint=runs/run", "prompt=one")
     assert (code, out, err) == (130, "onea\n", "")
-
-
-def test_a_closed_pipe_ends_the_command_without_a_message(folder):
-    command = "set -o pipefail; {} -u {} checkpoint=runs/run max_new_tokens=3000 | head -c 3"
-    done = subprocess.run(
-        ["bash", "-c", command.format(sys.executable, REPOSITORY / "generate.py")],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(NO_NETWORK)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "The", "")
 
 
 def test_compiled_on_request(written, monkeypatch):
@@ -169,12 +145,3 @@ def test_a_failing_compiler_is_an_error_only_where_it_was_asked_for(
     monkeypatch.setattr(device, "can_compile", lambda _: True)
     monkeypatch.setattr(device, "compiled_step", lambda choice, *_: chosen(choice, gpu, 10**6))
     assert written("precision=fp32") == expected
-
-
-def test_precision(folder):
-    best = device.best_dtype(torch.device("cpu"))
-    for name, dtype in {"auto": best, "bf16": torch.bfloat16, "fp32": torch.float32}.items():
-        reader = load_reader(folder / "runs" / "run")
-        arguments = ["checkpoint=x", f"precision={name}"]
-        generate.Writer(reader, parse(generate.GenerateConfig, arguments))
-        assert reader.model.token_emb.weight.dtype == dtype, name

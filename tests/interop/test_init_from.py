@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import TINY
-from helpers.refusals import refused
+from helpers.refusals import printed_keys, refused
 from helpers.runs import rows, train_in
 
 import train
@@ -107,6 +107,12 @@ def test_settings_that_do_not_fit_the_weights_are_named(trainer, sources, tmp_pa
 
 
 # ------------------------------------------------------------------------------------- finetune
+
+
+def test_finetune_needs_init_from(in_process, tmp_path):
+    code, _, err = in_process(train.main, tmp_path, *FINETUNE, "data.path=text.txt")
+    assert (code, printed_keys(err)) == (2, ["trainer.init_from"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_finetune_starts_at_the_loss_of_the_weights(in_process, sources):

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from errors import CheckpointError, ConfigError
 from model import GPT
 from scripts import plan
-from training import checkpoint, muon, speed
+from training import checkpoint, memory, muon, speed
 from training.fitting import matrices_of
 from training.guard import Guard
 from training.muon import newton_schulz
@@ -249,6 +249,18 @@ def test_settings_reach_the_optimizer_or_are_refused():
     for key, value in {"name": "sgd", "matrix_lr": 0.0, "momentum": 1.0, "ns_steps": 0}.items():
         with refused(ConfigError, f"optimizer.{key}", value):
             settings(f"optimizer.{key}={value}")
+
+
+def test_memory_of_its_state_is_what_is_estimated():
+    model = tiny()
+    optimizer = built(model)
+    step(model, optimizer, seed=0)
+    kept = [v for p in model.parameters() for key, v in optimizer.state[p].items() if key != "step"]
+    options = {"optimizer": "muon", "device": "cpu"}
+    estimated = memory.estimate(model.config, 1, 12, **options)
+    assert estimated.optimizer == sum(value.numel() * value.element_size() for value in kept)
+    shared = memory.estimate(model.config, 1, 12, strategy="fsdp", world_size=4, **options)
+    assert shared.optimizer == estimated.optimizer / 4
 
 
 def test_the_plan_counts_its_products():
