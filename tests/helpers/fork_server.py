@@ -1,17 +1,17 @@
-"""Starts trainings by forking from a process that has loaded everything: a start takes some
-milliseconds so, where Python and torch take seconds. For tests that start hundreds.
+"""Starts trainings by forking from a process that has imported everything: a start takes some
+milliseconds, where Python and torch take seconds.
 
     python tests/helpers/fork_server.py
 
-Each line of stdin is an order, and has an answer on stdout, both JSON:
+Each line of stdin is an order and has an answer on stdout, both JSON:
 
     {"folder": ..., "arguments": [...], "environment": {...}, "log": ..., "fault": {...}}
-                        -> {"pid": 123}: `train.py arguments` runs in that folder, its words in log
-    {"wait": 123}       -> {"code": 143}, once it has ended; -9 for one that SIGKILL ended
-    {"compose": [...]}  -> {}: arguments that will come often; Hydra's grammar is quicker then
+                        -> {"pid": 123}: `train.py arguments` runs in that folder; its stdout is in
+                           log.out, its stderr in log.err
+    {"wait": 123}       -> {"code": 143}, once it has ended; -9 after SIGKILL
 
-A fault is what goes wrong inside of a training, by the names of FAULTS in planted_faults.py. The
-client's side is in known_faults.py. When stdin ends, everything that still runs is killed.
+A fault is what goes wrong in the process, by the names of FAULTS in planted_faults.py. The client
+is ForkServer in trainings.py. When stdin ends, processes that still run are killed.
 """
 
 import atexit
@@ -29,26 +29,27 @@ from helpers.planted_faults import plant
 from training import command
 from training.signals import end_quietly
 
-# What a training imports when it comes to it.
+# What a training imports only when it needs it.
 PARTS = """
-    data lens model tokens.shards tokens.tokenizers
+    data lens lens.heatmap lens.page model tokens.shards tokens.tokenizers
     training.checkpoint training.console training.device training.directory training.feed
-    training.fitting training.guard training.meter training.optim training.parallel
+    training.fitting training.guard training.meter training.muon training.optim training.parallel
     training.profiling training.ranks training.report training.resume training.rows
-    training.saving training.tracker training.validation training.wandb_run
+    training.saving training.sweep training.tracker training.validation training.wandb_run
     numpy.ctypeslib numpy.random rich._emoji_codes torch._dynamo torch._functorch.config
-    torch._inductor.utils torch.distributed torch.onnx
+    torch._inductor.utils torch.distributed torch.distributed.fsdp torch.onnx
 """
 
 
-def load_everything() -> None:
-    """Nothing of it may start a thread, of which a fork would have but the shadow."""
+def import_everything() -> None:
+    """Without starting a thread, since threads do not survive a fork."""
     for name in PARTS.split():
         importlib.import_module(name)
     from omegaconf import OmegaConf
 
     from tokens import tokenizers
 
+    # Hydra's grammar is quicker afterwards.
     settings = command.compose(["lens=off", "wandb=off", "data.tokenizer=byte"])
     OmegaConf.to_yaml(OmegaConf.create({"step": settings.trainer.max_steps}))
     tokenizers.get_tokenizer("byte")
@@ -57,7 +58,7 @@ def load_everything() -> None:
 
 
 def run(order: dict) -> int:
-    """A training in this very process, as Python would run it; its exit code."""
+    """A training in this process, as Python would run it; its exit code."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
@@ -65,13 +66,16 @@ def run(order: dict) -> int:
     end_quietly()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, file in ((0, nothing), (1, log), (2, log)):
+    out, err = (
+        os.open(order["log"] + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for suffix in (".out", ".err")
+    )
+    for number, file in enumerate((nothing, out, err)):
         os.dup2(file, number)
     os.closerange(3, 256)  # the server's own, and its other children's
     sys.stdout.reconfigure(line_buffering=True)
-    command.WAIT_FOR_RANK_0 = 0  # nobody ends the others here
+    command.WAIT_FOR_RANK_0 = 0  # no launcher ends the other ranks here
     sys.argv = ["train.py", *order["arguments"]]
     code = 0
     try:
@@ -83,7 +87,7 @@ def run(order: dict) -> int:
         traceback.print_exc()
         code = 1
     with contextlib.suppress(Exception):
-        threading._shutdown()  # waits for what still works, as Python does
+        threading._shutdown()  # waits for threads, as Python does
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -93,7 +97,7 @@ def run(order: dict) -> int:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    load_everything()
+    import_everything()
     children = set()
 
     def answer(**values) -> None:
@@ -106,10 +110,6 @@ def main() -> None:
             _, status = os.waitpid(number, 0)
             children.discard(number)
             answer(code=os.waitstatus_to_exitcode(status))
-            continue
-        if "compose" in order:
-            command.compose(order["compose"])
-            answer()
             continue
         sys.stderr.flush()
         if (number := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""What goes wrong inside of a training, planted by the fork server before it begins.
+"""What goes wrong in a training, planted by the fork server before it begins.
 
     {"crash": {"at": 7}, "bad_loss": {"steps": [3], "value": "nan"}}
 
@@ -13,15 +13,16 @@ import hashlib
 import io
 import json
 import os
+import pkgutil
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-import durable
 import train
-from training import checkpoint, saving
+from training import checkpoint, fitting, saving
 
 
 def plant(faults: dict[str, dict]) -> None:
@@ -30,76 +31,71 @@ def plant(faults: dict[str, dict]) -> None:
 
 
 def replace(owner: object, name: str, wrap: Callable[[Callable], Callable]) -> None:
-    """wrap(what is there) takes its place."""
+    """wrap(the function) takes its place."""
     setattr(owner, name, wrap(getattr(owner, name)))
 
 
-def before_step(step: int, action: Callable[[train.Trainer], None]) -> None:
-    """Does something when this step is about to begin, once."""
+def on_call(function: str, before: Callable) -> None:
+    """Calls before(*arguments) whenever train.Trainer.step, for example, is called."""
+    owner, _, name = function.rpartition(".")
 
     def wrap(real):
-        def wrapper(trainer):
-            if trainer.state.step == step and not done:
-                done.append(step)
-                action(trainer)
-            return real(trainer)
+        def wrapper(*arguments, **options):
+            before(*arguments)
+            return real(*arguments, **options)
 
         return wrapper
 
+    replace(pkgutil.resolve_name(owner), name, wrap)
+
+
+def before_step(step: int, action: Callable[[train.Trainer], None]) -> None:
+    """Calls action(trainer) once, when this step is about to begin."""
     done = []
-    replace(train.Trainer, "step", wrap)
+
+    def at_its_step(trainer):
+        if trainer.state.step == step and not done:
+            done.append(step)
+            action(trainer)
+
+    on_call("train.Trainer.step", at_its_step)
 
 
 # --------------------------------------------------------------------------------------- crashes
 
 
 class Operations:
-    """Counts what the saver does to the disk, from the beginning of the second checkpoint until
-    the older one is gone, and ends the process before operation `at`, as SIGKILL does.
+    """Counts the saver's disk operations for the second checkpoint, until the first is pruned, and
+    kills the process before operation `at`.
 
-    names: a file that gets the names of the operations so far, one a line. lost: a file that gets,
-    at the crash, what a loss of power could undo, of all threads and since the process began:
+    names: a file that gets the names of the operations, one a line. lost: a file that gets, at the
+    crash, what a loss of power could undo, of all threads and since the process began:
 
-        {"files": {path: bytes that the disk has}, "names": [what was done to names, in order]}
+        {"files": {path: bytes that are on the disk}, "names": [what was done to names, in order]}
     """
 
     def __init__(self, at: int | None = None, names: str | None = None, lost: str | None = None):
         self.at, self.names, self.lost = at, names, lost
-        self.count = 0
-        self.saves = 0
-        self.active = False
+        self.count = self.saves = self.kept = 0
         self.root = os.getcwd() + os.sep
-        self.written: dict[int, int] = {}  # bytes that the disk has, of each file written to
-        self.unsynced: list[dict] = []  # changes of names that the disk may not have
-        self.kept = 0
+        self.written: dict[int, int] = {}  # bytes on the disk, of each file written to
+        self.unsynced: list[dict] = []  # changes of names that may not be on the disk
         self.guard = threading.RLock()
         self.link, self.kill = os.link, os.kill
         self.open, self.readlink, self.stat = builtins.open, os.readlink, os.stat
-        replace(saving.Saver, "_save", self._save)
+        on_call("training.saving.Saver.save", self._count_saves)
         replace(checkpoint, "save_file", self._save_file)
         for name in ("unlink", "remove", "rmdir", "mkdir", "symlink", "replace", "rename"):
             replace(os, name, functools.partial(self._names, name))
-        for name in ("fsync", "chmod"):
-            replace(os, name, functools.partial(self._plain, name))
-        opening = self._open(builtins.open)
-        builtins.open = io.open = opening
+        replace(os, "fsync", self._fsync)
+        builtins.open = io.open = self._open(builtins.open)
 
-    # what counts
-
-    def _save(self, real):
-        def wrapper(*arguments):
-            self.saves += 1
-            self.active = self.saves == 2
-            try:
-                return real(*arguments)
-            finally:
-                self.active = False
-
-        return wrapper
+    def _count_saves(self, *_) -> None:
+        self.saves += 1  # the trainer has waited for the checkpoint before
 
     def before(self, name: str, path: object) -> None:
-        """Here the process may end."""
-        if not self.active or not threading.current_thread().name.startswith("saver"):
+        """Here the process may be killed."""
+        if self.saves != 2 or not threading.current_thread().name.startswith("saver"):
             return
         self.count += 1
         if self.names:
@@ -120,10 +116,8 @@ class Operations:
                     files[path] = self.written[self.stat(path).st_ino]
         return {"files": files, "names": self.unsynced}
 
-    # what is wrapped
-
     def _concerns(self, path: str) -> bool:
-        """Whether it is below runs/, or the folder where that has its name."""
+        """Whether it is below runs/, or the folder that has its name."""
         return path.startswith(self.root + "runs") or path + os.sep == self.root
 
     def _path(self, path: object, folder: int | None = None) -> str:
@@ -135,9 +129,7 @@ class Operations:
 
     def _open(self, real):
         def wrapper(path, mode="r", *arguments, **options):
-            if isinstance(path, int) or not set(mode) & set("wax+"):
-                return real(path, mode, *arguments, **options)
-            full = self._path(path)
+            full = "" if isinstance(path, int) or not set(mode) & set("wax+") else self._path(path)
             if not self._concerns(full):
                 return real(path, mode, *arguments, **options)
             with self.guard:
@@ -152,10 +144,10 @@ class Operations:
 
     def _changed(self, path: str, is_new: bool) -> None:
         number = self.stat(path).st_ino
-        if is_new or number not in self.written:  # what was there before, the disk has
+        if is_new or number not in self.written:  # what was there before is on the disk
             self.written[number] = 0 if is_new else self.stat(path).st_size
         if is_new:
-            self._note("create", path)
+            self.unsynced.append({"what": "create", "path": path})
 
     def _save_file(self, real):
         def wrapper(tensors, path, *arguments):
@@ -165,53 +157,44 @@ class Operations:
             real(tensors, path, *arguments)
             with self.guard:
                 self._changed(full, is_new=True)
-                if self.active and self.count + 1 == self.at:
+                if self.saves == 2 and self.count + 1 == self.at:
                     os.truncate(full, self.stat(full).st_size // 2)
                 self.before("half of", full)
 
         return wrapper
 
-    def _plain(self, name, real):
-        def wrapper(path, *arguments, **options):
-            full = self._path(path)
+    def _fsync(self, real):
+        def wrapper(number):
+            full = self._path(number)
             if not self._concerns(full):
-                return real(path, *arguments, **options)
+                return real(number)
             with self.guard:
-                self.before(name, full)
-                result = real(path, *arguments, **options)
-                if name == "fsync":
-                    about = self.stat(full)
-                    self.unsynced = [e for e in self.unsynced if os.path.dirname(e["path"]) != full]
-                    if about.st_ino in self.written:
-                        self.written[about.st_ino] = about.st_size
-            return result
+                self.before("fsync", full)
+                real(number)
+                about = self.stat(full)
+                self.unsynced = [e for e in self.unsynced if os.path.dirname(e["path"]) != full]
+                if about.st_ino in self.written:
+                    self.written[about.st_ino] = about.st_size
 
         return wrapper
 
     def _names(self, name, real):
         def wrapper(path, *arguments, **options):
-            if name == "symlink":
-                where, full = arguments[0], self._path(arguments[0], options.get("dir_fd"))
-            else:
-                where, full = path, self._path(path, options.get("dir_fd"))
+            where = arguments[0] if name == "symlink" else path
+            full, source, old = self._path(where, options.get("dir_fd")), None, None
             if not self._concerns(full):
                 return real(path, *arguments, **options)
             with self.guard:
-                self.before(name, where if os.path.isabs(os.fspath(where)) else full)
-                old = source = None
+                self.before(name, full)
                 if name in ("replace", "rename"):
                     source, full = full, self._path(arguments[0])
-                    old = self._keep(full)
-                elif name in ("unlink", "remove"):
+                if name in ("replace", "rename", "unlink", "remove"):
                     old = self._keep(full)
                 result = real(path, *arguments, **options)
-                self._note(name, full, source=source, old=old)
+                self.unsynced.append({"what": name, "path": full, "source": source, "old": old})
             return result
 
         return wrapper
-
-    def _note(self, name: str, path: str, **more: str | None) -> None:
-        self.unsynced.append({"what": name, "path": path, **more})
 
     def _keep(self, path: str) -> str | None:
         """A second name for a file that is about to lose its own."""
@@ -234,60 +217,54 @@ def failing(
     steps; times: at most so often, only: on paths with this end. what: os.NAME, or save_file."""
     left, now = [times], [0]
 
-    def save(real):
-        def wrapper(saver, tensors, state):
-            now[:] = [state["step"] if isinstance(state, dict) else state.step]
-            return real(saver, tensors, state)
-
-        return wrapper
-
     def path_of(arguments) -> str:
         (path, *_) = [found for found in arguments if isinstance(found, int | str | Path)]
         return os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
 
-    def wrap(real):
-        def wrapper(*arguments, **options):
-            in_saver = threading.current_thread().name.startswith("saver")
-            due = in_saver and now[0] in steps and left[0] != 0
-            if not due or not path_of(arguments).endswith(only):
-                return real(*arguments, **options)
-            if left[0]:
-                left[0] -= 1
-            number = getattr(errno, code)
-            raise OSError(number, os.strerror(number))
+    def fail(*arguments):
+        in_saver = threading.current_thread().name.startswith("saver")
+        due = in_saver and now[0] in steps and left[0] != 0
+        if due and path_of(arguments).endswith(only):
+            left[0] = left[0] and left[0] - 1
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
-        return wrapper
-
-    replace(saving.Saver, "_save", save)
-    owner, name = (os, what[3:]) if what.startswith("os.") else (checkpoint, what)
-    replace(owner, name, wrap)
+    on_call("training.saving.Saver.save", lambda _, __, state: now.__setitem__(0, state.step))
+    on_call(what if "." in what else f"training.checkpoint.{what}", fail)
     saving.RETRY_AFTER = 0
+
+
+def between(
+    before: int, until: int | None, begin: Callable[[], object], end: Callable[[], object]
+) -> None:
+    """Calls begin() before one step, and end() before a later one; no checkpoint is being written
+    meanwhile."""
+
+    def settled(action):
+        def act(trainer):
+            trainer.tell_not_saved(trainer.saved_so_far()[1])
+            action()
+
+        return act
+
+    saving.RETRY_AFTER = 0
+    before_step(before, settled(begin))
+    if until is not None:
+        before_step(until, settled(end))
 
 
 def little_room(before: int, until: int | None, size: int) -> None:
-    """No file may become larger than so many bytes, from a step until another: the kernel takes
-    what is left of a write and then refuses it (EFBIG)."""
-    saving.RETRY_AFTER = 0
+    """No file may become larger: the kernel takes a part of a write and then fails (EFBIG)."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-
-    def limit(value):
-        def set_limit(trainer):
-            trainer.tell_not_saved(trainer.saved_so_far()[1])
-            resource.setrlimit(resource.RLIMIT_FSIZE, (value, hard))
-
-        return set_limit
-
-    before_step(before, limit(size))
-    if until is not None:
-        before_step(until, limit(hard))
+    set_limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE)
+    between(before, until, lambda: set_limit((size, hard)), lambda: set_limit((hard, hard)))
 
 
 BALLAST = Path("runs/ballast")
 
 
 def fill_up(path: Path, leave: int = 0) -> None:
-    """A file that takes what its disk has, but for so many bytes."""
+    """A file that takes the free bytes of its disk, but for so many."""
     with open(path, "wb", buffering=0) as file:
         try:
             while file.write(bytes(4096)):
@@ -299,145 +276,87 @@ def fill_up(path: Path, leave: int = 0) -> None:
 
 
 def full_disk(before: int, until: int | None, leave: int) -> None:
-    """The disk of runs/ is full, but for so many bytes, from a step until another."""
-    saving.RETRY_AFTER = 0
-
-    def fill(trainer):
-        trainer.saved_so_far()
-        fill_up(BALLAST, leave)
-
-    def empty(trainer):
-        trainer.tell_not_saved(trainer.saved_so_far()[1])
-        BALLAST.unlink()
-
-    before_step(before, fill)
-    if until is not None:
-        before_step(until, empty)
+    between(before, until, lambda: fill_up(BALLAST, leave), BALLAST.unlink)
 
 
 def shell(before: int, until: int | None, commands: list[str]) -> None:
     """A command before one step, and another before a later one."""
-    saving.RETRY_AFTER = 0
 
     def call(command):
-        def run(trainer):
-            trainer.tell_not_saved(trainer.saved_so_far()[1])
-            assert os.system(command) == 0
+        assert os.system(command) == 0
 
-        return run
-
-    before_step(before, call(commands[0]))
-    if until is not None:
-        before_step(until, call(commands[1]))
+    between(before, until, *(functools.partial(call, command) for command in commands))
 
 
-# --------------------------------------------------------------------------------------- signals
+# -------------------------------------------------------------------------------- signals, errors
 
 
-def signals(each: list[dict]) -> None:
-    """The process gets signals: each {"name", "step", "when"}. when: before a step; before one, but
-    after the checkpoint in the making ("saved"); in the midst of the first checkpoint that is
-    written from that step on; while it starts, at a part that is built; or between a small file's
-    writing and its naming, step counting them."""
+def happen(each: list[dict]) -> None:
+    """Signals to the process and errors, one after the other.
 
-    def send(name: str) -> None:
-        os.kill(os.getpid(), signal.Signals[name])
+    Each {"what": SIGTERM or the text of an error, "at": train.Trainer.step and the like, "call":
+    the number of that call, from 1, counted once the one before has happened, "when": "before" the
+    call, "after" it, or "saved": before it, when no checkpoint is being written.}
+    """
+    left = [{"call": 1, "when": "before"} | one for one in each]
 
-    def while_saving(name: str, step: int) -> None:
-        def writing(real):
-            def wrapper(saver, folder, tensors, state):
-                now[:] = [state["step"] if isinstance(state, dict) else state.step]
-                return real(saver, folder, tensors, state)
+    def act(what: str) -> None:
+        if not what.startswith("SIG"):
+            raise RuntimeError(what)
+        os.kill(os.getpid(), signal.Signals[what])
 
-            return wrapper
+    def wrap(at, real):
+        def wrapper(*arguments, **options):
+            if not left or left[0]["at"] != at:
+                return real(*arguments, **options)
+            left[0]["call"] -= 1
+            if left[0]["call"]:
+                return real(*arguments, **options)
+            one = left.pop(0)
+            if one["when"] == "saved":
+                arguments[0].saved_so_far()
+            if one["when"] != "after":
+                act(one["what"])
+            result = real(*arguments, **options)
+            if one["when"] == "after":
+                act(one["what"])
+            return result
 
-        def save_file(real):
-            def wrapper(tensors, path, *arguments):
-                real(tensors, path, *arguments)
-                if now and now[0] >= step and not done:
-                    done.append(step)
-                    send(name)
+        return wrapper
 
-            return wrapper
-
-        now, done = [], []
-        replace(saving.Saver, "_write", writing)
-        replace(checkpoint, "save_file", save_file)
-
-    def while_starting(name: str, part: int) -> None:
-        parts = ("find_checkpoint", "load_data", "build_model", "build_optimizer", "open_run")
-
-        def building(real):
-            def wrapper(trainer):
-                real(trainer)
-                send(name)
-
-            return wrapper
-
-        replace(train.Trainer, parts[part], building)
-
-    def while_writing(name: str, number: int) -> None:
-        def rename(real):
-            def wrapper(part, path):
-                written.append(path)
-                if len(written) == number + 1:
-                    send(name)
-                return real(part, path)
-
-            return wrapper
-
-        written = []
-        replace(durable, "rename", rename)
-
-    for one in each:
-        if one["when"] == "writing":
-            while_writing(one["name"], one["step"])
-        elif one["when"] == "starting":
-            while_starting(one["name"], one["step"])
-        elif one["when"] == "saving":
-            while_saving(one["name"], one["step"])
-        elif one["when"] == "saved":
-            before_step(one["step"], lambda t, name=one["name"]: (t.saved_so_far(), send(name)))
-        else:
-            before_step(one["step"], lambda _, name=one["name"]: send(name))
+    for at in {one["at"] for one in each}:
+        owner, _, name = at.rpartition(".")
+        replace(pkgutil.resolve_name(owner), name, functools.partial(wrap, at))
 
 
-# --------------------------------------------------------------------------------- bad numbers
+# ----------------------------------------------------------------------------------- bad numbers
 
 
-def bad_loss(steps: list[int], value: str, rank: int = 0) -> None:
-    """The loss of these steps (the first is 1) is no number, on one rank: nan, by which all
-    gradients are, or inf, with gradients that are finite."""
+def bad_loss(steps: list[int], value: str) -> None:
+    """The loss of these steps (the first is 1) is nan, and all gradients are, or inf, with finite
+    gradients."""
     import torch
 
     from model import GPT
 
-    now = []
-
-    def step(real):
-        def wrapper(trainer):
-            now[:] = [trainer.state.step + 1]
-            return real(trainer)
-
-        return wrapper
+    now = [0]
 
     def forward(real):
         def wrapper(model, *arguments, **options):
             logits, loss = real(model, *arguments, **options)
-            mine = int(os.environ.get("RANK", "0")) == rank
-            if model.training and mine and now[0] in steps:
+            if model.training and now[0] in steps:
                 loss = loss * torch.nan if value == "nan" else loss + torch.inf
             return logits, loss
 
         return wrapper
 
-    replace(train.Trainer, "step", step)
+    on_call("train.Trainer.step", lambda trainer: now.__setitem__(0, trainer.state.step + 1))
     replace(GPT, "forward", forward)
 
 
 def watch_parameters(file: str) -> None:
-    """Writes what the parameters and the optimizer's moments are before and after every step:
-    a line of JSON, [step, before, after]."""
+    """Appends [step, before, after] to the file for each step: the digests of parameters and
+    moments."""
 
     def digest(trainer) -> str:
         found = hashlib.sha256()
@@ -453,21 +372,19 @@ def watch_parameters(file: str) -> None:
             try:
                 return real(trainer)
             finally:
-                line = json.dumps([trainer.state.step, before, digest(trainer)])
-                path = Path(f"{file}{os.environ.get('RANK', '')}")
-                with open(path, "a") as opened:
-                    opened.write(line + "\n")
+                with open(file, "a") as opened:
+                    opened.write(json.dumps([trainer.state.step, before, digest(trainer)]) + "\n")
 
         return wrapper
 
     replace(train.Trainer, "step", wrap)
 
 
-# ------------------------------------------------------------------------------------- meeting
+# ----------------------------------------------------------------------------------- other ranks
 
 
 def wait_at(step: int, file: str) -> None:
-    """Stands still before a step until a file is there, and says so in another."""
+    """Waits before a step until a file exists, and creates another one first."""
 
     def wait(_):
         Path(f"{file}.reached").touch()
@@ -477,14 +394,38 @@ def wait_at(step: int, file: str) -> None:
     before_step(step, wait)
 
 
+def slow(seconds: float) -> None:
+    """This rank takes its time for everything but training."""
+    for name in ("validate", "sample", "open_run", "write_report"):
+        on_call(f"train.Trainer.{name}", lambda *_: time.sleep(seconds))
+    for name in ("write", "load_parameters"):
+        on_call(f"training.checkpoint.{name}", lambda *_: time.sleep(seconds))
+    on_call("lens.Lens.look", lambda *_: time.sleep(seconds))
+
+
+def compiler(backend: str) -> None:
+    """torch.compile with another backend than its own, which takes a minute."""
+    import torch
+
+    replace(torch, "compile", lambda real: functools.partial(real, backend=backend))
+
+
+def no_memory() -> None:
+    """This rank's machine has no room for the copy of a checkpoint."""
+    replace(fitting, "spare_memory", lambda _: lambda: 0)
+
+
 FAULTS = {
     "crash": Operations,
     "failing": failing,
     "little_room": little_room,
     "full_disk": full_disk,
     "shell": shell,
-    "signals": signals,
+    "happen": happen,
     "bad_loss": bad_loss,
     "watch_parameters": watch_parameters,
     "wait_at": wait_at,
+    "slow": slow,
+    "compiler": compiler,
+    "no_memory": no_memory,
 }

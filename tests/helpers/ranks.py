@@ -1,4 +1,4 @@
-"""Trainings by several ranks: how tests start them, wait for them and look at what they left."""
+"""Trainings by several ranks: their settings, how tests start processes and compare runs."""
 
 import contextlib
 import json
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY
 from helpers.runs import rows
 
 PATIENCE = 600  # seconds until a test gives up waiting; nothing is expected to take so long
-WORKER = REPOSITORY / "tests" / "helpers" / "rank_worker.py"
-SHORT = 20  # steps of most runs
+SHORT = 8  # steps of most runs
+STRATEGIES = ("ddp", "fsdp")
 
-# What one process computes and what several do differ by rounding. The bias of W_key has a
-# gradient of zero but for rounding, which Adam would blow up at a large rate.
+# One process and several differ by rounding. The bias of W_key has a gradient of zero but for
+# rounding, which Adam would amplify at a large rate.
 SAME = (
     *TINY,
     "model.dropout=0",
@@ -32,16 +31,17 @@ SAME = (
     "trainer.warmup_steps=2",
     "trainer.micro_batch_size=2",
     "trainer.grad_clip=0.5",
-    "trainer.eval_every=5",
+    "trainer.sample_tokens=0",
+    "trainer.eval_every=4",
     "trainer.eval_windows=7",
-    "trainer.save_every=10",
+    "trainer.save_every=4",
     "trainer.keep=9",
     "optimizer.lr=1e-3",
     "data.path=text.txt",
     "parallel.timeout=120",
 )
-WATCHED = ("lens=default", "lens.every=10", "lens.prompts=[the quick fox]", "lens.repeated=8")
 DOCUMENTS = ("data.path=short.jsonl", "data.within_documents=true")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 
 
 # ------------------------------------------------------------------------------------ starting
@@ -55,11 +55,6 @@ def write_texts(folder: Path) -> Path:
     lines = "".join(json.dumps(document) + "\n" for document in documents)
     (folder / "short.jsonl").write_text(lines, encoding="utf-8")
     return folder
-
-
-def scenario(name: str, folder: Path, *arguments: str, **special) -> dict:
-    """One training of a launch. special: see rank_worker.py."""
-    return {"name": name, "folder": str(folder), "arguments": list(arguments)} | special
 
 
 def free_port() -> int:
@@ -152,38 +147,6 @@ def ended(process: subprocess.Popen) -> int:
         pytest.fail(f"still there after {PATIENCE} s:\n{process.log.read_text()}")
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
-
-
-@dataclass
-class Launch:
-    """Some scenarios, run one after the other by the same ranks."""
-
-    folder: Path
-    ranks: int
-
-    def said(self, name: str, rank: int, what: str) -> str | None:
-        """What a rank said in a scenario; what: out, err or code. None when it did not begin."""
-        path = self.folder / "said" / f"{name}.{rank}.{what}"
-        return path.read_text(encoding="utf-8") if path.exists() else None
-
-    def codes(self, name: str) -> list[int | None]:
-        """The exit code of each rank, None of one that did not come to an end."""
-        found = [self.said(name, rank, "code") for rank in range(self.ranks)]
-        return [code and int(code) for code in found]
-
-    def errors(self, name: str) -> list[str]:
-        """What each rank said on stderr, but for what libraries say."""
-        return [ours(self.said(name, rank, "err") or "") for rank in range(self.ranks)]
-
-    def check(self, name: str) -> None:
-        """The scenario came to a good end."""
-        assert self.codes(name) == [0] * self.ranks, (self.errors(name), self.logs())
-
-    def logs(self) -> list[str]:
-        return [path.read_text(errors="replace") for path in sorted(self.folder.glob("log*"))]
-
-
 def ours(text: str) -> str:
     """Without the lines that torch, gloo and Python's warnings write."""
     return "".join(line for line in text.splitlines(keepends=True) if not THEIRS.match(line))
@@ -192,48 +155,7 @@ def ours(text: str) -> str:
 THEIRS = re.compile(r"\[(W|E|I|rank|Gloo)|W\d{4} |\S+\.py:\d+: \w*Warning|  \S")
 
 
-def write_scenarios(folder: Path, scenarios: list[dict]) -> Path:
-    (folder / "said").mkdir(parents=True)
-    path = folder / "scenarios.json"
-    path.write_text(json.dumps(scenarios), encoding="utf-8")
-    return path
-
-
-def launch(folder: Path, scenarios: list[dict], ranks: int = 2) -> Launch:
-    """Runs scenarios by so many ranks, which are processes without torchrun, to the end. When the
-    first rank has ended, the others are given time to end, too, and a stopped one is not."""
-    path = write_scenarios(folder, scenarios)
-    with started(folder) as start:
-        all_have = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        all_have |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        processes = [start(WORKER, path, RANK=r, LOCAL_RANK=r, **all_have) for r in range(ranks)]
-        for process in processes:
-            wait_until(lambda p=process: p.poll() is not None or is_stopped(p.pid))
-    return Launch(folder, ranks)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal holds the process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[0] == "T"
-    return False
-
-
 # ------------------------------------------------------------------------------------ looking
-
-
-def train_alone(folder: Path, *arguments: str) -> None:
-    """The same by this process alone, which has loaded everything already."""
-    from train import Trainer
-    from training.command import compose
-
-    with contextlib.chdir(folder):
-        trainer = Trainer(compose(list(arguments)))
-        try:
-            trainer.train()
-        finally:
-            trainer.console.close()
-            trainer.tracker.finish()
 
 
 def values(run: Path, key: str) -> dict[int, float]:
@@ -270,9 +192,11 @@ def check_same_tensors(checkpoint: Path, other: Path, most: float = 1e-5) -> Non
                 assert float((mine[name] - tensor).abs().max()) < most, name
 
 
-def files_of(run: Path) -> set[str]:
-    return {str(path.relative_to(run)) for path in run.rglob("*") if "wandb" not in path.parts}
-
-
 def runs_in(folder: Path) -> list[Path]:
     return sorted((folder / "runs").iterdir())
+
+
+def check_same_bytes(run: Path, other: Path) -> None:
+    """Two runs have the same final parameters and moments, bit for bit."""
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (last(run) / file).read_bytes() == (last(other) / file).read_bytes(), file

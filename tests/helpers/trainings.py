@@ -1,8 +1,8 @@
 """Trainings that are killed, stopped and hindered: how tests start them and what they check.
 
-A training is started by a fork server (fork_server.py), what goes wrong inside of it is planted
-there (planted_faults.py), and a run that something went wrong with is compared with one that
-nobody disturbed, which was made with the same settings in another folder.
+A training is started by a fork server (fork_server.py), what goes wrong in it is planted there
+(planted_faults.py), and the run is compared with one of the same settings in another folder that
+nothing happened to.
 """
 
 import contextlib
@@ -12,18 +12,20 @@ import os
 import random
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from helpers import REPOSITORY, TEXT, TINY
 from helpers.ranks import PATIENCE, environment, free_port, ours
 from helpers.runs import rows
+from helpers.tally import CAMPAIGN
 from helpers.texts import prepare
 from training import checkpoint
 
@@ -63,31 +65,42 @@ class ForkServer:
         return json.loads(line)
 
     def start(self, folder: Path, *arguments: str, fault: dict | None = None, **more) -> "Training":
-        """`train.py arguments` in a folder, which goes on. more: of its environment."""
+        """`train.py arguments` in a folder. more: of its environment."""
         log = folder / f"log{next(self.numbers)}"
         values = {key: str(value) for key, value in more.items()}
         order = {"folder": str(folder), "arguments": arguments, "environment": values}
         return Training(self, self.ask(**order, log=str(log), fault=fault or {})["pid"], log)
 
-    def run(self, folder: Path, *arguments: str, **more) -> "Training":
-        """The same, to its end."""
-        training = self.start(folder, *arguments, **more)
-        training.wait()
-        return training
-
     def start_ranks(
-        self, folder: Path, *arguments: str, faults: list[dict | None], **more
+        self,
+        folder: Path,
+        *arguments: str,
+        faults: Sequence[dict | None] = (None, None),
+        each: Sequence[str] = (),
+        **more,
     ) -> list["Training"]:
-        """As many ranks as there are faults, on one machine, without torchrun."""
+        """As many ranks as there are faults, without torchrun. each: an argument for each of them.
+        {rank} in the folder and the arguments becomes the rank's number."""
         ranks = len(faults)
-        shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        return [
-            self.start(
-                folder, *arguments, fault=fault, RANK=rank, LOCAL_RANK=rank, **shared, **more
-            )
-            for rank, fault in enumerate(faults)
-        ]
+        more = {"LOCAL_WORLD_SIZE": ranks} | more
+        more |= {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        trainings = []
+        for rank, fault in enumerate(faults):
+            of_rank = (str(folder), *arguments, *each[rank : rank + 1])
+            of_rank = [text.replace("{rank}", str(rank)) for text in of_rank]
+            local = rank % more["LOCAL_WORLD_SIZE"]
+            mine = {"fault": fault, "RANK": rank, "LOCAL_RANK": local, **more}
+            trainings.append(self.start(Path(of_rank[0]), *of_rank[1:], **mine))
+        return trainings
+
+    def run_ranks(
+        self, folder: Path, *arguments: str, codes: Sequence[int] = (0, 0), **more
+    ) -> list["Training"]:
+        """The same, to their ends, which have these exit codes."""
+        trainings = self.start_ranks(folder, *arguments, **more)
+        found = [training.wait() for training in trainings]
+        assert found == list(codes), [training.err for training in trainings]
+        return trainings
 
 
 class Training:
@@ -100,15 +113,13 @@ class Training:
         self.code: int | None = None
         self._handle = os.pidfd_open(pid)
 
-    def send(self, number: int) -> bool:
-        """A signal; False when it has ended already."""
+    def send(self, number: int) -> None:
+        """A signal, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
-            return not self.has_ended(0)
-        return False
 
     def has_ended(self, within: float) -> bool:
-        """Whether it has come to its end, or does so within some seconds."""
+        """Whether it has ended, or does so within some seconds."""
         if self.code is not None:
             return True
         waiting = select.poll()
@@ -116,11 +127,11 @@ class Training:
         return bool(waiting.poll(within * 1000))
 
     def wait(self) -> int:
-        """Its exit code, once it has come to its end."""
+        """Its exit code, once it has ended."""
         if self.code is None:
             if not self.has_ended(PATIENCE):
                 self.send(signal.SIGKILL)
-                raise AssertionError(f"still there after {PATIENCE} s:\n{self.log.read_text()}")
+                raise AssertionError(f"still there after {PATIENCE} s:\n{self.err}")
             self.code = self.server.ask(wait=self.pid)["code"]
             os.close(self._handle)
         return self.code
@@ -129,18 +140,29 @@ class Training:
         """Waits for something that is certain to come while it runs."""
         deadline = time.monotonic() + PATIENCE
         while not happens():
-            assert not self.has_ended(0.001), self.said
-            assert time.monotonic() < deadline, self.said
+            assert not self.has_ended(0.001), self.err
+            assert time.monotonic() < deadline, self.err
 
     @property
-    def said(self) -> str:
-        """On stdout and stderr, but for what libraries say."""
-        return ours(self.log.read_text(errors="replace")) if self.log.exists() else ""
+    def err(self) -> str:
+        """What it wrote to stderr, but for what libraries write."""
+        path = Path(f"{self.log}.err")
+        return ours(path.read_text(errors="replace")) if path.exists() else ""
+
+    @property
+    def out(self) -> str:
+        return Path(f"{self.log}.out").read_text()
+
+
+def printed_command(err: str) -> tuple[str, list[str]]:
+    """The last command that was printed: what starts train.py, and its arguments."""
+    *_, found = re.findall(r"((?:python|torchrun) .*?)\S*train\.py (.*)$", err, re.MULTILINE)
+    return found[0].strip(), shlex.split(found[1])
 
 
 # ------------------------------------------------------------------------------------- the runs
 
-SAVE_EVERY, STEPS = 5, 60
+SAVE_EVERY, STEPS = 5, 60 if CAMPAIGN else 30
 RUN = (
     *TINY,
     "name=run",
@@ -207,7 +229,6 @@ class Faults:
         self.wholes: dict[str, Whole] = {}
         self.names: dict[str, list[str]] = {}
         self.template = place(home / "texts")
-        server.ask(compose=RUN)
 
     def folder(self) -> Path:
         """A new one, with what the runs train on."""
@@ -216,8 +237,7 @@ class Faults:
     def whole(self, kind: str) -> Whole:
         if kind not in self.wholes:
             folder, started = self.folder(), time.perf_counter()
-            for training in self.start(folder, kind):
-                assert training.wait() == 0, training.said
+            self.run(folder, kind)
             seconds = time.perf_counter() - started
             self.wholes[kind] = Whole(kind, folder / "runs" / "run", seconds)
         return self.wholes[kind]
@@ -226,9 +246,7 @@ class Faults:
         """What the saver does to the disk from the second checkpoint on until the first is gone."""
         if kind not in self.names:
             folder = self.folder()
-            counting = {"crash": {"names": str(folder / "names")}}
-            for training in self.start(folder, kind, fault=counting):
-                assert training.wait() == 0, training.said
+            self.run(folder, kind, fault={"crash": {"names": str(folder / "names")}})
             run = folder / "runs" / "run"
             check_same_end(run, self.whole(kind).run)
             assert (run / "checkpoints" / "best").resolve().name == "step_00000010"
@@ -244,15 +262,27 @@ class Faults:
             return self.server.start_ranks(folder, *arguments, faults=[fault, None])
         return [self.server.start(folder, *arguments, fault=fault)]
 
+    def run(self, folder: Path, kind: str, *more: str, fault=None, code: int = 0) -> Training:
+        """The same to its end, at which all ranks have this exit code; the first one."""
+        trainings = self.start(folder, kind, *more, fault=fault)
+        codes = {training.wait() for training in trainings}
+        assert codes == {code}, [training.err for training in trainings]
+        return trainings[0]
+
+    def killed(self, folder: Path, at: str, call: int, when: str = "before") -> None:
+        """A short run that is killed there (see `happen` in planted_faults.py)."""
+        fault = {"happen": {"each": [{"what": "SIGKILL", "at": at, "call": call, "when": when}]}}
+        self.run(folder, "short", fault=fault, code=-signal.SIGKILL)
+
     def complete(self, folder: Path, kind: str, was_stopped: bool = False) -> None:
-        """The same command again, to the end, which is that of the undisturbed run, with no more
-        computed twice than has to be."""
-        run = folder / "runs" / "run"
-        newest = usable(run)
-        main, *others = self.start(folder, kind)
-        codes = [training.wait() for training in (main, *others)]
-        assert set(codes) == {0}, (main.said, [other.said for other in others])
-        assert resumed_after(main) == newest or newest == setting(kind, "trainer.max_steps")
+        """The same command again, to the end, which is that of the undisturbed run; every step
+        after the newest checkpoint is computed once."""
+        run, steps = folder / "runs" / "run", folder / f"steps{next(self.numbers)}"
+        newest = usable(run) or 0
+        self.run(folder, kind, fault={"watch_parameters": {"file": str(steps)}})
+        steps.touch()
+        computed = [json.loads(line)[0] for line in steps.read_text().splitlines()]
+        assert computed == list(range(newest + 1, setting(kind, "trainer.max_steps") + 1))
         check_same_end(run, self.whole(kind).run, was_stopped)
 
 
@@ -263,12 +293,6 @@ def usable(run: Path) -> int | None:
             checkpoint.verify(folder)
             return checkpoint.step_of(folder)
     return None
-
-
-def resumed_after(training: Training) -> int | None:
-    """The step of the checkpoint that it went on from, by its own words."""
-    found = re.search(r"^resumed after step (\d+)$", training.said, re.MULTILINE)
-    return found and int(found[1])
 
 
 def check_all_whole(run: Path) -> None:
@@ -321,15 +345,7 @@ def sample_rows(run: Path) -> list[str]:
 
 def campaign(variable: str, few: int, many: int) -> int:
     """How many trials: a few in `make test`, many in the campaign."""
-    in_campaign = many if os.environ.get("CAMPAIGN") == "1" else few
-    return int(os.environ.get(variable, in_campaign))
-
-
-def tally_seconds(fault: str, seconds: float) -> None:
-    """How long something took, beside what tally.py counts."""
-    if log := os.environ.get("CAMPAIGN_LOG"):
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"fault": fault, "seconds": round(seconds, 2)}) + "\n")
+    return int(os.environ.get(variable, many if CAMPAIGN else few))
 
 
 # ------------------------------------------------------------------------------- loss of power

@@ -1,7 +1,6 @@
-"""Ranks that are lost, stopped or cut off: the others end, and the run goes on to the same end.
+"""Ranks that are killed or do not answer: the others end, and the run resumes to the same end.
 
-Under torchrun as a user starts it, and, where a rank has to be lost at a certain step, as plain
-processes (rank_worker.py). CAMPAIGN_KILLS: so many ranks are killed at random moments.
+CAMPAIGN_KILLS=N kills N ranks at random moments under torchrun, as a user starts it.
 """
 
 import contextlib
@@ -15,93 +14,86 @@ from helpers import REPOSITORY
 from helpers.ranks import (
     SAME,
     TORCHRUN,
+    check_same_bytes,
     ended,
-    last,
-    launch,
     rank_of,
     runs_in,
-    scenario,
     started,
     wait_until,
     write_texts,
 )
+from helpers.refusals import printed_keys
 from helpers.runs import rows
+from helpers.trainings import ForkServer, printed_command, usable
 
-from training import checkpoint
-
-KILLS = int(os.environ.get("CAMPAIGN_KILLS", "2"))
+KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
 A_LAUNCH = 5  # kills at most
-STEPS = 100
+STEPS = 100  # under torchrun
 LONG = (
     *SAME,
     "model.dropout=0.2",
-    "lens=off",
-    "trainer.sample_tokens=0",
-    f"trainer.max_steps={STEPS}",
     "trainer.eval_every=20",
-    "trainer.save_every=7",
+    "trainer.save_every=3",
     "trainer.keep=1",
     "parallel.timeout=10",
 )
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_texts(tmp_path_factory.mktemp("lost"))
+def server(tmp_path_factory):
+    with ForkServer(tmp_path_factory.mktemp("lost")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def whole(folder):
-    """Nobody interrupts; then one run in which rank 1 stands still."""
-    scenarios = [
-        scenario(way, folder, *LONG, f"parallel={way}", f"name={way}") for way in ("ddp", "fsdp")
-    ]
-    frozen = {"what": "SIGSTOP", "rank": 1, "after": 17}
-    scenarios += [
-        scenario("frozen", folder, *LONG, "parallel=fsdp", "name=frozen", happens=frozen, last=True)
-    ]
-    return launch(folder / "whole", scenarios)
+def whole(server):
+    """whole(way, steps) -> a run that is not disturbed, made once."""
+
+    def run(way: str, steps: int) -> Path:
+        folder = server.home / "whole"
+        if not (folder / "runs" / f"{way}_{steps}").exists():
+            settings = (f"parallel={way}", f"trainer.max_steps={steps}", f"name={way}_{steps}")
+            server.run_ranks(write_texts(folder), *LONG, *settings)
+        return folder / "runs" / f"{way}_{steps}"
+
+    return run
 
 
-def test_a_rank_that_stands_still_ends_the_run_after_the_timeout(whole, folder):
-    assert whole.codes("frozen") == [4, None]
-    main, _ = whole.errors("frozen")
-    assert main.startswith("parallel.timeout=10: another rank is gone or did not answer (")
-    assert main.count("\n") == 1
-    _, state = checkpoint.load_model(last(folder / "runs" / "frozen"))
-    assert state.step == 14
-
-
-def test_a_rank_that_is_killed_ends_the_other_at_once(folder):
-    killed = {"what": "SIGKILL", "rank": 1, "after": 17}
-    settings = [*LONG, "parallel=ddp", "name=killed", "parallel.timeout=1000"]
-    run = scenario("killed", folder, *settings, happens=killed, last=True)
-    lost = launch(folder / "killed", [run])
-    assert lost.codes("killed") == [4, None]
-    main, _ = lost.errors("killed")
-    assert main.startswith("parallel.timeout=1000: another rank is gone or did not answer (")
-    assert main.count("\n") == 1
-    _, state = checkpoint.load_model(last(folder / "runs" / "killed"))
-    assert state.step == 14
+@pytest.mark.parametrize(
+    ("what", "way", "lost"), [("SIGKILL", "ddp", 0), ("SIGKILL", "fsdp", 1), ("SIGSTOP", "fsdp", 1)]
+)
+def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path, what, way, lost):
+    """A killed one at once, one that does not answer after the timeout."""
+    timeout = "parallel.timeout=" + ("1000" if what == "SIGKILL" else "10")
+    run, settings = tmp_path / "runs" / "run", [*LONG, f"parallel={way}", timeout, "name=run"]
+    each = [{"what": what, "at": "train.Trainer.step", "call": 6}]
+    faults = [{"happen": {"each": each}} if rank == lost else None for rank in range(2)]
+    trainings = server.start_ranks(write_texts(tmp_path), *settings, faults=faults)
+    other = trainings[1 - lost]
+    assert other.wait() == 4
+    trainings[lost].send(signal.SIGKILL)
+    assert trainings[lost].wait() == -signal.SIGKILL
+    label, err = f"rank {1 - lost}: ", other.err
+    assert err.startswith(label) == (lost == 0)  # a rank other than 0 says which it is
+    assert printed_keys(err.removeprefix(label)) == ["parallel.timeout"]
+    assert timeout in err
+    assert usable(run) in (None, 3) if lost == 0 else usable(run) == 3  # else it is completed
+    server.run_ranks(tmp_path, *settings)
+    assert [row["step"] for row in rows(run)] == list(range(9))
+    check_same_bytes(run, whole(way, 8))
 
 
 # ------------------------------------------------------------------------------------ torchrun
 
 
 def shared_out(kills: int) -> list[int]:
-    """So many kills over an even number of launches."""
-    launches = 2 * max(1, -(-kills // (2 * A_LAUNCH)))
+    """So many kills over as few launches as may be."""
+    launches = max(1, -(-kills // A_LAUNCH))
     return [kills // launches + (number < kills % launches) for number in range(launches)]
 
 
-def lines(folder: Path) -> int:
-    """Of the log of the only run there; 0 before it begins."""
-    logs = list(folder.glob("runs/*/metrics.jsonl"))
-    return logs[0].read_bytes().count(b"\n") if logs else 0
-
-
 def kill(agent, rank: int) -> bool:
-    """One rank, by the kernel, as when memory runs out; False when it came to its end before."""
+    """Kills one rank, as the kernel does when memory runs out; False when it had ended."""
     pid = rank_of(agent, rank)
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -111,32 +103,38 @@ def kill(agent, rank: int) -> bool:
 
 
 @pytest.mark.parametrize(("number", "kills"), enumerate(shared_out(KILLS)))
-def test_a_run_whose_ranks_are_killed_comes_to_the_same_end(whole, folder, tmp_path, number, kills):
-    """torchrun starts all ranks anew, and they go on from the last checkpoint: the final weights
-    are those of the run that nobody interrupted, bit for bit. Every other run has no name; the
-    first is told to stop besides, early, and the command given again."""
-    chance = random.Random(number)
-    way = ("ddp", "fsdp")[number % 2]
-    settings = [*LONG, f"parallel={way}", *(["name=mine"] if way == "ddp" else [])]
+def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(
+    server, whole, tmp_path, number, kills
+):
+    """torchrun starts all ranks anew, and they resume from the last checkpoint. The first run has
+    no name, and torchrun is stopped at last: the printed command completes the run."""
+    chance, way = random.Random(number), ("fsdp", "ddp")[number % 2]
+    settings = [*LONG, f"parallel={way}", f"trainer.max_steps={STEPS}"]
+    settings += ["name=mine"] if number % 2 else []
     agent = [*TORCHRUN, "--standalone", f"--max-restarts={kills}", REPOSITORY / "train.py"]
-    moments = sorted(chance.sample(range(10, STEPS - 40), kills))
+
+    def lines() -> int:
+        """Of the log of the only run there; 0 before it begins."""
+        logs = list(tmp_path.glob("runs/*/metrics.jsonl"))
+        return logs[0].read_bytes().count(b"\n") if logs else 0
+
     landed = 0
-    write_texts(tmp_path)
-    with started(tmp_path) as start:
+    with started(write_texts(tmp_path)) as start:
         process = start(*agent, *settings)
-        if number == 0:
-            wait_until(lambda: lines(tmp_path) > 5, process)
-            process.terminate()
-            assert ended(process) != 0
-            assert "saved in runs/mine; resume with: torchrun" in process.log.read_text()
-            process = start(*agent, *settings)
-        for moment in moments:
-            wait_until(lambda m=moment: lines(tmp_path) > m, process)
+        for moment in sorted(chance.sample(range(10, STEPS - 50), kills)):
+            wait_until(lambda m=moment: lines() > m, process)
+            killed_at = lines()
             landed += kill(process, chance.randrange(2))
-        assert ended(process) == 0, process.log.read_text()
+        if number == 0:
+            wait_until(lambda: lines() > killed_at + 5, process)  # it was restarted
+            process.terminate()
+        assert (ended(process) == 0) == (number > 0), process.log.read_text()
     (run,) = runs_in(tmp_path)
+    if number == 0:
+        program, command = printed_command(process.log.read_text())
+        assert "torchrun --nproc_per_node=2" in program
+        assert len(rows(run)) < STEPS
+        server.run_ranks(tmp_path, *command)
     assert [row["step"] for row in rows(run)] == list(range(STEPS + 1))
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        expected = last(folder / "runs" / way) / file
-        assert (last(run) / file).read_bytes() == expected.read_bytes()
+    check_same_bytes(run, whole(way, STEPS))
     print(f"{way}: {landed} of {kills} kills came in time")
