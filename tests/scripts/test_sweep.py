@@ -5,8 +5,6 @@ import dataclasses
 import io
 import json
 import os
-import random
-import re
 import shlex
 import signal
 from pathlib import Path
@@ -15,17 +13,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from helpers import REPOSITORY, TEXT, TINY
-from helpers.refusals import printed_keys, refused
+from helpers.refusals import printed_keys
 from helpers.runs import rows
 from helpers.settings import settings
-from hydra.core.config_store import ConfigStore
 from PIL import Image
 
 import train
-from errors import ConfigError, DataError, NotSavedError, OutOfMemoryError
+from errors import ConfigError, NotSavedError
 from scripts import compare
 from training import command, sweep
-from training.command import check_sweep, compose, parse
+from training.command import check_sweep, compose
 from training.signals import StopSignals
 from training.tracker import Tracker, last_wandb_id
 from training.wandb_run import LENGTHS, WandbConfig
@@ -72,9 +69,6 @@ def results_of(folder):
     return path, json.loads((path / "results.json").read_text())
 
 
-# ---------------------------------------------------------------------------------- real training
-
-
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     """(folder, code, out, err) of a sweep of four jobs, of which the first two diverge."""
@@ -105,40 +99,30 @@ def test_a_failed_job_does_not_end_the_sweep_and_can_be_repeated(swept):
 
 
 def test_results_are_a_table_figures_and_a_picture(swept):
+    """scripts/compare finds the same runs."""
     folder, _, out, _ = swept
     path, found = results_of(folder)
     (row,) = [row for row in found["rows"] if row["settings"] == {"optimizer.lr": 0.01}]
     last = [rows(folder / "runs" / name)[-1]["val/loss"] for name in row["runs"]]
-    assert (row["values"], row["seeds"]) == (last, [1, 2])
-    assert found["metric"] == "val/loss"
-    assert found["settings"]["trainer.batch_size"] == 8
+    assert (row["values"], row["seeds"], found["metric"]) == (last, [1, 2], "val/loss")
     (line,) = (line for line in out.splitlines() if f"| {sum(last) / 2:.4f} " in line)
-    assert f"{min(last):.4f}–{max(last):.4f}" in line
-    text = (path / "results.md").read_text()
-    assert line in text
-    assert "](results.png)" in text
+    assert line in (path / "results.md").read_text()
     with Image.open(path / "results.png") as picture:
         assert picture.width > 600
-    assert f"multirun/{path.name}/results.md" in out
-    # scripts/compare finds the same runs.
-    code, out, err = run_in(folder, "plot=all.png", main=compare.main)
-    assert (code, "multirun" in err) == (0, False)
+    code, out, _ = run_in(folder, "plot=all.png", main=compare.main)
+    assert code == 0
     assert f"| {sum(last) / 2:.4f} " in out
-    with Image.open(folder / "all.png") as picture:
-        assert picture.format == "PNG"
+    assert (folder / "all.png").stat().st_size > 1000
 
 
 def test_a_job_after_failures_is_the_same_as_alone(swept, tmp_path, text_file):
-    """The same weights; only the group on W&B is the sweep's."""
     folder, *_ = swept
-    path, found = results_of(folder)
+    _, found = results_of(folder)
     code, _, err = run_in(tmp_path, *SHORT, "optimizer.lr=1e-2", "seed=2", "name=alone")
     assert code == 0, err
     mine, alone = folder / "runs" / found["jobs"][-1]["run"], tmp_path / "runs" / "alone"
     weights = [run / "checkpoints" / "last" / "model.safetensors" for run in (mine, alone)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    groups = [yaml.safe_load((run / "config.yaml").read_text())["wandb"] for run in (mine, alone)]
-    assert [wandb["group"] for wandb in groups] == [path.name, None]
 
 
 def test_a_stopped_sweep_is_resumed_by_the_printed_command(tmp_path, text_file, monkeypatch):
@@ -156,8 +140,7 @@ def test_a_stopped_sweep_is_resumed_by_the_printed_command(tmp_path, text_file, 
         code, _, err = run_in(tmp_path, *arguments)
     assert code == 143
     path, found = results_of(tmp_path)
-    assert len(found["jobs"]) == 1
-    assert len(found["rows"][0]["unfinished"]) == 1
+    assert len(found["jobs"]) == len(found["rows"][0]["unfinished"]) == 1
     words = shlex.split(err.splitlines()[-1])
     words = words[words.index("python") :]
     assert words == ["python", "train.py", *arguments, f"hydra.sweep.dir=multirun/{path.name}"]
@@ -165,13 +148,8 @@ def test_a_stopped_sweep_is_resumed_by_the_printed_command(tmp_path, text_file, 
     assert (code, err) == (0, "")
     runs = sorted((tmp_path / "runs").iterdir())
     assert [run.name for run in runs] == [f"{path.name}_lr-{lr}" for lr in ("0.001", "0.01")]
-    assert [[row["step"] for row in rows(run) if "train/loss" in row] for run in runs] == [
-        [1, 2, 3],
-        [1, 2, 3],
-    ]
-
-
-# --------------------------------------------------------------------- what a job may come to
+    for run in runs:
+        assert [row["step"] for row in rows(run) if "train/loss" in row] == [1, 2, 3]
 
 
 def sweep_of(folder, keys=(), count=None):
@@ -179,61 +157,48 @@ def sweep_of(folder, keys=(), count=None):
     return sweep.Sweep(sweep.Plan(list(keys), count, Path(folder), True, 60), ["python"], [], [])
 
 
-def test_every_kind_of_error_is_kept_as_one_line(tmp_path, capsys):
-    made = sweep_of(tmp_path, ["seed"], 5)
-    errors = [
-        RuntimeError("broken\nmemory \x1b[31m"),
-        OutOfMemoryError("trainer.micro_batch_size", 8, "too large", "use 4"),
-        MemoryError(),
-        ConfigError([("a", 1, "is bad", "mend it"), ("b", 2, "is worse", "mend it")]),
-    ]
-    with made.job(0, ["seed=0"]):
-        pass
-    for seed, error in enumerate(errors, start=1):
-        with made.job(seed, [f"seed={seed}"]):
-            raise error
-    assert [job.code for job in made.jobs] == [0, 4, 4, 4, 2]
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].count("broken memory \\x1b[31m") == 1
-    assert lines[1].endswith("trainer.micro_batch_size=8: too large; use 4")
-    assert "MemoryError" in lines[2]
-    assert lines[3].endswith("a=1: is bad; mend it; b=2: is worse; mend it")
-    assert [f"seed={seed}" in line for seed, line in enumerate(lines, start=1)] == 4 * [True]
-    made.conclude()
-    out, err = capsys.readouterr()
-    assert "| runs |" not in out  # nothing was logged
-    assert all(job.line in err for job in made.failed)
-    assert made.exit_code == 4
-
-
 def test_the_first_failure_gives_the_exit_code(tmp_path):
-    """With debug=true each has its traceback."""
+    """Each error is one line, and with debug=true a traceback. The command that repeats a job has
+    its settings. Control characters are escaped wherever they are printed."""
+    given = []
 
     def run(settings):
+        given.append(settings)
         if settings.seed == 1:
-            raise DataError("data.path", "a.txt", "is empty", "use another")
+            raise ConfigError([("a", 1, "is bad", "mend it"), ("b", 2, "is worse", "mend it")])
         if settings.seed == 2:
-            raise RuntimeError("broken")
+            raise RuntimeError("broken\nmemory")
 
-    code, _, err = sweep_in(tmp_path, run, "data.path=a.txt", "seed=1,2,3", "debug=true")
-    assert code == 3
+    texts = [
+        "data.path=my\\ text.txt",
+        r"wandb.notes=a\,b",
+        "wandb.name='[c]'",
+        """trainer.sample_prompt='"a" \\'b\\' {c}'""",
+        "wandb.group=12",
+        "hydra.sweep.dir='multirun/a\x1b[31m'",
+    ]
+    code, out, err = sweep_in(tmp_path, run, *texts, "seed=1,2,3", "debug=true")
+    assert code == 2
     assert err.count("Traceback (most recent call last)") == 2
-    _, found = results_of(tmp_path)
-    assert [job["exit_code"] for job in found["jobs"]] == [3, 4, 0]
+    assert "\x1b" not in out + err
+    jobs = results_of(tmp_path)[1]["jobs"]
+    assert [job["exit_code"] for job in jobs] == [2, 4, 0]
+    assert jobs[0]["error"] == "a=1: is bad; mend it; b=2: is worse; mend it"
+    assert "broken memory" in jobs[1]["error"]
+    assert given[0].data.path == "my text.txt"
+    assert compose(shlex.split(jobs[0]["again"])[2:]) == given[0]
 
 
-def test_without_validation_the_training_loss_is_compared(tmp_path):
-    """A setting that does not change what is learned has its rows, since the sweep varies it."""
+def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch):
+    """A varied setting has its rows, also one that does not change what is learned. Results that
+    cannot be written are printed all the same."""
     kernels = "model.attention=sdpa,explicit"
-    code, out, err = sweep_in(tmp_path, log, "data.path=a.txt", kernels, "model=gpt2-nano")
+    code, _, err = sweep_in(tmp_path, log, "data.path=a.txt", kernels, "model=gpt2-nano")
     assert (code, err) == (0, "")
     _, found = results_of(tmp_path)
     assert found["metric"] == "train/loss"
     assert [set(row["settings"]) for row in found["rows"]] == [{"model.attention"}] * 2
-    assert "| attention |" in out
 
-
-def test_results_that_cannot_be_written_do_not_end_the_sweep(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device", str(path))
 
@@ -241,8 +206,7 @@ def test_results_that_cannot_be_written_do_not_end_the_sweep(tmp_path, monkeypat
     code, out, err = sweep_in(tmp_path, log, "data.path=a.txt", "seed=1,2")
     assert code == 0
     assert "| 3.0000 " in out
-    assert all("No space left" in line for line in err.splitlines())
-    assert err
+    assert "No space left" in err
 
 
 def test_a_signal_during_a_job_that_fails_ends_the_sweep(tmp_path, capsys):
@@ -262,62 +226,6 @@ def test_a_signal_during_a_job_that_fails_ends_the_sweep(tmp_path, capsys):
     assert made.failed[0].line in capsys.readouterr().err
 
 
-def test_a_signal_between_two_jobs_ends_the_sweep(tmp_path, monkeypatch):
-    real = sweep.write_whole
-
-    def write(path, content):
-        if path.name == "results.json":
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(path, content)
-
-    monkeypatch.setattr(sweep, "write_whole", write)
-    before = signal.getsignal(signal.SIGINT)
-    code, _, err = sweep_in(tmp_path, lambda _: None, "data.path=a.txt", "seed=1,2")
-    assert code == 130
-    (path,) = (tmp_path / "multirun").iterdir()
-    assert err.splitlines()[-1].endswith(f"seed=1,2 hydra.sweep.dir=multirun/{path.name}")
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_shuffled_values_are_in_the_same_order_on_all_ranks(tmp_path):
-    orders = []
-    for seed in (1, 2):
-        random.seed(seed)
-        seen = []
-        arguments = ["data.path=a.txt", "seed=shuffle(range(0,3))"]
-        sweep_in(tmp_path, lambda settings, seen=seen: seen.append(settings.seed), *arguments)
-        orders.append(seen)
-    assert orders[0] == orders[1]
-    assert sorted(orders[0]) == [0, 1, 2]
-
-
-def test_free_text_is_the_same_in_the_command_that_repeats_a_job(tmp_path):
-    """Control characters of the sweep's folder are escaped wherever they are printed."""
-    given = []
-
-    def fail(settings):
-        given.append(settings)
-        raise RuntimeError("broken")
-
-    texts = [
-        "data.path=my\\ text.txt",
-        r"wandb.notes=a\,b",
-        "wandb.name='[c]'",
-        """trainer.sample_prompt='"a" \\'b\\' {c}'""",
-        "wandb.group=12",
-        "hydra.sweep.dir='multirun/a\x1b[31m'",
-    ]
-    code, out, err = sweep_in(tmp_path, fail, *texts)
-    assert code == 4
-    assert "\x1b" not in out + err
-    (job,) = results_of(tmp_path)[1]["jobs"]
-    assert given[0].data.path == "my text.txt"
-    assert compose(shlex.split(job["again"])[2:]) == given[0]
-
-
-# ---------------------------------------------------------------------------- names and folders
-
-
 def named(folder, keys, *jobs):
     """The names of the runs of a sweep's jobs."""
     made = sweep_of(folder, keys, len(jobs))
@@ -330,36 +238,23 @@ def named(folder, keys, *jobs):
 
 
 def test_names_of_runs_hold_the_values_and_are_valid():
-    assert named("sweeps/my lr", ["optimizer.lr"], ["optimizer.lr=0.1"]) == ["my-lr_lr-0.1"]
-    assert named("a", [], []) == ["a"]
-    values = ["data.path=/tmp/ü b.txt", "+trainer.path='x'"]
-    assert named("a", ["data.path", "trainer.path"], values) == [
-        "a_data.path-tmp-b.txt_trainer.path-x"
-    ]
-    for job in (["seed=1", "optimizer.lr=0.1"], ["optimizer.lr=0.1", "seed=1"]):
-        assert named("a", ["seed", "optimizer.lr"], job) == ["a_lr-0.1_seed-1"]
+    for folder, keys, job, name in (
+        ("sweeps/my lr", ["optimizer.lr"], ["optimizer.lr=0.1"], "my-lr_lr-0.1"),
+        ("a", [], [], "a"),
+        ("a", ["data.path"], ["data.path=/tmp/ü b.txt"], "a_path-tmp-b.txt"),
+        ("a", ["seed", "optimizer.lr"], ["seed=1", "optimizer.lr=0.1"], "a_lr-0.1_seed-1"),
+        ("a", ["seed", "optimizer.lr"], ["optimizer.lr=0.1", "seed=1"], "a_lr-0.1_seed-1"),
+    ):
+        assert named(folder, keys, job) == [name]
     names = named("a", ["x"], *[[f"x={'v' * 300}{n}"] for n in (1, 2)])
-    assert len(set(names)) == 2
     assert max(map(len, names)) == 128
     names += named("a", ["x"], ["x=/b"], ["x=b"])
     assert len(set(names)) == 4
     assert len(sweep_of("l" * 200).name) == LENGTHS["group"]
     names += [*named("...", ["x"], ["x=1"]), *named("..,", ["x"], ["x=="])]
-    names += [*named("=", ["x"], ["x=1"]), *named("lr=1,2", ["x"], ["x=[1,2]"], ['x={a:"=,"}'])]
+    names += named("lr=1,2", ["x"], ["x=[1,2]"], ['x={a:"=,"}'])
     for name in names:
         assert settings("data.path=a.txt", f"name={name}").name == name
-    assert parse(compare.CompareConfig, [f"runs=[{','.join(names)}]"]).runs == names
-
-
-def test_a_sweep_of_version_1_is_not_continued(tmp_path):
-    """Its runs have other names, so that its jobs would be run again."""
-    earlier = tmp_path / "runs" / "mine_seed=1"
-    earlier.mkdir(parents=True)
-    arguments = ["data.path=a.txt", "seed=1,2", "hydra.sweep.dir=multirun/mine"]
-    code, _, err = sweep_in(tmp_path, log, *arguments)
-    assert (code, printed_keys(err)) == (2, ["hydra.sweep.dir"])
-    assert list((tmp_path / "runs").iterdir()) == [earlier]
-    assert not (tmp_path / "multirun").exists()
 
 
 def test_the_sweeps_directory_is_new_unless_torchrun_restarts(tmp_path, monkeypatch):
@@ -374,110 +269,63 @@ def test_the_sweeps_directory_is_new_unless_torchrun_restarts(tmp_path, monkeypa
     assert [begin("2025") for _ in range(3)] == ["2025", "2025_2", "2025_3"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     assert [begin("2026"), begin("2027")] == ["2026", "2026"]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    assert begin("2028") == "2028"
 
 
 # ------------------------------------------------------------------------------------ bad input
 
 REFUSED = [
-    (["optimizer.lr="], [("optimizer.lr", "")]),
-    (["seed=1,2,1,1"], [("seed", "1")]),
-    (["optimizer.lr=1e-3,0.001"], [("optimizer.lr", "0.001")]),
-    (["seed=range(100)", "optimizer.lr=range(1,101)"], [("command line", None)]),
-    (["seed=interval(1,5)"], [("seed", "interval(1,5)")]),
-    (["seed=interval(-5,5)"], [("seed", "-5")]),
-    (["hydra.sweeper.params={seed:'1,2'}"], [("hydra.sweeper.params", None)]),
-    (
-        ["+hydra.sweeper.custom_search_space=os.system"],
-        [("hydra.sweeper.custom_search_space", None)],
-    ),
-    (["hydra/sweeper=optuna"], [("hydra/sweeper", "optuna")]),
-    (["name=a,b", "seed=1,2"], [("name", "a"), ("name", "b")]),
-    (["model=glob(*)"], [("model=glob(*)", None)]),
-    (["hydra.sweep.dir=a,b"], [("hydra.sweep.dir", None)]),
+    (["optimizer.lr="], ["optimizer.lr"]),
+    (["optimizer.lr=1e-3,0.001"], ["optimizer.lr"]),
+    (["seed=interval(-5,5)"], ["seed"]),
+    (["hydra.sweeper.params={seed:'1,2'}"], ["hydra.sweeper.params"]),
+    (["+hydra.sweeper.custom_search_space=os.system"], ["hydra.sweeper.custom_search_space"]),
+    (["hydra/sweeper=optuna"], ["hydra/sweeper"]),
+    (["name=a,b", "seed=1,2"], ["name", "name"]),
+    (["model=glob(*)"], ["model=glob(*)"]),
 ]
 
 
-def test_sweeps_that_are_refused(tmp_path, text_file):
-    for arguments, expected in REFUSED:
-        with pytest.raises(ConfigError) as caught:
-            check_sweep(["data.path=text.txt", *arguments], None)
-        found = [(problem.key, problem.value) for problem in caught.value.problems]
-        assert [key for key, _ in found] == [key for key, _ in expected], arguments
-        for (_, value), (_, wanted) in zip(found, expected, strict=True):
-            assert wanted is None or str(value) == wanted, arguments
-    for argument in ("seed=1,-1", "hydra.sweep.dir=text.txt"):  # before the first job
-        code, out, err = sweep_in(tmp_path, log, "data.path=text.txt", argument)
-        assert (code, out, printed_keys(err)) == (2, "", [argument.partition("=")[0]])
-        assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+def keys_of(arguments):
+    """The keys of the problems of a sweep."""
+    with pytest.raises(ConfigError) as caught:
+        check_sweep(arguments, None)
+    return [problem.key for problem in caught.value.problems]
 
 
-def test_the_last_value_of_a_key_counts():
-    plan = check_sweep(["data.path=a", "seed=1,2,3", "optimizer.lr=1e-3,1e-2", "seed=4"], None)
-    assert (plan.keys, plan.count) == (["optimizer.lr"], 2)
-
-
-def test_a_sweeper_that_draws_is_one_process_in_one_direction(monkeypatch, request):
-    """On several ranks each would draw other values. How many jobs there are is the sweeper's
-    choice, not the number of combinations."""
-    monkeypatch.setattr(command, "MOST_OVERRIDES", 5)
-    values = ["data.path=a", "seed=1,2,3", "optimizer.lr=1e-3,1e-2"]
-    with refused(ConfigError, "command line"):
-        check_sweep(values, None)
-    compose(values[:1])  # registers Hydra's own sweeper and launcher
-    more = {"custom_search_space": "os.system", "direction": "maximize"}
-    ConfigStore.instance().store(
-        "optuna", {"_target_": "x", "n_trials": 3, **more}, "hydra/sweeper"
-    )
-    ConfigStore.instance().store("joblib", {"_target_": "y"}, "hydra/launcher")
-    for group, name in (("sweeper", "optuna.yaml"), ("launcher", "joblib.yaml")):
-        nodes = ConfigStore.instance().repo["hydra"][group]
-        request.addfinalizer(lambda nodes=nodes, name=name: nodes.pop(name))
-
-    def keys():
-        with pytest.raises(ConfigError) as caught:
-            check_sweep([*values, "hydra/sweeper=optuna", "hydra/launcher=joblib"], None)
-        return [problem.key for problem in caught.value.problems]
-
-    last = "hydra.sweeper.custom_search_space"
-    assert keys() == ["hydra/launcher", "hydra.sweeper.direction", last]
-    launch = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "WANDB_RUN_ID": "abc"}
-    for name, value in (launch | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
-        monkeypatch.setenv(name, value)
-    more = ["hydra/sweeper", "hydra.sweeper.direction", "WANDB_RUN_ID"]
-    assert keys() == ["hydra/launcher", *more, last]
-
-
-def test_an_incomplete_launch_is_refused(monkeypatch):
+def test_sweeps_that_are_refused(tmp_path, text_file, monkeypatch):
+    for arguments, keys in REFUSED:
+        assert keys_of(["data.path=text.txt", *arguments]) == keys, arguments
+    # Before the first job: Hydra's own checks, a file, a sweep whose runs have the names of
+    # version 1 and would be run again.
+    (tmp_path / "runs" / "mine_seed=1").mkdir(parents=True)
+    for directory in ("text.txt", "multirun/mine"):
+        arguments = ["data.path=text.txt", "seed=1,2", f"hydra.sweep.dir={directory}"]
+        code, out, err = sweep_in(tmp_path, log, *arguments)
+        assert (code, out, printed_keys(err)) == (2, "", ["hydra.sweep.dir"])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "text.txt"]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with refused(ConfigError, "WORLD_SIZE", "many"):
-        check_sweep(["data.path=a"], None)
+    assert keys_of(["data.path=a"]) == ["WORLD_SIZE"]
 
-
-# ------------------------------------------------------------------------------- a sweep of W&B's
 
 AGENT = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
 
 
 def test_the_agents_command_composes(swept):
-    """Filled in by W&B's own code, with both ends or all values of each parameter."""
+    """Filled in by W&B's own code, with the last of each parameter's values."""
     from wandb.sdk.launch.sweeps import utils
 
     folder, *_ = swept
-    for end in ("min", "max"):
-        values = {
-            key: {"value": how[end] if end in how else how["values"][-1]}
-            for key, how in AGENT["parameters"].items()
-        }
-        arguments = utils.create_sweep_command_args({"args": values})
-        words, filled = utils.make_launch_sweep_entrypoint(arguments, list(AGENT["command"]))
-        at = words.index("${program}")
-        assert words[:at] == ["${env}", "torchrun", "--standalone", "--nproc_per_node=1"]
-        composed = compose([*words[at + 1 :], *filled])
-        assert composed.optimizer.lr == AGENT["parameters"]["optimizer.lr"][end]
-        assert (composed.seed, composed.model.dropout) == (2, 0.2)
+    values = {
+        key: {"value": how["max"] if "max" in how else how["values"][-1]}
+        for key, how in AGENT["parameters"].items()
+    }
+    arguments = utils.create_sweep_command_args({"args": values})
+    words, filled = utils.make_launch_sweep_entrypoint(arguments, list(AGENT["command"]))
+    at = words.index("${program}")
+    composed = compose([*words[at + 1 :], *filled])
+    assert composed.optimizer.lr == AGENT["parameters"]["optimizer.lr"]["max"]
+    assert (composed.seed, composed.model.dropout) == (2, 0.2)
     assert (REPOSITORY / AGENT["program"]).is_file()
     _, found = results_of(folder)
     assert AGENT["metric"]["name"] in rows(folder / "runs" / found["jobs"][-1]["run"])[-1]
@@ -493,9 +341,3 @@ def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
     finally:
         tracker.finish()
     assert last_wandb_id(tmp_path) == "thetrial"
-
-
-def test_links_of_docs_sweeps():
-    page = (REPOSITORY / "docs" / "sweeps.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)\)", page):
-        assert (REPOSITORY / "docs" / target).exists(), target
