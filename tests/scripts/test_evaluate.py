@@ -119,24 +119,6 @@ def test_loss_equals_that_of_transformers(figures, home, max_length, stride, bat
     assert found["rule"]["stride"] == stride
 
 
-def test_windows_of_transformers_documentation(figures, home):
-    """Its windows count the last target too: 33 tokens, 8 apart, are ours with max_length=32. A
-    text shorter than a window is one window."""
-    text = BELL[: 32 + 8 * 7].replace("“", "'").replace("”", "'").replace("ï", "i")
-    ids = [256, *text.encode()]
-    windows, first = [], 1  # nothing predicts the first token
-    for begin in range(0, len(ids), 8):
-        end = min(begin + 33, len(ids))
-        windows.append((begin, first, end))
-        first = end
-        if end == len(ids):
-            break
-    for case in ((text, ids, windows), ("Twice.", [256, *b"Twice."], [(0, 1, 7)])):
-        (home / "fits.txt").write_text(case[0], encoding="ascii")
-        found = figures("checkpoint=bytes", "data.path=fits.txt", "max_length=32", "stride=8")
-        assert found["loss"] == pytest.approx(theirs(home / "bytes", *case[1:]), abs=1e-5)
-
-
 # ----------------------------------------------------------------------------------------- the rule
 
 
@@ -165,25 +147,6 @@ def test_each_token_is_scored_once_behind_the_context_of_the_rule(within_documen
                 found += [(inputs[: place + 1].tolist(), int(targets[place])) for place in places]
         assert found == expected, (max_length, stride)
         assert windows.num_targets == len(expected) == sum(end - begin - 1 for begin, end in spans)
-
-
-def test_figures_within_documents_are_those_of_each_document(figures, home):
-    texts = [BELL, "x", "", TEXT[:300], "Two words."]
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    (home / "many.jsonl").write_text("".join(lines), encoding="utf-8")
-    ours = ("checkpoint=bytes", "stride=20", "data.within_documents=true")
-    together = figures(*ours, "data.path=many.jsonl")
-    each = []
-    for text in filter(None, texts):
-        (home / "one.txt").write_text(text, encoding="utf-8")
-        each.append(figures(*ours, "data.path=one.txt"))
-    nats = sum(found["loss"] * found["tokens"] for found in each)
-    assert together["bytes"] == sum(len(text.encode()) for text in texts)
-    assert together["loss"] == pytest.approx(nats / together["tokens"], abs=1e-6)
-    # Otherwise the end-of-text tokens between documents are scored too, as no bytes.
-    joined = figures("checkpoint=bytes", "data.path=many.jsonl")
-    assert joined["tokens"] == together["tokens"] + 3
-    assert joined["bytes"] == together["bytes"]
 
 
 # ----------------------------------------------------------------------------------- what is scored

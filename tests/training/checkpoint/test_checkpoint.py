@@ -202,28 +202,6 @@ def test_nonfinite_parameters_are_not_saved(longer, saved):
 # -------------------------------------------------------------------------------------- saving
 
 
-def test_threads_of_loading_and_saving_leave_training_all_cores(trainer, monkeypatch):
-    """The loader computes with one thread, and the thread that saves ends."""
-    run, counts = trainer("name=a"), []
-    gather, before = run.feed.dataset.gather, torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        monkeypatch.setattr(
-            run.feed.dataset,
-            "gather",
-            lambda windows: counts.append(torch.get_num_threads()) or gather(windows),
-        )
-        run.step()
-        run.save()
-        run.saver.wait()
-        run.saver.close()
-        assert set(counts[1:]) == {1}
-        assert not [t for t in threading.enumerate() if t.name.startswith("saver")]
-        assert torch.get_num_threads() == 4
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_a_checkpoint_has_the_parameters_of_its_step(trainer, monkeypatch):
     """Training changes them while they are being written."""
     run = trainer("name=a", "trainer.eval_every=0")
@@ -280,33 +258,3 @@ def test_a_full_disk_does_not_end_training(trainer, monkeypatch):
     folder = run.folder / "checkpoints"
     assert os.readlink(folder / "best") == "step_00000004"
     assert run.state.best_loss == 4.5
-
-
-# --------------------------------------------------------------------------------------- links
-
-
-def test_a_start_corrects_the_links_and_removes_leftovers(trainer):
-    """After a process that ended between a checkpoint and its links."""
-    settings = ["name=a", "trainer.eval_every=0", "trainer.keep=1", "trainer.max_steps=6"]
-    run = trainer(*settings)
-    for loss in (5.0, 4.0):
-        run.step()
-        run.save_if_due({"val/loss": loss})
-        run.saved_so_far()
-    folder = run.folder / "checkpoints"
-    (folder / "step_00000009.part").mkdir()
-    (folder / "step_00000009.part" / MODEL).write_bytes(b"half")
-    (folder / "last.part").symlink_to("step_00000009")
-    for name in ("best", "last"):
-        assert os.readlink(folder / name) == "step_00000002"
-        (folder / name).unlink()
-        (folder / name).symlink_to("step_00000001")
-    run = trainer(*settings)
-    assert [os.readlink(folder / name) for name in ("best", "last")] == ["step_00000002"] * 2
-    for _ in range(2):  # neither is the best, which stays
-        run.step()
-        run.save()
-        run.saved_so_far()
-    names = {p.name for p in folder.iterdir()}
-    assert names == {"best", "last", "step_00000002", "step_00000004"}
-    assert os.readlink(folder / "best") == "step_00000002"

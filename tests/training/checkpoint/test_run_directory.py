@@ -188,15 +188,6 @@ def test_settings_that_cannot_be_read_are_written_again(run, resumed, no_endless
         assert "trainer" in json.loads((new / "run.json").read_text())["settings"], kind
 
 
-def test_unreadable_launch_files_of_other_runs_are_ignored(run, no_endless_reads, monkeypatch):
-    """A start without a name looks at launch.json of all runs."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for kind, make in UNREADABLE.items():
-        Path("runs", kind).mkdir()
-        make(Path("runs", kind, "launch.json"))
-    assert directory.name_before_restart() is None
-
-
 def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_endless_reads):
     for make in ENDLESS.values():
         for name in ("SHA256SUMS", *checkpoint.FILES):

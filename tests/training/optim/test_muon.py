@@ -4,13 +4,10 @@ Trainings by several ranks with it: tests/training/distributed/test_ranks.py.
 """
 
 import math
-import os
-import sys
 
 import pytest
 import torch
 from helpers.models import tiny_model
-from helpers.ranks import ended, free_port, started
 from helpers.refusals import refused
 from helpers.runs import assert_same, stop_behind, weights
 from helpers.settings import settings
@@ -280,58 +277,3 @@ def test_the_plan_counts_its_products():
     products = speed.muon_flops(job) / (job.kind.flops * 0.4)
     assert seconds["muon", "ddp"] - seconds["adamw", "ddp"] == pytest.approx(products)
     assert seconds["muon", "fsdp"] - seconds["adamw", "fsdp"] == pytest.approx(products / 8)
-
-
-ODD = [(8, 8)] * 3 + [(10, 4)] * 2 + [(4, 10)] * 2 + [(1, 9), (9, 3)]
-
-
-def as_a_rank(rank: int, port: int) -> None:
-    """Three steps with sharded matrices, whose rows and numbers divide unevenly by two, and a
-    skipped step, against the same with whole matrices."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-
-    def share(tensor):
-        return distribute_tensor(tensor.detach(), mesh, [Shard(0)])
-
-    torch.manual_seed(0)
-    whole, shared = torch.nn.Module(), torch.nn.Module()
-    whole.blocks = torch.nn.ParameterList(torch.randn(shape) for shape in ODD)
-    shared.blocks = torch.nn.ParameterList(torch.nn.Parameter(share(p)) for p in whole.blocks)
-    groups = [{"params": list(m.blocks), "lr": 0.1, "weight_decay": 0.1} for m in (whole, shared)]
-    more = {"momentum": 0.9, "nesterov": True, "ns_steps": 5}
-    optimizers = [muon.Muon([], group | more, torch.float32) for group in groups]
-    for seed in range(4):
-        give_gradients(whole, seed)
-        for p, q in zip(whole.blocks, shared.blocks, strict=True):
-            q.grad = share(p.grad)
-        for optimizer in optimizers:
-            optimizer.found_inf = torch.tensor(float(seed == 2))
-            optimizer.grad_scale = torch.tensor(2.0)
-            optimizer.step()
-    for p, q in zip(whole.blocks, shared.blocks, strict=True):
-        torch.testing.assert_close(q.detach().full_tensor(), p.detach(), rtol=1e-4, atol=1e-5)
-        kept = [o.state[x]["momentum_buffer"] for o, x in zip(optimizers, (p, q), strict=True)]
-        assert kept[1].to_local().shape == q.to_local().shape
-        torch.testing.assert_close(kept[1].full_tensor(), kept[0], rtol=1e-5, atol=1e-6)
-    dist.barrier()
-
-
-def test_sharded_matrices_are_updated_as_whole_ones(tmp_path):
-    """By this file as a program."""
-    with started(tmp_path) as start:
-        process = start(__file__, free_port())
-        assert ended(process) == 0, process.log.read_text()
-
-
-if __name__ == "__main__":
-    child = os.fork()  # faster than to start two
-    as_a_rank(int(child > 0), int(sys.argv[1]))
-    status = os.waitpid(child, 0)[1] if child else 0
-    # Not through Python's end: there torch at times aborts with "terminate called without an active
-    # exception", when all is done.
-    os._exit(int(status != 0))
