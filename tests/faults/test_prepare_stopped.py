@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
+from helpers import NO_NETWORK, REPOSITORY
 from helpers.refusals import printed_keys
 from helpers.texts import (
     check_kept,
@@ -49,19 +49,35 @@ def here(in_process, tmp_path):
     return functools.partial(in_process, main, tmp_path, "workers=1")
 
 
+# Code that each process runs first. pytest itself may run with SIGINT ignored, as background
+# processes do. Where there is a file "hold", all tasks but the first wait until it is removed.
+HOOK = f"""
+import os, runpy, signal, time
+runpy.run_path({str(NO_NETWORK / "sitecustomize.py")!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)
+real = os.fsync
+def fsync(file):
+    path = os.readlink(f"/proc/self/fd/{{file}}")
+    first = os.path.basename(path).startswith(("shard_00000", "00000", "plan"))
+    while not first and not os.path.isdir(path) and os.path.exists("hold"):
+        time.sleep(0.005)
+    real(file)
+os.fsync = fsync
+"""
+
+
 @pytest.fixture
 def start(tmp_path):
-    """start() -> the command as a process that is running, in a process group of its own. hook:
-    code that each of its processes runs first."""
+    """start() -> the command as a process of its own group, of which one task of six is finished,
+    and the others wait. hold=False: they do not."""
     started = []
     write_collection(tmp_path / "held", TEXTS)
+    write_source(tmp_path / "hook" / "sitecustomize.py", [HOOK])
+    path = f"{tmp_path / 'hook'}{os.pathsep}{REPOSITORY}"
 
-    def run(*arguments, hook=""):
-        # pytest itself may run with SIGINT ignored, as background processes do.
-        first = "import os, signal, time\n"
-        first += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        write_source(tmp_path / "hook" / "sitecustomize.py", [first + hook])
-        path = f"{tmp_path / 'hook'}{os.pathsep}{REPOSITORY}"
+    def run(*arguments, hold=True):
+        if hold:
+            (tmp_path / "hold").touch()
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.prepare_data", *ARGUMENTS, "workers=2", *arguments],
             cwd=tmp_path,
@@ -71,6 +87,8 @@ def start(tmp_path):
             start_new_session=True,
         )
         started.append(process)
+        if hold:
+            wait_until(lambda: finished_shards(tmp_path / "out"))
         return process
 
     yield run
@@ -83,49 +101,19 @@ def start(tmp_path):
 def group_of(process: subprocess.Popen) -> list[int]:
     """The processes of a command that are running."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                state, _, group = (entry / "stat").read_text().rpartition(") ")[2].split()[:3]
-                if int(group) == process.pid and state != "Z":
-                    found.append(int(entry.name))
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            state, _, group = (entry / "stat").read_text().rpartition(") ")[2].split()[:3]
+            if int(group) == process.pid and state != "Z":
+                found.append(int(entry.name))
     return found
 
 
-def wait_until(happens, process: subprocess.Popen | None = None) -> None:
-    """Waits for something that is certain to happen while the process is running."""
+def wait_until(happens) -> None:
     deadline = time.monotonic() + PATIENCE
     while not happens():
-        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.002)
-
-
-# The first task is finished; everything else waits until a file is removed.
-HOLD = """
-real = os.fsync
-def fsync(file):
-    path = os.readlink(f"/proc/self/fd/{file}")
-    first = os.path.basename(path).startswith(("shard_00000", "00000", "plan"))
-    free = first or os.path.isdir(path)
-    while not free and os.path.exists("hold"):
-        time.sleep(0.005)
-    real(file)
-os.fsync = fsync
-"""
-
-
-@pytest.fixture
-def held(start, tmp_path):
-    """held(...) -> a process of which one task of six is finished, and the others wait."""
-
-    def run(*arguments):
-        (tmp_path / "hold").touch()
-        process = start(*arguments, hook=HOLD)
-        wait_until(lambda: finished_shards(tmp_path / "out"), process)
-        return process
-
-    return run
 
 
 @pytest.fixture
@@ -148,12 +136,12 @@ def resumed(here, tmp_path):
 # ----------------------------------------------------------------------------------------- stopped
 
 
-def test_killed_before_each_file_operation(here, tmp_path, monkeypatch):
+def test_killed_before_each_file_operation(here, tmp_path):
     """A forked process ends there as if by SIGKILL: without any handler or cleanup."""
     texts = write_collection(tmp_path / "texts", TEXTS[:2])
-    prepare(texts, tmp_path / "whole", tokenizer="byte", shard_tokens=700)
+    recipe = {"tokenizer": "byte", "shard_tokens": 700}
+    prepare(texts, tmp_path / "whole", **recipe)
     expected = files_of(tmp_path / "whole")
-    arguments = [f"data.path={texts}", "data.tokenizer=byte", "shard_tokens=700"]
     real = {name: getattr(os, name) for name in ("replace", "fsync", "mkdir", "unlink", "rmdir")}
 
     def end_before(number: int) -> None:
@@ -168,31 +156,31 @@ def test_killed_before_each_file_operation(here, tmp_path, monkeypatch):
         for name in real:
             setattr(os, name, functools.partial(operation, name))
 
-    for number in itertools.count():
-        out, code = tmp_path / f"out{number}", 1
-        pid = os.fork()
-        if pid == 0:
+    number, ended = 0, 9
+    while ended == 9:
+        out = tmp_path / f"out{number}"
+        if (pid := os.fork()) == 0:
             try:
                 end_before(number)
-                prepare(texts, out, tokenizer="byte", shard_tokens=700)
-                code = 0
+                prepare(texts, out, **recipe)
+                os._exit(0)
             finally:
-                os._exit(code)
+                os._exit(1)
         ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert ended in (0, 9), number
         kept = finished_shards(out)
+        arguments = (f"data.path={texts}", "data.tokenizer=byte", "shard_tokens=700")
         code, _, errors = here(*arguments, f"out={out.name}")
         assert (code, errors) == (0, ""), number
         check_kept(out, kept)
         assert files_of(out) == expected, number
-        if ended == 0:
-            break
+        number += 1
+    assert ended == 0
     assert number > 30
 
 
 @pytest.mark.parametrize("number", range(KILLS))
 def test_killed_at_a_random_moment(start, resumed, number):
-    process = start()
+    process = start(hold=False)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(4 * random.Random(number).random())
     process.kill()
@@ -209,9 +197,9 @@ def test_killed_at_a_random_moment(start, resumed, number):
         (signal.SIGKILL, "a worker", {4}),  # as the kernel does when memory runs out
     ],
 )
-def test_stopped_by_a_signal(held, resumed, number, whom, codes):
+def test_stopped_by_a_signal(start, resumed, number, whom, codes):
     """No process is left, no traceback is printed, and the same command resumes."""
-    process = held()
+    process = start()
     if whom == "all":
         os.killpg(process.pid, number)
     else:
@@ -227,9 +215,9 @@ def test_stopped_by_a_signal(held, resumed, number, whom, codes):
     assert resumed()
 
 
-def test_two_at_the_same_time(held, here, resumed, tmp_path):
+def test_two_at_the_same_time(start, here, resumed, tmp_path):
     """The same part and another division are refused; another part is not."""
-    process = held("part=1/2")
+    process = start("part=1/2")
     for part in ("1/2", "1/1", "2/3"):
         code, _, errors = here(*ARGUMENTS, f"part={part}")
         assert (code, printed_keys(errors)) == (3, ["out"]), part
@@ -254,11 +242,9 @@ def test_full_disk(here, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (code, printed_keys(errors)) == (4, ["out"])
     assert os.strerror(errno.EFBIG) in errors
-    kept = finished_shards(tmp_path / "out")
-    assert kept
+    assert finished_shards(tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.part-*"))
     assert here(*arguments)[0] == 0
-    check_kept(tmp_path / "out", kept)
     assert ids_of(tmp_path / "out") == expected_ids(collection, "byte")
 
 
