@@ -5,7 +5,6 @@ fault at every place.
 """
 
 import base64
-import contextlib
 import json
 import os
 import re
@@ -15,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY
+from helpers import NO_NETWORK, REPOSITORY
 from helpers.runs import rows as logged
-from helpers.tally import CAMPAIGN, in_campaign, tally
+from helpers.tally import CAMPAIGN, tally
 from helpers.wandb_server import FAULTS, WandbServer
 
 from training.tracker import last_wandb_id
@@ -28,7 +27,7 @@ KEY = "k" * 40
 
 # A run without torch: rows are logged, and meanwhile W&B's own process gets a signal.
 WORKER = """
-import json, logging, os, signal, subprocess, sys
+import json, os, signal, subprocess, sys
 from pathlib import Path
 from training import tracker, wandb_run
 
@@ -52,9 +51,6 @@ for step in range(plan["rows"]):
         os.kill(pid, getattr(signal, plan["signal"]))
         if plan["signal"] == "SIGKILL":
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    if plan["full_log"]:
-        (handler,) = (x for x in logging.getLogger("wandb").handlers if hasattr(x, "stream"))
-        handler.setStream(open("/dev/full", "w"))
 made.sync()
 if plan["model"]:
     made.alert("Loss spike", "the loss rose", "WARN")
@@ -66,7 +62,7 @@ made.finish(0)
 """
 
 
-NOTHING_HAPPENS = {"core": None, "step": None, "signal": None, "full_log": False}
+NOTHING_HAPPENS = {"core": None, "step": None, "signal": None}
 NOTHING_HAPPENS |= {"model": False, "run_id": None, "answer_seconds": 20, "seconds": {}}
 
 
@@ -74,7 +70,7 @@ class Worker:
     """worker(**plan) -> its lines on stderr, after a run that ended with all rows on disk."""
 
     def __init__(self, folder: Path):
-        self.folder, self.home, self.out = folder / "run", folder / "home", ""
+        self.folder, self.home, self.out = folder / "my run", folder / "home", ""
         self.folder.mkdir()
         self.home.mkdir()
 
@@ -120,27 +116,18 @@ def worker(tmp_path):
 
 def to_sync(line: str) -> list[str]:
     """The arguments of the `wandb sync` that a line gives to copy."""
-    return line.partition("wandb sync ")[2].split()
+    return shlex.split(line.partition("wandb sync ")[2])
 
-
-def largest_file(folder: Path) -> int:
-    return max(path.stat().st_size for path in folder.rglob("*"))
-
-
-# ---------------------------------------------------------------------------------- secrets
 
 CANARIES = {
     "WANDB_API_KEY": "canarywandb" + 29 * "w",
     "HF_TOKEN": "hf_canaryhuggingface",
-    "AWS_SECRET_ACCESS_KEY": "canary/aws+secret",
-    "GITHUB_TOKEN": "ghp_canarygithub",
     "MY_PASSWORD": "canary-of-my-own",
 }
 
 
 def forms(secret: str) -> list[bytes]:
-    """A secret as it would appear: as it is, and in base64, which encodes three bytes at a time
-    that begin at any place of the secret."""
+    """A secret as it is, and in base64 from each of three places on."""
     found = [secret.encode()]
     for skipped in range(3):
         whole = secret.encode()[skipped:]
@@ -148,33 +135,23 @@ def forms(secret: str) -> list[bytes]:
     return found
 
 
-def test_secrets_are_found_in_base64_too():
-    for before in range(4):
-        text = base64.b64encode(b"?" * before + CANARIES["HF_TOKEN"].encode() + b"??? and more")
-        assert sum(form in text for form in forms(CANARIES["HF_TOKEN"])) == 1
-
-
-# ------------------------------------------------------------------------------- no fault
-
-
 def test_an_offline_run_resumed_online_is_one_run(worker):
     """Everything arrives, and nothing is printed: without a fault the server of these tests is
     healthy. No secret is recorded or sent, and no copy of the model is kept."""
+    text = base64.b64encode(b"?" + CANARIES["HF_TOKEN"].encode() + b"??? and more")
+    assert any(form in text for form in forms(CANARIES["HF_TOKEN"]))
     plan = {"model": True, "environment": CANARIES}
     with WandbServer() as server:
         assert worker(server, mode="offline", **plan) == []
         assert server.requests == []
-        assert largest_file(worker.home) < 10**6
         (record,) = (worker.folder / "wandb").glob("offline-run-*")
         known = last_wandb_id(worker.folder)
         worker.sync(server, str(record))
         (worker.folder / "metrics.jsonl").unlink()
         assert worker(server, run_id=known, **plan) == []
         assert last_wandb_id(worker.folder) == known
-        assert worker.out.splitlines() == [
-            f"{server.url}/me/clearhead/runs/{known}",
-            f"model-{known}",
-        ]
+        shown = [f"{server.url}/me/clearhead/runs/{known}", f"model-{known}"]
+        assert worker.out.splitlines() == shown
         files = [path for path in worker.folder.parent.rglob("*") if path.is_file()]
         content = {path: path.read_bytes() for path in files}
         records = [path for path in files if path.suffix == ".wandb"]
@@ -183,23 +160,19 @@ def test_an_offline_run_resumed_online_is_one_run(worker):
         for name, secret in CANARIES.items():
             for where, some in content.items():
                 assert not any(form in some for form in forms(secret)), f"{name} in {where}"
-        assert largest_file(worker.home) < 10**6
+        assert max(path.stat().st_size for path in worker.home.rglob("*")) < 10**6
         assert {asked["name"] for asked in server.asked("upsertBucket(")} == {known}
         assert [row["_step"] for row in server.rows()] == [*range(6), *range(6)]
         *_, alert = server.asked("notifyScriptableRunAlert")
         assert (alert["title"], alert["severity"]) == ("Loss spike", "WARN")
         models = [asked["input"] for asked in server.asked("createArtifact(")]
-        assert [model["artifactTypeName"] for model in models] == ["model", "model"]
+        assert len(models) == 2
         for model in models:
             assert model["artifactCollectionName"] == f"model-{known}"
             aliases = {alias["alias"] for alias in model["aliases"]}
             assert aliases == {"latest", "best", "step_5"}
-        assert server.asked("commitArtifact(") == [{"artifactID": "a"}] * 2
         sent = [body for path, body in server.requests if path == "/store/model.safetensors"]
-        assert sent == [(worker.folder / "model.safetensors").read_bytes()] * 2
-
-
-# ------------------------------------------------------------------------------- the server
+        assert sent == [bytes(range(256)) * 4000] * 2
 
 
 @pytest.mark.parametrize("fault", FAULTS if CAMPAIGN else ["hangs"])
@@ -207,17 +180,13 @@ def test_a_server_that_fails_at_the_start_means_offline(worker, fault):
     tally(FAULT)
     with WandbServer(fault) as server:
         assert len(worker(server, seconds={"START_SECONDS": 1})) == 1
-    if fault != "empty":  # which lets wandb start, whose own process then ends
-        assert to_sync(worker.out)
-        (record,) = (worker.folder / "wandb").glob("offline-run-*/*.wandb")
-        assert record.stat().st_size > 0
+    assert to_sync(worker.out) == [f"{worker.folder}/wandb/offline-run-*"]
+    (record,) = (worker.folder / "wandb").glob("offline-run-*/*.wandb")
+    assert record.stat().st_size > 0
 
 
-ARTIFACT = ["ArtifactType", "createArtifact(", "createArtifactFiles(", "commitArtifact("]
 PLACES = ["upsertBucket", "file_stream", "createRunFiles"]  # what is answered last
-# An empty answer is what a healthy server gives to uploads.
-IN_THE_MIDDLE = [(fault, after) for fault in FAULTS if fault != "empty" for after in PLACES]
-IN_THE_MIDDLE += [("empty", "upsertBucket")]
+IN_THE_MIDDLE = [(fault, after) for fault in FAULTS for after in PLACES]
 IN_SHORT = [("closed", "upsertBucket"), ("garbage", "createRunFiles")]
 
 
@@ -225,12 +194,10 @@ IN_SHORT = [("closed", "upsertBucket"), ("garbage", "createRunFiles")]
 def test_after_a_fault_in_the_middle_the_printed_command_uploads_the_rest(worker, fault, after):
     """wandb itself waits for a day, or gives up and prints nothing."""
     tally(FAULT)
-    gives_up = fault in ("403", "404", "garbage", "empty")
+    gives_up = fault in ("403", "404", "garbage")
     with WandbServer(fault, after) as server:
         (line,) = worker(server, seconds={} if gives_up else {"FINISH_SECONDS": 1})
         assert server.failing
-    if fault == "empty":  # wandb ends over it, or does not
-        return
     include, record = to_sync(line)
     assert include == "--include-online"
     assert list((worker.folder / record).glob("*.wandb"))
@@ -240,12 +207,11 @@ def test_after_a_fault_in_the_middle_the_printed_command_uploads_the_rest(worker
             assert [row["_step"] for row in server.rows()] == list(range(6))
 
 
-@pytest.mark.parametrize(
-    ("fault", "after"),
-    [(fault, place) for fault in ("403", "garbage", "hangs") for place in ARTIFACT]
-    if CAMPAIGN
-    else [("hangs", "createArtifact(")],
-)
+MODEL = ["ArtifactType", "createArtifact(", "createArtifactFiles(", "commitArtifact("]
+
+
+@pytest.mark.parametrize("after", MODEL if CAMPAIGN else MODEL[1:2])
+@pytest.mark.parametrize("fault", ["403", "garbage", "hangs"] if CAMPAIGN else ["hangs"])
 def test_a_fault_over_the_model_gives_commands_for_both(worker, fault, after):
     """For the model, which wandb sync would not upload, and for the rest."""
     tally(FAULT_OF_MODEL)
@@ -260,36 +226,18 @@ def test_a_fault_over_the_model_gives_commands_for_both(worker, fault, after):
     assert re.search(place, lines[0])
 
 
-# ---------------------------------------------------------------------- wandb's own process
-
-
 @pytest.mark.parametrize("mode", ["offline", "online"] if CAMPAIGN else ["offline"])
 @pytest.mark.parametrize("step", range(6) if CAMPAIGN else [3])
-def test_wandb_killed_after_a_row(worker, step, mode):
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_wandb_killed_or_stopped_after_a_row(worker, name, step, mode):
+    """A stopped one is waited for a limited time, at the end and when Python exits: wandb itself
+    would wait for ever."""
     tally(FAULT)
     with WandbServer() as server:
-        (line,) = worker(server, mode=mode, step=step, signal="SIGKILL")
-    assert " -9)" in line
-
-
-@pytest.mark.parametrize("mode", ["offline", "online"] if CAMPAIGN else ["offline"])
-@pytest.mark.parametrize("step", range(6) if CAMPAIGN else [2])
-def test_stopped_wandb_is_waited_for_a_limited_time(worker, step, mode):
-    """At the end, and when Python exits: wandb itself would wait for ever."""
-    tally(FAULT)
-    with WandbServer() as server:
-        plan = {"step": step, "signal": "SIGSTOP", "answer_seconds": 2}
+        plan = {"step": step, "signal": name, "answer_seconds": 2}
         (line,) = worker(server, mode=mode, seconds={"FINISH_SECONDS": 1}, **plan)
-    assert f" {2 if mode == 'offline' else 3} s)" in line
-
-
-@in_campaign
-def test_stopped_wandb_delays_one_row_only(worker):
-    """What it does not read fills the pipe to it, and then the next row would wait for ever."""
-    tally(FAULT)
-    plan = {"step": 1, "signal": "SIGSTOP", "answer_seconds": 2}
-    (line,) = worker(rows=1500, mode="offline", **plan)
-    assert " 2 s)" in line
+    seconds = 2 if mode == "offline" else 3
+    assert {"SIGKILL": " -9)", "SIGSTOP": f" {seconds} s)"}[name] in line
 
 
 @pytest.mark.parametrize("script", ["exit 3", "exec sleep 30", None] if CAMPAIGN else ["exit 3"])
@@ -301,9 +249,6 @@ def test_wandb_that_does_not_start(worker, script):
         core.write_text(f"#!/bin/sh\n{script}\n")
         core.chmod(0o755)
     assert len(worker(mode="offline", core=str(core), seconds={"ANSWER_SECONDS": 2})) == 1
-
-
-# ----------------------------------------------------------------------------- keys, folders
 
 
 def test_a_terminal_is_never_asked_for_a_key(worker):
@@ -341,76 +286,16 @@ def test_an_invalid_key_and_a_file_in_the_place_of_the_folder(worker):
     assert "[Errno 20]" in second
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """small_disk(bytes) -> a folder on a file system of that size in memory; needs root."""
-    mounted = []
-
-    def make(size: int) -> Path:
-        folder = tmp_path / f"disk{len(mounted)}"
-        folder.mkdir()
-        options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if os.geteuid() or subprocess.run(["mount", *options], capture_output=True).returncode:
-            pytest.skip("only root can mount a small disk")
-        mounted.append(folder)
-        return folder
-
-    yield make
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.mark.parametrize("size", [60, 100, 150, 200, 300] if CAMPAIGN else [60])
-def test_a_full_disk_below_wandb(worker, small_disk, size):
+def test_a_full_disk_below_wandb(worker, size):
     """wandb prints nothing: what is missing is seen when the run is uploaded."""
     tally(FAULT)
-    (worker.folder / "wandb").symlink_to(small_disk(size * 1024))
-    assert len(worker(rows=size * 10, mode="offline")) == 1
-
-
-@in_campaign
-def test_a_disk_that_is_full_before_wandb_starts(worker, small_disk):
-    tally(FAULT)
-    disk = small_disk(100 * 1024)
-    with open(disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    (worker.folder / "wandb").symlink_to(disk)
-    (line,) = worker(mode="offline")
-    assert "No space left on device" in line
-
-
-@in_campaign
-def test_wandbs_own_log_on_a_full_disk_prints_no_traceback(worker):
-    tally(FAULT)
-    (line,) = worker(mode="offline", step=1, full_log=True)
-    assert "[Errno 28]" in line
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_folder_that_is_not_writable(worker):
-    tally(FAULT)
-    (worker.folder / "wandb").mkdir(mode=0o500)
-    assert len(worker(mode="offline")) == 1
-
-
-# ------------------------------------------------------------------------------ whole runs
-
-
-@in_campaign
-def test_a_whole_run_whose_server_fails(worker):
-    """As soon as something was uploaded. The workers above are its short form."""
-    tally(FAULT)
-    (worker.folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    overrides = [setting for setting in TINY if not setting.startswith("wandb")]
-    overrides += ["data.path=text.txt", "name=run", "trainer.max_steps=30"]
-    overrides += ["trainer.eval_every=30", "trainer.sample_tokens=0"]
-    with WandbServer("resets", after="file_stream") as server:
-        environment = {"WANDB_FINISH_TIMEOUT": "2", "WANDB_BASE_URL": server.url}
-        done = worker.run(str(REPOSITORY / "train.py"), *overrides, **environment)
-    (line,) = done.stderr.splitlines()
-    assert to_sync(line)
-    run = worker.folder / "runs" / "run"
-    assert [row["step"] for row in logged(run)] == list(range(31))
-    assert (run / "checkpoints" / "last" / "model.safetensors").is_file()
-    assert (run / "report.html").is_file()
+    disk = worker.folder / "wandb"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        assert len(worker(rows=size * 10, mode="offline")) == 1
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
