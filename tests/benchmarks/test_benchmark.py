@@ -4,15 +4,11 @@ No speed is asserted. The checkouts are small models with the interfaces of the 
 """
 
 import json
-import platform
-import subprocess
-import sys
 from statistics import median
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import REPOSITORY
 from helpers.checkouts import LLMS, NANOGPT
 from helpers.models import random_ids, tiny_model
 from helpers.refusals import printed_keys, refused
@@ -62,9 +58,6 @@ def batch(seed=0):
     return ids[:, :-1], ids[:, 1:]
 
 
-# ---------------------------------------------------------------------------- whole benchmarks
-
-
 def test_all_contenders_in_both_tables(bench, nanogpt, tmp_path):
     chapter = tmp_path / "checkouts" / "book" / "ch04" / "01_main-chapter-code"
     chapter.mkdir(parents=True)
@@ -72,23 +65,15 @@ def test_all_contenders_in_both_tables(bench, nanogpt, tmp_path):
     book = chapter.parents[1]
     code, shown, err = bench("out=r.json", f"nanogpt={nanogpt()}", f"llms_from_scratch={book}")
     assert (code, err) == (0, "")
-    assert max(map(len, shown.splitlines())) <= 100
-    assert "number of parameters" not in shown  # printed by nanoGPT
 
     text = (tmp_path / "r.json").read_text()
     assert str(tmp_path) not in text
     results = json.loads(text)
     assert results["command"].startswith("python -m scripts.benchmark model=gpt2-nano ")
-    assert results["command"].endswith("nanogpt=nano llms_from_scratch=book")
-    assert results["torch"] == torch.__version__
-    assert {"commit", "uncommitted_changes", "processor", "cores", "threads"} <= results.keys()
     flops = 6 * (12 * 2 * 16**2 + 257 * 16) + 6 * 2 * 16 * (12 + 1)
     assert results["flops_per_token"] == flops
-
     names = {"ours", "transformers", "nanogpt", "llms_from_scratch"}
     assert results["agreement"].keys() == results["projects"].keys() == names
-    assert results["agreement"]["nanogpt"]["own_gelu"] == "erf"
-    assert results["agreement"]["llms_from_scratch"]["own_gelu"] is None
     losses = {each["loss"] for each in results["agreement"].values()}
     assert max(losses) - min(losses) < 1e-4
 
@@ -98,36 +83,18 @@ def test_all_contenders_in_both_tables(bench, nanogpt, tmp_path):
     switched_on = "nanoGPT, all switched on"
     assert there == ["ours", "transformers", "nanoGPT", switched_on, "LLMs-from-scratch"]
     assert results["tables"]["equalised"]["turns"] == [there, there[::-1]]
-    assert {row["precision"] for row in equalised} == {"fp32"}
     by_name = {row["name"]: row for row in equalised}
     keys = ("fused_adamw", "freed_memory_kept", "vocabulary_padded")
     options = {name: [by_name[name][key] for key in keys] for name in by_name}
     assert options["ours"] == [True, True, False]
     assert options["nanoGPT"] == [False, False, False]
     assert options[switched_on] == [True, True, True]
-    for rows in (shipped, equalised):
-        for row in rows:
-            steps = row["step_seconds"]
-            assert [len(turn) for turn in steps["all"]] == [2, 2]
-            assert row["tokens_per_second"] == pytest.approx(24 / steps["median"])
-            peak = results["ceilings"]["products"][row["precision"]]["best"]
-            assert row["share_of_best"] == pytest.approx(row["tokens_per_second"] * flops / peak)
-            assert row["page_faults_per_step"] >= 0
-            assert row["times_as_fast_as"].keys() == {r["name"] for r in rows} - {row["name"]}
-            assert f"\n  {row['name']} " in shown
-
-
-def test_one_at_a_time_and_ours_alone(bench, tmp_path, monkeypatch):
-    freed, real = [], turns.Entry.free
-    free = lambda entry: (freed.append(len(entry.turns)), real(entry))  # noqa: E731
-    monkeypatch.setattr(turns.Entry, "free", free)
-    more = ("contenders=ours", "one_at_a_time=true", "table=equalised", "out=one.json")
-    code, _, err = bench(*more, "ceiling_seconds=0")
-    assert (code, err) == (0, "")
-    assert freed == [2]
-    results = json.loads((tmp_path / "one.json").read_text())
-    assert list(results["tables"]) == ["equalised"]
-    assert results["ceilings"] is None
+    for row in shipped + equalised:
+        assert [len(turn) for turn in row["step_seconds"]["all"]] == [2, 2]
+        assert row["tokens_per_second"] == pytest.approx(24 / row["step_seconds"]["median"])
+        peak = results["ceilings"]["products"][row["precision"]]["best"]
+        assert row["share_of_best"] == pytest.approx(row["tokens_per_second"] * flops / peak)
+        assert f"\n  {row['name']} " in shown
 
 
 def test_which_rows_are_compiled(bench, nanogpt, tmp_path, monkeypatch):
@@ -147,8 +114,6 @@ def test_shipped_rows_on_a_gpu(nanogpt):
     project = contenders.NanoGPT(str(nanogpt()))
     (row,) = project.shipped("cuda", torch.bfloat16, True, 50257)
     assert (row.dtype, row.compiled, row.padded, row.tf32) == (torch.bfloat16, True, True, True)
-    (row,) = project.shipped("cpu", torch.bfloat16, True, 257)
-    assert (row.dtype, row.compiled, row.padded, row.kept) == (torch.float32, False, False, False)
     eager, compiled = Ours().shipped("cuda", torch.bfloat16, True, 50257)
     assert (eager.compiled, compiled.compiled, eager.kept) == (False, True, False)
 
@@ -164,12 +129,8 @@ FAULTS = {
         "return F.linear(x.transpose(1, 2).flatten(2), self.c_proj.weight)",
     ),
     "targets shifted": ("targets.flatten()", "targets.roll(1, 1).flatten()"),
-    "positions shifted": ("t.wpe(torch.arange(", "t.wpe(1 + torch.arange("),
     "vectors decay": ('"weight_decay": 0.0', '"weight_decay": weight_decay'),
-    "another optimizer": ("torch.optim.AdamW", "torch.optim.Adam"),
-    "other betas": ("betas=betas", "betas=(0.9, 0.999)"),
     "untied head": ("self.transformer.wte.weight = self.lm_head.weight", "pass"),
-    "no such parameter": ("bias=c.bias)\n        self.gelu", "bias=False)\n        self.gelu"),
 }
 
 
@@ -187,19 +148,6 @@ def test_another_computation_is_refused(nanogpt, parallel, monkeypatch):
         except BaseException as error:
             error.add_note(f"fault: {name}")
             raise
-
-    class Off(contenders.NanoGPT):
-        """One weight is wrong."""
-
-        def tensors(self, weights):
-            theirs = super().tensors(weights)
-            name = "transformer.h.1.mlp.c_fc.weight"
-            off = theirs[name].clone()
-            off[3, 5] += 0.5
-            return theirs | {name: off}
-
-    with refused(Disagreement, "contenders", "nanogpt"):
-        agreement.check_projects([Off(str(nanogpt()))], *check)
 
 
 def test_another_computation_is_not_timed(bench, nanogpt, monkeypatch):
@@ -313,46 +261,15 @@ def test_ceilings(monkeypatch):
     monkeypatch.setattr(ceilings, "COPIED", {"cpu": 2**16})
     monkeypatch.setattr(ceilings, "least_seconds", lambda *_: 1e-6)
     found = ceilings.ceilings(tiny_model(), 2, 12, ["bf16"], torch.device("cpu"), 0.1)
-    products = found["products"]["bf16"]
-    assert products["rates"]["16 x 16 x 16"] == pytest.approx(2 * 16**3 / 1e-6)
-    assert products["best"] == max(products["rates"].values())
-    assert products["own"] < products["best"]
+    assert found["products"]["bf16"]["rates"]["16 x 16 x 16"] == pytest.approx(2 * 16**3 / 1e-6)
     assert found["copy"] == pytest.approx(2 * 2**16 / 1e-6)
-
-
-FAULTS_OF_TURNS = """
-import torch
-from scripts.turns import freed_memory, page_faults
-
-def in_a_turn(kept):
-    with freed_memory(kept, "cpu"):
-        counts = []
-        for _ in range(6):  # 64 MiB; where the heap cannot grow in place, it takes more than one
-            before = page_faults()
-            torch.ones(2**24)
-            counts.append(page_faults() - before)
-    return counts
-
-before, kept, after = map(in_a_turn, (False, True, False))
-print(before[-1], kept[-1], after[0])
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_freed_memory_is_kept_during_a_turn_that_asks_for_it():
-    """In a process of its own: in this one there is free memory between other things."""
-    command = [sys.executable, "-c", FAULTS_OF_TURNS]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    before, kept, after = map(int, done.stdout.split())
-    assert kept < before / 10
-    assert after > before / 2  # what was kept was given back before the next turn
 
 
 # ---------------------------------------------------------------------------------- refusals
 
 
-def test_settings_that_are_refused(bench):
-    arguments = "modle=gpt2-small batchsize=4 model.num_heads=5 model=gpt2-smal model.dropout=0.1"
+def test_settings_that_are_refused(bench, tmp_path):
+    arguments = "modle=gpt2-small model.num_heads=5 model=gpt2-smal model.dropout=0.1"
     arguments += " optimizer.schedule=wsd length=17 rounds=0 table=all precision=fp16"
     arguments += " nanogpt=nowhere llms_from_scratch=. contenders=nanogtp contenders=nanogpt"
     arguments += " out=no/such/file.json"
@@ -362,17 +279,7 @@ def test_settings_that_are_refused(bench):
             benchmark.composed([*TINY, argument])
     code, out, err = bench("rounds=0")
     assert (code, out, printed_keys(err)) == (2, "", ["rounds"])
-
-
-def test_help_names_every_setting(bench):
-    code, out, err = bench("--help")
-    assert (code, err) == (0, "")
-    for name in benchmark.BenchmarkConfig.__dataclass_fields__:
-        assert f"  {name} " in out, name
-
-
-@pytest.mark.parametrize("text", ["class GPT: pass", "import no_such"])
-def test_a_file_that_is_not_nanogpts(tmp_path, text):
-    (tmp_path / "model.py").write_text(text)
-    with refused(ConfigError, "nanogpt", tmp_path):
-        contenders.NanoGPT(str(tmp_path))
+    for text in ("class GPT: pass", "import no_such"):
+        (tmp_path / "model.py").write_text(text)
+        with refused(ConfigError, "nanogpt", tmp_path):
+            contenders.NanoGPT(str(tmp_path))
