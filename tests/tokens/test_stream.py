@@ -101,12 +101,13 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(lists, dtype, bad
     byte = 100 * number + local * np.dtype(dtype).itemsize
     for part in split_at(TokenStream(arrays, VOCAB, EOT, names), cuts):
         starts = np.arange(len(part))
-        if 0 <= position < len(part):
-            with refused(DataError, "data.path", f"file_{number}.bin") as caught:
-                part.gather(starts, 5)
-            assert {bad, byte, VOCAB} <= numbers_in(caught.value)
-        elif len(part):  # padding is NO_TOKEN too, and is no id of the file
-            part.gather(starts, 5)
+        for size in (1, 5):  # without padding and with it: NO_TOKEN, which is no id of the file
+            if 0 <= position < len(part):
+                with refused(DataError, "data.path", f"file_{number}.bin") as caught:
+                    part.gather(starts, size)
+                assert {bad, byte, VOCAB} <= numbers_in(caught.value)
+            elif len(part):
+                part.gather(starts, size)
         position -= len(part)
 
 
