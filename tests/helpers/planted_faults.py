@@ -6,16 +6,15 @@ Each is a function of FAULTS, called with what stands beside its name. "The save
 that writes checkpoints (training/saving.py).
 """
 
-import builtins
 import errno
 import functools
 import hashlib
-import io
 import json
 import os
 import pkgutil
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -64,6 +63,11 @@ def before_step(step: int, action: Callable[[train.Trainer], None]) -> None:
 # --------------------------------------------------------------------------------------- crashes
 
 
+WRITING = os.O_WRONLY | os.O_RDWR
+# Audit events of Python: where the path and the descriptor of its folder are in their arguments.
+EVENTS = {"os.remove": (0, 1), "os.rmdir": (0, 1), "os.mkdir": (0, 2), "os.symlink": (1, 2)}
+
+
 class Operations:
     """Counts the saver's disk operations for the second checkpoint, until the first is pruned, and
     kills the process before operation `at`.
@@ -77,134 +81,102 @@ class Operations:
     def __init__(self, at: int | None = None, names: str | None = None, lost: str | None = None):
         self.at, self.names, self.lost = at, names, lost
         self.count = self.saves = self.kept = 0
-        self.root = os.getcwd() + os.sep
-        self.written: dict[int, int] = {}  # bytes on the disk, of each file written to
+        self.root = os.path.join(os.getcwd(), "runs")
+        self.on_disk = {about.st_ino: about.st_size for about in self._files().values()}
         self.unsynced: list[dict] = []  # changes of names that may not be on the disk
         self.guard = threading.RLock()
-        self.link, self.kill = os.link, os.kill
-        self.open, self.readlink, self.stat = builtins.open, os.readlink, os.stat
         on_call("training.saving.Saver.save", self._count_saves)
         replace(checkpoint, "save_file", self._save_file)
-        for name in ("unlink", "remove", "rmdir", "mkdir", "symlink", "replace", "rename"):
-            replace(os, name, functools.partial(self._names, name))
         replace(os, "fsync", self._fsync)
-        builtins.open = io.open = self._open(builtins.open)
+        sys.addaudithook(self._watch)
 
     def _count_saves(self, *_) -> None:
         self.saves += 1  # the trainer has waited for the checkpoint before
 
-    def before(self, name: str, path: object) -> None:
+    def _files(self) -> dict[str, os.stat_result]:
+        """The regular files below runs/."""
+        paths = (
+            os.path.join(where, name) for where, _, names in os.walk(self.root) for name in names
+        )
+        return {path: os.stat(path) for path in paths if not os.path.islink(path)}
+
+    def _point(self, what: str, path: str) -> None:
         """Here the process may be killed."""
         if self.saves != 2 or not threading.current_thread().name.startswith("saver"):
             return
         self.count += 1
         if self.names:
-            with self.open(self.names, "a") as file:
-                file.write(f"{name} {os.path.relpath(str(path))}\n")
+            with open(self.names, "a") as file:
+                file.write(f"{what} {os.path.relpath(path)}\n")
         if self.count == self.at:
+            if what == "half of":
+                os.truncate(path, os.path.getsize(path) // 2)
             if self.lost:
-                with self.open(self.lost, "w") as file:
-                    json.dump(self._losses(), file)
-            self.kill(os.getpid(), signal.SIGKILL)
+                # A file that is new has nothing on the disk before it is synced.
+                files = {
+                    path: self.on_disk.get(about.st_ino, 0) for path, about in self._files().items()
+                }
+                Path(self.lost).write_text(json.dumps({"files": files, "names": self.unsynced}))
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def _losses(self) -> dict:
-        files = {}
-        for folder, _, names in os.walk(self.root + "runs"):
-            for name in names:
-                path = os.path.join(folder, name)
-                if not os.path.islink(path) and self.stat(path).st_ino in self.written:
-                    files[path] = self.written[self.stat(path).st_ino]
-        return {"files": files, "names": self.unsynced}
+    def _watch(self, event: str, arguments: tuple) -> None:
+        if event == "os.rename":
+            source, path, of_source, folder = arguments
+            self._operation("rename", path, folder, self._path(source, of_source))
+        elif event in EVENTS:
+            self._operation(event[3:], *(arguments[place] for place in EVENTS[event]))
+        elif event == "open" and not isinstance(arguments[0], int) and arguments[2] & WRITING:
+            self._operation("open", arguments[0])
 
-    def _concerns(self, path: str) -> bool:
-        """Whether it is below runs/, or the folder that has its name."""
-        return path.startswith(self.root + "runs") or path + os.sep == self.root
-
-    def _path(self, path: object, folder: int | None = None) -> str:
+    def _path(self, path: object, folder: int = -1) -> str:
         """Absolute; folder: a descriptor that a name is relative to."""
-        if isinstance(path, int):
-            return self.readlink(f"/proc/self/fd/{path}")
-        base = self.readlink(f"/proc/self/fd/{folder}") if folder is not None else os.getcwd()
+        base = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else os.getcwd()
         return os.path.normpath(os.path.join(base, os.fspath(path)))
 
-    def _open(self, real):
-        def wrapper(path, mode="r", *arguments, **options):
-            full = "" if isinstance(path, int) or not set(mode) & set("wax+") else self._path(path)
-            if not self._concerns(full):
-                return real(path, mode, *arguments, **options)
-            with self.guard:
-                self.before("open", full)
-                is_new = not os.path.lexists(full)
-                file = real(path, mode, *arguments, **options)
-                self._changed(full, is_new)
-                self.before("opened", full)
-            return file
+    def _operation(
+        self, what: str, path: object, folder: int = -1, source: str | None = None
+    ) -> None:
+        """A change of a name, or of a file's content, that is about to be made."""
+        path, old = self._path(path, folder), None
+        if path != self.root and not path.startswith(self.root + os.sep):
+            return
+        with self.guard:
+            self._point(what, path)
+            exists = os.path.lexists(path)
+            if exists and what in ("rename", "remove") and not os.path.isdir(path):
+                old = self._keep(path)
+            for change in self.unsynced:  # what is in a folder that is renamed
+                if source and change["path"].startswith(source + os.sep):
+                    change["path"] = path + change["path"].removeprefix(source)
+            if not exists or what in ("rename", "remove", "rmdir"):
+                self.unsynced.append({"what": what, "path": path, "source": source, "old": old})
 
-        return wrapper
-
-    def _changed(self, path: str, is_new: bool) -> None:
-        number = self.stat(path).st_ino
-        if is_new or number not in self.written:  # what was there before is on the disk
-            self.written[number] = 0 if is_new else self.stat(path).st_size
-        if is_new:
-            self.unsynced.append({"what": "create", "path": path})
+    def _keep(self, path: str) -> str | None:
+        """A second name for a file that is about to lose its own."""
+        if self.lost is None:
+            return None
+        self.kept += 1
+        os.link(path, f"{self.lost}.{self.kept}", follow_symlinks=False)
+        return f"{self.lost}.{self.kept}"
 
     def _save_file(self, real):
         def wrapper(tensors, path, *arguments):
-            full = self._path(path)
-            with self.guard:
-                self.before("save_file", full)
+            self._operation("open", path)
             real(tensors, path, *arguments)
-            with self.guard:
-                self._changed(full, is_new=True)
-                if self.saves == 2 and self.count + 1 == self.at:
-                    os.truncate(full, self.stat(full).st_size // 2)
-                self.before("half of", full)
+            self._point("half of", str(path))
 
         return wrapper
 
     def _fsync(self, real):
         def wrapper(number):
-            full = self._path(number)
-            if not self._concerns(full):
-                return real(number)
+            path, about = os.readlink(f"/proc/self/fd/{number}"), os.fstat(number)
             with self.guard:
-                self.before("fsync", full)
+                self._point("fsync", path)
                 real(number)
-                about = self.stat(full)
-                self.unsynced = [e for e in self.unsynced if os.path.dirname(e["path"]) != full]
-                if about.st_ino in self.written:
-                    self.written[about.st_ino] = about.st_size
+                self.unsynced = [e for e in self.unsynced if os.path.dirname(e["path"]) != path]
+                self.on_disk[about.st_ino] = about.st_size
 
         return wrapper
-
-    def _names(self, name, real):
-        def wrapper(path, *arguments, **options):
-            where = arguments[0] if name == "symlink" else path
-            full, source, old = self._path(where, options.get("dir_fd")), None, None
-            if not self._concerns(full):
-                return real(path, *arguments, **options)
-            with self.guard:
-                self.before(name, full)
-                if name in ("replace", "rename"):
-                    source, full = full, self._path(arguments[0])
-                if name in ("replace", "rename", "unlink", "remove"):
-                    old = self._keep(full)
-                result = real(path, *arguments, **options)
-                self.unsynced.append({"what": name, "path": full, "source": source, "old": old})
-            return result
-
-        return wrapper
-
-    def _keep(self, path: str) -> str | None:
-        """A second name for a file that is about to lose its own."""
-        is_folder = os.path.isdir(path) and not os.path.islink(path)
-        if not self.lost or not os.path.lexists(path) or is_folder:
-            return None
-        self.kept += 1
-        kept = f"{self.lost}.{self.kept}"
-        self.link(path, kept, follow_symlinks=False)
-        return kept
 
 
 # ------------------------------------------------------------------------------------ full disks
@@ -277,15 +249,6 @@ def fill_up(path: Path, leave: int = 0) -> None:
 
 def full_disk(before: int, until: int | None, leave: int) -> None:
     between(before, until, lambda: fill_up(BALLAST, leave), BALLAST.unlink)
-
-
-def shell(before: int, until: int | None, commands: list[str]) -> None:
-    """A command before one step, and another before a later one."""
-
-    def call(command):
-        assert os.system(command) == 0
-
-    between(before, until, *(functools.partial(call, command) for command in commands))
 
 
 # -------------------------------------------------------------------------------- signals, errors
@@ -420,7 +383,6 @@ FAULTS = {
     "failing": failing,
     "little_room": little_room,
     "full_disk": full_disk,
-    "shell": shell,
     "happen": happen,
     "bad_loss": bad_loss,
     "watch_parameters": watch_parameters,

@@ -19,8 +19,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from helpers import REPOSITORY, TEXT, TINY
 from helpers.ranks import PATIENCE, environment, free_port, ours
@@ -211,11 +211,9 @@ def place(folder: Path) -> Path:
     return folder
 
 
-@dataclass
-class Whole:
-    """A run that nobody disturbed."""
+class Whole(NamedTuple):
+    """A run that nothing happened to."""
 
-    kind: str
     run: Path
     seconds: float  # that it took
 
@@ -239,7 +237,7 @@ class Faults:
             folder, started = self.folder(), time.perf_counter()
             self.run(folder, kind)
             seconds = time.perf_counter() - started
-            self.wholes[kind] = Whole(kind, folder / "runs" / "run", seconds)
+            self.wholes[kind] = Whole(folder / "runs" / "run", seconds)
         return self.wholes[kind]
 
     def operations(self, kind: str) -> list[str]:
@@ -371,13 +369,13 @@ def undo(change: dict) -> None:
     """A change of a name, where that can still be."""
     what, path = change["what"], Path(change["path"])
     with contextlib.suppress(OSError):
-        if what in ("create", "symlink"):
+        if what in ("open", "symlink"):
             path.unlink()
         elif what == "mkdir":
             shutil.rmtree(path)
         elif what == "rmdir":
             path.mkdir()
-        elif what in ("replace", "rename") and not os.path.lexists(change["source"]):
+        elif what == "rename" and not os.path.lexists(change["source"]):
             path.rename(change["source"])
-        if change.get("old") and not os.path.lexists(path):
+        if change["old"] and not os.path.lexists(path):
             os.link(change["old"], path, follow_symlinks=False)
