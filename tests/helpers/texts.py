@@ -1,14 +1,12 @@
 """Texts of every kind, their tokens by single calls of tiktoken, and shards made of them."""
 
 import gzip
-import itertools
 import json
 import random
 import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -21,8 +19,6 @@ from tokens.prepare import Preparation, Recipe
 from tokens.shards import HEADER_BYTES, open_shards
 from tokens.sources import find_files
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
-
-SMALL = "shard_tokens=100000"  # which makes tasks of 400 kB
 
 FRAGMENTS = [
     *" \n\r\t\x0b\x1c\x85\u00a0\u2028\u3000\u200b\ufeff",
@@ -116,35 +112,9 @@ def peak_memory(function: Callable[[], object]) -> tuple[object, int]:
 
 
 def varied_text(size: int, seed: int = 0) -> str:
-    """Lines of made-up words, numbers and documents, no two stretches alike."""
-    chance = random.Random(seed)
-    letters = ["etaoinshrdlucmfwypvbgkjqxz", "αβγδεζηθ", "あいうえお"]
-    words = [
-        "".join(chance.choices(chance.choice(letters), k=chance.randint(1, 9))) for _ in range(3000)
-    ]
-    lines, length = [], 0
-    while length < size:
-        line = " ".join(chance.choices(words, k=40)) + f", {chance.random()}.\n"
-        lines.append(line if chance.random() > 0.05 else line + END_OF_TEXT)
-        length += len(lines[-1])
-    return "".join(lines)
-
-
-def every_kind(folder: Path) -> SimpleNamespace:
-    """A folder of every kind of text, enough for a dozen tasks of `SMALL`; and its tokens."""
-    chance = random.Random(1)
-    collection = []
-    for number, kind in enumerate(["txt", "jsonl", "txt.gz", "parquet", "jsonl.zst", "txt.zst"]):
-        text = varied_text(900_000 if kind in ("txt", "jsonl") else 300_000, number)
-        if "txt" not in kind:
-            cuts = sorted(chance.sample(range(len(text)), 200))
-            text = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-        collection.append((kind, [text] if isinstance(text, str) else text))
-    folder = write_collection(folder / "web", collection)
-    return SimpleNamespace(folder=folder, ids=expected_ids(in_order(collection)))
-
-
-# ------------------------------------------------------------------------------------ preparing it
+    """So many made-up characters, among them ends of documents; no two stretches alike."""
+    characters = "etaoinshrdlu αβγδε あいうえお 0123 .,\n" * 20
+    return "".join(random.Random(seed).choices([*characters, END_OF_TEXT], k=size))
 
 
 def prepare(path: object, folder: Path, **recipe) -> dict:
