@@ -2,12 +2,10 @@
 written for the tests: what a checkout of either would have in its file."""
 
 NANOGPT = """
-import math
 from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
-
 @dataclass
 class GPTConfig:
     block_size: int = 1024
@@ -17,7 +15,6 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True
-
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -30,7 +27,6 @@ class Attention(nn.Module):
         return self.c_proj(x.transpose(1, 2).flatten(2))
     def split(self, y):
         return y.unflatten(2, (self.heads, -1)).transpose(1, 2)
-
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -39,7 +35,6 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
     def forward(self, x):
         return self.c_proj(self.gelu(self.c_fc(x)))
-
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -48,7 +43,6 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
-
 class GPT(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -60,7 +54,6 @@ class GPT(nn.Module):
         ))
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
-        print("number of parameters: some")
     def forward(self, idx, targets=None):
         t = self.transformer
         x = t.wte(idx) + t.wpe(torch.arange(idx.shape[1], device=idx.device))
@@ -75,50 +68,38 @@ class GPT(nn.Module):
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        print("using fused AdamW: False")
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
 """
 
 LLMS = """
 import torch
 from torch import nn
-
+from torch.nn import functional as F
 class LayerNorm(nn.Module):
     def __init__(self, size):
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
     def forward(self, x):
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
-        return self.scale * x + self.shift
-
+        return F.layer_norm(x, x.shape[-1:], self.scale, self.shift)
 class MultiHeadAttention(nn.Module):
     def __init__(self, size, length, heads, bias):
         super().__init__()
         self.heads = heads
         self.W_query, self.W_key, self.W_value = (nn.Linear(size, size, bias=bias) for _ in "qkv")
         self.out_proj = nn.Linear(size, size)
-        self.register_buffer("mask", torch.ones(length, length).triu(1))
+        self.register_buffer("mask", torch.ones(length, length))
     def forward(self, x):
-        q, k, v = (
-            w(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for w in (self.W_query, self.W_key, self.W_value)
-        )
-        mask = self.mask.bool()[: x.shape[1], : x.shape[1]]
-        scores = (q @ k.transpose(2, 3)).masked_fill(mask, -torch.inf)
-        weights = torch.softmax(scores / k.shape[-1] ** 0.5, -1)
-        return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
-
-class Tanh(nn.Module):
-    def forward(self, x):
-        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-
+        projections = self.W_query, self.W_key, self.W_value
+        q, k, v = (w(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for w in projections)
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(x.transpose(1, 2).flatten(2))
 class FeedForward(nn.Module):
     def __init__(self, size):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(size, 4 * size), Tanh(), nn.Linear(4 * size, size))
+        up, down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        self.layers = nn.Sequential(up, nn.GELU("tanh"), down)
     def forward(self, x):
         return self.layers(x)
-
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -128,7 +109,6 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.att(self.norm1(x))
         return x + self.ff(self.norm2(x))
-
 class GPTModel(nn.Module):
     def __init__(self, cfg):
         super().__init__()
