@@ -71,9 +71,6 @@ def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1
     return made.finish()
 
 
-# ------------------------------------------------------------------------------------------- tasks
-
-
 def test_number_of_tasks(monkeypatch):
     for name, size, shard_tokens, count in (
         ("a.txt", 2**24, 10**8, 1),
@@ -90,9 +87,6 @@ def test_number_of_tasks(monkeypatch):
     monkeypatch.setattr(prepare_module, "row_groups", lambda name: [90, 30, 10, 50])
     tasks = make_tasks(["a.parquet", "b.parquet"], "text", 10)  # 40 bytes each
     assert [task.size for task in tasks] == [90, 40, 50] * 2
-
-
-# ---------------------------------------------------------------------------------------- contents
 
 
 @few
@@ -375,9 +369,6 @@ def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
     assert not list(out.glob("shard_00001*"))
     prepare(path, out, engine="tiktoken", shard_tokens=500)
     assert ids_of(out) == expected_ids([("txt", [text])])
-
-
-# ---------------------------------------------------------------------------------------- settings
 
 
 def test_settings_are_taken_as_they_are_given():
