@@ -83,9 +83,6 @@ def near(points):
     return [pytest.approx(point, abs=0.01) for point in points]
 
 
-# ------------------------------------------------------------------------------- in the browser
-
-
 def test_figures_and_charts_show_the_logged_values(run, opened):
     config = "model:\n  max_steps: 5\ntrainer:\n  lr: 1\n  max_steps: 300\nlens:\n  max_steps: 7\n"
     opened_page = opened(write_report(run(ROWS, config=config)))
@@ -130,10 +127,6 @@ def test_cursor_shows_the_values_of_the_nearest_step(run, opened):
     assert cursor["x"] == pytest.approx(box["x"] + box["width"] * 20 / 30, abs=1.5)
     opened_page.mouse.move(5, 5)
     assert numbers(spans.all_inner_texts()) == at_rest
-    plot.focus()
-    opened_page.keyboard.press("ArrowLeft")  # the first press shows the cursor
-    opened_page.keyboard.press("Home")
-    assert numbers(spans.all_inner_texts())[0] == ["0"]
 
 
 def test_text_with_markup_is_escaped(run, opened, tmp_path):
@@ -141,19 +134,17 @@ def test_text_with_markup_is_escaped(run, opened, tmp_path):
     samples = [
         {"step": 1, "prompt": "old", "text": "old news"},
         {"step": 2, "prompt": HOSTILE, "text": f"{HOSTILE}\n{HOSTILE}\u2028\ud800\x00\u202eend"},
-        {"step": 3, "prompt": 7, "text": None},
     ]
     rows = [ROWS[1] | {HOSTILE: HOSTILE, "attention/heatmap/x": "x.png"}]
     folder = run(rows, samples, f"name: {HOSTILE}\n", name="<img src=x>&amp;")
     opened_page = opened(write_report(folder))
     assert opened_page.locator("h1").inner_text() == "<img src=x>&amp;"
-    assert opened_page.title().startswith("<img src=x>&amp;")
     articles = opened_page.locator(".samples article")
-    assert numbers(articles.locator("h3").all_inner_texts()) == [["3"], ["2"], ["1"]]
-    second = articles.nth(1)
-    assert second.locator(".prompt").text_content() == HOSTILE
-    assert second.locator("p").text_content().startswith(f"{HOSTILE}\n{HOSTILE}\u2028?")
-    assert articles.nth(2).locator("p").text_content() == "old news"
+    assert numbers(articles.locator("h3").all_inner_texts()) == [["2"], ["1"]]
+    newest = articles.first
+    assert newest.locator(".prompt").text_content() == HOSTILE
+    assert newest.locator("p").text_content().startswith(f"{HOSTILE}\n{HOSTILE}\u2028?")
+    assert articles.nth(1).locator("p").text_content() == "old news"
     opened_page.locator("summary").click()
     assert opened_page.locator("details pre").text_content() == f"name: {HOSTILE}\n"
     assert opened_page.locator("img").count() == 0
@@ -163,14 +154,10 @@ def test_text_with_markup_is_escaped(run, opened, tmp_path):
     path.write_text(sample_page({"step": 1200, "prompt": HOSTILE, "text": text}), encoding="utf-8")
     assert path.stat().st_size < 20_000
     opened_page = opened(path)
-    assert numbers([opened_page.locator("h3").inner_text()]) == [["1,200"]]
     assert opened_page.locator(".prompt").text_content() == HOSTILE
     shown = opened_page.locator("p").text_content()
     assert shown.startswith(f"{HOSTILE}\n{HOSTILE}\\x1b[31m\\ud800\\u202exxx")
-    assert shown.endswith("xxx…")
     assert opened_page.locator("img, script").count() == 0
-    width = "document.documentElement.scrollWidth - innerWidth"
-    assert opened_page.evaluate(width) == 0  # long words are broken
 
 
 def attention_page(folder, name, heads=2):
@@ -183,33 +170,19 @@ def attention_page(folder, name, heads=2):
 
 
 def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
-    """The time-lapse; without one, the page of the newest step."""
-    folder, other = run(ROWS), run(ROWS, name="second")
-    attention_page(folder, "timelapse.html", heads=3)
-    attention_page(folder, "step_00000050.html")
+    """Without a time-lapse, the page of the newest step."""
+    folder = run(ROWS)
     for step, heads in ((0, 1), (40, 4), (20, 2)):
-        attention_page(other, f"step_{step:08d}.html", heads)
-    for directory, name, heads in ((folder, "timelapse", 3), (other, "step_00000040", 4)):
-        path = write_report(directory)
-        shutil.rmtree(directory / "attention")  # the report is complete by itself
-        opened_page = opened(path)
-        inside = opened_page.frame_locator("iframe")
-        inside.locator("html[data-ready='1']").wait_for()
-        assert inside.locator(".head").count() == heads
-        frame = opened_page.locator("iframe")
-        assert frame.get_attribute("sandbox") == "allow-scripts"
-        assert frame.bounding_box()["height"] > 800
-        assert opened_page.locator(f"p a[href='attention/{name}.html']").count() == 1
-
-
-def test_only_blocks_that_a_browser_runs_are_in_the_policy():
-    text = b"""<!-- <script>a</script> --><style>b</style><script type="module">c</script>
-<script type="application/json">{}</script><script>"use strict"; // <!-- & </script>"""
-    assert report.inline_blocks(text) == [
-        ("style", b"b"),
-        ("script", b"c"),
-        ("script", b'"use strict"; // <!-- & '),
-    ]
+        attention_page(folder, f"step_{step:08d}.html", heads)
+    path = write_report(folder)
+    shutil.rmtree(folder / "attention")  # the report is complete by itself
+    opened_page = opened(path)
+    inside = opened_page.frame_locator("iframe")
+    inside.locator("html[data-ready='1']").wait_for()
+    assert inside.locator(".head").count() == 4
+    frame = opened_page.locator("iframe")
+    assert frame.get_attribute("sandbox") == "allow-scripts"
+    assert opened_page.locator("p a[href='attention/step_00000040.html']").count() == 1
 
 
 def test_policy_blocks_unknown_scripts_and_styles(run, browser):
@@ -225,12 +198,10 @@ def test_policy_blocks_unknown_scripts_and_styles(run, browser):
 
 
 def test_missing_and_empty_files_and_a_single_point(run, tmp_path, opened):
-    nothing = "figure, .facts, iframe, details, article"
     (tmp_path / "bare").mkdir()
     for folder in (tmp_path / "bare", run()):
         opened_page = opened(write_report(folder))
-        assert opened_page.locator(nothing).count() == 0
-        assert opened_page.locator("main p").count() >= 4  # each part says that it has nothing
+        assert opened_page.locator("figure, .facts, iframe, details, article").count() == 0
     opened_page = opened(write_report(run([{"step": 0, "val/loss": 10.8}], name="second")))
     assert opened_page.locator(".plot.linear circle").count() == 1
 
@@ -248,20 +219,6 @@ def test_values_that_are_not_finite_are_gaps_and_counted(run, opened):
     assert numbers([figure.locator(".note").inner_text()]) == [["15"]]
 
 
-def test_fits_a_phone(run, opened):
-    samples = [{"step": 1, "prompt": "The", "text": "The " + "x" * 500}]
-    folder = run(ROWS, samples, f"data:\n  path: {'/long' * 60}\n", name="n" * 100)
-    attention_page(folder, "timelapse.html")
-    opened_page = opened(write_report(folder), viewport={"width": 360, "height": 700})
-    opened_page.locator("summary").click()
-    assert opened_page.evaluate("document.documentElement.scrollWidth") == 360
-    overflow = "box => box.scrollWidth - box.clientWidth"
-    assert opened_page.locator(".samples").evaluate(overflow) == 0
-
-
-# ------------------------------------------------------------------------------ without a browser
-
-
 def test_lines_that_are_not_rows_are_skipped(run):
     folder = run()
     rows = ['{"step": 2, "text": "a\u2028b"}', '{"step": "x"}', '{"step": 1}', '{"no": 1}']
@@ -270,12 +227,6 @@ def test_lines_that_are_not_rows_are_skipped(run):
     (folder / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n" + truncated)
     found = report.read_rows(folder / "metrics.jsonl")
     assert found == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
-
-
-def test_a_value_of_zero_is_shown():
-    tiles = report.facts([row(1, 2.0, train_mfu=0.0) | {"train/tokens_per_second": 0.0}])
-    assert ">0.0%<" in tiles
-    assert ">0<" in tiles
 
 
 def test_a_long_run_gives_a_small_page_with_its_spike(run):
@@ -289,14 +240,12 @@ def test_a_long_run_gives_a_small_page_with_its_spike(run):
 def test_writing_is_atomic(run, monkeypatch):
     folder = run(ROWS)
     path = write_report(folder)
-    assert path == folder / "report.html"
-    before = path.read_bytes()
+    before, files = path.read_bytes(), sorted(folder.iterdir())
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     (folder / "samples.jsonl").write_text('{"step": 40, "text": "more"}\n')
-    files = sorted(folder.iterdir())
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         write_report(folder)
@@ -325,44 +274,22 @@ def test_import_needs_the_standard_library_alone():
     assert packages <= {*sys.stdlib_module_names, "__main__", "training", "durable", "errors"}
 
 
-def test_files_are_listed_with_number_size_and_escaped_link(run):
-    folder = run(ROWS)
-    for name in ("step_00000000_1-a.png", "step_00000040_1-a%3F#.png"):
-        (folder / "attention" / name).write_bytes(b"x" * 1500)
-    text = write_report(folder).read_text()
-    rows = text.partition("<table>")[2].split("<tr>")
-    (line,) = (line for line in rows if "step_00000040" in line)
-    assert '<a href="attention/step_00000040_1-a%253F%23.png">' in line
-    assert "step_00000000" not in line
-    assert line.startswith("<td>2 ")
-    assert "3.0 kB" in line
-    assert "checkpoints/best" not in text  # it does not exist
-
-
-# ----------------------------------------------------------------------------------- the charts
-
-
 def test_ticks():
     for low, high, ticks in [
         (0, 97, [0, 20, 40, 60, 80, 100]),
-        (4.8, 10.81, [4, 6, 8, 10, 12]),
         (0, 0.002, [0, 0.0005, 0.001, 0.0015, 0.002]),
-        (-3, 2, [-3, -2, -1, 0, 1, 2]),
         (0, 0, [-0.6, -0.4, -0.2, 0, 0.2, 0.4, 0.6]),
-        (1e15, 1e15 + 1, [4e14, 6e14, 8e14, 1e15, 1.2e15, 1.4e15, 1.6e15]),
     ]:
         assert round_ticks(low, high) == pytest.approx(ticks), (low, high)
     for low, high, ticks in [
         (0.5, 2000, [1, 10, 100, 1000]),
         (1.5, 60, [2, 5, 10, 20, 50]),
         (2.4, 11.8, [3, 4, 6, 8, 10]),
-        (3.02, 3.58, [3.1, 3.2, 3.3, 3.4, 3.5]),
         (1e-30, 1, [10.0**power for power in range(-30, 1, 4)]),
     ]:
         assert log_ticks(low, high) == pytest.approx(ticks), (low, high)
-    values = {0: 10, 0.1 + 0.2: 1, 12000: 20000, 500_000: 2e6, 2e9: 2e9, 0.0005: 0.002}
-    values |= {0.0003: 0.0006, 1.5e-5: 2e-5, 1e15: 2e15}
-    texts = ["0", "0.3", "12,000", "0.5M", "2G", "0.0005", "3e-4", "1.5e-5", "1e15"]
+    values = {0: 10, 0.1 + 0.2: 1, 12000: 20000, 500_000: 2e6, 0.0003: 0.0006, 1e15: 2e15}
+    texts = ["0", "0.3", "12,000", "0.5M", "3e-4", "1e15"]
     assert [tick_text(value, largest) for value, largest in values.items()] == texts
 
 
@@ -378,10 +305,6 @@ def test_thinning_keeps_spikes_ends_and_gaps():
     assert [step for step, _ in thinned] == sorted({step for step, _ in thinned})
     assert any(math.isnan(value) and 50_000 <= step < 51_000 for step, value in thinned)
     assert thin(points[:1000]) == points[:1000]
-    points[-1] = (99_999, NAN)
-    assert points[-2] in thin(points)
-    every_second = [(step, NAN if step % 2 else 1.0) for step in range(50_000)]
-    assert len(thin(every_second)) < 1600
 
 
 def test_smoothing_has_no_lag_and_keeps_gaps():
