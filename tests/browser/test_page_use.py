@@ -31,9 +31,6 @@ from helpers.pages import (
 from playwright.sync_api import expect
 
 from lens.page import END, START, page
-from lens.statistics import STATISTICS
-
-# ------------------------------------------------------------------------------ the link
 
 
 def test_link_restores_the_view(shown):
@@ -61,8 +58,6 @@ def test_link_restores_the_view(shown):
     maps = [pixels(p.locator("canvas.pixels:visible")) for p in (lens, again)]
     for old, new in zip(*maps, strict=True):
         assert (old == new).all()
-    for part in ("#readout", "#text", "#values", "#count", "#compare-note", "#step-number"):
-        assert again.locator(part).inner_text() == lens.locator(part).inner_text()
 
 
 # One for each part of a link, and texts that are no link.
@@ -83,50 +78,23 @@ def test_changed_address_is_followed(shown):
     expect(lens.locator("#detail-title")).to_have_text("L1 H0")
     expect(lens.locator("#step-number")).to_contain_text("40")
     assert_drawn(thumbnails(lens, a_run()), np.sqrt(a_run().weights[40][1]), tint(lens))
-    # Also when the page replaces its own address before the event arrives.
-    change = "location.hash = '#head=1.2&step=40'; history.replaceState(null, '', '#head=0.0')"
-    lens.evaluate(change)
-    expect(lens.locator("#detail-title")).to_have_text("L1 H2")
-
-
-def test_link_is_copied(shown):
-    lens = shown(fragment="#head=1.1", permissions=["clipboard-read", "clipboard-write"])
-    lens.keyboard.press("s")
-    lens.locator("#copy-link").click()
-    expect(lens.locator("#message")).to_be_visible()
-    link = lens.evaluate("navigator.clipboard.readText()")
-    assert link.startswith("file://")
-    assert link.endswith("page.html#head=1.1&scale=linear")
-
-
-# ------------------------------------------------------------------------------ keyboard
 
 
 PRESSED = [  # from a view, a key and what it changes
     ("head=0.1", "ArrowRight", "head", 2),
     ("head=0.1", "ArrowLeft", "head", 0),
     ("head=0.1", "ArrowDown", "layer", 1),
-    ("head=1.1", "ArrowUp", "layer", 0),
     ("head=0.1", "ArrowUp", "layer", 0),  # at the edge it stays
     ("head=0.1", "Escape", "layer", None),
     ("step=120", ",", "frame", 2),
-    ("step=120", "[", "frame", 2),
     ("step=40", ".", "frame", 2),
-    ("step=40", "]", "frame", 2),
-    ("step=120", ".", "frame", 3),
-    ("prompt=0", "p", "prompt", 1),
     ("prompt=2", "p", "prompt", 0),
     ("head=0.1", "Shift+ArrowUp", "query", 10),
     ("head=0.1&query=5", "Shift+ArrowDown", "query", 6),
     ("scale=sqrt", "s", "scale", "linear"),
-    ("scale=linear", "s", "scale", "sqrt"),
     ("first=shown", "h", "hideFirst", True),
-    ("first=hidden", "h", "hideFirst", False),
     ("compare=off", "d", "compare", "step:0"),
-    ("compare=step:40", "d", "compare", "off"),
-    ("compare=off", "d", "compare", "step:40"),  # what was compared with last
     ("theme=light", "t", "theme", "dark"),
-    ("theme=dark", "t", "theme", "light"),
 ]
 
 
@@ -136,31 +104,18 @@ def test_keys(shown):
         go_to(lens, fragment)
         lens.keyboard.press(key)
         assert state(lens, what) == value, (fragment, key)
-    go_to(lens, "")
-    lens.keyboard.press("?")
-    keys = set(" ".join(lens.locator("#help kbd").all_inner_texts()).split())
-    assert keys == {*"←→↑↓,.pshdt?", "Enter", "Esc", "Space", "Shift"}
-    assert lens.locator("#help dt[id^='about-']").count() == len(STATISTICS)
-    lens.keyboard.press("h")  # not while the help is open
-    assert state(lens, "hideFirst") is False
-    lens.keyboard.press("Escape")
-    assert not lens.locator("#help").is_visible()
 
     order = ranked(a_run().rows[120].values["entropy"], descending=True)
     go_to(lens, "sort=-entropy")  # sorted, arrows follow the order
     tile(lens, *order[0]).click()
     lens.keyboard.press("ArrowRight")
     assert (state(lens, "layer"), state(lens, "head")) == order[1]
-    lens.locator("#next-head").click()
-    assert (state(lens, "layer"), state(lens, "head")) == order[2]
 
     go_to(lens, "head=0.1&query=5")
     lens.locator("#text").focus()  # where arrows go through the tokens
     lens.keyboard.press("ArrowLeft")
     assert (state(lens, "query"), state(lens, "head")) == (4, 1)
     assert readout(lens)[0] == ("⏎", 4)
-    lens.keyboard.press("Shift+ArrowLeft")
-    assert readout(lens)[:2] == (("⏎", 4), (" the", 3))
 
     go_to(lens, "step=80")
     tile(lens, 0, 0).focus()
@@ -176,20 +131,9 @@ def test_keys(shown):
     expect(lens.locator("#play")).to_have_attribute("aria-label", play)
     lens.keyboard.press("Enter")
     assert lens.locator("#detail-title").inner_text() == "L1 H1"
-    lens.keyboard.press("Escape")
-    expect(tile(lens, 1, 1)).to_be_focused()
-
-    # Keys that a field needs are left to it.
-    lens.locator("#prompt").focus()
+    lens.locator("#prompt").focus()  # keys that a field needs are left to it
     lens.keyboard.press("s")
     assert state(lens, "scale") == "sqrt"
-    lens.locator("#step").focus()
-    lens.keyboard.press("ArrowLeft")
-    assert state(lens, "frame") == 2
-    lens.locator("#first-column").focus()
-    lens.keyboard.press("Space")
-    assert state(lens, "hideFirst") is True
-    assert lens.locator("#play").get_attribute("aria-label") == play
 
 
 ACTIVE = """() => {
@@ -201,19 +145,7 @@ ACTIVE = """() => {
 
 
 def test_every_control_is_reached_by_tab(shown):
-    lens = shown(a_run(), second_run(), fragment="#compare=off&sort=-entropy")
-    tile(lens, *ranked(a_run().rows[120].values["entropy"], descending=False)[0]).click()
-    stop = lens.locator(".head[tabindex='0']:visible")
-    assert stop.get_attribute("aria-pressed") == "true"
-    lens.locator("#filter-statistic").select_option("entropy")
-    lens.locator("#filter-value").fill("40")  # leaves the chosen head out
-    assert stop.count() == 1
-    assert stop.get_attribute("aria-pressed") == "false"
-
-    difference = second_run().rows[120].values["entropy"] - a_run().rows[120].values["entropy"]
-    layer, head = ranked(difference, descending=False)[0]  # which the filter leaves out
-    go_to(lens, f"head={layer}.{head}&sort=-entropy&filter=entropy:0")
-    assert tile(lens, layer, head).is_hidden()
+    lens = shown(a_run(), second_run(), fragment="#head=0.1&filter=entropy:0.5")
     controls = lens.locator("main button:not(.head, .chart button), main select, main input")
     wanted = {
         id
@@ -230,9 +162,6 @@ def test_every_control_is_reached_by_tab(shown):
         reached.add(name)
     assert wanted <= reached
     assert any(name.startswith("head") for name in reached)  # one of the heads that are left
-
-
-# ------------------------------------------------------------------------------ odd windows
 
 
 def test_small_window_with_touch(shown):
@@ -255,13 +184,6 @@ def test_small_window_with_touch(shown):
         assert min(box["left"] for box in boxes) >= 0
         assert max(box["right"] for box in boxes) <= 360
         assert min(box["width"] for box in boxes) >= 20
-    lens.locator("#options").click()
-    assert not lens.locator("#scale").is_visible()
-    wide = lens.locator("#app.wide")
-    for width, count in ((1280, 1), (500, 0)):  # the latter as in a panel of a dashboard
-        lens.set_viewport_size({"width": width, "height": 400})
-        expect(wide).to_have_count(count)
-        assert lens.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_sandboxed_frame(tmp_path, write, opened):
@@ -280,18 +202,9 @@ def test_sandboxed_frame(tmp_path, write, opened):
     field = lens.locator("#link-text")
     assert field.is_visible()
     assert field.input_value() == "#head=1.1"
-    chosen = field.evaluate("field => field.value.slice(field.selectionStart, field.selectionEnd)")
-    assert chosen == "#head=1.1"
     field.fill("#head=0.2&prompt=1")
     field.press("Enter")
     expect(lens.locator("#detail-title")).to_have_text("L0 H2")
-    lens.locator("#link-close").click()
-    assert not field.is_visible()
-    lens.locator("#step").fill("0")
-    expect(lens.locator("#step-number")).to_have_text(re.compile(r"\b0$"))
-
-
-# ------------------------------------------------------------------------------ safety
 
 
 def test_hostile_text_stays_text(shown):
@@ -333,9 +246,6 @@ def test_policy_refuses_other_scripts(write, browser):
     lens.close()
 
 
-# ------------------------------------------------------------------------------ odd data
-
-
 def test_one_layer_one_head_one_token(shown):
     one = prompt("1-hi", ["Hi"])
     lens = shown(a_run("one", 1, 1, (one,), (5,), (5,)), fragment="#head=0.0")
@@ -348,44 +258,12 @@ def test_one_layer_one_head_one_token(shown):
     assert lens.locator(".head").count() == 1
 
 
-def test_size_of_the_largest_gpt2(shown):
-    run = a_run("xl", 48, 25, (PROMPTS[1],), (0,), (0,))
-    lens = shown(run)
-    assert lens.locator("button.head").count() == 1200
-    assert_drawn(thumbnails(lens, run), np.sqrt(run.weights[0][0]), tint(lens))
-    assert lens.evaluate("document.documentElement.scrollWidth") <= 1280
-    assert lens.evaluate("window.lens.timing.ready") > 0  # which benchmarks read
-    assert lens.evaluate("window.lens.redraw()") >= 0
-
-
-DISTURB_DECODING = """
-const inflated = Response.prototype.arrayBuffer;
-Response.prototype.arrayBuffer = async function () {
-  const bytes = await inflated.call(this);
-  dispatchEvent(new Event("resize"));
-  for (const key of ["t", "s", "d", ".", "ArrowRight", "ArrowDown"]) {
-    const how = { key, shiftKey: key === "ArrowDown", bubbles: true };
-    document.body.dispatchEvent(new KeyboardEvent("keydown", how));
-  }
-  const head = document.querySelector(".head");
-  if (head?.checkVisibility()) head.dispatchEvent(new Event("pointerover", { bubbles: true }));
-  return bytes;
-};"""
-
-
-def test_events_while_weights_are_decoded(write, opened):
-    path = write(a_run())
-    lens = opened(path, "#head=0.1&step=0", before=DISTURB_DECODING)  # the first ones
-    ready(lens)
-    assert not lens.locator("#error").is_visible()
-    assert lens.locator("#detail-title").inner_text()
-    lens = opened(path, before="window.requestIdleCallback = () => {};")
+def test_step_whose_weights_are_not_decoded_yet(write, opened):
+    lens = opened(write(a_run()), before="window.requestIdleCallback = () => {};")
     ready(lens)
     lens.evaluate("""() => {
       lens.update({ frame: 0 });
       dispatchEvent(new Event("resize"));
-      document.getElementById("theme").click();
-      document.querySelector(".head").dispatchEvent(new Event("pointerover", { bubbles: true }));
     }""")
     expect(lens.locator("#step-number")).to_have_text(re.compile(r"\b0$"))
     assert_drawn(thumbnails(lens, a_run()), np.sqrt(a_run().weights[0][0]), tint(lens))
@@ -420,7 +298,6 @@ def test_damaged_pages_and_old_browsers(tmp_path, opened):
         "old browser": whole,
     }
     path = tmp_path / "page.html"
-    found = {}
     for what, text in pages.items():
         path.write_text(text, encoding="utf-8")
         before = "delete window.DecompressionStream;" if what == "old browser" else ""
@@ -429,12 +306,3 @@ def test_damaged_pages_and_old_browsers(tmp_path, opened):
         expect(error, what).to_be_visible()
         assert len(error.inner_text().splitlines()) == 1, what
         assert not lens.locator("#app").is_visible(), what
-        found[what] = error.inner_text()
-    for what, names in (
-        ("weights cut", {"120", "first"}),
-        ("weights too short", {"120", "first"}),
-        ("history cut", {"first"}),
-    ):
-        assert names <= set(re.findall(r"\w+", found.pop(what))), what
-    assert "is not defined" not in found.pop("old browser")  # as the browser's exception says
-    assert len({tuple(text.split()[:5]) for text in found.values()}) == 1  # the page's own words

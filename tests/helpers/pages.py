@@ -1,8 +1,4 @@
-"""Pages of runs whose weights are known, and what a browser shows of them.
-
-Pages are made as a run makes them, by lens/probe.py and lens/page.py, of weights that are known
-here; every check goes back to these, past the bytes and the script in between.
-"""
+"""Pages of runs whose weights are known, and what a browser shows of them."""
 
 import base64
 import functools
@@ -44,7 +40,6 @@ class Run:
     """What the page is given of a run, and what it was made of."""
 
     data: dict
-    prompts: tuple
     weights: dict  # step -> for each prompt fp32 (L, H, T, T)
     rows: dict  # step -> Row
 
@@ -73,11 +68,10 @@ def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history
         if step in steps:
             frames[step] = frame_data(frame)
     data = run_data(name, prompts, list(frames.values()), list(rows.values()))
-    return Run(data, prompts, weights, rows)
+    return Run(data, weights, rows)
 
 
-def second_run():
-    return a_run("second", seed=7)
+second_run = functools.partial(a_run, "second", seed=7)
 
 
 DECODE_ALL = """() => Promise.all(window.lens.runs.slice(0, 2).flatMap((run, of) =>
@@ -98,8 +92,7 @@ def tile(lens, layer, head):
 
 def as_shown(value):
     """A statistic as the page writes it."""
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:.{digits}f}"
+    return f"{value:.{1 if abs(value) >= 10 else 2}f}"
 
 
 VIRIDIS = matplotlib.colormaps["viridis"](np.arange(256), bytes=True)[:, :3].astype(int)
@@ -112,21 +105,9 @@ READ_PIXELS = """all => all.map((canvas) => {
   for (const byte of data) text += String.fromCharCode(byte);
   return [width, height, btoa(text)];
 })"""
-READ_WEIGHTS = """async ([run, frame]) => {
+READ_WEIGHTS = """async ([run, frame, places]) => {
   await lens.decode(run, frame);
-  const { prompts, layers, heads } = lens.runs[run];
-  const numbers = [];
-  prompts.forEach(({ tokens }, prompt) => {
-    for (let layer = 0; layer < layers; layer++)
-      for (let head = 0; head < heads; head++)
-        for (let query = 0; query < tokens.length; query++)
-          for (let key = 0; key < tokens.length; key++)
-            numbers.push(lens.weight(run, frame, prompt, layer, head, query, key));
-  });
-  let text = "";
-  for (const byte of new Uint8Array(Float32Array.from(numbers).buffer))
-    text += String.fromCharCode(byte);
-  return btoa(text);
+  return places.map((place) => lens.weight(run, frame, ...place));
 }"""
 
 
@@ -164,9 +145,11 @@ def assert_drawn(found, part, tint, within=3, first=0):
 def assert_weights(lens, run, number=0):
     """Every weight of every step, to the precision of a byte. number: 1 for the second run."""
     for frame, step in enumerate(STEPS):
-        found = base64.b64decode(lens.evaluate(READ_WEIGHTS, [number, frame]))
-        true = np.concatenate([weights.ravel() for weights in run.weights[step]])
-        assert np.abs(np.frombuffer(found, np.float32) - true).max() <= 1 / 255
+        of_prompts = list(enumerate(run.weights[step]))
+        places = [[n, *place] for n, w in of_prompts for place in np.ndindex(w.shape)]
+        found = lens.evaluate(READ_WEIGHTS, [number, frame, places])
+        true = np.concatenate([weights.ravel() for _, weights in of_prompts])
+        assert np.abs(found - true).max() <= 1 / 255
 
 
 def cell(lens, query, key, canvas="#map", size=len(WORDS)):
@@ -213,6 +196,6 @@ def statistics_of(lens):
     return dict(text.split("\n") for text in lens.locator("#values > div").all_inner_texts())
 
 
-def as_file(content, name="other.html"):
+def as_file(content):
     """What a file input of the page is given."""
-    return {"name": name, "mimeType": "text/html", "buffer": content}
+    return {"name": "other.html", "mimeType": "text/html", "buffer": content}
