@@ -64,8 +64,7 @@ os.fsync = fsync
 
 @pytest.fixture
 def start(tmp_path):
-    """start() -> the command as a process of its own group, of which one task of six is finished,
-    and the others wait."""
+    """start() -> the command as a process of its own group; one task of six is finished."""
     started = []
     (tmp_path / "hold").touch()
     write_collection(tmp_path / "held", TEXTS)
@@ -87,8 +86,8 @@ def start(tmp_path):
 
     yield run
     for process in started:
-        for pid in group_of(process):
-            os.kill(pid, signal.SIGKILL)
+        if group_of(process):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -115,13 +114,13 @@ def resumed(here, tmp_path):
     """resumed() -> the same command finishes what was stopped, and keeps what was finished."""
 
     def run():
-        kept = finished_shards(tmp_path / "out")
+        out = tmp_path / "out"
+        kept = finished_shards(out)
         code, _, errors = here(*ARGUMENTS)
         assert (code, errors) == (0, "")
-        check_kept(tmp_path / "out", kept)
-        manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-        check_manifest(tmp_path / "out", manifest, "byte", 400)
-        assert ids_of(tmp_path / "out") == expected_ids(in_order(TEXTS), "byte")
+        check_kept(out, kept)
+        check_manifest(out, json.loads((out / "manifest.json").read_text()), "byte", 400)
+        assert ids_of(out) == expected_ids(in_order(TEXTS), "byte")
         return kept
 
     return run
@@ -133,19 +132,18 @@ def test_killed_before_each_file_operation(here, tmp_path):
     recipe = {"tokenizer": "byte", "shard_tokens": 700}
     prepare(texts, tmp_path / "whole", **recipe)
     expected = files_of(tmp_path / "whole")
-    real = {name: getattr(os, name) for name in ("replace", "fsync", "mkdir", "unlink", "rmdir")}
 
     def end_before(number: int) -> None:
         """Ends the process before this one of its file operations."""
         left = itertools.count(number, -1)
 
-        def operation(name, *args, **kwargs):
+        def operation(real, *args, **kwargs):
             if next(left) == 0:
                 os._exit(9)
-            return None if name == "fsync" else real[name](*args, **kwargs)
+            return real(*args, **kwargs)
 
-        for name in real:
-            setattr(os, name, functools.partial(operation, name))
+        for name in ("replace", "fsync", "mkdir", "unlink", "rmdir"):
+            setattr(os, name, functools.partial(operation, getattr(os, name)))
 
     number, ended = 0, 9
     while ended == 9:
@@ -159,8 +157,8 @@ def test_killed_before_each_file_operation(here, tmp_path):
                 os._exit(1)
         ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         kept = finished_shards(out)
-        arguments = (f"data.path={texts}", "data.tokenizer=byte", "shard_tokens=700")
-        code, _, errors = here(*arguments, f"out={out.name}")
+        arguments = (*ARGUMENTS, f"data.path={texts}", f"out={out.name}", "shard_tokens=700")
+        code, _, errors = here(*arguments)
         assert (code, errors) == (0, ""), number
         check_kept(out, kept)
         assert files_of(out) == expected, number

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -37,7 +36,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from errors import ConfigError, DataError
-from scripts.prepare_data import PrepareConfig, Progress, main
+from scripts.prepare_data import PrepareConfig, main
 from tokens import END_OF_TEXT, encoding
 from tokens import prepare as prepare_module
 from tokens import sources as sources_module
@@ -398,17 +397,6 @@ def test_mistakes_are_refused(here, subtests):
     assert (code, out) == (2, "")
     assert sorted(printed_keys(errors)) == ["data.tokenizer", "ou", "part"]
     assert printed_keys(here()[2]) == ["data.path", "out"]  # missing
-
-
-def test_progress_lines(monkeypatch, capsys):
-    """Megabytes, speed and seconds left, every ten seconds."""
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with Progress(40_000_000) as progress:
-        for now[0], done in ((105, 5e6), (110, 10e6), (119, 15e6), (131, 60e6)):
-            progress.show(int(done))
-    lines = [re.findall(r"[\d.]+", line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [["10", "40", "1.0", "30"], ["60", "40", "1.9", "0"]]
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
