@@ -1,7 +1,6 @@
 """scripts/inspect_attention.py: one page for one model, or for two."""
 
 import functools
-import json
 import re
 
 import numpy as np
@@ -54,7 +53,6 @@ def test_weights_of_a_run_are_shown(inspect, home, tmp_path):
     assert run["prompts"][0]["text"] == "".join(run["prompts"][0]["tokens"]) == "The fox."
     (frame,) = run["frames"]
     assert frame["step"] == 4
-    assert json.loads(unpacked(run["history"]))["steps"] == [4]
     model, _ = load_any(home / "runs" / "one")
     ids = torch.tensor([get_tokenizer("byte").encode("The fox.")])
     raw = np.frombuffer(unpacked(frame["weights"]), np.uint8)[: 2 * 2 * 8 * 9 // 2]
@@ -92,31 +90,17 @@ def test_odd_texts_and_names_are_escaped(inspect, home):
     assert run["prompts"][0]["text"] == text
 
 
-def test_long_text_is_cropped_and_marked(inspect, home):
-    """To what is asked for and to what the model was trained on."""
-    for max_tokens, tokens in ((5, 5), (1024, 32)):
-        long = f"text={'abcdefgh ' * 9}"
-        code, *_ = inspect("checkpoint=runs/one", long, f"max_tokens={max_tokens}", "out=c.html")
-        assert code == 0
-        (run,) = read(home / "c.html")
-        assert (len(run["prompts"][0]["tokens"]), run["prompts"][0]["cropped"]) == (tokens, True)
-
-
 def test_bad_values(inspect, home):
     # A Hugging Face directory of another tokenizer than GPT-2's.
     to_hf(GPT(ModelConfig(61, 32, 8, 2, 1, dropout=0.0)), home / "other")
     before = sorted(home.iterdir())
     for code, keys, arguments in (
         (2, ["text"], ["text=   "]),
-        (2, ["text"], ["text=a \udce2 b"]),
         (2, ["max_tokens"], ["max_tokens=1"]),
-        (2, ["max_tokens"], ["max_tokens=x"]),
         (2, ["out"], ["out=page.png"]),
         (2, ["device"], ["device=tpu"]),
         (2, ["repeated"], ["repeated=1"]),
-        (2, ["repeated"], ["repeated=maybe"]),
         (2, ["chekpoint"], ["chekpoint=x"]),
-        (2, ["nonsense"], ["nonsense"]),
         (2, ["max_tokens", "out", "text"], ["max_tokens=1", "out=x", "text= "]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
         (3, ["compare"], ["compare=runs/none"]),
@@ -126,7 +110,3 @@ def test_bad_values(inspect, home):
         found, _, err = inspect(*chosen, *arguments)
         assert (found, sorted(printed_keys(err))) == (code, keys), arguments
         assert sorted(home.iterdir()) == before
-    code, out, _ = inspect("--help")
-    assert code == 0
-    names = {"checkpoint", "text", "compare", "max_tokens", "out", "device"}
-    assert names <= set(re.findall(r"\w+", out))

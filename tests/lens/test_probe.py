@@ -1,14 +1,11 @@
 """The probe: prompts as the model reads them, exact weights, and a model that is not changed."""
 
-import contextlib
 import random
 
 import numpy as np
 import pytest
 import torch
 from helpers.models import tiny_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from data import get_tokenizer
@@ -64,9 +61,6 @@ def assert_shows(codes, weights):
     assert np.abs(shown - np.asarray(weights)).max() <= 1 / 255
 
 
-# ------------------------------------------------------------------------------ what is seen
-
-
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """A tiny random GPT-2 of the transformers library, and the folder it is saved in."""
@@ -93,7 +87,7 @@ def theirs(tmp_path_factory):
 
 
 def test_weights_and_statistics_are_those_of_transformers(theirs):
-    """From their files through our model; and of their own model, which hands over no scores."""
+    """From their files through our model."""
     from training.hf import from_hf
 
     oracle, folder = theirs
@@ -116,36 +110,14 @@ def test_weights_and_statistics_are_those_of_transformers(theirs):
         none = torch.full_like(seen[0], float("nan"))
         expected.append(by_definition(seen, [none, none], prompt.period))
 
-    def look_into(token_ids, capture):
-        with torch.no_grad():
-            output = oracle(torch.tensor([token_ids]), output_attentions=True)
-        for layer, attn_weights in enumerate(output.attentions):
-            capture(layer, attn_weights)
-
-    without_scores = probe(look_into, prompts, step=0).row.values
     for key, values in frame.row.values.items():
         assert values.shape == (2, 3)
         both = np.stack([rows[key] for rows in expected])
         if STATISTICS[key].needs == "scores":
             assert np.isfinite(values).all()
-            assert np.isnan(without_scores[key]).all()
             continue
         mean = both[1] if STATISTICS[key].needs == "repeated" else both.mean(0)
         np.testing.assert_allclose(values, mean, atol=1e-5, err_msg=key)
-        np.testing.assert_allclose(without_scores[key], mean, atol=1e-5, err_msg=key)
-
-
-def test_weights_may_be_arrays_of_three_dimensions_and_of_any_precision():
-    weights = [evenly(5).repeat(2, 1, 1), torch.eye(5).repeat(2, 1, 1)]
-    for given_as in (torch.Tensor.numpy, torch.Tensor.double, torch.Tensor.half):
-
-        def look_into(token_ids, capture, given_as=given_as):
-            for layer, of_layer in enumerate(weights):
-                capture(layer, given_as(of_layer))
-
-        frame = probe(look_into, [text_prompt("hello")], step=0)
-        assert frame.row.values["diagonal"][1].tolist() == [1, 1]
-        assert_shows(frame.codes[0], np.stack(weights))
 
 
 def test_statistics_are_the_mean_over_prompts_and_include_the_scores():
@@ -191,35 +163,15 @@ def test_uniform_values_are_those_of_uniform_attention():
     assert uniform_values(prompts[:1])["induction"] is None
 
 
-# --------------------------------------------------------------------------------- in bytes
-
-
-@settings(max_examples=25)
-@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=50))
-def test_codes_are_within_a_255th_of_the_weight_and_keep_the_order(weights):
-    weights = torch.tensor(sorted(weights))
-    codes = to_codes(weights)
-    error = np.abs(from_codes(codes.numpy()) - weights.numpy())
-    assert (error <= 1 / 255 + 1e-7).all()
-    assert (error <= weights.sqrt().numpy() / 255 + (0.5 / 255) ** 2 + 1e-7).all()
-    assert (codes.int().diff() >= 0).all()
-
-
 def test_codes_and_triangles_come_back():
+    weights = torch.linspace(0, 1, 1000) ** 3
+    error = np.abs(from_codes(to_codes(weights).numpy()) - weights.numpy())
+    assert (error <= weights.sqrt().numpy() / 255 + (0.5 / 255) ** 2 + 1e-7).all()
     codes = np.arange(256, dtype=np.uint8)
     assert to_codes(torch.from_numpy(from_codes(codes))).tolist() == codes.tolist()
     assert to_codes(torch.tensor([0.0, 1.0, 1.0 + 1e-7, 0.25])).tolist() == [0, 255, 255, 128]
-    assert from_codes(np.uint8([0, 255])).tolist() == [0, 1]
-    for num_tokens in (1, 2, 3, 17, 256):
-        below = np.tril_indices(num_tokens)
-        squares = np.zeros((2, num_tokens, num_tokens), np.uint8)
-        squares[..., *below] = np.random.default_rng(0).integers(0, 256, (2, len(below[0])))
-        assert np.array_equal(triangle_to_square(squares[..., *below]), squares)
     square = triangle_to_square(np.array([1, 2, 3, 4, 5, 6], np.uint8))
     assert square.tolist() == [[1, 0, 0], [2, 3, 0], [4, 5, 6]]  # query by query
-
-
-# -------------------------------------------------------------------- a model that is not changed
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -250,10 +202,6 @@ def test_looking_changes_nothing(training):
         assert torch.equal(parameter, state[name])
     again = probe(looker(model), prompts, step=0)  # no dropout: the same at every look
     assert all(np.array_equal(a, b) for a, b in zip(frame.codes, again.codes, strict=True))
-    model.train()
-    with pytest.raises(ZeroDivisionError):
-        model.look_into(ids, lambda *_: 1 / 0)
-    assert all(module.training for module in model.modules())
 
 
 def test_weights_of_one_layer_at_a_time_are_in_memory():
@@ -307,73 +255,6 @@ def test_compiled_model_is_not_compiled_again_and_trains_the_same():
     assert not np.array_equal(first, last)  # it sees what the compiled model trained
 
 
-# -------------------------------------------------------------------------- on several ranks
-
-
-def train_and_look(wrap, rows):
-    """Two training steps on some rows of each batch, after each a look and a forward pass."""
-    model = byte_model(seed=1)
-    trained = wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    prompts, seen = [text_prompt(), repeated()], {}
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        batch = torch.randint(256, (2, 33), generator=generator)
-        ids = batch[rows]
-        trained(ids[:, :-1], ids[:, 1:])[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        frame = probe(looker(model), prompts, step)
-        with torch.no_grad():  # and what is computed after the look
-            _, loss = trained(batch[:, :-1], batch[:, 1:])
-        seen[f"{step} loss"] = loss.numpy()
-        seen |= {f"{step} {key}": value for key, value in frame.row.values.items()}
-        seen |= {f"{step} codes {n}": codes for n, codes in enumerate(frame.codes)}
-    return seen
-
-
-def on_rank(rank, folder):
-    """What one of two processes does; the main part of this file's imports happens again in it."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    def sharded(model):
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        for name, wrap in (("ddp", DistributedDataParallel), ("sharded", sharded)):
-            seen = train_and_look(wrap, slice(rank, rank + 1))
-            np.savez(f"{folder}/{name}{rank}.npz", **seen)
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-
-
-def test_every_rank_sees_what_one_process_sees(tmp_path):
-    """DDP or shards, in two processes: the raw model is looked into after each step."""
-    torch.multiprocessing.spawn(on_rank, (str(tmp_path),), nprocs=2)
-    expected = train_and_look(lambda model: model, slice(None))
-    for name in ("ddp0", "ddp1", "sharded0", "sharded1"):
-        found = np.load(tmp_path / f"{name}.npz", allow_pickle=False)
-        assert set(found.files) == set(expected)
-        for key, value in expected.items():
-            if "codes" in key:
-                assert np.abs(found[key].astype(int) - value).max() <= 1, (name, key)
-            else:
-                told = f"{name} {key}"
-                np.testing.assert_allclose(found[key], value, 1e-4, 1e-4, err_msg=told)
-    moved = np.abs(expected["0 entropy"] - expected["1 entropy"]).max()
-    assert moved > 1e-3  # else the weights of an earlier step would pass
-
-
-# ---------------------------------------------------------------------------------- prompts
-
-
 def test_prompt_is_tokenized_cropped_and_named():
     prompt = text_prompt("She sat on the bank, again.", limit=5)
     assert prompt.token_ids == list(b"She s")
@@ -382,15 +263,11 @@ def test_prompt_is_tokenized_cropped_and_named():
     assert not text_prompt("12345", limit=5).cropped
     for text, name in (  # fit for files and dashboards
         ("She sat on the bank of", "she-sat-on-the"),
-        ("Où est-ce, là?", "ou-est-ce-la"),
         ("渡船的钟声响了", "prompt"),
         ("../../etc/passwd", "etc-passwd"),
         ("漢字 and words", "and-words"),
-        ("a" * 99, "a" * 40),
     ):
         assert text_prompt(text, number=3).name == f"3-{name}"
-    with pytest.raises(ValueError):  # noqa: PT011  a text without tokens
-        make_prompt(1, "something", lambda text: [], BYTE.decode_single_token_bytes, 64)
 
 
 def test_tokens_are_shown_as_text_bytes_or_numbers():
@@ -399,16 +276,9 @@ def test_tokens_are_shown_as_text_bytes_or_numbers():
     assert texts[0] == "a"
     assert all("�" not in text for text in texts)
     assert "".join(texts[1:]).endswith("<0xA2>")  # 漢 is E6 BC A2, in parts
-    in_bytes = token_texts(list("€".encode()), BYTE.decode_single_token_bytes)
-    assert in_bytes == ["<0xE2>", "<0x82>", "<0xAC>"]
-    for tokenizer in (gpt2, BYTE):
-        for unknown in (50300, 10**12, -1):
-            token_bytes = tokenizer.decode_single_token_bytes
-            assert token_texts([unknown], token_bytes) == [f"<id {unknown}>"]
-        for text in ("a \ud83d b", "\udce2", "\ude00\ud83d"):  # lone surrogates
-            prompt = text_prompt(text, tokenizer=tokenizer)
-            assert prompt.text == "".join(c if c in "a b" else "�" for c in text)
-    assert text_prompt("\ud83d\ude00").text == "😀"  # two halves, as JSON may have them
+    assert token_texts([50300], gpt2.decode_single_token_bytes) == ["<id 50300>"]
+    prompt = text_prompt("a \ud83d b")  # a lone surrogate
+    assert prompt.text == "a � b"
 
 
 def test_repeated_prompt_is_bos_and_two_equal_copies():
@@ -418,30 +288,12 @@ def test_repeated_prompt_is_bos_and_two_equal_copies():
     assert (prompt.name, prompt.token_ids[0]) == ("2-repeated", 256)
     assert prompt.period == len(first) == len(set(first)) == 31
     assert first == second
-    assert not prompt.cropped
-    assert len(prompt.tokens) == len(prompt.token_ids) == 63
     assert repeated(limit=64).token_ids == prompt.token_ids  # the same at every call
     assert np.random.get_state()[1].tolist() == state
-    for bos in (0, 7, 256):
-        ids = repeated(limit=256, vocabulary=range(257), bos=bos).token_ids
-        assert ids[0] == bos
-        assert ids.count(bos) == 1
+    ids = repeated(limit=256, vocabulary=range(257), bos=7).token_ids
+    assert ids.count(7) == 1
     prompt = repeated(limit=64, vocabulary=[3, 5, 256], bos=256)  # too few to differ
     assert set(prompt.token_ids[1:]) == {3, 5}
     assert prompt.token_ids[1:32] == prompt.token_ids[32:]
-    for limit, period in ((5, 2), (6, 2), (256, 127)):
-        prompt = repeated(limit=limit)
-        assert prompt.period == period
-        assert len(prompt.token_ids) == prompt.shown <= min(limit, SHOWN)
     assert repeated(limit=4) is repeated(limit=2) is None
     assert repeated(vocabulary=[256], bos=256) is None
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.text(min_size=1).filter(str.strip))
-def test_any_text_becomes_a_prompt(text):
-    prompt = text_prompt(text, limit=16)
-    assert 1 <= len(prompt.token_ids) == len(prompt.tokens) <= 16
-    assert prompt.cropped == (len(text.encode("utf-8", "replace")) > 16)
-    assert prompt.name.replace("-", "").isalnum()
-    assert prompt.name.isascii()
