@@ -4,16 +4,12 @@ import dataclasses
 import functools
 import json
 import re
-from statistics import median
 
 import pytest
-from helpers import REPOSITORY
-from helpers.refusals import printed_keys
-from helpers.settings import settings
+from helpers.refusals import printed_keys, refused
 
 from errors import ConfigError
 from scripts import plan
-from training import memory, parallel
 from training.hardware import KINDS
 
 XL = ["model=gpt2-xl", "data=text", "model.dropout=0", "trainer.batch_size=512", "data.path=any"]
@@ -28,11 +24,7 @@ def job(*arguments) -> plan.Job:
 def output(in_process, tmp_path, *arguments) -> str:
     code, out, err = in_process(plan.main, tmp_path, *arguments)
     assert (code, err) == (0, "")
-    assert max(map(len, out.splitlines())) <= 100
     return out
-
-
-# ------------------------------------------------------------------------------- arithmetic
 
 
 def test_hand_computed_all_reduce():
@@ -63,7 +55,7 @@ def test_one_device_sends_nothing_and_computes_the_formula():
     alone = job(*XL, "trainer.compile=false")
     assert plan.flops_per_token(alone) == pytest.approx(9.802e9, rel=1e-3)
     fast = plan.speed(alone, 0.4)
-    assert (fast.communication, fast.exposed) == ({}, 0)
+    assert fast.communication == {}
     assert fast.compute == pytest.approx(12.99, rel=0.01)
     assert fast.mfu == pytest.approx(0.4, rel=0.01)
     # Recomputing adds the forward of the blocks, nearly a third.
@@ -72,8 +64,6 @@ def test_one_device_sends_nothing_and_computes_the_formula():
 
 
 def test_a_ring_over_machines_uses_all_their_ports():
-    """8 x 50 GB/s, unless the links inside are slower."""
-
     def bus(**changes):
         return plan.bus(dataclasses.replace(job(*XL), **changes))
 
@@ -85,90 +75,53 @@ def test_a_ring_over_machines_uses_all_their_ports():
 
 def test_more_devices_never_cost_less_and_never_hide_everything():
     """At a fixed batch, devices are added until each has one window: always less efficient."""
-    for strategy in ("ddp", "fsdp"):
-        efficiency = []
-        for devices in (2, 8, 64, 512):
-            micro = 512 // devices
-            change = {"strategy": strategy, "devices": devices, "micro": micro}
-            fast = plan.speed(dataclasses.replace(job(*XL), **change), 0.5)
-            total = sum(seconds for _, seconds in fast.communication.values())
-            assert 0 < fast.exposed <= total * (1 + 1e-9)
-            efficiency.append(fast.tokens_per_second / devices)
-        assert efficiency == sorted(efficiency, reverse=True)
-
-
-def test_on_a_cpu_nothing_hides():
-    fast = plan.speed(job("kind=cpu", "devices=2", "trainer.batch_size=4"), 0.4)
-    assert fast.exposed == fast.communication["all-reduce"][1]
-
-
-# ---------------------------------------------------------------------------------- measured
-
-
-def of_training():
-    """(kind, run) of every measured training run, read here once more in its own way."""
-    for path in sorted((REPOSITORY / "benchmarks" / "results").glob("*.json")):
-        results = json.loads(path.read_text())
-        for run in results.get("runs", []) if isinstance(results, dict) else []:
-            if "settings" in run and run.get("tokens_per_second"):
-                kind = run.get("kind", results.get("kind"))
-                if kind is None and run.get("devices", results.get("devices", 1)) == 1:
-                    kind = "cpu"
-                if kind and "replaced" not in run["settings"]:
-                    yield kind, run
+    efficiency = []
+    for devices in (2, 8, 64, 512):
+        change = {"strategy": "fsdp", "devices": devices, "micro": 512 // devices}
+        fast = plan.speed(dataclasses.replace(job(*XL), **change), 0.5)
+        total = sum(seconds for _, seconds in fast.communication.values())
+        assert 0 < fast.exposed <= total * (1 + 1e-9)
+        efficiency.append(fast.tokens_per_second / devices)
+    assert efficiency == sorted(efficiency, reverse=True)
 
 
 def test_every_measured_training_run_is_predicted():
     """Once as the plan does it, from the nearest measured run, which may be this one; and without
     it, from the others or from what is assumed."""
-    read = {kind: list(plan.measurements(kind)) for kind in KINDS}
-    expected = list(of_training())
-    assert len(expected) >= 5
-    assert sum(map(len, read.values())) == len(expected)
-    for kind, run in expected:
-        rate = median(run["tokens_per_second"])
-        this = next(m for m in read[kind] if m.tokens_per_second == rate)
-        for known in (read[kind], [m for m in read[kind] if m is not this]):
-            share, _ = plan.utilisation(this.job, known)
-            predicted = plan.speed(this.job, share).tokens_per_second
-            assert predicted == pytest.approx(rate, rel=TOLERANCE), (run, share)
+    count = 0
+    for kind in KINDS:
+        read = list(plan.measurements(kind))
+        count += len(read)
+        for this in read:
+            for known in (read, [other for other in read if other is not this]):
+                share, _ = plan.utilisation(this.job, known)
+                predicted = plan.speed(this.job, share).tokens_per_second
+                assert predicted == pytest.approx(this.tokens_per_second, rel=TOLERANCE), this
+    assert count >= 5
 
 
 def test_results_of_gpus_are_read_too(tmp_path):
-    runs = [
-        {
-            "settings": "model=gpt2-xl data=text data.path=x trainer.batch_size=64 parallel=fsdp",
-            "devices": 8,
-            "kind": "h100",
-            "tokens_per_second": [90_000, 100_000, 101_000],
-        },
-        {"settings": "model=gpt2-xl, with another kernel", "tokens_per_second": [1]},
-        {"settings": "something else"},
-        "no run",
-    ]
-    (tmp_path / "gpu.json").write_text(json.dumps({"runs": runs}))
+    given = "model=gpt2-xl data=text data.path=x trainer.batch_size=64 parallel=fsdp"
+    run = {"settings": given, "devices": 8, "kind": "h100", "tokens_per_second": [9e4, 1e5, 2e5]}
+    other = {"settings": "something else", "tokens_per_second": [1]}
+    (tmp_path / "gpu.json").write_text(json.dumps({"runs": [run, other, "no run"]}))
     (tmp_path / "other.json").write_text(json.dumps([1, 2]))
     assert list(plan.measurements("b200", tmp_path)) == []
     (found,) = plan.measurements("h100", tmp_path)
-    assert found.tokens_per_second == 100_000
+    assert found.tokens_per_second == 1e5
     assert (found.job.devices, found.job.strategy, found.job.batch) == (8, "fsdp", 64)
     share, source = plan.utilisation(found.job, [found])
     assert "gpu.json" in source
-    assert plan.speed(found.job, share).tokens_per_second == pytest.approx(100_000)
-    # Another precision, or a model of another size, is no measurement of this one.
-    small = job("data=text", "data.path=any", "trainer.batch_size=64", "devices=8")
-    for other in (dataclasses.replace(found.job, precision="fp32"), small):
-        assert "gpu.json" not in plan.utilisation(other, [found])[1]
-
-
-# ------------------------------------------------------------------------------- the command
+    assert plan.speed(found.job, share).tokens_per_second == pytest.approx(1e5)
+    # Another precision is no measurement of this one.
+    other = dataclasses.replace(found.job, precision="fp32")
+    assert "gpu.json" not in plan.utilisation(other, [found])[1]
 
 
 def test_the_plan_of_the_documentation(in_process, tmp_path):
     arguments = "model=gpt2-xl data=text trainer.batch_size=512 parallel=fsdp devices=64 kind=h100"
     out = output(in_process, tmp_path, *arguments.split(), "tokens=10e9", "out=plan.json")
-    figures = "1,557,611,200|48 layers|25 heads|1600 wide|9.8 GFLOP|64 x H100|80 GB|19,100 steps"
-    for figure in [*figures.split("|"), "micro-batch that fits: 8", "$2.50"]:
+    for figure in ("1,557,611,200", "9.8 GFLOP", "64 x H100", "80 GB", "19,100 steps", "fits: 8"):
         assert figure in out
     figures = json.loads((tmp_path / "plan.json").read_text())
     hours = 10e9 / figures["tokens_per_second"] / 3600
@@ -181,16 +134,14 @@ def test_the_plan_of_the_documentation(in_process, tmp_path):
 def test_advice_for_a_run_that_does_not_fit(in_process, tmp_path):
     out = output(in_process, tmp_path, *XL[:2], "data.path=any", "kind=l4", "devices=2")
     assert re.search(r"^ +parallel=fsdp: [\d.]+ GB$", out, re.MULTILINE)
-    tight = (*XL[:2], "data.path=any", "trainer.batch_size=32")
-    tight += ("trainer.compile=false", "trainer.micro_batch_size=32")
-    assert not job(*tight).fits()
-    out = output(in_process, tmp_path, *tight)
-    advice = re.findall(r"^ +(\w+[.\w]*=.+): ([\d.]+) GB$", out, re.MULTILINE)
-    advice = [(text, size) for text, size in advice if not text.startswith("kind=")]
+    tight = [*XL[:2], "data.path=any", "trainer.batch_size=32", "trainer.compile=false"]
+    assert not job(*tight, "trainer.micro_batch_size=32").fits()
+    out = output(in_process, tmp_path, *tight, "trainer.micro_batch_size=32")
+    advice = re.findall(r"^ +((?!kind)\w+[.\w]*=.+): ([\d.]+) GB$", out, re.MULTILINE)
     assert advice
     for text, gigabytes in advice:
-        kept = tight[:-1] if "micro_batch" in text else tight
-        assert job(*kept, *text.split()).fits(), text
+        kept = [] if "micro_batch" in text else ["trainer.micro_batch_size=32"]
+        assert job(*tight, *kept, *text.split()).fits(), text
         assert float(gigabytes) <= 80
 
 
@@ -202,70 +153,35 @@ def test_the_micro_batch(in_process, tmp_path):
     assert job(*base).micro == job(*base, "trainer.micro_batch_size=auto").micro == largest
     assert not job(*base).fits(2 * largest)
     assert f"trainer.micro_batch_size={largest}" in output(in_process, tmp_path, *base)
-    given = job(*base, "trainer.micro_batch_size=3")
-    assert (given.micro, given.micro_batches) == (3, 22)
+    assert job(*base, "trainer.micro_batch_size=3").micro_batches == 22
 
 
-def test_the_run_is_as_long_as_the_settings_say():
+def test_what_follows_from_the_settings():
     assert job("trainer.max_steps=10", "trainer.batch_size=4").tokens == 10 * 4 * 256
     assert job("tokens=5e6", "trainer.max_steps=10").tokens == 5e6
-    assert job("data.max_length=128").length == 128
-    assert job("data=text").length == 1024
-
-
-def test_auto_is_what_training_would_choose():
-    assert job().strategy == "single"
-    assert job("devices=2").strategy == "ddp"
-    assert job().precision == "bf16"
+    assert (job().strategy, job("devices=2").strategy, job().precision) == ("single", "ddp", "bf16")
     # 120 steps of 512 tokens are too few to compile for; ten billion tokens are not.
     assert not job().compiled
     assert job("tokens=10e9").compiled
-    assert not job("tokens=10e9", "trainer.compile=false").compiled
 
 
 # The key is that of the first argument.
-MISTAKES = "devices=0 devices=some kind=h10 device=64 modle=gpt2-xl tokens=0 tokens=nan price=-1"
-MISTAKES += " out=no/such/plan.json --frobnicate trainer.device=cpu +model._target_=os.system"
-MISTAKES = [*MISTAKES.split(), "devices=1" + "0" * 30, "trainer.precision=fp16 kind=cpu"]
+MISTAKES = ["devices=0", "devices=some", "kind=h10", "device=64", "tokens=nan", "price=-1"]
+MISTAKES += ["out=no/such/plan.json", "--frobnicate", "trainer.precision=fp16 kind=cpu"]
 
 
 def test_mistakes(in_process, tmp_path):
     for arguments in MISTAKES:
-        key = arguments.partition("=")[0].lstrip("+")
+        key = arguments.partition("=")[0]
         code, out, err = in_process(plan.main, tmp_path, *arguments.split())
         assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
     with pytest.raises(ConfigError) as caught:
         plan.composed(["devices=0", "kind=abacus", "model.num_heads=5"])
     keys = [problem.key for problem in caught.value.problems]
     assert keys == ["devices", "kind", "model.num_heads"]
-
-
-def test_what_training_would_refuse_is_refused_alike(monkeypatch):
-    numbers = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    for text in ("trainer.batch_size=512", "parallel=single"):
-        with pytest.raises(ConfigError) as caught:
-            job("trainer.batch_size=6", text, "devices=3")
-        with monkeypatch.context() as patch:
-            for name, value in numbers.items():
-                patch.setenv(name, str(value))
-            found = settings("trainer.batch_size=6", text)
-            by_training = parallel.check(found.parallel, "cpu", found.trainer.batch_size)
-        assert caught.value.problems == by_training != []
-
-
-def test_a_run_that_is_resumed_is_planned_with_its_own_settings(trainer):
-    run = trainer("name=b", "trainer.max_steps=2")
-    run.train()
-    found, _ = plan.composed(["trainer.resume=runs/b", "trainer.max_steps=500"])
-    assert found.model == run.settings.model
-    assert (found.trainer.batch_size, found.trainer.max_steps) == (8, 500)
-
-
-def test_help(in_process, tmp_path):
-    code, out, _ = in_process(plan.main, tmp_path, "--help")
-    assert code == 0
-    for field in dataclasses.fields(plan.PlanConfig):
-        assert f"  {field.name} " in out
+    # What training would refuse.
+    with refused(ConfigError, "trainer.batch_size", 512):
+        job("trainer.batch_size=512", "devices=3")
 
 
 def test_kinds_are_plausible():
@@ -274,4 +190,3 @@ def test_kinds_are_plausible():
         assert 2 <= kind.flops / kind.fp32 <= 30
         assert 2 <= kind.bandwidth / kind.memory <= 60
         assert kind.network <= kind.link
-    assert memory.SLACK.keys() == memory.LIBRARIES.keys() == {"cpu", "cuda"}
