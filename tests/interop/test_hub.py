@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.models import tiny_model
 from helpers.refusals import refused
+from helpers.runs import assert_same
 from huggingface_hub import constants
 
 from errors import CheckpointError
@@ -22,26 +23,16 @@ from training.hf import hf_tensors, load_reader, to_hf
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
-class Hub(http.server.ThreadingHTTPServer):
-    """models: name -> folder, "gated" or a status. asked: the path of each request."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.models, self.asked = {}, []
-
-
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append(self.path)
         path = self.path.partition("?")[0].removeprefix("/api/models/").strip("/")
         name = next((n for n in self.server.models if path.startswith(f"{n}/")), None)
         if name is None:
-            return self.say(404, {"error": "none"}, {"X-Error-Code": "RepoNotFound"})
+            return self.say(404, {}, {"X-Error-Code": "RepoNotFound"})
         folder, rest = self.server.models[name], path.removeprefix(f"{name}/")
         if folder == "gated":
-            return self.say(403, {"error": "ask"}, {"X-Error-Code": "GatedRepo"})
-        if isinstance(folder, int):
-            return self.say(folder, {"error": "something"}, {"X-Error-Code": "Other"})
+            return self.say(403, {}, {"X-Error-Code": "GatedRepo"})
         if rest.startswith("revision/"):
             siblings = [{"rfilename": file.name} for file in folder.iterdir()]
             return self.say(200, {"id": name, "sha": SHA, "siblings": siblings})
@@ -57,10 +48,9 @@ class Answer(http.server.BaseHTTPRequestHandler):
     def say(self, status, body, headers=()):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        for key, value in dict(headers).items():
+        more = {"X-Repo-Commit": SHA, "Content-Length": str(len(content))}
+        for key, value in (dict(headers) | more).items():
             self.send_header(key, value)
-        self.send_header("X-Repo-Commit", SHA)
-        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)
@@ -71,12 +61,12 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    with Hub() as started:
-        thread = threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as started:
+        started.models = {}  # name -> folder or "gated"
+        started.asked = []  # the path of each request
+        threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
         yield started
         started.shutdown()
-        thread.join()
 
 
 @pytest.fixture
@@ -105,7 +95,6 @@ def model(server, tmp_path):
     to_hf(model, tmp_path / "safe")
     to_hf(model, tmp_path / "old")
     (tmp_path / "safe" / "pytorch_model.bin").write_bytes(b"not to be fetched")
-    (tmp_path / "safe" / "flax_model.msgpack").write_bytes(b"nor this")
     (tmp_path / "old" / "model.safetensors").unlink()
     torch.save(hf_tensors(model), tmp_path / "old" / "pytorch_model.bin")
     server.models = {"some/model": tmp_path / "safe", "old": tmp_path / "old"}
@@ -115,8 +104,7 @@ def model(server, tmp_path):
 def check_is(model, name):
     reader = load_reader(name)
     assert (reader.tokenizer_name, reader.window) == ("byte", 16)
-    theirs = reader.model.state_dict()
-    assert all(torch.equal(theirs[key], value) for key, value in model.state_dict().items())
+    assert_same(reader.model.state_dict(), model.state_dict())
 
 
 def fetched(server):
@@ -130,7 +118,7 @@ def check_refused(name):
     return caught.value
 
 
-def test_fetched_once_and_kept(server, model, new_process, capfd):
+def test_fetched_once_and_kept(server, model, new_process):
     new_process()
     check_is(model, "hub:some/model")
     assert fetched(server) == {"config.json", "model.safetensors"}
@@ -147,7 +135,6 @@ def test_fetched_once_and_kept(server, model, new_process, capfd):
         check_is(model, name)
     assert "HF_HUB_OFFLINE" in check_refused("hub:new/one").reason
     assert server.asked == []
-    assert capfd.readouterr().err == ""
 
 
 def test_weights_of_another_kind_of_model_are_not_fetched(server, model, new_process):
@@ -162,21 +149,18 @@ def test_weights_of_another_kind_of_model_are_not_fetched(server, model, new_pro
 
 def test_answers_of_the_hub(server, new_process, monkeypatch):
     """Each kind of failure has its own reason and hint."""
-    server.models = {"my/gated": "gated", "my/closed": 401, "my/broken": 400}
+    server.models = {"my/gated": "gated"}
     new_process()
-    names = ("no/such", "my/gated", "my/closed", "my/broken")
-    errors = {name: check_refused(f"hub:{name}") for name in names}
-    assert len({error.reason for error in errors.values()}) == 4
-    for name in ("no/such", "my/gated", "my/closed"):
-        assert "HF_TOKEN" in errors[name].hint
-    assert "401" in errors["my/closed"].reason
+    errors = [check_refused(f"hub:{name}") for name in ("no/such", "my/gated")]
+    assert all("HF_TOKEN" in error.hint for error in errors)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
-    assert check_refused("hub:some/model").reason == errors["my/broken"].reason
+    errors.append(check_refused("hub:some/model"))
+    assert len({error.reason for error in errors}) == 3
 
 
 def test_names(server, new_process, monkeypatch):
     new_process()
-    for name in ("", "a/b/c", "../x", "a/..", "a b", "http://x/y", "a/", "é"):
+    for name in ("", "a/b/c", "../x", "http://x/y"):
         with refused(CheckpointError, "trainer.init_from", f"hub:{name}"):
             hub.fetch(f"hub:{name}", "trainer.init_from")
     assert server.asked == []
