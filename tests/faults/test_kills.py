@@ -18,12 +18,14 @@ from helpers.runs import contents, rows
 from helpers.tally import CAMPAIGN, tally
 from helpers.trainings import (
     KINDS,
+    STEP,
     STEPS,
     Faults,
     ForkServer,
     campaign,
     check_all_whole,
     check_same_end,
+    happen,
     last_row,
     lose_power,
     printed_command,
@@ -31,7 +33,7 @@ from helpers.trainings import (
     usable,
 )
 
-STEP, SMALL_FILE = "train.Trainer.step", "durable.rename"
+SMALL_FILE = "durable.rename"
 STOPPED = "SIGTERM, repeated SIGTERM, Ctrl-C, double Ctrl-C"  # what is counted
 DISK = "ENOSPC, EIO, EACCES, short writes"
 
@@ -41,12 +43,6 @@ def faults(tmp_path_factory):
     home = tmp_path_factory.mktemp("faults")
     with ForkServer(home) as server:
         yield Faults(server, home)
-
-
-def happen(*each: tuple) -> dict:
-    """The fault (see planted_faults.py): what, at, call, when."""
-    keys = ("what", "at", "call", "when")
-    return {"happen": {"each": [dict(zip(keys, one, strict=False)) for one in each]}}
 
 
 # ---------------------------------------------------------------------------------------- kills
@@ -213,7 +209,7 @@ def test_a_disk_that_is_full_at_the_start_is_refused(faults, small_disk):
     """Of a run without checkpoints, and of one with."""
     for killed in (False, True):
         if killed:
-            faults.killed(small_disk, STEP, 14, "saved")
+            faults.killed(small_disk, 14, "saved")
         before = usable(small_disk / "runs" / "run")
         fill_up(small_disk / BALLAST)
         training = faults.run(small_disk, "short", code=2)
@@ -283,7 +279,7 @@ def test_a_signal_during_the_start_changes_nothing(faults, part):
     stopped = happen((name, f"train.Trainer.{PARTS[part]}", 1, "after"))
     for resumes in (False, True):
         if resumes:
-            faults.killed(folder, STEP, 14, "saved")
+            faults.killed(folder, 14, "saved")
         before = contents(run / "checkpoints")
         code = 130 if name == "SIGINT" else 143
         training = faults.run(folder, "short", fault=stopped, code=code)
@@ -301,7 +297,7 @@ def test_a_start_that_is_cut_off_leaves_nothing_behind(faults, name, code):
     folder = faults.folder()
     for resumes, call in [(False, 1), (True, 1), (False, 2)]:
         if resumes:
-            faults.killed(folder, STEP, 14, "saved")
+            faults.killed(folder, 14, "saved")
         faults.run(folder, "short", fault=happen((name, SMALL_FILE, call)), code=code)
     faults.complete(folder, "short")
     tally(STOPPED, 3 * (name == "SIGTERM"))
@@ -326,6 +322,8 @@ def test_a_second_interrupt_ends_at_once_and_loses_nothing(faults, number):
     assert training.wait() == 130, training.err
     assert "Traceback" not in training.err
     check_all_whole(run)
+    if number % 2:
+        assert usable(run) != step + 1  # its checkpoint was not waited for
     faults.complete(folder, "every step", was_stopped=True)
     tally(STOPPED)
 
@@ -427,7 +425,7 @@ def test_one_process_at_a_time_writes_a_run(faults):
 def test_a_directory_that_holds_something_else_is_left_as_it_is(faults):
     """Another run without a checkpoint, and files that no run wrote."""
     folder, foreign = faults.folder(), faults.folder()
-    faults.killed(folder, STEP, 3)
+    faults.killed(folder, 3)
     (foreign / "runs" / "run").mkdir(parents=True)
     (foreign / "runs" / "run" / "thesis.txt").write_text("all of it")
     for place, more, key in [(folder, ["seed=7"], "seed"), (foreign, [], "name")]:

@@ -29,6 +29,14 @@ from helpers.tally import CAMPAIGN
 from helpers.texts import prepare
 from training import checkpoint
 
+STEP = "train.Trainer.step"
+
+
+def happen(*each: tuple) -> dict:
+    """Signals and errors, as faults (see planted_faults.py): what, at, call, when."""
+    keys = ("what", "at", "call", "when")
+    return {"happen": {"each": [dict(zip(keys, one, strict=False)) for one in each]}}
+
 
 class ForkServer:
     """Starts trainings; a context, at whose end none is left."""
@@ -267,9 +275,9 @@ class Faults:
         assert codes == {code}, [training.err for training in trainings]
         return trainings[0]
 
-    def killed(self, folder: Path, at: str, call: int, when: str = "before") -> None:
-        """A short run that is killed there (see `happen` in planted_faults.py)."""
-        fault = {"happen": {"each": [{"what": "SIGKILL", "at": at, "call": call, "when": when}]}}
+    def killed(self, folder: Path, call: int, when: str = "before") -> None:
+        """A short run that is killed at this call of Trainer.step."""
+        fault = happen(("SIGKILL", STEP, call, when))
         self.run(folder, "short", fault=fault, code=-signal.SIGKILL)
 
     def complete(self, folder: Path, kind: str, was_stopped: bool = False) -> None:

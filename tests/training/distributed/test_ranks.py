@@ -32,7 +32,7 @@ from helpers.ranks import (
 from helpers.refusals import printed_keys
 from helpers.runs import change_state, contents, rows, train_in
 from helpers.tally import CAMPAIGN, in_campaign
-from helpers.trainings import ForkServer, printed_command
+from helpers.trainings import STEP, ForkServer, happen, printed_command
 from safetensors.torch import load_file
 
 from training import checkpoint
@@ -82,10 +82,6 @@ DIFFERENT = {
     "model.num_layers": ("2", "3", "model.num_layers"),
     "trainer.resume": ("runs/alone", "auto", "trainer.resume"),
 }
-
-
-def error(text: str, at: str, call: int = 1) -> dict:
-    return {"happen": {"each": [{"what": text, "at": at, "call": call}]}}
 
 
 class Place:
@@ -270,7 +266,7 @@ def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     printed."""
     settings = ("model.dropout=0.2", f"parallel={way}")
     whole, _ = place.ranks(f"whole_{way}", *settings)
-    signal = error("SIGTERM", "train.Trainer.step", call=HALF + 1)
+    signal = happen(("SIGTERM", STEP, HALF + 1))
     cut, (main, other) = place.ranks(
         *(f"cut_{way}", *settings), faults=[None, signal], codes=[143, 143]
     )
@@ -295,7 +291,7 @@ def test_a_sweep_goes_on_after_an_error_of_one_rank(place):
         *("sweep", "-m", *SAME, "parallel=ddp,fsdp", "trainer.batch_size=8,9"),
         # Whoever waited for the time limit would wait for longer than the test does.
         *("wandb=offline", "parallel.timeout=1700"),
-        faults=[None, error("broken memory", "train.Trainer.step", call=3)],
+        faults=[None, happen(("broken memory", STEP, 3))],
         codes=[4, 4],
     )
     assert (other.err, other.out) == ("", "")
@@ -343,7 +339,7 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
     (folder / "text0.txt").write_text("one text, " * 500)
     if name == "another_text":
         (folder / "text1.txt").write_text("another,  " * 500)
-    fault = error("broken", "data.load_datasets") if name == "broken_disk" else None
+    fault = happen(("broken", "data.load_datasets")) if name == "broken_disk" else None
     main, other = place.server.run_ranks(
         *(folder, *SAME, *arguments), faults=[None, fault], codes=[code, code]
     )
@@ -388,7 +384,7 @@ def test_an_error_during_training_is_told_by_each_machine(place):
     """Rank 1 is on a machine of its own, whose log nobody else writes to."""
     folder, (_, other) = place.elsewhere(
         *("one_breaks", *SAME, "parallel=ddp"),
-        faults=[None, error("broken memory", "train.Trainer.step", call=4)],
+        faults=[None, happen(("broken memory", STEP, 4))],
         codes=[4, 4],
         LOCAL_WORLD_SIZE=1,
     )

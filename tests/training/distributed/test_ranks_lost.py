@@ -1,6 +1,6 @@
 """Ranks that are killed or do not answer: the others end, and the run resumes to the same end.
 
-CAMPAIGN_KILLS=N kills N ranks at random moments under torchrun, as a user starts it.
+CAMPAIGN_KILLS=N makes N runs under torchrun, whose ranks are killed at random moments.
 """
 
 import contextlib
@@ -24,10 +24,9 @@ from helpers.ranks import (
 )
 from helpers.refusals import printed_keys
 from helpers.runs import rows
-from helpers.trainings import ForkServer, printed_command, usable
+from helpers.trainings import STEP, ForkServer, happen, printed_command, usable
 
 KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
-A_LAUNCH = 5  # kills at most
 STEPS = 100  # under torchrun
 LONG = (
     *SAME,
@@ -66,8 +65,7 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     """A killed one at once, one that does not answer after the timeout."""
     timeout = "parallel.timeout=" + ("1000" if what == "SIGKILL" else "10")
     run, settings = tmp_path / "runs" / "run", [*LONG, f"parallel={way}", timeout, "name=run"]
-    each = [{"what": what, "at": "train.Trainer.step", "call": 6}]
-    faults = [{"happen": {"each": each}} if rank == lost else None for rank in range(2)]
+    faults = [happen((what, STEP, 6)) if rank == lost else None for rank in range(2)]
     trainings = server.start_ranks(write_texts(tmp_path), *settings, faults=faults)
     other = trainings[1 - lost]
     assert other.wait() == 4
@@ -86,31 +84,13 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
 # ------------------------------------------------------------------------------------ torchrun
 
 
-def shared_out(kills: int) -> list[int]:
-    """So many kills over as few launches as may be."""
-    launches = max(1, -(-kills // A_LAUNCH))
-    return [kills // launches + (number < kills % launches) for number in range(launches)]
-
-
-def kill(agent, rank: int) -> bool:
-    """Kills one rank, as the kernel does when memory runs out; False when it had ended."""
-    pid = rank_of(agent, rank)
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            return True
-    return False
-
-
-@pytest.mark.parametrize(("number", "kills"), enumerate(shared_out(KILLS)))
-def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(
-    server, whole, tmp_path, number, kills
-):
-    """torchrun starts all ranks anew, and they resume from the last checkpoint. The first run has
-    no name, and torchrun is stopped at last: the printed command completes the run."""
-    chance, way = random.Random(number), ("fsdp", "ddp")[number % 2]
+@pytest.mark.parametrize("number", range(KILLS))
+def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(server, whole, tmp_path, number):
+    """torchrun starts all ranks anew, and they resume from the last checkpoint. Then torchrun is
+    stopped, and the printed command completes the run."""
+    chance, way, kills = random.Random(number), ("fsdp", "ddp")[number % 2], 1 + number % 4
     settings = [*LONG, f"parallel={way}", f"trainer.max_steps={STEPS}"]
-    settings += ["name=mine"] if number % 2 else []
+    settings += ["name=mine"] * (number % 2)
     agent = [*TORCHRUN, "--standalone", f"--max-restarts={kills}", REPOSITORY / "train.py"]
 
     def lines() -> int:
@@ -118,23 +98,22 @@ def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(
         logs = list(tmp_path.glob("runs/*/metrics.jsonl"))
         return logs[0].read_bytes().count(b"\n") if logs else 0
 
-    landed = 0
     with started(write_texts(tmp_path)) as start:
         process = start(*agent, *settings)
         for moment in sorted(chance.sample(range(10, STEPS - 50), kills)):
             wait_until(lambda m=moment: lines() > m, process)
             killed_at = lines()
-            landed += kill(process, chance.randrange(2))
-        if number == 0:
-            wait_until(lambda: lines() > killed_at + 5, process)  # it was restarted
-            process.terminate()
-        assert (ended(process) == 0) == (number > 0), process.log.read_text()
+            pid = rank_of(process, chance.randrange(2))
+            if pid is not None:  # else it is being restarted
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: lines() > killed_at + 5, process)  # it was restarted
+        process.terminate()
+        assert ended(process) != 0
     (run,) = runs_in(tmp_path)
-    if number == 0:
-        program, command = printed_command(process.log.read_text())
-        assert "torchrun --nproc_per_node=2" in program
-        assert len(rows(run)) < STEPS
-        server.run_ranks(tmp_path, *command)
+    program, command = printed_command(process.log.read_text())
+    assert "torchrun --nproc_per_node=2" in program
+    assert len(rows(run)) < STEPS
+    server.run_ranks(tmp_path, *command)
     assert [row["step"] for row in rows(run)] == list(range(STEPS + 1))
     check_same_bytes(run, whole(way, STEPS))
-    print(f"{way}: {landed} of {kills} kills came in time")
