@@ -1,4 +1,4 @@
-"""The device that a process computes on: where torch keeps what it compiles for it."""
+"""The folder in which torch keeps compiled code, so that the next run need not compile."""
 
 import os
 
@@ -10,7 +10,7 @@ from training import device as devices
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """cache(**environment) -> where torch would keep what it compiles; None: where it likes."""
+    """cache(**environment) -> the folder that is chosen; None: torch chooses."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -27,7 +27,7 @@ def cache(monkeypatch, tmp_path):
     return where
 
 
-def test_what_is_compiled_is_kept_for_the_next_run(cache, tmp_path):
+def test_compiled_code_is_kept_for_the_next_run(cache, tmp_path):
     assert cache(False) is None
     assert cache("auto") is None  # too short a run
     assert not list(tmp_path.iterdir())
