@@ -10,9 +10,9 @@ import signal
 import pytest
 import torch
 import yaml
-from helpers import REPOSITORY, TEXT, TINY
+from helpers import REPOSITORY
 from helpers.refusals import printed_keys
-from helpers.settings import settings as run_settings
+from helpers.runs import rows, train_in
 from helpers.tally import CAMPAIGN
 from helpers.texts import FRAGMENTS
 from hypothesis import example, given, settings
@@ -34,18 +34,12 @@ def home(tmp_path_factory):
     """A folder with a run, of twice as many positions as it learns, and GPT-2's vocabulary in a
     model without biases, as a Hugging Face directory; both exported, as `bytes` and `words`."""
     folder = tmp_path_factory.mktemp("export")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     before = signal.getsignal(signal.SIGTERM)
+    train_in(folder, "name=one", "model.context_length=64", "model.qkv_bias=false")
+    torch.manual_seed(1)
+    to_hf(GPT(ModelConfig(50257, 48, 8, 2, 1)), folder / "gpt2")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        from train import Trainer
-
-        changes = ["data.path=text.txt", "name=one", "model.context_length=64"]
-        run = Trainer(run_settings(*TINY, *changes, "model.qkv_bias=false"))
-        run.train()
-        run.close(0)
-        torch.manual_seed(1)
-        to_hf(GPT(ModelConfig(50257, 48, 8, 2, 1)), folder / "gpt2")
         for source, out in (("runs/one", "bytes"), ("gpt2", "words")):
             patch.setattr("sys.argv", ["x", f"checkpoint={source}", f"out={out}"])
             main()
@@ -129,8 +123,7 @@ def table(body):
 def test_card_has_the_figures_of_the_run(home):
     head, body = front_matter((home / "bytes" / "README.md").read_text())
     assert head["library_name"] == "transformers"
-    rows = [json.loads(r) for r in (home / "runs/one/metrics.jsonl").read_text().splitlines()]
-    last = [row for row in rows if "val/loss" in row][-1]
+    last = [row for row in rows(home / "runs/one") if "val/loss" in row][-1]
     found = table(body)
     assert found["`data.path`"] == "text.txt"
     assert found["`trainer.batch_size`"] == "8"

@@ -6,11 +6,9 @@ huggingface_hub reads its environment once, when it is imported: what it has rea
 import http.server
 import importlib
 import json
-import sys
 import threading
 
 import pytest
-import torch
 from helpers.models import tiny_model
 from helpers.refusals import refused
 from helpers.runs import assert_same
@@ -18,7 +16,7 @@ from huggingface_hub import constants
 
 from errors import CheckpointError
 from training import hub
-from training.hf import hf_tensors, load_reader, to_hf
+from training.hf import load_reader, to_hf
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -89,15 +87,11 @@ def new_process(server, tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(server, tmp_path):
-    """A model that the hub has twice: as some/model with safetensors and more, and as old with a
-    pytorch_model.bin alone."""
+    """A model that the hub has as some/model, with safetensors and more."""
     model = tiny_model(vocab_size=257, context_length=16)
     to_hf(model, tmp_path / "safe")
-    to_hf(model, tmp_path / "old")
     (tmp_path / "safe" / "pytorch_model.bin").write_bytes(b"not to be fetched")
-    (tmp_path / "old" / "model.safetensors").unlink()
-    torch.save(hf_tensors(model), tmp_path / "old" / "pytorch_model.bin")
-    server.models = {"some/model": tmp_path / "safe", "old": tmp_path / "old"}
+    server.models = {"some/model": tmp_path / "safe"}
     return model
 
 
@@ -128,11 +122,8 @@ def test_fetched_once_and_kept(server, model, new_process):
     new_process()
     check_is(model, "hub:some/model")
     assert fetched(server) == set()  # it is in the cache
-    check_is(model, "hub:old")  # which has no other file
-    assert fetched(server) == {"config.json", "pytorch_model.bin"}
     new_process(offline=True)
-    for name in ("hub:some/model", "hub:old"):
-        check_is(model, name)
+    check_is(model, "hub:some/model")
     assert "HF_HUB_OFFLINE" in check_refused("hub:new/one").reason
     assert server.asked == []
 
@@ -158,13 +149,9 @@ def test_answers_of_the_hub(server, new_process, monkeypatch):
     assert len({error.reason for error in errors}) == 3
 
 
-def test_names(server, new_process, monkeypatch):
+def test_names(server, new_process):
     new_process()
     for name in ("", "a/b/c", "../x", "http://x/y"):
         with refused(CheckpointError, "trainer.init_from", f"hub:{name}"):
             hub.fetch(f"hub:{name}", "trainer.init_from")
     assert server.asked == []
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # without the library
-    with refused(CheckpointError, "checkpoint", "hub:not/cached") as caught:
-        hub.fetch("hub:not/cached")
-    assert "pip install huggingface_hub" in caught.value.hint

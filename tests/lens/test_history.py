@@ -1,7 +1,6 @@
 """Statistics over the steps: the file, the table of heads, and what a resumed run keeps."""
 
 import csv
-import itertools
 import json
 import math
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from helpers.refusals import SPECIAL_FILES, not_waiting
 
-from lens.history import COLUMNS, History, Row, evenly_spread
+from lens.history import COLUMNS, History, Row
 from lens.statistics import STATISTICS
 
 NAN = math.nan
@@ -26,18 +25,18 @@ def steps(history):
     return [row.step for row in history.rows]
 
 
-def table(*rows, key="induction"):
-    """The rows of the table for one statistic."""
+def table(*rows):
+    """The rows of the table for induction."""
     with tempfile.TemporaryDirectory() as folder:
         history = History(Path(folder) / "statistics.jsonl", step=0)
         history.rows = list(rows)
-        return [line for line in history.table() if line[0] == key]
+        return [line for line in history.table() if line[0] == "induction"]
 
 
-def course(*values, key="induction", every=10):
+def course(*values):
     """The table's halfway_step of head L0 H0, which went through these values."""
-    rows = [row(n * every, **{key: [[value, 0.5], [0.5, 0.5]]}) for n, value in enumerate(values)]
-    (found,) = [line for line in table(*rows, key=key) if line[2:4] == (0, 0)]
+    rows = [row(10 * n, induction=[[value, 0.5], [0.5, 0.5]]) for n, value in enumerate(values)]
+    (found,) = [line for line in table(*rows) if line[2:4] == (0, 0)]
     return found[-1]
 
 
@@ -48,11 +47,9 @@ def logged(file):
 def test_rows_are_appended_and_read_on_resume(tmp_path):
     file = tmp_path / "attention" / "statistics.jsonl"
     history = History(file, step=0)
-    assert file.read_text() == ""
     history.add(row(0, entropy=[[1, 0.123456], [0, NAN]]))
     (first,) = logged(file)  # at once
     assert list(first) == ["step", *STATISTICS]
-    assert first["step"] == 0
     assert first["entropy"] == [[1, 0.1235], [0, None]]
     for step in (40, 80, 120):
         history.add(row(step, entropy=[[step, 1], [2, NAN]]))
@@ -135,13 +132,3 @@ def test_halfway_is_the_first_look_past_half_of_the_change():
         ((0, NAN, 0.8), 20),
     ):
         assert course(*values) == halfway, values
-
-
-def test_evenly_spread_keeps_first_last_and_order():
-    for count, most in itertools.product((0, 1, 2, 10, 11, 500), (1, 2, 3, 7, 10, 1000)):
-        kept = evenly_spread(list(range(count)), most)
-        assert len(kept) == min(count, most), (count, most)
-        assert sorted(set(kept)) == kept
-        if count and most >= 2:
-            assert (kept[0], kept[-1]) == (0, count - 1)
-            assert len(kept) == 1 or np.ptp(np.diff(kept)) <= 1

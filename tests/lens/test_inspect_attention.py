@@ -6,9 +6,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import TEXT, TINY
 from helpers.refusals import printed_keys
-from helpers.settings import settings
+from helpers.runs import train_in
 
 from data import get_tokenizer
 from lens.page import read, unpacked
@@ -22,14 +21,7 @@ from training.hf import load_any, to_hf
 def home(tmp_path_factory):
     """A folder with a trained run of ours, runs/one, and a Hugging Face directory, gpt2."""
     folder = tmp_path_factory.mktemp("inspect")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        from train import Trainer
-
-        run = Trainer(settings(*TINY, f"data.path={folder}/text.txt", "name=one"))
-        run.train()
-        run.close(0)
+    train_in(folder, "name=one")
     torch.manual_seed(1)
     to_hf(GPT(ModelConfig(50257, 48, 8, 2, 3, dropout=0.0)), folder / "gpt2")
     return folder
@@ -98,8 +90,6 @@ def test_bad_values(inspect, home):
         (2, ["text"], ["text=   "]),
         (2, ["max_tokens"], ["max_tokens=1"]),
         (2, ["out"], ["out=page.png"]),
-        (2, ["device"], ["device=tpu"]),
-        (2, ["repeated"], ["repeated=1"]),
         (2, ["chekpoint"], ["chekpoint=x"]),
         (2, ["max_tokens", "out", "text"], ["max_tokens=1", "out=x", "text= "]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),

@@ -119,16 +119,6 @@ def test_random_weights_by_loops(period, length, num_heads, seed):
         assert found["largest_logit"][head].item() == max(allowed)
 
 
-def test_two_tokens():
-    found = measured(torch.tensor([[[1.0, 0.0], [0.25, 0.75]]]))
-    bits = -(0.25 * math.log2(0.25) + 0.75 * math.log2(0.75))
-    assert found["entropy"].item() == pytest.approx(bits)
-    assert found["distance"].item() == pytest.approx(0.125)
-    assert found["first_token"].item() == found["previous_token"].item() == 0.25
-    assert found["diagonal"].item() == 0.75
-    assert found["largest_logit"].isnan().all()  # without scores
-
-
 def test_largest_logit_ignores_the_mask_and_may_be_negative():
     inf = math.inf
     scores = torch.tensor([[[-7.0, -inf], [-3.0, -9.0]], [[-inf, -inf], [400.0, 2.0]]])
