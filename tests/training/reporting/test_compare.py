@@ -48,7 +48,6 @@ def compared(tmp_path, in_process):
         code, shown, err = in_process(compare.main, tmp_path, f"out={out}", *arguments)
         assert code == 0
         tables = [part.splitlines() for part in shown.strip().split("\n\n")]
-        assert all(len({len(line) for line in lines}) == 1 for lines in tables)  # columns
         cells = [[[c.strip() for c in x.strip("|").split("|")] for x in t] for t in tables]
         return cells, err.replace(f"written to {out}\n", ""), json.loads(out.read_text())
 
@@ -77,12 +76,14 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
 
 
 def test_unfinished_runs_and_runs_without_the_metric(run, compared):
-    run("a", [3.0], max_steps=40)
+    for seed in range(6):
+        run(f"a_seed-{seed}", [3.0], seed=seed, max_steps=40)
     run("b", [2.0, float("nan")], lr=0.1, max_steps=40)
     run("c", [], lr=0.2)
-    ((_, _, *rows),), err, found = compared("runs=[runs/a,runs/b,runs/c]")
+    ((_, _, *rows),), err, found = compared()
     assert [row["mean"] for row in found["rows"]] == [3.0, None]
-    assert [row["unfinished"] for row in found["rows"]] == [["a"], ["b"]]
+    assert [len(row["unfinished"]) for row in found["rows"]] == [6, 1]
+    assert rows[0][-1] == "a_seed-0, …1, …2, …3 + 2"
     assert [row[3] for row in rows] == ["3.0000", "nan"]
     assert skipped(err) == ["runs/c"]
 
@@ -132,37 +133,28 @@ def test_tokens_are_the_logged_ones(run, compared):
         ("val/loss", {}, {"path": "b.txt"}, [["b", "a"], ["c"]]),
         ("val/loss", {"val_path": "v.txt"}, {"path": "b.txt"}, [["b", "c", "a"]]),
         ("val/bits_per_byte", {}, {"tokenizer": "gpt2"}, [["b", "c", "a"]]),
-        ("val/bits_per_byte", {}, {"path": "b.txt"}, [["b", "a"], ["c"]]),
     ],
 )
 def test_other_texts_and_tokenizers_are_other_tables(run, compared, metric, all_have, data, found):
     run("a", [3.0], metric=metric, data=all_have)
     run("b", [1.0], metric=metric, data=all_have, lr=0.1)
     run("c", [2.0], metric=metric, data=all_have | data)
-    tables, _, written = compared(f"metric={metric}")
+    tables, _, _ = compared(f"metric={metric}")
     assert [[row[-1] for row in rows] for _, _, *rows in tables] == found
-    numbered = [row["table"] for row in written["rows"]]
-    assert numbered == [number for number, names in enumerate(found) for _ in names]
 
 
-def test_any_name_of_a_folder(run, in_process, tmp_path):
-    """Control characters are escaped; what has a meaning in a pattern is read as a name."""
+def test_control_characters_in_names_are_escaped(run, in_process, tmp_path):
     strange = "a\x1b]0;title\x07\n"
     run(strange, [1.0])
     run(f"{strange}none", [])
-    run("s[1]", [2.0], lr=0.1)
-    code, out, err = in_process(compare.main, tmp_path, "runs=['runs/*']", f"out={strange}.json")
+    code, out, err = in_process(compare.main, tmp_path, f"runs=['{strange}*','runs/*']")
     assert code == 0
     assert set("\x1b\x07") & set(out + err) == set()
-    assert (tmp_path / f"{strange}.json").exists()
-    code, out, _ = in_process(compare.main, tmp_path, "runs=runs/s[1]")
-    assert (code, len(out.splitlines())) == (0, 3)
 
 
 def test_settings_that_are_refused(run, in_process, tmp_path):
     run("c", [])
-    found = {"runs=nowhere/*": "runs", "runs=runs/c": "metric", "runs=runs": "runs"}
-    found |= {"out=runs": "out", "out=nowhere/a.json": "out", "target=low": "target"}
+    found = {"runs=nowhere/*": "runs", "runs=runs/c": "metric", "out=runs": "out"}
     for argument, key in found.items():
         code, _, err = in_process(compare.main, tmp_path, argument)
         assert (code, printed_keys(err)[-1]) == (2, key)

