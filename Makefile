@@ -19,7 +19,6 @@ test: $(VENV)/test  ## all tests
 
 campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of all texts there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
-	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest -k kill tests/faults/test_prepare_stopped.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/training/distributed/test_ranks.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
 	    tests/inference/test_decoding.py tests/inference/test_generate.py $(ARGS)

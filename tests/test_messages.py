@@ -138,7 +138,7 @@ def test_while_training(trainer, in_process, tmp_path, monkeypatch):
     with pytest.raises(errors.RankLostError) as caught, run.explaining():
         raise RuntimeError("[../pair.cc:1] Connection closed by peer [127.0.0.1]:1234. More")
     assert str(caught.value) == (
-        "parallel.timeout=600: another rank is gone or did not answer (Connection closed by peer "
+        "parallel.timeout=600: another rank is gone or did not answer (Connection closed by peer"
         "); resume with: python train.py seed=0 trainer.resume=runs/run"
     )
 
