@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 from helpers import REPOSITORY
 from helpers.tally import CAMPAIGN, tally
 
@@ -131,17 +130,3 @@ def test_rows_after_a_step_are_dropped(tmp_path):
     assert sorted(tmp_path.iterdir()) == [metrics, samples]
     drop_rows_after(tmp_path, -1)
     assert metrics.read_bytes() == samples.read_bytes() == b""
-
-
-def test_dropping_is_atomic(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(before := b'{"step": 1}\n{"step": 2}\n')
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        drop_rows_after(tmp_path, 1)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
