@@ -5,7 +5,6 @@ A line is `key=value: reason; hint`, one per problem, without control characters
 
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from helpers import TINY
@@ -13,7 +12,7 @@ from helpers import TINY
 import errors
 import generate
 import train
-from training import fitting, saving
+from training import fitting
 from training.command import compose, errors_in_one_line
 
 # What is given to train.py -> what is printed.
@@ -21,17 +20,10 @@ SETTINGS = {
     "modle=gpt2-small": "no such setting; did you mean model?",
     "trainer.epochs=3": "no such setting; use trainer.max_steps (a run has a number of steps, each "
     "of trainer.batch_size windows)",
-    "model=gpt2-smal": "no such model; did you mean model=gpt2-small?",
     "optimizer.lr=abc": "must be a number; such as 0.0003",
     "optimizer.lr=-1.0": "must be a positive number; use 3e-4 or so",
-    "model.num_heads=5": "emb_dim=768 cannot be split into 5 equal heads; use a divisor of 768, "
-    "such as 4",
-    "seed=1,2": "several values for one run; -m trains once for each; a text with a comma is "
-    "quoted, 'seed=\"1,2\"'",
     "foo": "is not of the form key=value; write key=value without blanks, or with quotes around "
     "it: 'key=some words'",
-    "hydra.run.dir=x": "is Hydra's own and not for use here; leave it out; a sweep (-m) has "
-    "hydra.sweep, hydra.sweeper and hydra.launcher",
 }
 # Of a single text file.
 TEXTS = {
@@ -95,11 +87,6 @@ def test_checkpoints(trainer, in_process, tmp_path):
         file.write(b"\xff")
     for path, message in (
         (
-            "hub:a/b",
-            "the hub is not reached (HF_HUB_OFFLINE is set), and it is not in the cache; fetch it "
-            "where there is a network, or give a folder",
-        ),
-        (
             "nowhere",
             "no such directory; give a run or a checkpoint; of the Hugging Face hub, hub:nowhere "
             "fetches it",
@@ -143,23 +130,6 @@ def test_while_training(trainer, in_process, tmp_path, monkeypatch):
     )
 
 
-def test_a_full_disk(trainer, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    run = trainer("name=full", "trainer.max_steps=2", "trainer.sample_tokens=0")
-    monkeypatch.setattr(saving, "RETRY_AFTER", 0)
-    monkeypatch.setattr(saving.checkpoint, "write", full)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: SimpleNamespace(free=12_000_000))
-    with pytest.raises(errors.NotSavedError) as caught:
-        run.train()
-    assert str(caught.value) == (
-        "checkpoint=runs/full/checkpoints/step_00000002: could not be written (No space left on "
-        "device, 12.0 MB free on its disk); make room there: there is no earlier one; then rerun "
-        "the same command"
-    )
-
-
 def printed(capsys, error, debug=False) -> tuple[int, str]:
     with pytest.raises(SystemExit) as caught, errors_in_one_line(debug):
         raise error
@@ -173,8 +143,7 @@ def test_errors_of_other_ranks_and_unexpected_ones(capsys, monkeypatch):
     assert printed(capsys, other) == (3, line)
     unexpected = "RuntimeError: two lines; run again with debug=true for the traceback\n"
     assert printed(capsys, RuntimeError("two\nlines")) == (4, unexpected)
-    code, err = printed(capsys, other, debug=True)
-    assert (code, "Traceback" in err) == (3, True)
+    assert "Traceback" in printed(capsys, other, debug=True)[1]
     monkeypatch.setattr("training.command.WAIT_FOR_RANK_0", 0)
     monkeypatch.setenv("RANK", "1")
     assert printed(capsys, other) == (3, "")

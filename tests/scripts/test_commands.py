@@ -1,9 +1,8 @@
 """Every command in README.md and docs/: settings are checked, a few commands of each kind are run.
 
 The commands are read from the fenced blocks and from what stands in `backticks`. The arguments of
-every training are composed and checked; those of `RUN` are run, in short settings, on texts made
-for it, as are all commands of the scripts in SHORT. All run in one folder, in the order of the
-pages, where the names that the pages use exist: my.txt, runs/NAME, DIR and the rest.
+every training are checked; those of `RUN` and all scripts of SHORT are run, with short settings, in
+one folder where the names that the pages use exist: my.txt, runs/NAME, DIR and the rest.
 """
 
 import importlib
@@ -29,11 +28,9 @@ PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"
 # What makes a training short; overrides the values of the command.
 TRAINING = [setting for setting in TINY if not setting.startswith(("model=", "lens=", "wandb="))]
 TRAINING += ["trainer.max_steps=2", "trainer.batch_size=2", "trainer.micro_batch_size=2"]
-TRAINING += ["trainer.warmup_steps=1", "trainer.eval_windows=2", "trainer.sample_tokens=2"]
 TRAINING += ["trainer.compile=false", "data.val_fraction=0.2", "wandb.mode=disabled"]
 # Trainings that are run: the first command in which each of these stands.
-RUN = ["my.txt", "data=shards", "data.weights", "experiment=induction", "experiment=finetune"]
-RUN += ["trainer.resume=", "lens.every=20", "wandb.tags="]
+RUN = ["data=shards", "data.weights", "experiment=induction", "trainer.resume=", "lens.every=20"]
 # What makes the commands of a script short. All of them are run.
 SHORT = {
     "generate.py": ["max_new_tokens=3"],
@@ -63,7 +60,6 @@ STANDS_FOR = {
 
 
 def is_command(line: str) -> bool:
-    """Also one after settings of its environment: NAME=value python ..."""
     return re.match(rf"(\$ )?([A-Z_]+=\S+ )*({PROGRAMS})\s", line) is not None
 
 
@@ -110,7 +106,6 @@ COMMANDS = commands()
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """The folder in which everything runs, with all that the pages name."""
     folder = tmp_path_factory.mktemp("commands")
     texts = ("my", "big", "tinyshakespeare", "wikitext-2", "books/a", "books/b")
     for name in (f"{text}.txt" for text in texts):
@@ -135,23 +130,20 @@ def home(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_checked():
-    pages = set(COMMANDS.values())
-    assert {"README.md", "data.md", "lens.md", "scaling.md", "benchmarks.md"} <= pages
     assert len(COMMANDS) > 40
     kinds = {*SHORT, *ELSEWHERE, "train.py", "torchrun", "sbatch", "make", "pip"}
     assert sum(len(arguments_of(kind)) for kind in kinds) == len(COMMANDS), kinds
+    targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert {words[0] for words in arguments_of("make")} <= set(targets)
 
 
 def test_settings_of_every_training(home, monkeypatch):
-    """Of torchrun's options, torchrun's own parser."""
     from torch.distributed.run import get_args_parser
 
     monkeypatch.chdir(home)
     given = arguments_of("train.py")
     for words in arguments_of("torchrun"):
-        arguments = get_args_parser().parse_args(words)
-        assert arguments.training_script == "train.py"
-        given.append(arguments.training_script_args)
+        given.append(get_args_parser().parse_args(words).training_script_args)
     given += [words[words.index("scripts/slurm.sh") + 1 :] for words in arguments_of("sbatch")]
     for words in given:
         if REFUSED.search(" ".join(words)) or words == ["--help"]:
@@ -166,16 +158,13 @@ def test_settings_of_every_training(home, monkeypatch):
 def test_trainings(home, in_process, part):
     words = next(w for w in arguments_of("train.py") if w[0] != "-m" and part in " ".join(w))
     short = TRAINING if "lens" in part else [*TRAINING, "lens.every=0"]
-    code, out, err = in_process(train.main, home, *words, *short)
+    code, _, err = in_process(train.main, home, *words, *short)
     assert code == 0, err
-    assert "runs/" in out
 
 
 @pytest.mark.parametrize("script", SHORT)
 def test_scripts(home, in_process, monkeypatch, script):
-    given = arguments_of(script)
-    assert given
-    for words in given:
+    for words in arguments_of(script):
         monkeypatch.setattr("sys.stdin", io.StringIO("The bell\n"))  # of interactive=true
         for word in words:  # neither is written a second time
             if word in ("out=my-tokens", "out=DIR", "out=my-model"):
@@ -183,11 +172,3 @@ def test_scripts(home, in_process, monkeypatch, script):
         main = importlib.import_module(script.removesuffix(".py")).main
         code, _, err = in_process(main, home, *words, *SHORT[script])
         assert code == 0, (words, err)
-
-
-def test_targets_and_files_exist():
-    targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    assert {words[0] for words in arguments_of("make")} <= set(targets)
-    for words in arguments_of("pip"):
-        if "-r" in words:
-            assert (REPOSITORY / words[words.index("-r") + 1]).is_file()
