@@ -96,12 +96,12 @@ def test_pipeline_generates_our_tokens(home, name):
 
 
 def test_files_and_what_we_read_back(home, tmp_path):
-    for name, files in (("bytes", FILES), ("words", FILES | {"vocab.json", "merges.txt"})):
+    words = FILES | {"vocab.json", "merges.txt"}
+    for name, source, files in (("bytes", "runs/one", FILES), ("words", "gpt2", words)):
         assert {file.name for file in (home / name).iterdir()} == files
-        reader, out = load_reader(home / name), tmp_path / name
-        before = (home / name / "model.safetensors").read_bytes()
-        to_hf(reader.model, out)
-        assert (out / "model.safetensors").read_bytes() == before
+        to_hf(load_reader(home / source).model, tmp_path / name)
+        weights = [folder / name / "model.safetensors" for folder in (home, tmp_path)]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
     theirs, ours = load_reader(home / "bytes"), load_reader(home / "runs" / "one")
     assert (theirs.tokenizer_name, theirs.window) == (ours.tokenizer_name, ours.window)
     assert (theirs.window, theirs.model.config.context_length) == (32, 64)

@@ -138,20 +138,16 @@ def test_weights_of_another_kind_of_model_are_not_fetched(server, model, new_pro
     assert fetched(server) == {"config.json"}
 
 
-def test_answers_of_the_hub(server, new_process, monkeypatch):
+def test_bad_names_and_answers_of_the_hub(server, new_process, monkeypatch):
     """Each kind of failure has its own reason and hint."""
     server.models = {"my/gated": "gated"}
-    new_process()
-    errors = [check_refused(f"hub:{name}") for name in ("no/such", "my/gated")]
-    assert all("HF_TOKEN" in error.hint for error in errors)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
-    errors.append(check_refused("hub:some/model"))
-    assert len({error.reason for error in errors}) == 3
-
-
-def test_names(server, new_process):
     new_process()
     for name in ("", "a/b/c", "../x", "http://x/y"):
         with refused(CheckpointError, "trainer.init_from", f"hub:{name}"):
             hub.fetch(f"hub:{name}", "trainer.init_from")
     assert server.asked == []
+    errors = [check_refused(f"hub:{name}") for name in ("no/such", "my/gated")]
+    assert all("HF_TOKEN" in error.hint for error in errors)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
+    errors.append(check_refused("hub:some/model"))
+    assert len({error.reason for error in errors}) == 3

@@ -200,6 +200,9 @@ def test_time_lapse_and_table_of_a_run(tmp_path, frames):
     assert tuple(columns) == COLUMNS
     assert (tmp_path / "heads.csv").is_file()
     assert len(table) == len(STATISTICS) * 4
+    kinds = ("previous_token", "induction", "duplicate_token", "first_token")
+    strong = [row for row in table if row[0] in kinds and row[1] == 1 and row[4] >= 0.25]
+    assert len(lens.findings()) == len(strong)
 
 
 def test_time_lapse_has_only_pages_of_the_same_prompts(tmp_path):
