@@ -203,6 +203,12 @@ def test_sorting_and_filtering(shown):
     lens.locator("#step").fill("3")  # sorted by the values of the step that is shown
     assert grid_order(lens) == ranked(a_run().rows[120].values[key], descending=True)
 
+    # A head with just the smallest value passes; that of this statistic is at this step.
+    smallest = {row.values["diagonal"].min(): step for step, row in a_run().rows.items()}
+    assert smallest[min(smallest)] == 120
+    lens.locator("#filter-statistic").select_option("diagonal")
+    assert re.findall(r"\d+", lens.locator("#count").inner_text()) == ["6", "6"]
+
     values = a_run().rows[120].values["entropy"]
     of_all_steps = np.stack([row.values["entropy"] for row in a_run().rows.values()])
     low, high = of_all_steps.min(), of_all_steps.max()
