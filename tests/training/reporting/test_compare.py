@@ -71,8 +71,6 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     assert skipped(err) == ["runs/no run"]
     assert found["rows"][1]["curves"] == [[[1000, 3.0], [2000, 2.0]], [[1000, 3.0], [2000, 2.5]]]
     assert found["rows"][1]["seeds"] == [0, 1]
-    assert found["settings"]["trainer.max_steps"] == 20
-    assert "commit" in found
 
 
 def test_unfinished_runs_and_runs_without_the_metric(run, compared):
@@ -91,13 +89,9 @@ def test_unfinished_runs_and_runs_without_the_metric(run, compared):
 def test_damaged_and_unlimited_files_are_skipped(run, compared):
     """config.yaml, which is for people, is not read."""
     os.mkfifo(run("a", [1.0, 2.0]) / "config.yaml")
-    records = {
-        "no settings": '{"settings": {"optimizer": {}}}',
-        "deep": '{"settings": ' * 3000,
-        "text": '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}',
-    }
-    for name, text in records.items():
-        (run(f"bad-{name}", [1.0]) / "run.json").write_text(text)
+    text = '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}'
+    for number, record in enumerate(['{"settings": ' * 3000, text]):
+        (run(f"bad-{number}", [1.0]) / "run.json").write_text(record)
     (run("bad-rows", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
     for name in ("run.json", "metrics.jsonl"):
         os.truncate(run(f"bad-huge-{name}", [1.0]) / name, 2**33)  # sparse
@@ -106,23 +100,18 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
     with not_waiting(60):
         ((_, _, *rows),), err, _ = compared("runs=[runs/*,nowhere]")
     assert len(rows) == 1
-    assert [name.split("-")[0] for name in skipped(err)] == 12 * ["runs/bad"] + ["nowhere"]
+    assert [name.split("-")[0] for name in skipped(err)] == 11 * ["runs/bad"] + ["nowhere"]
 
 
 def test_tokens_are_the_logged_ones(run, compared):
-    """The batch size may change in a resumed run. Rows of older runs have no tokens. A target that
-    is reached exactly counts."""
-    log(
-        run("a", []),
-        {"step": 10, "val/loss": 3.0, "train/tokens": 500},
-        {"step": 20, "val/loss": 2.5, "train/tokens": 1500},
-        {"step": 30, "val/loss": 2.0, "train/tokens": 2500},
-    )
+    """Rows of older runs have no tokens. A target that is reached exactly counts."""
+    rows = [{"step": 10 * n, "val/loss": 3.5 - n / 2, "train/tokens": 500 * n} for n in (1, 2, 3)]
+    log(run("a", []), *rows)
     strange = [{"step": 20, "val/loss": 4.0, "train/tokens": n} for n in ("nan", -1, 10**30)]
     log(run("b", [], lr=0.1), *strange)
     first, second = compared("target=2.5")[2]["rows"]
-    assert first["curves"] == [[[500, 3.0], [1500, 2.5], [2500, 2.0]]]
-    assert (first["tokens"], first["tokens_to_target"]) == (2500, [1500])
+    assert first["curves"] == [[[500, 3.0], [1000, 2.5], [1500, 2.0]]]
+    assert (first["tokens"], first["tokens_to_target"]) == (1500, [1000])
     assert second["curves"] == [3 * [[2000, 4.0]]]
 
 

@@ -23,7 +23,7 @@ from training.checkpoint import FILES, find
 from training.hf import load_any
 from training.report import sample_page
 from training.tracker import NoTracker, Tracker
-from training.wandb_run import FILES_AT_MOST, MOST_SAMPLES, WandbConfig
+from training.wandb_run import MOST_SAMPLES, WandbConfig
 
 OFFLINE = WandbConfig(mode="offline")
 
@@ -75,7 +75,6 @@ def test_files_are_limited_also_after_a_resume(tmp_path, recorded, monkeypatch):
     page.write_text("<!doctype html><p>all heads</p>")
     numbers = {"attention_layers/entropy/L00": 0.5}
     look = Look(numbers, {}, {}, {}, {"attention/viewer": page})
-    assert 100 < FILES_AT_MOST < 1000
     monkeypatch.setattr("training.wandb_run.FILES_AT_MOST", 2)
     for steps in ((0,), (1, 2, 3)):
         tracker = Tracker(OFFLINE, tmp_path, {})
@@ -183,7 +182,6 @@ def test_rows_configuration_and_summary(watched):
             summary |= record["summary"]["update"]
     model, state = load_any(folder / "checkpoints" / "best")
     assert summary["best_val_loss"] == pytest.approx(state.val_loss)
-    assert summary["best_step"] == state.step
     assert summary["parameters"] == model.num_parameters()
     assert summary["exit_code"] == 0
     metrics = [record["metric"] for record in records if record["type"] == "metric"]
