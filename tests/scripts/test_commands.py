@@ -12,13 +12,12 @@ import shlex
 import shutil
 
 import pytest
-import torch
 from helpers import REPOSITORY, TEXT, TINY
+from helpers.models import tiny_model
 from helpers.settings import settings
 from helpers.texts import prepare, write_source
 
 import train
-from model import GPT, ModelConfig
 from training.command import check_sweep, compose
 from training.hf import to_hf
 
@@ -48,7 +47,7 @@ ELSEWHERE = {"scripts.benchmark", "scripts.benchmark_data", "scripts.benchmark_g
 ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval"}
 REFUSED = re.compile(r"modle=|num_heads=5$|optuna")  # see test_readme.py, campaign/extras.py
 
-# Names in the pages that stand for something, and what stands for them here.
+# What stands for names in the pages.
 STANDS_FOR = {
     r"hub:[\w/-]+": "path/to/gpt2",
     r"(?<==)[BTPD](?=\s|$)": "2",
@@ -63,39 +62,31 @@ def is_command(line: str) -> bool:
     return re.match(rf"(\$ )?([A-Z_]+=\S+ )*({PROGRAMS})\s", line) is not None
 
 
-def commands() -> dict[str, str]:
-    """command line -> the first page with it, in the order of the pages."""
-    found = {}
+def commands() -> list[str]:
+    """Each once, in the order of the pages."""
+    found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-        variables = {}
-        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-            if assigned := re.fullmatch(r"([A-Z_]+)=\"(.*)\"", line):
-                variables[assigned[1]] = assigned[2]
-            for name, value in variables.items():
-                line = line.replace(f"${name}", value)
-            words = shlex.split(line.removeprefix("$ "), comments=True) if is_command(line) else []
-            if words:
-                found.setdefault(shlex.join(words), page.name)
+        code = "\n".join(blocks).replace("\\\n", " ")
+        for name, value in re.findall(r"^([A-Z_]+)=\"(.*)\"$", code, re.MULTILINE):
+            code = code.replace(f"${name}", value)
+        lines = filter(is_command, code.splitlines())
+        found += [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
         prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-        for line in re.findall(r"`([^`\n]+)`", prose):
-            if is_command(line) and len(words := shlex.split(line)) > 1:
-                found.setdefault(shlex.join(words), page.name)
-    return found
+        named = filter(is_command, re.findall(r"`([^`\n]+)`", prose))
+        found += [words for words in map(shlex.split, named) if len(words) > 1]
+    return list(dict.fromkeys(map(shlex.join, found)))
 
 
 def arguments_of(kind: str) -> list[list[str]]:
-    """The arguments of all commands of a program, script or module."""
     found = []
     for line in COMMANDS:
         for name, here in STANDS_FOR.items():
             line = re.sub(name, here, line)
         words = shlex.split(line)
-        while re.match(r"[A-Z_]+=", words[0]):
+        while words[0] in ("python", "-m") or re.match(r"[A-Z_]+=", words[0]):
             words = words[1:]
-        words = words[1:] if words[0] == "python" else words
-        words = words[1:] if words[0] == "-m" else words
         if words[0] == kind:
             found.append(words[1:])
     return found
@@ -107,16 +98,13 @@ COMMANDS = commands()
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
-    texts = ("my", "big", "tinyshakespeare", "wikitext-2", "books/a", "books/b")
-    for name in (f"{text}.txt" for text in texts):
-        write_source(folder / name, [TEXT])
-    write_source(folder / "corpus" / "sample.txt", [TEXT])
+    for name in ("my", "big", "tinyshakespeare", "wikitext-2", "books/a", "corpus/sample"):
+        write_source(folder / f"{name}.txt", [TEXT])
     write_source(folder / "web" / "a.jsonl.gz", TEXT.splitlines())
     write_source(folder / "fineweb" / "a.parquet", TEXT.splitlines())
     for name in ("books", "code", "my-tokens"):
         prepare(folder / "my.txt", folder / name, tokenizer="byte")
-    torch.manual_seed(1)
-    to_hf(GPT(ModelConfig(257, 32, 32, 2, 2, dropout=0.0)), folder / "path" / "to" / "gpt2")
+    to_hf(tiny_model(vocab_size=257, context_length=32), folder / "path" / "to" / "gpt2")
     shutil.copytree(folder / "path" / "to" / "gpt2", folder / "DIR")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -142,16 +130,18 @@ def test_settings_of_every_training(home, monkeypatch):
 
     monkeypatch.chdir(home)
     given = arguments_of("train.py")
-    for words in arguments_of("torchrun"):
-        given.append(get_args_parser().parse_args(words).training_script_args)
+    torchrun = map(get_args_parser().parse_args, arguments_of("torchrun"))
+    given += [found.training_script_args for found in torchrun]
     given += [words[words.index("scripts/slurm.sh") + 1 :] for words in arguments_of("sbatch")]
     for words in given:
         if REFUSED.search(" ".join(words)) or words == ["--help"]:
             continue
         if words[:1] == ["-m"]:
             check_sweep(words[1:], None)
-        else:
+        elif "induction" in " ".join(words):  # has no data.path
             compose(words)
+        else:
+            settings(*words)
 
 
 @pytest.mark.parametrize("part", RUN)
