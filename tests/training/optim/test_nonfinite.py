@@ -11,6 +11,7 @@ from helpers.runs import assert_same, rows, stop_behind, weights
 from errors import DivergedError
 from training import checkpoint
 from training.guard import Guard, Spikes
+from training.parallel import Parallel
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -78,6 +79,21 @@ def test_spikes_in_early_training():
         assert spikes.count == count
     spikes = Spikes()
     assert {spikes.add(2.0) for _ in range(200)} == {None}  # constant losses have no z-score
+
+
+def test_an_optimizer_without_a_kernel_for_it_skips_the_step_too():
+    """As on Apple's GPUs."""
+    for fused in (True, False):
+        layer = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
+        parallel, guard, seen = Parallel(CPU, torch.float32), Guard(9, CPU), []
+        for factor in (1.0, NAN, 1.0):
+            parallel.backward(factor * layer(torch.ones(1, 3)).sum())
+            parallel.update(layer, optimizer, 1.0, guard)
+            seen.append(layer.weight.detach().clone())
+        assert torch.equal(seen[0], seen[1])
+        assert not torch.equal(seen[1], seen[2])
+        assert float(optimizer.state[layer.weight]["step"]) == 2
 
 
 def spoil(run, steps, how=lambda loss: loss * NAN):
