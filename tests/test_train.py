@@ -527,6 +527,44 @@ def test_signal_saves_and_the_printed_command_resumes(
 # ----------------------------------------------------------------------------- compile and speed
 
 
+def test_a_signal_during_the_agreement_of_ranks_is_not_lost(trainer, monkeypatch):
+    run = trainer("name=a", "trainer.eval_every=0")
+
+    def largest(number):
+        run.signals.received = signal.SIGTERM
+        return number
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.parallel, "largest", largest)
+        assert not run.was_told_to_stop()
+    with pytest.raises(SystemExit) as stopped:
+        run.train()
+    assert (stopped.value.code, run.state.step) == (143, 1)
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_rank_saves_and_stops_when_its_torchrun_has_died(trainer, monkeypatch, by_torchrun):
+    """Without torchrun, a process may leave its parent and continues."""
+    run = trainer("name=a", "trainer.eval_every=0")
+    step = run.step
+
+    def parent_dies_after_step_1():
+        if by_torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        if run.state.step == 1:
+            monkeypatch.setattr("os.getppid", lambda: 1)
+        return step()
+
+    monkeypatch.setattr(run, "step", parent_dies_after_step_1)
+    code = None
+    try:
+        run.train()
+    except SystemExit as stopped:
+        code = stopped.code
+    saved = checkpoint.load_state(checkpoint.find(run.folder)).step
+    assert (code, saved) == ((143, 2) if by_torchrun else (None, 4))
+
+
 def test_compiled_training_uses_and_saves_the_same_parameters(trainer, tmp_path, monkeypatch):
     """With an eager backend in place of torch.compile's code generator."""
     real, made, ran = torch.compile, [], []
