@@ -405,7 +405,7 @@ class Trainer:
                     with self.never_in_the_way("W&B: the model was not uploaded"):
                         self.uploaded = self.tracker.log_model(self.state.best_step)
         except Exception as error:
-            what = "DivergedError" if isinstance(error, DivergedError) else "Failed"
+            what = "Diverged" if isinstance(error, DivergedError) else "Failed"
             self.tracker.alert(what, format_error(error), "ERROR")
             raise
         finally:

@@ -155,7 +155,7 @@ def test_character_split_over_tokens_is_joined_in_the_text(shown):
 
 
 def test_play_and_pause(shown):
-    # Options that no other test has make a window of its own, whose clock may stay stopped.
+    # Options that no other test has open a separate window, whose clock may stay stopped.
     lens = shown(fragment="#step=40", timezone_id="Etc/GMT+5")
     lens.clock.install(time=0)
     lens.clock.pause_at(1000)  # from here time passes only in run_for
@@ -223,7 +223,7 @@ def test_sorting_and_filtering(shown):
             is_out = "out" in tile(lens, *place).get_attribute("class").split()
             assert is_out == (not passing[place])
     assert 0 < passing.sum() < 6
-    lens.locator("#sort").select_option("entropy")  # sorted, the others are left out
+    lens.locator("#sort").select_option("entropy")  # after sorting, the others are hidden
     assert grid_order(lens) == [place for place in ranked(values, True) if passing[place]]
 
 

@@ -187,7 +187,7 @@ def test_small_window_with_touch(shown):
 
 
 def test_sandboxed_frame(tmp_path, write, opened):
-    """As Weights & Biases shows it: no address of its own, no storage, no network."""
+    """As Weights & Biases shows it: no origin, no storage, no network."""
     text = html.escape(write(a_run()).read_text(encoding="utf-8"))
     host = tmp_path / "host.html"
     frame = f'<iframe sandbox="allow-scripts" width="600" height="420" srcdoc="{text}"></iframe>'
@@ -292,7 +292,7 @@ def test_damaged_pages_and_old_browsers(tmp_path, opened):
         "weights cut": damaged(lambda data: cut(data["frames"][-1], "weights")),
         "weights too short": damaged(too_short),
         "history cut": damaged(lambda data: cut(data, "history")),
-        "no number of layers": damaged(lambda data: data.pop("layers")),
+        "layers missing": damaged(lambda data: data.pop("layers")),
         "no weights": damaged(lambda data: data.update(frames=[])),
         "cut while it was written": whole[: data + 500] + whole[end:],
         "old browser": whole,

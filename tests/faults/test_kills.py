@@ -79,7 +79,7 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
         check_all_whole(run)
         newest = usable(run)
         assert (newest or 0) >= (before or 0)
-        # One interval, and the checkpoint that is written while training goes on: it has to be
+        # One interval, and the checkpoint that is written while training continues: it has to be
         # there before the next is begun, which is after the row of that step.
         assert (newest or 0) >= (last_row(run) - 1) // every * every - every
     faults.complete(folder, kind)
@@ -161,19 +161,19 @@ def disk_faults() -> list:
 
 @pytest.fixture
 def small_disk(faults):
-    """A folder to run in whose runs/ is a disk of its own, of 8 MB."""
+    """A folder to run in whose runs/ is a separate 8 MB disk."""
     folder = faults.folder()
     (folder / "runs").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder / "runs")]
     if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("may not mount a disk here")
+        pytest.skip("mounting a tmpfs needs root")
     yield folder
     subprocess.run(["umount", str(folder / "runs")], check=True)
 
 
 @pytest.mark.parametrize(("what", "first", "for_good"), disk_faults())
 def test_a_run_short_of_disk_keeps_its_checkpoints(faults, request, what, first, for_good):
-    """For a while: training goes on to the same end. For good: it ends with 4, and the same command
+    """For a while: training continues to the same end. For good: it ends with 4, and the same command
     completes the run when there is room again."""
     folder = request.getfixturevalue("small_disk") if "disk" in what else faults.folder()
     run = folder / "runs" / "run"

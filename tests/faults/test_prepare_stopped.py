@@ -64,7 +64,7 @@ os.fsync = fsync
 
 @pytest.fixture
 def start(tmp_path):
-    """start() -> the command as a process of its own group; one task of six is finished."""
+    """start() -> the command in a separate process group; one task of six is finished."""
     started = []
     (tmp_path / "hold").touch()
     write_collection(tmp_path / "held", TEXTS)

@@ -1,4 +1,4 @@
-"""Checkpoints: their content, damage, saving while training goes on, links."""
+"""Checkpoints: their content, damage, saving while training continues, links."""
 
 import errno
 import json
