@@ -173,8 +173,8 @@ def small_disk(faults):
 
 @pytest.mark.parametrize(("what", "first", "for_good"), disk_faults())
 def test_a_run_short_of_disk_keeps_its_checkpoints(faults, request, what, first, for_good):
-    """For a while: training continues to the same end. For good: it ends with 4, and the same command
-    completes the run when there is room again."""
+    """For a while: training continues to the same end. For good: it ends with 4, and the
+    same command completes the run when there is room again."""
     folder = request.getfixturevalue("small_disk") if "disk" in what else faults.folder()
     run = folder / "runs" / "run"
     failed = range(first, LAST + 1, 5) if for_good else [first] * (first < LAST)
