@@ -23,39 +23,28 @@ def steps(in_process, tmp_path):
     return dict(zip([0, *map(int, pieces[1::2])], pieces[0::2], strict=True))
 
 
-def table(text, name):
-    """The rows under `name (shape)`: a list of (label, printed numbers)."""
+def numbers(text, name):
+    """The printed numbers of each row of the table `name (shape)`, without the row's label."""
     found = re.search(rf"^{re.escape(name)} \([\d, ]+\)\n(.+?)\n\n", text, re.MULTILINE | re.DOTALL)
     assert found is not None, name
     rows = [line.split() for line in found[1].splitlines()]
-    return [(row[0], row[1:]) for row in rows if len(row) > 1 and re.match(r"-?[\di]", row[1])]
-
-
-def numbers(text, name):
-    return [printed for _, printed in table(text, name)]
+    return [row[1:] for row in rows if len(row) > 1 and re.match(r"-?[\di]", row[1])]
 
 
 def published(text):
-    return [line.split() for line in text.strip().splitlines()]
+    return [row.split() for row in text.split("/")]
 
 
 SCORES = published("0.9544 1.4950 1.4754 0.8434 0.7070 1.0865")
 WEIGHTS = published("0.1385 0.2379 0.2333 0.1240 0.1082 0.1581")
-CONTEXT = published("""
-    0.4421 0.5931 0.5790
-    0.4419 0.6515 0.5683
-    0.4431 0.6496 0.5671
-    0.4304 0.6298 0.5510
-    0.4671 0.5910 0.5266
-    0.4177 0.6503 0.5645""")
+CONTEXT = published(
+    "0.4421 0.5931 0.5790 / 0.4419 0.6515 0.5683 / 0.4431 0.6496 0.5671 /"
+    "0.4304 0.6298 0.5510 / 0.4671 0.5910 0.5266 / 0.4177 0.6503 0.5645"
+)
 TRAINABLE_WEIGHTS = published("0.1500 0.2264 0.2199 0.1311 0.0906 0.1820")
-OUTPUT = published("""
-    0.3190 0.4858
-    0.2943 0.3897
-    0.2856 0.3593
-    0.2693 0.3873
-    0.2639 0.3928
-    0.2575 0.4028""")
+OUTPUT = published(
+    "0.3190 0.4858 / 0.2943 0.3897 / 0.2856 0.3593 /0.2693 0.3873 / 0.2639 0.3928 / 0.2575 0.4028"
+)
 # The scale that a published tutorial uses, and that of the definition.
 BY_D_OUT = published("-0.2962 -0.2681 0.1179 0.1136 0.0953 -0.4015")
 BY_HEAD_DIM = published("-0.2804 -0.2545 0.1131 0.1270 0.0898 -0.4088")
@@ -63,12 +52,12 @@ BY_HEAD_DIM = published("-0.2804 -0.2545 0.1131 0.1270 0.0898 -0.4088")
 
 def test_published_figures(steps):
     assert list(steps) == list(range(9))
-    assert table(steps[1], "attn_scores") == [("old", SCORES[0])]
-    assert table(steps[2], "attn_weights") == [("old", WEIGHTS[0])]
-    assert table(steps[2], "context_vec") == [("old", CONTEXT[1])]
+    assert numbers(steps[1], "attn_scores") == SCORES
+    assert numbers(steps[2], "attn_weights") == WEIGHTS
+    assert numbers(steps[2], "context_vec") == [CONTEXT[1]]
     assert numbers(steps[3], "attn_weights")[1] == WEIGHTS[0]
     assert numbers(steps[3], "context_vec") == CONTEXT
-    assert table(steps[4], "queries")[1] == ("old", ["0.4306", "1.4551"])
+    assert numbers(steps[4], "queries")[1] == ["0.4306", "1.4551"]
     assert numbers(steps[4], "attn_weights")[1] == TRAINABLE_WEIGHTS[0]
     assert numbers(steps[8], "output") == OUTPUT + OUTPUT
     assert numbers(steps[8], "divided by sqrt(d_out), as in the tutorial") == BY_D_OUT
