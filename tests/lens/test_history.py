@@ -3,11 +3,8 @@
 import csv
 import json
 import math
-import tempfile
-from pathlib import Path
 
 import numpy as np
-from helpers.refusals import SPECIAL_FILES, not_waiting
 
 from lens.history import COLUMNS, History, Row
 from lens.statistics import STATISTICS
@@ -21,23 +18,11 @@ def row(step, **values):
     return Row(step, zeros | {key: np.float32(value) for key, value in values.items()})
 
 
-def steps(history):
-    return [row.step for row in history.rows]
-
-
-def table(*rows):
+def induction_table(folder, rows):
     """The rows of the table for induction."""
-    with tempfile.TemporaryDirectory() as folder:
-        history = History(Path(folder) / "statistics.jsonl", step=0)
-        history.rows = list(rows)
-        return [line for line in history.table() if line[0] == "induction"]
-
-
-def course(*values):
-    """The table's halfway_step of head L0 H0, which went through these values."""
-    rows = [row(10 * n, induction=[[value, 0.5], [0.5, 0.5]]) for n, value in enumerate(values)]
-    (found,) = [line for line in table(*rows) if line[2:4] == (0, 0)]
-    return found[-1]
+    history = History(folder / "statistics.jsonl", step=0)
+    history.rows = rows
+    return [line for line in history.table() if line[0] == "induction"]
 
 
 def logged(file):
@@ -54,48 +39,27 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     for step in (40, 80, 120):
         history.add(row(step, entropy=[[step, 1], [2, NAN]]))
     resumed = History(file, step=80)  # drops its own step and those after it
-    assert steps(resumed) == [0, 40]
-    assert resumed.rows[1].values["entropy"].tolist()[0] == [40, 1]
-    assert math.isnan(resumed.rows[1].values["entropy"][1, 1])
+    assert [row.step for row in resumed.rows] == [0, 40]
+    np.testing.assert_array_equal(resumed.rows[1].values["entropy"], [[40, 1], [2, NAN]])
     resumed.add(row(80))
     assert [line["step"] for line in logged(file)] == [0, 40, 80]
 
 
-DAMAGED = [
-    b'{"step": 80, "entropy": [[0.1',
-    b'{"step": 80, "entropy": [[1], [2, 3]]}',
-    b"[" * 100_000,
-    b"x" * 2**23,
-]
-
-
 def test_damaged_lines_are_dropped(tmp_path):
     file = tmp_path / "statistics.jsonl"
-    for damaged in DAMAGED:
+    for damaged in (b'{"step": 80, "entropy": [[0.1', b"[" * 100_000):
         file.unlink(missing_ok=True)
         History(file, step=0).add(row(40))
         with open(file, "ab") as out:
             out.write(damaged)
-        resumed = History(file, step=80)
-        assert steps(resumed) == [40], damaged[:40]
-        resumed.add(row(80))
-        assert [line["step"] for line in logged(file)] == [40, 80]
+        History(file, step=80).add(row(80))
+        assert [line["step"] for line in logged(file)] == [40, 80], damaged[:40]
 
 
-def test_special_files_are_not_read(tmp_path):
-    file = tmp_path / "statistics.jsonl"
-    for make in SPECIAL_FILES.values():
-        make(file)
-        with not_waiting():
-            history = History(file, step=40)
-        history.add(row(40))
-        assert [line["step"] for line in logged(file)] == [40]
-
-
-def test_heads_are_ranked_highest_first_and_equals_in_their_order():
+def test_heads_are_ranked_highest_first_and_equals_in_their_order(tmp_path):
     start = row(0, induction=[[0.1, 0.1], [0.1, 0.1]])
     last = row(20, induction=[[0.5, 0.25], [0.75, 0.25]])
-    assert table(start, row(10), last) == [
+    assert induction_table(tmp_path, [start, row(10), last]) == [
         ("induction", 1, 1, 0, 0.75, 0.1, 20),
         ("induction", 2, 0, 0, 0.5, 0.1, 20),
         ("induction", 3, 0, 1, 0.25, 0.1, 20),
@@ -105,9 +69,9 @@ def test_heads_are_ranked_highest_first_and_equals_in_their_order():
 
 def test_the_table_has_every_statistic_in_order_and_leaves_out_the_undefined(tmp_path):
     history = History(tmp_path / "statistics.jsonl", 0)
-    nothing = np.full((2, 2), NAN)
-    history.add(row(0, largest_logit=nothing, entropy=[[1, NAN], [1, 1]]))
-    history.add(row(5, largest_logit=nothing, entropy=[[1, NAN], [1, 1]]))
+    for step in (0, 5):
+        nothing = np.full((2, 2), NAN)
+        history.add(row(step, largest_logit=nothing, entropy=[[1, NAN], [1, 1]]))
     rows = history.write_table(tmp_path / "heads.csv")
     wanted = [key for key in STATISTICS if key != "largest_logit"]
     assert list(dict.fromkeys(line[0] for line in rows)) == wanted
@@ -119,14 +83,13 @@ def test_the_table_has_every_statistic_in_order_and_leaves_out_the_undefined(tmp
     assert written == [[str(value) for value in line] for line in rows]
 
 
-def test_halfway_is_the_first_look_past_half_of_the_change():
+def test_halfway_is_the_first_look_past_half_of_the_change(tmp_path):
     for values, halfway in (
-        ((0, 0.1, 0.4, 0.8), 20),  # rising: half of 0.8 is reached
-        ((0.2, 0.49, 0.51, 0.8), 20),  # half of the change, not half of the value
+        ((0.25, 0.5, 0.625, 1), 20),  # half of the change, reached; not half of the value
         ((0, 0.9, 0.1, 0.8), 10),  # the first time counts
         ((1.0, 0.9, 0.6, 0.5, 0.2), 20),  # falling
         ((0.3, 0.3, 0.3), 0),  # constant
-        ((0.7,), 0),  # one look
         ((0, NAN, 0.8), 20),
     ):
-        assert course(*values) == halfway, values
+        rows = [row(10 * n, induction=np.full((2, 2), value)) for n, value in enumerate(values)]
+        assert {line[-1] for line in induction_table(tmp_path, rows)} == {halfway}, values
