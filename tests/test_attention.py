@@ -9,13 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import attention
-from attention import (
-    KERNELS,
-    MultiHeadAttention,
-    causal_attn_weights,
-    causal_mask,
-    explicit,
-)
+from attention import KERNELS, MultiHeadAttention, causal_attn_weights, causal_mask, explicit
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 each_kernel = pytest.mark.parametrize("name", KERNELS)
@@ -53,6 +47,7 @@ def weights_by_definition(queries, keys):
 
 
 def test_attention_weights_are_the_definition():
+    """The mask is aligned bottom right: query t of T sees the first S - T + t + 1 keys."""
     # In the first shape H = T = S = D, where every wrong transpose has a shape that fits.
     for T, S, H, D in [(4, 4, 4, 4), (7, 7, 3, 5), (3, 9, 3, 4), (1, 4, 3, 4), (1, 1, 1, 1)]:
         queries, keys, _ = random_heads(T, S, H=H, D=D)
@@ -65,14 +60,6 @@ def test_attention_weights_are_the_definition():
         attn_weights = causal_attn_weights(queries, keys)
         assert attn_weights.dtype == torch.float32
         torch.testing.assert_close(attn_weights.sum(-1), torch.ones(2, 3, 7))
-
-
-def test_causal_mask_is_aligned_bottom_right():
-    assert causal_mask(2, 4, torch.device("cpu")).tolist() == [
-        [True, True, True, False],
-        [True, True, True, True],
-    ]
-    assert causal_mask(1, 1, torch.device("cpu")).tolist() == [[True]]
 
 
 @each_kernel
@@ -96,12 +83,22 @@ def test_kernel_is_the_definition_for_all_and_for_the_last_queries(name):
         kernel(*random_heads(5, 3))
 
 
-def check_dropout(kernel, rate=0.3):
-    """With the identity matrix as values, the context vectors are the weights after dropout."""
-    T = 48
+@each_kernel
+def test_dropout_rate_and_expectation_and_none_in_eval_mode(name):
+    module, x = multi_head(name, dropout=0.5).eval(), torch.randn(2, 9, 6)
+    expected = multi_head(name)(x)
+    torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=0)
+    module.train()
+    if name == "flex":  # has no dropout
+        with pytest.raises(ValueError):  # noqa: PT011
+            module(x)
+        return
+    assert (module(x) - expected).abs().max() > 1e-3
+    # With the identity matrix as values, the context vectors are the weights after dropout.
+    T, rate = 48, 0.3
     queries, keys, _ = random_heads(T, T, B=4, H=8)
     torch.manual_seed(0)
-    dropped = kernel(queries, keys, torch.eye(T).expand(4, 8, T, T), rate)
+    dropped = KERNELS[name](queries, keys, torch.eye(T).expand(4, 8, T, T), rate)
     attn_weights = causal_attn_weights(queries, keys)
     kept = dropped != 0
     # What is kept is scaled by 1 / (1 - p), so that the expectation stays the same.
@@ -113,66 +110,40 @@ def check_dropout(kernel, rate=0.3):
     assert not torch.equal(kept[0], kept[1])  # and each sequence
 
 
-@each_kernel
-def test_dropout_rate_and_expectation_and_none_in_eval_mode(name):
-    module = multi_head(name, dropout=0.5).eval()
-    x = torch.randn(2, 9, 6)
-    expected = multi_head(name)(x)
-    torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=0)
-    module.train()
-    if name == "flex":  # has no dropout
-        with pytest.raises(ValueError):  # noqa: PT011
-            module(x)
-    else:
-        check_dropout(KERNELS[name])
-        assert (module(x) - expected).abs().max() > 1e-3
-
-
-SIX_TOKENS = [0.43, 0.15, 0.89, 0.55, 0.87, 0.66, 0.57, 0.85, 0.64]
-SIX_TOKENS += [0.22, 0.58, 0.33, 0.77, 0.25, 0.10, 0.05, 0.80, 0.55]
-
-
 def rounded(tensor):
     """To the four digits that a source prints."""
     return [" ".join(f"{x:.4f}" for x in row) for row in tensor.tolist()]
 
 
-def check_published_figures(name):
+SIX_TOKENS = [0.43, 0.15, 0.89, 0.55, 0.87, 0.66, 0.57, 0.85, 0.64]
+SIX_TOKENS += [0.22, 0.58, 0.33, 0.77, 0.25, 0.10, 0.05, 0.80, 0.55]
+FIGURES = ["0.3190 0.4858", "0.2943 0.3897", "0.2856 0.3593"]
+FIGURES += ["0.2693 0.3873", "0.2639 0.3928", "0.2575 0.4028"]
+
+
+@each_kernel
+def test_figures_of_the_book(name):
     """S. Raschka, Build a Large Language Model (From Scratch), the output of its
     MultiHeadAttention on six tokens: seed 123, two heads of one dimension."""
     torch.manual_seed(123)
     module = MultiHeadAttention(3, 2, 6, 0.0, num_heads=2, attention=name)
     for copy in module(torch.tensor([SIX_TOKENS] * 2).view(2, 6, 3)):
-        assert rounded(copy) == [
-            "0.3190 0.4858",
-            "0.2943 0.3897",
-            "0.2856 0.3593",
-            "0.2693 0.3873",
-            "0.2639 0.3928",
-            "0.2575 0.4028",
-        ]
+        assert rounded(copy) == FIGURES
 
 
-def scaled_by_d_out(queries, keys):
-    (_, H, T, D), S = queries.shape, keys.shape[2]
-    mask = causal_mask(T, S, queries.device)
-    return (queries @ keys.mT / math.sqrt(H * D)).masked_fill(~mask, -math.inf).softmax(-1)
+def test_figures_of_a_tutorial_that_divides_by_the_root_of_d_out(monkeypatch):
+    """It prints the second row."""
 
+    def scaled_by_d_out(queries, keys):
+        attn_scores = queries @ keys.mT / math.sqrt(6)
+        return attn_scores.masked_fill(~causal_mask(5, 5, queries.device), -math.inf).softmax(-1)
 
-def row_of_the_tutorial(name):
     torch.manual_seed(123)
     x = torch.randn(2, 5, 6)
-    return rounded(MultiHeadAttention(6, 6, 5, 0.0, num_heads=2, attention=name)(x)[0, 1:2])
-
-
-@each_kernel
-def test_figures(name, monkeypatch):
-    """A published tutorial divides by sqrt(d_out) and prints the second row."""
-    check_published_figures(name)
-    assert row_of_the_tutorial(name) == ["-0.2804 -0.2545 0.1131 0.1270 0.0898 -0.4088"]
+    module = MultiHeadAttention(6, 6, 5, 0.0, num_heads=2, attention="explicit")
+    assert rounded(module(x)[0, 1:2]) == ["-0.2804 -0.2545 0.1131 0.1270 0.0898 -0.4088"]
     monkeypatch.setattr(attention, "causal_attn_weights", scaled_by_d_out)
-    printed = ["-0.2962 -0.2681 0.1179 0.1136 0.0953 -0.4015"]
-    assert row_of_the_tutorial("explicit") == printed
+    assert rounded(module(x)[0, 1:2]) == ["-0.2962 -0.2681 0.1179 0.1136 0.0953 -0.4015"]
 
 
 def by_hand(module, x):
@@ -268,7 +239,5 @@ def test_refusals():
     for num_heads, kernel in [(3, "sdpa"), (0, "sdpa"), (2, "flash")]:
         with pytest.raises(ValueError):  # noqa: PT011
             MultiHeadAttention(3, 4, 6, 0.0, num_heads=num_heads, attention=kernel)
-    module = MultiHeadAttention(3, 4, 6, 0.0, num_heads=2)
-    assert module(torch.randn(1, 6, 3)).shape == (1, 6, 4)
     with pytest.raises(ValueError):  # noqa: PT011
-        module(torch.randn(1, 7, 3))
+        MultiHeadAttention(3, 4, 6, 0.0, num_heads=2)(torch.randn(1, 7, 3))

@@ -32,6 +32,14 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def repeatable_rows(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl without the speed, which differs from run to run."""
+    found = rows(folder)
+    for row in found:
+        row.pop("train/tokens_per_second", None)
+    return found
+
+
 def contents(folder: Path) -> dict[str, str]:
     """All paths in a folder with the SHA-256 of files, except the lock files."""
     paths = (path for path in folder.rglob("*") if path.name != ".lock")
