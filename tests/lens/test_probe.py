@@ -21,39 +21,25 @@ from lens.probe import (
     uniform_values,
 )
 from lens.statistics import STATISTICS, evenly, measure
+from training.hf import to_hf
 
 BYTE = get_tokenizer("byte")
-SENTENCE = "The ferry bell rang twice, and nobody came."
 
 
-def byte_model(seed=0, **changes):
-    shape = {"vocab_size": 257, "context_length": 64, "num_heads": 2, "num_layers": 3}
-    model = tiny_model(seed, std=None, **shape | changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "W_" in name:
-                parameter.mul_(40)  # so that attention is not uniform
-    return model
+def byte_model(**changes):
+    return tiny_model(**{"vocab_size": 257, "context_length": 64, "num_layers": 3} | changes)
 
 
 def looker(model):
     return lambda ids, capture: model.look_into(torch.tensor([ids]), capture)
 
 
-def text_prompt(text=SENTENCE, limit=64, number=1, tokenizer=BYTE):
-    decode = tokenizer.decode_single_token_bytes
-    return make_prompt(number, text, tokenizer.encode_ordinary, decode, limit)
+def text_prompt(text="The ferry bell rang twice, and nobody came.", limit=64):
+    return make_prompt(1, text, BYTE.encode_ordinary, BYTE.decode_single_token_bytes, limit)
 
 
-def repeated(limit=64, vocabulary=range(256), bos=256, number=2):
-    period = (limit - 1) // 2
-    return repeated_prompt(number, vocabulary, bos, BYTE.decode_single_token_bytes, period)
-
-
-def by_definition(layers, scores, period):
-    """The statistics of (1, H, T, T) weights: {key: (L, H)}."""
-    rows = [measure(w[0], s[0], period) for w, s in zip(layers, scores, strict=True)]
-    return dict(zip(STATISTICS, torch.stack(rows, 1).numpy(), strict=True))
+def repeated(period=31, vocabulary=range(256), bos=256):
+    return repeated_prompt(2, vocabulary, bos, BYTE.decode_single_token_bytes, period)
 
 
 def assert_shows(codes, weights):
@@ -61,79 +47,34 @@ def assert_shows(codes, weights):
     assert np.abs(shown - np.asarray(weights)).max() <= 1 / 255
 
 
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
-    """A tiny random GPT-2 of the transformers library, and the folder it is saved in."""
+def test_weights_and_statistics_are_those_of_transformers(tmp_path):
+    """The statistics are the mean over the prompts on which they are defined."""
     import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=257,
-        n_positions=64,
-        n_embd=24,
-        n_head=3,
-        n_layer=2,
-        attn_implementation="eager",
-        bos_token_id=256,
-        eos_token_id=256,
-    )
-    torch.manual_seed(5)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.25 * torch.randn(parameter.shape))
-    folder = tmp_path_factory.mktemp("hf")
-    model.save_pretrained(folder)
-    return model, folder
-
-
-def test_weights_and_statistics_are_those_of_transformers(theirs):
-    """From their files through our model."""
-    from training.hf import from_hf
-
-    oracle, folder = theirs
-    ours, prompts = from_hf(folder), [text_prompt(), repeated()]
+    ours = byte_model()
+    to_hf(ours, tmp_path)
+    oracle = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, attn_implementation="eager")
+    prompts = [text_prompt(), text_prompt("hello there"), repeated()]
     frame = probe(looker(ours), prompts, step=7)
     assert frame.row.step == 7
-    expected = []
+    statistics = []  # of each prompt (S, L, H)
     for prompt, codes in zip(prompts, frame.codes, strict=True):
+        ids, scores = torch.tensor([prompt.token_ids]), []
         with torch.no_grad():
-            seen = oracle(torch.tensor([prompt.token_ids]), output_attentions=True).attentions
-        assert torch.stack(seen).var() > 0.001  # there is something to see
-        mine = []
-        ours.look_into(torch.tensor([prompt.token_ids]), lambda _, w, __, out=mine: out.append(w))
-        for one, other in zip(mine, seen, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
-        num_tokens = len(prompt.token_ids)
-        assert codes.shape == (2, 3, num_tokens * (num_tokens + 1) // 2)
+            weights = oracle(ids, output_attentions=True).attentions  # (1, H, T, T) each
+        assert torch.stack(weights).var() > 0.001  # there is something to see
         assert codes.dtype == np.uint8
-        assert_shows(codes, torch.cat(seen))
-        none = torch.full_like(seen[0], float("nan"))
-        expected.append(by_definition(seen, [none, none], prompt.period))
+        assert_shows(codes, torch.cat(weights))
+        ours.look_into(ids, lambda _, w, s, out=scores: out.append(s))
+        for layer, of_layer in zip(weights, scores, strict=True):
+            torch.testing.assert_close(of_layer.softmax(-1), layer, atol=1e-5, rtol=0)
+        rows = [measure(w[0], s[0], prompt.period) for w, s in zip(weights, scores, strict=True)]
+        statistics.append(torch.stack(rows, 1).numpy())
 
-    for key, values in frame.row.values.items():
-        assert values.shape == (2, 3)
-        both = np.stack([rows[key] for rows in expected])
-        if STATISTICS[key].needs == "scores":
-            assert np.isfinite(values).all()
-            continue
-        mean = both[1] if STATISTICS[key].needs == "repeated" else both.mean(0)
-        np.testing.assert_allclose(values, mean, atol=1e-5, err_msg=key)
-
-
-def test_statistics_are_the_mean_over_prompts_and_include_the_scores():
-    model = byte_model()
-    prompts = [text_prompt("abcdefgh"), text_prompt("hello there"), repeated(20)]
-    frame = probe(looker(model), prompts, step=0)
-    each = []
-    for prompt in prompts:
-        seen = []
-        capture = lambda _, w, s, seen=seen: seen.append((w, s))  # noqa: E731
-        model.look_into(torch.tensor([prompt.token_ids]), capture)
-        each.append(by_definition(*zip(*seen, strict=True), prompt.period))
-    for key in ("entropy", "distance", "largest_logit"):
-        expected = np.mean([of_prompt[key] for of_prompt in each], axis=0)
-        np.testing.assert_allclose(frame.row.values[key], expected, rtol=1e-5)
-    np.testing.assert_allclose(frame.row.values["induction"], each[2]["induction"], rtol=1e-5)
+    for number, (key, statistic) in enumerate(STATISTICS.items()):
+        defined = statistics[2:] if statistic.needs == "repeated" else statistics
+        mean = np.mean([of_prompt[number] for of_prompt in defined], axis=0)
+        np.testing.assert_allclose(frame.row.values[key], mean, atol=1e-5, err_msg=key)
 
 
 def test_long_prompt_is_measured_whole_and_its_first_tokens_are_shown():
@@ -144,12 +85,10 @@ def test_long_prompt_is_measured_whole_and_its_first_tokens_are_shown():
     assert prompt.shown == SHOWN == 256
     frame = probe(looker(model), [prompt], step=0)
     layers = model.attn_weights(torch.tensor([prompt.token_ids]))
-    assert frame.codes[0].shape == (3, 2, 256 * 257 // 2)
+    assert frame.codes[0].shape == (3, 4, 256 * 257 // 2)
     assert_shows(frame.codes[0], torch.cat(layers)[..., :256, :256])
     whole = np.stack([STATISTICS["distance"].of(layer[0]).numpy() for layer in layers])
     np.testing.assert_allclose(frame.row.values["distance"], whole, rtol=1e-5)
-    part = STATISTICS["distance"].of(layers[0][0, :, :256, :256]).numpy()
-    assert np.abs(part - whole[0]).max() > 1
 
 
 def test_uniform_values_are_those_of_uniform_attention():
@@ -190,7 +129,6 @@ def test_looking_changes_nothing(training):
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     prompts = [text_prompt(), repeated()]
     frame = probe(looker(model), prompts, step=0)
-
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]
     assert random.getstate() == before[2]
@@ -206,10 +144,8 @@ def test_looking_changes_nothing(training):
 
 def test_weights_of_one_layer_at_a_time_are_in_memory():
     """At 1,024 tokens: when a layer is handed over, those of the layers before it are gone."""
-    model, alive = byte_model(context_length=1024), []
+    model, alive, most = byte_model(context_length=1024), [], []
     prompt = text_prompt("abcdefg " * 200, limit=1024)
-    assert len(prompt.token_ids) == 1024
-    most = []
 
     def look_into(token_ids, capture):
         def watched(layer, attn_weights, attn_scores):
@@ -219,10 +155,9 @@ def test_weights_of_one_layer_at_a_time_are_in_memory():
 
         model.look_into(torch.tensor([token_ids]), watched)
 
-    frame = probe(look_into, [prompt, prompt], step=0)
+    probe(look_into, [prompt, prompt], step=0)
     assert most == [0] * 6
     assert all(ref.expired() for ref in alive)
-    assert sum(codes.nbytes for codes in frame.codes) == 2 * 3 * 2 * 256 * 257 // 2
 
 
 def test_compiled_model_is_not_compiled_again_and_trains_the_same():
@@ -236,10 +171,10 @@ def test_compiled_model_is_not_compiled_again_and_trains_the_same():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses, frames = [], []
         for step in range(3):
+            optimizer.zero_grad()
             _, loss = compiled(ids[:, :-1], ids[:, 1:])
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
             losses.append(loss.item())
             if looks:
                 frames.append(probe(looker(model), [text_prompt(), repeated()], step))
@@ -267,7 +202,7 @@ def test_prompt_is_tokenized_cropped_and_named():
         ("../../etc/passwd", "etc-passwd"),
         ("漢字 and words", "and-words"),
     ):
-        assert text_prompt(text, number=3).name == f"3-{name}"
+        assert text_prompt(text).name == f"1-{name}"
 
 
 def test_tokens_are_shown_as_text_bytes_or_numbers():
@@ -277,23 +212,18 @@ def test_tokens_are_shown_as_text_bytes_or_numbers():
     assert all("�" not in text for text in texts)
     assert "".join(texts[1:]).endswith("<0xA2>")  # 漢 is E6 BC A2, in parts
     assert token_texts([50300], gpt2.decode_single_token_bytes) == ["<id 50300>"]
-    prompt = text_prompt("a \ud83d b")  # a lone surrogate
-    assert prompt.text == "a � b"
+    assert text_prompt("a \ud83d b").text == "a � b"  # a lone surrogate
 
 
 def test_repeated_prompt_is_bos_and_two_equal_copies():
     state = np.random.get_state()[1].tolist()
-    prompt = repeated(limit=64)
+    prompt = repeated()
     first, second = prompt.token_ids[1:32], prompt.token_ids[32:]
     assert (prompt.name, prompt.token_ids[0]) == ("2-repeated", 256)
     assert prompt.period == len(first) == len(set(first)) == 31
     assert first == second
-    assert repeated(limit=64).token_ids == prompt.token_ids  # the same at every call
+    assert repeated().token_ids == prompt.token_ids  # the same at every call
     assert np.random.get_state()[1].tolist() == state
-    ids = repeated(limit=256, vocabulary=range(257), bos=7).token_ids
-    assert ids.count(7) == 1
-    prompt = repeated(limit=64, vocabulary=[3, 5, 256], bos=256)  # too few to differ
-    assert set(prompt.token_ids[1:]) == {3, 5}
-    assert prompt.token_ids[1:32] == prompt.token_ids[32:]
-    assert repeated(limit=4) is repeated(limit=2) is None
-    assert repeated(vocabulary=[256], bos=256) is None
+    assert repeated(127, vocabulary=range(257), bos=7).token_ids.count(7) == 1
+    assert set(repeated(vocabulary=[3, 5, 256]).token_ids[1:]) == {3, 5}  # too few to differ
+    assert repeated(period=1) is repeated(vocabulary=[256]) is None
