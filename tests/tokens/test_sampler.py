@@ -5,16 +5,16 @@ Needs no network and no files. How training/feed.py reads it: tests/test_data_lo
 
 import itertools
 import math
-import tracemalloc
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from helpers.tally import CAMPAIGN
+from helpers.texts import peak_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from order import LONGEST_SCHEDULE, WindowOrder, permute, schedule, shares
+from order import LONGEST_SCHEDULE, WindowOrder, permute, shares
 
 some = settings(max_examples=500 if CAMPAIGN else 20, deadline=None, derandomize=True)
 
@@ -39,9 +39,6 @@ def by_source(windows: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, np.nda
     ends = np.cumsum(sizes)
     sources = np.searchsorted(ends, windows, side="right")
     return sources, windows - (ends - sizes)[sources]
-
-
-# --------------------------------------------------------------------------------- the definition
 
 
 @some
@@ -111,16 +108,11 @@ def test_order_is_frozen():
 
 @pytest.mark.parametrize("weights", [None, [0.5, 0.2, 0.3]])
 def test_any_step_of_a_huge_run_costs_no_memory(weights):
-    tracemalloc.start()
-    try:
-        order = WindowOrder([10**12, 5, 10**12] if weights else 10**12, 8, 0, weights)
-        windows = order.windows(10**11)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    sizes = [10**12, 5, 10**12] if weights else [10**12]
+    windows, peak = peak_memory(lambda: WindowOrder(sizes, 8, 0, weights).windows(10**11))
     assert peak < 100_000
-    sources, numbers = by_source(windows, order.sizes)
-    assert set(sources.tolist()) == set(range(len(order.sizes)))
+    sources, numbers = by_source(windows, sizes)
+    assert set(sources.tolist()) == set(range(len(sizes)))
     assert (numbers >= 0).all()
     huge = windows[sources != 1]
     assert len(set(huge.tolist())) == len(huge)
@@ -128,6 +120,10 @@ def test_any_step_of_a_huge_run_costs_no_memory(weights):
 
 
 def test_arguments_that_do_not_fit_are_refused():
+    assert sum(shares([0.99999, 0.00001])) == LONGEST_SCHEDULE
+    for weights in ([1.0, 100_000.0], [0.1 + 0.2, 0.7], [1e-300, 1.0]):
+        with pytest.raises(ValueError, match=r"\d{6}"):
+            shares(weights)
     for windows, weights in ((100, None), ([100, 50], [0.7, 0.3])):
         with pytest.raises(ValueError, match=r"8\D+3"):
             WindowOrder(windows, 8, 0, weights).windows(0, 0, 3)
@@ -136,19 +132,15 @@ def test_arguments_that_do_not_fit_are_refused():
             WindowOrder(windows, 8, 0, weights)
 
 
-# -------------------------------------------------------------------------------------- mixtures
-
-
 @some
-@given(mixtures(), st.sampled_from([1, 10**4, 10**6]))
-@example(([1, 1], [1.0, 1.0]), 1)
-@example(([3, 5, 7], [0.5, 0.25, 0.125]), 1)
-@example(([1, 30], [0.1, 30.0]), 1)
-@example(([2, 2, 2, 2, 2, 2], [0.1, 0.1, 0.1, 0.1, 0.1, 7.25]), 1)
-def test_each_source_has_its_share_of_any_first_places(mixture, larger):
+@given(mixtures())
+@example(([1, 1], [1.0, 1.0]))
+@example(([3, 5, 7], [0.5, 0.25, 0.125]))
+@example(([2, 2, 2, 2, 2, 2], [6.0, 0.1, 6.0, 0.1, 6.0, 0.1]))
+@example(([9, 9, 9], [3000.0, 0.1, 0.7]))
+def test_each_source_has_its_share_of_any_first_places(mixture):
     """Among any p first places, less than one window away from its weight's share of p."""
     sizes, weights = mixture
-    sizes = [size * larger for size in sizes]
     parts = [int(40 * Fraction(str(weight))) for weight in weights]  # tenths and eighths: whole
     total = sum(parts)
     num_places = 2 * total // math.gcd(*parts) + 1  # two rounds of the schedule
@@ -164,42 +156,12 @@ def test_each_source_has_its_share_of_any_first_places(mixture, larger):
 @given(st.lists(decimals, min_size=1, max_size=6))
 @example([0.1, 0.2, 0.3])  # as floats 0.1 + 0.2 is not 0.3
 @example([1e-9, 3e-9])
-@example([0.99999, 0.00001])  # the longest schedule that is allowed
 def test_shares_are_exact_and_the_smallest(weights):
     turns = shares(weights)
     exact = [Fraction(str(weight)) for weight in weights]
     assert all(type(turn) is int for turn in turns)
     assert [Fraction(turn, sum(turns)) for turn in turns] == [w / sum(exact) for w in exact]
     assert math.gcd(*turns) == 1
-
-
-def test_weights_with_too_long_a_schedule_are_refused():
-    assert sum(shares([0.99999, 0.00001])) == LONGEST_SCHEDULE
-    for weights in ([1.0, 100_000.0], [0.1 + 0.2, 0.7], [1e-300, 1.0]):
-        with pytest.raises(ValueError, match=r"\d{6}"):
-            shares(weights)
-
-
-@some
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
-@example([1, 1, 3])
-@example([60, 1, 60, 1, 60, 1])
-@example([30_000, 1, 7])
-def test_schedule_keeps_every_deadline(turns):
-    """Turn j of a source with t of n turns: not before the place in which j n / t lies, and
-    before (j + 1) n / t. All in whole numbers."""
-    n = sum(turns)
-    order = schedule(turns)
-    assert order.shape == (n,)
-    for source, t in enumerate(turns):
-        places = np.flatnonzero(order == source)
-        assert len(places) == t
-        j = np.arange(t)
-        assert (places >= j * n // t).all()
-        assert (places * t < (j + 1) * n).all()
-
-
-# --------------------------------------------------------------------------------------- permute
 
 
 def test_permute_is_a_bijection_of_any_size():
