@@ -14,6 +14,7 @@ import shutil
 import pytest
 from helpers import REPOSITORY, TEXT, TINY
 from helpers.models import tiny_model
+from helpers.runs import train_in
 from helpers.settings import settings
 from helpers.texts import prepare, write_source
 
@@ -23,6 +24,7 @@ from training.hf import to_hf
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"
+COMMAND = re.compile(rf"([A-Z_]+=\S+ )*({PROGRAMS})\s")
 
 # What makes a training short; overrides the values of the command.
 TRAINING = [setting for setting in TINY if not setting.startswith(("model=", "lens=", "wandb="))]
@@ -58,10 +60,6 @@ STANDS_FOR = {
 }
 
 
-def is_command(line: str) -> bool:
-    return re.match(rf"(\$ )?([A-Z_]+=\S+ )*({PROGRAMS})\s", line) is not None
-
-
 def commands() -> list[str]:
     """Each once, in the order of the pages."""
     found = []
@@ -71,12 +69,11 @@ def commands() -> list[str]:
         code = "\n".join(blocks).replace("\\\n", " ")
         for name, value in re.findall(r"^([A-Z_]+)=\"(.*)\"$", code, re.MULTILINE):
             code = code.replace(f"${name}", value)
-        lines = filter(is_command, code.splitlines())
-        found += [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+        lines = [line.removeprefix("$ ") for line in code.splitlines()]
         prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-        named = filter(is_command, re.findall(r"`([^`\n]+)`", prose))
-        found += [words for words in map(shlex.split, named) if len(words) > 1]
-    return list(dict.fromkeys(map(shlex.join, found)))
+        lines += re.findall(r"`([^`\n]+)`", prose)
+        found += [shlex.split(line, comments=True) for line in lines if COMMAND.match(line)]
+    return list(dict.fromkeys(shlex.join(words) for words in found if len(words) > 1))
 
 
 def arguments_of(kind: str) -> list[list[str]]:
@@ -86,9 +83,9 @@ def arguments_of(kind: str) -> list[list[str]]:
             line = re.sub(name, here, line)
         words = shlex.split(line)
         while words[0] in ("python", "-m") or re.match(r"[A-Z_]+=", words[0]):
-            words = words[1:]
-        if words[0] == kind:
-            found.append(words[1:])
+            words.pop(0)
+        if words.pop(0) == kind:
+            found.append(words)
     return found
 
 
@@ -106,14 +103,9 @@ def home(tmp_path_factory):
         prepare(folder / "my.txt", folder / name, tokenizer="byte")
     to_hf(tiny_model(vocab_size=257, context_length=32), folder / "path" / "to" / "gpt2")
     shutil.copytree(folder / "path" / "to" / "gpt2", folder / "DIR")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        given = ["model=gpt2-nano", "data.path=my.txt", *TRAINING, "name=NAME", "lens.every=0"]
-        run = train.Trainer(settings(*given))
-        run.train()
-        run.close(0)
+    run = train_in(folder, *TRAINING, "name=NAME")
     (folder / "runs" / "tutorial").symlink_to("NAME")
-    shutil.copytree(folder / "runs" / "NAME" / "checkpoints" / "last", folder / "mine")
+    shutil.copytree(run / "checkpoints" / "last", folder / "mine")
     return folder
 
 

