@@ -2,39 +2,31 @@
 
 import os
 
-import pytest
 import torch
 
-from training import device as devices
+from training.device import should_compile
 
 
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """cache(**environment) -> the folder that is chosen; None: torch chooses."""
+def test_compiled_code_is_kept_for_the_next_run(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("XDG_CACHE_HOME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
-    def where(choice=True, **environment):
+    def cache(choice=True, **environment):
+        """The folder that is chosen; None: torch chooses."""
         with monkeypatch.context() as patch:
-            patch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is gone afterwards
             patch.delenv("TORCHINDUCTOR_CACHE_DIR")
             for name, value in environment.items():
                 patch.setenv(name, str(value))
-            assert devices.should_compile(choice, torch.device("cpu"), 0.0) is (choice is True)
+            assert should_compile(choice, torch.device("cpu"), 0.0) is (choice is True)
             return os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 
-    return where
-
-
-def test_compiled_code_is_kept_for_the_next_run(cache, tmp_path):
-    assert cache(False) is None
     assert cache("auto") is None  # too short a run
     assert not list(tmp_path.iterdir())
-    assert cache() == str(tmp_path / ".cache" / "clearhead" / "inductor")
-    assert (tmp_path / ".cache" / "clearhead" / "inductor").is_dir()
-    elsewhere = str(tmp_path / "elsewhere")
-    assert cache(XDG_CACHE_HOME=elsewhere) == f"{elsewhere}/clearhead/inductor"
+    folder = tmp_path / ".cache" / "clearhead" / "inductor"
+    assert cache() == str(folder)
+    assert folder.is_dir()
+    assert cache(XDG_CACHE_HOME=tmp_path / "b") == str(tmp_path / "b" / "clearhead" / "inductor")
     assert cache(TORCHINDUCTOR_CACHE_DIR="/chosen") == "/chosen"
     assert cache(WORLD_SIZE=8, LOCAL_WORLD_SIZE=8) is not None
     assert cache(WORLD_SIZE=16, LOCAL_WORLD_SIZE=8) is None

@@ -27,7 +27,7 @@ from helpers.runs import rows
 from helpers.trainings import STEP, ForkServer, happen, printed_command, usable
 
 KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
-STEPS = 100  # under torchrun
+STEPS = 48  # under torchrun
 LONG = (
     *SAME,
     "model.dropout=0.2",
@@ -63,7 +63,7 @@ def whole(server):
 )
 def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path, what, way, lost):
     """A killed one at once, one that does not answer after the timeout."""
-    timeout = "parallel.timeout=" + ("1000" if what == "SIGKILL" else "10")
+    timeout = "parallel.timeout=" + ("1000" if what == "SIGKILL" else "5")
     run, settings = tmp_path / "runs" / "run", [*LONG, f"parallel={way}", timeout, "name=run"]
     faults = [happen((what, STEP, 6)) if rank == lost else None for rank in range(2)]
     trainings = server.start_ranks(write_texts(tmp_path), *settings, faults=faults)
@@ -71,22 +71,18 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     assert other.wait() == 4
     trainings[lost].send(signal.SIGKILL)
     assert trainings[lost].wait() == -signal.SIGKILL
-    label, err = f"rank {1 - lost}: ", other.err
-    assert err.startswith(label) == (lost == 0)  # a rank other than 0 says which it is
-    assert printed_keys(err.removeprefix(label)) == ["parallel.timeout"]
-    assert timeout in err
+    label = "rank 1: " if lost == 0 else ""  # a rank other than 0 says which it is
+    assert other.err.startswith(f"{label}{timeout}: ")
+    assert len(printed_keys(other.err)) == 1
     assert usable(run) in (None, 3) if lost == 0 else usable(run) == 3  # else it is completed
     server.run_ranks(tmp_path, *settings)
     assert [row["step"] for row in rows(run)] == list(range(9))
     check_same_bytes(run, whole(way, 8))
 
 
-# ------------------------------------------------------------------------------------ torchrun
-
-
 @pytest.mark.parametrize("number", range(KILLS))
 def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(server, whole, tmp_path, number):
-    """torchrun starts all ranks anew, and they resume from the last checkpoint. Then torchrun is
+    """torchrun restarts all ranks, and they resume from the last checkpoint. Then torchrun is
     stopped, and the printed command completes the run."""
     chance, way, kills = random.Random(number), ("fsdp", "ddp")[number % 2], 1 + number % 4
     settings = [*LONG, f"parallel={way}", f"trainer.max_steps={STEPS}"]
@@ -100,11 +96,10 @@ def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(server, whole, t
 
     with started(write_texts(tmp_path)) as start:
         process = start(*agent, *settings)
-        for moment in sorted(chance.sample(range(10, STEPS - 50), kills)):
+        for moment in sorted(chance.sample(range(4, STEPS - 30), kills)):
             wait_until(lambda m=moment: lines() > m, process)
             killed_at = lines()
-            pid = rank_of(process, chance.randrange(2))
-            if pid is not None:  # else it is being restarted
+            if pid := rank_of(process, chance.randrange(2)):  # else it is being restarted
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         wait_until(lambda: lines() > killed_at + 5, process)  # it was restarted
