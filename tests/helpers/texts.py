@@ -27,39 +27,37 @@ FRAGMENTS = [
     *(END_OF_TEXT, "<|endof", "text|>"),
 ]
 mixes = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=40).map("".join)
+rows = st.sampled_from(["jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "parquet"])
 # A text file is one document, neither empty nor with a zero byte; the others hold any number.
 a_text = mixes.map(lambda text: [text.replace("\0", "") or "x"])
-kinds = st.sampled_from(["txt", "txt.gz", "txt.zst"])
-row_kinds = st.sampled_from(["jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "parquet"])
-sources = st.tuples(kinds, a_text) | st.tuples(row_kinds, st.lists(mixes, max_size=5))
+sources = st.tuples(st.sampled_from(["txt", "txt.gz", "txt.zst"]), a_text)
+sources |= st.tuples(rows, st.lists(mixes, max_size=5))
 collections = st.lists(sources, min_size=1, max_size=5)
 
 
 def write_source(path: Path, texts: list[str]) -> Path:
     """A file of these documents, of the kind and compression that its name says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.endswith(".parquet"):
+        path.parent.mkdir(parents=True, exist_ok=True)
         table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())})
         pyarrow.parquet.write_table(table, path, row_group_size=2)
         return path
     content = "".join(texts)
     if path.name.split(".")[1] in ("jsonl", "ndjson"):
         content = "".join(json.dumps({"n": n, "text": t}) + "\n" for n, t in enumerate(texts))
-    return write_packed(path, content.encode())
+    return write_packed(path, content)
 
 
-def write_packed(path: Path, raw: bytes) -> Path:
+def write_packed(path: Path, content: str | bytes = "text") -> Path:
     """A file with this content, compressed as its name says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(packed(raw, path))
-    return path
-
-
-def packed(raw: bytes, path: Path) -> bytes:
-    """The content of a file, compressed as its name says."""
+    raw = content.encode() if isinstance(content, str) else content
     if path.suffix.lower() == ".gz":
-        return gzip.compress(raw, 1, mtime=0)
-    return pyarrow.compress(raw, "zstd", asbytes=True) if path.suffix.lower() == ".zst" else raw
+        raw = gzip.compress(raw, 1, mtime=0)
+    if path.suffix.lower() == ".zst":
+        raw = pyarrow.compress(raw, "zstd", asbytes=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    return path
 
 
 def write_collection(folder: Path, collection: list[tuple[str, list[str]]]) -> Path:
@@ -77,22 +75,18 @@ def in_order(collection: list) -> list:
 def encode_at_once(text: str, tokenizer: str = "gpt2", endoftext: str = "token") -> np.ndarray:
     """The ids of a text by a single call of tiktoken."""
     special = {END_OF_TEXT} if endoftext == "token" else set()
-    known = get_tokenizer(tokenizer)
-    ids = known.encode(text, allowed_special=special, disallowed_special=())
-    return np.array(ids, np.uint16)
+    encode = get_tokenizer(tokenizer).encode
+    return np.array(encode(text, allowed_special=special, disallowed_special=()), np.uint16)
 
 
 def expected_ids(collection: list, tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
     """One call of tiktoken for each document, each behind an end-of-text token."""
-    known = get_tokenizer(tokenizer)
-    ids = []
+    end_of_text, ids = get_tokenizer(tokenizer).eot_token, []
     for kind, texts in collection:
         for text in texts:
             text = text.removeprefix("\ufeff") if "txt" in kind else text
             own = encode_at_once(text, tokenizer, endoftext).tolist()
-            if own and own[0] != known.eot_token:
-                ids.append(known.eot_token)
-            ids += own
+            ids += own if own[:1] in ([], [end_of_text]) else [end_of_text, *own]
     return ids
 
 
@@ -130,11 +124,8 @@ def prepare(path: object, folder: Path, **recipe) -> dict:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file under a folder."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = filter(Path.is_file, sorted(folder.rglob("*")))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def ids_of(folder: Path) -> list[int]:
@@ -161,17 +152,16 @@ def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: i
 
 
 def finished_shards(folder: Path) -> dict[str, tuple]:
-    """The shards of all tasks that left a record, and what would change if they were made anew."""
-    found = {}
-    for path in folder.glob("preparing/[0-9]*.json"):
-        for shard in json.loads(path.read_text())["shards"]:
-            stat = (folder / shard["file"]).stat()
-            found[shard["file"]] = (stat.st_ino, stat.st_mtime_ns)
-    return found
+    """The shards of all tasks that left a record, and what would change if they were made again."""
+    records = [json.loads(path.read_text()) for path in folder.glob("preparing/[0-9]*.json")]
+    return {s["file"]: _state(folder / s["file"]) for record in records for s in record["shards"]}
+
+
+def _state(path: Path) -> tuple:
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def check_kept(folder: Path, before: dict[str, tuple]) -> None:
     """Finished shards are the very same files."""
-    for file, known in before.items():
-        stat = (folder / file).stat()
-        assert (stat.st_ino, stat.st_mtime_ns) == known, file
+    assert {file: _state(folder / file) for file in before} == before
