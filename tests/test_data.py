@@ -2,14 +2,13 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.refusals import refused
 from helpers.tally import CAMPAIGN
-from helpers.texts import mixes, prepare
+from helpers.texts import mixes, prepare, write_packed, write_source
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +28,6 @@ from data import (
 from errors import DataError
 from synthetic import IGNORED
 from tokens import END_OF_TEXT
-from tokens.shards import ShardWriter
 from tokens.stream import TokenStream
 
 some = settings(max_examples=200 if CAMPAIGN else 25, deadline=None, derandomize=True)
@@ -39,16 +37,6 @@ GPT2 = get_tokenizer("gpt2")
 cuts = st.sets(st.integers(0, 100), max_size=5)  # where a stream is cut into arrays
 
 
-def write(path: Path, content: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def write_all(folder: Path, *texts: str) -> list[Path]:
-    return [write(folder / f"{n}.txt", text) for n, text in enumerate(texts)]
-
-
 def load(path: object, **changes) -> data.Loaded:
     """A tiny text with these settings, one token per byte."""
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
@@ -56,11 +44,6 @@ def load(path: object, **changes) -> data.Loaded:
     config = DataConfig(path=path, **values)
     assert config.problems() == []
     return load_datasets(config)
-
-
-def load_refused(key: str, value: object, path: object, **changes) -> None:
-    with refused(DataError, key, value, exit_code=3):
-        load(path, **changes)
 
 
 def stream_of(ids, cuts=(), dtype=np.uint16, vocab_size: int = 257) -> TokenStream:
@@ -83,9 +66,6 @@ def pairs_of(dataset, windows=None) -> list[tuple[list[int], list[int]]]:
 
 def as_pairs(windows) -> list[tuple[list[int], list[int]]]:
     return [(input_ids.tolist(), target_ids.tolist()) for input_ids, target_ids in windows]
-
-
-# -------------------------------------------------------------------------------------- windows
 
 
 def classic_windows(text: str, tokenizer, max_length: int, stride: int) -> list[tuple]:
@@ -113,7 +93,6 @@ def test_dataset_equals_the_classic_one(text, max_length, stride):
         dataset = GPTDatasetV1(text, tokenizer, max_length, stride)
         assert as_pairs(dataset) == pairs_of(dataset) == expected
         assert as_pairs(dataset[n] for n in range(-len(expected), 0)) == expected
-        assert {ids.dtype for ids in dataset[-1]} == {torch.int64}
         for index in (len(expected), -len(expected) - 1):
             with pytest.raises(IndexError):
                 dataset[index]
@@ -130,8 +109,6 @@ def test_gathered_windows_are_as_they_are_stored_and_expand_to_any_id():
     stream = stream_of(ids, dtype=np.uint32, vocab_size=2**32)
     assert pairs_of(GPTDatasetV1.from_stream(stream, len(ids) - 1, 1)) == [(ids[:-1], ids[1:])]
 
-
-# ---------------------------------------------------------------------- windows within documents
 
 END = 9  # the end-of-text token of the streams below
 
@@ -186,9 +163,6 @@ def test_windows_within_documents_equal_the_plain_definition(documents, max_leng
     assert pairs_of(dataset, np.arange(len(dataset))[::-1]) == expected[::-1]
 
 
-# ---------------------------------------------------------------------------- several data sets
-
-
 def datasets_of(sizes: list[int]) -> list[GPTDatasetV1]:
     """Data sets with so many windows, no two windows alike."""
     made = []
@@ -235,9 +209,6 @@ def test_evenly_spread_windows_of_a_mixture():
         assert evenly(MixedDataset(datasets_of(sizes), weights), most).tolist() == expected
 
 
-# ------------------------------------------------------------------------- what to validate on
-
-
 def split_of(ids: list[int], val_fraction: float) -> tuple[int, int]:
     """The plain definition: (where the validation part begins, how many notes there are: one when
     it begins inside a document of several)."""
@@ -270,7 +241,7 @@ def folder(tmp_path_factory):
 def test_validation_is_the_end_of_the_text(folder, lengths, val_fraction, max_length, stride):
     lengths[0] = max(1, lengths[0])
     texts = ["".join(chr(97 + (n + i) % 26) for i in range(k)) for n, k in enumerate(lengths)]
-    path = write(folder / "a.txt", END_OF_TEXT.join(texts))
+    path = write_source(folder / "a.txt", [END_OF_TEXT.join(texts)])
     ids = list(itertools.chain(*([256, *text.encode()] for text in texts)))
     place, notes = split_of(ids, val_fraction)
     options = {"max_length": max_length, "stride": stride, "val_fraction": val_fraction}
@@ -280,7 +251,8 @@ def test_validation_is_the_end_of_the_text(folder, lengths, val_fraction, max_le
         ("data.max_length", max_length, place),
     ]:
         if size <= max_length:
-            load_refused(key, value, path, **options)
+            with refused(DataError, key, value, exit_code=3):
+                load(path, **options)
             return
     loaded = load(path, **options)
     assert ids_of(loaded.train) == ids[:place]
@@ -294,9 +266,9 @@ def test_validation_is_the_end_of_the_text(folder, lengths, val_fraction, max_le
 
 
 def test_validation_on_a_text_of_its_own(tmp_path):
-    path = write(tmp_path / "a.txt", "to be trained on")
-    files = write_all(tmp_path / "val", "is zero", "is one")
-    expected = [[256, *b"is zero"], [256, *b"is one"]]
+    path = write_source(tmp_path / "a.txt", ["to be trained on"])
+    files = [write_source(tmp_path / "val" / f"{n}.txt", [f"is no. {n}"]) for n in range(2)]
+    expected = [[256, *b"is no. 0"], [256, *b"is no. 1"]]
     for val_fraction in (0.0, 0.5):
         options = {"val_fraction": val_fraction, "val_path": str(tmp_path / "val")}
         loaded = load(path, stride=1, max_length=6, **options)
@@ -309,16 +281,15 @@ def test_validation_on_a_text_of_its_own(tmp_path):
     assert type(loaded.val) is DocumentWindows
     # Both are to stay what they were.
     assert loaded.checksums == load(path).checksums + load(in_turn).checksums
-    short = write(tmp_path / "short.txt", "abc")
-    load_refused("data.val_path", short, path, val_path=str(short))
-
-
-# ------------------------------------------------------------------------------------- mixtures
+    short = write_source(tmp_path / "short.txt", ["abc"])
+    with refused(DataError, "data.val_path", short, exit_code=3):
+        load(path, val_path=str(short))
 
 
 def test_a_mixture_of_texts(tmp_path):
     """Each source is split by itself; a text to validate on is used once."""
-    files = write_all(tmp_path, "a" * 99, "b" * 39)
+    texts = ("a" * 99, "b" * 39)
+    files = [write_source(tmp_path / f"{text[0]}.txt", [text]) for text in texts]
     loaded = load(files, weights=[0.7, 0.3], val_fraction=0.25)
     alone = [load(file, val_fraction=0.25) for file in files]
     for mixed, parts in (
@@ -330,44 +301,24 @@ def test_a_mixture_of_texts(tmp_path):
     assert loaded.checksums == alone[0].checksums + alone[1].checksums
     order = order_of(loaded.train, 20, 0).windows(0)
     assert (order < loaded.train.sizes[0]).sum() == 14
-    val_path = str(write(tmp_path / "val.txt", "not of any of the sources"))
+    val_path = str(write_source(tmp_path / "val.txt", ["not of any of the sources"]))
     loaded = load(files, weights=[0.5, 0.5], val_fraction=0.1, val_path=val_path)
     assert pairs_of(loaded.val) == pairs_of(load(files[0], val_path=val_path).val)
 
 
-# ---------------------------------------------------------------------------------- token files
-
-
-def token_file(path: Path, text: bytes) -> Path:
-    """One token per byte, plain, as nanoGPT writes them."""
-    return write(path, np.frombuffer(text, np.uint8).astype("<u2").tobytes())
-
-
-def shard(path: Path, text: bytes) -> Path:
-    """One token per byte after a header, as llm.c writes them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(path, 256)
-    writer.append(np.array([256, *text], np.uint16))
-    writer.close()
-    return path
-
-
 def test_files_named_val_are_to_validate_on(tmp_path):
-    token_file(tmp_path / "nano" / "train.bin", b"to be trained on")
-    token_file(tmp_path / "nano" / "val.bin", b"to validate on")
-    shard(tmp_path / "llmc" / "web_train_000002.bin", b"second")
-    shard(tmp_path / "llmc" / "web_train_000001.bin", b"first")
-    shard(tmp_path / "llmc" / "web_val_000000.bin", b"held back")
-    loaded = load(tmp_path / "nano", val_fraction=0.1)
-    assert ids_of(loaded.train) == [*b"to be trained on"]
-    assert ids_of(loaded.val) == [*b"to validate on"]
-    loaded = load(tmp_path / "llmc", val_fraction=0.5, stride=1)
-    assert ids_of(loaded.train) == [256, *b"first", 256, *b"second"]
-    assert ids_of(loaded.val) == [256, *b"held back"]
+    """Whatever the share to validate on, unless it is 0: then they are not used."""
+    texts = {"train_2": b"second", "train_1": b"the first", "val_0": b"held back"}
+    for name, text in texts.items():  # one token per byte, plain, as nanoGPT writes them
+        write_packed(tmp_path / f"web_{name}.bin", np.array([*text], "<u2").tobytes())
+    loaded = load(tmp_path, val_fraction=0.5, stride=1)
+    assert ids_of(loaded.train) == [*b"the first", *b"second"]
+    assert ids_of(loaded.val) == [*b"held back"]
     assert (loaded.train.stride, loaded.val.stride) == (1, 4)
     names = [name for name, _ in loaded.checksums]
-    assert names == ["web_train_000001.bin", "web_train_000002.bin", "web_val_000000.bin"]
-    assert load(tmp_path / "nano", val_fraction=0.0).val is None
+    assert names == ["web_train_1.bin", "web_train_2.bin", "web_val_0.bin"]
+    assert len(loaded.notes) == 1
+    assert load(tmp_path, val_fraction=0.0).val is None
 
 
 def test_shards_give_the_windows_of_the_text(tmp_path):
@@ -375,22 +326,18 @@ def test_shards_give_the_windows_of_the_text(tmp_path):
     for n in range(3):
         words = [f"{n}{i} don't 1234 日本語 {'word ' * (i * 7 % 23)}" for i in range(12)]
         documents = END_OF_TEXT.join(" ".join(words[first:]) for first in range(12))
-        write(tmp_path / "texts" / f"{n}.txt", documents)
+        write_source(tmp_path / "texts" / f"{n}.txt", [documents])
     texts, shards = tmp_path / "texts", tmp_path / "shards"
-    manifest = prepare(texts, shards, tokenizer="gpt2", shard_tokens=400)
-    in_turn = [shards / entry["file"] for entry in manifest["shards"]]
+    prepare(texts, shards, tokenizer="gpt2", shard_tokens=400)
     values = {"tokenizer": "gpt2", "max_length": 60, "stride": 25, "val_fraction": 0.1}
     for within in (False, True):
         of_text = load(texts, within_documents=within, **values)
-        for path in (shards, in_turn):
-            of_shards = load(path, within_documents=within, **values)
-            assert len(of_shards.train.tokens.arrays) > 10
-            for one, other in ((of_text.train, of_shards.train), (of_text.val, of_shards.val)):
-                assert len(one) > 5
-                assert pairs_of(one) == pairs_of(other)
+        of_shards = load(shards, within_documents=within, **values)
+        assert len(of_shards.train.tokens.arrays) > 10
+        for one, other in ((of_text.train, of_shards.train), (of_text.val, of_shards.val)):
+            assert len(one) > 5
+            assert pairs_of(one) == pairs_of(other)
 
-
-# --------------------------------------------------------------------------------- other tokens
 
 A, B = ("a.bin", ["1", "2", "3"]), ("b.bin", ["4"])
 
@@ -414,31 +361,25 @@ def test_other_tokens_than_those_of_a_checkpoint_are_refused():
         check_unchanged(now, [A, B], "shards")
 
 
-# ------------------------------------------------------------------------------------- settings
-
-
 def problems(**changes) -> list[tuple[str, object]]:
     found = DataConfig(**{"path": "a.txt"} | changes).problems()
     return [(key, value) for key, value, _, _ in found]
 
 
 def test_problems_name_their_keys():
+    """More of them: tests/training/config/test_problems.py."""
     assert problems() == problems(path=["a.txt"], stride=1, val_fraction=0.0, verify=False) == []
     bad = {
         "path": [None, "", []],
-        "tokenizer": ["words"],
         "max_length": [0],
-        "stride": [0],
         "val_fraction": [-0.1, 1.0, float("nan")],
-        "endoftext": ["keep"],
         "verify": ["maybe"],
         "weights": [[], [1.0, 2.0], [0.0], [float("nan")]],
         "synthetic": ["words"],
     }
     for key, value in [(key, value) for key, values in bad.items() for value in values]:
         assert problems(**{key: value}) == [(key, value)]
-    all_at_once = {key: bad[key][0] for key in ("path", "max_length", "stride", "endoftext")}
-    assert problems(**all_at_once) == list(all_at_once.items())
+    assert problems(path="", max_length=0) == [("path", ""), ("max_length", 0)]
     for weights in ([1.0, -0.5], [1.0, 0.333333], [1.0, 100_000.0]):  # too many until they repeat
         assert problems(path=["a", "b"], weights=weights) == [("weights", weights)]
     for weights in ([0.7, 0.3], [1, 2], [1.0, 99_999.0]):
@@ -450,8 +391,6 @@ def test_problems_name_their_keys():
     for key, value in {"tokenizer": "gpt2", "max_length": 15}.items():
         assert problems(**values | {key: value}) == [("synthetic", "induction")]
 
-
-# ------------------------------------------------------------------------------------ dataloader
 
 NUMBERS = " ".join(str(i % 10) for i in range(101))  # 101 tokens: "0", " 1", " 2", ...
 

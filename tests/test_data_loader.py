@@ -78,10 +78,6 @@ def read(feed: Feed, step: int) -> list[list[int]]:
     return [input_ids[:, 0].tolist() for input_ids, _, _, _ in feed.batches(step)]
 
 
-def flat(batches) -> list[int]:
-    return list(itertools.chain(*batches))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_micro_batches_are_the_ranks_share_in_its_order_and_announce_more(rank):
     order = WindowOrder(100, 12, 0)
@@ -91,7 +87,7 @@ def test_micro_batches_are_the_ranks_share_in_its_order_and_announce_more(rank):
         for step in (0, 1, 1000):
             batches = read(feed, step)
             assert [len(batch) for batch in batches] == sizes
-            assert flat(batches) == order.windows(step, rank, 2).tolist()
+            assert [*itertools.chain(*batches)] == order.windows(step, rank, 2).tolist()
         announced = [more_to_come for *_, more_to_come in feed.batches(3)]
         assert announced == [True] * (len(sizes) - 1) + [False]
         main = threading.current_thread().name
@@ -102,12 +98,10 @@ def test_micro_batches_are_the_ranks_share_in_its_order_and_announce_more(rank):
 def test_weights_are_of_the_targets_of_all_ranks():
     """Their sum over the ranks is the number of ranks, as the ranks' sums are averaged."""
     order = WindowOrder(4, 4, 0)
-    both = order.windows(0).tolist()[0:3:2]  # the first of each rank's two windows
-    ranks = [Rank(rank, 2, elsewhere=3) for rank in range(2)]
-    feeds = [Feed(Numbers(both), order, 1, rank) for rank in ranks]
-    assert [[weight for _, _, weight, _ in feed.batches(0)] for feed in feeds] == [
-        [2 * 2 / 6, 2 * 1 / 6]
-    ] * 2
+    both = order.windows(0).tolist()[::2]  # the first of each rank's two windows
+    for rank in range(2):
+        feed = Feed(Numbers(both), order, 1, Rank(rank, 2, elsewhere=3))
+        assert [weight for _, _, weight, _ in feed.batches(0)] == [2 * 2 / 6, 2 * 1 / 6]
 
 
 def documents_of(lengths: list[int], max_length: int = 5) -> DocumentWindows:
@@ -139,17 +133,15 @@ def test_batches_are_those_of_the_data_set_and_their_targets_are_counted(dataset
 
 
 class Table(torch.nn.Module):
-    """(input_ids, target_ids) -> (logits, mean loss over the targets that count): a bigram model.
-    Without a table it gives answer(input_ids) as logits."""
+    """A bigram model: (input_ids, target_ids) -> (logits, mean loss over targets that count)."""
 
-    def __init__(self, answer=None):
+    def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.table = torch.nn.Parameter(torch.randn(257, 257, generator=generator))
-        self.answer = answer or self.table.__getitem__
 
     def forward(self, input_ids, target_ids=None):
-        logits = self.answer(input_ids)
+        logits = self.table[input_ids]
         if target_ids is None:
             return logits, None
         return logits, cross_entropy(logits.flatten(0, 1), target_ids.flatten())
@@ -216,20 +208,17 @@ def test_any_step_may_follow_any_other(steps, micro_batch_size):
         begun = feed.batches(step)  # may be left in the middle
         next(begun)
         begun.close()
-        assert flat(read(feed, step)) == order.windows(step).tolist()
+        assert [*itertools.chain(*read(feed, step))] == order.windows(step).tolist()
 
 
 bytes_of = functools.partial(bytes_per_token, get_tokenizer("byte"))
 
 
 @some
-@given(
-    st.lists(st.integers(0, 20), min_size=2, max_size=9),
-    st.integers(1, 9),
-    st.data(),
-)
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=9), st.integers(1, 9), st.data())
 def test_every_target_counts_the_same(lengths, batch_size, draw):
-    """The mean over all targets at once, however windows are padded and batched."""
+    """The mean over all targets at once, however windows are padded and batched. The model is in
+    evaluation mode and without gradients meanwhile, and in its own mode afterwards."""
     dataset, model = documents_of([*lengths, 5]), Table()
     dataset = MixedDataset([dataset, documents_of([2, 9])], [0.5, 0.5])
     some_windows = st.lists(st.integers(0, len(dataset) - 1), min_size=1, max_size=12)
@@ -237,10 +226,17 @@ def test_every_target_counts_the_same(lengths, batch_size, draw):
     input_ids, target_ids = dataset.batch(windows)
     with torch.no_grad():
         logits, expected = model(input_ids, target_ids)
+    modes = set()
+    model.register_forward_pre_hook(
+        lambda module, _: modes.add((module.training, torch.is_grad_enabled()))
+    )
     for bytes_per, has_accuracy in [(bytes_of, False), (None, True)]:
+        model.train(has_accuracy)
         loss, accuracy = Validation(dataset, windows, bytes_per).run(model, CPU, batch_size)
         assert float(loss) == pytest.approx(float(expected), rel=1e-5)
         assert (accuracy is not None) == has_accuracy
+        assert model.training == has_accuracy
+    assert modes == {(False, False)}
     counted = target_ids != IGNORED
     right = (logits.argmax(-1) == target_ids)[counted]
     assert accuracy == pytest.approx(float(right.float().mean()))
@@ -250,7 +246,8 @@ def test_bits_per_byte_where_targets_are_ignored():
     """A model that gives all ids the same probability: log 257 nats per target."""
     dataset = documents_of([3, 11, 1, 4])
     num_targets = 3 + 11 + 1 + 4 + 3  # and an end-of-text token after each but the last
-    model = Table(lambda input_ids: torch.zeros(*input_ids.shape, 257))
+    model = Table()
+    torch.nn.init.zeros_(model.table)
     validation = Validation(dataset, np.arange(len(dataset)), bytes_of)
     assert validation.bytes_per_token == pytest.approx(19 / num_targets)
     for batch_size in (1, 3, 100):
@@ -259,15 +256,3 @@ def test_bits_per_byte_where_targets_are_ignored():
             "val/loss": pytest.approx(math.log(257), rel=1e-6),
             "val/bits_per_byte": pytest.approx(math.log2(257) * num_targets / 19, rel=1e-6),
         }
-
-
-def test_the_model_is_left_in_its_mode_without_gradients():
-    dataset, model = documents_of([9, 4]), Table()
-    modes = []
-    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    for training in (True, False):
-        model.train(training)
-        Validation(dataset, np.arange(2), bytes_of).run(model, CPU, 1)
-        assert model.training is training
-    assert modes == [False] * 4
-    assert model.table.grad is None
