@@ -1,37 +1,12 @@
 """The interactive page in a real browser: what it draws, and the numbers it shows."""
 
-import base64
 import itertools
-import json
 import re
 
 import numpy as np
 import pytest
-from helpers.pages import (
-    HISTORY,
-    PROMPTS,
-    READ_PIXELS,
-    STEPS,
-    WORDS,
-    a_run,
-    as_file,
-    as_shown,
-    assert_drawn,
-    assert_weights,
-    cell,
-    go_to,
-    grid_order,
-    pixels,
-    prompt,
-    ranked,
-    readout,
-    second_run,
-    state,
-    statistics_of,
-    thumbnails,
-    tile,
-    tint,
-)
+from helpers import pages
+from helpers.pages import HISTORY, PROMPTS, STEPS, WORDS, a_run
 from playwright.sync_api import expect
 
 from lens.page import START, page
@@ -42,19 +17,18 @@ TALL = {"width": 1280, "height": 1500}  # a window that shows the grid and all c
 
 def test_maps_and_weights_of_every_prompt_and_step(shown):
     lens, run = shown(fragment="#head=0.2"), a_run()
-    assert max(tint(lens)) > 200  # the light theme
-    assert_weights(lens, run)
+    pages.assert_weights(lens, run)
     for number, weights in enumerate(run.weights[120]):
         lens.locator("#prompt").select_option(str(number))
-        assert_drawn(thumbnails(lens, run), np.sqrt(weights), tint(lens))
-    go_to(lens, "head=0.2")
+        pages.assert_drawn(lens, np.sqrt(weights))
+    pages.go_to(lens, "head=0.2")
     for frame, step in reversed(list(enumerate(STEPS))):
         lens.locator("#step").fill(str(frame))
         assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == [str(step)]
-        assert_drawn(thumbnails(lens, run), np.sqrt(run.weights[step][0]), tint(lens))
-        value = as_shown(run.rows[step].values["induction"][0, 2])
-        assert tile(lens, 0, 2).get_attribute("aria-label").endswith(f" {value}")
-        assert statistics_of(lens)[STATISTICS["induction"].title] == value
+        pages.assert_drawn(lens, np.sqrt(run.weights[step][0]))
+        value = pages.as_shown(run.rows[step].values["induction"][0, 2])
+        assert pages.tile(lens, 0, 2).get_attribute("aria-label").endswith(f" {value}")
+        assert pages.statistics_of(lens)[STATISTICS["induction"].title] == value
 
 
 def test_color_scale_and_first_column(shown):
@@ -67,8 +41,7 @@ def test_color_scale_and_first_column(shown):
         part = (weights / most).clip(0, 1)
         part = part if scale == "linear" else np.sqrt(part)
         within = 3 if (scale, hide) == ("sqrt", False) else 9
-        found = thumbnails(lens, a_run())
-        assert_drawn(found, part, tint(lens), within, first=int(hide))
+        pages.assert_drawn(lens, part, within=within, first=int(hide))
     at = lens.evaluate("window.lens.weight(0, 3, 0, 1, 0, 5, 0)")  # the numbers stay
     assert at == pytest.approx(weights[1, 0, 5, 0], abs=1 / 255)
 
@@ -78,8 +51,8 @@ def test_dark_and_light_theme(shown):
     lens = shown(color_scheme="dark")
     for theme in ("dark", "light"):
         expect(lens.locator("html")).to_have_attribute("data-theme", theme)
-        assert (max(tint(lens)) < 60) == (theme == "dark")
-        assert_drawn(thumbnails(lens, a_run()), np.sqrt(a_run().weights[120][0]), tint(lens))
+        assert (max(pages.tint(lens)) < 60) == (theme == "dark")
+        pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0]))
         lens.locator("#theme").click()
 
 
@@ -90,7 +63,7 @@ WATCH_TEXT = """() => {
     const at = this.getTransform().transformPoint({ x, y });
     const chart = this.canvas.closest(".chart")?.dataset.statistic;
     const map = this.canvas.previousElementSibling?.id;
-    written.push({ text, x: at.x, y: at.y, where: chart ?? map, colour: this.fillStyle });
+    written.push({ text, x: at.x, y: at.y, where: chart ?? map });
     return write.call(this, text, x, y, ...more);
   };
 }"""
@@ -99,20 +72,19 @@ WATCH_TEXT = """() => {
 def test_reading_an_enlarged_head(shown):
     """The tokens on both axes, the weight under the pointer, and the shaded text."""
     lens = shown(viewport={"width": 1280, "height": 1000})
-    tile(lens, 1, 2).click()
+    pages.tile(lens, 1, 2).click()
     assert lens.locator("#detail-title").inner_text() == "L1 H2"
-    tile(lens, 1, 1).focus()
+    pages.tile(lens, 1, 1).focus()
     lens.keyboard.press("Enter")
     assert lens.locator("#detail-title").inner_text() == "L1 H1"
     weights = a_run().weights[120][0][1, 1]
-    (enlarged,) = pixels(lens.locator("#map"))
-    assert_drawn(enlarged, np.sqrt(weights), tint(lens))
+    pages.assert_drawn(lens, np.sqrt(weights), "#map")
     true = a_run().rows[120].values
-    expected = {s.title: as_shown(true[key][1, 1]) for key, s in STATISTICS.items()}
-    assert statistics_of(lens) == expected
+    expected = {s.title: pages.as_shown(true[key][1, 1]) for key, s in STATISTICS.items()}
+    assert pages.statistics_of(lens) == expected
 
     lens.evaluate(WATCH_TEXT)
-    lens.mouse.move(*cell(lens, 8, 3))
+    lens.mouse.move(*pages.cell(lens, 8, 3))
     found = [text for text in lens.evaluate("window.written") if text["where"] == "map"]
     box = lens.locator("#map").bounding_box()
     marks = lens.locator("#map + canvas").bounding_box()
@@ -126,8 +98,8 @@ def test_reading_an_enlarged_head(shown):
         assert any(t["y"] > below and abs(t["x"] - left - along) < 2 for t in named), label
 
     for query, key in ((8, 3), (11, 0), (5, 5)):
-        lens.mouse.move(*cell(lens, query, key))
-        looking, looked_at, (weight,) = readout(lens)
+        lens.mouse.move(*pages.cell(lens, query, key))
+        looking, looked_at, (weight,) = pages.readout(lens)
         assert looking == (WORDS[query], query)
         assert looked_at == (WORDS[key], key)
         assert weight == pytest.approx(weights[query, key], abs=1 / 255 + 0.0005)
@@ -135,7 +107,7 @@ def test_reading_an_enlarged_head(shown):
     tokens = lens.locator("#text [data-token]")
     assert tokens.all_text_contents() == [*WORDS[:4], "⏎\n", *WORDS[5:10], "␣", WORDS[11]]
     tokens.nth(6).click()
-    assert state(lens, "query") == 6
+    assert pages.state(lens, "query") == 6
     colours = tokens.evaluate_all("all => all.map((span) => span.style.backgroundColor)")
     shades = np.array([float(c.rstrip(")").split(",")[-1]) if c else 0.0 for c in colours])
     true = np.sqrt(weights[6])
@@ -148,7 +120,8 @@ def test_reading_an_enlarged_head(shown):
 def test_character_split_over_tokens_is_joined_in_the_text(shown):
     parts = ["<0x20><0xF0><0x9F>", "<0x98>", "<0x80>"]
     tokens = ["Hi", *parts, "<0xE2>", "<0xC3>", "<0xA9>", "<0x41>", "<0xE2>"]
-    lens = shown(a_run("split", 1, 1, (prompt("1-hi", tokens),), (0,), (0,)), fragment="#head=0.0")
+    run = a_run("split", 1, 1, (pages.prompt("1-hi", tokens),), (0,), (0,))
+    lens = shown(run, fragment="#head=0.0")
     spans = lens.locator("#text [data-token]")
     wanted = ["Hi", " \U0001f600", "", "", "<0xE2>", "é", "", "<0x41>", "<0xE2>"]
     assert spans.all_text_contents() == wanted
@@ -164,14 +137,14 @@ def test_play_and_pause(shown):
     label = play.get_attribute("aria-label")
     play.click()
     lens.clock.run_for(1500)
-    assert state(lens, "frame") == 2
+    assert pages.state(lens, "frame") == 2
     play.click()
     lens.clock.run_for(5000)
-    assert state(lens, "frame") == 2
+    assert pages.state(lens, "frame") == 2
     lens.locator("#step").fill("3")
     play.click()  # from the last step it starts over
     for frame in (0, 1, 2, 3):
-        assert state(lens, "frame") == frame
+        assert pages.state(lens, "frame") == frame
         assert (play.get_attribute("aria-label") == label) == (frame == 3)
         lens.clock.run_for(1000)
 
@@ -185,7 +158,7 @@ def test_one_step_without_a_repeated_prompt(shown):
         assert not lens.locator(control).is_visible()
     lens.keyboard.press("d")
     expect(lens.locator("#message")).not_to_have_text("")
-    assert state(lens, "compare") == "off"
+    assert pages.state(lens, "compare") == "off"
     assert lens.locator(".chart").count() == len(STATISTICS)
     lens.evaluate(WATCH_TEXT)
     lens.locator("#theme").click()
@@ -196,35 +169,30 @@ def test_sorting_and_filtering(shown):
     lens = shown(fragment="#step=80")
     for key, values in a_run().rows[80].values.items():
         lens.locator("#sort").select_option(key)
-        assert grid_order(lens) == ranked(values, descending=True), key
+        assert pages.grid_order(lens) == pages.ranked(values, descending=True), key
         lens.locator("#direction").click()
-        assert grid_order(lens) == ranked(values, descending=False), key
+        assert pages.grid_order(lens) == pages.ranked(values, descending=False), key
         lens.locator("#direction").click()
     lens.locator("#step").fill("3")  # sorted by the values of the step that is shown
-    assert grid_order(lens) == ranked(a_run().rows[120].values[key], descending=True)
+    assert pages.grid_order(lens) == pages.ranked(a_run().rows[120].values[key], descending=True)
 
-    # A head with just the smallest value passes; that of this statistic is at this step.
-    smallest = {row.values["diagonal"].min(): step for step, row in a_run().rows.items()}
-    assert smallest[min(smallest)] == 120
-    lens.locator("#filter-statistic").select_option("diagonal")
-    assert re.findall(r"\d+", lens.locator("#count").inner_text()) == ["6", "6"]
-
-    values = a_run().rows[120].values["entropy"]
-    of_all_steps = np.stack([row.values["entropy"] for row in a_run().rows.values()])
+    values = a_run().rows[120].values["diagonal"]
+    of_all_steps = np.stack([row.values["diagonal"] for row in a_run().rows.values()])
     low, high = of_all_steps.min(), of_all_steps.max()
-    lens.locator("#filter-statistic").select_option("entropy")
+    assert values.min() == low  # at part 0 a head with just the smallest value passes
+    lens.locator("#filter-statistic").select_option("diagonal")
     for part in (0, 0.25, 0.4, 0.2):
         lens.locator("#filter-value").fill(str(round(200 * part)))
-        threshold = low + part * (high - low)
-        passing = values >= threshold
+        passing = values >= low + part * (high - low)
         count = re.findall(r"\d+", lens.locator("#count").inner_text())
         assert count == [str(passing.sum()), "6"]
         for place in np.ndindex(values.shape):
-            is_out = "out" in tile(lens, *place).get_attribute("class").split()
+            is_out = "out" in pages.tile(lens, *place).get_attribute("class").split()
             assert is_out == (not passing[place])
     assert 0 < passing.sum() < 6
-    lens.locator("#sort").select_option("entropy")  # after sorting, the others are hidden
-    assert grid_order(lens) == [place for place in ranked(values, True) if passing[place]]
+    lens.locator("#sort").select_option("diagonal")  # after sorting, the others are hidden
+    order = pages.ranked(values, descending=True)
+    assert pages.grid_order(lens) == [place for place in order if passing[place]]
 
 
 class Chart:
@@ -249,9 +217,7 @@ class Chart:
 
     def drawn(self, what):
         """The pixels of its lines (0) or its marks (1), (height, width, 4)."""
-        canvas = self.figure.locator("canvas").nth(what)
-        ((wide, high, data),) = canvas.evaluate_all(READ_PIXELS)
-        return np.frombuffer(base64.b64decode(data), np.uint8).reshape(high, wide, 4).astype(int)
+        return pages.pixels(self.figure.locator("canvas").nth(what))[0]
 
 
 def with_charts(lens):
@@ -281,42 +247,25 @@ def test_charts(shown):
         box = chart.figure.locator("canvas").first.bounding_box()
         lens.mouse.move(box["x"] + chart.x(60), box["y"] + float(chart.y(values[place])))
         said = chart.figure.locator(".value").inner_text().replace(" · ", " ")
-        assert said.split() == [f"L{place[0]}", f"H{place[1]}", "60", as_shown(values[place])]
+        assert said.split() == [f"L{place[0]}", f"H{place[1]}", "60", pages.as_shown(values[place])]
 
 
 def test_chosen_head_and_head_under_the_pointer(shown):
     lens = shown(fragment="#step=80", viewport=TALL)
     found = with_charts(lens)
     values = {key: of_heads[1, 1] for key, of_heads in a_run().rows[80].values.items()}
-    tile(lens, 1, 1).click()  # and under the pointer
+    pages.tile(lens, 1, 1).click()  # and under the pointer
     for key, value in values.items():
-        assert found[key].figure.locator(".value").inner_text() == f"L1 H1 {as_shown(value)}"
+        assert found[key].figure.locator(".value").inner_text() == f"L1 H1 {pages.as_shown(value)}"
         r, g, b, alpha = found[key].drawn(1)[int(found[key].y(value)), int(found[key].x(80))]
         assert alpha > 200
         assert r > g + 50 > b, (key, r, g, b)  # the colour of the chosen head
 
-    go_to(lens, "")
-    hovered = lens.locator("#hovered")
-    values = a_run().rows[120].values
-    tile(lens, 0, 2).hover()
-    said = [f"{STATISTICS[key].title} {as_shown(value[0, 2])}" for key, value in values.items()]
-    assert hovered.inner_text().split(" · ") == ["L0 H2", *said]
-
-
-def assert_difference(found, difference, tint):
-    """Orange where B has more weight, blue where it has less; further from pale, more of it."""
-    below = np.tril(np.ones(difference.shape[-2:], bool))
-    assert (found[..., ~below, :] == tint).all()
-    found, difference = found[..., below, :], difference[..., below]
-    redder = found[..., 0] - found[..., 2]
-    assert (redder[difference > 0.02] > 0).all()
-    assert (redder[difference < -0.02] < 0).all()
-    assert (found[difference == 0] == 250).all()
-    for sign in (-1, 1):
-        clear = sign * difference > 0.03  # more than bytes round off
-        if clear.any():
-            size, light = sign * difference[clear], found[clear].sum(-1)
-            assert np.corrcoef(size, light)[0, 1] < -0.8
+    pages.go_to(lens, "")
+    pages.tile(lens, 0, 2).hover()
+    values = {key: pages.as_shown(row[0, 2]) for key, row in a_run().rows[120].values.items()}
+    said = [f"{STATISTICS[key].title} {value}" for key, value in values.items()]
+    assert lens.locator("#hovered").inner_text().split(" · ") == ["L0 H2", *said]
 
 
 def compared_steps(lens):
@@ -329,79 +278,80 @@ def test_two_steps_are_compared(shown):
     lens = shown(fragment="#head=1.0")
     lens.locator("#compare").select_option("step:40")
     a, b = a_run().weights[40][0], a_run().weights[120][0]
-    maps = pixels(lens.locator("#map, #map-b, #map-difference"))
-    assert_drawn(maps[0], np.sqrt(a[1, 0]), tint(lens))
-    assert_drawn(maps[1], np.sqrt(b[1, 0]), tint(lens))
-    assert_difference(maps[2], (b - a)[1, 0], tint(lens))
-    assert_difference(thumbnails(lens, a_run()), b - a, tint(lens))
+    pages.assert_drawn(lens, np.sqrt(a[1, 0]), "#map")
+    pages.assert_drawn(lens, np.sqrt(b[1, 0]), "#map-b")
+    pages.assert_difference(lens, (b - a)[1, 0], "#map-difference")
+    pages.assert_difference(lens, b - a)
     for number, weights in ((1, b), (0, a)):
         lens.locator("#show label").nth(number).click()
-        assert_drawn(thumbnails(lens, a_run()), np.sqrt(weights), tint(lens))
+        pages.assert_drawn(lens, np.sqrt(weights))
     assert compared_steps(lens) == [40, 120]
-    lens.mouse.move(*cell(lens, 8, 3, "#map-b"))
-    looking, looked_at, weights = readout(lens)
+    lens.mouse.move(*pages.cell(lens, 8, 3, "#map-b"))
+    looking, looked_at, weights = pages.readout(lens)
     assert (looking, looked_at) == ((" river", 8), (" the", 3))
     true = [a[1, 0, 8, 3], b[1, 0, 8, 3], b[1, 0, 8, 3] - a[1, 0, 8, 3]]
     assert weights == pytest.approx(true, abs=2 / 255 + 0.001)
 
-    go_to(lens, "step=80&head=0.1&compare=step:0")  # A is the earlier step
+    pages.go_to(lens, "step=80&head=0.1&compare=step:0")  # A is the earlier step
     for frame, earlier, later in ((2, 0, 80), (3, 0, 120), (0, 0, 0)):
         lens.locator("#step").fill(str(frame))
         assert compared_steps(lens) == [earlier, later]
         gained = a_run().weights[later][0] - a_run().weights[earlier][0]
-        assert_difference(thumbnails(lens, a_run()), gained, tint(lens))
+        pages.assert_difference(lens, gained)
         values = [a_run().rows[step].values["entropy"][0, 1] for step in (earlier, later)]
-        assert statistics_of(lens)[STATISTICS["entropy"].title] == " → ".join(map(as_shown, values))
+        wanted = " → ".join(map(pages.as_shown, values))
+        assert pages.statistics_of(lens)[STATISTICS["entropy"].title] == wanted
 
 
 def test_two_runs_are_compared_from_the_start(shown):
-    first, second = a_run(), second_run()
+    first, second = a_run(), pages.second_run()
     lens = shown(first, second, fragment="#step=80")
-    assert state(lens, "compare") == "run"
-    difference = second.weights[80][0] - first.weights[80][0]
-    assert_difference(thumbnails(lens, first), difference, tint(lens))
+    assert pages.state(lens, "compare") == "run"
+    pages.assert_difference(lens, second.weights[80][0] - first.weights[80][0])
     assert compared_steps(lens) == [80, 80]
     values = second.rows[80].values["diagonal"] - first.rows[80].values["diagonal"]
     lens.locator("#sort").select_option("diagonal")
-    assert grid_order(lens) == ranked(values, descending=True)
+    assert pages.grid_order(lens) == pages.ranked(values, descending=True)
     lens.locator("#sort").select_option("")
     lens.locator("#compare").select_option("run:0")
-    assert_weights(lens, second, number=1)
-    difference = second.weights[0][0] - first.weights[80][0]
-    assert_difference(thumbnails(lens, first), difference, tint(lens))
+    pages.assert_weights(lens, second, number=1)
+    pages.assert_difference(lens, second.weights[0][0] - first.weights[80][0])
 
 
-NOT_OURS = {
-    "page": b"<!doctype html><script>parent.hacked = window.hacked = 1</script><p>hello",
-    "cut off": (START + '{"version": 1, "runs": [{"name"').encode(),
-    "newer": page([second_run().data], "x").replace('"version": 1', '"version": 2').encode(),
-}
+def open_file(lens, text):
+    """Opens a file to compare with."""
+    file = {"name": "other.html", "mimeType": "text/html", "buffer": text.encode()}
+    lens.locator("#compare-file").set_input_files(file)
 
 
 def open_other(lens, run):
-    """Opens another run's page to compare with."""
-    lens.locator("#compare-file").set_input_files(as_file(page([run.data], "x").encode()))
+    open_file(lens, page([run.data], "x"))
     expect(lens.locator("#compare-note")).to_contain_text(run.data["name"])
 
 
 def test_other_pages_are_opened_to_compare_with(shown):
     lens = shown(fragment="#head=1.1", viewport=TALL)
     lens.evaluate(WATCH_TEXT)
-    data = json.loads(json.dumps(second_run().data))
-    data["frames"][-1]["weights"] = data["frames"][-1]["weights"][:100]
-    for kind, content in {**NOT_OURS, "damaged": page([data], "x").encode()}.items():
+    data = pages.second_run().data
+    *frames, last = data["frames"]
+    truncated = last | {"weights": last["weights"][:100]}
+    for text in (
+        "<!doctype html><script>parent.hacked = window.hacked = 1</script><p>hello",
+        START + '{"version": 1, "runs": [{"name"',
+        page([data], "x").replace('"version": 1', '"version": 2'),
+        page([data | {"frames": [*frames, truncated]}], "x"),
+    ):
         lens.evaluate("document.getElementById('message').textContent = ''")
-        lens.locator("#compare-file").set_input_files(as_file(content))
+        open_file(lens, text)
         expect(lens.locator("#message")).not_to_have_text("")
-        assert state(lens, "compare") == "off", kind
+        assert pages.state(lens, "compare") == "off", text[:100]
     assert lens.evaluate("window.hacked") is None  # nothing in a page is run
 
     longer = a_run("longer", history=(*HISTORY, 240), steps=(120,), seed=7)
-    for run, end in ((longer, 240), (second_run(), 120)):
+    for run, end in ((longer, 240), (pages.second_run(), 120)):
         lens.evaluate("() => { window.written = []; }")
         open_other(lens, run)
-        difference = run.weights[120][0] - a_run().weights[120][0]
-        assert_difference(thumbnails(lens, a_run()), difference, tint(lens))
+        pages.assert_difference(lens, run.weights[120][0] - a_run().weights[120][0])
         chart = Chart(lens, "diagonal")  # as far as the longer of the two goes
         assert chart.steps == sorted([str(end), "0"])
         value = run.rows[120].values["diagonal"]
@@ -419,19 +369,19 @@ def test_runs_that_differ_are_compared_as_far_as_possible(shown):
     smaller = a_run("smaller", 1, 4, (PROMPTS[1], PROMPTS[0]), seed=3)
     open_other(lens, smaller)
     difference = smaller.weights[120][1][0, :3] - a_run().weights[120][0][0]
-    found = thumbnails(lens, a_run())
-    assert_difference(found[0], difference, tint(lens))
-    assert (found[1] == tint(lens)).all()  # B has no such layer
+    pages.assert_difference(lens, difference, "[data-layer='0'] canvas")
+    missing = pages.colours(lens, "[data-layer='1'] canvas", difference.shape)
+    assert (missing == pages.tint(lens)).all()  # B has no such layer
     lens.locator("#prompt").select_option("2")  # which the other run has not
     assert not lens.locator("#map-difference").is_visible()
-    assert "→" in statistics_of(lens)[STATISTICS["entropy"].title]
+    assert "→" in pages.statistics_of(lens)[STATISTICS["entropy"].title]
 
     for name, tokens in (("equally-long", [*WORDS[:-1], " near"]), ("shorter", WORDS[:5])):
-        other = a_run(name, prompts=(prompt("1-other", tokens),), seed=5)
-        go_to(lens, f"head=0.0&compare=off&for={name}")
+        other = a_run(name, prompts=(pages.prompt("1-other", tokens),), seed=5)
+        pages.go_to(lens, f"head=0.0&compare=off&for={name}")
         open_other(lens, other)
         a, b = (np.sqrt(run.weights[120][0]) for run in (a_run(), other))
-        assert_drawn(thumbnails(lens, a_run()), a, tint(lens))
+        pages.assert_drawn(lens, a)
         assert not lens.locator("#map-difference").is_visible()
         lens.locator("#show label").nth(1).click()
-        assert_drawn(thumbnails(lens, a_run()), b, tint(lens))
+        pages.assert_drawn(lens, b)

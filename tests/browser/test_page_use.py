@@ -2,32 +2,13 @@
 
 import base64
 import html
-import json
 import re
 import zlib
 
 import numpy as np
 import pytest
-from helpers.pages import (
-    HOSTILE,
-    PROMPTS,
-    VIRIDIS,
-    a_run,
-    assert_drawn,
-    cell,
-    go_to,
-    grid_order,
-    pixels,
-    prompt,
-    ranked,
-    readout,
-    ready,
-    second_run,
-    state,
-    thumbnails,
-    tile,
-    tint,
-)
+from helpers import pages
+from helpers.pages import HOSTILE, PROMPTS, a_run
 from playwright.sync_api import expect
 
 from lens.page import END, START, page
@@ -37,7 +18,7 @@ def test_link_restores_the_view(shown):
     lens = shown()
     lens.locator("#prompt").select_option("2")
     lens.locator("#step").fill("1")
-    tile(lens, 1, 2).click()
+    pages.tile(lens, 1, 2).click()
     lens.locator("#text [data-token='5']").click()
     lens.locator("#sort").select_option("distance")
     lens.locator("#direction").click()
@@ -54,8 +35,8 @@ def test_link_restores_the_view(shown):
     assert found.pop("threshold") == pytest.approx(wanted.pop("threshold"), rel=1e-3)
     assert found == wanted
     assert None not in wanted.values()
-    assert grid_order(again) == grid_order(lens)
-    maps = [pixels(p.locator("canvas.pixels:visible")) for p in (lens, again)]
+    assert pages.grid_order(again) == pages.grid_order(lens)
+    maps = [pages.pixels(p.locator("canvas.pixels:visible")) for p in (lens, again)]
     for old, new in zip(*maps, strict=True):
         assert (old == new).all()
 
@@ -71,13 +52,13 @@ def test_changed_address_is_followed(shown):
     lens = shown()
     usual = lens.evaluate("({ ...window.lens.state })")
     for bad in [*BAD_LINKS.split(), HOSTILE]:
-        assert go_to(lens, bad) == usual, bad
-    found = go_to(lens, "prompt=99&step=zz&scale=linear&head=1.1")
+        assert pages.go_to(lens, bad) == usual, bad
+    found = pages.go_to(lens, "prompt=99&step=zz&scale=linear&head=1.1")
     assert found == usual | {"scale": "linear", "layer": 1, "head": 1}  # the rest still counts
-    go_to(lens, "head=1.0&prompt=1&step=40")
+    pages.go_to(lens, "head=1.0&prompt=1&step=40")
     expect(lens.locator("#detail-title")).to_have_text("L1 H0")
     expect(lens.locator("#step-number")).to_contain_text("40")
-    assert_drawn(thumbnails(lens, a_run()), np.sqrt(a_run().weights[40][1]), tint(lens))
+    pages.assert_drawn(lens, np.sqrt(a_run().weights[40][1]))
 
 
 PRESSED = [  # from a view, a key and what it changes
@@ -101,31 +82,31 @@ PRESSED = [  # from a view, a key and what it changes
 def test_keys(shown):
     lens = shown()
     for fragment, key, what, value in PRESSED:
-        go_to(lens, fragment)
+        pages.go_to(lens, fragment)
         lens.keyboard.press(key)
-        assert state(lens, what) == value, (fragment, key)
+        assert pages.state(lens, what) == value, (fragment, key)
 
-    order = ranked(a_run().rows[120].values["entropy"], descending=True)
-    go_to(lens, "sort=-entropy")  # sorted, arrows follow the order
-    tile(lens, *order[0]).click()
+    order = pages.ranked(a_run().rows[120].values["entropy"], descending=True)
+    pages.go_to(lens, "sort=-entropy")  # sorted, arrows follow the order
+    pages.tile(lens, *order[0]).click()
     lens.keyboard.press("ArrowRight")
-    assert (state(lens, "layer"), state(lens, "head")) == order[1]
+    assert (pages.state(lens, "layer"), pages.state(lens, "head")) == order[1]
 
-    go_to(lens, "head=0.1&query=5")
+    pages.go_to(lens, "head=0.1&query=5")
     lens.locator("#text").focus()  # where arrows go through the tokens
     lens.keyboard.press("ArrowLeft")
-    assert (state(lens, "query"), state(lens, "head")) == (4, 1)
-    assert readout(lens)[0] == ("⏎", 4)
+    assert (pages.state(lens, "query"), pages.state(lens, "head")) == (4, 1)
+    assert pages.readout(lens)[0] == ("⏎", 4)
 
-    go_to(lens, "step=80")
-    tile(lens, 0, 0).focus()
+    pages.go_to(lens, "step=80")
+    pages.tile(lens, 0, 0).focus()
     lens.keyboard.press("ArrowRight")
     lens.keyboard.press("ArrowDown")
-    expect(tile(lens, 1, 1)).to_be_focused()
-    assert state(lens, "layer") is None  # only in focus
+    expect(pages.tile(lens, 1, 1)).to_be_focused()
+    assert pages.state(lens, "layer") is None  # only in focus
     lens.locator("#speed").select_option("10")
     play = lens.locator("#play").get_attribute("aria-label")
-    tile(lens, 1, 1).focus()
+    pages.tile(lens, 1, 1).focus()
     lens.keyboard.press("Space")
     expect(lens.locator("#step-number")).to_contain_text("120")
     expect(lens.locator("#play")).to_have_attribute("aria-label", play)
@@ -133,7 +114,7 @@ def test_keys(shown):
     assert lens.locator("#detail-title").inner_text() == "L1 H1"
     lens.locator("#prompt").focus()  # keys that a field needs are left to it
     lens.keyboard.press("s")
-    assert state(lens, "scale") == "sqrt"
+    assert pages.state(lens, "scale") == "sqrt"
 
 
 ACTIVE = """() => {
@@ -145,7 +126,7 @@ ACTIVE = """() => {
 
 
 def test_every_control_is_reached_by_tab(shown):
-    lens = shown(a_run(), second_run(), fragment="#head=0.1&filter=entropy:0.5")
+    lens = shown(a_run(), pages.second_run(), fragment="#head=0.1&filter=entropy:0.5")
     controls = lens.locator("main button:not(.head, .chart button), main select, main input")
     wanted = {
         id
@@ -167,16 +148,16 @@ def test_every_control_is_reached_by_tab(shown):
 def test_small_window_with_touch(shown):
     run = a_run("2026-11-21_gpt2-12x768" * 4, 12, 12)
     lens = shown(run, viewport={"width": 360, "height": 740}, has_touch=True)
-    tile(lens, 1, 0).tap()
+    pages.tile(lens, 1, 0).tap()
     assert lens.locator("#detail-title").inner_text() == "L1 H0"
     expect(lens.locator("#map")).to_be_in_viewport(ratio=0.9)
-    lens.touchscreen.tap(*cell(lens, 9, 4))
-    assert readout(lens)[:2] == ((",", 9), ("⏎", 4))
-    assert state(lens, "query") == 9
+    lens.touchscreen.tap(*pages.cell(lens, 9, 4))
+    assert pages.readout(lens)[:2] == ((",", 9), ("⏎", 4))
+    assert pages.state(lens, "query") == 9
     lens.locator("#options").click()
     assert lens.locator("#scale").is_visible()
     for fragment in ("prompt=0", "head=3.7&compare=step:0", "sort=-entropy&head=3.7"):
-        go_to(lens, fragment)
+        pages.go_to(lens, fragment)
         assert lens.evaluate("document.documentElement.scrollWidth") == 360
         read = "all => all.map((node) => node.getBoundingClientRect().toJSON())"
         boxes = lens.locator(".head:visible, main canvas:visible").evaluate_all(read)
@@ -193,11 +174,10 @@ def test_sandboxed_frame(tmp_path, write, opened):
     frame = f'<iframe sandbox="allow-scripts" width="600" height="420" srcdoc="{text}"></iframe>'
     host.write_text(f"<!doctype html><meta charset=utf-8>{frame}", encoding="utf-8")
     lens = opened(host).frame_locator("iframe")
-    ready(lens)
+    pages.ready(lens)
     assert lens.locator(".head").count() == 6
     lens.locator(".head").nth(4).click()
-    weights = np.sqrt(a_run().weights[120][0][1, 1])
-    assert_drawn(pixels(lens.locator("#map"))[0], weights, [238, 238, 235])
+    pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
     lens.locator("#copy-link").click()
     field = lens.locator("#link-text")
     assert field.is_visible()
@@ -209,7 +189,7 @@ def test_sandboxed_frame(tmp_path, write, opened):
 
 def test_hostile_text_stays_text(shown):
     tokens = [HOSTILE, "\u202ertl", "\x00\x1b", "\u2028", "", "x" * 300, "<0xE2>", "😀"]
-    prompts = (prompt(HOSTILE, tokens), PROMPTS[2])
+    prompts = (pages.prompt(HOSTILE, tokens), PROMPTS[2])
     run = a_run(HOSTILE, prompts=prompts, steps=(0, 40), history=(0, 40))
     lens = shown(run, run, title=HOSTILE, fragment="#head=0.0&query=0")
     assert lens.title() == HOSTILE
@@ -220,7 +200,7 @@ def test_hostile_text_stays_text(shown):
     lens.keyboard.press("?")
     lens.keyboard.press("Escape")
     assert HOSTILE[:40] in lens.locator("#prompt option").first.inner_text()
-    lens.mouse.move(*cell(lens, 7, 1, size=len(tokens)))
+    lens.mouse.move(*pages.cell(lens, 7, 1, size=len(tokens)))
     assert "\u202e" not in lens.locator("#readout").inner_text()  # it would reverse the sentence
     lens.locator("#copy-link").click()
     assert lens.locator("img").count() == 0
@@ -238,7 +218,7 @@ def test_policy_refuses_other_scripts(write, browser):
     said = []
     lens.on("console", lambda message: said.append(message.text))
     lens.goto(path.as_uri())
-    ready(lens)
+    pages.ready(lens)
     assert lens.title() == "attention"
     assert [text for text in said if "script-src" in text and "inline" in text]
     fetched = "fetch('data:text/plain,x').then(() => 'fetched', () => 'refused')"
@@ -247,12 +227,10 @@ def test_policy_refuses_other_scripts(write, browser):
 
 
 def test_one_layer_one_head_one_token(shown):
-    one = prompt("1-hi", ["Hi"])
+    one = pages.prompt("1-hi", ["Hi"])
     lens = shown(a_run("one", 1, 1, (one,), (5,), (5,)), fragment="#head=0.0")
-    (found,) = pixels(lens.locator("#map"))
-    assert found.shape == (1, 1, 3)
-    assert np.abs(found[0, 0] - VIRIDIS[255]).max() <= 3
-    assert readout(lens) == (("Hi", 0), ("Hi", 0), [1.0])
+    pages.assert_drawn(lens, np.ones((1, 1)), "#map")
+    assert pages.readout(lens) == (("Hi", 0), ("Hi", 0), [1.0])
     for key in ("s", "h", "d", "t", "p", ".", ",", "Space", "ArrowRight", "Shift+ArrowDown"):
         lens.keyboard.press(key)
     assert lens.locator(".head").count() == 1
@@ -260,45 +238,32 @@ def test_one_layer_one_head_one_token(shown):
 
 def test_step_whose_weights_are_not_decoded_yet(write, opened):
     lens = opened(write(a_run()), before="window.requestIdleCallback = () => {};")
-    ready(lens)
+    pages.ready(lens)
     lens.evaluate("""() => {
       lens.update({ frame: 0 });
       dispatchEvent(new Event("resize"));
     }""")
     expect(lens.locator("#step-number")).to_have_text(re.compile(r"\b0$"))
-    assert_drawn(thumbnails(lens, a_run()), np.sqrt(a_run().weights[0][0]), tint(lens))
-
-
-def damaged(change):
-    data = json.loads(json.dumps(a_run().data))
-    change(data)
-    return page([data], "damaged")
-
-
-def cut(data, key):
-    data[key] = data[key][: len(data[key]) // 2]
-
-
-def too_short(data):
-    raw = zlib.decompress(base64.b64decode(data["frames"][-1]["weights"]))
-    data["frames"][-1]["weights"] = base64.b64encode(zlib.compress(raw[:-1])).decode()
+    pages.assert_drawn(lens, np.sqrt(a_run().weights[0][0]))
 
 
 def test_damaged_pages_and_old_browsers(tmp_path, opened):
     """Each shows one line and nothing else."""
-    whole = page([a_run().data], "x")
-    data, end = whole.index(START) + len(START), whole.index(END, whole.index(START))
-    pages = {
-        "weights cut": damaged(lambda data: cut(data["frames"][-1], "weights")),
-        "weights too short": damaged(too_short),
-        "history cut": damaged(lambda data: cut(data, "history")),
-        "layers missing": damaged(lambda data: data.pop("layers")),
-        "no weights": damaged(lambda data: data.update(frames=[])),
-        "cut while it was written": whole[: data + 500] + whole[end:],
+    data = a_run().data
+    *frames, last = data["frames"]
+    raw = zlib.decompress(base64.b64decode(last["weights"]))
+    too_short = last | {"weights": base64.b64encode(zlib.compress(raw[:-1])).decode()}
+    whole = page([data], "x")
+    begin = whole.index(START) + len(START)
+    texts = {
+        "weights too short": page([data | {"frames": [*frames, too_short]}], "x"),
+        "history truncated": page([data | {"history": data["history"][:100]}], "x"),
+        "no weights": page([data | {"frames": []}], "x"),
+        "truncated": whole[: begin + 500] + whole[whole.index(END, begin) :],
         "old browser": whole,
     }
     path = tmp_path / "page.html"
-    for what, text in pages.items():
+    for what, text in texts.items():
         path.write_text(text, encoding="utf-8")
         before = "delete window.DecompressionStream;" if what == "old browser" else ""
         lens = opened(path, before=before)

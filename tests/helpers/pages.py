@@ -14,7 +14,6 @@ from lens.probe import Prompt, probe
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
 WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ",", " ", " far"]
-PERIOD = 4
 
 
 class Given(Prompt):
@@ -28,11 +27,10 @@ def prompt(name, tokens, period=0):
 PROMPTS = (
     prompt("1-she-sat-on-the", WORDS),
     prompt("2-once", ["Once", " upon", " a", " time"]),
-    prompt("3-repeated", ["<|endoftext|>", *2 * [" oak", " lamp", " grey", " rope"]], PERIOD),
+    prompt("3-repeated", ["<|endoftext|>", *2 * [" oak", " lamp", " grey", " rope"]], period=4),
 )
 STEPS = (0, 40, 80, 120)  # with weights
 HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
-NOWHERE = ("largest_logit", 1, 2)  # a statistic that this head has no value of
 
 
 @dataclass
@@ -61,9 +59,8 @@ def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history
             weights[step].append(scores.softmax(-1).numpy())
 
         frame = probe(look_into, prompts, step)
-        key, layer, head = NOWHERE
-        if layer < layers and head < heads:
-            frame.row.values[key][layer, head] = np.nan
+        if (layers, heads) == (2, 3):  # a head without a value
+            frame.row.values["largest_logit"][1, 2] = np.nan
         rows[step] = frame.row
         if step in steps:
             frames[step] = frame_data(frame)
@@ -112,43 +109,60 @@ READ_WEIGHTS = """async ([run, frame, places]) => {
 
 
 def pixels(canvases):
-    """The pixels of each canvas, (height, width, 3)."""
+    """The pixels of each canvas, (height, width, 4)."""
     return [
-        np.frombuffer(base64.b64decode(data), np.uint8).reshape(high, wide, 4)[..., :3].astype(int)
+        np.frombuffer(base64.b64decode(data), np.uint8).reshape(high, wide, 4).astype(int)
         for wide, high, data in canvases.evaluate_all(READ_PIXELS)
     ]
 
 
-def thumbnails(lens, run):
-    """The pixels of all thumbnails in the order of the page: (L, H, T, T, 3)."""
-    found = np.stack(pixels(lens.locator(".head canvas")))
-    return found.reshape(run.data["layers"], run.data["heads"], *found.shape[1:])
-
-
 def tint(lens):
     """The colour of cells that a token cannot look at."""
-    pair = lens.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--tint')")
-    theme = lens.locator("html").get_attribute("data-theme")
+    html = lens.locator("html")
+    pair = html.evaluate("node => getComputedStyle(node).getPropertyValue('--tint')")
     hexes = dict(zip(("light", "dark"), re.findall("#(......)", pair), strict=True))
-    return list(bytes.fromhex(hexes[theme]))
+    return list(bytes.fromhex(hexes[html.get_attribute("data-theme")]))
 
 
-def assert_drawn(found, part, tint, within=3, first=0):
-    """found (..., T, T, 3) has the colours of part (..., T, T), 0 to 1; the rest has the tint."""
+def colours(lens, canvases, shape):
+    """The pixels of all these canvases without their opacity, (*shape, 3)."""
+    return np.stack(pixels(lens.locator(canvases)))[..., :3].reshape(*shape, 3)
+
+
+def assert_drawn(lens, part, of=".head canvas", within=3, first=0):
+    """These canvases have the colours of part (..., T, T), 0 to 1; the rest has the tint."""
+    found = colours(lens, of, part.shape)
     below = np.tril(np.ones(part.shape[-2:], bool))
     below[:, :first] = False
     wanted = VIRIDIS[np.rint(255 * part).astype(int)]
     assert np.abs(found - wanted)[..., below, :].max() <= within
-    assert (found[..., ~below, :] == tint).all()
+    assert (found[..., ~below, :] == tint(lens)).all()
+
+
+def assert_difference(lens, difference, of=".head canvas"):
+    """Orange where B has more weight, blue where it has less; further from pale, more of it."""
+    found = colours(lens, of, difference.shape)
+    below = np.tril(np.ones(difference.shape[-2:], bool))
+    assert (found[..., ~below, :] == tint(lens)).all()
+    found, difference = found[..., below, :], difference[..., below]
+    redder = found[..., 0] - found[..., 2]
+    assert (redder[difference > 0.02] > 0).all()
+    assert (redder[difference < -0.02] < 0).all()
+    assert (found[difference == 0] == 250).all()
+    for sign in (-1, 1):
+        clear = sign * difference > 0.03  # more than bytes round off
+        if clear.any():
+            size, light = sign * difference[clear], found[clear].sum(-1)
+            assert np.corrcoef(size, light)[0, 1] < -0.8
 
 
 def assert_weights(lens, run, number=0):
     """Every weight of every step, to the precision of a byte. number: 1 for the second run."""
     for frame, step in enumerate(STEPS):
-        of_prompts = list(enumerate(run.weights[step]))
-        places = [[n, *place] for n, w in of_prompts for place in np.ndindex(w.shape)]
+        of_prompts = run.weights[step]
+        places = [[n, *place] for n, w in enumerate(of_prompts) for place in np.ndindex(w.shape)]
         found = lens.evaluate(READ_WEIGHTS, [number, frame, places])
-        true = np.concatenate([weights.ravel() for _, weights in of_prompts])
+        true = np.concatenate([weights.ravel() for weights in of_prompts])
         assert np.abs(found - true).max() <= 1 / 255
 
 
@@ -194,8 +208,3 @@ def readout(lens):
 def statistics_of(lens):
     """The statistics shown beside the enlarged head: title -> text."""
     return dict(text.split("\n") for text in lens.locator("#values > div").all_inner_texts())
-
-
-def as_file(content):
-    """What a file input of the page is given."""
-    return {"name": "other.html", "mimeType": "text/html", "buffer": content}
