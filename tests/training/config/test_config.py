@@ -21,8 +21,6 @@ from training.command import check_sweep, command, compose, parse
 from training.config import CONFIGS, GROUPS, PLAIN, TrainerConfig, coerce, schema_of, unknown_key
 from training.other_names import OTHER_NAMES
 
-# ------------------------------------------------------------------------------------------ hints
-
 
 def suggested(known, key) -> set[str]:
     """The settings among `known` that the hint about an unknown key names."""
@@ -56,40 +54,31 @@ def test_hints_name_the_setting_that_was_meant(of_training):
 def test_names_of_other_projects_lead_to_settings_that_exist(of_training):
     from scripts.plan import PlanConfig
 
-    of_generate, of_plan = (
-        [f.name for f in dataclasses.fields(c)] for c in (GenerateConfig, PlanConfig)
-    )
+    others = ([f.name for f in dataclasses.fields(c)] for c in (GenerateConfig, PlanConfig))
+    commands = [of_training, *others]
     for setting, names, remark in OTHER_NAMES:
         named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
         assert named <= set(of_training)
-        (known, *_) = (keys for keys in (of_training, of_generate, of_plan) if setting in keys)
+        (known, *_) = (keys for keys in commands if setting in keys)
         for name in names.split():
             assert name not in known
             assert setting in suggested(known, name), name
 
 
-# --------------------------------------------------------------------------------------- accepted
-
-
 def test_accepted_forms():
-    given = [
-        "model=gpt2-nano",
-        "+experiment=laptop",
-        "optimizer.lr=3e-4",
-        "++trainer.max_steps=1e3",
-    ]
-    given += ["lens.prompts=[one prompt,another]", "data.path=[a.txt,b.txt]", "name=2026"]
-    found = compose([*given, "trainer.compile=false", "wandb.group=null"])
+    given = ["model=gpt2-nano", "+experiment=laptop", "lens=off", "optimizer.lr=3e-4", "name=2026"]
+    given += ["lens.prompts=[one prompt,another]", "data.path=[a.txt,b.txt]"]
+    given += ["++trainer.max_steps=1e3", "trainer.compile=false", "wandb.group=null"]
+    found = compose(given)
     assert (found.model.emb_dim, found.optimizer.lr, found.name) == (128, 3e-4, "2026")
     assert repr(found.trainer.max_steps) == "1000"
     assert found.lens.prompts == ["one prompt", "another"]
     assert found.data.path == ["a.txt", "b.txt"]
     assert (found.trainer.compile, found.wandb.group) == (False, None)
-    assert found.trainer.batch_size == 8  # of the experiment
+    assert (found.trainer.batch_size, found.lens.every) == (8, 0)  # of the experiment, without lens
     text = compose(["data=text", "data.path=x.txt", "model=gpt2-nano", "wandb=off"])
     assert text.data.max_length == text.model.context_length == 256
     assert text.wandb.mode == "disabled"
-    assert compose(["experiment=laptop", "lens=off"]).lens.every == 0
 
 
 FREE_TEXTS = ["Hello, world, so he ran", "a=b", "[INST", "1e3", "it's", 'say "x"', "{c}", "ü (1)"]
@@ -113,24 +102,27 @@ def test_types_are_checked_strictly():
     assert coerce("auto", str | bool) == "auto"
 
 
-def test_every_problem_is_listed():
-    def problem_keys(*overrides):
-        with pytest.raises(ConfigError) as caught:
-            compose(list(overrides))
-        return [problem.key for problem in caught.value.problems]
-
-    given = ["optimizer.lrr=1", "model.num_heads=5", "optimizer.lr=-1", "seed=x", "name=a\nb"]
-    given += ["trainer.max_steps=0"]
-    assert sorted(problem_keys(*given)) == sorted(text.partition("=")[0] for text in given)
+def problems_of(read, *given) -> list[tuple[str, str]]:
+    """(key, value) of each problem."""
     with pytest.raises(ConfigError) as caught:
-        parse(GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
-    assert [problem.key for problem in caught.value.problems] == ["promt", "temperature"]
+        read(*given)
+    return [(problem.key, problem.value) for problem in caught.value.problems]
+
+
+def test_every_problem_is_listed():
+    given = ["optimizer.lrr=1", "seed=x", "optimizer.lr=-1", "model.num_heads=5", "name=a\nb"]
+    given += ["trainer.max_steps=0"]
+    found = [key for key, _ in problems_of(compose, given)]
+    assert sorted(found) == sorted(text.partition("=")[0] for text in given)
+    found = problems_of(parse, GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
+    assert found == [("promt", "x"), ("temperature", -1)]
     # Types are checked before the run to resume is read.
     given = ["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"]
-    assert problem_keys(*given) == ["trainer.max_steps", "optimizer.lr"]
-
-
-# ---------------------------------------------------------------------------------- shipped files
+    assert problems_of(compose, given) == [("trainer.max_steps", "abc"), ("optimizer.lr", [1])]
+    # Of a sweep before its first job.
+    given = ["optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"]
+    found = problems_of(check_sweep, given, None)
+    assert sorted(found) == [("optimizer.lr", "abc"), ("optimizer.lrr", "1"), ("seed", "x")]
 
 
 def test_yaml_files_and_dataclasses_have_the_same_settings_and_defaults():
@@ -140,9 +132,7 @@ def test_yaml_files_and_dataclasses_have_the_same_settings_and_defaults():
         values = yaml.safe_load(path.read_text())
         if group == "data":
             values["path"] = None  # the sample's
-        defaults = vars(schema_of(group)())
-        assert list(values) == list(defaults)
-        assert values == defaults
+        assert list(values.items()) == list(vars(schema_of(group)()).items())
 
 
 def test_every_shipped_choice_is_valid():
@@ -155,16 +145,6 @@ def test_every_shipped_choice_is_valid():
     for path in (CONFIGS / "experiment").glob("*.yaml"):
         extra = {"shakespeare-cpu": ["data.path=x.txt"], "finetune": ["trainer.init_from=x"]}
         compose([f"experiment={path.stem}", *extra.get(path.stem, [])])
-
-
-# --------------------------------------------------------------------------- sweeps, the command
-
-
-def test_every_problem_of_a_sweep_is_listed_before_its_first_job():
-    with pytest.raises(ConfigError) as caught:
-        check_sweep(["optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"], None)
-    found = {(problem.key, problem.value) for problem in caught.value.problems}
-    assert found == {("optimizer.lr", "abc"), ("optimizer.lrr", "1"), ("seed", "x")}
 
 
 def test_a_mistake_is_answered_without_torch_and_leaves_no_file(tmp_path):
@@ -189,14 +169,11 @@ def test_garbage_collection_is_on_in_a_run(in_process, tmp_path):
 
 
 def test_cfg_prints_the_settings(in_process, tmp_path):
-    for typed in (["--cfg", "job", "seed=7"], ["seed=7", "--cfg", "job"]):  # in any order
-        code, out, err = in_process(train.main, tmp_path, *typed, "name=x")
-        assert (code, err) == (0, "")
-        shown = yaml.safe_load(out)
-        assert (shown["seed"], shown["name"]) == (7, "x")
-
-
-# --------------------------------------------------------------------- settings that follow others
+    """In any order; Hydra itself wants its options first."""
+    code, out, err = in_process(train.main, tmp_path, "seed=7", "--cfg", "job", "name=x")
+    assert (code, err) == (0, "")
+    shown = yaml.safe_load(out)
+    assert (shown["seed"], shown["name"]) == (7, "x")
 
 
 def chosen(before=None, **values):
@@ -211,8 +188,7 @@ def test_settings_that_are_null_follow_the_length_of_the_run():
     assert chosen(max_steps=2000) == (200, 200, 8, 4)
     assert chosen(max_steps=10**6, batch_size=512) == (2000, 1000, 400, 2000)
     assert chosen(max_steps=2000, eval_every=0, batch_size=4) == (200, 0, 160, 4)
-    given = {"warmup_steps": 0, "eval_every": 7, "eval_windows": 3}
-    assert chosen(max_steps=2000, **given) == (0, 7, 3, 4)
+    assert chosen(max_steps=2000, warmup_steps=0, eval_every=7, eval_windows=3) == (0, 7, 3, 4)
     # A run that is made longer keeps its settings.
     before = {"warmup_steps": 12, "eval_every": 40, "eval_windows": 100, "log_every": 1}
     assert chosen(before, max_steps=5000, eval_windows=9) == (12, 40, 9, 1)

@@ -4,26 +4,26 @@ Readers of texts have more kinds of bad input: tests/tokens/test_sources.py. How
 and printed: tests/test_messages.py.
 """
 
-import contextlib
 import dataclasses
-import importlib
 import math
 import os
 import typing
 
 import pytest
 import torch
-from helpers import TEXT, TINY
+from helpers import TINY
 from helpers.refusals import not_waiting, printed_keys, refused
+from helpers.runs import train_in
 from helpers.settings import settings
 from helpers.tally import tally
 
 import generate
 import train
 from errors import ConfigError, DataError, RunDirectoryError
+from generate import GenerateConfig
 from scripts import benchmark_data, inspect_attention, prepare_data
 from training.command import check_sweep, compose, parse
-from training.config import CONFIGS, GROUPS, build
+from training.config import CONFIGS, GROUPS, build, schema_of
 from training.yaml_check import check_folder
 
 FAULT = "the bad-input table"
@@ -53,60 +53,51 @@ def check_each(function, mistakes, keys=()) -> None:
             raise AssertionError(f"{str(arguments)[:200]}: {error}") from error
 
 
-# --------------------------------------------------------------------------- settings: values
-
-VALUES = {
-    "wrong types": """optimizer.lr=abc optimizer.lr=[1] optimizer.betas=0.9 model.num_layers=1.5
-        model.qkv_bias=1 model.emb_dim=null seed=x seed={a:1} seed= wandb.alerts=often""",
-    "ranges": """optimizer.weight_decay=-1 optimizer.min_lr_ratio=2 optimizer.decay_fraction=0
-        optimizer.eps=0 optimizer.betas=[0.9] model.num_layers=0 model.dropout=1.5
-        data.val_fraction=1 data.stride=0 trainer.max_steps=0 trainer.warmup_steps=-1
-        trainer.batch_size=1e9 trainer.sample_tokens=1e9 trainer.keep=0 lens.max_tokens=1
-        lens.frames=1 parallel.timeout=0 parallel.timeout=1800 seed=-1 seed=99999999999999999999""",
-    "choices": """optimizer.schedule=linear model.attention=flash data.tokenizer=x
-        data.endoftext=maybe trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu
-        trainer.resume=true trainer.micro_batch_size=some wandb.mode=of
-        wandb.log_model=true parallel.strategy=many trainer.on_nonfinite=maybe""",
-    "empty": "data.path= name= data.val_path= data.text_key= wandb.group= lens.prompts=['']",
-    "names": """name=../x name=/etc/x name=.. name=a/b name=a\0b name=-rf name=\udce9
-        data.path=a\0b data.path=\udce9 trainer.sample_prompt=\udce9 wandb.project=team/a""",
-    "several settings": """model.num_heads=5 model.attention=flex data.max_length=2048
-        model.vocab_size=1000 trainer.warmup_steps=121 trainer.micro_batch_size=3
-        data.weights=[1,2] lens.layers=[12] model.emb_dim=12000000""",
-}
+# Types; ranges; choices; empty texts and names; what does not fit together.
+VALUES = """
+optimizer.lr=abc optimizer.lr=[1] optimizer.betas=0.9 model.num_layers=1.5 model.qkv_bias=1
+model.emb_dim=null seed=x seed={a:1} seed= wandb.alerts=often
+optimizer.weight_decay=-1 optimizer.min_lr_ratio=2 optimizer.decay_fraction=0 optimizer.eps=0
+optimizer.betas=[0.9] model.num_layers=0 model.dropout=1.5 data.val_fraction=1 data.stride=0
+trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
+lens.max_tokens=1 lens.frames=1 parallel.timeout=0 parallel.timeout=1800 seed=-1
+seed=99999999999999999999
+optimizer.schedule=linear model.attention=flash data.tokenizer=x data.endoftext=maybe
+trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu trainer.resume=true
+trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strategy=many
+data.path= name= data.val_path= wandb.group= lens.prompts=[''] name=../x name=.. name=a\0b name=-rf
+name=\udce9 data.path=a\0b data.path=\udce9 trainer.sample_prompt=\udce9 wandb.project=team/a
+model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=1000
+trainer.warmup_steps=121 trainer.micro_batch_size=3 data.weights=[1,2] lens.layers=[12]
+model.emb_dim=12000000 data.synthetic=induction
+"""
 LONG_VALUES = ["name=a\nb", "name=" + "a" * 129, "optimizer.lr=1" + "0" * 400]
 LONG_VALUES += [f"wandb.group={'g' * 129}", f"wandb.tags=[a,{'t' * 65}]"]
-OTHERS = {"data.synthetic=induction": "data.path"}
 
 
 def test_values():
-    for mistakes in VALUES.values():
-        check_each(lambda arguments: settings(*arguments), mistakes.split())
-    check_each(lambda arguments: settings(*arguments), [*LONG_VALUES, *OTHERS], OTHERS)
+    keys = {"data.synthetic=induction": "data.path"}
+    check_each(lambda given: settings(*given), [*VALUES.split(), *LONG_VALUES], keys)
 
 
-# ------------------------------------------------------------- settings: names, syntax, references
-
-NAMES = {
-    "unknown": """modle=gpt2-small model=gpt2-smal max_step=1 +model.typo=1 ++model.num_head=1
-        data=../model/gpt2-nano =1""",
-    "references": "seed=${oc.decode:1} name='${oc.env:HOME}' wandb.group=a${oc.env:HOME}",
-    "Hydra's own": """+optimizer._target_=os.system hydra.ouput_subdir=x hydra.run.dir=x
-        hydra.mode=MULTIRUN hydra.sweep.dir=x hydra/launcher=basic +hydra.job.env_set.KEY=v
-        hydra.searchpath=[file:///tmp]""",
-}
+# Unknown; references; Hydra's own.
+NAMES = """
+modle=gpt2-small model=gpt2-smal max_step=1 +model.typo=1 ++model.num_head=1
+data=../model/gpt2-nano =1
+seed=${oc.decode:1} name='${oc.env:HOME}' wandb.group=a${oc.env:HOME}
++optimizer._target_=os.system hydra.ouput_subdir=x hydra.run.dir=x hydra.mode=MULTIRUN
+hydra.sweep.dir=x hydra/launcher=basic +hydra.job.env_set.KEY=v hydra.searchpath=[file:///tmp]
+"""
 SYNTAX = ["seed=${sead}", "name=${model}", "seed=${nope:1}", "model={emb_dim:3}", "data.path=[]"]
 # Whose problem has the whole argument as its key.
 WHOLE = ["foo", "~data", "wandb.tags=[a,", "seed=1,2", "trainer.device=a(b", "seed=" + "9" * 5000]
 WHOLE += ["name=${oc.${x}:HOME}", "model=" + "{a:" * 300 + "1" + "}" * 300]
-KEYS = {text: text for text in WHOLE} | {
-    "model@data=gpt2-nano": "model@data",
-    "data=text": "data.path",
-}
+KEYS = dict(zip(WHOLE, WHOLE, strict=True))
+KEYS |= {"model@data=gpt2-nano": "model@data", "data=text": "data.path"}
 
 
 def test_names_and_syntax():
-    names = " ".join(NAMES.values()).split()
+    names = NAMES.split()
     with pytest.raises(ConfigError) as caught:
         compose(names)
     found = [problem.key for problem in caught.value.problems]
@@ -114,8 +105,8 @@ def test_names_and_syntax():
     check_each(compose, [*SYNTAX, *KEYS], KEYS)
     many = [f"seed={n}" for n in range(10_000)]
     check_each(compose, [many], {many[0]: "command line"})
-    sweeps = [["+model._target_=a", "seed=1,2"], ["trainer.sample_prompt=${oc.env:A}"]]
-    check_each(lambda given: check_sweep(given, None), [*sweeps, ["seed=range(1000000)"]])
+    sweeps = [["+model._target_=a", "seed=1,2"], "trainer.sample_prompt=${oc.env:A}"]
+    check_each(lambda given: check_sweep(given, None), [*sweeps, "seed=range(1000000)"])
 
 
 # The key is the option; these are (arguments, key).
@@ -126,35 +117,29 @@ MODES = [
     (["--cfg", "job", "-m"], "--cfg --multirun"),
     ([""], "''"),
     (["-m", "seed=1,x"], "seed"),
-    *(([*way, "+model._target_=x"], "model._target_") for way in (["--help"], ["--cfg", "job"])),
+    (["--help", "+model._target_=x"], "model._target_"),
+    (["--cfg", "job", "+model._target_=x"], "model._target_"),
 ]
 
 
 def test_options_and_modes_of_training(in_process, tmp_path):
-    options = [([text], text.partition("=")[0]) for text in OPTIONS.split()]
-    for arguments, key in options + MODES:
+    for arguments, key in [*(([text], text.partition("=")[0]) for text in OPTIONS.split()), *MODES]:
         tally(FAULT)
         code, out, err = in_process(train.main, tmp_path, *arguments)
         assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
         assert files_in(tmp_path) == set(), arguments
 
 
-def numeric_settings() -> dict[str, bool]:
-    """key -> whether it is a list of numbers."""
-    found = {"seed": False}
-    for group, (module, name) in GROUPS.items():
-        schema = getattr(importlib.import_module(module), name)
-        for key, hint in typing.get_type_hints(schema).items():
-            kinds = {hint, *typing.get_args(hint)}
-            if kinds & {int, float, list[float], list[int]}:
-                found[f"{group}.{key}"] = bool(kinds & {list[float], list[int]})
-    assert len(found) >= 30
-    return found
-
-
 def test_no_setting_takes_a_number_that_means_nothing():
     shipped = dataclasses.asdict(settings())
-    for key, is_list in numeric_settings().items():
+    numeric = {"seed": False}  # whether it is a list of numbers
+    for group in GROUPS:
+        for key, hint in typing.get_type_hints(schema_of(group)).items():
+            kinds = {hint, *typing.get_args(hint)}
+            if kinds & {int, float, list[float], list[int]}:
+                numeric[f"{group}.{key}"] = bool(kinds & {list[float], list[int]})
+    assert len(numeric) >= 30
+    for key, is_list in numeric.items():
         group, _, name = key.rpartition(".")
         for number in (math.nan, math.inf, -math.inf, -1, 10**30, -(10**30), 10**400):
             tally(FAULT)
@@ -165,9 +150,6 @@ def test_no_setting_takes_a_number_that_means_nothing():
             assert {problem[0] for problem in problems} == {key}, f"{key}={str(number)[:20]}"
 
 
-# ------------------------------------------------------------------------- the user's YAML files
-
-
 BOMB = "a0: &a0 [x]\n"  # 10**8 values in a few lines
 BOMB += "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9))
 MINE = "experiment/mine.yaml"
@@ -175,10 +157,8 @@ FILES = [
     (MINE, "seed: !!python/object/apply:os.system ['touch made']"),
     (MINE, r'model: {"\x5ftarget_": os.system}'),
     (MINE, "name: &t _target_\nmodel: {*t : os.system}"),
-    ("hydra/launcher/x.yaml", "_target_: os.system"),
     ("hydra/job_logging/x.yaml", "handlers: {a: {(): b}}"),
     (MINE, BOMB),
-    (MINE, "x: [" + "1," * 20_000 + "]"),
     (MINE, "model: &a\n  x: *a"),
     (MINE, "x: " + "[" * 1000 + "]" * 1000),
     (MINE, "name: ${oc.env:HOME}"),
@@ -237,69 +217,50 @@ def test_what_files_of_settings_may_hold(tmp_path):
     assert (found.model.emb_dim, found.data.stride, found.name) == (128, 16, "run-0")
 
 
-# ------------------------------------------------------------------------------------------ texts
-
-
-def content(raw):
-    return lambda path: path.write_bytes(raw)
-
-
-TEXTS = {
-    "missing": ("no.txt", lambda path: None),
-    "folder without texts": ("folder", lambda path: path.mkdir()),
-    "empty": ("a.txt", content(b"")),
-    "one token": ("a.txt", content(b"a")),
-    "not UTF-8": ("a.txt", content(b"caf\xe9 " * 99)),
-    "FIFO": ("a.txt", os.mkfifo),
-    "no gzip": ("a.txt.gz", content(b"text " * 99)),
-    "ids out of range": ("a.bin", content(b"\xff\xff" * 999)),
-    "900 MB of zeros": ("a.txt", lambda path: path.touch() or os.truncate(path, 9 * 10**8)),
-}
+TEXTS = [
+    ("no.txt", lambda path: None),
+    ("folder", lambda path: path.mkdir()),
+    ("empty.txt", b""),
+    ("one_token.txt", b"a"),
+    ("latin-1.txt", b"caf\xe9 " * 99),
+    ("fifo.txt", os.mkfifo),
+    ("no_gzip.txt.gz", b"text " * 99),
+    ("ids_out_of_range.bin", b"\xff\xff" * 999),
+    ("zeros.txt", lambda path: path.touch() or os.truncate(path, 9 * 10**8)),
+]
 
 
 @pytest.mark.parametrize("setting", ["data.path", "data.val_path"])
 def test_texts(trainer, tmp_path, setting):
-    for what, (name, make) in list(TEXTS.items())[: 9 if setting == "data.path" else 6]:
+    for name, content in TEXTS[: 9 if setting == "data.path" else 6]:
         tally(FAULT)
-        folder = tmp_path / what
-        folder.mkdir()
-        make(folder / name)
+        path = tmp_path / name
+        path.write_bytes(content) if isinstance(content, bytes) else content(path)
         with pytest.raises(DataError) as caught:
-            trainer(f"{setting}={folder / name}")
-        assert caught.value.exit_code == 3, what
+            trainer(f"{setting}={path}")
+        assert caught.value.exit_code == 3, name
         found = caught.value.key, str(caught.value.value)
-        assert found in ((setting, f"{folder / name}"), ("data.val_fraction", "0.1")), what
+        assert found in ((setting, str(path)), ("data.val_fraction", "0.1")), name
     assert not (tmp_path / "runs").exists()
 
 
-# ---------------------------------------------------------------------------- generate.py, scripts
-
 GENERATION = """
-    top_n=0.5 max_new_tokens=many max_new_tokens=0 max_new_tokens=1000000000000 num_samples=0
-    temperature=-1 temperature=1e-40 temperature=nan temperature=1e400 top_k=0 top_k=1.5 top_p=0
-    top_p=1.1 batch_size=0 prompt=[] precision=fp8 compile=maybe seed=-1 prompt=\udcff device=tpu
-    seed=${oc.env:HOME}
+max_new_tokens=many max_new_tokens=0 max_new_tokens=1000000000000 num_samples=0 temperature=-1
+temperature=1e-40 temperature=nan temperature=1e400 top_n=0.5 top_k=0 top_k=1.5 top_p=0 top_p=1.1
+batch_size=0 precision=fp8 compile=maybe seed=-1 seed=${oc.env:HOME} prompt=[] prompt=\udcff
+device=tpu
 """
 
 
 def test_settings_of_generation():
-    def check(arguments):
-        return parse(generate.GenerateConfig, arguments)
-
     mistakes = [*GENERATION.split(), "max_new_tokens=" + "9" * 5000, "Once upon"]
-    check_each(check, [[text, "checkpoint=x"] for text in mistakes])
-    check_each(check, ["checkpoint=", "top_k=1"], {"top_k=1": "checkpoint"})
+    mistakes = [*([text, "checkpoint=x"] for text in mistakes), "checkpoint=", "top_k=1"]
+    check_each(lambda given: parse(GenerateConfig, given), mistakes, {"top_k=1": "checkpoint"})
 
 
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    with contextlib.chdir(folder):
-        trainer = train.Trainer(settings(*TINY, "data.path=text.txt", "name=run"))
-        trainer.train()
-        trainer.close(0)
-    return folder / "runs" / "run"
+    return train_in(tmp_path_factory.mktemp("trained"), "name=run")
 
 
 # (script, exit code, key, arguments)
@@ -335,9 +296,6 @@ def test_unusual_prompts_are_continued(in_process, a_run, tmp_path):
         assert code == 0, prompt
         assert out.startswith(prompt), prompt
         assert printed_keys(err) == ["prompt"] * prompt.startswith("word"), prompt
-
-
-# ------------------------------------------------------------------------------------ the machine
 
 
 def test_devices_and_precisions_that_are_missing(trainer, monkeypatch):
