@@ -433,7 +433,7 @@ def test_a_finished_run_is_not_changed_by_starting_it_again(run, trainer):
     before = contents(run)
     for steps in (6, 3):
         trainer(*OWN, "name=a", f"trainer.max_steps={steps}").train()
-        assert not changed(run, before)
+        assert set(changed(run, before)) <= {"report.html"}  # says when it was written
 
 
 # ------------------------------------------------------------------- command, output and signals
