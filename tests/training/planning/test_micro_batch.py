@@ -1,8 +1,8 @@
 """Micro-batches: the largest that fits, and what is suggested when none does."""
 
+import copy
 import itertools
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +14,13 @@ from errors import ConfigError, OutOfMemoryError
 from training import fitting, memory
 from training.memory import estimate
 from training.parallel import Parallel
+
+
+@pytest.fixture
+def memory_is(monkeypatch):
+    """memory_is(bytes) -> a machine with so much memory."""
+    monkeypatch.setattr(fitting, "swap_space", lambda: 0)
+    return lambda total: monkeypatch.setattr(fitting, "memory_of", lambda _: total)
 
 
 def test_the_search_finds_the_largest_from_any_start():
@@ -45,6 +52,11 @@ def suggested(error) -> str:
     return re.search(r"[a-z]+\.?\w*=\w+", error.hint)[0]
 
 
+def of_batches(model, windows) -> float:
+    """Bytes estimated for a step with micro-batches of so many windows of 32 tokens."""
+    return estimate(model, windows, 32, precision="fp32", device="cpu", accumulating=True).total
+
+
 def test_a_run_out_of_memory_continues_with_what_is_suggested(trainer):
     run = trainer("name=tight", "trainer.max_steps=2", "trainer.sample_tokens=0")
     run.train()
@@ -73,31 +85,29 @@ def test_what_is_suggested_when_one_window_does_not_fit(trainer):
         run.settings.trainer.activation_checkpointing = True
 
 
-def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(trainer, monkeypatch):
+def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(trainer, memory_is):
     given = ["trainer.max_steps=2", "model.dropout=0", "trainer.sample_tokens=0"]
     plain = trainer("name=plain", *given)
     plain.train()
-    shape = {"precision": "fp32", "device": "cpu", "accumulating": True}
-    enough = estimate(plain.settings.model, 2, 32, **shape).total
-    monkeypatch.setattr(fitting, "memory_of", lambda _: 1.0001 * enough / fitting.USABLE)
+    enough = of_batches(plain.settings.model, 2)
+    memory_is(1.0001 * enough / fitting.USABLE)
     auto = trainer("name=auto", *given, "trainer.micro_batch_size=auto")
     assert auto.settings.trainer.micro_batch_size == auto.micro_batch_size == 2
     auto.train()
     assert auto.state.val_loss == pytest.approx(plain.state.val_loss, rel=1e-5)
     assert "micro_batch_size: 2\n" in (auto.folder / "config.yaml").read_text()
-    least = estimate(plain.settings.model, 1, 32, **shape).total
-    monkeypatch.setattr(fitting, "memory_of", lambda _: least)  # without what is left to others
+    memory_is(of_batches(plain.settings.model, 1))  # without what is left to others
     assert trainer("name=least", "trainer.micro_batch_size=auto").micro_batch_size == 1
 
 
 @pytest.mark.parametrize("largest", [4, 2])
-def test_trials_leave_the_model_as_it_was(trainer, monkeypatch, largest):
+def test_trials_leave_the_model_as_it_was(trainer, memory_is, monkeypatch, largest):
     """As on a GPU: trials call these functions of torch.cuda; the rest runs on a CPU."""
     limits, calls = [], []
     limit = "set_per_process_memory_fraction"
     monkeypatch.setattr(torch.cuda, limit, lambda part, _: limits.append(part))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(fitting, "memory_of", lambda _: 1e12)
+    memory_is(1e12)
     run = trainer("model.dropout=0.2", "trainer.batch_size=4")
     before, forward = weights(run), run.model.forward
 
@@ -111,9 +121,8 @@ def test_trials_leave_the_model_as_it_was(trainer, monkeypatch, largest):
         return forward(ids, *more)
 
     monkeypatch.setattr(run.model, "forward", limited)
-    like_gpu = SimpleNamespace(world_size=1, strategy="single", precision="fp32")
+    like_gpu = copy.copy(run.parallel)
     like_gpu.device = Device("cpu")
-    like_gpu.largest, like_gpu.autocast = run.parallel.largest, run.parallel.autocast
     found = fitting.find_micro_batch(run.settings, like_gpu, run.model, compiled=False)
     assert found == largest
     assert calls == [4, 4] + [2, 2] * (largest == 2)
@@ -122,27 +131,16 @@ def test_trials_leave_the_model_as_it_was(trainer, monkeypatch, largest):
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
-@pytest.fixture
-def memory_is(monkeypatch):
-    """memory_is(bytes) -> a machine with so much memory."""
-    monkeypatch.setattr(fitting, "swap_space", lambda: 0)
-    return lambda total: monkeypatch.setattr(fitting, "memory_of", lambda _: total)
-
-
 def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
     trainer, memory_is, monkeypatch, tmp_path
 ):
     monkeypatch.setitem(memory.LIBRARIES, "cpu", 0)
-    shape = {"precision": "fp32", "device": "cpu", "accumulating": True}
     model = trainer("name=first").settings.model
-    memory_is(1.001 * estimate(model, 2, 32, **shape).total / fitting.USABLE)
-    for given, key in (
-        ([], "trainer.batch_size"),
-        (["trainer.micro_batch_size=4"], "trainer.micro_batch_size"),
-    ):
-        with refused(ConfigError, key) as caught:
-            trainer("name=large", "trainer.compile=false", *given)
-        assert "trainer.micro_batch_size=2" in caught.value.hint
+    memory_is(1.001 * of_batches(model, 2) / fitting.USABLE)
+    for given in ("trainer.batch_size=8", "trainer.micro_batch_size=4"):
+        with refused(ConfigError, *given.split("=")) as caught:
+            trainer("name=large", "trainer.compile=false", given)
+        assert suggested(caught.value) == "trainer.micro_batch_size=2"
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["first"]
     trainer("name=auto", "trainer.compile=false", "trainer.micro_batch_size=auto")
 
