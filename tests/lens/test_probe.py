@@ -113,6 +113,10 @@ def test_codes_and_triangles_come_back():
     assert square.tolist() == [[1, 0, 0], [2, 3, 0], [4, 5, 6]]  # query by query
 
 
+def random_states():
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_looking_changes_nothing(training):
     """Random states, mode, parameters, gradients and what the model computes: all as before."""
@@ -124,14 +128,10 @@ def test_looking_changes_nothing(training):
     torch.manual_seed(3)
     output = model(ids)[0]
     torch.manual_seed(3)
-    np.random.seed(3)
-    random.seed(3)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before = random_states()
     prompts = [text_prompt(), repeated()]
     frame = probe(looker(model), prompts, step=0)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]
-    assert random.getstate() == before[2]
+    assert random_states() == before
     assert all(module.training == training for module in model.modules())
     assert torch.equal(model(ids)[0], output)
     for name, parameter in model.named_parameters():
@@ -169,7 +169,7 @@ def test_compiled_model_is_not_compiled_again_and_trains_the_same():
         graphs = []
         compiled = torch.compile(model, backend=lambda graph, _: graphs.append(1) or graph.forward)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses, frames = [], []
+        losses = []
         for step in range(3):
             optimizer.zero_grad()
             _, loss = compiled(ids[:, :-1], ids[:, 1:])
@@ -177,17 +177,13 @@ def test_compiled_model_is_not_compiled_again_and_trains_the_same():
             optimizer.step()
             losses.append(loss.item())
             if looks:
-                frames.append(probe(looker(model), [text_prompt(), repeated()], step))
-        return losses, len(graphs), frames
+                probe(looker(model), [text_prompt(), repeated()], step)
+        return losses, len(graphs)
 
-    losses, graphs, _ = trained(looks=False)
-    seen_losses, seen_graphs, frames = trained(looks=True)
+    losses, graphs = trained(looks=False)
     assert graphs >= 1
-    assert seen_graphs == graphs
-    assert seen_losses == losses
     assert losses[2] != losses[0]
-    first, _, last = (frame.row.values["entropy"] for frame in frames)
-    assert not np.array_equal(first, last)  # it sees what the compiled model trained
+    assert trained(looks=True) == (losses, graphs)
 
 
 def test_prompt_is_tokenized_cropped_and_named():
@@ -197,7 +193,6 @@ def test_prompt_is_tokenized_cropped_and_named():
     assert (prompt.cropped, prompt.shown, prompt.period) == (True, 5, 0)
     assert not text_prompt("12345", limit=5).cropped
     for text, name in (  # fit for files and dashboards
-        ("She sat on the bank of", "she-sat-on-the"),
         ("渡船的钟声响了", "prompt"),
         ("../../etc/passwd", "etc-passwd"),
         ("漢字 and words", "and-words"),
@@ -216,14 +211,14 @@ def test_tokens_are_shown_as_text_bytes_or_numbers():
 
 
 def test_repeated_prompt_is_bos_and_two_equal_copies():
-    state = np.random.get_state()[1].tolist()
+    before = random_states()
     prompt = repeated()
     first, second = prompt.token_ids[1:32], prompt.token_ids[32:]
     assert (prompt.name, prompt.token_ids[0]) == ("2-repeated", 256)
     assert prompt.period == len(first) == len(set(first)) == 31
     assert first == second
     assert repeated().token_ids == prompt.token_ids  # the same at every call
-    assert np.random.get_state()[1].tolist() == state
+    assert random_states() == before
     assert repeated(127, vocabulary=range(257), bos=7).token_ids.count(7) == 1
     assert set(repeated(vocabulary=[3, 5, 256]).token_ids[1:]) == {3, 5}  # too few to differ
     assert repeated(period=1) is repeated(vocabulary=[256]) is None

@@ -1,6 +1,7 @@
 """The statistics of heads: closed forms of pure patterns, and loops over random weights."""
 
 import math
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -11,15 +12,11 @@ from hypothesis import strategies as st
 from lens.statistics import STATISTICS, evenly, measure
 
 T, P = 21, 10  # [BOS] + R + R
-KEYS = list(STATISTICS)
 
 
-def looking(at, num_tokens=T):
+def looking(at):
     """One head, (1, T, T), whose token q looks at token at(q) alone."""
-    weights = torch.zeros(1, num_tokens, num_tokens)
-    for q in range(num_tokens):
-        weights[0, q, at(q)] = 1.0
-    return weights
+    return torch.eye(T)[[at(q) for q in range(T)]][None]
 
 
 def back(n):
@@ -37,7 +34,7 @@ def random_weights(num_heads, num_tokens, seed):
 
 
 def measured(weights, period=0, scores=None):
-    return dict(zip(KEYS, measure(weights, scores, period), strict=True))
+    return dict(zip(STATISTICS, measure(weights, scores, period), strict=True))
 
 
 def harmonic(n):
@@ -76,24 +73,20 @@ def by_loops(a, period):
     """The definitions, term by term. a: nested lists (T, T)."""
     n = len(a)
 
-    def mean(terms):
-        terms = list(terms)
-        return sum(terms) / len(terms)
-
     def nats(row):
         return -sum(w * math.log(w) for w in row if w > 0)
 
     found = {
-        "entropy": mean(nats(a[q]) / math.log(q + 1) for q in range(1, n)),
-        "distance": mean(sum(a[q][k] * (q - k) for k in range(q + 1)) for q in range(n)),
-        "first_token": mean(a[q][0] for q in range(1, n)),
-        "diagonal": mean(a[q][q] for q in range(1, n)),
-        "previous_token": mean(a[q][q - 1] for q in range(1, n)),
+        "entropy": fmean(nats(a[q]) / math.log(q + 1) for q in range(1, n)),
+        "distance": fmean(sum(a[q][k] * (q - k) for k in range(q + 1)) for q in range(n)),
+        "first_token": fmean(a[q][0] for q in range(1, n)),
+        "diagonal": fmean(a[q][q] for q in range(1, n)),
+        "previous_token": fmean(a[q][q - 1] for q in range(1, n)),
     }
     if period:
         second_copy = range(period + 1, 2 * period + 1)
-        found["induction"] = mean(a[q][q - period + 1] for q in second_copy)
-        found["duplicate_token"] = mean(a[q][q - period] for q in second_copy)
+        found["induction"] = fmean(a[q][q - period + 1] for q in second_copy)
+        found["duplicate_token"] = fmean(a[q][q - period] for q in second_copy)
     return found
 
 
