@@ -1,5 +1,6 @@
 """scripts/benchmark_generate: only equal texts are timed, and the figures follow from the times."""
 
+import functools
 import json
 
 import pytest
@@ -10,14 +11,13 @@ from scripts import benchmark_generate
 from training import device
 
 SMALL = ["model=gpt2-nano", "batch_sizes=[1,2]", "prompt_tokens=5", "num_tokens=4", "rounds=2"]
+SMALL += ["device=cpu"]
 
 
 @pytest.fixture
 def run(in_process, tmp_path, monkeypatch):
     monkeypatch.setattr(device, "best_dtype", lambda _: torch.bfloat16)
-    return lambda *arguments: in_process(
-        benchmark_generate.main, tmp_path, *SMALL, "device=cpu", *arguments
-    )
+    return functools.partial(in_process, benchmark_generate.main, tmp_path, *SMALL)
 
 
 def test_a_table_for_each_batch_size(run, tmp_path):
@@ -45,10 +45,8 @@ def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
 
 
 def test_settings_that_are_refused(run):
-    for argument in (
-        *("num_tokens=252", "num_tokens=0", "batch_sizes=[]", "model=gpt3"),
-        "out=nowhere/figures.json",
-    ):
+    mistakes = "num_tokens=252 num_tokens=0 batch_sizes=[] model=gpt3 out=nowhere/figures.json"
+    for argument in mistakes.split():
         code, out, err = run(argument)
         assert (code, out, printed_keys(err)) == (2, "", [argument.partition("=")[0]])
 

@@ -8,8 +8,7 @@ from scripts import plots
 
 
 def test_the_figures_in_the_repository_are_drawn(in_process, tmp_path):
-    code, _, _ = in_process(plots.main, tmp_path, f"out={tmp_path}")
-    assert code == 0
+    assert in_process(plots.main, tmp_path, f"out={tmp_path}")[0] == 0
     drawn = {path.name for path in tmp_path.iterdir()}
     page = (REPOSITORY / "docs" / "benchmarks.md").read_text()
     assert drawn == {"benchmarks-speed.png", "benchmarks-muon.png"}

@@ -22,11 +22,9 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
         self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
     def forward(self, x):
-        q, k, v = (self.split(y) for y in self.c_attn(x).chunk(3, 2))
+        q, k, v = self.c_attn(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(x.transpose(1, 2).flatten(2))
-    def split(self, y):
-        return y.unflatten(2, (self.heads, -1)).transpose(1, 2)
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
