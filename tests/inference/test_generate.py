@@ -136,8 +136,7 @@ def test_a_failing_compiler_is_an_error_only_where_it_was_asked_for(
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, **_: compiled(step, backend=broken))
     expected = written("precision=fp32")
-    code, _, _ = in_process(generate.main, folder, "checkpoint=runs/run", "compile=true")
-    assert code == 4
+    assert in_process(generate.main, folder, "checkpoint=runs/run", "compile=true")[0] == 4
     chosen, gpu = device.compiled_step, torch.device("cuda")
     monkeypatch.setattr(device, "can_compile", lambda _: True)
     monkeypatch.setattr(device, "compiled_step", lambda choice, *_: chosen(choice, gpu, 10**6))

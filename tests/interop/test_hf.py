@@ -142,11 +142,7 @@ def test_bad_old_files(place):
     new = place()
     file = new / "pytorch_model.bin"
     for is_zip in (True, False):
-        for value in (
-            torch.zeros(1, dtype=torch.int64),
-            torch.zeros(1).expand(10**6, 10**6),
-            torch.arange(5.0).as_strided((3, 3), (1, 1)),  # overlapping
-        ):
+        for value in (torch.zeros(1, dtype=torch.int64), torch.zeros(1).expand(10**6, 10**6)):
             torch.save({"a": value}, file, _use_new_zipfile_serialization=is_zip)
             assert "'a'" in refusal(new, file.name)  # for it, not for what is missing
 

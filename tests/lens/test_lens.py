@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import itertools
 import json
 import re
 import signal
@@ -97,11 +96,10 @@ def test_prompts():
 
 
 def test_steps_of_looks():
-    lens = lens_on("x", every=40)
-    assert [step for step in range(101) if lens.due(step, 100)] == [0, 40, 80, 100]
-    for last_step, looks in ((120, [0, 40, 80, 120]), (2000, [*range(0, 2001, 100)])):
-        usual = lens_on("x")
-        assert [s for s in range(last_step + 1) if usual.due(s, last_step)] == looks
+    usual = [(None, 120, [0, 40, 80, 120]), (None, 2000, [*range(0, 2001, 100)])]
+    for every, last_step, looks in [(40, 100, [0, 40, 80, 100]), *usual]:
+        lens = lens_on("x", every=every)
+        assert [s for s in range(last_step + 1) if lens.due(s, last_step)] == looks
 
 
 @settings(max_examples=50, deadline=None)
@@ -145,13 +143,11 @@ def test_files_and_numbers_of_a_look(tmp_path):
     assert (run["name"], run["layers"], run["heads"]) == ("mine", 2, 2)
     history = json.loads(unpacked(run["history"]))
     assert history["steps"] == [7]
-    (line,) = (folder / "statistics.jsonl").read_text().splitlines()
-    line = json.loads(line)
+    line = json.loads((folder / "statistics.jsonl").read_text())
     assert line.pop("step") == 7
     assert set(look.metrics) == {f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)}
     for key, values in line.items():  # the same numbers everywhere
-        of_heads = [*itertools.chain(*values)]
-        assert history["values"][key] == [of_heads]
+        assert history["values"][key] == [values[0] + values[1]]
         head = look.heads[f"attention_heads/{key}/L01H00"]
         assert head == pytest.approx(values[1][0], abs=1e-4)
         mean = look.metrics[f"attention_layers/{key}/L01"]

@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from data import get_tokenizer
 from lens.probe import (
-    SHOWN,
     from_codes,
     make_prompt,
     probe,
@@ -82,7 +81,7 @@ def test_long_prompt_is_measured_whole_and_its_first_tokens_are_shown():
     prompt = text_prompt("x1y2z3" * 50, limit=300)
     assert len(prompt.token_ids) == 300
     assert prompt.cropped  # what is shown is
-    assert prompt.shown == SHOWN == 256
+    assert prompt.shown == 256
     frame = probe(looker(model), [prompt], step=0)
     layers = model.attn_weights(torch.tensor([prompt.token_ids]))
     assert frame.codes[0].shape == (3, 4, 256 * 257 // 2)
