@@ -1,4 +1,7 @@
-"""attention.py against published figures, the definition in plain Python and per-head slices."""
+"""attention.py against published figures, the definition in plain Python and per-head slices.
+
+More published figures: scripts/test_attention_ladder.py.
+"""
 
 import inspect
 import math
@@ -8,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import attention
 from attention import KERNELS, MultiHeadAttention, causal_attn_weights, causal_mask, explicit
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -129,21 +131,6 @@ def test_figures_of_the_book(name):
     module = MultiHeadAttention(3, 2, 6, 0.0, num_heads=2, attention=name)
     for copy in module(torch.tensor([SIX_TOKENS] * 2).view(2, 6, 3)):
         assert rounded(copy) == FIGURES
-
-
-def test_figures_of_a_tutorial_that_divides_by_the_root_of_d_out(monkeypatch):
-    """It prints the second row."""
-
-    def scaled_by_d_out(queries, keys):
-        attn_scores = queries @ keys.mT / math.sqrt(6)
-        return attn_scores.masked_fill(~causal_mask(5, 5, queries.device), -math.inf).softmax(-1)
-
-    torch.manual_seed(123)
-    x = torch.randn(2, 5, 6)
-    module = MultiHeadAttention(6, 6, 5, 0.0, num_heads=2, attention="explicit")
-    assert rounded(module(x)[0, 1:2]) == ["-0.2804 -0.2545 0.1131 0.1270 0.0898 -0.4088"]
-    monkeypatch.setattr(attention, "causal_attn_weights", scaled_by_d_out)
-    assert rounded(module(x)[0, 1:2]) == ["-0.2962 -0.2681 0.1179 0.1136 0.0953 -0.4015"]
 
 
 def by_hand(module, x):

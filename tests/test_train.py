@@ -23,7 +23,6 @@ from helpers.runs import (
     change_state,
     changed,
     contents,
-    cut_back,
     repeatable_rows,
     rows,
     train_in,
@@ -236,7 +235,6 @@ def test_run_directory(trainer, tmp_path):
     checkpoints = folder / "checkpoints"
     assert os.readlink(checkpoints / "last") == "step_00000004"
     assert (checkpoints / "best" / "model.safetensors").is_file()
-    assert {p.name for p in (checkpoints / "last").iterdir()} == {*checkpoint.FILES, "SHA256SUMS"}
 
 
 def test_every_row_has_the_number_of_tokens(trainer):
@@ -278,10 +276,10 @@ def test_resume_is_bit_exact(trainer, run, resumed, whole):
         "by_path": lambda: resumed("trainer.resume=runs/by_path"),
         "by_step": lambda: resumed(f"trainer.resume={step_in(Path('runs/by_step'), 3)}"),
     }
+    after_step_3 = shutil.ignore_patterns("step_0000000[456]", "last")
     for way, start in resume_it.items():
         folder = Path("runs", way)
-        shutil.copytree(run, folder, symlinks=True)
-        cut_back(folder, 3)
+        shutil.copytree(run, folder, symlinks=True, ignore=after_step_3)
         torch.manual_seed(12345)
         rest = start()
         assert rest.state.step == 3, way

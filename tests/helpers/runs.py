@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,18 +80,6 @@ def stop_behind(run, step: int) -> None:
     run.finish_saving()
     run.step()
     torch.manual_seed(12345)
-
-
-def cut_back(run: Path, step: int) -> None:
-    """Removes the checkpoints after this step, as if the run had been killed after it."""
-    from training import checkpoint
-
-    for folder in checkpoint.whole_ones(run):
-        if checkpoint.step_of(folder) > step:
-            shutil.rmtree(folder)
-    last = run / "checkpoints" / "last"
-    last.unlink()
-    last.symlink_to(f"step_{step:08d}")
 
 
 def seal(folder: Path) -> None:
