@@ -7,9 +7,8 @@ import functools
 import importlib.util
 import itertools
 import random
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
+from unittest import mock
 
 import gigatoken.gigatoken_rs
 import numpy as np
@@ -18,7 +17,7 @@ import regex  # tiktoken's own dependency: its engine knows \p{L}
 import tiktoken
 from helpers.refusals import refused
 from helpers.tally import CAMPAIGN
-from helpers.texts import FRAGMENTS, encode_at_once, numbers_in, peak_memory
+from helpers.texts import FRAGMENTS, encode_at_once, numbers_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiktoken_ext.openai_public import r50k_pat_str
@@ -27,7 +26,6 @@ from errors import DataError
 from tokens import END_OF_TEXT
 from tokens import encoding as module
 from tokens.encoding import CUT, Gigatoken, StreamEncoder, character_end, find_cut, text_blocks
-from tokens.tokenizers import get_tokenizer
 
 some = settings(max_examples=400 if CAMPAIGN else 30, deadline=None, derandomize=True)
 
@@ -76,9 +74,9 @@ def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
 def check_ids(encoder: StreamEncoder, text: str, blocks: Iterable[bytes], endoftext="token"):
     """That the ids are those of one call of tiktoken. Returns the arrays."""
     arrays = list(encoder.encode(blocks))
+    assert all(ids.dtype == np.uint16 and len(ids) for ids in arrays)
     expected = encode_at_once(text, encoder.tokenizer.name, endoftext)
     assert np.array_equal(joined(arrays), expected)
-    assert all(ids.dtype == np.uint16 and len(ids) for ids in arrays)
     return arrays
 
 
@@ -109,25 +107,15 @@ def test_streamed_ids_are_those_of_one_call(text, engine, endoftext, piece, size
         check_ids(encoder, text, in_blocks(text, sizes), endoftext)
 
 
-def test_memory_is_a_few_pieces():
-    lines = [b"Line %d of a text that goes on and on, mostly words.\n" % n for n in range(100)]
-    encoder = encoder_of("tiktoken", piece=2**12)
-    assert list(encoder.encode(lines[:1]))  # what is made once
-    stream = encoder.encode(line * 250 for line in lines)
-    count, peak = peak_memory(lambda: sum(map(len, stream)))
-    assert count > 250_000
-    assert peak < 20 * 2**12  # the rest, a block, a piece, its string and its ids
-
-
 def characters(first: int, last: int) -> str:
     return "".join(map(chr, range(first, last + 1)))
 
 
 RUNS = [
-    *("a", "etaoinsr", "AaBb", "0123456789", ["ÃÂ"], "ÃÂ", " ", " \n\t\r\u00a0\u2003\u2028"),
-    *("=", "'", "'\"!-.", ["<|", "|>", "|", "<", ">"], ["👩‍👩‍👧", "🇳🇱", "❤️", "🙂"]),
+    *("a", "etaoinsr", "0123456789", "ÃÂ", " ", " \n\t\r\u00a0\u2003\u2028"),
+    *("=", "'\"!-.", ["<|", "|>", "|", "<", ">"], ["👩‍👩‍👧", "🇳🇱", "❤️", "🙂"]),
     *(characters(0x3B1, 0x3C9), characters(0x4E00, 0x9FA5), characters(0xAC00, 0xD7A3)),
-    *(characters(0xE01, 0xE2E), characters(0x1F600, 0x1F64F), characters(0x300, 0x340)),
+    characters(0x1F600, 0x1F64F),
 ]
 ENDINGS = ["", " ", "  b", "\n", "a", "1", "!", "'", "'s", "|", "é。", END_OF_TEXT, "<|endof"]
 
@@ -171,8 +159,7 @@ PATTERN = regex.compile(r50k_pat_str)
 
 def pattern_cuts(text: str) -> set[int]:
     """The bytes of a text where a match of the pattern begins."""
-    ends = np.cumsum([0, *(len(character.encode()) for character in text)])
-    return {int(ends[match.start()]) for match in PATTERN.finditer(text)}
+    return {len(text[: match.start()].encode()) for match in PATTERN.finditer(text)}
 
 
 @functools.cache
@@ -184,8 +171,8 @@ def is_cut(left: str, right: str) -> bool:
 
 def cuts_of(text: str) -> list[int]:
     """The plain definition of find_cut: each two neighbours by themselves."""
-    ends = np.cumsum([len(character.encode()) for character in text]).tolist()
-    return [end for end, pair in zip(ends, itertools.pairwise(text), strict=False) if is_cut(*pair)]
+    pairs = enumerate(itertools.pairwise(text), 1)
+    return [len(text[:end].encode()) for end, pair in pairs if is_cut(*pair)]
 
 
 def test_cuts_between_two_characters_are_those_of_tiktoken():
@@ -197,11 +184,10 @@ def test_cuts_between_two_characters_are_those_of_tiktoken():
     """
     codes = [*range(0x3400), *range(0x3400, 0xD800, 16), *range(0xE000, 0x20000, 5)]
     alphabet = [chr(code) for code in [*codes, *range(0x2F800, 0x2FA1E, 5)]]
-    ranks = {bytes([byte]): byte for byte in range(256)}
     neighbours = [*itertools.product(alphabet, "a1!\u2003")]
     neighbours += itertools.product(alphabet[:128], repeat=2)
-    for pair in neighbours:
-        ranks.setdefault("".join(pair).encode(), len(ranks))
+    words = [bytes([byte]) for byte in range(256)] + ["".join(pair).encode() for pair in neighbours]
+    ranks = {word: rank for rank, word in enumerate(dict.fromkeys(words))}
     pairs = tiktoken.Encoding(
         "pairs", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
     )
@@ -304,48 +290,13 @@ def test_the_engine_that_is_used(monkeypatch):
 
 def test_gigatoken_is_made_anew_when_the_process_has_grown(monkeypatch):
     """It remembers every word that it has seen."""
-    memory, made, words = [10**9], [], WORDS.encode()
-    real = gigatoken.gigatoken_rs.BPETokenizer.from_tiktoken
-    counted = SimpleNamespace(from_tiktoken=lambda *given: made.append(1) or real(*given))
-    monkeypatch.setattr(gigatoken.gigatoken_rs, "BPETokenizer", counted)
+    memory, words = [10**9], WORDS.encode()
+    made = mock.Mock(side_effect=gigatoken.gigatoken_rs.BPETokenizer.from_tiktoken)
+    monkeypatch.setattr("gigatoken.gigatoken_rs.BPETokenizer", mock.Mock(from_tiktoken=made))
     monkeypatch.setattr(module, "resident_bytes", lambda: memory[0])
     monkeypatch.setattr(Gigatoken, "LOOK_EVERY", 100)
     encoder = Gigatoken(special=True)
     for growth, count in ((Gigatoken.MOST_GROWTH, 1), (1, 2), (0, 2)):
         memory[0] += growth
         assert np.array_equal(encoder.encode(words), encode_at_once(WORDS))
-        assert len(made) == count
-
-
-def plain_merges(text: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Byte-pair encoding by its definition: the lowest rank first, the leftmost of these."""
-    parts = [text[place : place + 1] for place in range(len(text))]
-    while len(parts) > 1:
-        pairs = [ranks.get(left + right, 10**9) for left, right in itertools.pairwise(parts)]
-        lowest = min(pairs)
-        if lowest == 10**9:
-            break
-        place = pairs.index(lowest)
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-    return [ranks[part] for part in parts]
-
-
-def test_ids_are_an_encoding_exactly_when_each_two_neighbours_are():
-    """The property that StreamEncoder relies on in a run without a cut."""
-    draw, seen = random.Random(0), Counter()
-    words = get_tokenizer("gpt2").decode_tokens_bytes(range(50256))
-    ranks = {word: rank for rank, word in enumerate(words)}
-    encode = get_tokenizer("gpt2")._encode_single_piece  # as one match of the pattern
-    alphabets = ["ab", "etaoin", "-=", " \n", "'s", "0123456789", "日本語", "🙂🙃", "ÃÂ", "é\u0301"]
-    for number in range(600):
-        alphabet, count = draw.choice(alphabets), 1 + number % 3
-        parts = ["".join(draw.choices(alphabet, k=draw.randint(1, 20))) for _ in range(count)]
-        cut = number % 4 == 0  # any bytes: also from the inside of a character
-        ids = [token for part in parts for token in encode(part.encode()[cut:] or b"a")]
-        text = b"".join(words[token] for token in ids)
-        assert encode(text) == plain_merges(text, ranks)
-        pairs = itertools.pairwise(ids)
-        apart = all(encode(words[left] + words[right]) == [left, right] for left, right in pairs)
-        assert (encode(text) == ids) == apart
-        seen[apart] += 1
-    assert min(seen[True], seen[False]) > 100
+        assert made.call_count == count
