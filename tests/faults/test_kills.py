@@ -6,6 +6,7 @@ A few trials of each kind here; CAMPAIGN=1 makes hundreds, as does CAMPAIGN_KILL
 
 import json
 import random
+import re
 import signal
 import subprocess
 import time
@@ -15,7 +16,7 @@ import pytest
 from helpers.planted_faults import BALLAST, fill_up
 from helpers.refusals import printed_keys
 from helpers.runs import contents, rows
-from helpers.tally import CAMPAIGN, tally
+from helpers.tally import tally
 from helpers.trainings import (
     KINDS,
     STEP,
@@ -33,7 +34,6 @@ from helpers.trainings import (
     usable,
 )
 
-SMALL_FILE = "durable.rename"
 STOPPED = "SIGTERM, repeated SIGTERM, Ctrl-C, double Ctrl-C"  # what is counted
 DISK = "ENOSPC, EIO, EACCES, short writes"
 
@@ -43,16 +43,6 @@ def faults(tmp_path_factory):
     home = tmp_path_factory.mktemp("faults")
     with ForkServer(home) as server:
         yield Faults(server, home)
-
-
-# ---------------------------------------------------------------------------------------- kills
-
-
-def wait_until_saving(training, run) -> None:
-    """Until a checkpoint is being written, or the run has ended."""
-    while not training.has_ended(0.0005):
-        if any(run.glob("checkpoints/*.part")):
-            return
 
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_KILLS", 4, 300)))
@@ -67,7 +57,8 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
         before = usable(run)
         (training,) = faults.start(folder, kind)
         if chance.random() < 0.3:
-            wait_until_saving(training, run)
+            while not any(run.glob("checkpoints/*.part")) and not training.has_ended(0.0005):
+                pass
             training.has_ended(chance.uniform(0, 0.02))
         else:
             training.has_ended(chance.uniform(0, whole.seconds))
@@ -86,18 +77,14 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
     tally("SIGKILL at a random moment, then resume, one process", landed)
 
 
-GROUPS = 3 if CAMPAIGN else 1  # of crashes, for as many processes as may test
-
-
-@pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("power", [False, True], ids=["crash", "power"])
 @pytest.mark.parametrize("kind", ["three", "ranks"])
-def test_a_crash_at_each_point_of_saving_loses_nothing(faults, kind, power, group):
+def test_a_crash_at_each_point_of_saving_loses_nothing(faults, kind, power):
     """Before disk operations, from the second checkpoint's first to the end of the pruning of the
     first one. power: and what was not synced is lost."""
     names = faults.operations(kind)
     apart = campaign("CAMPAIGN_APART", 4 if kind == "three" else 10, 1)
-    points = range(1 + (power and apart // 2), len(names) + 1, apart)[group::GROUPS]
+    points = range(1 + (power and apart // 2), len(names) + 1, apart)
     assert points
     for point in points:
         folder = faults.folder()
@@ -120,29 +107,19 @@ def test_a_crash_at_each_point_of_saving_loses_nothing(faults, kind, power, grou
     tally(f"{fault} at each point inside saving and pruning (1 and 2 ranks)", len(points))
 
 
-# ------------------------------------------------------------------------------------- the disk
-
 FIRST, MIDDLE, LAST = 5, 10, 20  # the checkpoints of a short run: every fifth step
-FULL, DENIED = "No space left on device", "Permission denied"
 INJECTED = {
-    "fsync fails": ({"what": "os.fsync", "code": "EIO"}, "Input/output error"),
-    "the folder's fsync fails": (
-        {"what": "os.fsync", "code": "EIO", "only": "/checkpoints"},
-        "Input/output error",
-    ),
-    "rename is denied": ({"what": "os.replace", "code": "EACCES"}, DENIED),
-    "no folder is made": ({"what": "os.mkdir", "code": "ENOSPC"}, FULL),
-    "no file is made": ({"what": "save_file", "code": "ENOSPC"}, FULL),
-    "the second file fails": (
-        {"what": "save_file", "code": "EIO", "only": "/optimizer.safetensors"},
-        "Input/output error",
-    ),
+    "fsync fails": {"what": "os.fsync", "code": "EIO"},
+    "the folder's fsync fails": {"what": "os.fsync", "code": "EIO", "only": "/checkpoints"},
+    "rename is denied": {"what": "os.replace", "code": "EACCES"},
+    "no folder is made": {"what": "os.mkdir", "code": "ENOSPC"},
+    "the second file fails": {"what": "save_file", "code": "EIO", "only": "/optimizer.safetensors"},
 }
 REAL = {
-    "short writes": ("little_room", {"size": 200_000}, "File too large"),
-    "short writes of all files": ("little_room", {"size": 3000}, "File too large"),
-    "a full disk": ("full_disk", {"leave": 0}, FULL),
-    "a nearly full disk": ("full_disk", {"leave": 200_000}, FULL),
+    "short writes": ("little_room", {"size": 200_000}),
+    "short writes of all files": ("little_room", {"size": 3000}),
+    "a full disk": ("full_disk", {"leave": 0}),
+    "a nearly full disk": ("full_disk", {"leave": 200_000}),
 }
 
 
@@ -179,21 +156,17 @@ def test_a_run_short_of_disk_keeps_its_checkpoints(faults, request, what, first,
     run = folder / "runs" / "run"
     failed = range(first, LAST + 1, 5) if for_good else [first] * (first < LAST)
     if what in INJECTED:
-        how, cause = INJECTED[what]
         steps = range(first, LAST + 1) if for_good else [first]
         # At the end there is only the second try.
         times = 1 if first == LAST and not for_good else None
-        fault = {"failing": how | {"steps": list(steps), "times": times}}
+        fault = {"failing": INJECTED[what] | {"steps": list(steps), "times": times}}
     else:
-        name, how, cause = REAL[what]
+        name, how = REAL[what]
         fault = {name: how | {"before": first - 1, "until": None if for_good else first + 2}}
     training = faults.run(folder, "short", fault=fault, code=4 if for_good else 0)
-    keys = printed_keys(training.err)
-    lines = zip(keys, training.err.splitlines(), strict=True)
-    lines = [line for key, line in lines if key == "checkpoint"]
-    for line, step in zip(lines, failed, strict=True):
-        assert f"runs/run/checkpoints/step_{step:08d}" in line
-        assert cause in line
+    printed_keys(training.err)
+    named = re.findall(r"^checkpoint=runs/run/checkpoints/step_(\d+)", training.err, re.MULTILINE)
+    assert list(map(int, named)) == list(failed)
     check_all_whole(run)
     if for_good:
         before = usable(run)
@@ -214,14 +187,11 @@ def test_a_disk_that_is_full_at_the_start_is_refused(faults, small_disk):
         fill_up(small_disk / BALLAST)
         training = faults.run(small_disk, "short", code=2)
         assert printed_keys(training.err) == ["name"]
-        assert FULL in training.err
         (small_disk / BALLAST).unlink()
         assert usable(small_disk / "runs" / "run") == before
     faults.complete(small_disk, "short")
     tally(DISK, 2)
 
-
-# --------------------------------------------------------------------------------------- signals
 
 STOPS = [  # what is sent, one after the other, and the exit code
     ([signal.SIGTERM], 143),
@@ -229,7 +199,6 @@ STOPS = [  # what is sent, one after the other, and the exit code
     ([signal.SIGTERM] * 5, 143),
     ([signal.SIGINT], 130),
 ]
-WITHIN = 10  # seconds that a stop may take, in the campaign
 
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_STOPS", 4, 40)))
@@ -246,20 +215,14 @@ def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number
         training.has_ended(chance.choice([0, 0.01]))
     code = training.wait()
     code = 128 - code if code < 0 else code  # as a shell has it
-    seconds = time.perf_counter() - started
-    assert not campaign("CAMPAIGN_STOPS", 0, 1) or seconds < WITHIN
-    tally("the slowest stop", 0, seconds=round(seconds, 2))
+    tally("the slowest stop", 0, seconds=round(time.perf_counter() - started, 2))
     assert "Traceback" not in training.err
     check_all_whole(run)
-    command = KINDS["every step"]
-    if code == 0 or last_row(run) == STEPS:  # it came after the last step
-        assert code in (0, expected)
-        assert usable(run) == STEPS
-    elif last_row(run) == 0:  # before the first step
-        assert code == expected
-    else:
-        assert code == expected
+    assert code == expected or (code == 0 and last_row(run) == STEPS)  # it came after the last
+    if last_row(run) > 0:
         assert usable(run) == last_row(run) == rows(run)[-1]["step"]
+    command = KINDS["every step"]
+    if 0 < last_row(run) < STEPS:
         program, command = printed_command(training.err)
         assert program.endswith("python")
     again = faults.server.start(folder, *command)
@@ -284,7 +247,6 @@ def test_a_signal_during_the_start_changes_nothing(faults, part):
         code = 130 if name == "SIGINT" else 143
         training = faults.run(folder, "short", fault=stopped, code=code)
         assert len(training.err.splitlines()) == 1
-        assert name in training.err
         assert contents(run / "checkpoints") == before
         assert run.is_dir() == (resumes or PARTS[part] == "open_run")
     faults.complete(folder, "short")
@@ -298,7 +260,7 @@ def test_a_start_that_is_cut_off_leaves_nothing_behind(faults, name, code):
     for resumes, call in [(False, 1), (True, 1), (False, 2)]:
         if resumes:
             faults.killed(folder, 14, "saved")
-        faults.run(folder, "short", fault=happen((name, SMALL_FILE, call)), code=code)
+        faults.run(folder, "short", fault=happen((name, "durable.rename", call)), code=code)
     faults.complete(folder, "short")
     tally(STOPPED, 3 * (name == "SIGTERM"))
 
@@ -328,15 +290,10 @@ def test_a_second_interrupt_ends_at_once_and_loses_nothing(faults, number):
     tally(STOPPED)
 
 
-# ----------------------------------------------------------------------------------- bad numbers
-
-
 def unchanged(file: Path) -> tuple[list[int], list[int]]:
     """The steps that were computed, and those that changed no parameter and no moment."""
     seen = [json.loads(line) for line in file.read_text().splitlines()]
-    return [step for step, _, _ in seen], [
-        step for step, *digests in seen if len(set(digests)) == 1
-    ]
+    return [row[0] for row in seen], [step for step, before, after in seen if before == after]
 
 
 def bad(file: Path, steps: list[int], value: str) -> dict:
@@ -372,34 +329,16 @@ def test_a_step_that_is_non_finite_on_one_rank_is_skipped_on_all(faults, rank):
     tally("NaN", len(steps))
 
 
-@pytest.mark.parametrize(
-    ("setting", "steps", "at"),
-    [("trainer.max_skips=3", [2, 6, 7, 8, 9], 8), ("trainer.on_nonfinite=stop", [6], 6)],
-)
-def test_too_many_non_finite_steps_end_the_run_with_the_checkpoint_before(
-    faults, setting, steps, at
-):
+def test_too_many_non_finite_steps_end_the_run_with_the_checkpoint_before(faults):
     folder = faults.folder()
-    run, steps_before = folder / "runs" / "run", [s for s in steps if s < 6]
-    fault = bad(folder / "watched", steps, "nan")
-    training = faults.run(folder, "short", setting, fault=fault, code=4)
+    fault = bad(folder / "watched", [6, 7, 8, 9], "nan")
+    training = faults.run(folder, "short", "trainer.max_skips=3", fault=fault, code=4)
     assert printed_keys(training.err)[-1] == "optimizer.lr"
-    assert usable(run) == 5
-    check_all_whole(run)
-    assert unchanged(folder / "watched") == (
-        list(range(1, at + 1)),
-        [*steps_before, *range(6, at + 1)],
-    )
-    # With numbers again it resumes, and skips no more than it has.
-    if steps_before:
-        faults.run(folder, "short")
-    else:
-        faults.complete(folder, "short")
-    assert rows(run)[-1]["train/skipped_steps"] == len(steps_before)
-    tally("NaN", at - 5)
-
-
-# ------------------------------------------------------------------------------- one at a time
+    assert usable(folder / "runs" / "run") == 5
+    check_all_whole(folder / "runs" / "run")
+    assert unchanged(folder / "watched") == ([*range(1, 9)], [6, 7, 8])
+    faults.complete(folder, "short")  # with finite losses again
+    tally("NaN", 3)
 
 
 def test_one_process_at_a_time_writes_a_run(faults):

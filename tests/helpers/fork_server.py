@@ -45,15 +45,7 @@ def import_everything() -> None:
     """Without starting a thread, since threads do not survive a fork."""
     for name in PARTS.split():
         importlib.import_module(name)
-    from omegaconf import OmegaConf
-
-    from tokens import tokenizers
-
-    # Hydra's grammar is quicker afterwards.
-    settings = command.compose(["lens=off", "wandb=off", "data.tokenizer=byte"])
-    OmegaConf.to_yaml(OmegaConf.create({"step": settings.trainer.max_steps}))
-    tokenizers.get_tokenizer("byte")
-    assert threading.active_count() == 1
+    command.compose(["lens=off", "wandb=off", "data.tokenizer=byte"])  # Hydra's grammar
     assert len(os.listdir("/proc/self/task")) == 1
 
 
@@ -66,13 +58,10 @@ def run(order: dict) -> int:
     end_quietly()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    out, err = (
-        os.open(order["log"] + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for suffix in (".out", ".err")
-    )
-    for number, file in enumerate((nothing, out, err)):
-        os.dup2(file, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        log = os.open(order["log"] + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, number)
     os.closerange(3, 256)  # the server's own, and its other children's
     sys.stdout.reconfigure(line_buffering=True)
     command.WAIT_FOR_RANK_0 = 0  # no launcher ends the other ranks here

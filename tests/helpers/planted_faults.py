@@ -2,10 +2,11 @@
 
     {"crash": {"at": 7}, "bad_loss": {"steps": [3], "value": "nan"}}
 
-Each is a function of FAULTS, called with what stands beside its name. "The saver" is the thread
+Each is a function of FAULTS, called with the values next to its name. "The saver" is the thread
 that writes checkpoints (training/saving.py).
 """
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -48,19 +49,18 @@ def on_call(function: str, before: Callable) -> None:
     replace(pkgutil.resolve_name(owner), name, wrap)
 
 
-def before_step(step: int, action: Callable[[train.Trainer], None]) -> None:
-    """Calls action(trainer) once, when this step is about to begin."""
-    done = []
+def in_saver() -> bool:
+    return threading.current_thread().name.startswith("saver")
+
+
+def before_step(step: int | None, action: Callable[[train.Trainer], None]) -> None:
+    """Calls action(trainer) when this step is about to begin; never with None."""
 
     def at_its_step(trainer):
-        if trainer.state.step == step and not done:
-            done.append(step)
+        if trainer.state.step == step:
             action(trainer)
 
     on_call("train.Trainer.step", at_its_step)
-
-
-# --------------------------------------------------------------------------------------- crashes
 
 
 WRITING = os.O_WRONLY | os.O_RDWR
@@ -82,7 +82,7 @@ class Operations:
         self.at, self.names, self.lost = at, names, lost
         self.count = self.saves = self.kept = 0
         self.root = os.path.join(os.getcwd(), "runs")
-        self.on_disk = {about.st_ino: about.st_size for about in self._files().values()}
+        self.on_disk: dict[int, int] = {}  # by inode: the size when it was last synced
         self.unsynced: list[dict] = []  # changes of names that may not be on the disk
         self.guard = threading.RLock()
         on_call("training.saving.Saver.save", self._count_saves)
@@ -93,16 +93,9 @@ class Operations:
     def _count_saves(self, *_) -> None:
         self.saves += 1  # the trainer has waited for the checkpoint before
 
-    def _files(self) -> dict[str, os.stat_result]:
-        """The regular files below runs/."""
-        paths = (
-            os.path.join(where, name) for where, _, names in os.walk(self.root) for name in names
-        )
-        return {path: os.stat(path) for path in paths if not os.path.islink(path)}
-
     def _point(self, what: str, path: str) -> None:
         """Here the process may be killed."""
-        if self.saves != 2 or not threading.current_thread().name.startswith("saver"):
+        if self.saves != 2 or not in_saver():
             return
         self.count += 1
         if self.names:
@@ -112,9 +105,10 @@ class Operations:
             if what == "half of":
                 os.truncate(path, os.path.getsize(path) // 2)
             if self.lost:
-                # A file that is new has nothing on the disk before it is synced.
                 files = {
-                    path: self.on_disk.get(about.st_ino, 0) for path, about in self._files().items()
+                    str(file): self.on_disk.get(file.stat().st_ino, 0)
+                    for file in Path(self.root).rglob("*")
+                    if file.is_file() and not file.is_symlink()
                 }
                 Path(self.lost).write_text(json.dumps({"files": files, "names": self.unsynced}))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -133,9 +127,7 @@ class Operations:
         base = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else os.getcwd()
         return os.path.normpath(os.path.join(base, os.fspath(path)))
 
-    def _operation(
-        self, what: str, path: object, folder: int = -1, source: str | None = None
-    ) -> None:
+    def _operation(self, what: str, path: object, folder: int = -1, source: str = "") -> None:
         """A change of a name, or of a file's content, that is about to be made."""
         path, old = self._path(path, folder), None
         if path != self.root and not path.startswith(self.root + os.sep):
@@ -143,21 +135,16 @@ class Operations:
         with self.guard:
             self._point(what, path)
             exists = os.path.lexists(path)
-            if exists and what in ("rename", "remove") and not os.path.isdir(path):
-                old = self._keep(path)
+            loses_name = exists and what in ("rename", "remove") and not os.path.isdir(path)
+            if loses_name and self.lost:
+                self.kept += 1
+                old = f"{self.lost}.{self.kept}"  # a second name
+                os.link(path, old, follow_symlinks=False)
             for change in self.unsynced:  # what is in a folder that is renamed
                 if source and change["path"].startswith(source + os.sep):
                     change["path"] = path + change["path"].removeprefix(source)
             if not exists or what in ("rename", "remove", "rmdir"):
                 self.unsynced.append({"what": what, "path": path, "source": source, "old": old})
-
-    def _keep(self, path: str) -> str | None:
-        """A second name for a file that is about to lose its own."""
-        if self.lost is None:
-            return None
-        self.kept += 1
-        os.link(path, f"{self.lost}.{self.kept}", follow_symlinks=False)
-        return f"{self.lost}.{self.kept}"
 
     def _save_file(self, real):
         def wrapper(tensors, path, *arguments):
@@ -179,24 +166,17 @@ class Operations:
         return wrapper
 
 
-# ------------------------------------------------------------------------------------ full disks
-
-
-def failing(
-    what: str, code: str, steps: list[int], times: int | None = None, only: str = ""
-) -> None:
+def failing(what: str, code: str, steps: list[int], times: int | None, only: str = "") -> None:
     """An operation of the saver fails with an error, such as ENOSPC, at the checkpoints of these
     steps; times: at most so often, only: on paths with this end. what: os.NAME, or save_file."""
     left, now = [times], [0]
 
-    def path_of(arguments) -> str:
-        (path, *_) = [found for found in arguments if isinstance(found, int | str | Path)]
-        return os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
-
     def fail(*arguments):
-        in_saver = threading.current_thread().name.startswith("saver")
-        due = in_saver and now[0] in steps and left[0] != 0
-        if due and path_of(arguments).endswith(only):
+        if not in_saver() or now[0] not in steps or left[0] == 0:
+            return
+        (path, *_) = [found for found in arguments if isinstance(found, int | str | Path)]
+        path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
+        if path.endswith(only):
             left[0] = left[0] and left[0] - 1
             raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
@@ -205,9 +185,7 @@ def failing(
     saving.RETRY_AFTER = 0
 
 
-def between(
-    before: int, until: int | None, begin: Callable[[], object], end: Callable[[], object]
-) -> None:
+def between(before: int, until: int | None, begin: Callable, end: Callable) -> None:
     """Calls begin() before one step, and end() before a later one; no checkpoint is being written
     meanwhile."""
 
@@ -220,8 +198,7 @@ def between(
 
     saving.RETRY_AFTER = 0
     before_step(before, settled(begin))
-    if until is not None:
-        before_step(until, settled(end))
+    before_step(until, settled(end))
 
 
 def little_room(before: int, until: int | None, size: int) -> None:
@@ -238,20 +215,14 @@ BALLAST = Path("runs/ballast")
 def fill_up(path: Path, leave: int = 0) -> None:
     """A file that takes the free bytes of its disk, but for so many."""
     with open(path, "wb", buffering=0) as file:
-        try:
+        with contextlib.suppress(OSError):  # until there is no room
             while file.write(bytes(4096)):
                 pass
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
         file.truncate(max(0, file.tell() - leave))
 
 
 def full_disk(before: int, until: int | None, leave: int) -> None:
     between(before, until, lambda: fill_up(BALLAST, leave), BALLAST.unlink)
-
-
-# -------------------------------------------------------------------------------- signals, errors
 
 
 def happen(each: list[dict]) -> None:
@@ -290,9 +261,6 @@ def happen(each: list[dict]) -> None:
     for at in {one["at"] for one in each}:
         owner, _, name = at.rpartition(".")
         replace(pkgutil.resolve_name(owner), name, functools.partial(wrap, at))
-
-
-# ----------------------------------------------------------------------------------- bad numbers
 
 
 def bad_loss(steps: list[int], value: str) -> None:
@@ -343,9 +311,6 @@ def watch_parameters(file: str) -> None:
     replace(train.Trainer, "step", wrap)
 
 
-# ----------------------------------------------------------------------------------- other ranks
-
-
 def wait_at(step: int, file: str) -> None:
     """Waits before a step until a file exists, and creates another one first."""
 
@@ -378,16 +343,6 @@ def no_memory() -> None:
     replace(fitting, "spare_memory", lambda _: lambda: 0)
 
 
-FAULTS = {
-    "crash": Operations,
-    "failing": failing,
-    "little_room": little_room,
-    "full_disk": full_disk,
-    "happen": happen,
-    "bad_loss": bad_loss,
-    "watch_parameters": watch_parameters,
-    "wait_at": wait_at,
-    "slow": slow,
-    "compiler": compiler,
-    "no_memory": no_memory,
-}
+FUNCTIONS = (failing, little_room, full_disk, happen, bad_loss, watch_parameters, wait_at, slow)
+FUNCTIONS += (compiler, no_memory)
+FAULTS = {"crash": Operations} | {function.__name__: function for function in FUNCTIONS}
