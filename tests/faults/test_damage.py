@@ -5,13 +5,14 @@ Some 150 damages here, thousands with CAMPAIGN=1.
 
 import random
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
-from helpers import TEXT, TINY
-from helpers.settings import settings
+from helpers import TEXT
+from helpers.runs import train_in
 from helpers.tally import tally
-from helpers.texts import prepare
+from helpers.texts import files_of, prepare
 from helpers.trainings import campaign
 
 from errors import CheckpointError, ClearheadError, DataError
@@ -25,17 +26,9 @@ RANDOM = campaign("CAMPAIGN_DAMAGES", 6, 100)  # of each kind, of each file
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint, and the content of its files."""
-    from train import Trainer
-
-    folder = tmp_path_factory.mktemp("damage")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-        run = Trainer(settings(*TINY, "data.path=text.txt", "name=run", "trainer.max_steps=2"))
-        run.train()
-        run.close(0)
-    found = checkpoint.find(folder / "runs" / "run", names=checkpoint.FILES)
-    return found, {name: (found / name).read_bytes() for name in (*checkpoint.FILES, "SHA256SUMS")}
+    run = train_in(tmp_path_factory.mktemp("damage"), "name=run", "trainer.max_steps=2")
+    found = checkpoint.find(run, names=checkpoint.FILES)
+    return found, {path.name: path.read_bytes() for path in found.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +38,12 @@ def tokens(tmp_path_factory):
     text = TEXT.replace("3 jumps", "3 jumps<|endoftext|>")
     (folder / "text.txt").write_text(text, encoding="utf-8")
     prepare(folder / "text.txt", folder / "out", tokenizer="byte", shard_tokens=1500)
-    return folder / "out", {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    return folder / "out", files_of(folder / "out")
 
 
 def damages(raw: bytes, count: int, chance: random.Random):
     """(description, damaged bytes): flipped bits and truncations at random places."""
-    for _ in range(count if raw else 0):
+    for _ in range(count):
         place, bit = chance.randrange(len(raw)), chance.randrange(8)
         damaged = bytearray(raw)
         damaged[place] ^= 1 << bit
@@ -86,8 +79,8 @@ def test_a_truncated_header_is_refused(saved, name):
     sizes = range(0, 8 + struct.unpack("<Q", raw[:8])[0], campaign("CAMPAIGN_CUTS_APART", 64, 1))
     for size in sizes:
         for reads in (
-            lambda: checkpoint.read_tensors(folder / name),
-            lambda: checkpoint.find(folder, names=checkpoint.FILES),
+            partial(checkpoint.read_tensors, folder / name),
+            partial(checkpoint.find, folder, names=checkpoint.FILES),
         ):
             error = outcome(folder / name, raw[:size], raw, reads)
             check_refused(error, CheckpointError, folder, f"truncated to {size}")
@@ -98,18 +91,12 @@ def test_a_truncated_header_is_refused(saved, name):
 @pytest.mark.parametrize("name", [*checkpoint.FILES, "SHA256SUMS"])
 def test_a_damaged_checkpoint_is_refused(saved, name):
     folder, whole = saved
-    count = 0
     for what, damaged in damages(whole[name], RANDOM, random.Random(name)):
-        error = outcome(
-            folder / name,
-            damaged,
-            whole[name],
-            lambda: checkpoint.find(folder, names=checkpoint.FILES),
-        )
+        find = partial(checkpoint.find, folder, names=checkpoint.FILES)
+        error = outcome(folder / name, damaged, whole[name], find)
         check_refused(error, CheckpointError, folder, f"{name}: {what}")
-        count += 1
     assert checkpoint.find(folder, names=checkpoint.FILES) == folder
-    tally(FAULT, count)
+    tally(FAULT, 2 * RANDOM)
 
 
 def read(folder) -> tuple:
@@ -119,23 +106,21 @@ def read(folder) -> tuple:
     return ids.tolist(), stream.document_starts().tolist()
 
 
-@pytest.mark.parametrize("kind", [".bin", ".documents"])
-def test_a_damaged_token_file_is_refused(tokens, kind):
+def test_a_damaged_token_file_is_refused(tokens):
     folder, whole = tokens
-    count = 0
-    for name in sorted(name for name in whole if name.endswith(kind) and whole[name]):
+    files = sorted(name for name, raw in whole.items() if raw and name != "manifest.json")
+    assert {name.partition(".")[2] for name in files} == {"bin", "documents"}
+    for name in files:
         for what, damaged in damages(whole[name], RANDOM, random.Random(name)):
             error = outcome(folder / name, damaged, whole[name], lambda: read(folder))
             check_refused(error, DataError, folder, f"{name}: {what}")
-            count += 1
-    assert count >= RANDOM
-    tally(FAULT, count)
+    tally(FAULT, 2 * RANDOM * len(files))
 
 
 def test_a_damaged_manifest_changes_nothing_that_is_read(tokens):
     """It is refused, or the change is in a figure for people, such as text_bytes."""
     folder, whole = tokens
-    raw, expected, count = whole["manifest.json"], read(folder), 0
+    raw, expected = whole["manifest.json"], read(folder)
     for what, damaged in damages(raw, 4 * RANDOM, random.Random(1)):
         values = []
         file = folder / "manifest.json"
@@ -144,5 +129,4 @@ def test_a_damaged_manifest_changes_nothing_that_is_read(tokens):
             check_refused(error, DataError, folder, what)
         else:
             assert values == [expected], what
-        count += 1
-    tally(FAULT, count)
+    tally(FAULT, 8 * RANDOM)

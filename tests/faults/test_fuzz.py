@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import TEXT, TINY
+from helpers import TINY
 from helpers.refusals import not_waiting
-from helpers.settings import settings
+from helpers.runs import seal, train_in
 from helpers.tally import tally
 
-import train
 from errors import CheckpointError, ConfigError, DataError
 from generate import GenerateConfig
 from tokens.shards import ShardWriter, open_shards, write_manifest
@@ -114,11 +113,8 @@ def manifest(folder: Path):
 
 def saved_state(folder: Path):
     """A checkpoint whose files have been tampered with; most of them with checksums that fit."""
-    (folder / "text.txt").write_text(TEXT)
-    run = train.Trainer(settings(*TINY, "data.path=text.txt", "name=made"))
-    run.train()
-    run.close(0)
-    seeds = {path.name: path.read_bytes() for path in checkpoint.find(run.folder).iterdir()}
+    run = train_in(folder, "name=made")
+    seeds = {path.name: path.read_bytes() for path in checkpoint.find(run).iterdir()}
     at = folder / "step_00000004"
     at.mkdir()
 
@@ -138,8 +134,7 @@ def saved_state(folder: Path):
                 (at / file).write_bytes(content)
         sealed = name != "SHA256SUMS" and chance.random() < 0.8
         if sealed:
-            sums = [f"{checkpoint.checksum(at / n)}  {n}\n" for n in checkpoint.FILES]
-            (at / "SHA256SUMS").write_text("".join(sums))
+            seal(at)
         found = checkpoint.find(at, names=checkpoint.FILES)
         assert sealed or raw == seeds[name], "damage was not noticed"
         model, _ = checkpoint.load_model(found)
