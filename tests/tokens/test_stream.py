@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-from unittest import mock
 
 import numpy as np
 from helpers.refusals import refused
@@ -12,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from errors import DataError
-from tokens import stream as module
-from tokens.stream import BLOCK_BYTES, NO_TOKEN, TokenStream, short_checksum
+from tokens.stream import NO_TOKEN, TokenStream
 
 some = settings(max_examples=150 if CAMPAIGN else 30, deadline=None, derandomize=True)
 
@@ -26,22 +24,8 @@ dtypes = st.sampled_from([np.uint16, np.uint32])
 places = st.lists(st.integers(0, 100), max_size=4)
 
 
-def as_arrays(lists: list[list[int]], dtype: type = np.uint16) -> list[np.ndarray]:
-    return [np.array(ids, dtype) for ids in lists]
-
-
 def make(lists: list[list[int]], dtype: type = np.uint16, **more) -> TokenStream:
-    return TokenStream(as_arrays(lists, dtype), VOCAB, EOT, **more)
-
-
-def all_of(stream: TokenStream) -> list[int]:
-    return [token for array in stream.arrays for token in array.tolist()]
-
-
-def window(ids: list[int], start: int, size: int) -> list[int]:
-    """What `gather` returns, by slicing and padding."""
-    found = ids[start : start + size]
-    return found + [NO_TOKEN] * (size - len(found))
+    return TokenStream([np.array(ids, dtype) for ids in lists], VOCAB, EOT, **more)
 
 
 def split_at(stream: TokenStream, cuts: list[int]) -> list[TokenStream]:
@@ -52,19 +36,6 @@ def split_at(stream: TokenStream, cuts: list[int]) -> list[TokenStream]:
         parts.append(first)
         begin = cut
     return [*parts, stream]
-
-
-@some
-@given(filled, dtypes, st.integers(1, 40), st.data())
-def test_gather_equals_slices_of_the_whole(lists, dtype, size, draw):
-    ids = [*itertools.chain(*lists)]
-    starts = draw.draw(st.lists(st.integers(0, len(ids) + 2), max_size=8), label="starts")
-    stream = make(lists, dtype)
-    assert len(stream) == len(ids)
-    found = stream.gather(np.array(starts, np.int64), size)
-    assert found.dtype == stream.dtype == dtype
-    assert found.shape == (len(starts), size)
-    assert found.tolist() == [window(ids, start, size) for start in starts]
 
 
 def test_positions_beyond_32_bits():
@@ -92,14 +63,14 @@ def test_positions_beyond_32_bits():
 @given(filled, dtypes, st.sampled_from([VOCAB, VOCAB + 1, NO_TOKEN]), places, st.data())
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(lists, dtype, bad, cuts, draw):
     """Its file and byte, however the stream was split before."""
-    arrays = as_arrays(lists, dtype)
     number = draw.draw(st.sampled_from([n for n, ids in enumerate(lists) if ids]), label="array")
     local = draw.draw(st.integers(0, len(lists[number]) - 1), label="place in it")
-    arrays[number][local] = bad
-    position = sum(map(len, lists[:number])) + local
     names = [(f"file_{n}.bin", 100 * n) for n in range(len(lists))]
+    stream = make(lists, dtype, names=names)
+    stream.arrays[number][local] = bad
+    position = sum(map(len, lists[:number])) + local
     byte = 100 * number + local * np.dtype(dtype).itemsize
-    for part in split_at(TokenStream(arrays, VOCAB, EOT, names), cuts):
+    for part in split_at(stream, cuts):
         starts = np.arange(len(part))
         for size in (1, 5):  # without padding and with it: NO_TOKEN, which is no id of the file
             if 0 <= position < len(part):
@@ -112,11 +83,11 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(lists, dtype, bad
 
 
 @some
-@given(divisions, dtypes, places, st.data())
-def test_parts_and_document_starts(lists, dtype, cuts, draw):
+@given(divisions, dtypes, places, st.integers(1, 40), st.data())
+def test_parts_windows_and_document_starts(lists, dtype, cuts, size, draw):
     """After several splits no id is lost, doubled or moved. Starts of documents are those of a
     search where they are known, and are not asked for before."""
-    asked = []
+    asked, whole = [], [*itertools.chain(*lists)]
 
     def known(n):
         return lambda: asked.append(n) or np.flatnonzero(np.array(lists[n]) == EOT)
@@ -124,16 +95,19 @@ def test_parts_and_document_starts(lists, dtype, cuts, draw):
     starts = [known(n) if draw.draw(st.booleans()) else None for n in range(len(lists))]
     stream = make(lists, dtype, starts=starts)
     parts = split_at(stream, cuts)
-    ends = [*sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
-    assert np.cumsum([len(part) for part in parts]).tolist() == ends
-    assert [token for part in parts for token in all_of(part)] == all_of(stream)
     assert not asked
-    for part in [stream, *parts]:
-        ids = all_of(part)
+    bounds = [0, *sorted(cut % (len(whole) + 1) for cut in cuts), len(whole)]
+    for part, (begin, end) in zip(
+        [stream, *parts], [(0, None), *itertools.pairwise(bounds)], strict=True
+    ):
+        ids = whole[begin:end]
         assert (len(part), part.vocab_size, part.end_of_text) == (len(ids), VOCAB, EOT)
         if ids:
-            expected = [window(ids, start, 4) for start in range(len(ids))]
-            assert part.gather(np.arange(len(ids)), 4).tolist() == expected
+            starts = np.arange(len(ids) + 2)[::-1]
+            windows = part.gather(starts, size)
+            assert windows.dtype == part.dtype == dtype
+            padded = ids + [NO_TOKEN] * (size + 2)
+            assert windows.tolist() == [padded[start : start + size] for start in starts]
         found = part.document_starts()
         assert found.dtype == np.int64
         assert found.tolist() == sorted({0} | {n for n, token in enumerate(ids) if token == EOT})
@@ -167,25 +141,20 @@ def test_nearest_document_far_away():
         ids[:] = 0
 
 
-def plain_checksums(array: np.ndarray, block: int) -> list[str]:
-    raw = array.tobytes()
-    return [hashlib.sha256(raw[b : b + block]).hexdigest()[:12] for b in range(0, len(raw), block)]
+def plain_checksums(array: np.ndarray) -> list[str]:
+    raw, size = array.tobytes(), 2**22
+    return [hashlib.sha256(raw[b : b + size]).hexdigest()[:12] for b in range(0, len(raw), size)]
 
 
 def test_checksums():
     """The beginning of the SHA-256 of each 4 MiB, in all manifests and checkpoints that exist."""
-    assert short_checksum(b"abc") == "ba7816bf8f01"  # as published in FIPS 180-2
-    assert BLOCK_BYTES == 2**22
     ids = np.arange(2**22 + 3, dtype=np.uint16)
-    ((_, sums),) = TokenStream([ids], 2**16, 0).checksums()
-    assert sums == plain_checksums(ids, 2**22)
-    arrays = [ids[:11:2], ids[:7].astype(np.uint32)]
-    with mock.patch.object(module, "BLOCK_BYTES", 8):
-        found = TokenStream(arrays, VOCAB, EOT).checksums()
-    assert [sums for _, sums in found] == [plain_checksums(array, 8) for array in arrays]
+    arrays = [ids, ids[:11:2], ids[:7].astype(np.uint32)]
+    found = TokenStream(arrays, VOCAB, EOT).checksums()
+    assert [sums for _, sums in found] == [plain_checksums(array) for array in arrays]
     # Those that are known are used for the whole only.
     known = [("a.bin", ["0123456789ab"])]
-    stream = make([[1, 2, 3]], names=[("a.bin", 1024)], checksums=known)
+    stream = TokenStream([ids], VOCAB, EOT, [("a.bin", 1024)], checksums=known)
     assert stream.checksums() == known
-    expected = [[("a.bin", plain_checksums(array, 8))] for array in as_arrays([[1], [2, 3]])]
-    assert [part.checksums() for part in stream.split(1)] == expected
+    expected = [[("a.bin", plain_checksums(array))] for array in (ids[:5], ids[5:])]
+    assert [part.checksums() for part in stream.split(5)] == expected
