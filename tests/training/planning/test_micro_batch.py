@@ -52,8 +52,8 @@ def suggested(error) -> str:
     return re.search(r"[a-z]+\.?\w*=\w+", error.hint)[0]
 
 
-def of_batches(model, windows) -> float:
-    """Bytes estimated for a step with micro-batches of so many windows of 32 tokens."""
+def bytes_of(model, windows) -> float:
+    """The estimate for a step with micro-batches of this size."""
     return estimate(model, windows, 32, precision="fp32", device="cpu", accumulating=True).total
 
 
@@ -89,14 +89,14 @@ def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(trainer, memory
     given = ["trainer.max_steps=2", "model.dropout=0", "trainer.sample_tokens=0"]
     plain = trainer("name=plain", *given)
     plain.train()
-    enough = of_batches(plain.settings.model, 2)
+    enough = bytes_of(plain.settings.model, 2)
     memory_is(1.0001 * enough / fitting.USABLE)
     auto = trainer("name=auto", *given, "trainer.micro_batch_size=auto")
     assert auto.settings.trainer.micro_batch_size == auto.micro_batch_size == 2
     auto.train()
     assert auto.state.val_loss == pytest.approx(plain.state.val_loss, rel=1e-5)
     assert "micro_batch_size: 2\n" in (auto.folder / "config.yaml").read_text()
-    memory_is(of_batches(plain.settings.model, 1))  # without what is left to others
+    memory_is(bytes_of(plain.settings.model, 1))  # without what is left to others
     assert trainer("name=least", "trainer.micro_batch_size=auto").micro_batch_size == 1
 
 
@@ -136,7 +136,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
 ):
     monkeypatch.setitem(memory.LIBRARIES, "cpu", 0)
     model = trainer("name=first").settings.model
-    memory_is(1.001 * of_batches(model, 2) / fitting.USABLE)
+    memory_is(1.001 * bytes_of(model, 2) / fitting.USABLE)
     for given in ("trainer.batch_size=8", "trainer.micro_batch_size=4"):
         with refused(ConfigError, *given.split("=")) as caught:
             trainer("name=large", "trainer.compile=false", given)
