@@ -1,6 +1,11 @@
 """What is printed while training, into a file and on a terminal."""
 
 import io
+import os
+import subprocess
+import sys
+
+from helpers import REPOSITORY
 
 from training import console as console_file
 from training.console import Console
@@ -50,3 +55,42 @@ def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert console_file.duration(999 * 3600) in lines[0]
     assert console_file.duration(1000 - 39) in lines[-1]
+
+
+TWO_STEPS = """
+import sys
+from training import console, terminal
+terminal.never_fail()
+shown = console.Console(True, 0, 2)
+for step in (1, 2):
+    shown.step(step, 2.0, 1e-3, 10.0)
+    print("a warning", file=sys.stderr)
+"""
+# A redirection in bash -> the number of lines on stdout and on stderr, one of which says that
+# stdout is not written. Nobody reads from the other end of 9.
+NOT_WRITTEN = {
+    ">/dev/full": (0, 3),
+    ">&9": (0, 3),
+    ">&-": (0, 2),
+    "2>/dev/full": (2, 0),
+    "2>&-": (2, 0),
+}
+
+
+def test_a_stream_that_cannot_be_written_does_not_end_training():
+    reader, writer = os.pipe()
+    os.close(reader)
+    for redirection, lines in NOT_WRITTEN.items():
+        done = subprocess.run(
+            ["bash", "-c", f'"$0" -c "$1" 9>&{writer} {redirection}', sys.executable, TWO_STEPS],
+            cwd=REPOSITORY,
+            env={"PATH": os.environ["PATH"]},
+            pass_fds=[writer],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, redirection
+        found = len(done.stdout.splitlines()), len(done.stderr.splitlines())
+        assert found == lines, redirection
+    os.close(writer)

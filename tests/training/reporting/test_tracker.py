@@ -4,21 +4,21 @@ import csv
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
-from helpers import TEXT, TINY
+from helpers import REPOSITORY
 from helpers.refusals import refused
-from helpers.runs import rows
-from helpers.settings import settings
+from helpers.runs import contents, repeatable_rows, rows, train_in
 
 from errors import DamagedCheckpointError
 from lens import Look
 from lens.statistics import STATISTICS
-from train import Trainer
 from training.checkpoint import FILES, find
 from training.hf import load_any
 from training.report import sample_page
@@ -131,9 +131,6 @@ def test_media_that_cannot_be_read_are_left_out(tmp_path, recorded, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
-# ----------------------------------------------------------------------------- a real offline run
-
-
 def history(folder):
     """(rows, all records, folder of files) of the offline run below `folder`, as W&B reads it."""
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
@@ -144,22 +141,46 @@ def history(folder):
     return found, records, file.parent / "files"
 
 
+WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     """A whole run, offline and without an account: (its folder, what W&B has of it)."""
-    folder = tmp_path_factory.mktemp("watched")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    overrides = [s for s in TINY if not s.startswith(("lens", "wandb", "trainer.sample"))]
-    overrides += [f"data.path={folder}/text.txt", "lens.every=2", "lens.layers=[1]"]
-    named = ["name=watched", "wandb.tags=[a,b]", "wandb.notes=What is new, [here]: nothing"]
-    named += ["wandb.group=first tries", "wandb.log_model=best", "wandb.mode=offline"]
+    named = ("wandb.tags=[a,b]", "wandb.notes=What is new, [here]: nothing")
+    named += ("wandb.group=first tries", "wandb.log_model=best", "wandb.mode=offline")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("HOME", str(folder))
-        run = Trainer(settings(*overrides, *named))
-        run.train()
-        run.close(0)
-    return folder / "runs" / "watched", history(folder / "runs" / "watched")
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        folder = train_in(tmp_path_factory.mktemp("watched"), *WATCHED, *named)
+    return folder, history(folder)
+
+
+def test_without_wandb_the_same_files_are_written(watched, tmp_path):
+    folder, _ = watched
+    alone = train_in(tmp_path, *WATCHED)
+    assert repeatable_rows(alone) == repeatable_rows(folder)
+    theirs, mine = (
+        {path: sha for path, sha in contents(run).items() if not path.startswith("wandb")}
+        for run in (folder, alone)
+    )
+    assert theirs.keys() == mine.keys()
+    differing = {Path(path).name for path in mine if mine[path] != theirs[path]}
+    with_settings = {"config.yaml", "run.json", "state.json", "SHA256SUMS", "report.html"}
+    assert differing <= {"metrics.jsonl", *with_settings}
+
+
+def test_docs_list_the_recorded_keys(watched):
+    """Each key of the table in docs/wandb.md is recorded; each recorded key is in the table."""
+    _, (logged, _, _) = watched
+    text = (REPOSITORY / "docs" / "wandb.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`\w+/[^|]*) \|", text, re.MULTILINE)
+    listed = [key for cell in cells for key in re.findall(r"`([^`]+)`", cell)]
+    patterns = [re.sub(r"<\w+>", r"[\\w-]+", re.sub(r"\d\d", r"\\d\\d", key)) for key in listed]
+    recorded = {key.partition(".")[0] for row in logged for key in row if "/" in key}
+    found = {(key, name) for key in recorded for name in patterns if re.fullmatch(name, key)}
+    assert {key for key, _ in found} == recorded
+    sometimes = {"train/mfu", "train/loss_z_score", "val/accuracy"}
+    assert set(patterns) - {name for _, name in found} <= sometimes
 
 
 def test_rows_configuration_and_summary(watched):
