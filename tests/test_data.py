@@ -165,11 +165,8 @@ def test_windows_within_documents_equal_the_plain_definition(documents, max_leng
 
 def datasets_of(sizes: list[int]) -> list[GPTDatasetV1]:
     """Data sets with so many windows, no two windows alike."""
-    made = []
-    for number, size in enumerate(sizes):
-        ids = [1000 * number + i for i in range(2 * size + 1)]
-        made.append(GPTDatasetV1.from_stream(stream_of(ids, vocab_size=50257), 2, 2))
-    return made
+    ids = [range(1000 * n, 1000 * n + 2 * size + 1) for n, size in enumerate(sizes)]
+    return [GPTDatasetV1.from_stream(stream_of(own, vocab_size=50257), 2, 2) for own in ids]
 
 
 @some
@@ -392,23 +389,21 @@ def test_problems_name_their_keys():
         assert problems(**values | {key: value}) == [("synthetic", "induction")]
 
 
-NUMBERS = " ".join(str(i % 10) for i in range(101))  # 101 tokens: "0", " 1", " 2", ...
-
-
-def read_all(**options) -> list[tuple[list[int], list[int]]]:
-    batches = create_dataloader(NUMBERS, **options)
-    return list(itertools.chain(*(as_pairs(zip(*batch, strict=True)) for batch in batches)))
-
-
 def test_dataloader_has_the_classic_windows():
+    text = " ".join(str(i % 10) for i in range(101))  # 101 tokens: "0", " 1", " 2", ...
     options = {"batch_size": 4, "max_length": 9, "stride": 7}
-    expected = classic_windows(NUMBERS, GPT2, 9, 7)
+
+    def read(**more) -> list[tuple[list[int], list[int]]]:
+        batches = create_dataloader(text, **options, **more)
+        return list(itertools.chain(*(as_pairs(zip(*batch, strict=True)) for batch in batches)))
+
+    expected = classic_windows(text, GPT2, 9, 7)
     assert len(expected) == 14
     torch.manual_seed(0)
-    assert len(read_all(**options)) == 12
-    shuffled = read_all(drop_last=False, **options)
+    assert len(read()) == 12
+    shuffled = read(drop_last=False)
     assert shuffled != expected
     assert sorted(shuffled) == sorted(expected)
-    assert read_all(shuffle=False, **options) == expected[:12]
+    assert read(shuffle=False) == expected[:12]
     with refused(DataError, "batch_size", 15):  # no whole batch
-        create_dataloader(NUMBERS, **options | {"batch_size": 15})
+        create_dataloader(text, **options | {"batch_size": 15})

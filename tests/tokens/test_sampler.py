@@ -1,6 +1,6 @@
 """order.py: the order of windows, of one source and of mixtures, against its definition.
 
-Needs no network and no files. How training/feed.py reads it: tests/test_data_loader.py.
+How training/feed.py reads it: tests/test_data_loader.py.
 """
 
 import itertools
