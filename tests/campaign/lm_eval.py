@@ -55,24 +55,13 @@ def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
 
     (line,) = re.findall(r"^(lm_eval .*--include_path.*)$", PAGE, re.MULTILINE)
     _, *arguments = shlex.split(line)
-    at = arguments.index("--model_args") + 1
-    arguments[at] += f",max_length={window}"
+    arguments[arguments.index("--model_args") + 1] += f",max_length={window}"
+    arguments += ["--device", "cpu", "--output_path", "found"]
     home = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    home["PYTHONPATH"] = str(NO_NETWORK)
+    options = {"env": os.environ | home | {"PYTHONPATH": str(NO_NETWORK)}, "timeout": 600}
+    program = Path(sys.executable).with_name("lm_eval")
     done = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("lm_eval")),
-            *arguments,
-            "--device",
-            "cpu",
-            "--output_path",
-            "found",
-        ],
-        cwd=tmp_path,
-        env=os.environ | home,
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [program, *arguments], cwd=tmp_path, capture_output=True, text=True, **options
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = (tmp_path / "found").rglob("*.json")
