@@ -32,16 +32,8 @@ assert sitecustomize.BLOCKED
 from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY  # noqa: E402
 
 # The slowest files, started first so that no process has a long one left at the end.
-SLOWEST = (
-    "test_ranks.py",
-    "test_kills.py",
-    "test_ranks_lost.py",
-    "test_train.py",
-    "test_wandb_faults.py",
-    "test_sweep.py",
-    "test_benchmark.py",
-    "test_page.py",
-)
+SLOWEST = ["test_ranks.py", "test_kills.py", "test_ranks_lost.py", "test_train.py"]
+SLOWEST += ["test_wandb_faults.py", "test_sweep.py", "test_benchmark.py", "test_page.py"]
 
 
 def pytest_collection_modifyitems(items):
@@ -62,11 +54,11 @@ def trainer(tmp_path, monkeypatch, text_file):
     overrides alone."""
     monkeypatch.chdir(tmp_path)
 
+    from helpers.settings import settings
+
+    from train import Trainer
+
     def make(*overrides, tiny=True):
-        from helpers.settings import settings
-
-        from train import Trainer
-
         for earlier in trainers:  # whose process would have ended
             if earlier.lock:
                 earlier.lock.close()
@@ -88,25 +80,12 @@ def command(tmp_path):
     def run(script, *arguments, timeout=120, **environment):
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
-        path = os.pathsep.join([str(NO_NETWORK), str(REPOSITORY)])
-        env = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "TMPDIR": str(home),
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        }
+        env = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home)}
+        env |= {"PYTHONPATH": f"{NO_NETWORK}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
         module = ["-m", script] if not script.endswith(".py") else [str(REPOSITORY / script)]
-        return subprocess.run(
-            [sys.executable, *module, *arguments],
-            cwd=tmp_path,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        options = {"cwd": tmp_path, "env": env | environment, "stdin": subprocess.DEVNULL}
+        options |= {"capture_output": True, "text": True, "timeout": timeout}
+        return subprocess.run([sys.executable, *module, *arguments], **options)
 
     return run
 

