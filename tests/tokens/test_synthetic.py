@@ -1,7 +1,4 @@
-"""synthetic.py: sequences whose targets can be known; nothing else is asked for.
-
-The settings it needs: tests/test_data.py.
-"""
+"""synthetic.py: sequences whose targets can be known. The settings it needs: tests/test_data.py."""
 
 import itertools
 
@@ -22,7 +19,7 @@ def windows_of(kind, length, count):
 
 
 @pytest.mark.parametrize("kind", [CycleWalks, RepeatedSequences])
-@pytest.mark.parametrize("length", [16, 63, 64, LONGEST])  # 16: the shortest that is accepted
+@pytest.mark.parametrize("length", [16, 63, LONGEST])  # 16: the shortest that is accepted
 def test_windows_are_bos_and_symbols_and_ask_for_something(kind, length):
     """A batch without a target would have a mean loss of NaN."""
     ids, targets = kind(length).batch(np.arange(1000))
@@ -33,11 +30,9 @@ def test_windows_are_bos_and_symbols_and_ask_for_something(kind, length):
     kept = targets != IGNORED  # such a target is the next input
     assert torch.equal(targets[:, :-1][kept[:, :-1]], ids[:, 1:][kept[:, :-1]])
     assert kept.any(-1).all()
-    # A window is a function of its number alone.
-    again = kind(length).batch(np.array([999, 5]))
-    assert torch.equal(again[0], ids[[999, 5]])
-    assert torch.equal(again[1], targets[[999, 5]])
-    assert len({tuple(row) for row in ids.tolist()}) == 1000
+    again = kind(length).batch(np.array([999, 5]))  # a window is a function of its number
+    assert torch.equal(torch.stack(again), torch.stack([ids, targets])[:, [999, 5]])
+    assert len(ids.unique(dim=0)) == 1000
 
 
 @pytest.mark.parametrize("length", [16, 64, LONGEST])
@@ -101,11 +96,9 @@ def test_validation_repeats_each_sequence_once(length):
 
 def test_a_run_logs_its_accuracy(trainer):
     lengths = ("model.context_length=64", "data.max_length=64", "trainer.max_steps=2")
-    lens = ("lens=induction", "lens.every=1")
-    run = trainer("experiment=induction", "data.path=null", *lengths, *lens)
+    run = trainer("experiment=induction", "data.path=null", "lens.every=1", *lengths)
     run.train()
-    log = rows(run.folder)
-    assert [row["step"] for row in log] == [0, 1, 2]
-    assert all(0 <= row["val/accuracy"] < 0.2 for row in (log[0], log[2]))
-    assert not [key for row in log for key in row if "bits_per_byte" in key]
-    assert "attention_layers/induction/L01" in log[2]
+    first, _, last = rows(run.folder)
+    assert all(0 <= row["val/accuracy"] < 0.2 for row in (first, last))
+    assert "val/bits_per_byte" not in last
+    assert "attention_layers/induction/L01" in last

