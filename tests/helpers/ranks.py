@@ -40,11 +40,7 @@ SAME = (
     "data.path=text.txt",
     "parallel.timeout=120",
 )
-DOCUMENTS = ("data.path=short.jsonl", "data.within_documents=true")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
-
-
-# ------------------------------------------------------------------------------------ starting
 
 
 def write_texts(folder: Path) -> Path:
@@ -108,25 +104,21 @@ def started(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
             process.wait()
 
 
-def belonging_to(process: subprocess.Popen) -> dict[int, dict[str, str]]:
-    """The living processes that came of one, itself too: their environments, by number. torchrun
-    gives each rank a session of its own, so the environment is what tells them."""
-    found = {}
-    mark = f"TEST_MARK={process.log}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # gone meanwhile
-                values = (entry / "environ").read_bytes().split(b"\0")
-                if mark in values:
-                    pairs = [value.decode(errors="replace").partition("=") for value in values]
-                    found[int(entry.name)] = {key: value for key, _, value in pairs}
+def belonging_to(process: subprocess.Popen, *variables: str) -> list[int]:
+    """The living processes that came of one, itself too, with these variables. torchrun gives each
+    rank a session of its own, so the environment is what tells them."""
+    wanted = {text.encode() for text in (f"TEST_MARK={process.log}", *variables)}
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
     return found
 
 
 def rank_of(process: subprocess.Popen, rank: int) -> int | None:
     """The process of one rank that torchrun started, None while there is none."""
-    mine = [pid for pid, env in belonging_to(process).items() if env.get("RANK") == str(rank)]
-    return min(mine, default=None)  # it may have started others
+    return min(belonging_to(process, f"RANK={rank}"), default=None)  # it may have started others
 
 
 def wait_until(happens: Callable[[], object], *processes: subprocess.Popen) -> None:
@@ -147,15 +139,12 @@ def ended(process: subprocess.Popen) -> int:
         pytest.fail(f"still there after {PATIENCE} s:\n{process.log.read_text()}")
 
 
-def ours(text: str) -> str:
-    """Without the lines that torch, gloo and Python's warnings write."""
-    return "".join(line for line in text.splitlines(keepends=True) if not THEIRS.match(line))
-
-
 THEIRS = re.compile(r"\[(W|E|I|rank|Gloo)|W\d{4} |\S+\.py:\d+: \w*Warning|  \S")
 
 
-# ------------------------------------------------------------------------------------ looking
+def ours(text: str) -> str:
+    """Without the lines that torch, gloo and Python's warnings write."""
+    return "".join(line for line in text.splitlines(keepends=True) if not THEIRS.match(line))
 
 
 def values(run: Path, key: str) -> dict[int, float]:

@@ -131,14 +131,6 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank():
     assert len(set(first)) == len(cases)
 
 
-def test_without_torchrun_there_is_no_mark(monkeypatch):
-    directory.mark_launch(run := directory.create("a", ""))
-    assert list(run.iterdir()) == []
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert directory.name_before_restart() is None
-    assert not directory.was_cut_off(run)
-
-
 def test_a_run_without_a_name_finds_itself_after_a_restart(launched, monkeypatch):
     launched(2, TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT=0)
     directory.create("another", "")

@@ -4,6 +4,7 @@ CAMPAIGN_KILLS=N makes N runs under torchrun, whose ranks are killed at random m
 """
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -48,12 +49,12 @@ def server(tmp_path_factory):
 def whole(server):
     """whole(way, steps) -> a run that is not disturbed, made once."""
 
+    @functools.cache
     def run(way: str, steps: int) -> Path:
-        folder = server.home / "whole"
-        if not (folder / "runs" / f"{way}_{steps}").exists():
-            settings = (f"parallel={way}", f"trainer.max_steps={steps}", f"name={way}_{steps}")
-            server.run_ranks(write_texts(folder), *LONG, *settings)
-        return folder / "runs" / f"{way}_{steps}"
+        folder = write_texts(server.home / f"{way}_{steps}")
+        settings = (f"parallel={way}", f"trainer.max_steps={steps}", "name=whole")
+        server.run_ranks(folder, *LONG, *settings)
+        return folder / "runs" / "whole"
 
     return run
 
