@@ -41,7 +41,7 @@ def log(folder, *rows):
 
 @pytest.fixture
 def compared(tmp_path, in_process):
-    """compared(*arguments): (cells of each line of each table, stderr, rows of the JSON file)."""
+    """compared(*arguments): (cells of each line of each table, runs named on stderr, JSON file)."""
 
     def run_it(*arguments):
         out = tmp_path / "found.json"
@@ -49,13 +49,10 @@ def compared(tmp_path, in_process):
         assert code == 0
         tables = [part.splitlines() for part in shown.strip().split("\n\n")]
         cells = [[[c.strip() for c in x.strip("|").split("|")] for x in t] for t in tables]
-        return cells, err.replace(f"written to {out}\n", ""), json.loads(out.read_text())
+        *lines, _ = err.splitlines()  # the last one names the file
+        return cells, [line.partition(": ")[0] for line in lines], json.loads(out.read_text())
 
     return run_it
-
-
-def skipped(err):
-    return [line.partition(": ")[0] for line in err.splitlines()]
 
 
 def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
@@ -63,12 +60,12 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     run("b", [3.0, 2.5], seed=1)
     run("c", [1.9, 1.5], name="muon", lr=0.01)
     (tmp_path / "runs" / "no run").mkdir()
-    ((head, _, *rows),), err, found = compared("target=2.2")
+    ((head, _, *rows),), skipped, found = compared("target=2.2")
     assert head[:5] == ["optimizer", "lr", "runs", "tokens", "val/loss"]
     assert rows[0] == ["muon", "0.01", "1", "2,000", "1.5000", "", "1,000", "c"]
     of_two = ["2", "2,000", "2.2500", "2.0000–2.5000", "2,000 (1 of 2)", "a, b"]
     assert rows[1] == ["adamw", "0.001", *of_two]
-    assert skipped(err) == ["runs/no run"]
+    assert skipped == ["runs/no run"]
     assert found["rows"][1]["curves"] == [[[1000, 3.0], [2000, 2.0]], [[1000, 3.0], [2000, 2.5]]]
     assert found["rows"][1]["seeds"] == [0, 1]
 
@@ -78,37 +75,38 @@ def test_unfinished_runs_and_runs_without_the_metric(run, compared):
         run(f"a_seed-{seed}", [3.0], seed=seed, max_steps=40)
     run("b", [2.0, float("nan")], lr=0.1, max_steps=40)
     run("c", [], lr=0.2)
-    ((_, _, *rows),), err, found = compared()
+    ((_, _, *rows),), skipped, found = compared()
     assert [row["mean"] for row in found["rows"]] == [3.0, None]
     assert [len(row["unfinished"]) for row in found["rows"]] == [6, 1]
     assert rows[0][-1] == "a_seed-0, …1, …2, …3 + 2"
     assert [row[3] for row in rows] == ["3.0000", "nan"]
-    assert skipped(err) == ["runs/c"]
+    assert skipped == ["runs/c"]
 
 
 def test_damaged_and_unlimited_files_are_skipped(run, compared):
     """config.yaml, which is for people, is not read."""
     os.mkfifo(run("a", [1.0, 2.0]) / "config.yaml")
-    text = '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}'
-    for number, record in enumerate(['{"settings": ' * 3000, text]):
-        (run(f"bad-{number}", [1.0]) / "run.json").write_text(record)
+    record = '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}'
+    (run("bad-value", [1.0]) / "run.json").write_text(record)
+    (run("bad-json", [1.0]) / "run.json").write_text('{"settings": ' * 3000)
     (run("bad-rows", [1.0]) / "metrics.jsonl").write_text("[" * 100_000)
     for name in ("run.json", "metrics.jsonl"):
         os.truncate(run(f"bad-huge-{name}", [1.0]) / name, 2**33)  # sparse
         for kind, make in SPECIAL_FILES.items():
             make(run(f"bad-{kind}-{name}", [1.0]) / name)
+    bad = 5 + 2 * len(SPECIAL_FILES)
     with not_waiting(60):
-        ((_, _, *rows),), err, _ = compared("runs=[runs/*,nowhere]")
+        ((_, _, *rows),), skipped, _ = compared("runs=[runs/*,nowhere]")
     assert len(rows) == 1
-    assert [name.split("-")[0] for name in skipped(err)] == 11 * ["runs/bad"] + ["nowhere"]
+    assert [name.split("-")[0] for name in skipped] == bad * ["runs/bad"] + ["nowhere"]
 
 
 def test_tokens_are_the_logged_ones(run, compared):
     """Rows of older runs have no tokens. A target that is reached exactly counts."""
     rows = [{"step": 10 * n, "val/loss": 3.5 - n / 2, "train/tokens": 500 * n} for n in (1, 2, 3)]
     log(run("a", []), *rows)
-    strange = [{"step": 20, "val/loss": 4.0, "train/tokens": n} for n in ("nan", -1, 10**30)]
-    log(run("b", [], lr=0.1), *strange)
+    counts = ("nan", -1, 10**30)
+    log(run("b", [], lr=0.1), *({"step": 20, "val/loss": 4.0, "train/tokens": n} for n in counts))
     first, second = compared("target=2.5")[2]["rows"]
     assert first["curves"] == [[[500, 3.0], [1000, 2.5], [1500, 2.0]]]
     assert (first["tokens"], first["tokens_to_target"]) == (1500, [1000])

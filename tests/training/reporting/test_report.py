@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from helpers.pages import HOSTILE
 from helpers.refusals import SPECIAL_FILES, not_waiting
 
 from lens.history import Row
@@ -18,7 +19,6 @@ from training.chart import log_ticks, round_ticks, smooth, thin, tick_text
 from training.report import sample_page, write_report
 
 NAN = math.nan
-HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
 
 
 @pytest.fixture
@@ -38,17 +38,19 @@ def run(tmp_path):
 
 
 def row(step, loss, **more):
-    common = {"train/learning_rate": 1e-3, "train/grad_norm": 1.5, "train/tokens": 100 * step}
-    return {"step": step, "train/loss": loss, "train/tokens_per_second": 10.0 + step, **common} | {
-        key.replace("_", "/", 1): value for key, value in more.items()
-    }
+    rates = {"train/tokens_per_second": 10.0 + step, "train/learning_rate": 1e-3}
+    return {"step": step, "train/loss": loss, "train/tokens": 100 * step} | rates | more
+
+
+def validation(loss, bits):
+    return {"val/loss": loss, "val/bits_per_byte": bits}
 
 
 ROWS = [
-    {"step": 0, "val/loss": 10.0, "val/bits_per_byte": 4.0},
-    row(10, 8.0, val_loss=7.0, val_bits_per_byte=3.0),
+    {"step": 0} | validation(10.0, 4.0),
+    row(10, 8.0) | validation(7.0, 3.0),
     row(20, 6.0),
-    row(30, 5.0, val_loss=7.5, val_bits_per_byte=3.25),
+    row(30, 5.0, **{"train/grad_norm": 1.5}) | validation(7.5, 3.25),
 ]
 
 
@@ -84,26 +86,19 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     assert loss.locator("circle.validation").count() == 3
     speed = figures.nth(3).locator(".plot")
     assert drawn(speed, "throughput") == near([(10, 20), (20, 30), (30, 40)])
+    spans = figures.nth(0).locator(".readout span")  # the values of the nearest step
+    assert numbers(spans.all_inner_texts()) == [["30"], ["5"], ["7.5"]]
+    box = loss.locator(".area").bounding_box()
+    opened_page.mouse.move(box["x"] + box["width"] * 0.64, box["y"] + 50)
+    assert numbers(spans.all_inner_texts()) == [["20"], ["6"], ["7", "10"]]  # 7 at step 10
     figures.nth(0).locator("input.choose-log").check()
     assert not loss.is_visible()
     assert figures.nth(0).locator(".plot.log").is_visible()
 
 
-def test_cursor_shows_the_values_of_the_nearest_step(run, opened):
-    opened_page = opened(write_report(run(ROWS)))
-    figure = opened_page.locator("figure").first
-    spans = figure.locator(".readout span")
-    assert numbers(spans.all_inner_texts()) == [["30"], ["5"], ["7.5"]]
-    box = figure.locator(".plot.linear .area").bounding_box()
-    opened_page.mouse.move(box["x"] + box["width"] * 0.64, box["y"] + 50)
-    assert numbers(spans.all_inner_texts()) == [["20"], ["6"], ["7", "10"]]  # 7 at step 10
-
-
 def test_text_with_markup_is_escaped(run, opened, tmp_path):
-    samples = [
-        {"step": 1, "prompt": "old", "text": "old news"},
-        {"step": 2, "prompt": HOSTILE, "text": f"{HOSTILE}\n{HOSTILE}\u2028\ud800\x00\u202eend"},
-    ]
+    text = f"{HOSTILE}\n{HOSTILE}\u2028\ud800\x00\u202eend"
+    samples = [{"step": n, "prompt": HOSTILE, "text": text} for n in (1, 2)]
     rows = [ROWS[1] | {HOSTILE: HOSTILE, "attention/heatmap/x": "x.png"}]
     folder = run(rows, samples, f"name: {HOSTILE}\n", name="<img src=x>&amp;")
     opened_page = opened(write_report(folder))
@@ -113,7 +108,6 @@ def test_text_with_markup_is_escaped(run, opened, tmp_path):
     newest = articles.first
     assert newest.locator(".prompt").text_content() == HOSTILE
     assert newest.locator("p").text_content().startswith(f"{HOSTILE}\n{HOSTILE}\u2028?")
-    assert articles.nth(1).locator("p").text_content() == "old news"
     assert opened_page.locator("details pre").text_content() == f"name: {HOSTILE}\n"
     assert opened_page.locator("img").count() == 0
 
@@ -148,8 +142,7 @@ def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
     inside = opened_page.frame_locator("iframe")
     inside.locator("html[data-ready='1']").wait_for()
     assert inside.locator(".head").count() == 4
-    frame = opened_page.locator("iframe")
-    assert frame.get_attribute("sandbox") == "allow-scripts"
+    assert opened_page.locator("iframe").get_attribute("sandbox") == "allow-scripts"
     assert opened_page.locator("p a[href='attention/step_00000040.html']").count() == 1
 
 
@@ -176,7 +169,7 @@ def test_missing_and_empty_files_and_a_single_point(run, tmp_path, opened):
 
 def test_values_that_are_not_finite_are_gaps_and_counted(run, opened):
     losses = [9.0, 8.0, "nan", 7.0, "inf", "-inf", 6.0, 5.0, NAN, 10**400]
-    rows = [row(step, loss, val_loss="nan") for step, loss in enumerate(losses)]
+    rows = [row(step, loss) | validation("nan", 1.0) for step, loss in enumerate(losses)]
     figure = opened(write_report(run(rows))).locator("figure").first
     line = figure.locator(".plot.linear path")
     assert line.count() == 1  # validation has nothing to draw
@@ -188,13 +181,11 @@ def test_values_that_are_not_finite_are_gaps_and_counted(run, opened):
 
 
 def test_lines_that_are_not_rows_are_skipped(run):
-    folder = run()
-    rows = ['{"step": 2, "text": "a\u2028b"}', '{"step": "x"}', '{"step": 1}', '{"no": 1}']
-    lines = [*rows, "", "7", "[]", "null"]
+    path = run() / "metrics.jsonl"
+    lines = ['{"step": 2, "text": "a\u2028b"}', '{"step": "x"}', '{"step": 1}', "", "7", "null"]
     truncated = '{"step": 3, "text": "é'.encode()[:-1]
-    (folder / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n" + truncated)
-    found = report.read_rows(folder / "metrics.jsonl")
-    assert found == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
+    path.write_bytes("\n".join(lines).encode() + b"\n" + truncated)
+    assert report.read_rows(path) == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
 
 
 def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
@@ -210,17 +201,11 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
 
 
 def test_ticks():
-    for low, high, ticks in [
-        (0, 97, [0, 20, 40, 60, 80, 100]),
-        (0, 0, [-0.6, -0.4, -0.2, 0, 0.2, 0.4, 0.6]),
-    ]:
-        assert round_ticks(low, high) == pytest.approx(ticks), (low, high)
-    for low, high, ticks in [
-        (0.5, 2000, [1, 10, 100, 1000]),
-        (2.4, 11.8, [3, 4, 6, 8, 10]),
-        (1e-30, 1, [10.0**power for power in range(-30, 1, 4)]),
-    ]:
-        assert log_ticks(low, high) == pytest.approx(ticks), (low, high)
+    assert round_ticks(0, 97) == pytest.approx([0, 20, 40, 60, 80, 100])
+    assert round_ticks(0, 0) == pytest.approx([-0.6, -0.4, -0.2, 0, 0.2, 0.4, 0.6])
+    assert log_ticks(0.5, 2000) == pytest.approx([1, 10, 100, 1000])
+    assert log_ticks(2.4, 11.8) == pytest.approx([3, 4, 6, 8, 10])
+    assert log_ticks(1e-30, 1) == pytest.approx([10.0**power for power in range(-30, 1, 4)])
     values = {0: 10, 0.1 + 0.2: 1, 12000: 20000, 500_000: 2e6, 0.0003: 0.0006, 1e15: 2e15}
     texts = ["0", "0.3", "12,000", "0.5M", "3e-4", "1e15"]
     assert [tick_text(value, largest) for value, largest in values.items()] == texts

@@ -1,5 +1,6 @@
 """training/results: the results of several runs as a table and a picture."""
 
+import itertools
 import json
 import math
 
@@ -9,8 +10,8 @@ from matplotlib.figure import Figure
 from training import results
 
 
-def row(settings, *values, curves=None):
-    """A row of the table whose curves end in these values."""
+def row(settings, *values, first=5.0):
+    """A row of the table whose curves begin and end in these values."""
     return {
         "settings": settings,
         "runs": [f"run{n}" for n in range(len(values))],
@@ -18,7 +19,7 @@ def row(settings, *values, curves=None):
         "unfinished": [],
         "values": list(values),
         "mean": sum(values) / len(values),
-        "curves": curves or [[(100, 5.0), (200, value)] for value in values],
+        "curves": [[(100, first), (200, value)] for value in values],
         "tokens": 200,
     }
 
@@ -35,8 +36,7 @@ def drawn(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", savefig)
 
     def draw(rows):
-        picture = results.draw(rows, list(rows[0]["settings"]), "val/loss")
-        assert picture.startswith(b"\x89PNG")
+        assert results.draw(rows, list(rows[0]["settings"]), "val/loss").startswith(b"\x89PNG")
         return figures.pop()
 
     return draw
@@ -53,11 +53,8 @@ def test_a_colour_for_each_setting_and_a_line_for_each_seed(drawn):
 
 
 def test_a_varied_number_has_an_axis_of_its_own(drawn):
-    rows = [
-        row({"optimizer.name": name, "optimizer.lr": lr}, 3 * lr, 4 * lr)
-        for lr in (1.0, 0.01, 0.1)
-        for name in ("adamw", "muon")
-    ]
+    kinds = itertools.product((1.0, 0.01, 0.1), ("adamw", "muon"))
+    rows = [row({"name": name, "optimizer.lr": lr}, 3 * lr, 4 * lr) for lr, name in kinds]
     curves, ends = drawn(rows).axes
     assert ends.get_xscale() == "log"
     assert [tick.get_text() for tick in ends.get_xticklabels()] == ["0.01", "0.1", "1"]
@@ -65,12 +62,8 @@ def test_a_varied_number_has_an_axis_of_its_own(drawn):
 
 
 def test_a_diverged_run_is_a_cross_and_does_not_set_the_scale(drawn):
-    rows = [
-        row({"lr": 0.1}, 2.0),
-        row({"lr": 0.3}, math.nan, curves=[[(100, 5.0), (200, math.nan)]]),
-        row({"lr": 0.9}, 1e30),
-    ]
-    curves, ends = drawn(rows).axes
+    ends = {0.1: 2.0, 0.3: math.nan, 0.9: 1e30}
+    curves, ends = drawn([row({"lr": lr}, end) for lr, end in ends.items()]).axes
     assert curves.get_ylim()[1] < 8
     crosses = [line for line in ends.get_lines() if line.get_marker() == "x"]
     assert [list(line.get_xdata()) for line in crosses] == [[0.3], [0.9]]
@@ -79,7 +72,7 @@ def test_a_diverged_run_is_a_cross_and_does_not_set_the_scale(drawn):
 @pytest.mark.filterwarnings("error")
 def test_any_settings_can_be_drawn(drawn):
     for rows in (
-        [row({}, math.nan, curves=[[(100, math.nan)]])],
+        [row({}, math.nan, first=math.nan)],
         [row({"lr": 0.0}, 2.0), row({"lr": -1.0}, 2.0)],
         [row({"path": "x" * 500 + "$\\frac{1}$_"}, 2.0), row({"path": "_\x1b\n字"}, 2.0)],
         [row({"of": f"kind {n}"}, float(n)) for n in range(15)],
