@@ -1,6 +1,6 @@
 """Plants faults in a copy of the repository, one at a time, and checks that a test fails.
 
-    python tests/mutations.py [NAME or AREA ...] [--list] [--json FILE]
+    python tests/mutations.py [NAME or AREA ...] [--list]
 
 The faults and the tests of each area: tests/mutations.toml. The tests of an area have to pass
 without a fault first. Exit code 1: a fault was not detected.
@@ -8,7 +8,6 @@ without a fault first. Exit code 1: a fault was not detected.
 
 import argparse
 import ast
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,10 +100,11 @@ def failing_test(copy: Path, area: str) -> str | None:
     return found[1] if code else None
 
 
-def run_area(copy: Path, area: str, faults: list[Fault]) -> Iterator[dict]:
-    """The result of each fault of an area, printed as a row of a table."""
+def missed(copy: Path, area: str, faults: list[Fault]) -> list[str]:
+    """The faults of an area that no test detects. Prints a row of a table for each fault."""
     if first := failing_test(copy, area):
         raise RuntimeError(f"{area}: {first} fails without a fault")
+    found = []
     for fault in faults:
         file, start = copy / fault.file, time.monotonic()
         file.write_text(planted(file.read_text("utf-8"), fault), "utf-8")
@@ -113,14 +112,14 @@ def run_area(copy: Path, area: str, faults: list[Fault]) -> Iterator[dict]:
         shutil.copy2(REPOSITORY / fault.file, file)
         seconds = round(time.monotonic() - start, 1)
         print(f"| {area} | {fault.name} | {seconds} | {test or 'not detected'} |", flush=True)
-        yield {"area": area, "fault": fault.name, "seconds": seconds, "test": test}
+        found += [fault.name] if test is None else []
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     known = {text for fault in FAULTS for text in (fault.area, fault.name)}
     if unknown := [name for name in options.names if name not in known]:
@@ -132,15 +131,12 @@ def main() -> None:
     for fault in faults:  # before anything is run: can all be planted?
         planted((REPOSITORY / fault.file).read_text("utf-8"), fault)
     print("| area | fault | seconds | first test that fails |\n|---|---|---|---|", flush=True)
-    results = []
+    undetected = []
     with tempfile.TemporaryDirectory() as home:
         copy = shutil.copytree(REPOSITORY, Path(home) / "copy", ignore=NOT_COPIED)
         for area in dict.fromkeys(fault.area for fault in faults):
-            results += run_area(copy, area, [fault for fault in faults if fault.area == area])
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    missed = [result["fault"] for result in results if result["test"] is None]
-    sys.exit(f"not detected: {', '.join(missed)}" if missed else 0)
+            undetected += missed(copy, area, [fault for fault in faults if fault.area == area])
+    sys.exit(f"not detected: {', '.join(undetected)}" if undetected else 0)
 
 
 if __name__ == "__main__":

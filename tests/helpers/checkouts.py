@@ -2,19 +2,12 @@
 written for the tests: what a checkout of either would have in its file."""
 
 NANOGPT = """
-from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
-@dataclass
 class GPTConfig:
-    block_size: int = 1024
-    vocab_size: int = 50304
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    dropout: float = 0.0
-    bias: bool = True
+    def __init__(self, block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias):
+        vars(self).update(locals())
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()

@@ -19,11 +19,10 @@ from helpers.settings import settings
 from PIL import Image
 
 import train
-from errors import ConfigError, NotSavedError
+from errors import ConfigError
 from scripts import compare
 from training import command, sweep
 from training.command import check_sweep, compose
-from training.signals import StopSignals
 from training.tracker import Tracker, last_wandb_id
 from training.wandb_run import LENGTHS, WandbConfig
 
@@ -188,21 +187,6 @@ def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch)
     assert code == 0
     assert "| 3.0000 " in out
     assert err
-
-
-def test_a_signal_during_a_job_that_fails_ends_the_sweep(tmp_path):
-    made = sweep_of(tmp_path)
-
-    def job():
-        with made.job(0, []), StopSignals(is_main=True, relayed=False) as signals:
-            signals.phase = "training"
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise NotSavedError("checkpoint", "last", "no space left", "make room")
-
-    with pytest.raises(SystemExit) as stopped:
-        job()
-    assert (stopped.value.code, made.exit_code) == (143, 143)
-    assert made.failed[0].line.startswith("checkpoint=last: ")
 
 
 def named(folder, *jobs):

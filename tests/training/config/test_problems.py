@@ -19,7 +19,7 @@ from helpers.tally import tally
 
 import generate
 import train
-from errors import ConfigError, DataError, RunDirectoryError
+from errors import ConfigError, DataError
 from generate import GenerateConfig
 from scripts import benchmark_data, inspect_attention, prepare_data
 from training.command import check_sweep, compose, parse
@@ -314,12 +314,6 @@ def test_devices_and_precisions_that_are_missing(trainer, monkeypatch):
         monkeypatch.setenv(name, str(value))
     with refused(ConfigError, "trainer.device", "cuda"):
         trainer("trainer.device=cuda")
-
-
-def test_a_run_directory_that_cannot_be_made(trainer, tmp_path):
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(RunDirectoryError):
-        trainer("name=run")
 
 
 def test_bytes_that_are_not_utf8_as_a_shell_passes_them(command):
