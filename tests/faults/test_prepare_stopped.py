@@ -8,12 +8,13 @@ import json
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from helpers import NO_NETWORK, REPOSITORY
 from helpers.ranks import belonging_to, ended, started, wait_until
-from helpers.refusals import printed_keys
+from helpers.refusals import not_waiting, printed_keys
 from helpers.texts import (
     check_kept,
     check_manifest,
@@ -153,7 +154,9 @@ def test_stopped_by_a_signal(start, resumed, number, whom, codes):
     assert ended(process) in codes
     keys = printed_keys(process.log.read_text())
     assert whom != "a worker" or keys[-1] == "workers"
-    wait_until(lambda: not belonging_to(process))
+    with not_waiting(60):
+        while belonging_to(process):
+            time.sleep(0.005)
     assert resumed()
 
 

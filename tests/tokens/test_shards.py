@@ -314,13 +314,13 @@ def test_data_path_names_token_files(tree, subtests):
         with subtests.test(path=path):
             assert is_shards(path)
             assert read(path) == expected
-
-
-def test_data_path_without_token_files(tree, subtests):
     for path in (None, "", [], "nothing.bin", "no/*.bin", "plain.txt", ["*.txt"]):
         assert not is_shards(path), path
+
+
+def test_texts_and_token_files_do_not_mix(tree, subtests):
     for other in ("plain.txt", "*.txt", "hub:name", "nothing.bin", "no/*.bin"):
-        for path in (["prepared", other], [other, "y/*.bin"]):  # texts and token files do not mix
+        for path in (["prepared", other], [other, "y/*.bin"]):
             with subtests.test(path=path), refuses(other):
                 opened(path)
 
@@ -362,7 +362,8 @@ OUTER_BLOCKS = [block for block in EVERY_BLOCK if block not in (("a.bin", 1), ("
 )
 def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_path, monkeypatch):
     """Damage is found in these blocks only, and without a manifest they alone have checksums."""
-    monkeypatch.setattr("tokens.shards.BLOCK_BYTES", BLOCK)
+    assert module.VERIFY_AT_MOST == 2**30  # as docs/data.md says
+    monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr("tokens.stream.BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(module, "VERIFY_AT_MOST", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
@@ -376,10 +377,8 @@ def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_pat
         path, byte = tmp_path / name, max(1024, block * BLOCK)
         whole = path.read_bytes()
         put(path, byte, b"\xff\xff")
-        found = contextlib.nullcontext()
-        if (name, block) in expected:  # with a manifest by the checksum, else by the id
-            found = refuses(path, block * BLOCK if with_manifest else byte)
-        with found:
+        place = block * BLOCK if with_manifest else byte  # of the checksum, or of the id
+        with refuses(path, place) if (name, block) in expected else contextlib.nullcontext():
             opened(tmp_path, verify=verify)
         path.write_bytes(whole)
 
@@ -397,6 +396,3 @@ def test_opening_three_gigabytes_reads_the_header_only(tmp_path):
     assert stream.gather(np.array([count // 2, count - 1]), 1).tolist() == [[0], [17]]
     with refuses(path, 60000, byte):
         stream.gather(np.array([count - 9]), 9)
-    assert module.VERIFY_AT_MOST == 2**30  # so its first and last block are read
-    with refuses(path, 60000, byte):
-        opened(path, verify="auto")
