@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from unittest import mock
 
 import gigatoken.gigatoken_rs
@@ -41,7 +41,6 @@ repeated = st.tuples(fragments, st.sampled_from([1, 1, 1, 2, 7, 60])).map(
     lambda pair: "".join([pair[0]] * pair[1])
 )
 mixes = st.lists(repeated, max_size=40).map("".join)
-engines = st.sampled_from(["gigatoken", "tiktoken", "byte"])
 WORDS = "One bell rang, then two, then three; nobody came down to the ferry. " * 20
 
 
@@ -58,15 +57,6 @@ def encoder_of(engine: str, endoftext: str = "token", piece: int = 32) -> Stream
     return encoder
 
 
-def in_blocks(text: str, sizes: Iterable[int]) -> Iterator[bytes]:
-    """The text as blocks of so many characters each, and one with the rest."""
-    start = 0
-    for size in sizes:
-        yield text[start : start + size].encode()
-        start += size
-    yield text[start:].encode()
-
-
 def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.uint16), *arrays])
 
@@ -80,31 +70,22 @@ def check_ids(encoder: StreamEncoder, text: str, blocks: Iterable[bytes], endoft
     return arrays
 
 
-@pytest.fixture
-def pieces(monkeypatch):
-    """A list that receives every text that gigatoken encodes."""
-    texts, encode = [], Gigatoken.encode
-    monkeypatch.setattr(Gigatoken, "encode", lambda self, t: texts.append(t) or encode(self, t))
-    return texts
-
-
 @settings(some, max_examples=400 if CAMPAIGN else 80)
 @given(
     st.tuples(mixes, st.integers(1, 5)).map(lambda pair: pair[0] * pair[1]),
-    engines,
+    st.sampled_from(["gigatoken", "tiktoken", "byte"]),
     st.sampled_from(["token", "text"]),
     st.integers(32, 100),
-    st.lists(st.integers(0, 60) | st.just(10_000), max_size=8),
+    st.integers(1, 60) | st.just(10_000),
 )
-@example("", "gigatoken", "token", 32, [0, 0])
-@example("=" * 159, "gigatoken", "token", 63, [])  # a token is longer than such a piece
-@example("ÃÂ" * 200, "tiktoken", "token", 32, [])
-@example("a <|endoftext|> b <|endoftext|>\n\nc" * 9, "gigatoken", "token", 32, [33] * 9)
-@example("!'s" * 300, "gigatoken", "token", 32, [])
-def test_streamed_ids_are_those_of_one_call(text, engine, endoftext, piece, sizes):
+@example("=" * 159, "gigatoken", "token", 63, 1000)  # a token is longer than such a piece
+@example("ÃÂ" * 200, "tiktoken", "token", 32, 1000)
+@example("a <|endoftext|> b <|endoftext|>\n\nc" * 9, "gigatoken", "token", 32, 33)
+@example("!'s" * 300, "gigatoken", "token", 32, 1000)
+def test_streamed_ids_are_those_of_one_call(text, engine, endoftext, piece, size):
     encoder = encoder_of(engine, endoftext, piece)
     for _ in range(2):  # one text after the other: each by itself
-        check_ids(encoder, text, in_blocks(text, sizes), endoftext)
+        check_ids(encoder, text, text_blocks(text, size), endoftext)
 
 
 def characters(first: int, last: int) -> str:
@@ -124,18 +105,19 @@ ENDINGS = ["", " ", "  b", "\n", "a", "1", "!", "'", "'s", "|", "é。", END_OF_
 def test_a_run_without_a_cut_has_the_ids_of_one_call(engine):
     draw = random.Random(engine)
     for alphabet, _ in itertools.product(RUNS, range(13 if CAMPAIGN else 2)):
-        run = "".join(draw.choices(alphabet, k=6000))
-        run = run.encode()[: draw.randint(5000, 6000)].decode(errors="ignore")
+        run = "".join(draw.choices(alphabet, k=draw.randint(3000, 4000)))
         assert find_cut(run.encode(), 1, len(run.encode())) is None
         text = draw.choice(["", "x ", " ", "'"]) + run + draw.choice(ENDINGS)
         encoder = encoder_of(engine, piece=draw.choice([32, 100, 256]))
-        arrays = check_ids(encoder, text, in_blocks(text, [draw.randint(0, 999) for _ in range(5)]))
+        arrays = check_ids(encoder, text, text_blocks(text, draw.randint(1, 999)))
         assert len(arrays) > 4
 
 
 @pytest.mark.parametrize("character", [*"a \n-'日\u0301"])
-def test_a_long_run_is_encoded_in_pieces(character, pieces):
+def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
     """The engine gets hardly more text than the run has; after it pieces are small again."""
+    pieces, encode = [], Gigatoken.encode
+    monkeypatch.setattr(Gigatoken, "encode", lambda self, t: pieces.append(t) or encode(self, t))
     text = character * 100_000
     check_ids(encoder_of("gigatoken", piece=2**12), text, text_blocks(text))
     assert max(map(len, pieces)) <= 3 * 2**12
@@ -245,17 +227,14 @@ def test_engines_agree_on_all_of_unicode():
             assert cuts <= pattern_cuts(text), hex(first)
 
 
-@pytest.mark.parametrize("damage", ["another id", "one id less"])
-def test_a_difference_from_tiktoken_is_refused(damage, monkeypatch):
+def test_a_difference_from_tiktoken_is_refused(monkeypatch):
     """In the pieces that are checked: every fourth of them here."""
     texts, real = [], Gigatoken.encode
 
     def encode(self, text):
         ids = real(self, text).copy()
+        ids[-1] ^= len(texts) == number
         texts.append(text)
-        if len(texts) - 1 == number:
-            ids[-1] ^= 1
-            return ids if damage == "another id" else ids[:-1]
         return ids
 
     monkeypatch.setattr(Gigatoken, "encode", encode)

@@ -15,11 +15,9 @@ from tokens.stream import NO_TOKEN, TokenStream
 
 some = settings(max_examples=150 if CAMPAIGN else 30, deadline=None, derandomize=True)
 
-EOT = 7
-VOCAB = 8
+VOCAB, EOT = 8, 7
 # Arrays of any length, also empty.
 divisions = st.lists(st.lists(st.integers(0, 6) | st.just(EOT), max_size=12), max_size=6)
-filled = divisions.filter(lambda arrays: any(arrays))
 dtypes = st.sampled_from([np.uint16, np.uint32])
 places = st.lists(st.integers(0, 100), max_size=4)
 
@@ -60,7 +58,9 @@ def test_positions_beyond_32_bits():
 
 
 @some
-@given(filled, dtypes, st.sampled_from([VOCAB, VOCAB + 1, NO_TOKEN]), places, st.data())
+@given(
+    divisions.filter(any), dtypes, st.sampled_from([VOCAB, VOCAB + 1, NO_TOKEN]), places, st.data()
+)
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(lists, dtype, bad, cuts, draw):
     """Its file and byte, however the stream was split before."""
     number = draw.draw(st.sampled_from([n for n, ids in enumerate(lists) if ids]), label="array")
@@ -97,9 +97,8 @@ def test_parts_windows_and_document_starts(lists, dtype, cuts, size, draw):
     parts = split_at(stream, cuts)
     assert not asked
     bounds = [0, *sorted(cut % (len(whole) + 1) for cut in cuts), len(whole)]
-    for part, (begin, end) in zip(
-        [stream, *parts], [(0, None), *itertools.pairwise(bounds)], strict=True
-    ):
+    spans = [(0, None), *itertools.pairwise(bounds)]
+    for part, (begin, end) in zip([stream, *parts], spans, strict=True):
         ids = whole[begin:end]
         assert (len(part), part.vocab_size, part.end_of_text) == (len(ids), VOCAB, EOT)
         if ids:
