@@ -72,19 +72,16 @@ def check_refused(error: ClearheadError | None, kind: type, folder, what: str) -
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_truncated_header_is_refused(saved, name):
-    """At every 64th byte, also without checksums, as in files of older formats."""
+def test_a_truncated_header_is_refused_without_checksums(saved, name):
+    """As in files of older formats."""
     folder, whole = saved
     raw = whole[name]
     sizes = range(0, 8 + struct.unpack("<Q", raw[:8])[0], campaign("CAMPAIGN_CUTS_APART", 64, 1))
     for size in sizes:
-        for reads in (
-            partial(checkpoint.read_tensors, folder / name),
-            partial(checkpoint.find, folder, names=checkpoint.FILES),
-        ):
-            error = outcome(folder / name, raw[:size], raw, reads)
-            check_refused(error, CheckpointError, folder, f"truncated to {size}")
-            assert error.value.name == name
+        read = partial(checkpoint.read_tensors, folder / name)
+        error = outcome(folder / name, raw[:size], raw, read)
+        check_refused(error, CheckpointError, folder, f"truncated to {size}")
+        assert error.value.name == name
     tally(FAULT, len(sizes))
 
 

@@ -6,10 +6,8 @@ browser, a file outside the run directory, a secret in a file or in the output.
 
 import ast
 import contextlib
-import gzip
 import io
 import json
-import logging
 import os
 import pickle
 import re
@@ -19,46 +17,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPOSITORY, SOURCES, TEXT, TINY
+from helpers import REPOSITORY, SOURCES, TINY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
+from helpers.runs import change_state, seal, train_in
 from helpers.settings import settings
 from helpers.tally import tally
-from helpers.texts import prepare
+from helpers.texts import prepare, write_packed
 
 import generate
 import train
 from scripts import inspect_attention
-from training.checkpoint import checksum
 from training.hf import to_hf
 
 FAULT = "malicious pickle, _target_, markup in tokens, path escape, secret canaries"
-
-
-@pytest.fixture(autouse=True)
-def logging_restored():
-    """Hydra's --info has every message logged to the stderr of that moment."""
-    root = logging.getLogger()
-    before = root.level, root.handlers[:]
-    yield
-    root.setLevel(before[0])
-    root.handlers[:] = before[1]
-
-
-def trained_run(found) -> None:
-    trainer = train.Trainer(found)
-    trainer.train()
-    trainer.close(0)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with a text, its token file and a tiny run."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    with contextlib.chdir(folder):
-        trained_run(settings(*TINY, "data.path=text.txt", "name=run"))
-        prepare(folder / "text.txt", folder / "tokens", tokenizer="byte")
+    train_in(folder, "name=run")
+    prepare(folder / "text.txt", folder / "tokens", tokenizer="byte")
     return folder
 
 
@@ -71,12 +51,6 @@ def folder(trained, tmp_path):
 @pytest.fixture
 def checkpoint(folder):
     return (folder / "runs" / "run" / "checkpoints" / "last").resolve()
-
-
-def update_checksums(checkpoint: Path) -> None:
-    sums = checkpoint / "SHA256SUMS"
-    names = [line.split()[1] for line in sums.read_text().splitlines()]
-    sums.write_text("".join(f"{checksum(checkpoint / name)}  {name}\n" for name in names))
 
 
 def continued(*more):
@@ -105,20 +79,17 @@ def mark(tmp_path):
     assert not path.exists()
 
 
-class Attack:
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.mark),)
-
-
 def pickles(mark: Path) -> list[bytes]:
     """Plain, and as torch has it now and had it earlier."""
-    made = [pickle.dumps(Attack(mark), protocol) for protocol in (0, 2, 4)]
+
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(mark),)
+
+    made = [pickle.dumps(Attack(), protocol) for protocol in (0, 2, 4)]
     for is_zip in (True, False):
         buffer = io.BytesIO()
-        values = {"wte.weight": torch.zeros(3), "h.0.attn.bias": Attack(mark)}
+        values = {"wte.weight": torch.zeros(3), "h.0.attn.bias": Attack()}
         torch.save(values, buffer, _use_new_zipfile_serialization=is_zip)
         made.append(buffer.getvalue())
     return made
@@ -140,7 +111,7 @@ def test_a_pickle_in_a_checkpoint(refused, checkpoint, mark, name):
         uses += [(generate.main, [whole]), (inspect_attention.main, [whole]), (train.main, init)]
     for raw in pickles(mark)[1::2]:
         (checkpoint / name).write_bytes(raw)
-        update_checksums(checkpoint)
+        seal(checkpoint)
         for main, arguments in uses:
             assert name in refused(main, arguments, 3)
 
@@ -153,8 +124,7 @@ def test_a_pickle_in_the_files_of_a_run_and_as_text_or_tokens(in_process, refuse
         assert code in (0, 2, 3), err
         assert "Traceback" not in err
     for name in ("a.txt", "a.jsonl", "a.parquet", "a.bin", "a.txt.gz"):
-        raw = pickles(mark)[1]
-        (folder / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+        write_packed(folder / name, pickles(mark)[1])
         refused(train.main, [*TINY, f"data.path={name}", "name=new"], 3)
     documents = next((folder / "tokens").glob("*documents*"))
     for path in (documents, folder / "tokens" / "manifest.json"):
@@ -171,7 +141,6 @@ wandb.tags=[{call}]
 +hydra.callbacks.x={call}
 hydra.launcher={call}
 hydra.launcher._target_=os.mkdir +hydra.launcher.path={mark}
-+hydra.job_logging.handlers.x.()=os.mkdir
 hydra.launcher=${{oc.create:${{oc.decode:'{call}'}}}}
 model@hydra.launcher=gpt2-nano
 """.strip().splitlines()
@@ -194,7 +163,7 @@ def test_code_in_files_of_settings(refused, folder, mark):
     path = folder / "mine" / "hydra" / "launcher" / "basic.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(CALL.format(mark=mark))
-    for way in ([], ["-m", "seed=1,2"], ["--cfg", "all"], ["--info", "all"], ["--help"]):
+    for way in ([], ["-m", "seed=1,2"], ["--cfg", "all"], ["--help"]):
         err = refused(train.main, [*way, "--config-dir=mine"], 2)
         assert printed_keys(err) == ["--config-dir"]
 
@@ -210,12 +179,9 @@ def evil(folder, mark, monkeypatch):
 
 
 def test_code_in_the_settings_of_a_checkpoint(refused, checkpoint, evil):
-    state = json.loads((checkpoint / "state.json").read_text())
-    model = state["settings"]["model"]
+    model = json.loads((checkpoint / "state.json").read_text())["settings"]["model"]
     for change in ({"_target_": "os.mkdir"}, {"attention": "evil:Evil"}):
-        state["settings"]["model"] = model | change
-        (checkpoint / "state.json").write_text(json.dumps(state))
-        update_checksums(checkpoint)
+        change_state(checkpoint, **{"settings.model": model | change})
         refused(generate.main, [f"checkpoint={checkpoint}"], 3)
     refused(train.main, ["name=new", f"trainer.resume={checkpoint}"], 3)
 
@@ -298,7 +264,9 @@ def marked_up(tmp_path_factory):
     given.lens.prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        trained_run(given)
+        trainer = train.Trainer(given)
+        trainer.train()
+        trainer.close(0)
     return folder, printed.getvalue()
 
 
@@ -380,7 +348,6 @@ def test_no_secret_is_written_or_printed(keeps_secrets):
     assert keeps_secrets("lens=often", "lens.prompts=[a word]") == 0
     assert keeps_secrets("-m", "seed=1,2") == 0
     assert keeps_secrets("debug=true", "data.path=no") == 3
-    assert keeps_secrets("--info", "all") == 0
 
 
 REFERENCES = """

@@ -25,25 +25,24 @@ import threading
 import traceback
 
 import train
+from helpers import REPOSITORY, SOURCES
 from helpers.planted_faults import plant
 from training import command
 from training.signals import end_quietly
 
 # What a training imports only when it needs it.
 PARTS = """
-    data lens lens.heatmap lens.page model tokens.shards tokens.tokenizers
-    training.checkpoint training.console training.device training.directory training.feed
-    training.fitting training.guard training.meter training.muon training.optim training.parallel
-    training.profiling training.ranks training.report training.resume training.rows
-    training.saving training.sweep training.tracker training.validation training.wandb_run
-    numpy.ctypeslib numpy.random rich._emoji_codes torch._dynamo torch._functorch.config
-    torch._inductor.utils torch.distributed torch.distributed.fsdp torch.onnx
+    lens.heatmap numpy.ctypeslib numpy.random rich._emoji_codes torch._dynamo
+    torch._functorch.config torch._inductor.utils torch.distributed torch.distributed.fsdp
+    torch.onnx
 """
 
 
 def import_everything() -> None:
     """Without starting a thread, since threads do not survive a fork."""
-    for name in PARTS.split():
+    sources = [path.relative_to(REPOSITORY).with_suffix("") for path in SOURCES]
+    ours = [".".join(path.parts) for path in sources if path.parts[0] in ("training", "tokens")]
+    for name in [*ours, *PARTS.split()]:
         importlib.import_module(name)
     command.compose(["lens=off", "wandb=off", "data.tokenizer=byte"])  # Hydra's grammar
     assert len(os.listdir("/proc/self/task")) == 1
