@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -28,34 +29,15 @@ from training.wandb_run import MOST_SAMPLES, WandbConfig
 OFFLINE = WandbConfig(mode="offline")
 
 
-class Recorded:
-    """In place of a W&B run: keeps what it is given."""
-
-    id, offline = "x", True
-
-    def __init__(self, folder):
-        self.dir = str(folder / "files")
-        (folder / "logs").mkdir(parents=True)
-        (folder / "logs" / "debug-internal.log").touch()
-        self.rows, self.summary = {}, {}
-
-    def start(self, **options):
-        self.options = options
-        return self
-
-    def log(self, row, step):
-        self.rows[step] = row
-
-    def define_metric(self, *_, **__): ...
-
-    def finish(self, exit_code):
-        self.exit_code = exit_code
-
-
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
-    run = Recorded(tmp_path / "wandb" / "run-1")
-    monkeypatch.setattr("wandb.init", run.start)
+    """In place of a W&B run: keeps what it is given."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "debug-internal.log").touch()
+    run = Mock(id="x", offline=True, dir=str(tmp_path / "files"), rows={}, summary={})
+    run.log = lambda row, step: run.rows.update({step: row})
+    run.init.return_value = run
+    monkeypatch.setattr("wandb.init", run.init)
     return run
 
 
@@ -113,10 +95,11 @@ def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for run_id, resume in ((None, None), ("known", "allow")):
         tracker = Tracker(WandbConfig(), tmp_path, {}, run_id)
-        assert recorded.options["mode"] == "offline"
-        assert (recorded.options["id"], recorded.options["resume"]) == (run_id, resume)
+        options = recorded.init.call_args.kwargs
+        assert [options[key] for key in ("mode", "id", "resume")] == ["offline", run_id, resume]
         tracker.finish(4)
-    assert recorded.exit_code == recorded.summary["exit_code"] == 4
+    recorded.finish.assert_called_with(exit_code=4)
+    assert recorded.summary["exit_code"] == 4
 
 
 def test_media_that_cannot_be_read_are_left_out(tmp_path, recorded, capsys):
@@ -131,32 +114,28 @@ def test_media_that_cannot_be_read_are_left_out(tmp_path, recorded, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
-def history(folder):
-    """(rows, all records, folder of files) of the offline run below `folder`, as W&B reads it."""
-    (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    records = [json.loads(line) for line in lines]
-    found = [record["history"]["item"] for record in records if record["type"] == "history"]
-    return found, records, file.parent / "files"
-
-
 WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A whole run, offline and without an account: (its folder, what W&B has of it)."""
+    """A whole run, offline and without an account: (its folder; as W&B reads it, the rows, all
+    records, the folder of files)."""
     named = ("wandb.tags=[a,b]", "wandb.notes=What is new, [here]: nothing")
     named += ("wandb.group=first tries", "wandb.log_model=best", "wandb.mode=offline")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         folder = train_in(tmp_path_factory.mktemp("watched"), *WATCHED, *named)
-    return folder, history(folder)
+    (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    records = [json.loads(line) for line in lines]
+    logged = [record["history"]["item"] for record in records if record["type"] == "history"]
+    return folder, logged, records, file.parent / "files"
 
 
 def test_without_wandb_the_same_files_are_written(watched, tmp_path):
-    folder, _ = watched
+    folder, *_ = watched
     alone = train_in(tmp_path, *WATCHED)
     assert repeatable_rows(alone) == repeatable_rows(folder)
     theirs, mine = (
@@ -171,7 +150,7 @@ def test_without_wandb_the_same_files_are_written(watched, tmp_path):
 
 def test_docs_list_the_recorded_keys(watched):
     """Each key of the table in docs/wandb.md is recorded; each recorded key is in the table."""
-    _, (logged, _, _) = watched
+    _, logged, *_ = watched
     text = (REPOSITORY / "docs" / "wandb.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`\w+/[^|]*) \|", text, re.MULTILINE)
     listed = [key for cell in cells for key in re.findall(r"`([^`]+)`", cell)]
@@ -184,7 +163,7 @@ def test_docs_list_the_recorded_keys(watched):
 
 
 def test_rows_configuration_and_summary(watched):
-    folder, (logged, records, _) = watched
+    folder, logged, records, _ = watched
     assert [row["_step"] for row in logged] == [0, 1, 2, 3, 4]
     for row, mine in zip(logged, rows(folder), strict=True):
         assert row["_step"] == mine.pop("step")
@@ -212,7 +191,7 @@ def test_rows_configuration_and_summary(watched):
 
 def test_uploaded_model_can_be_loaded(watched, tmp_path):
     """The artifact's files, each under its name there; without moments they cannot be resumed."""
-    folder, (_, records, _) = watched
+    folder, _, records, _ = watched
     artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
     (artifact,) = (one for one in artifacts if one["type"] == "model")
     best = (folder / "checkpoints" / "best").resolve()
@@ -230,7 +209,7 @@ def test_uploaded_model_can_be_loaded(watched, tmp_path):
 
 
 def test_which_model_is_uploaded(watched, recorded, monkeypatch):
-    folder, _ = watched
+    folder, *_ = watched
     for kind, best, names in (
         ("best", 2, ["step_2", "best"]),
         ("best", None, ["step_4", "last"]),
@@ -245,7 +224,7 @@ def test_which_model_is_uploaded(watched, recorded, monkeypatch):
 
 def test_media_are_the_files_on_disk_byte_for_byte(watched):
     """Pictures, pages (whose policy would forbid any addition), samples and the table of heads."""
-    folder, (logged, _, files) = watched
+    folder, logged, _, files = watched
     files_of = {}
     for row, mine in zip(logged, rows(folder), strict=True):
         for key, value in mine.items():
