@@ -58,9 +58,8 @@ VARIANTS = [
     (2, "fsdp", COMPILED),
 ]
 if CAMPAIGN:
-    for way in STRATEGIES:
-        VARIANTS += [(2, way, RECOMPUTED), (2, way, PROFILED)]
-        VARIANTS += [(4, way, "trainer.micro_batch_size=1")]
+    VARIANTS += [(2, way, more) for way in STRATEGIES for more in (RECOMPUTED, PROFILED)]
+    VARIANTS += [(4, way, "trainer.micro_batch_size=1") for way in STRATEGIES]
     VARIANTS += [(2, "fsdp", UNSHARDED)]
 
 
@@ -100,8 +99,9 @@ def watched(place, request):
 
 
 def test_two_ranks_train_as_one(watched):
-    """Losses, clipped gradients, validation on 7 windows, parameters, samples, files."""
-    many, one, _ = watched
+    """Losses, clipped gradients, validation on 7 windows, parameters, samples, files, output."""
+    many, one, (main, other) = watched
+    assert (main.err, other.err, other.out) == ("", "", "")
     assert max(values(one, "train/grad_norm").values()) > 0.5  # so they were clipped
     check_same_course(many, one)
     for step in (HALF, SHORT):
@@ -123,19 +123,11 @@ def test_a_checkpoint_has_the_same_state(watched):
     assert many.settings["parallel"]["strategy"] == watched[0].name
     for settings in (one.settings, many.settings):
         del settings["name"], settings["parallel"]
-    for key in ("val_loss", "best_loss"):
-        assert getattr(many, key) == pytest.approx(getattr(one, key), rel=1e-5)
+    for key in ("val_loss", "best_loss", "losses", "spikes"):
+        rel = 1e-4 if key == "spikes" else 1e-5
+        assert getattr(many, key) == pytest.approx(getattr(one, key), rel=rel)
         setattr(many, key, getattr(one, key))
-    assert many.losses == pytest.approx(one.losses, rel=1e-5)
-    assert many.spikes == pytest.approx(one.spikes, rel=1e-4)
-    many.spikes, many.losses = one.spikes, one.losses
     assert many == one
-
-
-def test_only_rank_0_prints(watched):
-    _, _, (main, other) = watched
-    assert (main.err, other.err, other.out) == ("", "", "")
-    assert f"{SHORT}/{SHORT}" in main.out
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -177,9 +169,6 @@ def test_muon_trains_documents_as_in_one_process(place):
     weight = "blocks.0.mlp.fc.weight"
     moved, start = (load_file(last(one, s) / "model.safetensors")[weight] for s in (None, HALF))
     assert float((moved - start).abs().max()) > 3e-3
-
-
-# --------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize(
@@ -272,14 +261,11 @@ def test_a_sweep_goes_on_after_an_error_of_one_rank(place):
     assert {"parallel=fsdp", "trainer.batch_size=9"} <= set(printed_command(main.err)[1])
 
 
-# --------------------------------------------------------------------------------------- errors
-
 # Name: exit code, key, whether rank 1 alone has the problem, arguments.
 REFUSALS = {
     "mistyped": (2, "paralel", False, "paralel=ddp"),
     "no_text": (3, "data.path", False, "parallel=ddp", "data.path=nowhere.txt"),
     "another_text": (3, "data.path", True, "parallel=ddp", "data.path=text{rank}.txt"),
-    "lost_text": (3, "data.path", True, "parallel=fsdp", "data.path=text{rank}.txt"),
     "broken_disk": (4, "RuntimeError", True, "parallel=fsdp"),
 }
 
@@ -290,12 +276,10 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
     code, key, on_rank_1, *arguments = REFUSALS[name]
     folder = write_texts(place.folder / f"in_{name}")
     (folder / "text0.txt").write_text("one text, " * 500)
-    if name == "another_text":
-        (folder / "text1.txt").write_text("another,  " * 500)
-    fault = happen(("broken", "data.load_datasets")) if name == "broken_disk" else None
-    main, other = place.server.run_ranks(
-        *(folder, *SAME, *arguments), faults=[None, fault], codes=[code, code]
-    )
+    (folder / "text1.txt").write_text("another,  " * 500)
+    faults = [None, happen(("broken", "data.load_datasets")) if name == "broken_disk" else None]
+    special = {"faults": faults, "codes": [code, code]}
+    main, other = place.server.run_ranks(folder, *SAME, *arguments, **special)
     assert printed_keys(main.err) == [key]
     assert ("rank 1" in main.err) == on_rank_1
     assert other.err == ""
@@ -315,18 +299,15 @@ def test_a_run_of_damaged_checkpoints_ends_all_ranks(place):
 
 
 @pytest.mark.parametrize(
-    ("setting", "given", "key"),
-    [
-        ("optimizer.lr", ("0.001", "0.002"), "optimizer.lr"),
-        ("parallel", ("ddp", "fsdp"), "parallel.strategy"),
-    ]
-    + [("trainer.resume", ("runs/alone", "auto"), "trainer.resume")] * CAMPAIGN,
+    ("key", "given"),
+    [("optimizer.lr", ("0.001", "0.002")), ("parallel.strategy", ("ddp", "fsdp"))]
+    + [("trainer.resume", ("runs/alone", "auto"))] * CAMPAIGN,
 )
-def test_ranks_with_different_settings_do_not_train(place, setting, given, key):
-    folder = write_texts(place.folder / f"different_{setting}")
+def test_ranks_with_different_settings_do_not_train(place, key, given):
+    folder = write_texts(place.folder / f"different_{key}")
     shutil.copytree(place.alone(), folder / "runs" / "alone", symlinks=True)
     before = contents(folder / "runs")
-    each = [f"{setting}={value}" for value in given]
+    each = [f"{key}={value}" for value in given]
     main, other = place.server.run_ranks(folder, *SAME, each=each, codes=[2, 2])
     assert printed_keys(main.err)[0] == key
     assert all(value in main.err for value in given)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers.models import random_ids, tiny_model
 
 from model import head_loss as plain
 from training import loss as module
@@ -111,14 +110,3 @@ def test_compiled_it_is_the_same():
     args = inputs()
     compiled = torch.compile(head_loss, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, *args), run(plain, *args))
-
-
-def test_the_tied_embedding_gets_both_gradients():
-    model, ids = tiny_model(std=None), random_ids()
-    grads = []
-    for model.head_loss in (plain, head_loss):
-        _, loss = model(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        grads.append({name: p.grad for name, p in model.named_parameters()})
-        model.zero_grad(set_to_none=True)
-    torch.testing.assert_close(*grads)
