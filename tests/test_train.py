@@ -1,11 +1,9 @@
-"""The training loop on a tiny model: learning, the files of a run, resume, signals."""
+"""The training loop on a tiny model: learning, the files of a run, resume, stopping."""
 
 import contextlib
 import json
 import math
 import os
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -31,14 +29,13 @@ from helpers.runs import (
 
 import train
 from errors import CheckpointError, ConfigError, DataError, DivergedError
-from train import Trainer
 from training import checkpoint
 from training.guard import Guard
 from training.parallel import Parallel
 
 # Settings of the finished run that tests resume; they differ from the defaults.
-LENGTH = ("trainer.max_steps=6", "trainer.save_every=1", "trainer.keep=9", "trainer.log_every=2")
-OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", *LENGTH)
+OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.log_every=2")
+OWN += ("trainer.max_steps=6", "trainer.save_every=1", "trainer.keep=9")
 
 
 @pytest.fixture(scope="module")
@@ -206,9 +203,6 @@ def test_nan_validation_loss_ends_the_run_without_a_checkpoint(trainer):
     assert not checkpoint.has_any(run.folder)
 
 
-# ----------------------------------------------------------------------------- files of a run
-
-
 def test_run_directory(trainer, tmp_path):
     run = trainer("name=full", "lens=default", "lens.every=2", "trainer.save_every=3")
     run.train()
@@ -257,9 +251,6 @@ def test_newest_checkpoints_and_the_best_are_kept(trainer, monkeypatch):
     assert kept == ["step_00000002", "step_00000005", "step_00000006"]
     assert os.readlink(folder / "best") == "step_00000002"
     assert (run.state.best_loss, run.state.best_step) == (0.0, 2)
-
-
-# --------------------------------------------------------------------------------------- resume
 
 
 def test_resume_is_bit_exact(trainer, run, resumed, whole):
@@ -434,9 +425,6 @@ def test_a_finished_run_is_not_changed_by_starting_it_again(run, trainer):
         assert set(changed(run, before)) <= {"report.html"}  # says when it was written
 
 
-# ------------------------------------------------------------------- command, output and signals
-
-
 def test_train_without_network_account_or_stdout(tmp_path, text_file):
     """As in README, in a process of its own, with stdout on a full disk: it trains, says once that
     W&B is offline and once that output is lost."""
@@ -458,37 +446,15 @@ def test_train_without_network_account_or_stdout(tmp_path, text_file):
     assert sorted(printed_keys(done.stderr)) == ["<stdout>", "W&B"]
 
 
-def test_an_error_of_the_command_is_one_line_and_leaves_no_run(in_process, tmp_path):
-    arguments = [*TINY, "data.path=none.txt"]
-    code, _, err = in_process(train.main, tmp_path, *arguments)
-    assert (code, printed_keys(err)) == (3, ["data.path"])
-    assert not (tmp_path / "runs").exists()
-    code, _, err = in_process(train.main, tmp_path, *arguments, "debug=true")
+def test_debug_adds_the_traceback(in_process, tmp_path):
+    given = [*TINY, "data.path=none.txt", "debug=true"]
+    code, _, err = in_process(train.main, tmp_path, *given)
     assert code == 3
     assert "Traceback" in err
 
 
-def test_signal_saves_and_the_printed_command_resumes(in_process, tmp_path, text_file, monkeypatch):
-    step = Trainer.step
-
-    def interrupted(self):
-        if self.state.step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(self)
-
-    monkeypatch.setattr(Trainer, "step", interrupted)
-    own = (f"data.path={text_file}", "name=a", "trainer.eval_every=0", "trainer.log_every=1")
-    code, _, err = in_process(train.main, tmp_path, *TINY, *own)
-    run = tmp_path / "runs" / "a"
-    assert code == 130
-    assert saved_step(run) == rows(run)[-1]["step"] == 2
-    command = shlex.split(re.search(r"\bpython .*", err)[0])
-    assert command[-1] == "trainer.resume=runs/a"
-    code, _, err = in_process(train.main, tmp_path, *command[2:])
-    assert (code, saved_step(run)) == (0, 4), err
-
-
 def test_a_signal_during_the_agreement_of_ranks_is_not_lost(trainer, monkeypatch):
+    """Signals at any other moment: faults/test_kills.py."""
     run = trainer("trainer.eval_every=0")
 
     def largest(number):

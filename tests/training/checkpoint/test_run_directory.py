@@ -13,7 +13,7 @@ import pytest
 from helpers.refusals import SPECIAL_FILES, refused
 from helpers.runs import change_state, rows, seal, train_in
 
-from errors import CheckpointError, DamagedCheckpointError, RunDirectoryError, RunFileError
+from errors import CheckpointError, DamagedCheckpointError, RunFileError
 from training import checkpoint, directory
 from training.hf import load_reader
 
@@ -114,19 +114,12 @@ def test_pages_and_tables_are_not_written_through_links(run, resumed):
     assert (run / "attention" / "heads.csv").stat().st_size > 100
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EROFS])
-def test_locks(run, monkeypatch, number):
-    """A file system without locks costs a line; a lock file that cannot be written is an error."""
+def test_a_file_system_without_locks_is_accepted(run, monkeypatch):
+    def no_locks(path):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path))
 
-    def failing(path):
-        raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr(directory, "lock", failing)
-    if number == errno.ENOLCK:
-        assert directory.take(run) is None
-    else:
-        with refused(RunDirectoryError, "name", "run"):
-            directory.take(run)
+    monkeypatch.setattr(directory, "lock", no_locks)
+    assert directory.take(run) is None
 
 
 def test_settings_that_cannot_be_read_are_written_again(run, resumed, no_waiting_for_fifos):
@@ -173,35 +166,23 @@ def save_newer_and_prune(run):
         shutil.rmtree(old)
 
 
+@pytest.mark.parametrize("path", [".", "checkpoints/last"])
 @pytest.mark.parametrize("name", ["read_bounded", "checksum", "read_json", "load_file"])
-def test_a_checkpoint_may_be_pruned_while_it_is_read(run, tmp_path, monkeypatch, capsys, name):
+def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, name, path):
     """The new newest one is read instead, without a warning; one that is named is refused."""
-    real = getattr(checkpoint, name)
-    for number in range(4):
-        before, by_link = divmod(number, 2)
-        copy, left = tmp_path / f"copy{number}", [1]
-        shutil.copytree(run, copy, symlinks=True)
+    real, unpruned = getattr(checkpoint, name), [run]
 
-        def read(file, *rest, before=before, copy=copy, left=left):
-            if before and left and "step_" in str(file):
-                left.pop()
-                save_newer_and_prune(copy)
-            result = real(file, *rest)
-            if left and "step_" in str(file):
-                left.pop()
-                save_newer_and_prune(copy)
-            return result
+    def read(file, *rest):
+        if unpruned and "step_" in str(file):
+            save_newer_and_prune(unpruned.pop())
+        return real(file, *rest)
 
-        monkeypatch.setattr(checkpoint, name, read)
-        reader = load_reader(copy / "checkpoints" / "last" if by_link else copy)
-        monkeypatch.setattr(checkpoint, name, real)
-        assert not left
-        # What was read to its end before it was pruned is as good as the newest.
-        assert reader.state.step in ((5,) if before else (4, 5))
-        assert reader.folder.name == f"step_{reader.state.step:08d}"
-        assert capsys.readouterr().err == ""
-    named = copy / "checkpoints" / "step_00000004"
-    with refused(CheckpointError, "checkpoint", named / "state.json"):
+    monkeypatch.setattr(checkpoint, name, read)
+    reader = load_reader(run / path)
+    assert (reader.state.step, reader.folder.name) == (5, "step_00000005")
+    assert (unpruned, capsys.readouterr().err) == ([], "")
+    named = run / "checkpoints" / "step_00000004"
+    with refused(CheckpointError, "checkpoint", named.resolve() / "state.json"):
         load_reader(named)
 
 
