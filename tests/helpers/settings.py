@@ -41,12 +41,11 @@ def _value(override: str) -> object:
 def settings(*overrides: str) -> Settings:
     """The checked settings of these overrides. Raises ConfigError with every problem."""
     keys = [text.partition("=")[0] for text in overrides]
-    groups = [text for key, text in zip(keys, overrides, strict=True) if "." not in key]
-    plain = [text for text in groups if text.partition("=")[0] not in (*GROUPS, "experiment")]
-    values = copy.deepcopy(_composed(tuple(text for text in groups if text not in plain)))
+    choices = [text for text in overrides if text.partition("=")[0] in (*GROUPS, "experiment")]
+    values = copy.deepcopy(_composed(tuple(choices)))
     for text in overrides:
         group, _, name = text.partition("=")[0].rpartition(".")
-        if group or text in plain:
+        if text not in choices:
             (values[group] if group else values)[name] = copy.deepcopy(_value(text))
     if names_a_run(values):
         found, problems = build_launch(values, keys, copy.deepcopy(_composed(())))
