@@ -220,18 +220,13 @@ class Chart:
         return pages.pixels(self.figure.locator("canvas").nth(what))[0]
 
 
-def with_charts(lens):
-    """The page's charts, by statistic, after everything is drawn again."""
+def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
+    lens = shown(viewport=TALL)
     lens.evaluate(WATCH_TEXT)
     lens.locator("#theme").click()
     lens.evaluate("() => { window.written = []; }")
-    lens.locator("#theme").click()
-    return {key: Chart(lens, key) for key in STATISTICS}
-
-
-def test_charts(shown):
-    lens = shown(viewport=TALL)
-    found = with_charts(lens)
+    lens.locator("#theme").click()  # draws everything again
+    found = {key: Chart(lens, key) for key in STATISTICS}
     assert all(chart.steps == ["0", "120"] for chart in found.values())
 
     chart = found["entropy"]  # the marker of the step that is shown
@@ -249,12 +244,9 @@ def test_charts(shown):
         said = chart.figure.locator(".value").inner_text().replace(" · ", " ")
         assert said.split() == [f"L{place[0]}", f"H{place[1]}", "60", pages.as_shown(values[place])]
 
-
-def test_chosen_head_and_head_under_the_pointer(shown):
-    lens = shown(fragment="#step=80", viewport=TALL)
-    found = with_charts(lens)
+    pages.go_to(lens, "step=80")
     values = {key: of_heads[1, 1] for key, of_heads in a_run().rows[80].values.items()}
-    pages.tile(lens, 1, 1).click()  # and under the pointer
+    pages.tile(lens, 1, 1).click()  # the chosen head, also under the pointer
     for key, value in values.items():
         assert found[key].figure.locator(".value").inner_text() == f"L1 H1 {pages.as_shown(value)}"
         r, g, b, alpha = found[key].drawn(1)[int(found[key].y(value)), int(found[key].x(80))]

@@ -72,8 +72,8 @@ class WandbServer:
             data = {"createArtifactManifest": {"artifactManifest": {"id": "m", "file": file}}}
         elif "createArtifactFiles(" in query:
             names = [file["name"] for file in given["input"]["artifactFiles"]]
-            nodes = [self.place(name) for name in names]
-            data = {"createArtifactFiles": {"files": {"edges": [{"node": x} for x in nodes]}}}
+            edges = [{"node": self.place(name)} for name in names]
+            data = {"createArtifactFiles": {"files": {"edges": edges}}}
         elif "commitArtifact(" in query:
             data = {"commitArtifact": {"artifact": {"id": "a", "digest": "d"}}}
         return {"data": data}
