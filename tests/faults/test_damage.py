@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from helpers import TEXT
 from helpers.runs import train_in
-from helpers.tally import tally
+from helpers.tally import campaign, tally
 from helpers.texts import files_of, prepare
-from helpers.trainings import campaign
 
 from errors import CheckpointError, ClearheadError, DataError
 from tokens.shards import open_shards

@@ -30,10 +30,9 @@ PATIENCE = 20  # seconds for one input
 ROOM = 2**30  # bytes that a reader of a small input may allocate at most
 FAULT = "hypothesis and a fuzzer on readers"
 
-ODD = [b"", b"0", b"-1", b"1e400", b"-1e400", b"NaN", b"Infinity", b"null", b"true", b"[]", b"{}"]
-ODD += [b"9" * 5000, b"[" * 2000, b'{"a":' * 500, b"\x00", b"\xff", b"\xed\xa0\x80", b'"', b"\n"]
-ODD += [b"18446744073709551616", b"!!python/object/apply:os.system", b"*a", b"../../etc/passwd"]
-ODD += [b"${oc.env:HOME}", b"_target_", b": ", b"=", b",", b"'", b"  "]
+ODD = b"""0 -1 1e400 -1e400 NaN Infinity null true [] {} 18446744073709551616 *a ../../etc/passwd
+!!python/object/apply:os.system ${oc.env:HOME} _target_ : = , ' " \x00 \xff \xed\xa0\x80""".split()
+ODD += [b"", b"\n", b"  ", b": ", b"9" * 5000, b"[" * 2000, b'{"a":' * 500]
 
 
 def mutated(seed: bytes, chance: random.Random) -> bytes:
@@ -45,14 +44,9 @@ def mutated(seed: bytes, chance: random.Random) -> bytes:
         kind = chance.randrange(8)
         if kind <= 1 and raw:
             raw[place % len(raw)] ^= 1 << chance.randrange(8)
-        elif kind == 2:
-            raw[place:end] = chance.choice(ODD)
-        elif kind == 3:
-            raw[place:place] = chance.choice(ODD)
-        elif kind == 4:
-            del raw[place:end]
-        elif kind == 5:
-            raw[place:place] = raw[place:end] * 2
+        elif 2 <= kind <= 5:
+            part, odd = bytes(raw[place:end]), chance.choice(ODD)
+            raw[place:end] = (odd, odd + part, b"", part * 3)[kind - 2]
         elif kind == 6:
             del raw[place:]
         elif kind == 7 and len(raw) >= 8:

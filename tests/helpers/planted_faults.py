@@ -1,6 +1,6 @@
 """What goes wrong in a training, planted by the fork server before it begins.
 
-    {"crash": {"at": 7}, "bad_loss": {"steps": [3], "value": "nan"}}
+    {"crash": {"at": 7}, "infinite_loss": {"steps": [3]}}
 
 Each is a function of FAULTS, called with the values next to its name. "The saver" is the thread
 that writes checkpoints (training/saving.py).
@@ -11,6 +11,7 @@ import errno
 import functools
 import hashlib
 import json
+import math
 import os
 import pkgutil
 import resource
@@ -241,10 +242,10 @@ def happen(each: list[dict]) -> None:
 
     def wrap(at, real):
         def wrapper(*arguments, **options):
-            if not left or left[0]["at"] != at:
-                return real(*arguments, **options)
-            left[0]["call"] -= 1
-            if left[0]["call"]:
+            is_next = bool(left) and left[0]["at"] == at
+            if is_next:
+                left[0]["call"] -= 1
+            if not is_next or left[0]["call"]:
                 return real(*arguments, **options)
             one = left.pop(0)
             if one["when"] == "saved":
@@ -263,11 +264,8 @@ def happen(each: list[dict]) -> None:
         replace(pkgutil.resolve_name(owner), name, functools.partial(wrap, at))
 
 
-def bad_loss(steps: list[int], value: str) -> None:
-    """The loss of these steps (the first is 1) is nan, and all gradients are, or inf, with finite
-    gradients."""
-    import torch
-
+def infinite_loss(steps: list[int]) -> None:
+    """The loss of these steps (the first is 1) is inf, and its gradients are finite."""
     from model import GPT
 
     now = [0]
@@ -276,7 +274,7 @@ def bad_loss(steps: list[int], value: str) -> None:
         def wrapper(model, *arguments, **options):
             logits, loss = real(model, *arguments, **options)
             if model.training and now[0] in steps:
-                loss = loss * torch.nan if value == "nan" else loss + torch.inf
+                loss = loss + math.inf
             return logits, loss
 
         return wrapper
@@ -343,6 +341,6 @@ def no_memory() -> None:
     replace(fitting, "spare_memory", lambda _: lambda: 0)
 
 
-FUNCTIONS = (failing, little_room, full_disk, happen, bad_loss, watch_parameters, wait_at, slow)
-FUNCTIONS += (compiler, no_memory)
+FUNCTIONS = (failing, little_room, full_disk, happen, infinite_loss, watch_parameters)
+FUNCTIONS += (wait_at, slow, compiler, no_memory)
 FAULTS = {"crash": Operations} | {function.__name__: function for function in FUNCTIONS}

@@ -1,9 +1,7 @@
 """How often the tests have made which fault; `make campaign` counts, docs/reliability.md tells.
 
-    CAMPAIGN_LOG=campaign.jsonl python -m pytest ...
-    python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
-
-A line is written when a trial has passed; one that has not is pytest's to report.
+CAMPAIGN_LOG=campaign.jsonl python -m pytest ...
+python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
 """
 
 import json
@@ -14,6 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 CAMPAIGN = os.environ.get("CAMPAIGN") == "1"
@@ -22,6 +21,11 @@ CAMPAIGN = os.environ.get("CAMPAIGN") == "1"
 def in_campaign(test: Callable) -> Callable | None:
     """A test that takes long and whose like the short form has: collected in a campaign only."""
     return test if CAMPAIGN else None
+
+
+def campaign(variable: str, few: int, many: int) -> int:
+    """How many trials: a few in `make test`, many in the campaign."""
+    return int(os.environ.get(variable, many if CAMPAIGN else few))
 
 
 def tally(fault: str, number: int = 1, **figures: float) -> None:
@@ -46,21 +50,15 @@ def summary(lines: list[str]) -> dict[str, dict[str, float]]:
 
 
 def main(log: Path, result: Path) -> None:
-    import numpy
-    import torch
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout.strip()
-
+    commit = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
     report = {
         "command": "make campaign",
         "date": f"{date.today()}",
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--short") else ""),
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
+        **{name: version(name) for name in ("torch", "numpy")},
         "faults": summary(log.read_text(encoding="utf-8").splitlines()),
     }
     result.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

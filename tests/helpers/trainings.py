@@ -18,9 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from helpers import REPOSITORY, TEXT, TINY
 from helpers.ranks import PATIENCE, environment, free_port, ours
@@ -141,13 +140,6 @@ class Training:
             os.close(self._handle)
         return self.code
 
-    def until(self, happens: Callable[[], object]) -> None:
-        """Waits for something that is certain to come while it runs."""
-        deadline = time.monotonic() + PATIENCE
-        while not happens():
-            assert not self.has_ended(0.001), self.err
-            assert time.monotonic() < deadline, self.err
-
     @property
     def err(self) -> str:
         """What it wrote to stderr, but for what libraries write."""
@@ -199,20 +191,14 @@ def setting(kind: str, key: str) -> int:
     return int([a.partition("=")[2] for a in KINDS[kind] if a.startswith(f"{key}=")][-1])
 
 
-class Whole(NamedTuple):
-    """A run that nothing happened to, and how long it took."""
-
-    run: Path
-    seconds: float
-
-
 class Faults:
     """A fork server, folders to run in, and the undisturbed run of each kind, made when needed."""
 
     def __init__(self, server: ForkServer, home: Path):
         self.server, self.home = server, home
         self.numbers = itertools.count()
-        self.wholes: dict[str, Whole] = {}
+        self.wholes: dict[str, Path] = {}
+        self.seconds: dict[str, float] = {}  # that they took
         self.names: dict[str, list[str]] = {}
         self.template = home / "texts"
         self.template.mkdir()
@@ -224,11 +210,12 @@ class Faults:
         """A new one, with what the runs train on."""
         return Path(shutil.copytree(self.template, self.home / f"place{next(self.numbers)}"))
 
-    def whole(self, kind: str) -> Whole:
+    def whole(self, kind: str) -> Path:
         if kind not in self.wholes:
             folder, started = self.folder(), time.perf_counter()
             self.run(folder, kind)
-            self.wholes[kind] = Whole(folder / "runs" / "run", time.perf_counter() - started)
+            self.wholes[kind] = folder / "runs" / "run"
+            self.seconds[kind] = time.perf_counter() - started
         return self.wholes[kind]
 
     def operations(self, kind: str) -> list[str]:
@@ -237,7 +224,7 @@ class Faults:
             folder = self.folder()
             self.run(folder, kind, fault={"crash": {"names": str(folder / "names")}})
             run = folder / "runs" / "run"
-            check_same_end(run, self.whole(kind).run)
+            check_same_end(run, self.whole(kind))
             assert (run / "checkpoints" / "best").resolve().name == "step_00000010"
             self.names[kind] = (folder / "names").read_text().splitlines()
         return self.names[kind]
@@ -269,7 +256,7 @@ class Faults:
         steps.touch()
         computed = [json.loads(line)[0] for line in steps.read_text().splitlines()]
         assert computed == list(range(newest + 1, setting(kind, "trainer.max_steps") + 1))
-        check_same_end(run, self.whole(kind).run, was_stopped)
+        check_same_end(run, self.whole(kind), was_stopped)
 
 
 def usable(run: Path) -> int | None:
@@ -322,11 +309,6 @@ def check_same_end(run: Path, whole: Path, was_stopped: bool = False) -> None:
     assert not different
     check_all_whole(run)
     assert not [path for path in run.rglob("*") if re.search(r"\.(part|damaged)", path.name)]
-
-
-def campaign(variable: str, few: int, many: int) -> int:
-    """How many trials: a few in `make test`, many in the campaign."""
-    return int(os.environ.get(variable, many if CAMPAIGN else few))
 
 
 def lose_power(lost: Path, chance: random.Random) -> None:
