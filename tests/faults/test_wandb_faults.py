@@ -149,8 +149,8 @@ def test_an_offline_run_resumed_online_is_one_run(worker):
         (worker.folder / "metrics.jsonl").unlink()
         assert worker(server, run_id=known, **plan) == []
         assert last_wandb_id(worker.folder) == known
-        shown = [f"{server.url}/me/clearhead/runs/{known}", f"model-{known}"]
-        assert worker.out.splitlines() == shown
+        address = f"{server.url}/me/clearhead/runs/{known}"
+        assert worker.out.splitlines() == [address, f"model-{known}"]
         files = [path for path in worker.folder.parent.rglob("*") if path.is_file()]
         content = {path: path.read_bytes() for path in files}
         records = [path for path in files if path.suffix == ".wandb"]
@@ -165,11 +165,9 @@ def test_an_offline_run_resumed_online_is_one_run(worker):
         *_, alert = server.asked("notifyScriptableRunAlert")
         assert (alert["title"], alert["severity"]) == ("Loss spike", "WARN")
         models = [asked["input"] for asked in server.asked("createArtifact(")]
-        assert len(models) == 2
-        for model in models:
-            assert model["artifactCollectionName"] == f"model-{known}"
-            aliases = {alias["alias"] for alias in model["aliases"]}
-            assert aliases == {"latest", "best", "step_5"}
+        assert [model["artifactCollectionName"] for model in models] == [f"model-{known}"] * 2
+        aliases = [{alias["alias"] for alias in model["aliases"]} for model in models]
+        assert aliases == [{"latest", "best", "step_5"}] * 2
         sent = [body for path, body in server.requests if path == "/store/model.safetensors"]
         assert sent == [bytes(range(256)) * 4000] * 2
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 from helpers import REPOSITORY
 from helpers.tally import CAMPAIGN, tally
@@ -98,9 +99,6 @@ def test_sync_calls_fsync_on_the_file_and_once_on_its_folder(tmp_path, monkeypat
         synced.append(os.readlink(f"/proc/self/fd/{number}"))
         real(number)
 
-    def failing(_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     monkeypatch.setattr(os, "fsync", fsync)
     path = tmp_path / "log.jsonl"
     rows = RowFile(path)
@@ -108,15 +106,14 @@ def test_sync_calls_fsync_on_the_file_and_once_on_its_folder(tmp_path, monkeypat
     rows.sync()
     rows.sync()
     assert synced == [str(path), str(tmp_path), str(path)]
-    monkeypatch.setattr(os, "fsync", failing)
-    for step in (2, 3):
-        rows.append({"step": step, "text": "é\u2028\x85a\nb\udcff"})
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "failing")))
+    more = [{"step": step, "text": "é\u2028\x85a\nb\udcff"} for step in (2, 3)]
+    for row in more:
+        rows.append(row)
         rows.sync()
     rows.close()
-    assert [row["step"] for row in written(path)] == [1, 2, 3]
-    assert written(path)[-1]["text"] == "é\u2028\x85a\nb\udcff"
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "Input/output error" in line
+    assert written(path) == [{"step": 1}, *more]
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_rows_after_a_step_are_dropped(tmp_path):
