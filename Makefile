@@ -8,6 +8,9 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # The tests of docs/reliability.md.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
     tests/training/config/test_problems.py tests/training/reporting/test_rows.py
+# Other tests that have more trials or more ranks with CAMPAIGN=1.
+MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/interop/test_export.py \
+    tests/training/distributed/test_ranks.py
 
 .PHONY: train test campaign extras audit lint format clean
 
@@ -19,6 +22,7 @@ test: $(VENV)/test  ## all tests
 
 campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of all texts there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
+	CAMPAIGN=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(MORE_TRIALS) $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/training/distributed/test_ranks.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
 	    tests/inference/test_decoding.py tests/inference/test_generate.py $(ARGS)

@@ -5,17 +5,23 @@
 
 Every error that is expected is a `ClearheadError` with the fields key, value, reason, hint and
 exit_code. `training/command.py` prints it and ends the process with its exit code. No code
-decides anything by the text of a message.
+decides anything by the text of such a message.
 
 Exit codes: 0 finished, 2 configuration, 3 data or checkpoint, 4 failed while running, 130 and 143
 stopped by SIGINT and SIGTERM.
 """
 
+import enum
 import os
 import re
 from typing import NamedTuple
 
-NO_VALUE = object()  # the value of a problem that has none
+
+class _NoValue(enum.Enum):  # one object also after a copy to another process
+    NO_VALUE = enum.auto()
+
+
+NO_VALUE = _NoValue.NO_VALUE  # the value of a problem that has none
 DEBUG = "run again with debug=true for the traceback"  # the hint of an error that is not ours
 # The hint of an error about weights or losses that are NaN or inf.
 AGAINST_DIVERGENCE = (
@@ -224,6 +230,7 @@ class OtherRankError(DistributedError):
     def __init__(self, problems: list[Problem], exit_code: int):
         super().__init__(*problems[0])
         self._problems, self.exit_code = [Problem(*p) for p in problems], exit_code
+        self.args = (self._problems, exit_code)
 
     @property
     def problems(self) -> list[Problem]:

@@ -19,8 +19,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # What tests compile is nothing to keep.
 cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-for secret in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", "RANK", "WORLD_SIZE"):
-    os.environ.pop(secret, None)
+# Neither a W&B account nor the launcher whose allocation the tests may run in.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_")
+for name in tuple(os.environ):
+    if name.startswith(("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", *LAUNCHER)):
+        del os.environ[name]
 
 pytest.register_assert_rewrite("helpers")
 sys.path.insert(0, str(Path(__file__).resolve().parent / "no_network"))
@@ -139,7 +142,11 @@ def opened(window):
     """opened(page.html, fragment) -> it in a browser, `before` being run before its own scripts.
     Fails when anything was fetched or refused, when a script failed, or when the page said
     anything on the console."""
-    pages, wrong = [], []
+    pages, wrong, fetched, allowed = [], [], [], set()
+
+    def dismiss(dialog):
+        wrong.append("dialog")
+        dialog.dismiss()
 
     def open_page(path, fragment="", before="", **options):
         page = window(**options).new_page()
@@ -149,15 +156,17 @@ def opened(window):
         address = path.resolve().as_uri()
         page.on("console", lambda message: wrong.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (wrong.append("dialog"), dialog.dismiss()))
-        page.on("request", lambda r: r.url == address or wrong.append(f"request: {r.url}"))
+        page.on("dialog", dismiss)
+        page.on("request", lambda request: fetched.append(request.url))
         page.goto(address + fragment)
+        allowed.add(address)
         return page
 
     yield open_page
     for page in pages:
         page.close()
     assert wrong == []
+    assert set(fetched) <= allowed
 
 
 @pytest.fixture

@@ -93,7 +93,8 @@ def failing_test(copy: Path, area: str) -> str | None:
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)
-        said = out.seek(0) or out.read()
+        out.seek(0)
+        said = out.read()
     if code not in (0, 1):
         raise RuntimeError(f"{area}: pytest ended with {code}\n{said}")
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)

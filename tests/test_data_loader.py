@@ -92,6 +92,7 @@ def test_micro_batches_are_the_ranks_share_in_its_order_and_announce_more(rank):
         assert announced == [True] * (len(sizes) - 1) + [False]
         main = threading.current_thread().name
         assert ours.sent_by == {main}
+        assert ours.pinned_by
         assert main not in ours.pinned_by
 
 

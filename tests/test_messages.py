@@ -3,6 +3,7 @@
 A line is `key=value: reason; hint`, one per problem, without control characters or secrets.
 """
 
+import copy
 import os
 import shutil
 
@@ -56,6 +57,26 @@ def test_several_problems_with_control_characters_and_a_secret():
         "name=a\\x1b[31m\\nb\\u202e: becomes the folder runs/<name>; use letters, digits and . _ - "
         "only, at most 128",
     ]
+
+
+def test_long_keys_and_values_are_shortened():
+    with pytest.raises(errors.ConfigError) as caught:
+        compose(["a" * 5000 + "=1", "name=" + "b" * 5000])
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("a" * 300 + "...=1: no such setting")
+    assert lines[1].startswith("name=" + "b" * 300 + "...: becomes the folder")
+
+
+def test_copies_as_made_between_processes_are_the_same():
+    problems = [errors.Problem(key, errors.NO_VALUE, "reason", "hint") for key in "ab"]
+    for error in (
+        errors.ConfigError(problems),
+        errors.OtherRankError(problems, 3),
+        errors.DataError("key", errors.NO_VALUE, "reason", "hint"),
+        errors.DamagedCheckpointError("file", "reason"),
+    ):
+        copied = copy.deepcopy(error)
+        assert (str(copied), copied.exit_code) == (str(error), error.exit_code)
 
 
 def test_texts(trainer, tmp_path):

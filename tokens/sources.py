@@ -518,7 +518,7 @@ def hub_data(path: str):
     try:
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:  # of many kinds: no such name, no network, a choice to make
-        cause = f"cannot be opened ({' '.join(str(error).split())[:200]})"
+        cause = f"cannot be opened ({message_of(error)})"
         fix = "check NAME:CONFIG:SPLIT, and the network"
         raise DataError("data.path", path, cause, fix) from error
 
@@ -561,7 +561,7 @@ def _read(read: Callable[[int], bytes], path: str, size: int) -> bytes:
 
 
 def _damaged(path: str, error: Exception) -> DataError:
-    cause = " ".join(str(error).split()) or type(error).__name__
+    cause = message_of(error) or type(error).__name__
     fix = "create or download it again"
     if isinstance(error, MemoryError):
         cause, fix = f"out of memory: {cause}", "use fewer processes or shorter texts"

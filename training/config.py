@@ -443,7 +443,7 @@ def complete(settings: Settings, found: str, stored: dict) -> tuple[Settings, li
     of_the_run = [p for p in problems if not any(f"{p[0]}.".startswith(f"{k}.") for k in named)]
     if len(of_the_run) == len(problems) > 0:
         key, value, cause, _ = problems[0]
-        cause = f"{key}={show(value)}: {cause}"
+        cause = f"{key}={shorten(show(value))}: {cause}"
         fix = f"give another {key}, or use another checkpoint"
         raise CheckpointError("checkpoint", found, cause, fix)
     refuse(problems)

@@ -164,7 +164,7 @@ class Saver:
                 os.replace(old, going)
                 shutil.rmtree(going)
             except OSError as error:
-                print(f"checkpoint={old}: not removed ({error.strerror})", file=sys.stderr)
+                print(f"checkpoint={old}: not removed ({error.strerror or error})", file=sys.stderr)
 
     def _not_saved(self, step: int, error: Exception) -> NotSavedError:
         """In words: the disk, what it has left, what there is to go on from."""

@@ -22,6 +22,7 @@ class WandbServer:
         self.failing = bool(fault) and not after
         self.requests: list[tuple[str, bytes]] = []  # path and body of each that came
         self.ended = threading.Event()
+        self.thread: threading.Thread | None = None
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
         self.server.handle_error = lambda *_: None  # the other side may go whenever it likes
@@ -29,14 +30,18 @@ class WandbServer:
         if self.failing and fault == "closed":
             self.server.socket.close()
         else:
-            threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+            self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+            self.thread.start()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_) -> None:
         self.ended.set()
-        self.server.socket.close()
+        if self.thread:
+            self.server.shutdown()
+            self.thread.join()
+        self.server.server_close()
 
     def rows(self) -> list[dict]:
         """The rows of history that were uploaded."""
