@@ -61,7 +61,7 @@ class DataConfig:
     synthetic: str | None = None  # instead of a text: null | induction (see synthetic.py)
 
     def problems(self) -> list[tuple[str, object, str, str]]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         found = []
         if not self.path and not self.synthetic:
             found.append(("path", self.path, "no text given", "set data.path=FILE, or data=sample"))

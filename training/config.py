@@ -1,8 +1,8 @@
 """What a training run can be told, as typed dataclasses, and every problem with it at once.
 
 Each group of settings has a dataclass beside the code that it configures; `build` fills them all
-from plain values. A problem is a tuple (key, value, cause, fix) and is shown as the line
-`key=value: cause; fix`. How the values get here from the command line: training/command.py.
+from plain values. A problem is a tuple (key, value, reason, hint) and is shown as the line
+`key=value: reason; hint`. How the values get here from the command line: training/command.py.
 """
 
 import copy
@@ -69,7 +69,7 @@ class TrainerConfig:
     sample_tokens: int = 40  # its length; 0: no samples
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         found = []
         for key in ("max_steps", "batch_size", "eval_windows", "log_every", "keep", "max_skips"):
             value = getattr(self, key)
