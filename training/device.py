@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def check(
     device: str, precision: str = "auto", group: str = ""
 ) -> list[tuple[str, object, str, str]]:
-    """What this machine lacks of what is asked for: (key, value, cause, fix) for each problem.
+    """What this machine lacks of what is asked for: (key, value, reason, hint) for each problem.
 
     group: "trainer." where the settings have that prefix.
     """

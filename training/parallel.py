@@ -45,7 +45,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True  # fsdp: false keeps gathered weights until backward
 
     def problems(self) -> list[tuple[str, object, str, str]]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         found = []
         if self.strategy not in STRATEGIES:
             fix = f"use one of {', '.join(STRATEGIES)}"
@@ -318,7 +318,7 @@ def started_by() -> list[str]:
 
 
 def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[tuple]:
-    """What of the way the command was started does not fit: (key, value, cause, fix) each.
+    """What of the way the command was started does not fit: (key, value, reason, hint) each.
 
     batch_size: windows per optimizer step over all ranks; None while it is not known.
     """
@@ -341,7 +341,7 @@ def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[t
 
 
 def check_launch() -> list[tuple]:
-    """What the launcher has left out: (key, value, cause, fix)."""
+    """What the launcher has left out: (key, value, reason, hint)."""
     numbers = ("WORLD_SIZE", "RANK", "MASTER_PORT", *({"LOCAL_RANK"} & os.environ.keys()))
     for key in (*numbers, "MASTER_ADDR"):
         value = os.environ.get(key, "")
@@ -356,7 +356,7 @@ def check_launch() -> list[tuple]:
 
 
 def check_ranks(strategy: str, ranks: int, batch_size: int | None) -> list[tuple]:
-    """What does not fit a number of ranks: (key, value, cause, fix) for each problem."""
+    """What does not fit a number of ranks: (key, value, reason, hint) for each problem."""
     found = []
     if strategy == "single" and ranks > 1:
         cause = f"started as {ranks} processes, which would all train the same"
