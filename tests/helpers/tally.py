@@ -28,6 +28,13 @@ def campaign(variable: str, few: int, many: int) -> int:
     return int(os.environ.get(variable, many if CAMPAIGN else few))
 
 
+def trials(few: int, many: int) -> Callable:
+    """For a test of hypothesis: so many examples, the same ones each time."""
+    from hypothesis import settings
+
+    return settings(max_examples=many if CAMPAIGN else few, deadline=None, derandomize=True)
+
+
 def tally(fault: str, number: int = 1, **figures: float) -> None:
     """Counts faults of a kind in the file that CAMPAIGN_LOG names; without one, nothing.
 

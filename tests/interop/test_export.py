@@ -13,9 +13,9 @@ from helpers import REPOSITORY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
 from helpers.runs import rows, train_in
-from helpers.tally import CAMPAIGN
+from helpers.tally import trials
 from helpers.texts import FRAGMENTS
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from decoding import Sampling
@@ -67,7 +67,7 @@ def test_ids_are_tiktokens(home, name):
     assert theirs.eos_token_id == theirs.bos_token_id == ours.eot_token
     assert theirs("a<|endoftext|>b")["input_ids"].count(ours.eot_token) == 1
 
-    @settings(max_examples=150 if CAMPAIGN else 40, deadline=None, derandomize=True)
+    @trials(40, 150)
     @example(["It's", " we'll", "  DON'T", "\t\t\n \n", "1234½", "_" * 9, "\x00\x7f\xad"])
     @example(["<|endoftext|>", " <|endoftext|> <|endoftext|", "<|endoftext|>\n"])
     @given(mixes)

@@ -16,9 +16,9 @@ import pytest
 import regex  # tiktoken's own dependency: its engine knows \p{L}
 import tiktoken
 from helpers.refusals import refused
-from helpers.tally import CAMPAIGN
+from helpers.tally import CAMPAIGN, trials
 from helpers.texts import FRAGMENTS, encode_at_once, numbers_in
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -27,7 +27,7 @@ from tokens import END_OF_TEXT
 from tokens import encoding as module
 from tokens.encoding import CUT, Gigatoken, StreamEncoder, character_end, find_cut, text_blocks
 
-some = settings(max_examples=400 if CAMPAIGN else 30, deadline=None, derandomize=True)
+some = trials(30, 400)
 
 FRAGMENTS = [
     *FRAGMENTS,
@@ -70,7 +70,7 @@ def check_ids(encoder: StreamEncoder, text: str, blocks: Iterable[bytes], endoft
     return arrays
 
 
-@settings(some, max_examples=400 if CAMPAIGN else 80)
+@trials(80, 400)
 @given(
     st.tuples(mixes, st.integers(1, 5)).map(lambda pair: pair[0] * pair[1]),
     st.sampled_from(["gigatoken", "tiktoken", "byte"]),
@@ -116,8 +116,13 @@ def test_a_run_without_a_cut_has_the_ids_of_one_call(engine):
 @pytest.mark.parametrize("character", [*"a \n-'日\u0301"])
 def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
     """The engine gets hardly more text than the run has; after it pieces are small again."""
-    pieces, encode = [], Gigatoken.encode
-    monkeypatch.setattr(Gigatoken, "encode", lambda self, t: pieces.append(t) or encode(self, t))
+    pieces, real = [], Gigatoken.encode
+
+    def encode(self, text):
+        pieces.append(text)
+        return real(self, text)
+
+    monkeypatch.setattr(Gigatoken, "encode", encode)
     text = character * 100_000
     check_ids(encoder_of("gigatoken", piece=2**12), text, text_blocks(text))
     assert max(map(len, pieces)) <= 3 * 2**12
@@ -187,7 +192,7 @@ def test_cuts_between_two_characters_are_those_of_tiktoken():
     }
 
 
-@settings(some, max_examples=400 if CAMPAIGN else 60)
+@trials(60, 400)
 @given(mixes | st.text(), st.integers(0, 1000), st.integers(0, 1000))
 @example("abc def", 0, 2)
 @example("日本語", 0, 7)

@@ -9,14 +9,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from helpers.tally import CAMPAIGN
+from helpers.tally import CAMPAIGN, trials
 from helpers.texts import peak_memory
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from order import LONGEST_SCHEDULE, WindowOrder, permute, shares
 
-some = settings(max_examples=500 if CAMPAIGN else 20, deadline=None, derandomize=True)
+some = trials(20, 500)
 
 seeds = st.integers(0, 2**64 - 1)
 decimals = st.builds(lambda n, unit: n / unit, st.integers(1, 30), st.sampled_from([1, 4, 10]))
