@@ -111,15 +111,19 @@ def varied_text(size: int, seed: int = 0) -> str:
     return "".join(random.Random(seed).choices([*characters, END_OF_TEXT], k=size))
 
 
-def prepare(path: object, folder: Path, **recipe) -> dict:
-    """Prepares in this process, all of it; the manifest."""
+def preparation(path: object, folder: Path, text_key: str = "text", **changes) -> Preparation:
     values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto", "check_every": 512}
-    values |= {"shard_tokens": 10**8} | recipe
+    recipe = Recipe(**values | {"shard_tokens": 10**8} | changes)
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
-    preparation = Preparation(find_files(path), folder, "text", Recipe(**values))
-    assert preparation.begin()
-    preparation.run(preparation.unfinished(), 1, lambda count: None)
-    return preparation.finish()
+    return Preparation(find_files(path), folder, text_key, recipe)
+
+
+def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1, **changes):
+    """What the command does with part=i/n: the manifest; None while other parts are missing."""
+    made = preparation(path, folder, **changes)
+    if made.begin():
+        made.run(made.unfinished(i, n), workers, lambda count: None, (i, n))
+    return made.finish()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -12,8 +12,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers import texts
 from helpers.refusals import printed_keys, refused
-from helpers.tally import CAMPAIGN
+from helpers.tally import trials
 from helpers.texts import (
     check_kept,
     check_manifest,
@@ -30,7 +31,7 @@ from helpers.texts import (
     write_packed,
     write_source,
 )
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from errors import ConfigError, DataError
@@ -38,11 +39,14 @@ from scripts.prepare_data import PrepareConfig, main
 from tokens import END_OF_TEXT, encoding
 from tokens import prepare as prepare_module
 from tokens import sources as sources_module
-from tokens.prepare import Preparation, Recipe, make_tasks
+from tokens.prepare import make_tasks
 from tokens.sources import find_files
 from training.command import parse
 
-few = settings(max_examples=100 if CAMPAIGN else 10, deadline=None, derandomize=True)
+few = trials(10, 100)
+# In shards of 30 tokens unless a test has other ones.
+preparation = functools.partial(texts.preparation, shard_tokens=30)
+prepare = functools.partial(texts.prepare, shard_tokens=30)
 
 TEXT = "Some words of a text. " * 20  # four tasks of 30 tokens a shard
 
@@ -51,21 +55,6 @@ TEXT = "Some words of a text. " * 20  # four tasks of 30 tokens a shard
 def here(in_process, tmp_path):
     """here(*arguments) -> (exit code, out, err) of the command, run in this process."""
     return functools.partial(in_process, main, tmp_path, "workers=1")
-
-
-def preparation(path: object, folder: Path, text_key: str = "text", **changes) -> Preparation:
-    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto", "check_every": 512}
-    recipe = Recipe(**values | {"shard_tokens": 30} | changes)
-    files = find_files(path if isinstance(path, list) else str(path))
-    return Preparation(files, folder, text_key, recipe)
-
-
-def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1, **changes):
-    """What the command does with part=i/n: the manifest; None while other parts are missing."""
-    made = preparation(path, folder, **changes)
-    if made.begin():
-        made.run(made.unfinished(i, n), workers, lambda count: None, (i, n))
-    return made.finish()
 
 
 def test_number_of_tasks(monkeypatch):
@@ -155,8 +144,8 @@ def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "hub_data", {"hub:some:thing": data_set}.get)
     path = write_source(tmp_path / "a.txt", ["And a file."])
     prepare(["hub:some:thing", str(path)], tmp_path / "out")
-    texts = [record["text"] for part in rows for record in part]
-    assert ids_of(tmp_path / "out") == expected_ids([("hub", texts), ("txt", ["And a file."])])
+    documents = [record["text"] for part in rows for record in part]
+    assert ids_of(tmp_path / "out") == expected_ids([("hub", documents), ("txt", ["And a file."])])
 
 
 @few
@@ -264,9 +253,9 @@ def test_other_files_in_the_folder(here, tmp_path, subtests):
 
 def test_empty_texts_are_refused(tmp_path, subtests):
     empty = {"a.txt": [""], "a.jsonl": ["", ""], "a.parquet": [], "a.txt.gz": ["\ufeff"]}
-    for name, texts in empty.items():
+    for name, documents in empty.items():
         out = tmp_path / f"{name}-out"
-        path = write_source(tmp_path / name, texts)
+        path = write_source(tmp_path / name, documents)
         key, value = ("data.path", path) if name == "a.txt" else ("out", out)
         with subtests.test(name), refused(DataError, key, value, 3):
             prepare(path, out)
