@@ -63,10 +63,10 @@ def test_a_run_out_of_memory_continues_with_what_is_suggested(trainer):
     with refused(OutOfMemoryError, "trainer.micro_batch_size", 4, exit_code=4) as caught:
         run.train()
     assert suggested(caught.value) == "trainer.micro_batch_size=2"
-    assert "step 2 " in caught.value.hint  # of the checkpoint
     run.close(4)
     assert (run.folder / "report.html").is_file()
     run = trainer("name=tight", "trainer.max_steps=3", suggested(caught.value))
+    assert run.state.step == 2  # of the checkpoint
     run.train()
     assert run.state.step == 3
 
