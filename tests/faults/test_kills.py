@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from helpers.planted_faults import BALLAST, fill_up
-from helpers.refusals import printed_keys
+from helpers.ranks import PATIENCE
+from helpers.refusals import not_waiting, printed_keys
 from helpers.runs import contents, rows
 from helpers.tally import campaign, tally
 from helpers.trainings import (
@@ -51,20 +52,24 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
     kind = ("plain", "accumulating", "shards", "best")[number % 4]
     faults.whole(kind)
     folder, every = faults.folder(), setting(kind, "trainer.save_every")
-    run = folder / "runs" / "run"
-    kills, landed = chance.choice([1, 1, 2, 3]), 0
+    kills, landed, latest = chance.choice([1, 1, 2, 3]), 0, faults.seconds[kind]
     while landed < kills:
+        run = folder / "runs" / "run"
         before = usable(run)
         (training,) = faults.start(folder, kind)
         if chance.random() < 0.3:
-            while not any(run.glob("checkpoints/*.part")) and not training.has_ended(0.0005):
-                pass
+            with not_waiting(PATIENCE):
+                while not any(run.glob("checkpoints/*.part")) and not training.has_ended(0.0005):
+                    pass
             training.has_ended(chance.uniform(0, 0.02))
         else:
-            training.has_ended(chance.uniform(0, faults.seconds[kind]))
+            training.has_ended(chance.uniform(0, latest))
         training.send(signal.SIGKILL)
         if training.wait() == 0:  # it was faster
-            break
+            if landed:
+                break
+            folder, latest = faults.folder(), latest / 2
+            continue
         assert training.code == -signal.SIGKILL
         landed += 1
         check_all_whole(run)
@@ -84,7 +89,7 @@ def test_a_crash_at_each_point_of_saving_loses_nothing(faults, kind, power):
     first one. power: and what was not synced is lost."""
     names = faults.operations(kind)
     apart = campaign("CAMPAIGN_APART", 4 if kind == "three" else 10, 1)
-    points = range(1 + (power and apart // 2), len(names) + 1, apart)
+    points = range(1 + apart // 2 if power else 1, len(names) + 1, apart)
     assert points
     for point in points:
         folder = faults.folder()
@@ -121,8 +126,6 @@ REAL = {
     "a full disk": ("full_disk", {"leave": 0}),
     "a nearly full disk": ("full_disk", {"leave": 200_000}),
 }
-
-
 DISK_FAULTS = [  # what, from which checkpoint on, whether for good
     (what, first, for_good)
     for what in (*INJECTED, *REAL)
@@ -141,7 +144,7 @@ def small_disk(faults):
     if subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("mounting a tmpfs needs root")
     yield folder
-    subprocess.run(["umount", str(folder / "runs")], check=True)
+    subprocess.run(["umount", "-l", str(folder / "runs")], check=True)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_a_run_short_of_disk_keeps_its_checkpoints(faults, request, what, first,
         name, how = REAL[what]
         fault = {name: how | {"before": first - 1, "until": None if for_good else first + 2}}
     training = faults.run(folder, "short", fault=fault, code=4 if for_good else 0)
-    printed_keys(training.err)
+    assert "Traceback" not in training.err
     named = re.findall(r"^checkpoint=runs/run/checkpoints/step_(\d+)", training.err, re.MULTILINE)
     assert list(map(int, named)) == list(failed)
     check_all_whole(run)
@@ -260,7 +263,8 @@ def test_a_start_that_is_cut_off_leaves_nothing_behind(faults, name, code):
             faults.killed(folder, 14, "saved")
         faults.run(folder, "short", fault=happen((name, "durable.rename", call)), code=code)
     faults.complete(folder, "short")
-    tally(STOPPED, 3 * (name == "SIGTERM"))
+    if name == "SIGTERM":
+        tally(STOPPED, 3)
 
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_STOPS", 1, 10)))
@@ -297,8 +301,9 @@ def test_one_process_at_a_time_writes_a_run(faults):
         folder, go_on = faults.folder(), faults.home / ends
         waiting = {"wait_at": {"step": 8, "file": str(go_on)}}
         (first,) = faults.start(folder, "short", fault=waiting)
-        while not Path(f"{go_on}.reached").exists():
-            assert not first.has_ended(0.01), first.err
+        with not_waiting(PATIENCE):
+            while not Path(f"{go_on}.reached").exists():
+                assert not first.has_ended(0.01), first.err
         second = faults.run(folder, "short", code=2)
         assert printed_keys(second.err) == ["name"]
         assert str(first.pid) in second.err

@@ -46,7 +46,8 @@ def settings(*overrides: str) -> Settings:
     for text in overrides:
         group, _, name = text.partition("=")[0].rpartition(".")
         if text not in choices:
-            (values[group] if group else values)[name] = copy.deepcopy(_value(text))
+            owner = values[group] if group else values
+            owner[name] = copy.deepcopy(_value(text))
     if names_a_run(values):
         found, problems = build_launch(values, keys, copy.deepcopy(_composed(())))
     else:

@@ -66,8 +66,9 @@ class ForkServer:
         return self._read()
 
     def _read(self) -> dict:
-        line = self.process.stdout.readline()
-        assert line, "the fork server has ended"
+        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+        line = self.process.stdout.readline() if ready else ""
+        assert line, "the fork server has ended, or does not answer"
         return json.loads(line)
 
     def start(self, folder: Path, *arguments: str, fault: dict | None = None, **more) -> "Training":
@@ -158,17 +159,9 @@ def printed_command(err: str) -> tuple[str, list[str]]:
 
 
 STEPS = 60 if CAMPAIGN else 30
-RUN = (
-    *TINY,
-    "name=run",
-    "data.path=text.txt",
-    "model.dropout=0.2",
-    f"trainer.max_steps={STEPS}",
-    "trainer.eval_every=20",
-    "trainer.save_every=5",
-    "trainer.keep=2",
-    "trainer.log_every=3",
-)
+RUN = (*TINY, "name=run", "data.path=text.txt", "model.dropout=0.2")
+RUN += (f"trainer.max_steps={STEPS}", "trainer.eval_every=20", "trainer.save_every=5")
+RUN += ("trainer.keep=2", "trainer.log_every=3")
 # Three checkpoints, of which one is to go when the next is there. The second is the best: the
 # learning rate becomes too large. (Two ranks draw other dropout, and get there with a smaller one.)
 THREE = (*RUN, "trainer.max_steps=15", "trainer.eval_every=5", "trainer.keep=1")
