@@ -50,7 +50,7 @@ def test_several_prompts_and_samples(written):
     assert written(*arguments, "seed=1") != out
 
 
-def test_text_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
+def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
     def spelled(*_, end, **__):
         tokens = [*b"ab", 256, *b"cd"]
         return ([token] for token in tokens[: tokens.index(end) + 1 if end else None])
@@ -60,7 +60,7 @@ def test_text_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch)
     assert written("prompt=x", "ignore_end=true") == "xab<|endoftext|>cd\n"
 
 
-def test_a_character_of_several_tokens_is_shown_whole(written, monkeypatch):
+def test_printing_shows_a_character_of_several_tokens_whole(written, monkeypatch):
     """Invalid bytes are shown as U+FFFD."""
     pieces, show = [], generate.show
     monkeypatch.setattr(generate, "show", lambda text: (pieces.append(text), show(text)))
@@ -80,7 +80,7 @@ def test_a_loop_of_prompts(written, monkeypatch):
     assert texts[0] != texts[2]
 
 
-def test_ctrl_c_ends_a_text_and_not_the_loop(in_process, folder, monkeypatch):
+def test_ctrl_c_ends_the_printing_of_a_text_and_not_the_loop(in_process, folder, monkeypatch):
     def interrupted(*_, **__):
         yield [ord("a")]
         raise KeyboardInterrupt

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 from helpers.models import tiny_model
+from helpers.ranks import free_port
 from helpers.refusals import refused
 from helpers.runs import assert_same
 from huggingface_hub import constants
@@ -106,7 +107,7 @@ def fetched(server):
     return {path.rpartition("/")[2] for path in server.asked if "/resolve/" in path}
 
 
-def check_refused(name):
+def error_of(name):
     with refused(CheckpointError, "trainer.init_from", name) as caught:
         load_reader(name, "trainer.init_from")
     return caught.value
@@ -124,7 +125,7 @@ def test_fetched_once_and_kept(server, model, new_process):
     assert fetched(server) == set()  # it is in the cache
     new_process(offline=True)
     check_is(model, "hub:some/model")
-    assert "HF_HUB_OFFLINE" in check_refused("hub:new/one").reason
+    assert "HF_HUB_OFFLINE" in error_of("hub:new/one").reason
     assert server.asked == []
 
 
@@ -143,10 +144,10 @@ def test_bad_names_and_answers_of_the_hub(server, new_process, monkeypatch):
     server.models = {"my/gated": "gated"}
     new_process()
     for name in ("", "a/b/c", "../x", "http://x/y"):
-        check_refused(f"hub:{name}")
+        error_of(f"hub:{name}")
     assert server.asked == []
-    errors = [check_refused(f"hub:{name}") for name in ("no/such", "my/gated")]
+    errors = [error_of(f"hub:{name}") for name in ("no/such", "my/gated")]
     assert all("HF_TOKEN" in error.hint for error in errors)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
-    errors.append(check_refused("hub:some/model"))
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    errors.append(error_of("hub:some/model"))
     assert len({error.reason for error in errors}) == 3

@@ -67,7 +67,7 @@ def test_positions_are_cut_or_repeated():
         assert len(notes) == has_note, (length, used)
 
 
-def test_settings_that_do_not_fit_the_weights_are_named(trainer, sources, tmp_path):
+def test_settings_that_do_not_fit_the_weights_are_named(trainer, sources):
     """Each with the value that fits; where several differ, with the preset that fits, if any."""
     shutil.copytree(sources / "hf", "hf")
     to_hf(GPT(ModelConfig(50257, 64, 128, 4, 4)), "nano")  # gpt2-nano's, but for its context

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lens.statistics import STATISTICS, evenly, measure
 
-T, P = 21, 10  # [BOS] + R + R
+T, P = 21, 10  # number of tokens, [BOS] + R + R, and length of R, random tokens that repeat
 
 
 def looking(at):
@@ -43,6 +43,7 @@ def harmonic(n):
 
 NAMES = [key for key in STATISTICS if key != "largest_logit"]
 ONE_CELL = (harmonic(T) - 1) / (T - 1)  # of uniform attention: the mean of 1/2 to 1/T
+# A query of the second R, at q = P + 1 to 2 P, gives each token 1 / (q + 1): their mean.
 ONE_STRIPE = (harmonic(2 * P + 1) - harmonic(P + 1)) / P
 UNIFORM = (1, (T - 1) / 4, ONE_CELL, ONE_CELL, ONE_CELL, ONE_STRIPE, ONE_STRIPE)
 # Weights, and the closed form of each statistic in NAMES.
@@ -50,7 +51,7 @@ PATTERNS = {
     "uniform": (evenly(T), UNIFORM),
     "itself": (back(0), (0, 0, 0, 1, 0, 0, 0)),
     "previous": (back(1), (0, 20 / 21, 1 / 20, 0, 1, 0, 0)),
-    # The first token is none that a stripe of the second copy reaches: those end at R's first.
+    # Token 0 precedes token 1 alone; induction and duplicate count looks at tokens 1 to P + 1.
     "first": (looking(lambda q: 0), (0, 10, 1, 0, 1 / 20, 0, 0)),
     # Queries from 9 on look 9 back: 12 of them; 8 of the 20 after the first look at themselves.
     "induction": (back(P - 1), (0, 9 * 12 / 21, 1 / 20, 8 / 20, 0, 1, 0)),
@@ -90,7 +91,7 @@ def by_loops(a, period):
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(0, 12), st.integers(2, 30), st.integers(1, 3), st.integers(0, 10**6))
 def test_random_weights_by_loops(period, length, num_heads, seed):
     period = period if period >= 2 else 0

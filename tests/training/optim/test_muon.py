@@ -4,6 +4,7 @@ Trainings by several ranks with it: tests/training/distributed/test_ranks.py.
 """
 
 import copy
+import functools
 import math
 
 import pytest
@@ -16,7 +17,6 @@ from helpers.settings import settings
 from torch.utils.flop_counter import FlopCounterMode
 
 from errors import ConfigError
-from model import GPT
 from scripts import plan
 from training import memory, muon, speed
 from training.fitting import matrices_of
@@ -26,10 +26,7 @@ from training.optim import OptimizerConfig, build_optimizer
 from training.parallel import Parallel
 
 CPU = torch.device("cpu")
-
-
-def tiny() -> GPT:
-    return tiny_model(std=None)
+tiny = functools.partial(tiny_model, std=None)
 
 
 def built(model: torch.nn.Module, dtype: torch.dtype = torch.float32, **values) -> muon.Muon:

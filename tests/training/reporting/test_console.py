@@ -75,14 +75,14 @@ NOT_WRITTEN |= {"2>/dev/full": (2, 0), "2>&-": (2, 0)}
 def test_a_stream_that_cannot_be_written_does_not_end_training():
     reader, writer = os.pipe()
     os.close(reader)
-    for redirection, lines in NOT_WRITTEN.items():
-        done = subprocess.run(
-            ["bash", "-c", f'"$0" -c "$1" 9>&{writer} {redirection}', sys.executable, TWO_STEPS],
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)},
-            pass_fds=[writer],
-            capture_output=True,
-            timeout=60,
-        )
-        found = tuple(len(out.splitlines()) for out in (done.stdout, done.stderr))
-        assert (done.returncode, found) == (0, lines), redirection
-    os.close(writer)
+    with os.fdopen(writer, "wb"):  # which closes it
+        for redirect, lines in NOT_WRITTEN.items():
+            done = subprocess.run(
+                ["bash", "-c", f'"$0" -c "$1" 9>&{writer} {redirect}', sys.executable, TWO_STEPS],
+                env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)},
+                pass_fds=[writer],
+                capture_output=True,
+                timeout=60,
+            )
+            found = tuple(len(out.splitlines()) for out in (done.stdout, done.stderr))
+            assert (done.returncode, found) == (0, lines), redirect
