@@ -9,4 +9,5 @@ PROMPTS = [random_ids(B=1, T=n, seed=n)[0].tolist() for n in (3, 12, 1, 30, 7)] 
 
 def written(model, prompts, num_tokens, sampling=GREEDY, **options):
     """The tokens of each prompt."""
-    return [list(row) for row in zip(*generate(model, prompts, num_tokens, sampling, **options))]  # noqa: B905
+    steps = generate(model, prompts, num_tokens, sampling, **options)
+    return [list(row) for row in zip(*steps, strict=True)]

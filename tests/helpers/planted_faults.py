@@ -170,18 +170,19 @@ class Operations:
 def failing(what: str, code: str, steps: list[int], times: int | None, only: str = "") -> None:
     """An operation of the saver fails with an error, such as ENOSPC, at the checkpoints of these
     steps; times: at most so often, only: on paths with this end. what: os.NAME, or save_file."""
-    left, now = [times], [0]
+    left, now = math.inf if times is None else times, {"step": 0}
 
     def fail(*arguments):
-        if not in_saver() or now[0] not in steps or left[0] == 0:
+        nonlocal left
+        if not in_saver() or now["step"] not in steps or left == 0:
             return
         (path, *_) = [found for found in arguments if isinstance(found, int | str | Path)]
         path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
         if path.endswith(only):
-            left[0] = left[0] and left[0] - 1
+            left -= 1
             raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
-    on_call("training.saving.Saver.save", lambda _, __, state: now.__setitem__(0, state.step))
+    on_call("training.saving.Saver.save", lambda _, __, state: now.update(step=state.step))
     on_call(what if "." in what else f"training.checkpoint.{what}", fail)
     saving.RETRY_AFTER = 0
 
@@ -268,18 +269,18 @@ def infinite_loss(steps: list[int]) -> None:
     """The loss of these steps (the first is 1) is inf, and its gradients are finite."""
     from model import GPT
 
-    now = [0]
+    now = {"step": 0}
 
     def forward(real):
         def wrapper(model, *arguments, **options):
             logits, loss = real(model, *arguments, **options)
-            if model.training and now[0] in steps:
+            if model.training and now["step"] in steps:
                 loss = loss + math.inf
             return logits, loss
 
         return wrapper
 
-    on_call("train.Trainer.step", lambda trainer: now.__setitem__(0, trainer.state.step + 1))
+    on_call("train.Trainer.step", lambda trainer: now.update(step=trainer.state.step + 1))
     replace(GPT, "forward", forward)
 
 

@@ -5,7 +5,6 @@ and printed: tests/test_messages.py.
 """
 
 import dataclasses
-import functools
 import math
 import os
 import typing
@@ -145,11 +144,6 @@ def test_no_setting_takes_a_number_that_means_nothing():
             assert {problem[0] for problem in problems} == {key}, f"{key}={str(number)[:20]}"
 
 
-def zeros(path, size):
-    path.touch()
-    os.truncate(path, size)
-
-
 BOMB = "a0: &a0 [x]\n"  # 10**8 values in a few lines
 BOMB += "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9))
 MINE = "experiment/mine.yaml"
@@ -168,7 +162,7 @@ FILES = [
     ("model/gpt2-nano.yaml", "emb_dim: 8"),
     ("config.yaml", "seed: 1"),
     (MINE, os.mkfifo),
-    (MINE, functools.partial(zeros, size=100 * 2**20)),
+    (MINE, 100 * 2**20),
 ]
 CONTENTS = [  # refused by Hydra or as settings
     ("seed: 1\nseed: 2", "--config-dir"),
@@ -180,6 +174,7 @@ CONTENTS = [  # refused by Hydra or as settings
 
 
 def put(folder, name, content):
+    """A number: so many zero bytes."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -187,6 +182,9 @@ def put(folder, name, content):
         content(path)
     elif isinstance(content, bytes):
         path.write_bytes(content)
+    elif isinstance(content, int):
+        path.touch()
+        os.truncate(path, content)
     else:
         path.write_text(f"# @package _global_\n{content}", encoding="utf-8")
 
@@ -223,7 +221,7 @@ TEXTS = [
     ("one_token.txt", b"a"),
     ("latin-1.txt", b"caf\xe9 " * 99),
     ("fifo.txt", os.mkfifo),
-    ("zeros.txt", functools.partial(zeros, size=9 * 10**8)),
+    ("zeros.txt", 9 * 10**8),
 ]
 
 
