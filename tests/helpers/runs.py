@@ -2,10 +2,13 @@
 
 import contextlib
 import hashlib
+import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from helpers import TEXT, TINY
@@ -26,6 +29,24 @@ def train_in(folder: Path, *overrides: str) -> Path:
     return folder / run.folder
 
 
+def copied(run: Path) -> Path:
+    """A copy of a run's directory, of the same name, in runs/ of the current directory."""
+    return Path(shutil.copytree(run, Path("runs") / run.name, symlinks=True))
+
+
+def run_command(main: Callable, folder: Path, *arguments: object) -> tuple[int, str, str]:
+    """(exit code, out, err) of a command, run in a folder by this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
+        patch.setattr("sys.argv", ["train.py", *map(str, arguments)])
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+            except SystemExit as stopped:
+                code = stopped.code
+    return code, out.getvalue(), err.getvalue()
+
+
 def rows(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -41,13 +62,12 @@ def repeatable_rows(folder: Path) -> list[dict]:
 
 def contents(folder: Path) -> dict[str, str]:
     """All paths in a folder with the SHA-256 of files, except the lock files."""
-    paths = (path for path in folder.rglob("*") if path.name != ".lock")
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.is_file()
-        else ""
-        for path in paths
-    }
+    found = {}
+    for path in folder.rglob("*"):
+        if path.name != ".lock":
+            digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            found[str(path.relative_to(folder))] = digest
+    return found
 
 
 def changed(folder: Path, before: dict[str, str]) -> list[str]:

@@ -1,8 +1,7 @@
 """Sweeps (python train.py -m): jobs, failures, signals, results, names, and what is refused."""
 
-import contextlib
 import dataclasses
-import io
+import functools
 import json
 import os
 import shlex
@@ -14,7 +13,7 @@ import pytest
 import yaml
 from helpers import REPOSITORY, TEXT, TINY
 from helpers.refusals import printed_keys, refused
-from helpers.runs import rows
+from helpers.runs import rows, run_command
 from helpers.settings import settings
 from PIL import Image
 
@@ -28,24 +27,12 @@ from training.wandb_run import LENGTHS, WandbConfig
 
 SHORT = [*TINY, "data.path=text.txt", "trainer.max_steps=2", "trainer.eval_every=1"]
 SHORT += ["trainer.sample_tokens=0", "trainer.max_skips=1"]
-
-
-def run_in(folder, *arguments, main=train.main):
-    """(exit code, out, err) of a command in this process."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
-        patch.setattr("sys.argv", ["train.py", *arguments])
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                main()
-            except SystemExit as stopped:
-                code = stopped.code
-    return code, out.getvalue(), err.getvalue()
+run_in = functools.partial(run_command, train.main)
 
 
 def sweep_in(folder, run, *arguments):
-    """The same of a sweep each of whose jobs is run(settings)."""
-    return run_in(folder, "-m", *arguments, main=command.command(run))
+    """(exit code, out, err) of a sweep each of whose jobs is run(settings)."""
+    return run_command(command.command(run), folder, "-m", *arguments)
 
 
 def log(settings):
@@ -95,7 +82,7 @@ def test_results_are_a_table_figures_and_a_picture(swept):
     (row,) = [row for row in found["rows"] if row["settings"] == {"optimizer.lr": 0.01}]
     last = [rows(folder / "runs" / name)[-1]["val/loss"] for name in row["runs"]]
     assert (row["values"], row["seeds"], found["metric"]) == (last, [1, 2], "val/loss")
-    code, compared, _ = run_in(folder, "plot=all.png", main=compare.main)
+    code, compared, _ = run_command(compare.main, folder, "plot=all.png")
     assert code == 0
     for table in (out, (path / "results.md").read_text(), compared):
         assert f"| {sum(last) / 2:.4f} " in table

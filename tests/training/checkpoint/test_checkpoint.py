@@ -1,5 +1,6 @@
 """Checkpoints: their content, damage, saving while training continues, links."""
 
+import copy
 import errno
 import json
 import math
@@ -11,7 +12,7 @@ import threading
 import pytest
 import torch
 from helpers.refusals import refused
-from helpers.runs import assert_same, change_state, change_tensors, damage, seal, train_in, weights
+from helpers.runs import assert_same, change_state, change_tensors, copied, damage, seal, train_in
 from safetensors.torch import load_file
 
 from errors import CheckpointError, DamagedCheckpointError, DivergedError
@@ -29,8 +30,7 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def saved(finished, trainer, tmp_path):
     """The newest checkpoint of its copy in the current directory, runs/saved."""
-    shutil.copytree(finished, tmp_path / "runs" / "saved", symlinks=True)
-    return tmp_path / "runs" / "saved" / "checkpoints" / "step_00000004"
+    return tmp_path / copied(finished) / "checkpoints" / "step_00000004"
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_checkpoint_has_the_parameters_of_its_step(trainer, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write", late)
     run.step()
-    wanted = weights(run)
+    wanted = copy.deepcopy(run.model.state_dict())
     run.save()
     run.step()
     assert not torch.equal(wanted["token_emb.weight"], run.model.token_emb.weight)
