@@ -21,6 +21,7 @@ from helpers.runs import (
     change_state,
     changed,
     contents,
+    copied,
     repeatable_rows,
     rows,
     train_in,
@@ -47,8 +48,7 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def run(whole, trainer):
     """Its copy in the current directory, runs/a."""
-    shutil.copytree(whole, "runs/a", symlinks=True)
-    return Path("runs/a")
+    return copied(whole)
 
 
 @pytest.fixture
@@ -494,8 +494,12 @@ def test_compiled_training_uses_and_saves_the_same_parameters(trainer, tmp_path,
     real, made, ran = torch.compile, [], []
 
     def backend(graph, _):
+        def forward(*inputs):
+            ran.append(torch.is_grad_enabled())
+            return graph.forward(*inputs)
+
         made.append(graph)
-        return lambda *inputs: ran.append(torch.is_grad_enabled()) or graph.forward(*inputs)
+        return forward
 
     monkeypatch.setattr(torch, "compile", lambda model: real(model, backend=backend))
     short = ("model.dropout=0", "trainer.max_steps=2")
