@@ -78,7 +78,7 @@ class BenchmarkConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         found = []
         for key, least in LEAST.items():
             if not getattr(self, key) >= least:

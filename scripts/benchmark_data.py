@@ -37,7 +37,7 @@ class BenchmarkConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         found = []
         if not os.path.isfile(self.text):
             found.append(("text", self.text, "no such file", "give a plain text file"))

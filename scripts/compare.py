@@ -41,7 +41,7 @@ class CompareConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         found = []
         for key, value in (("out", self.out), ("plot", self.plot)):
             above = Path(value).parent

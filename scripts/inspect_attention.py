@@ -33,7 +33,7 @@ class InspectConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         found = [
             ("text" if key == "prompts" else key, *rest)
             for key, *rest in lens_config(self.text, self.max_tokens, self.repeated).problems()

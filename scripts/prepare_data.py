@@ -35,7 +35,7 @@ class SourceConfig:
     )
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         from tokens.tokenizers import TOKENIZERS
 
         found = []
@@ -64,7 +64,7 @@ class PrepareConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
         found = []
         if not self.out:
             found.append(("out", self.out, "no folder given", "set out=DIR"))

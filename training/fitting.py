@@ -68,7 +68,7 @@ def what_would_fit(
 def check_memory(settings: "Settings", parallel: "Parallel") -> tuple[list[tuple], list[str]]:
     """Compares what a run needs with the memory of its device, before anything is allocated.
 
-    Returns problems (key, value, cause, fix) and notes. A problem: the weights, gradients and
+    Returns problems (key, value, reason, hint) and notes. A problem: the weights, gradients and
     moments need more than there is, on any device, or on a CPU a step does. A note: a step on a CPU
     may need more than is free now. On a GPU a step that does not fit ends the run at once, and
     `what_would_fit` says so.

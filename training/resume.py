@@ -1,7 +1,7 @@
 """How a run begins: new, from a checkpoint of its own or another's, or from given weights.
 
 Nothing here changes anything on disk. What does not fit comes back as a list of problems, each
-(key, value, cause, fix), and the caller refuses it (see training/config.py).
+(key, value, reason, hint), and the caller refuses it (see training/config.py).
 """
 
 import shlex
