@@ -61,7 +61,7 @@ class DataConfig:
     synthetic: str | None = None  # instead of a text: null | induction (see synthetic.py)
 
     def problems(self) -> list[tuple[str, object, str, str]]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if not self.path and not self.synthetic:
             found.append(("path", self.path, "no text given", "set data.path=FILE, or data=sample"))

@@ -57,7 +57,7 @@ class GenerateConfig:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if not self.checkpoint:
             found.append(("checkpoint", "", "is empty", "give a run or a checkpoint"))

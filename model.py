@@ -39,7 +39,7 @@ class ModelConfig:
     attention: str = "sdpa"  # which kernel computes attention; the weights fit all of them
 
     def problems(self) -> list[tuple[str, object, str, str]]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         for key in ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers"):
             if getattr(self, key) < 1:

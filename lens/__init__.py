@@ -57,7 +57,7 @@ class LensConfig:
     frames: int = 24  # at most so many steps in the time-lapse
 
     def problems(self) -> list[tuple[str, object, str, str]]:
-        """What does not fit: (key, value, cause, fix) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if self.every is not None and self.every < 0:
             found.append(("every", self.every, "must not be negative", "use 0 for no lens"))

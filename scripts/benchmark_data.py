@@ -37,7 +37,7 @@ class BenchmarkConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if not os.path.isfile(self.text):
             found.append(("text", self.text, "no such file", "give a plain text file"))

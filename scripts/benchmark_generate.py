@@ -40,7 +40,7 @@ class BenchmarkConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         for key in ("prompt_tokens", "num_tokens", "rounds"):
             if getattr(self, key) < 1:

@@ -41,7 +41,7 @@ class CompareConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         for key, value in (("out", self.out), ("plot", self.plot)):
             above = Path(value).parent

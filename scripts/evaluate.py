@@ -61,7 +61,7 @@ class TextConfig:
     )
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if not self.path:
             found.append(("path", self.path, "no text given", "set data.path=FILE"))
@@ -103,7 +103,7 @@ class EvaluateConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if not self.checkpoint:
             found.append(("checkpoint", "", "is empty", "give a run or a checkpoint"))

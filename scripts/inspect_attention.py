@@ -33,7 +33,7 @@ class InspectConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = [
             ("text" if key == "prompts" else key, *rest)
             for key, *rest in lens_config(self.text, self.max_tokens, self.repeated).problems()

@@ -59,7 +59,7 @@ class PlanConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         for key in ("devices", "per_machine"):
             if getattr(self, key) is not None and getattr(self, key) < 1:

@@ -35,7 +35,7 @@ class PlotsConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         wishes = (("out", self.out), ("results", self.results))
         return [
             (key, value, "is no folder", "give the path of one that exists")

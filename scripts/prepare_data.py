@@ -35,7 +35,7 @@ class SourceConfig:
     )
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         from tokens.tokenizers import TOKENIZERS
 
         found = []
@@ -64,7 +64,7 @@ class PrepareConfig:
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if not self.out:
             found.append(("out", self.out, "no folder given", "set out=DIR"))

@@ -69,7 +69,7 @@ class TrainerConfig:
     sample_tokens: int = 40  # its length; 0: no samples
 
     def problems(self) -> list[Problem]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         for key in ("max_steps", "batch_size", "eval_windows", "log_every", "keep", "max_skips"):
             value = getattr(self, key)

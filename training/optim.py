@@ -36,7 +36,7 @@ class OptimizerConfig:
     ns_steps: int = 5  # muon: Newton-Schulz iterations
 
     def problems(self) -> list[tuple[str, object, str, str]]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if self.name not in OPTIMIZERS:
             fix = f"use one of {', '.join(OPTIMIZERS)}"

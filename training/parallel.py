@@ -45,7 +45,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True  # fsdp: false keeps gathered weights until backward
 
     def problems(self) -> list[tuple[str, object, str, str]]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if self.strategy not in STRATEGIES:
             fix = f"use one of {', '.join(STRATEGIES)}"

@@ -58,7 +58,7 @@ class WandbConfig:
     alerts: bool = False  # true: a message when the loss diverges, or the run fails
 
     def problems(self) -> list[tuple[str, object, str, str]]:
-        """What does not fit: (key, value, reason, hint) for each problem; empty when all is well."""
+        """The problems, as (key, value, reason, hint); empty when there are none."""
         found = []
         if self.mode not in MODES:
             found.append(("mode", self.mode, "no such mode", f"use one of {', '.join(MODES)}"))

@@ -1,6 +1,6 @@
 """docs/tutorial.ipynb: it runs, and the outputs in the repository are complete.
 
-PYTHONPATH=.:tests python tests/scripts/test_tutorial.py   # runs it unchanged, and rewrites its outputs
+PYTHONPATH=.:tests python tests/scripts/test_tutorial.py   # runs it and rewrites its outputs
 """
 
 import base64
