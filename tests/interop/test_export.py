@@ -12,7 +12,7 @@ import yaml
 from helpers import REPOSITORY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
-from helpers.runs import rows, train_in
+from helpers.runs import rows, run_command, train_in
 from helpers.tally import trials
 from helpers.texts import FRAGMENTS
 from hypothesis import example, given
@@ -37,11 +37,9 @@ def home(tmp_path_factory):
     train_in(folder, "name=one", "model.context_length=64", "model.qkv_bias=false")
     to_hf(tiny_model(vocab_size=50257, context_length=48), folder / "gpt2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
         patch.setattr("signal.signal", lambda *_: None)
         for out, source in SOURCES.items():
-            patch.setattr("sys.argv", ["x", f"checkpoint={source}", f"out={out}"])
-            main()
+            assert run_command(main, folder, f"checkpoint={source}", f"out={out}")[0] == 0
     return folder
 
 

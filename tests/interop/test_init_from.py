@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import TINY
 from helpers.refusals import printed_keys, refused
-from helpers.runs import rows, train_in
+from helpers.runs import rows, run_command, train_in
 
 import train
 from errors import CheckpointError, ConfigError
@@ -28,10 +28,8 @@ def sources(tmp_path_factory):
     run = train_in(folder, "name=old", *own)
     to_hf(load_model(find(run))[0], folder / "hf")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
         patch.setattr("signal.signal", lambda *_: None)
-        patch.setattr("sys.argv", ["x", "checkpoint=runs/old", "out=out"])
-        export_hf.main()
+        assert run_command(export_hf.main, folder, "checkpoint=runs/old", "out=out")[0] == 0
     return folder
 
 

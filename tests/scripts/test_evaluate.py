@@ -1,6 +1,5 @@
 """scripts/evaluate.py: loss, perplexity and bits per byte by the rule of sliding windows."""
 
-import functools
 import json
 import math
 
@@ -48,17 +47,11 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture
-def evaluate(in_process, home):
-    """evaluate(*arguments) -> (exit code, out, err), run in `home`, in this process."""
-    return functools.partial(in_process, main, home)
-
-
-@pytest.fixture
-def figures(evaluate, home):
+def figures(in_process, home):
     """figures(*arguments) -> what is written to out=."""
 
     def run(*arguments):
-        code, out, err = evaluate(*arguments, "out=figures.json")
+        code, out, err = in_process(main, home, *arguments, "out=figures.json")
         assert code == 0, err
         found = json.loads((home / "figures.json").read_text())
         assert f"{found['loss']:.4f}" in out
@@ -163,7 +156,7 @@ def test_bytes_are_those_of_the_text_with_gpt2_tokens(figures, home):
     assert plain["bytes"] == len(text.encode())
 
 
-def test_refusals_name_the_setting_and_write_nothing(evaluate, home):
+def test_refusals_name_the_setting_and_write_nothing(in_process, home):
     (home / "i.txt").write_text("I", encoding="utf-8")
     huge = GPT(ModelConfig(257, CONTEXT, 16, 2, 1, dropout=0.0))
     torch.nn.init.constant_(huge.final_norm.weight, 3e38)
@@ -180,6 +173,7 @@ def test_refusals_name_the_setting_and_write_nothing(evaluate, home):
     }.items():
         given = dict(argument.split("=") for argument in text.split())
         values = {"checkpoint": "bytes", "data.path": "bell.txt", "out": "bad.json"} | given
-        found, out, err = evaluate(*(f"{key}={value}" for key, value in values.items()))
+        arguments = [f"{key}={value}" for key, value in values.items()]
+        found, out, err = in_process(main, home, *arguments)
         assert (found, out, printed_keys(err)) == (code, "", [text.partition("=")[0]]), text
         assert not (home / "bad.json").exists()
