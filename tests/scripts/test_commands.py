@@ -52,8 +52,7 @@ REFUSED = re.compile(r"modle=|num_heads=5$|optuna")  # see test_readme.py, campa
 # What stands for names in the pages.
 STANDS_FOR = {
     r"hub:[\w/-]+": "path/to/gpt2",
-    r"(?<=batch_size=)B\b": "2",
-    r"(?<=max_length=)T\b": "2",
+    r"(?<==)[BT]\b": "2",
     r"(?<=precision=)P\b": "fp32",
     r"(?<=dropout=)D\b": "0",
     r"\s\.\.\.(?=\s|$)": "",
