@@ -159,3 +159,5 @@ def test_errors_of_other_ranks_and_unexpected_ones(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert printed(capsys, other) == (3, "")
     assert printed(capsys, RuntimeError("x"))[1].startswith("rank 1: RuntimeError: x; ")
+    memory = errors.OutOfMemoryError("key", 1, "does not fit", "use less")
+    assert printed(capsys, memory) == (4, "rank 1: key=1: does not fit; use less\n")

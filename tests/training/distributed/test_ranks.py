@@ -255,19 +255,19 @@ def test_a_sweep_goes_on_after_an_error_of_one_rank(place):
     assert {"parallel=fsdp", "trainer.batch_size=9"} <= set(printed_command(main.err)[1])
 
 
-# Name: exit code, key, arguments.
+# Name: exit code, key, whether rank 1 alone has the problem, arguments.
 REFUSALS = {
-    "mistyped": (2, "paralel", "paralel=ddp"),
-    "no_text": (3, "data.path", "parallel=ddp", "data.path=nowhere.txt"),
-    "another_text": (3, "data.path", "parallel=ddp", "data.path=text{rank}.txt"),
-    "broken_disk": (4, "RuntimeError", "parallel=fsdp"),
+    "mistyped": (2, "paralel", False, "paralel=ddp"),
+    "no_text": (3, "data.path", False, "parallel=ddp", "data.path=nowhere.txt"),
+    "another_text": (3, "data.path", True, "parallel=ddp", "data.path=text{rank}.txt"),
+    "broken_disk": (4, "RuntimeError", True, "parallel=fsdp"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_an_error_before_the_first_step_ends_all_ranks(place, name):
     """With the same exit code and one line of rank 0; no run is left."""
-    code, key, *arguments = REFUSALS[name]
+    code, key, on_rank_1, *arguments = REFUSALS[name]
     folder = write_texts(place.folder / f"in_{name}")
     (folder / "text0.txt").write_text("one text, " * 500)
     (folder / "text1.txt").write_text("another,  " * 500)
@@ -275,6 +275,7 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
     codes = [code, code]
     main, other = place.server.run_ranks(folder, *SAME, *arguments, faults=faults, codes=codes)
     assert printed_keys(main.err) == [key]
+    assert ("rank 1" in main.err) == on_rank_1
     assert other.err == ""
     assert not (folder / "runs").exists()
 
