@@ -1,6 +1,5 @@
 """scripts/inspect_attention.py: one page for one model, or for two."""
 
-import functools
 import re
 
 import numpy as np
@@ -26,15 +25,9 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def inspect(in_process, home):
-    """inspect(*arguments) -> (exit code, out, err), run in `home`, in this process."""
-    return functools.partial(in_process, main, home)
-
-
-def test_weights_of_a_run_are_shown(inspect, home, tmp_path):
+def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     out = tmp_path / "made" / "a\x1b[31m.html"
-    code, told, err = inspect("checkpoint=runs/one", "text=The fox.", f"out={out}")
+    code, told, err = in_process(main, home, "checkpoint=runs/one", "text=The fox.", f"out={out}")
     assert (code, err) == (0, "")
     assert len(re.findall(r" L\d H\d \d\.\d\d", told)) == 16  # four heads of each kind
     assert "\x1b" not in told
@@ -51,8 +44,8 @@ def test_weights_of_a_run_are_shown(inspect, home, tmp_path):
     assert np.abs(shown - torch.cat(model.attn_weights(ids)).numpy()).max() <= 1 / 255
 
 
-def test_hugging_face_directory_and_two_models(inspect, home):
-    code, _, err = inspect("checkpoint=gpt2", "out=hf.html")
+def test_hugging_face_directory_and_two_models(in_process, home):
+    code, _, err = in_process(main, home, "checkpoint=gpt2", "out=hf.html")
     assert (code, err) == (0, "")
     (run,) = read(home / "hf.html")
     assert (run["name"], run["layers"], run["heads"]) == ("gpt2", 3, 4)
@@ -60,14 +53,14 @@ def test_hugging_face_directory_and_two_models(inspect, home):
     first, *repeated = run["prompts"][-1]["tokens"]
     assert (first, len(repeated)) == ("<|endoftext|>", 46)  # of 48 positions
 
-    inspect("checkpoint=gpt2", "compare=runs/one", "text=The fox", "out=two.html")
+    in_process(main, home, "checkpoint=gpt2", "compare=runs/one", "text=The fox", "out=two.html")
     first, second = read(home / "two.html")
     assert (first["name"], second["name"]) == ("gpt2", "one")
     assert first["prompts"][0]["tokens"] == ["The", " fox"]
     assert second["prompts"][0]["tokens"] == list("The fox")
 
 
-def test_bad_values(inspect, home):
+def test_bad_values(in_process, home):
     to_hf(tiny_model(vocab_size=61), home / "other")  # of another tokenizer than GPT-2's
     before = sorted(home.iterdir())
     for code, keys, arguments in (
@@ -77,6 +70,6 @@ def test_bad_values(inspect, home):
         (3, ["checkpoint"], ["checkpoint=other", "text=The fox"]),
     ):
         chosen = [] if arguments[0].startswith("checkpoint") else ["checkpoint=runs/one"]
-        found, _, err = inspect(*chosen, *arguments)
+        found, _, err = in_process(main, home, *chosen, *arguments)
         assert (found, sorted(printed_keys(err))) == (code, keys), arguments
         assert sorted(home.iterdir()) == before
