@@ -1,7 +1,6 @@
 """scripts/plots: the pictures of docs/benchmarks.md."""
 
 from helpers import REPOSITORY
-from helpers.refusals import printed_keys
 from PIL import Image
 
 from scripts import plots
@@ -19,8 +18,3 @@ def test_the_figures_in_the_repository_are_drawn(in_process, tmp_path):
             with Image.open(path) as picture:
                 assert len(picture.convert("RGB").getcolors(2**24)) > 20
                 assert picture.width > 600
-
-
-def test_a_folder_without_figures(in_process, tmp_path):
-    code, _, err = in_process(plots.main, tmp_path, f"results={tmp_path}", f"out={tmp_path}")
-    assert (code, printed_keys(err)) == (2, ["results"])

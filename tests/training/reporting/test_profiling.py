@@ -6,10 +6,9 @@ import json
 import re
 
 import pytest
-import torch
 from helpers.runs import assert_same, repeatable_rows, weights
 
-from training.profiling import PARTS, PHASES, NoProfiler, Profiler, Stopwatch
+from training.profiling import PARTS, PHASES, NoProfiler, Profiler
 
 ON = "trainer.profile=true"
 
@@ -105,19 +104,3 @@ def test_a_failing_profiler_is_a_line_and_the_run_goes_on(trainer, monkeypatch, 
     (line,) = capsys.readouterr().err.splitlines()
     assert "no such luck" in line
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
-
-
-def test_time_belongs_to_the_last_that_entered(monkeypatch):
-    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 100.0, 101.0])
-    monkeypatch.setattr("training.profiling.time.perf_counter", lambda: next(now))
-    watch = Stopwatch(torch.device("cpu"))
-    step, forward, norm, head = ("other", ""), ("forward", ""), ("forward", "n"), ("forward", "h")
-    watch.enter(step)  # 0 to 1
-    watch.enter(forward)  # 1 to 3
-    watch.enter(norm)  # 3 to 6
-    watch.leave(head)  # 6 to 10: forward's own time is another's from here on
-    watch.leave()  # 10 to 15
-    watch.leave()  # 15 to 100 is nobody's
-    watch.enter(step)
-    watch.leave()
-    assert watch.seconds() == {step: 1 + 5 + 1, forward: 2, norm: 3, head: 4}
