@@ -305,13 +305,19 @@ def test_longer_run_keeps_warmup_and_intervals(trainer, resumed):
 
 
 def test_invalid_settings_of_a_run_are_an_error_of_its_checkpoint(run, resumed):
-    """A given setting replaces one that is no longer valid."""
-    change_state(step_in(run, 6), **{"settings.lens.prompts": ["a prompt"] * 25})
-    longer = (f"trainer.resume={run}", "trainer.max_steps=7")
-    with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
-        resumed(*longer)
-    assert "lens.prompts" in str(caught.value)
-    assert resumed(*longer, "lens=off").state.step == 6
+    """Named in a short line. A given setting replaces one that is no longer valid."""
+    given = (f"trainer.resume={run}", "trainer.max_steps=7")
+    for key, value, valid in (
+        ("lens.prompts", ["a prompt"] * 25, "lens=off"),
+        ("wandb.group", "a group" * 5000, "wandb.group=a"),
+    ):
+        change_state(step_in(run, 6), **{f"settings.{key}": value})
+        with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
+            resumed(*given)
+        assert key in caught.value.reason
+        assert len(str(caught.value)) < 2000
+        given += (valid,)
+        assert resumed(*given).state.step == 6
 
 
 def test_a_sweep_branches_off_from_a_run(run, in_process, tmp_path):
