@@ -11,8 +11,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from helpers.tally import CAMPAIGN
-from hypothesis import example, given, settings
+from helpers.tally import trials
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
@@ -25,7 +25,7 @@ from training.feed import Feed
 from training.parallel import Parallel
 from training.validation import Validation
 
-some = settings(max_examples=100 if CAMPAIGN else 15, deadline=None, derandomize=True)
+some = trials(15, 100)
 
 CPU = Parallel(torch.device("cpu"), torch.float32)
 AT_MOST = 20  # seconds until a thread that does not answer is a failure

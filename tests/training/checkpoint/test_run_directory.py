@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.refusals import SPECIAL_FILES, refused
-from helpers.runs import change_state, rows, seal, train_in
+from helpers.runs import change_state, copied, rows, seal, train_in
 
 from errors import CheckpointError, DamagedCheckpointError, RunFileError
 from training import checkpoint, directory
@@ -37,8 +37,7 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def run(trained, trainer):
     """Its copy in the current directory, runs/run."""
-    shutil.copytree(trained, "runs/run", symlinks=True)
-    return Path("runs/run")
+    return copied(trained)
 
 
 @pytest.fixture
