@@ -204,12 +204,15 @@ STOPS = [  # what is sent, one after the other, and the exit code
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_STOPS", 4, 40)))
 def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number):
-    """At a random moment."""
+    """In a random step of the first half of the run."""
     chance, (sent, expected) = random.Random(number), STOPS[number % len(STOPS)]
     kind, folder = "every step", faults.folder()
     whole, run = faults.whole(kind), folder / "runs" / "run"
     (training,) = faults.start(folder, kind)
-    training.has_ended(chance.uniform(0, faults.seconds[kind]))
+    step = chance.randint(1, STEPS // 2)
+    with not_waiting(PATIENCE):
+        while last_row(run) < step and not training.has_ended(0.001):
+            pass
     started = time.perf_counter()
     for each in sent:
         training.send(each)
