@@ -173,7 +173,7 @@ KINDS = {
     "best": (*RUN, "trainer.keep=1", "trainer.eval_every=4", "trainer.save_every=7"),
     "three": THREE,
     "ranks": (*THREE, "optimizer.lr=0.6", "parallel=ddp", "parallel.timeout=300"),
-    "every step": (*RUN, "trainer.log_every=1", "trainer.sample_tokens=0"),
+    "every step": (*RUN, "trainer.log_every=1", "trainer.sample_tokens=0", "trainer.save_every=0"),
     "short": (*RUN, "trainer.log_every=1", "trainer.max_steps=20"),
     "two ranks": (*RUN, "trainer.log_every=1", "trainer.max_steps=20", "parallel=ddp"),
 }
