@@ -106,7 +106,7 @@ def test_weights_are_of_the_targets_of_all_ranks():
 
 
 def documents_of(lengths: list[int]) -> DocumentWindows:
-    """Windows of five within documents of so many letters each."""
+    """Windows of five within documents with these numbers of letters."""
     ids = [id for n, k in enumerate(lengths) for id in (END, *range(97 + n, 97 + n + k))]
     stream = TokenStream([np.array(ids, np.uint16)], 257, END)
     return DocumentWindows.from_stream(stream, 5, 5)

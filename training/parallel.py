@@ -341,7 +341,7 @@ def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[t
 
 
 def check_launch() -> list[tuple]:
-    """What the launcher has left out: (key, value, reason, hint)."""
+    """Variables that the launcher did not set, as (key, value, reason, hint)."""
     numbers = ("WORLD_SIZE", "RANK", "MASTER_PORT", *({"LOCAL_RANK"} & os.environ.keys()))
     for key in (*numbers, "MASTER_ADDR"):
         value = os.environ.get(key, "")

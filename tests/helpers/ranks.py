@@ -106,7 +106,7 @@ def started(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 def belonging_to(process: subprocess.Popen, *variables: str) -> list[int]:
     """The living processes that came of one, itself too, with these variables. torchrun gives each
-    rank a session of its own, so the environment is what tells them."""
+    rank its own session, so processes are found by their environment."""
     wanted = {text.encode() for text in (f"TEST_MARK={process.log}", *variables)}
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

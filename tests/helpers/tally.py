@@ -29,7 +29,7 @@ def campaign(variable: str, few: int, many: int) -> int:
 
 
 def trials(few: int, many: int) -> Callable:
-    """For a test of hypothesis: so many examples, the same ones each time."""
+    """Settings of a hypothesis test: the number of examples, and the same examples in each run."""
     from hypothesis import settings
 
     return settings(max_examples=many if CAMPAIGN else few, deadline=None, derandomize=True)

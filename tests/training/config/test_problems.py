@@ -174,7 +174,7 @@ CONTENTS = [  # refused by Hydra or as settings
 
 
 def put(folder, name, content):
-    """A number: so many zero bytes."""
+    """A number stands for a file of that many zero bytes."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

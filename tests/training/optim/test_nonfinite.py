@@ -175,7 +175,7 @@ def test_too_many_end_the_run_and_never_push_out_the_checkpoint_before_them(trai
     spoil(run, range(5, 99))
     with refused(DivergedError, "optimizer.lr", exit_code=4):
         run.train()
-    assert run.state.step - run.guard.read()[0] == 5  # of which none was left out
+    assert run.state.step - run.guard.read()[0] == 5  # none of them was skipped
     assert checkpoint.find(run.folder).name == "step_00000004"
     # With another learning rate the count starts at zero.
     again = trainer(*settings, limit, "optimizer.lr=1e-5", "trainer.resume_override=true")

@@ -15,7 +15,7 @@ from training.rows import RowFile, drop_rows_after
 FAULT = "disk full or failing below a log"
 TRIALS = 2000 if CAMPAIGN else 50
 
-# A process of its own, since the limit holds for all its files.
+# A separate process, since the limit applies to all its files.
 ON_A_FULL_DISK = """
 import random, resource, sys
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_on_a_full_disk_every_row_is_written_once_in_order_and_whole(tmp_path):
     assert sum(failures) > TRIALS
     *lines, _, lost = done.stderr.splitlines()
     assert len(lines) == sum(map(bool, failures))
-    assert "3" in lost.split()  # so many rows
+    assert "3" in lost.split()  # the number of lost rows
     assert (tmp_path / "log.jsonl").read_bytes() == b'{"step": 0}\n'
     tally(FAULT, sum(failures) + 1)
 
