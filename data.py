@@ -3,7 +3,7 @@
 A text becomes a stream of token ids, two bytes each (tokens/); a large one once and for all, in
 files that are mapped into memory (scripts/prepare_data.py). A window is cut from it when it is
 asked for: `max_length` ids to read, and the same ids one place later to predict. Which windows
-make up which batch is a pure function of (seed, step, rank, world size) (order.py).
+make up which batch is a pure function of (seed, step, rank, world size) (tokens/sampler.py).
 
     tokenizer = get_tokenizer("gpt2")
     dataset = GPTDatasetV1(text, tokenizer, max_length=256, stride=256)
@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from errors import DataError, visible
-from order import WindowOrder, shares
-from synthetic import IGNORED, CycleWalks, RepeatedSequences
 from tokens import END_OF_TEXT
 from tokens.encoding import StreamEncoder, text_blocks
+from tokens.sampler import WindowOrder, shares
 from tokens.shards import is_shards, open_shards
 from tokens.sources import Part, encode_part, find_files
 from tokens.stream import BLOCK_BYTES, NO_TOKEN, TokenStream
+from tokens.synthetic import IGNORED, CycleWalks, RepeatedSequences
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
@@ -58,7 +58,7 @@ class DataConfig:
     val_fraction: float = 0.1  # the last documents, about this share of the tokens, to validate on
     endoftext: str = "token"  # what "<|endoftext|>" written in a text is: that token, or its text
     verify: str | bool = "auto"  # checksums of token files: auto (all up to 1 GiB) | true | false
-    synthetic: str | None = None  # instead of a text: null | induction (see synthetic.py)
+    synthetic: str | None = None  # instead of a text: null | induction (see tokens/synthetic.py)
 
     def problems(self) -> list[tuple[str, object, str, str]]:
         """The problems, as (key, value, reason, hint); empty when there are none."""
@@ -394,7 +394,7 @@ def load_datasets(config: DataConfig) -> Loaded:
     data.val_fraction; a text whose documents are longer than that is cut inside one, with a note.
     Its windows do not overlap whatever the stride, so that each of its tokens is predicted once.
     None when val_fraction is 0. With data.synthetic: sequences made on the spot instead, of the
-    same interface (synthetic.py).
+    same interface (tokens/synthetic.py).
     """
     if config.synthetic:
         return Loaded(CycleWalks(config.max_length), RepeatedSequences(config.max_length), [], [])

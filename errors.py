@@ -4,8 +4,8 @@
     KEY=VALUE: REASON; HINT
 
 Every error that is expected is a `ClearheadError` with the fields key, value, reason, hint and
-exit_code. `training/command.py` prints it and ends the process with its exit code. No code
-decides anything by the text of such a message.
+exit_code. `training/config/command_line.py` prints it and ends the process with its exit code. No
+code decides anything by the text of such a message.
 
 Exit codes: 0 finished, 2 configuration, 3 data or checkpoint, 4 failed while running, 130 and 143
 stopped by SIGINT and SIGTERM.

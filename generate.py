@@ -5,7 +5,8 @@
     python generate.py checkpoint=DIR interactive=true
 
 `checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory, or hub:NAME. How
-tokens are read and drawn stands in decoding.py, what makes it fast in frozen.py.
+tokens are read and drawn stands in inference/decoding.py, what makes it fast in
+inference/packed_weights.py.
 """
 
 import codecs
@@ -15,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from errors import Problem, refuse, visible
-from training.command import settings_command
+from training.config.command_line import settings_command
 
 if typing.TYPE_CHECKING:
-    from training.hf import Reader
+    from interop.huggingface import Reader
 
 MOST = 1_000_000  # tokens, samples
 BETWEEN = "\n---\n"  # two samples
@@ -94,8 +95,8 @@ class GenerateConfig:
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    from training import device
-    from training.hf import load_reader
+    from interop.huggingface import load_reader
+    from training.distributed import device
 
     for stream in (sys.stdin, sys.stdout):  # what an encoding lacks is no error
         if hasattr(stream, "reconfigure"):
@@ -119,10 +120,10 @@ class Writer:
     """Continues texts on stdout, as the settings say; made once for many of them."""
 
     def __init__(self, reader: "Reader", settings: GenerateConfig):
-        from decoding import Sampling
-        from frozen import freeze
+        from inference.decoding import Sampling
+        from inference.packed_weights import freeze
         from model import Cache
-        from training.device import DTYPES, best_dtype, compiled_step
+        from training.distributed.device import DTYPES, best_dtype, compiled_step
 
         self.reader, self.settings = reader, settings
         self.sampling: Sampling = Sampling(
@@ -157,7 +158,7 @@ class Writer:
     def continued(self, prompts: list[str]) -> list[Iterator[str]]:
         """The pieces of text that follow each prompt. All are written at the same time, and come
         when the first one's are asked for: those of the others are then whole."""
-        from decoding import generate
+        from inference.decoding import generate
 
         tokenizer, settings = self.reader.tokenizer, self.settings
         end = tokenizer.eot_token

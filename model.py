@@ -221,7 +221,7 @@ def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
     """The mean cross-entropy in nats per token, (): x (N, C), weight (V, C), target_ids (N,).
 
     Targets of -100 do not count. Training puts a form in its place that needs less memory
-    (training/loss.py).
+    (training/ops/cross_entropy.py).
     """
     logits = F.linear(x, weight)  # (N, V)
     # In fp32 whatever the model runs in: a sum over 50,257 terms loses too much in bf16.

@@ -34,11 +34,11 @@ from errors import (
     format_error,
     refuse,
 )
-from training import announce
-from training.command import begin_quickly, command
-from training.config import OF_THE_MACHINE, Settings, complete, different_settings
+from training.config.command_line import begin_quickly, command
+from training.config.schema import OF_THE_MACHINE, Settings, complete, different_settings
+from training.reporting import summary as announce
+from training.reporting.terminal import never_fail
 from training.signals import StopSignals, end_quietly, exit_code
-from training.terminal import never_fail
 
 if typing.TYPE_CHECKING:
     from lens import Look
@@ -55,7 +55,8 @@ class Trainer:
 
     def __init__(self, settings: Settings, signals: StopSignals | None = None):
         """Builds all the parts; nothing is written before every one of them fits."""
-        from training import device, parallel
+        from training.distributed import device
+        from training.distributed import strategy as parallel
 
         self.settings = settings
         self.signals = signals or StopSignals(is_main=True, relayed=False)
@@ -94,7 +95,9 @@ class Trainer:
     def agree_on_settings(self) -> None:
         """Completes the settings with those of the run that trainer.resume names, which rank 0
         reads. Raises ConfigError on all ranks where they were started with different ones."""
-        from training import device, parallel, resume
+        from training.checkpoint import resume
+        from training.distributed import device
+        from training.distributed import strategy as parallel
 
         rank_0 = self.parallel.on_main(lambda: resume.stored_settings(self.settings))
         stored = self.parallel.share(rank_0)
@@ -122,7 +125,9 @@ class Trainer:
     def find_checkpoint(self) -> None:
         """What the run goes on from, if from anything: the main rank looks, and tells. Refuses
         settings that would make it another run."""
-        from training import checkpoint, directory, resume
+        from training.checkpoint import format as checkpoint
+        from training.checkpoint import resume
+        from training.checkpoint import run_directory as directory
 
         def look() -> tuple[str, dict, bool, str] | None:
             own = resume.own_directory(self.settings)
@@ -164,8 +169,8 @@ class Trainer:
 
     def take(self, folder: Path) -> None:
         """Keeps other processes out of a run's directory."""
-        from durable import clear
-        from training import directory
+        from files import clear
+        from training.checkpoint import run_directory as directory
 
         self.taken = folder
         self.lock = directory.take(folder)
@@ -175,7 +180,7 @@ class Trainer:
 
     def check_memory(self) -> None:
         """Refuses what cannot fit, before any of it is allocated."""
-        from training.fitting import check_memory
+        from training.planning.micro_batch import check_memory
 
         with self.parallel.together():  # another machine may have less
             problems, notes = check_memory(self.settings, self.parallel)
@@ -186,8 +191,8 @@ class Trainer:
         """Tokens, the windows to train on and their order, the windows to validate on."""
         from data import check_same, check_unchanged, evenly, load_datasets, order_of
         from tokens.tokenizers import bytes_per_token, get_tokenizer
+        from training.evaluation import Validation
         from training.feed import Feed
-        from training.validation import Validation
 
         settings, trainer = self.settings, self.settings.trainer
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
@@ -223,7 +228,9 @@ class Trainer:
         """`model` is the module itself: looked into, saved, validated. `fast_model` shares its
         parameters and may be compiled: trained."""
         from model import GPT
-        from training import checkpoint, device, resume
+        from training.checkpoint import format as checkpoint
+        from training.checkpoint import resume
+        from training.distributed import device
 
         settings, trainer = self.settings, self.settings.trainer
 
@@ -268,7 +275,7 @@ class Trainer:
             self.lens = None
 
     def build_optimizer(self) -> None:
-        from training.optim import build_optimizer, learning_rate
+        from training.optim.optimizers import build_optimizer, learning_rate
 
         settings, trainer = self.settings, self.settings.trainer
         self.optimizer = build_optimizer(self.model, settings.optimizer)
@@ -282,16 +289,16 @@ class Trainer:
     def fit_micro_batch(self) -> None:
         """trainer.micro_batch_size=auto becomes a number, which the run's settings then have."""
         if self.settings.trainer.micro_batch_size == "auto":
-            from training.fitting import find_micro_batch
+            from training.planning.micro_batch import find_micro_batch
 
             found = find_micro_batch(self.settings, self.parallel, self.model, self.compiled)
             self.settings.trainer.micro_batch_size = self.feed.micro_batch_size = found
 
     def build_state(self) -> None:
         """Where the run stands: at its beginning, or where the checkpoint has it."""
-        from training import checkpoint
-        from training.guard import Guard, Spikes
-        from training.meter import Meter
+        from training.checkpoint import format as checkpoint
+        from training.optim.nonfinite import Guard, Spikes
+        from training.reporting.metrics import Meter
 
         trainer = self.settings.trainer
         self.meter = Meter()
@@ -315,12 +322,13 @@ class Trainer:
 
     def open_run(self) -> None:
         """The run's directory, its log, its place on W&B: the main rank's affair."""
-        from training import directory, resume
-        from training.console import Console
-        from training.profiling import profiler_of
-        from training.rows import RowFile, drop_rows_after
-        from training.saving import Saver
-        from training.tracker import NoTracker, Tracker, last_wandb_id
+        from training.checkpoint import resume
+        from training.checkpoint import run_directory as directory
+        from training.checkpoint.saver import Saver
+        from training.reporting.console import Console
+        from training.reporting.jsonl import RowFile, drop_rows_after
+        from training.reporting.profiler import profiler_of
+        from training.reporting.tracker import NoTracker, Tracker, last_wandb_id
 
         settings, state = self.settings, self.state
         in_place = self.in_place  # the run itself continues; else it is new, or a branch
@@ -509,7 +517,7 @@ class Trainer:
     def explaining(self, step: bool = True):
         """Errors inside are raised as what they mean to the user, where that can be told. step:
         whether memory that runs out is that of a step."""
-        from training.fitting import is_out_of_memory, what_would_fit
+        from training.planning.micro_batch import is_out_of_memory, what_would_fit
 
         try:
             yield
@@ -535,7 +543,7 @@ class Trainer:
             raise
 
     def has_checkpoint(self) -> bool:
-        from training import checkpoint
+        from training.checkpoint import format as checkpoint
 
         return self.folder is not None and checkpoint.has_any(self.folder)
 
@@ -547,7 +555,7 @@ class Trainer:
 
     def intact(self) -> str:
         """What there is to go on from."""
-        from training import checkpoint
+        from training.checkpoint import format as checkpoint
 
         self.settle()
         if not self.has_checkpoint():
@@ -601,7 +609,7 @@ class Trainer:
     def sample(self) -> dict:
         """Continues the sample prompt; always with the same random draws, to compare steps.
         Returns the row of samples.jsonl."""
-        from decoding import Sampling, generate
+        from inference.decoding import Sampling, generate
 
         settings, tokenizer = self.settings.trainer, self.tokenizer
         prompt_ids = tokenizer.encode_ordinary(settings.sample_prompt) or [tokenizer.eot_token]
@@ -650,7 +658,7 @@ class Trainer:
 
     def write_report(self) -> None:
         """report.html: what there is to see of the run so far, in one file."""
-        from training.report import write_report
+        from training.reporting.report import write_report
 
         if self.parallel.is_main:
             with self.never_in_the_way("report.html: not written"):
@@ -692,8 +700,8 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of this step, on all ranks. It is written while training goes on, where the
         host has the memory for a copy."""
-        from training import checkpoint
-        from training.fitting import spare_memory
+        from training.checkpoint import format as checkpoint
+        from training.planning.micro_batch import spare_memory
 
         started, state = time.perf_counter(), self.state
         newest, failed = self.saved_so_far()
@@ -801,7 +809,7 @@ def model_name(settings: Settings) -> str:
 @command
 def main(settings: Settings) -> None:
     """Train as the settings say."""
-    from training.parallel import launched
+    from training.distributed.strategy import launched
 
     is_main = os.environ.get("RANK", "0") == "0"
     with StopSignals(is_main, relayed=launched()) as signals:

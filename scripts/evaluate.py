@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from errors import CheckpointError, ConfigError, DataError, Problem, refuse, visible
-from training.command import settings_command, write_out
-from training.config import fill
+from training.config.command_line import settings_command, write_out
+from training.config.schema import fill
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from interop.huggingface import Reader
     from tokens.stream import TokenStream
-    from training.hf import Reader
-    from training.parallel import Parallel
+    from training.distributed.strategy import Parallel
 
 TELL_EVERY = 10  # seconds
 OF_RUN = ("text_key", "endoftext", "val_fraction")  # settings of its data that a run may lend
@@ -153,9 +153,9 @@ class Rule:
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from training import device
-    from training.hf import load_reader
-    from training.parallel import ParallelConfig, start
+    from interop.huggingface import load_reader
+    from training.distributed import device
+    from training.distributed.strategy import ParallelConfig, start
 
     refuse(device.check(settings.device, settings.precision))
     reader = load_reader(settings.checkpoint)
@@ -272,7 +272,7 @@ class Windows:
         import numpy as np
         import torch
 
-        from synthetic import IGNORED
+        from tokens.synthetic import IGNORED
 
         rule = self.rule
         document = np.searchsorted(self.last_window, windows, side="right")
@@ -305,8 +305,8 @@ def evaluate(
     """
     import numpy as np
 
-    from synthetic import IGNORED
     from tokens.encoding import token_sizes
+    from tokens.synthetic import IGNORED
 
     model = reader.model.to(parallel.device)
     parallel.trained(model, compiled=False)  # the fastest operations for this device
@@ -363,7 +363,7 @@ class Progress:
 
     def show(self, done: int, nats: float) -> None:
         """So many tokens so far, and their loss together."""
-        from training.console import duration
+        from training.reporting.console import duration
 
         now = time.monotonic()
         if now - self.told < self.every:
@@ -411,7 +411,7 @@ def write(
     parallel: "Parallel",
 ) -> None:
     """The figures as JSON, with all that they depend on."""
-    from scripts.benchmark_data import machine
+    from benchmarks.data import machine
 
     written = {
         "checkpoint": settings.checkpoint,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import Problem, message_of, refuse, visible
-from training.command import settings_command
+from training.config.command_line import settings_command
 
 
 @dataclass
@@ -64,9 +64,9 @@ def not_to_be_made(out: str) -> str:
 def main(settings: ExportConfig) -> None:
     from safetensors import SafetensorError
 
-    from durable import in_the_making, make_folder, rename, sync
-    from training import export
-    from training.hf import load_reader
+    from files import in_the_making, make_folder, rename, sync
+    from interop import export
+    from interop.huggingface import load_reader
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half made goes, too
     reader = load_reader(settings.checkpoint)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import Problem, refuse, visible
-from training.command import settings_command
+from training.config.command_line import settings_command
 
 
 @dataclass
@@ -61,7 +61,7 @@ def lens_config(text: str, max_tokens: int, repeated: int):
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
     from lens.page import page
-    from training.device import check, prepare
+    from training.distributed.device import check, prepare
 
     refuse(check(settings.device))
     device = prepare(settings.device, seed=0)
@@ -80,13 +80,13 @@ def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
     """What the page needs of one model; the strongest heads of each kind are printed."""
     import torch
 
+    from interop.huggingface import load_reader
     from lens import Lens
     from lens.history import strongest
     from lens.page import frame_data, run_data
     from lens.probe import probe, uniform_values
     from lens.statistics import STATISTICS
-    from synthetic import SYMBOLS
-    from training.hf import load_reader
+    from tokens.synthetic import SYMBOLS
 
     reader = load_reader(path, key)
     model, tokenizer, state = reader.model.to(device), reader.tokenizer, reader.state

@@ -4,9 +4,9 @@
         devices=64 kind=h100 tokens=10e9
 
 Takes the settings of the training command as they are, and some of its own. Nothing is trained and
-no GPU is needed: memory comes from training/memory.py, time from training/speed.py, and how much of
-a device's peak is reached from benchmarks/results/ where it was measured there, else it is assumed.
-Every assumption is printed.
+no GPU is needed: memory comes from training/planning/memory.py, time from
+training/planning/throughput.py, and how much of a device's peak is reached from benchmarks/results/
+where it was measured there, else it is assumed. Every assumption is printed.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import median
 
 from errors import NO_VALUE, ConfigError, Problem, UnknownSetting, refuse
-from training import memory
-from training.command import compose, errors_in_one_line, parse, show_help, write_out
-from training.config import REPOSITORY, Settings, complete
-from training.hardware import KINDS, WORTH_COMPILING
-from training.other_names import same_purpose
-from training.speed import (
+from training.config.command_line import compose, errors_in_one_line, parse, show_help, write_out
+from training.config.other_names import same_purpose
+from training.config.schema import REPOSITORY, Settings, complete
+from training.planning import memory
+from training.planning.devices import KINDS, WORTH_COMPILING
+from training.planning.throughput import (
     BUS,
     LAUNCH,
     Job,
@@ -123,7 +123,7 @@ def measurements(kind: str, folder: Path = RESULTS) -> Iterator[Measured]:
 def job_of(settings: Settings, plan: PlanConfig) -> Job:
     """The job that these settings make, with the largest micro-batch that fits where they leave it
     open. Raises ConfigError as training would."""
-    from training.parallel import check_ranks
+    from training.distributed.strategy import check_ranks
 
     trainer, kind = settings.trainer, KINDS[plan.kind]
     strategy = settings.parallel.strategy
@@ -474,7 +474,7 @@ def of_training(overrides: list[str]) -> Settings:
         refuse(serious)
         return compose([*overrides, "data.path=none"])
     if settings.overrides:
-        from training.resume import stored_settings
+        from training.checkpoint.resume import stored_settings
 
         settings, _ = complete(settings, *stored_settings(settings))
     return settings

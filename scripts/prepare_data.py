@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import ConfigError, Problem, visible
-from training.command import settings_command
+from training.config.command_line import settings_command
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Progress:
         )
         from rich.progress import Progress as Bar
 
-        from training.console import rich_console
+        from training.reporting.console import rich_console
 
         self.total, self.done, self.told = total, 0, time.monotonic()
         self.bar = None

@@ -26,9 +26,9 @@ from data import (
     order_of,
 )
 from errors import DataError
-from synthetic import IGNORED
 from tokens import END_OF_TEXT
 from tokens.stream import TokenStream
+from tokens.synthetic import IGNORED
 
 some = trials(25, 200)
 

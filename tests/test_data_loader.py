@@ -1,4 +1,4 @@
-"""training/feed.py: micro-batches, gathered in advance; training/validation.py: what is averaged.
+"""training/feed.py: micro-batches, gathered in advance; training/evaluation.py: what is averaged.
 
 tests/tokens/test_sampler.py has the order of windows with any number of ranks.
 """
@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from data import DocumentWindows, GPTDatasetV1, MixedDataset
-from order import WindowOrder
-from synthetic import IGNORED, CycleWalks
+from tokens.sampler import WindowOrder
 from tokens.stream import TokenStream
+from tokens.synthetic import IGNORED, CycleWalks
 from tokens.tokenizers import bytes_per_token, get_tokenizer
+from training.distributed.strategy import Parallel
+from training.evaluation import Validation
 from training.feed import Feed
-from training.parallel import Parallel
-from training.validation import Validation
 
 some = trials(15, 100)
 

@@ -9,22 +9,22 @@ from helpers import REPOSITORY, SOURCES
 # From the top to the bottom; a module imports only from layers below its own.
 LAYERS = [
     ["train", "generate", "scripts"],
-    ["training.command"],
-    ["training.config"],
+    ["training.config.command_line"],
+    ["training.config.schema"],
     ["training", "lens", "data", "decoding", "frozen"],
     ["model", "synthetic", "order", "tokens"],
-    ["attention", "durable", "errors", "training.terminal"],
+    ["attention", "durable", "errors", "training.reporting.terminal"],
 ]
 PLACES = {name: number for number, names in enumerate(LAYERS) for name in names}
 OURS = {name.split(".")[0] for name in PLACES}
 # Who may import a library.
 USERS = {
-    "wandb": {"training.wandb_run"},
-    "hydra": {"training.command"},
-    "matplotlib": {"lens.heatmap", "scripts.plots", "training.results"},
-    "transformers": {"scripts.contenders"},
+    "wandb": {"training.reporting.wandb_run"},
+    "hydra": {"training.config.command_line"},
+    "matplotlib": {"lens.heatmap", "benchmarks.plots", "training.reporting.comparison"},
+    "transformers": {"benchmarks.implementations"},
     "tiktoken": {"data", "tokens.tokenizers"},
-    "huggingface_hub": {"training.hub"},
+    "huggingface_hub": {"interop.hub"},
 }
 HEAVY = {"torch", "hydra", "omegaconf", "numpy", "wandb", "data", "model", "attention"}
 

@@ -13,8 +13,8 @@ from helpers import TINY
 import errors
 import generate
 import train
-from training import fitting
-from training.command import compose, errors_in_one_line
+from training.config.command_line import compose, errors_in_one_line
+from training.planning import micro_batch as fitting
 
 # What is given to train.py -> what is printed.
 SETTINGS = {
@@ -155,7 +155,7 @@ def test_errors_of_other_ranks_and_unexpected_ones(capsys, monkeypatch):
     unexpected = "RuntimeError: two lines; run again with debug=true for the traceback\n"
     assert printed(capsys, RuntimeError("two\nlines")) == (4, unexpected)
     assert "Traceback" in printed(capsys, other, debug=True)[1]
-    monkeypatch.setattr("training.command.WAIT_FOR_RANK_0", 0)
+    monkeypatch.setattr("training.config.command_line.WAIT_FOR_RANK_0", 0)
     monkeypatch.setenv("RANK", "1")
     assert printed(capsys, other) == (3, "")
     assert printed(capsys, RuntimeError("x"))[1].startswith("rank 1: RuntimeError: x; ")

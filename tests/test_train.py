@@ -30,9 +30,9 @@ from helpers.runs import (
 
 import train
 from errors import CheckpointError, ConfigError, DataError, DivergedError
-from training import checkpoint
-from training.guard import Guard
-from training.parallel import Parallel
+from training.checkpoint import format as checkpoint
+from training.distributed.strategy import Parallel
+from training.optim.nonfinite import Guard
 
 # Settings of the finished run that tests resume; they differ from the defaults.
 OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.log_every=2")

@@ -31,8 +31,8 @@ from typing import IO
 
 import numpy as np
 
-from durable import NO_LOCKS, lock, read_json, write_whole
 from errors import DataError, PreparationError
+from files import NO_LOCKS, lock, read_json, write_whole
 from tokens.encoding import StreamEncoder
 from tokens.shards import (
     HEADER_BYTES,

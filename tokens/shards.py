@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from durable import in_the_making, read_bounded, read_json, rename, write_whole
 from errors import DataError
+from files import in_the_making, read_bounded, read_json, rename, write_whole
 from tokens import SHARD_MAGIC
 from tokens.sources import each_once, expand, find_files, list_folder
 from tokens.stream import BLOCK_BYTES, TokenStream

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from training.device import thread_beside_training
+from training.distributed.device import thread_beside_training
 
 if TYPE_CHECKING:
-    from order import WindowOrder
-    from training.parallel import Parallel
+    from tokens.sampler import WindowOrder
+    from training.distributed.strategy import Parallel
 
 
 class Feed:

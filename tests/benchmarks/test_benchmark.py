@@ -11,12 +11,16 @@ from helpers.checkouts import LLMS, NANOGPT
 from helpers.models import random_ids, tiny_model
 from helpers.refusals import printed_keys, refused
 
+from benchmarks import equivalence as agreement
+from benchmarks import implementations as contenders
+from benchmarks import interleaved as turns
+from benchmarks import roofline as ceilings
+from benchmarks import training as benchmark
+from benchmarks.implementations import Disagreement, OurContender, Ours, Row
 from errors import ConfigError
 from model import GPT, ModelConfig
-from scripts import agreement, benchmark, ceilings, contenders, turns
-from scripts.contenders import Disagreement, OurContender, Ours, Row
-from training.optim import OptimizerConfig
-from training.parallel import ParallelConfig, start
+from training.distributed.strategy import ParallelConfig, start
+from training.optim.optimizers import OptimizerConfig
 
 TINY = ["model=gpt2-nano", "model.vocab_size=257", "model.context_length=16", "model.emb_dim=16"]
 TINY += ["model.num_heads=2", "model.num_layers=2", "batch_size=2", "length=12", "device=cpu"]
@@ -64,7 +68,7 @@ def test_all_contenders_in_both_tables(bench, nanogpt, tmp_path):
     assert (code, err) == (0, "")
 
     results = json.loads((tmp_path / "r.json").read_text())
-    assert results["command"].startswith("python -m scripts.benchmark model=gpt2-nano ")
+    assert results["command"].startswith("python -m benchmarks.training model=gpt2-nano ")
     flops = 6 * (12 * 2 * 16**2 + 257 * 16) + 6 * 2 * 16 * (12 + 1)
     assert results["flops_per_token"] == flops
     names = {"ours", "transformers", "nanogpt", "llms_from_scratch"}

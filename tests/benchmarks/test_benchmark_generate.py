@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers.refusals import printed_keys
 
-from scripts import benchmark_generate
-from training import device
+from benchmarks import generate as benchmark_generate
+from training.distributed import device
 
 SMALL = ["model=gpt2-nano", "batch_sizes=[1,2]", "prompt_tokens=5", "num_tokens=4", "rounds=2"]
 SMALL += ["device=cpu"]

@@ -3,7 +3,7 @@
 from helpers import REPOSITORY
 from PIL import Image
 
-from scripts import plots
+from benchmarks import plots
 
 
 def test_the_figures_in_the_repository_are_drawn(in_process, tmp_path):

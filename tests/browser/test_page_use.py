@@ -12,7 +12,7 @@ from helpers.pages import HOSTILE, PROMPTS, a_run
 from playwright.sync_api import expect
 
 from lens.page import END, START, page
-from training.report import write_report
+from training.reporting.report import write_report
 
 
 def test_link_restores_the_view(shown):

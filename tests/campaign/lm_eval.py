@@ -16,11 +16,11 @@ import pytest
 import torch
 from helpers import NO_NETWORK, REPOSITORY, TEXT
 
+from interop import export
+from interop.huggingface import Reader
 from model import GPT, ModelConfig
 from scripts import evaluate
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
-from training import export
-from training.hf import Reader
 
 pytest.importorskip("lm_eval")
 PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")

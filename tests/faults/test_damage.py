@@ -16,7 +16,7 @@ from helpers.texts import files_of, prepare
 
 from errors import CheckpointError, ClearheadError, DataError
 from tokens.shards import open_shards
-from training import checkpoint
+from training.checkpoint import format as checkpoint
 
 FAULT = "truncations and bit flips of checkpoint and shard files"
 RANDOM = campaign("CAMPAIGN_DAMAGES", 6, 100)  # of each kind, of each file

@@ -22,8 +22,8 @@ from helpers.tally import tally
 from errors import CheckpointError, ConfigError, DataError
 from generate import GenerateConfig
 from tokens.shards import ShardWriter, open_shards, write_manifest
-from training import checkpoint
-from training.command import compose, parse
+from training.checkpoint import format as checkpoint
+from training.config.command_line import compose, parse
 
 INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "1000"))
 PATIENCE = 20  # seconds for one input

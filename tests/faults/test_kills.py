@@ -275,7 +275,10 @@ def test_a_second_interrupt_ends_at_once_and_loses_nothing(faults, number):
     """While the checkpoint for the first one is written, which is not waited for."""
     step, folder = random.Random(number).randrange(1, STEPS - 1), faults.folder()
     run = folder / "runs" / "run"
-    each = [("SIGINT", STEP, step + 1), ("SIGINT", "training.checkpoint.save_file", 1, "after")]
+    each = [
+        ("SIGINT", STEP, step + 1),
+        ("SIGINT", "training.checkpoint.format.save_file", 1, "after"),
+    ]
     training = faults.run(folder, "every step", fault=happen(*each), code=130)
     assert "Traceback" not in training.err
     check_all_whole(run)

@@ -27,8 +27,8 @@ from helpers.texts import write_packed
 
 import generate
 import train
+from interop.huggingface import to_hf
 from scripts import inspect_attention
-from training.hf import to_hf
 
 FAULT = "malicious pickle, _target_, markup in tokens, path escape, secret canaries"
 
@@ -212,8 +212,10 @@ FORBIDDEN = re.compile(
 )
 ALLOWED = {
     "tokens/sources.py": {"importlib.import_module(module)"},
-    "training/config.py": {"importlib.import_module(module)"},
-    "training/hf.py": {"torch.load(file, map_location='cpu', weights_only=True, mmap=is_zip)"},
+    "training/config/schema.py": {"importlib.import_module(module)"},
+    "interop/huggingface.py": {
+        "torch.load(file, map_location='cpu', weights_only=True, mmap=is_zip)"
+    },
 }
 
 

@@ -19,7 +19,7 @@ from helpers.runs import rows as logged
 from helpers.tally import CAMPAIGN, tally
 from helpers.wandb_server import FAULTS, WandbServer
 
-from training.tracker import last_wandb_id
+from training.reporting.tracker import last_wandb_id
 
 FAULT = "W&B unreachable, killed, disk full"
 FAULT_OF_MODEL = "W&B's server fails over the upload of a model"
@@ -29,7 +29,8 @@ KEY = "k" * 40
 WORKER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
-from training import tracker, wandb_run
+from training.reporting import tracker
+from training.reporting import wandb_run
 
 plan = json.loads(sys.argv[1])
 for name, seconds in plan["seconds"].items():

@@ -27,7 +27,7 @@ import traceback
 import train
 from helpers import REPOSITORY, SOURCES
 from helpers.planted_faults import plant
-from training import command
+from training.config import command_line as command
 from training.signals import end_quietly
 
 # What a training imports only when it needs it.

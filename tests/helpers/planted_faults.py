@@ -3,7 +3,7 @@
     {"crash": {"at": 7}, "infinite_loss": {"steps": [3]}}
 
 Each is a function of FAULTS, called with the values next to its name. "The saver" is the thread
-that writes checkpoints (training/saving.py).
+that writes checkpoints (training/checkpoint/saver.py).
 """
 
 import contextlib
@@ -23,7 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import train
-from training import checkpoint, fitting, saving
+from training.checkpoint import format as checkpoint
+from training.checkpoint import saver as saving
+from training.planning import micro_batch as fitting
 
 
 def plant(faults: dict[str, dict]) -> None:
@@ -86,7 +88,7 @@ class Operations:
         self.on_disk: dict[int, int] = {}  # by inode: the size when it was last synced
         self.unsynced: list[dict] = []  # changes of names that may not be on the disk
         self.guard = threading.RLock()
-        on_call("training.saving.Saver.save", self._count_saves)
+        on_call("training.checkpoint.saver.Saver.save", self._count_saves)
         replace(checkpoint, "save_file", self._save_file)
         replace(os, "fsync", self._fsync)
         sys.addaudithook(self._watch)
@@ -182,8 +184,10 @@ def failing(what: str, code: str, steps: list[int], times: int | None, only: str
             left -= 1
             raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
-    on_call("training.saving.Saver.save", lambda _, __, state: now.update(step=state.step))
-    on_call(what if "." in what else f"training.checkpoint.{what}", fail)
+    on_call(
+        "training.checkpoint.saver.Saver.save", lambda _, __, state: now.update(step=state.step)
+    )
+    on_call(what if "." in what else f"training.checkpoint.format.{what}", fail)
     saving.RETRY_AFTER = 0
 
 
@@ -326,7 +330,7 @@ def slow(seconds: float) -> None:
     for name in ("validate", "sample", "open_run", "write_report"):
         on_call(f"train.Trainer.{name}", lambda *_: time.sleep(seconds))
     for name in ("write", "load_parameters"):
-        on_call(f"training.checkpoint.{name}", lambda *_: time.sleep(seconds))
+        on_call(f"training.checkpoint.format.{name}", lambda *_: time.sleep(seconds))
     on_call("lens.Lens.look", lambda *_: time.sleep(seconds))
 
 

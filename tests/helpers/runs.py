@@ -104,7 +104,7 @@ def stop_behind(run, step: int) -> None:
 
 def seal(folder: Path) -> None:
     """Writes the checksums that fit the files of a checkpoint."""
-    from training import checkpoint
+    from training.checkpoint import format as checkpoint
 
     sums = [f"{checkpoint.checksum(folder / name)}  {name}\n" for name in checkpoint.FILES]
     (folder / checkpoint.SUMS).write_text("".join(sums))

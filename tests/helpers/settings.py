@@ -1,7 +1,7 @@
 """Settings of a training run without Hydra's composition for each test, which takes 0.3 s.
 
-`compose` of training/command.py has tests of its own (tests/training/config); everything else can
-use `settings`, which composes each combination of groups once per process.
+`compose` of training/config/command_line.py has tests of its own (tests/training/config);
+everything else can use `settings`, which composes each combination of groups once per process.
 """
 
 import copy
@@ -10,8 +10,8 @@ import functools
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from errors import refuse
-from training import command
-from training.config import GROUPS, Settings, build, build_launch, names_a_run
+from training.config import command_line as command
+from training.config.schema import GROUPS, Settings, build, build_launch, names_a_run
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from helpers.ranks import PATIENCE, environment, free_port, ours
 from helpers.runs import rows
 from helpers.tally import CAMPAIGN
 from helpers.texts import prepare
-from training import checkpoint
+from training.checkpoint import format as checkpoint
 
 STEP = "train.Trainer.step"
 

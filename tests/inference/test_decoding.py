@@ -1,5 +1,5 @@
-"""decoding.py and the cache against generation without a cache, transformers, and the definitions
-of temperature, top-k and top-p."""
+"""inference/decoding.py and the cache against generation without a cache, transformers, and the
+definitions of temperature, top-k and top-p."""
 
 import dataclasses
 import itertools
@@ -13,10 +13,10 @@ from helpers.greedy import GREEDY, PROMPTS, written
 from helpers.models import tiny_model as tiny
 from torch._dynamo.backends.common import aot_autograd
 
-from decoding import LEFT_BEHIND, Sampling, draw, first_read, generate
-from frozen import freeze
+from inference.decoding import LEFT_BEHIND, Sampling, draw, first_read, generate
+from inference.packed_weights import freeze
+from interop.huggingface import to_hf
 from model import Cache
-from training.hf import to_hf
 
 
 @torch.no_grad()

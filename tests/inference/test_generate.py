@@ -8,10 +8,10 @@ import pytest
 import torch
 from helpers.runs import train_in
 
-import decoding
 import generate
-from frozen import Packed
-from training import device
+from inference import decoding
+from inference.packed_weights import Packed
+from training.distributed import device
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""frozen.py: a model with packed weights has the outputs of the original."""
+"""inference/packed_weights.py: a model with packed weights has the outputs of the original."""
 
 import copy
 
@@ -7,8 +7,8 @@ import torch
 from helpers.greedy import PROMPTS, written
 from helpers.models import random_ids, tiny_model
 
-import frozen
-from frozen import Packed, Product, freeze
+from inference import packed_weights as frozen
+from inference.packed_weights import Packed, Product, freeze
 
 
 @pytest.mark.parametrize("packs", [True, False])

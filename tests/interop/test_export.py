@@ -18,11 +18,11 @@ from helpers.texts import FRAGMENTS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from decoding import Sampling
-from decoding import generate as decode
+from inference.decoding import Sampling
+from inference.decoding import generate as decode
+from interop import export
+from interop.huggingface import load_reader, to_hf
 from scripts.export_hf import main
-from training import export
-from training.hf import load_reader, to_hf
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
 FILES |= {"tokenizer.json", "tokenizer_config.json"}

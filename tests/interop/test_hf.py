@@ -1,4 +1,5 @@
-"""training/hf.py against the transformers library, with a tiny random GPT-2; nothing is fetched."""
+"""interop/huggingface.py against the transformers library, with a tiny random GPT-2; nothing is
+fetched."""
 
 import json
 import shutil
@@ -12,8 +13,8 @@ from helpers.settings import settings
 from safetensors.torch import load_file, save_file
 
 from errors import CheckpointError
+from interop.huggingface import from_hf, hf_tensors, load_reader, to_hf
 from model import GPT, ModelConfig
-from training.hf import from_hf, hf_tensors, load_reader, to_hf
 
 VOCAB_SIZE = 61
 IDS = random_ids(2, 17, vocab_size=VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""training/hub.py against a server of this machine that answers as the hub does. No other network.
+"""interop/hub.py against a server of this machine that answers as the hub does. No other network.
 
 huggingface_hub reads its environment once, when it is imported: what it has read is replaced.
 """
@@ -16,8 +16,8 @@ from helpers.runs import assert_same
 from huggingface_hub import constants
 
 from errors import CheckpointError
-from training import hub
-from training.hf import load_reader, to_hf
+from interop import hub
+from interop.huggingface import load_reader, to_hf
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

@@ -10,11 +10,11 @@ from helpers.runs import rows, run_command, train_in
 
 import train
 from errors import CheckpointError, ConfigError
+from interop.huggingface import from_hf, to_hf
 from model import GPT, ModelConfig
 from scripts import export_hf
-from training.checkpoint import find, load_model
-from training.hf import from_hf, to_hf
-from training.resume import positions
+from training.checkpoint.format import find, load_model
+from training.checkpoint.resume import positions
 
 FINETUNE = ["experiment=finetune", *(s for s in TINY if not s.startswith(("model=", "lens=")))]
 

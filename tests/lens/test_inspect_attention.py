@@ -10,10 +10,10 @@ from helpers.refusals import printed_keys
 from helpers.runs import train_in
 
 from data import get_tokenizer
+from interop.huggingface import load_any, to_hf
 from lens.page import read, unpacked
 from lens.probe import from_codes, triangle_to_square
 from scripts.inspect_attention import main
-from training.hf import load_any, to_hf
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from helpers.models import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from data import get_tokenizer
+from interop.huggingface import to_hf
 from lens.probe import (
     from_codes,
     make_prompt,
@@ -20,7 +21,6 @@ from lens.probe import (
     uniform_values,
 )
 from lens.statistics import STATISTICS, evenly, measure
-from training.hf import to_hf
 
 BYTE = get_tokenizer("byte")
 

@@ -19,8 +19,8 @@ from helpers.settings import settings
 from helpers.texts import prepare, write_source
 
 import train
-from training.command import check_sweep, compose
-from training.hf import to_hf
+from interop.huggingface import to_hf
+from training.config.command_line import check_sweep, compose
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"
@@ -41,11 +41,11 @@ SHORT = {
     "scripts.export_hf": [],
     "scripts.compare": [],
     "scripts.plan": [],
-    "scripts.attention_ladder": [],
-    "scripts.plots": ["out=."],
+    "benchmarks.attention_ladder": [],
+    "benchmarks.plots": ["out=."],
 }
 # Not run: they need other projects, minutes, hours, the network or an account.
-ELSEWHERE = {"scripts.benchmark", "scripts.benchmark_data", "scripts.benchmark_generate"}
+ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate"}
 ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval"}
 REFUSED = re.compile(r"modle=|num_heads=5$|optuna")  # see test_readme.py, campaign/extras.py
 

@@ -12,11 +12,11 @@ from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
 from data import DataConfig, encode_text, get_tokenizer, load_datasets
+from interop.huggingface import to_hf
 from model import GPT, ModelConfig
 from scripts.evaluate import Rule, Windows, main
-from synthetic import IGNORED
 from tokens.stream import TokenStream
-from training.hf import to_hf
+from tokens.synthetic import IGNORED
 
 CONTEXT = 33  # positions of the weights; transformers' windows include the last target
 BELL = "A bell rang: “twice”, said the keeper, naïve as ever.\n" * 3

@@ -9,8 +9,8 @@ from helpers import REPOSITORY
 from helpers.models import tiny_model
 
 import train
+from interop.huggingface import to_hf
 from lens.page import read
-from training.hf import to_hf
 
 
 def blocks(page, language=r"\w*") -> list[str]:

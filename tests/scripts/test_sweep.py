@@ -20,10 +20,11 @@ from PIL import Image
 import train
 from errors import ConfigError
 from scripts import compare
-from training import command, sweep
-from training.command import check_sweep, compose
-from training.tracker import Tracker, last_wandb_id
-from training.wandb_run import LENGTHS, WandbConfig
+from training.config import command_line as command
+from training.config.command_line import check_sweep, compose
+from training.reporting import sweep
+from training.reporting.tracker import Tracker, last_wandb_id
+from training.reporting.wandb_run import LENGTHS, WandbConfig
 
 SHORT = [*TINY, "data.path=text.txt", "trainer.max_steps=2", "trainer.eval_every=1"]
 SHORT += ["trainer.sample_tokens=0", "trainer.max_skips=1"]

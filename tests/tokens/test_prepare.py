@@ -41,7 +41,7 @@ from tokens import prepare as prepare_module
 from tokens import sources as sources_module
 from tokens.prepare import make_tasks
 from tokens.sources import find_files
-from training.command import parse
+from training.config.command_line import parse
 
 few = trials(10, 100)
 # In shards of 30 tokens unless a test has other ones.

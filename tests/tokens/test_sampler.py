@@ -1,4 +1,4 @@
-"""order.py: the order of windows, of one source and of mixtures, against its definition.
+"""tokens/sampler.py: the order of windows, of one source and of mixtures, against its definition.
 
 How training/feed.py reads it: tests/test_data_loader.py.
 """
@@ -14,7 +14,7 @@ from helpers.texts import peak_memory
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from order import LONGEST_SCHEDULE, WindowOrder, permute, shares
+from tokens.sampler import LONGEST_SCHEDULE, WindowOrder, permute, shares
 
 some = trials(20, 500)
 

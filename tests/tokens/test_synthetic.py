@@ -1,4 +1,5 @@
-"""synthetic.py: sequences whose targets can be known. The settings it needs: tests/test_data.py."""
+"""tokens/synthetic.py: sequences whose targets can be known. The settings it needs:
+tests/test_data.py."""
 
 import itertools
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from helpers.runs import rows
 
-from synthetic import BOS, IGNORED, SYMBOLS, CycleWalks, RepeatedSequences
+from tokens.synthetic import BOS, IGNORED, SYMBOLS, CycleWalks, RepeatedSequences
 
 LONGEST = 2 * len(SYMBOLS)  # above it there are more positions than symbols
 

@@ -16,7 +16,8 @@ from helpers.runs import assert_same, change_state, change_tensors, copied, dama
 from safetensors.torch import load_file
 
 from errors import CheckpointError, DamagedCheckpointError, DivergedError
-from training import checkpoint, saving
+from training.checkpoint import format as checkpoint
+from training.checkpoint import saver as saving
 
 MODEL = "model.safetensors"
 

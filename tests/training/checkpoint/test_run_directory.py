@@ -14,8 +14,9 @@ from helpers.refusals import SPECIAL_FILES, refused
 from helpers.runs import change_state, copied, rows, seal, train_in
 
 from errors import CheckpointError, DamagedCheckpointError, RunFileError
-from training import checkpoint, directory
-from training.hf import load_reader
+from interop.huggingface import load_reader
+from training.checkpoint import format as checkpoint
+from training.checkpoint import run_directory as directory
 
 LONGER = "trainer.max_steps=6"
 FIFO = SPECIAL_FILES["FIFO"]

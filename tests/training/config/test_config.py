@@ -17,9 +17,17 @@ from helpers import REPOSITORY
 import train
 from errors import ConfigError
 from generate import GenerateConfig
-from training.command import check_sweep, command, compose, parse
-from training.config import CONFIGS, GROUPS, PLAIN, TrainerConfig, coerce, schema_of, unknown_key
-from training.other_names import OTHER_NAMES
+from training.config.command_line import check_sweep, command, compose, parse
+from training.config.other_names import OTHER_NAMES
+from training.config.schema import (
+    CONFIGS,
+    GROUPS,
+    PLAIN,
+    TrainerConfig,
+    coerce,
+    schema_of,
+    unknown_key,
+)
 
 
 def suggested(known, key) -> set[str]:

@@ -19,12 +19,13 @@ from helpers.tally import tally
 
 import generate
 import train
+from benchmarks import data as benchmark_data
 from errors import ConfigError, DataError
 from generate import GenerateConfig
-from scripts import benchmark_data, inspect_attention, prepare_data
-from training.command import check_sweep, compose, parse
-from training.config import CONFIGS, GROUPS, build, schema_of
-from training.yaml_check import check_folder
+from scripts import inspect_attention, prepare_data
+from training.config.command_line import check_sweep, compose, parse
+from training.config.schema import CONFIGS, GROUPS, build, schema_of
+from training.config.yaml_check import check_folder
 
 FAULT = "the bad-input table"
 

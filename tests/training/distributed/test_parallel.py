@@ -10,10 +10,10 @@ from helpers.refusals import printed_keys, refused
 import train
 from data import check_same
 from errors import ConfigError, DataError, RunDirectoryError, refuse
-from training import directory
-from training.parallel import Parallel, ParallelConfig, check, start
-from training.ranks import DDP
-from training.tracker import last_wandb_id
+from training.checkpoint import run_directory as directory
+from training.distributed.data_parallel import DDP
+from training.distributed.strategy import Parallel, ParallelConfig, check, start
+from training.reporting.tracker import last_wandb_id
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS += ("SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
@@ -94,7 +94,7 @@ def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):
 def test_a_wrong_command_is_printed_once_per_machine(
     launched, in_process, tmp_path, monkeypatch, rank, local_rank, printed
 ):
-    monkeypatch.setattr("training.command.WAIT_FOR_RANK_0", 0)
+    monkeypatch.setattr("training.config.command_line.WAIT_FOR_RANK_0", 0)
     launched(2, RANK=rank, LOCAL_RANK=local_rank)
     code, _, err = in_process(train.main, tmp_path, "trainer.batch_size=9")
     assert code == 2

@@ -34,7 +34,7 @@ from helpers.tally import CAMPAIGN, in_campaign
 from helpers.trainings import STEP, ForkServer, happen, printed_command
 from safetensors.torch import load_file
 
-from training import checkpoint
+from training.checkpoint import format as checkpoint
 
 HALF = SHORT // 2
 WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeated=8")

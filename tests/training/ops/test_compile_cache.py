@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from training.device import should_compile
+from training.distributed.device import should_compile
 
 
 def test_compiled_code_is_kept_for_the_next_run(monkeypatch, tmp_path):

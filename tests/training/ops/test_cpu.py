@@ -1,4 +1,4 @@
-"""Linear layers, attention and dropout of training/cpu.py against torch's own."""
+"""Linear layers, attention and dropout of training/ops/cpu.py against torch's own."""
 
 import functools
 
@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import explicit, sdpa
 from model import Block
-from training import cpu
-from training.parallel import Parallel
+from training.distributed.strategy import Parallel
+from training.ops import cpu
 
 IDS = random_ids(T=12)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from model import head_loss as plain
-from training import loss as module
-from training.loss import head_loss
+from training.ops import cross_entropy as module
+from training.ops.cross_entropy import head_loss
 
 N, C, V = 40, 16, 37
 

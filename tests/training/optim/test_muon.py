@@ -18,12 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from errors import ConfigError
 from scripts import plan
-from training import memory, muon, speed
-from training.fitting import matrices_of
-from training.guard import Guard
-from training.muon import newton_schulz
-from training.optim import OptimizerConfig, build_optimizer
-from training.parallel import Parallel
+from training.distributed.strategy import Parallel
+from training.optim import muon
+from training.optim.muon import newton_schulz
+from training.optim.nonfinite import Guard
+from training.optim.optimizers import OptimizerConfig, build_optimizer
+from training.planning import memory
+from training.planning import throughput as speed
+from training.planning.micro_batch import matrices_of
 
 CPU = torch.device("cpu")
 tiny = functools.partial(tiny_model, std=None)

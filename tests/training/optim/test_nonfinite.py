@@ -12,9 +12,9 @@ from helpers.refusals import refused
 from helpers.runs import assert_same, rows, stop_behind, weights
 
 from errors import DivergedError
-from training import checkpoint
-from training.guard import Guard, Spikes
-from training.parallel import Parallel
+from training.checkpoint import format as checkpoint
+from training.distributed.strategy import Parallel
+from training.optim.nonfinite import Guard, Spikes
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

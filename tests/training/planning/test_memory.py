@@ -9,8 +9,8 @@ from helpers import REPOSITORY
 from helpers.models import TINY_MODEL
 
 from model import GPT, ModelConfig
-from training import memory
-from training.loss import head_loss
+from training.ops.cross_entropy import head_loss
+from training.planning import memory
 
 MEASURED = REPOSITORY / "benchmarks" / "results" / "2026-11-22-memory-cpu.json"
 B, T, V = 2, 48, 101

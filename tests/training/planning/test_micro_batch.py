@@ -12,9 +12,10 @@ from helpers.runs import assert_same, weights
 from helpers.settings import settings
 
 from errors import ConfigError, OutOfMemoryError
-from training import fitting, memory
-from training.memory import estimate
-from training.parallel import Parallel
+from training.distributed.strategy import Parallel
+from training.planning import memory
+from training.planning import micro_batch as fitting
+from training.planning.memory import estimate
 
 
 @pytest.fixture

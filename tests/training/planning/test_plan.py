@@ -9,7 +9,7 @@ from helpers.refusals import printed_keys, refused
 
 from errors import ConfigError
 from scripts import plan
-from training.hardware import KINDS
+from training.planning.devices import KINDS
 
 XL = ["model=gpt2-xl", "data=text", "model.dropout=0", "trainer.batch_size=512", "data.path=any"]
 TOLERANCE = 0.35  # of tokens per second: another day the machine is a fifth faster or slower

@@ -7,8 +7,8 @@ import sys
 
 from helpers import REPOSITORY
 
-from training import console as console_file
-from training.console import Console
+from training.reporting import console as console_file
+from training.reporting.console import Console
 
 
 class Terminal(io.StringIO):
@@ -59,7 +59,8 @@ def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
 
 TWO_STEPS = """
 import sys
-from training import console, terminal
+from training.reporting import console
+from training.reporting import terminal
 terminal.never_fail()
 shown = console.Console(True, 0, 2)
 for step in (1, 2):

@@ -8,7 +8,7 @@ import re
 import pytest
 from helpers.runs import assert_same, repeatable_rows, weights
 
-from training.profiling import PARTS, PHASES, NoProfiler, Profiler
+from training.reporting.profiler import PARTS, PHASES, NoProfiler, Profiler
 
 ON = "trainer.profile=true"
 
@@ -98,7 +98,7 @@ def test_a_failing_profiler_is_a_line_and_the_run_goes_on(trainer, monkeypatch, 
     def broken(*_, **__):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("training.profiling.write_trace", broken)
+    monkeypatch.setattr("training.reporting.profiler.write_trace", broken)
     run = trained(trainer, ON)
     assert run.state.step == 9
     (line,) = capsys.readouterr().err.splitlines()

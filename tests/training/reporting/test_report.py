@@ -14,9 +14,9 @@ from lens.history import Row
 from lens.page import frame_data, page, run_data
 from lens.probe import Frame, Prompt
 from lens.statistics import STATISTICS
-from training import report
-from training.chart import log_ticks, round_ticks, smooth, thin, tick_text
-from training.report import sample_page, write_report
+from training.reporting import report
+from training.reporting.charts import log_ticks, round_ticks, smooth, thin, tick_text
+from training.reporting.report import sample_page, write_report
 
 NAN = math.nan
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from matplotlib.figure import Figure
 
-from training import results
+from training.reporting import comparison as results
 
 
 def row(settings, *values, first=5.0):

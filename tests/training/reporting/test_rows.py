@@ -10,7 +10,7 @@ from unittest.mock import Mock
 from helpers import REPOSITORY
 from helpers.tally import CAMPAIGN, tally
 
-from training.rows import RowFile, drop_rows_after
+from training.reporting.jsonl import RowFile, drop_rows_after
 
 FAULT = "disk full or failing below a log"
 TRIALS = 2000 if CAMPAIGN else 50
@@ -19,7 +19,7 @@ TRIALS = 2000 if CAMPAIGN else 50
 ON_A_FULL_DISK = """
 import random, resource, sys
 from pathlib import Path
-from training.rows import RowFile
+from training.reporting.jsonl import RowFile
 
 def room(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

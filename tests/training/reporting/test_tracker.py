@@ -18,13 +18,13 @@ from helpers.refusals import refused
 from helpers.runs import contents, repeatable_rows, rows, train_in
 
 from errors import DamagedCheckpointError
+from interop.huggingface import load_any
 from lens import Look
 from lens.statistics import STATISTICS
-from training.checkpoint import FILES, find
-from training.hf import load_any
-from training.report import sample_page
-from training.tracker import NoTracker, Tracker
-from training.wandb_run import MOST_SAMPLES, WandbConfig
+from training.checkpoint.format import FILES, find
+from training.reporting.report import sample_page
+from training.reporting.tracker import NoTracker, Tracker
+from training.reporting.wandb_run import MOST_SAMPLES, WandbConfig
 
 OFFLINE = WandbConfig(mode="offline")
 
@@ -57,7 +57,7 @@ def test_files_are_limited_also_after_a_resume(tmp_path, recorded, monkeypatch):
     page.write_text("<!doctype html><p>all heads</p>")
     numbers = {"attention_layers/entropy/L00": 0.5}
     look = Look(numbers, {}, {}, {}, {"attention/viewer": page})
-    monkeypatch.setattr("training.wandb_run.FILES_AT_MOST", 2)
+    monkeypatch.setattr("training.reporting.wandb_run.FILES_AT_MOST", 2)
     for steps in ((0,), (1, 2, 3)):
         tracker = Tracker(OFFLINE, tmp_path, {})
         for step in steps:

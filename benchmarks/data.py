@@ -1,0 +1,190 @@
+"""How fast texts become tokens and tokens batches, and in how much memory, on this machine.
+
+    python -m benchmarks.data text=big.txt out=data.json
+
+Measures, on the beginning of the text, one call of tiktoken against `scripts.prepare_data` from
+file to shards, in turn; the memory of preparing all of the text; and the loader on a shard of 100
+million tokens that lies in the page cache. Needs Linux (memory is read from /proc).
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from errors import Problem
+from training.config.command_line import settings_command, write_out
+from training.config.schema import REPOSITORY
+
+BATCH, LENGTH, BATCHES = 64, 1024, 10_000
+PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")
+
+
+@dataclass
+class BenchmarkConfig:
+    """python -m benchmarks.data text=FILE [KEY=VALUE ...]"""
+
+    text: str = field(metadata={"help": "a plain text file, of a gigabyte or so"})
+    megabytes: int = field(default=400, metadata={"help": "so much of it to compare speeds"})
+    repeats: int = field(default=3, metadata={"help": "measurements of each speed"})
+    out: str = field(default="", metadata={"help": "a JSON file for the results"})
+    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+
+    def problems(self) -> list[Problem]:
+        """The problems, as (key, value, reason, hint); empty when there are none."""
+        found = []
+        if not os.path.isfile(self.text):
+            found.append(("text", self.text, "no such file", "give a plain text file"))
+        for key in ("megabytes", "repeats"):
+            if getattr(self, key) < 1:
+                found.append((key, getattr(self, key), "must be at least 1", "use more"))
+        return found
+
+
+@settings_command(BenchmarkConfig)
+def main(settings: BenchmarkConfig) -> None:
+    results = {"machine": machine(), "text_megabytes": os.path.getsize(settings.text) / 1e6}
+    with tempfile.TemporaryDirectory() as folder:
+        results["tokenising"] = tokenising(settings, Path(folder))
+        results["memory"] = preparing_memory(Path(settings.text), Path(folder))
+        results["loader"] = loader(Path(folder))
+    print(json.dumps(results, indent=1))
+    if settings.out:
+        write_out(settings.out, results)
+
+
+def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
+    """What figures are from: processor, commit, versions."""
+    from importlib.metadata import version
+
+    linux = hasattr(os, "sched_getaffinity")
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = [line for line in lines if "model name" in line]
+    return {
+        "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
+        "processor": model[0].split(":")[1].strip() if model else platform.machine(),
+        "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What git says of a folder; nothing where it is no checkout, or there is no git."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def tokenising(settings: BenchmarkConfig, folder: Path) -> dict:
+    """Megabytes a second, in turn: one call of tiktoken, and file to shards with all cores."""
+    from tokens.encoding import character_end
+    from tokens.tokenizers import get_tokenizer
+
+    most = min(settings.megabytes * 10**6, os.path.getsize(settings.text))
+    with open(settings.text, "rb") as file:
+        raw = file.read(most + 4)
+    raw = raw[: character_end(raw, most)]
+    path = folder / "sample.txt"
+    path.write_bytes(raw)
+    text, size = raw.decode(), len(raw) / 1e6
+    encode = get_tokenizer("gpt2").encode_to_numpy  # some 1.5 times as fast as encode()
+    one_call, file_to_shards = [], []
+    for turn in range(settings.repeats):
+        started = time.perf_counter()
+        encode(text, disallowed_special=())
+        one_call.append(size / (time.perf_counter() - started))
+        started = time.perf_counter()
+        prepare(path, folder / f"sample-{turn}").wait()
+        file_to_shards.append(size / (time.perf_counter() - started))
+    return {
+        "megabytes": size,
+        "tiktoken_one_call": one_call,
+        "prepare_data": file_to_shards,
+        "times_as_fast": median(file_to_shards) / median(one_call),
+    }
+
+
+def prepare(text: Path, out: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "scripts.prepare_data", f"data.path={text}", f"out={out}"]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+
+
+def preparing_memory(text: Path, folder: Path) -> dict:
+    """Resident memory of all processes together while all of the text is prepared, ten times a
+    second, in megabytes: the most in each quarter of the time."""
+    process = prepare(text, folder / "whole")
+    seen = []
+    while process.poll() is None:
+        processes = [process.pid, *children(process.pid)]
+        seen.append(sum(map(resident, processes)))
+        time.sleep(0.1)
+    quarters = [seen[len(seen) * i // 4 : len(seen) * (i + 1) // 4] for i in range(4)]
+    return {"megabytes_of_text": text.stat().st_size / 1e6, "most": [max(q) for q in quarters if q]}
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def resident(pid: int | str) -> float:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def loader(folder: Path) -> dict:
+    """Tokens a second of 10,000 batches of 64 windows of 1,024 tokens, in training's order."""
+    import numpy as np
+    import torch
+
+    from data import DataConfig, load_datasets, order_of
+    from tokens.shards import ShardWriter
+    from training.distributed.strategy import Parallel
+    from training.feed import Feed
+
+    shard = folder / "loader" / "shard.bin"
+    shard.parent.mkdir()
+    writer = ShardWriter(shard, 50256)
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        writer.append(random.integers(0, 50256, 1_000_000, np.uint16))
+    writer.close()
+    config = DataConfig(path=str(shard), max_length=LENGTH, val_fraction=0.0)
+    dataset = load_datasets(config).train  # verifies it, and so reads it into the page cache
+    order = order_of(dataset, BATCH, seed=0)
+    memory, seconds = [], []
+    for step in range(BATCHES):
+        started = time.perf_counter()
+        dataset.gather(order.windows(step))
+        seconds.append(time.perf_counter() - started)
+        if step % 1000 == 100 or step == BATCHES - 1:
+            memory.append(resident("self"))
+    feed = Feed(dataset, order, None, Parallel(torch.device("cpu"), torch.float32))
+    started = time.perf_counter()
+    for step in range(1000):
+        list(feed.batches(step))
+    widened = BATCH * LENGTH * 1000 / (time.perf_counter() - started)
+    return {
+        "tokens_per_second": BATCH * LENGTH * BATCHES / sum(seconds),
+        "as_int64_on_the_device": widened,
+        "resident_megabytes": memory,
+    }
+
+
+if __name__ == "__main__":
+    main()

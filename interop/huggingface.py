@@ -1,0 +1,365 @@
+"""Hugging Face GPT-2 weights, in and out: `from_hf` and `to_hf`; and `load_reader`, which has of
+any trained model, theirs or ours, what it takes to read and write text with it.
+
+The only file that speaks Hugging Face's names. Their layout differs from ours in three ways:
+queries, keys and values lie side by side in one matrix `c_attn`; every projection is a `Conv1D`,
+whose weight is the transpose of a Linear's; and files may carry a `transformer.` prefix and old
+causal-mask buffers. The files are plain safetensors and JSON, read and written here; the
+transformers library is not needed. Weights may also lie in shards, or in a pytorch_model.bin.
+"""
+
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from errors import CheckpointError, DamagedCheckpointError, message_of
+from files import open_regular, read_json
+from interop import hub
+from model import GPT, ModelConfig
+from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from training.checkpoint.format import (
+    LARGEST_STATE,
+    State,
+    find,
+    is_pickle,
+    load_model,
+    model_of,
+    nearest_run,
+    read_tensors,
+)
+
+if TYPE_CHECKING:
+    import tiktoken
+
+CONFIG = "config.json"
+WHOLE, INDEX, OLD = "model.safetensors", "model.safetensors.index.json", hub.OLD
+OURS = "clearhead"  # the key of config.json under which an export of ours says what GPT-2's lacks
+OF_READERS = ("tokenizer", "window")  # of that
+
+# ours: (theirs, transposed)
+BLOCK = {
+    "attn_norm.weight": ("ln_1.weight", False),
+    "attn_norm.bias": ("ln_1.bias", False),
+    "attn.out_proj.weight": ("attn.c_proj.weight", True),
+    "attn.out_proj.bias": ("attn.c_proj.bias", False),
+    "mlp_norm.weight": ("ln_2.weight", False),
+    "mlp_norm.bias": ("ln_2.bias", False),
+    "mlp.fc.weight": ("mlp.c_fc.weight", True),
+    "mlp.fc.bias": ("mlp.c_fc.bias", False),
+    "mlp.out_proj.weight": ("mlp.c_proj.weight", True),
+    "mlp.out_proj.bias": ("mlp.c_proj.bias", False),
+}
+OUTSIDE = {
+    "token_emb.weight": "wte.weight",
+    "pos_emb.weight": "wpe.weight",
+    "final_norm.weight": "ln_f.weight",
+    "final_norm.bias": "ln_f.bias",
+}
+PROJECTIONS = ("W_query", "W_key", "W_value")  # their order inside c_attn
+
+# What a GPT-2 config.json must say (or leave to its default) for our model to be the same function.
+REQUIRED = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",  # the tanh form
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
+    """The model in a Hugging Face GPT-2 directory (config.json and weights), eval mode.
+
+    Raises CheckpointError when it is no GPT-2, or one that computes something else.
+    """
+    folder = Path(folder)
+    config = _model_config(folder / CONFIG, attention)
+    file, tensors = _weights(folder)
+    theirs = {
+        name.removeprefix("transformer."): value
+        for name, value in tensors.items()
+        # The tied head comes twice in some files; masks were saved as buffers by old versions.
+        if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias"))
+    }
+    try:
+        ours = _to_ours(theirs, config.num_layers)
+    except KeyError as error:
+        raise CheckpointError(
+            "checkpoint", file, f"{error.args[0]} is missing", "use another"
+        ) from error
+    if theirs:
+        raise CheckpointError(
+            "checkpoint", file, f"unknown tensor {min(theirs):.80}", "it is no plain GPT-2"
+        )
+    return model_of(config, ours, file)
+
+
+def to_hf(model: GPT, folder: str | Path, ours: dict | None = None) -> None:
+    """Writes config.json and model.safetensors such that transformers loads the same model.
+
+    ours: what `load_reader` finds again, {"tokenizer": name, "window": positions, ...}.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    theirs = {name: value.contiguous().clone() for name, value in hf_tensors(model).items()}
+    save_file(theirs, folder / WHOLE, {"format": "pt"})
+    c = model.config
+    end_of_text = min(50256, c.vocab_size - 1)  # the last id of GPT-2's and of the byte tokenizer
+    if ours:
+        end_of_text = get_tokenizer(ours["tokenizer"]).eot_token
+    settings = REQUIRED | {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": c.vocab_size,
+        "n_positions": c.context_length,
+        "n_ctx": c.context_length,
+        "n_embd": c.emb_dim,
+        "n_head": c.num_heads,
+        "n_layer": c.num_layers,
+        "attn_pdrop": c.dropout,
+        "embd_pdrop": c.dropout,
+        "resid_pdrop": c.dropout,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "use_cache": True,
+    }
+    settings |= {OURS: ours} if ours else {}
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    # Which the library makes for its user's eyes alone.
+    (folder / WHOLE).chmod((folder / CONFIG).stat().st_mode)
+
+
+def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
+    """The weights under Hugging Face's names and in their layout, fp32 on the device.
+
+    Without q/k/v biases, which GPT-2 always has, there are zeros for them.
+    """
+    ours = {name: value.detach().to(device).float() for name, value in model.named_parameters()}
+    c = model.config
+    theirs = {f"transformer.{name}": ours[key] for key, name in OUTSIDE.items()}
+    for layer in range(c.num_layers):
+        for key, (name, transposed) in BLOCK.items():
+            value = ours[f"blocks.{layer}.{key}"]
+            theirs[f"transformer.h.{layer}.{name}"] = value.T if transposed else value
+        attn = f"blocks.{layer}.attn"
+        weights = [ours[f"{attn}.{which}.weight"].T for which in PROJECTIONS]  # (C, C) each
+        theirs[f"transformer.h.{layer}.attn.c_attn.weight"] = torch.cat(weights, dim=1)  # (C, 3 C)
+        zeros = torch.zeros(c.emb_dim, device=device)
+        biases = [ours.get(f"{attn}.{which}.bias", zeros) for which in PROJECTIONS]
+        theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
+    return theirs
+
+
+def load_any(path: str | Path, key: str = "checkpoint") -> tuple[GPT, State | None]:
+    """The model of a run, a checkpoint, a Hugging Face directory or hub:NAME; of the latter two
+    there is no state.
+
+    Raises CheckpointError, naming the setting `key`, when the path is none of these.
+    """
+    _, model, state = _load(path, key)
+    return model, state
+
+
+def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
+    """The folder that a path means, and what is in it."""
+    for tries_left in (2, 1, 0):
+        folder = _folder(path, key)
+        try:
+            if (folder / CONFIG).is_file():
+                return folder, from_hf(folder), None
+            return folder, *load_model(folder)
+        except DamagedCheckpointError:
+            if folder.exists() or not tries_left:
+                raise  # else a run that goes on meanwhile has removed it, for a newer one
+    raise AssertionError
+
+
+def _folder(path: str | Path, key: str) -> Path:
+    """The checkpoint or the Hugging Face directory that a path means."""
+    text = str(path)
+    if hub.is_named(text):
+        return hub.fetch(text, key, check=_model_config)
+    if (Path(path) / CONFIG).is_file():
+        return Path(path)
+    is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
+    if is_name and not os.path.lexists(text) and not nearest_run(Path(text)):
+        fix = f"give a run or a checkpoint; of the Hugging Face hub, hub:{text} fetches it"
+        raise CheckpointError(key, text, "no such directory", fix)
+    return find(path, key)
+
+
+@dataclass
+class Reader:
+    """A trained model with what it takes to read and write text with it."""
+
+    model: GPT  # in eval mode
+    tokenizer_name: str
+    tokenizer: "tiktoken.Encoding"
+    window: int  # so many positions have learned something; the model may have more
+    state: State | None  # of weights alone, None
+    folder: Path  # the checkpoint, or the Hugging Face directory, that it was read from
+
+
+def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
+    """What `load_any` loads, with its tokenizer and the window that it was trained with.
+
+    A directory that was exported from a run says both; other weights are GPT-2's, or with 257 ids
+    of bytes, and know all their positions. Raises CheckpointError, naming the setting `key`.
+    """
+    folder, model, state = _load(path, key)
+    vocab_size, context = model.config.vocab_size, model.config.context_length
+    if state:
+        data = state.settings["data"]
+        name, window = data.get("tokenizer"), data.get("max_length")
+        said = f"its settings name tokenizer {name!r:.40} and max_length {window!r:.40}"
+    else:
+        usual = "byte" if vocab_size == TOKENIZERS["byte"] else "gpt2"
+        ours = {"tokenizer": usual, "window": context}
+        ours = _settings_in(folder / CONFIG).get(OURS, ours)
+        name, window = (ours.get(k) if isinstance(ours, dict) else None for k in OF_READERS)
+        said = f"its {CONFIG} names under {OURS} tokenizer {name!r:.40} and window {window!r:.40}"
+    known = isinstance(name, str) and name in TOKENIZERS
+    if not known or type(window) is not int or not 1 <= window <= context:
+        raise CheckpointError(key, path, said, "use another one")
+    if vocab_size < (needed := TOKENIZERS[name]):
+        cause = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"
+        raise CheckpointError(key, path, cause, "use a model of that tokenizer")
+    return Reader(model, name, get_tokenizer(name), window, state, folder)
+
+
+def _settings_in(file: Path) -> dict:
+    """What a config.json holds; CheckpointError when it is none."""
+    try:
+        theirs = read_json(file, LARGEST_STATE)
+        if not isinstance(theirs, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            "checkpoint", file, f"unreadable ({message_of(error)})", "use another one"
+        ) from error
+    return theirs
+
+
+def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file that names a directory's weights, and these by their names in it. They stay in
+    their files until they are copied, wherever the operating system can map files."""
+    if (folder / WHOLE).is_file():
+        return folder / WHOLE, read_tensors(folder / WHOLE)
+    if (folder / INDEX).is_file():
+        return folder / INDEX, _read_shards(folder / INDEX)
+    if (folder / OLD).is_file():
+        return folder / OLD, _read_old(folder / OLD)
+    if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
+        raise is_pickle(pickles[0], f", and there is no {WHOLE}")
+    raise DamagedCheckpointError(folder / WHOLE, "is missing")
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of all the files that an index names."""
+    places = _settings_in(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+        raise CheckpointError("checkpoint", index, "has no weight_map of texts", "use another one")
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(places.values())):
+        if not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
+            cause = f"names {shard!r:.80}, which is no safetensors file beside it"
+            raise CheckpointError("checkpoint", index, cause, "use another one")
+        found = read_tensors(index.with_name(shard))
+        if twice := found.keys() & tensors.keys():
+            cause = f"{min(twice):.80} is in two of its files"
+            raise CheckpointError("checkpoint", index, cause, "use another one")
+        tensors |= found
+    if missing := places.keys() - tensors.keys():
+        cause = f"{min(missing):.80} is in none of its files"
+        raise CheckpointError("checkpoint", index, cause, "use another one")
+    return tensors
+
+
+def _read_old(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pytorch_model.bin, which is a pickle: torch's own reader makes tensors of
+    it and runs nothing else. What comes of that is looked at before anything is done with it."""
+    try:
+        with open_regular(file) as opened:
+            is_zip = opened.read(4) == b"PK\3\4"  # since torch 1.6; the older form is not mapped
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+    except OSError as error:
+        raise DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})") from error
+    except Exception as error:  # damage shows in many ways
+        # Not in torch's own words, which tell how to run the code.
+        if type(error).__name__ == "UnpicklingError":
+            raise is_pickle(file, ", and holds more than weights") from error
+        raise DamagedCheckpointError(file, f"is unreadable ({type(error).__name__})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError("checkpoint", file, "holds no weights by name", "use another one")
+    tensors = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not _is_plain(value):
+            cause = f"under {name!r:.80} is no plain tensor of numbers"
+            raise CheckpointError("checkpoint", file, cause, "use another one")
+        tensors[name] = value.detach()
+    return tensors
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a tensor of numbers (or a mask) that its storage holds all of."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8)
+    return (
+        type(value) in (Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.dtype in dtypes
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    )
+
+
+def _model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
+    theirs = _settings_in(file)
+    for key, needed in REQUIRED.items():
+        if theirs.get(key, needed) != needed:
+            cause = f"{key} is {theirs[key]!r:.80}, and our model computes {needed!r} only"
+            raise CheckpointError("checkpoint", file, cause, "use a plain GPT-2")
+    try:
+        for key in ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer"):
+            if type(theirs[key]) is not int:  # 12.0 would pass for 12, and fail somewhere later
+                raise ValueError(f"{key} is {theirs[key]!r:.80}, which is no whole number")
+        if theirs.get("n_inner") not in (None, 4 * theirs["n_embd"]):
+            raise ValueError("n_inner is not 4 n_embd")
+        return ModelConfig(
+            vocab_size=theirs["vocab_size"],
+            context_length=theirs["n_positions"],
+            emb_dim=theirs["n_embd"],
+            num_heads=theirs["n_head"],
+            num_layers=theirs["n_layer"],
+            dropout=theirs.get("resid_pdrop", 0.1),
+            qkv_bias=True,
+            attention=attention,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "checkpoint", file, f"does not fit ({message_of(error)})", "use another one"
+        ) from error
+
+
+def _to_ours(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Takes every tensor it knows out of `theirs` and returns them under our names."""
+    ours = {key: theirs.pop(name) for key, name in OUTSIDE.items()}
+    for layer in range(num_layers):
+        for key, (name, transposed) in BLOCK.items():
+            value = theirs.pop(f"h.{layer}.{name}")
+            ours[f"blocks.{layer}.{key}"] = value.T if transposed else value
+        weight = theirs.pop(f"h.{layer}.attn.c_attn.weight")  # (C, 3 C)
+        bias = theirs.pop(f"h.{layer}.attn.c_attn.bias")  # (3 C,)
+        for which, w, b in zip(PROJECTIONS, weight.chunk(3, dim=1), bias.chunk(3), strict=True):
+            ours[f"blocks.{layer}.attn.{which}.weight"] = w.T  # (C, C)
+            ours[f"blocks.{layer}.attn.{which}.bias"] = b
+    return ours

@@ -1,0 +1,212 @@
+"""How checkpoints come to be there whole or not at all, while training goes on.
+
+A checkpoint is written as step_00000100.part, handed to the disk and renamed; then `last` (and
+`best`) are switched to it, and only then are older ones removed, which are renamed first, too. So
+whatever is called step_... is whole, at every moment, and one of them is always there. What ended
+in between is cleared away by the next start.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from errors import (
+    AGAINST_DIVERGENCE,
+    NO_VALUE,
+    DivergedError,
+    NotSavedError,
+    RunDirectoryError,
+    message_of,
+)
+from files import make_folder, remove, rename, sync
+from training.checkpoint import format as checkpoint
+from training.checkpoint.format import State, Tensors
+
+RETRY_AFTER = 2  # seconds until a checkpoint that could not be written is tried once more
+
+
+class Saver:
+    """Writes the checkpoints of a run, one after the other, while training goes on.
+
+    run: its directory, which no other process writes to. keep: how many of the newest stay, besides
+    the best. resumed: the state of the checkpoint in there that the run goes on from.
+    """
+
+    def __init__(self, run: Path, keep: int, resumed: State | None = None):
+        self.folder = run / "checkpoints"
+        self.keep = keep
+        self.newest = resumed and resumed.step  # the step of the newest checkpoint
+        self.written = 0  # how many
+        self._links_work = True
+        self._thread: ThreadPoolExecutor | None = None  # while a checkpoint is being written
+        self._writing: tuple[int, Future] | None = None
+        self._clear()
+        if resumed:
+            self._link(resumed.best_step)  # it may have been cut off in the middle of it
+            self._prune(resumed.best_step)
+
+    def _clear(self) -> None:
+        """Removes what was left half done, and sets aside what the run has gone back behind."""
+        for part in self.folder.glob("*.part"):
+            remove(part)
+        for folder in checkpoint.whole_ones(self.folder.parent):
+            if self.newest is None:
+                fix = "give the command again, or another name"
+                raise RunDirectoryError(
+                    "name", self.folder.parent.name, f"{folder} is another run's", fix
+                )
+            if checkpoint.step_of(folder) > self.newest:  # and could not be used, then
+                aside = _free(folder.with_name(folder.name + ".damaged"))
+                rename(folder, aside)
+                what = f"not used, as the run goes on from step {self.newest}; now {aside.name}"
+                print(f"checkpoint={folder}: {what}", file=sys.stderr)
+
+    def save(self, tensors: Tensors, state: State) -> None:
+        """Begins to write the checkpoint of a step. The tensors must not change before `wait`."""
+        self.wait()
+        # A thread for each, which ends with it. Computing gives it OpenMP threads of its own, and
+        # while these exist, those of training sleep where else they would spin: that leaves the
+        # processors to the writing, but would slow every step from then on, by a tenth
+        # (benchmarks/results/2026-11-22-saving-cpu.json).
+        self._thread = ThreadPoolExecutor(1, "saver")
+        self._writing = state.step, self._thread.submit(self._save, tensors, asdict(state))
+        self._thread.shutdown(wait=False)  # it ends when it has done this
+
+    def wait(self) -> NotSavedError | None:
+        """Until the checkpoint in the making is there; returns what hindered it, if anything.
+
+        Raises DivergedError when its numbers are none.
+        """
+        if self._writing is None:
+            return None
+        (step, writing), self._writing = self._writing, None
+        try:
+            writing.result()
+        except (OSError, SafetensorError) as error:
+            return self._not_saved(step, error)
+        self.newest, self.written = step, self.written + 1
+        return None
+
+    def close(self) -> None:
+        """Lets what is being written come to its end."""
+        if self._thread:
+            self._thread.shutdown()
+
+    def too_large(self, size: float) -> list[str]:
+        """In words, when the disk has no room for the checkpoints of a run. size: bytes of one."""
+        beside = max(0, self.keep - len(checkpoint.whole_ones(self.folder.parent))) + 2
+        free = shutil.disk_usage(self.folder.parent).free
+        if free > beside * size:
+            return []
+        what = f"checkpoints of {_size(size)}, of which {self.keep} and the best stay, may not fit"
+        return [f"trainer.keep={self.keep}: {what}: the disk has {_size(free)} free"]
+
+    # ------------------------------------------------------------------------- in the thread
+
+    def _save(self, tensors: Tensors, state: dict) -> None:
+        for name, tensor in (tensors[0] | tensors[1]).items():
+            if not checkpoint.sound(tensor):  # nothing broken replaces a good checkpoint
+                cause = f"is no finite number after step {state['step']}"
+                raise DivergedError(name, NO_VALUE, cause, AGAINST_DIVERGENCE)
+        folder = self.folder / _name(state["step"])
+        try:
+            self._write(folder, tensors, state)
+        except (OSError, SafetensorError):
+            time.sleep(RETRY_AFTER)  # somebody may be making room, or a server be starting
+            self._write(folder, tensors, state)
+        self._link(state["best_step"])
+        self._prune(state["best_step"])
+
+    def _write(self, folder: Path, tensors: Tensors, state: dict) -> None:
+        if folder.exists():  # whole, then; but whether the disk has its name, nobody knows
+            sync(self.folder)
+            return
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        make_folder(self.folder)
+        part.mkdir()
+        try:
+            checkpoint.write(part, tensors, state)
+            rename(part, folder)
+        except (OSError, SafetensorError):
+            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the room
+            raise
+
+    def _link(self, best_step: int | None) -> None:
+        """Points `last` at the newest checkpoint and `best` at the best, where these are there.
+
+        Nothing depends on the links but people: not every file system knows them.
+        """
+        whole = checkpoint.whole_ones(self.folder.parent)
+        names = {folder.name for folder in whole}
+        best = None if best_step is None else _name(best_step)
+        try:
+            _point(self.folder / "best", best if best in names else None)
+            _point(self.folder / "last", whole[0].name)
+        except OSError as error:
+            if self._links_work:
+                print(f"{self.folder}: no links to best and last ({error})", file=sys.stderr)
+            self._links_work = False
+
+    def _prune(self, best_step: int | None) -> None:
+        for old in checkpoint.whole_ones(self.folder.parent)[self.keep :]:
+            if checkpoint.step_of(old) == best_step:
+                continue
+            going = old.with_name(old.name + ".part")
+            try:
+                os.replace(old, going)
+                shutil.rmtree(going)
+            except OSError as error:
+                print(f"checkpoint={old}: not removed ({error.strerror or error})", file=sys.stderr)
+
+    def _not_saved(self, step: int, error: Exception) -> NotSavedError:
+        """In words: the disk, what it has left, what there is to go on from."""
+        cause = (
+            error.strerror if isinstance(error, OSError) and error.strerror else message_of(error)
+        )
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f", {_size(shutil.disk_usage(self.folder.parent).free)} free on its disk"
+        intact = "there is no earlier one"
+        if self.newest is not None:
+            intact = f"the one of step {self.newest} is intact"
+        return NotSavedError(
+            "checkpoint",
+            f"{self.folder}/step_{step:08d}",
+            f"could not be written ({cause}{free})",
+            f"make room there: {intact}",
+        )
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _point(link: Path, target: str | None) -> None:
+    """Makes `link` a relative link to its neighbour `target`, at one stroke; None: no link."""
+    if target is None:
+        link.unlink(missing_ok=True)
+    elif not link.is_symlink() or os.readlink(link) != target:
+        fresh = link.with_name(link.name + ".part")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(target)
+        rename(fresh, link)
+
+
+def _free(path: Path) -> Path:
+    """The path, with a number where something has that name."""
+    number = 1
+    while (numbered := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return numbered
