@@ -19,14 +19,14 @@ from typing import IO
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def in_the_making(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
     """What a file is called until it is complete; another name on every machine and every time."""
     return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def atomic_write(path: Path, content: bytes) -> None:
     """Writes a file that no reader ever sees half of."""
-    part = in_the_making(path)
+    part = temporary_name(path)
     try:
         with open(part, "wb") as file:
             file.write(content)

@@ -99,9 +99,9 @@ class Trainer:
         from training.distributed import device
         from training.distributed import strategy as parallel
 
-        rank_0 = self.parallel.on_main(lambda: resume.stored_settings(self.settings))
-        stored = self.parallel.share(rank_0)
-        with self.parallel.together():
+        rank_0 = self.parallel.on_rank_0(lambda: resume.stored_settings(self.settings))
+        stored = self.parallel.broadcast(rank_0)
+        with self.parallel.raise_on_all_ranks():
             if stored and self.settings.overrides:
                 self.settings, changed = complete(self.settings, *stored)
                 if changed:
@@ -113,8 +113,8 @@ class Trainer:
                 refuse(device.check(trainer.device, trainer.precision, "trainer."))
         settings = self.settings
         mine = json.loads(json.dumps(dataclasses.asdict(settings)))
-        of_rank_0 = self.parallel.share(mine)
-        with self.parallel.together():
+        of_rank_0 = self.parallel.broadcast(mine)
+        with self.parallel.raise_on_all_ranks():
             refuse(different_settings(mine, of_rank_0, self.parallel.rank))
         if stored:  # the precision and the seed are those of the run
             trainer = settings.trainer
@@ -132,7 +132,7 @@ class Trainer:
         def look() -> tuple[str, dict, bool, str] | None:
             own = resume.own_directory(self.settings)
             # A run that has checkpoints needs no other files.
-            is_run = own and (checkpoint.has_any(own) or not directory.is_occupied(own))
+            is_run = own and (checkpoint.has_checkpoint(own) or not directory.is_occupied(own))
             if is_run and own.is_dir():
                 self.take(own)  # from here on nobody else changes what is in it
             found, problems = resume.find_checkpoint(self.settings)
@@ -144,7 +144,7 @@ class Trainer:
             return str(found), dataclasses.asdict(checkpoint.load_state(found)), in_place, str(run)
 
         # Other ranks may not see the directory: what rank 0 finds holds for all.
-        shared = self.parallel.share(self.parallel.on_main(look))
+        shared = self.parallel.broadcast(self.parallel.on_rank_0(look))
         found, state, self.in_place, run = shared or (None, None, False, None)
         self.resume_from = found and Path(found)
         self.saved = checkpoint.State(**state) if state else None
@@ -164,7 +164,7 @@ class Trainer:
                 cause = f"{found} is of step {self.saved.step}, nothing is left to train"
                 fix = "a new run from it needs more steps"
                 problems.append(("trainer.max_steps", trainer.max_steps, cause, fix))
-            with self.parallel.together():
+            with self.parallel.raise_on_all_ranks():
                 refuse(problems)
 
     def take(self, folder: Path) -> None:
@@ -182,7 +182,7 @@ class Trainer:
         """Refuses what cannot fit, before any of it is allocated."""
         from training.planning.micro_batch import check_memory
 
-        with self.parallel.together():  # another machine may have less
+        with self.parallel.raise_on_all_ranks():  # another machine may have less
             problems, notes = check_memory(self.settings, self.parallel)
             refuse(problems)
         self.notes += notes
@@ -196,7 +196,7 @@ class Trainer:
 
         settings, trainer = self.settings, self.settings.trainer
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
-        with self.parallel.together():  # another machine may lack the files
+        with self.parallel.raise_on_all_ranks():  # another machine may lack the files
             self.data = load_datasets(settings.data)
             if self.saved:
                 try:
@@ -205,8 +205,8 @@ class Trainer:
                     if not trainer.resume_override:
                         raise
                     self.notes.append(error.without_hint)
-        main_has = self.parallel.share(self.data.checksums)
-        with self.parallel.together():
+        main_has = self.parallel.broadcast(self.data.checksums)
+        with self.parallel.raise_on_all_ranks():
             check_same(main_has, self.data.checksums, settings.data.path)
         ids = self.tokenizer.n_vocab
         if settings.model.vocab_size >= 2 * ids and not settings.data.synthetic:
@@ -246,7 +246,7 @@ class Trainer:
             self.notes += notes
             return model
 
-        self.model = self.parallel.place(settings.model, build)
+        self.model = self.parallel.prepare_model(settings.model, build)
         self.model.activation_checkpointing = trainer.activation_checkpointing
         self.flops_per_token = self.model.flops_per_token(settings.data.max_length)
         self.peak_flops = device.peak_flops(self.parallel.device)
@@ -254,7 +254,7 @@ class Trainer:
         self.compiled = device.should_compile(
             trainer.compile, self.parallel.device, all_flops / self.parallel.world_size
         )
-        self.fast_model = self.parallel.trained(self.model, self.compiled)
+        self.fast_model = self.parallel.wrap(self.model, self.compiled)
 
     def build_lens(self) -> None:
         from lens import Lens
@@ -271,7 +271,7 @@ class Trainer:
                 vocabulary=self.train_set.common_tokens(),
                 bos=self.tokenizer.eot_token,
             )
-        if self.parallel.largest(self.lens is None):  # off on one rank: off on all
+        if self.parallel.all_reduce_max(self.lens is None):  # off on one rank: off on all
             self.lens = None
 
     def build_optimizer(self) -> None:
@@ -297,14 +297,14 @@ class Trainer:
     def build_state(self) -> None:
         """Where the run stands: at its beginning, or where the checkpoint has it."""
         from training.checkpoint import format as checkpoint
-        from training.optim.nonfinite import Guard, Spikes
+        from training.optim.nonfinite import LossSpikes, NonFiniteCheck
         from training.reporting.metrics import Meter
 
         trainer = self.settings.trainer
         self.meter = Meter()
         self.best_before: tuple[float | None, int | None] = None, None
         limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
-        self.guard, self.spikes = Guard(limit, self.parallel.device), Spikes()
+        self.guard, self.spikes = NonFiniteCheck(limit, self.parallel.device), LossSpikes()
         self.state = checkpoint.State(step=0, settings=dataclasses.asdict(self.settings))
         self.state.data = self.data.checksums
         if not self.saved:
@@ -316,7 +316,7 @@ class Trainer:
         checkpoint.load_optimizer(self.resume_from, self.model, self.optimizer, self.parallel)
         again = self.settings.trainer.resume_override  # with something that may mend it
         self.guard.restore(self.state.skipped, 0 if again else self.state.skipped_in_a_row)
-        self.spikes = Spikes(**self.state.spikes)
+        self.spikes = LossSpikes(**self.state.spikes)
         if self.state.scaler:
             self.parallel.scaler.load_state_dict(self.state.scaler)
 
@@ -367,9 +367,9 @@ class Trainer:
 
         if not in_place:  # a branch has a W&B run and a best checkpoint of its own
             state.wandb_id = state.best_loss = state.best_step = None
-        self.folder = Path(self.parallel.share(self.parallel.on_main(in_words)))
+        self.folder = Path(self.parallel.broadcast(self.parallel.on_rank_0(in_words)))
         state.wandb_id = self.tracker.run_id or state.wandb_id
-        self.console = Console(self.parallel.is_main, state.step, settings.trainer.max_steps)
+        self.console = Console(self.parallel.is_rank_0, state.step, settings.trainer.max_steps)
         self.opened.callback(self.console.close)
         self.profiler = profiler_of(self)
 
@@ -430,7 +430,7 @@ class Trainer:
         self.parallel.reseed(self.settings.seed, self.state.step)
         batches = self.profiler.input(self.feed.batches(self.state.step))
         for input_ids, target_ids, weight, more_to_come in batches:
-            with self.parallel.accumulating(more_to_come):
+            with self.parallel.no_sync(more_to_come):
                 with self.profiler.phase("forward"), self.parallel.autocast():
                     _, loss = self.fast_model(input_ids, target_ids)
                 loss = loss * weight  # each target counts the same, whatever the micro-batches
@@ -527,7 +527,7 @@ class Trainer:
                 raise what_would_fit(
                     self.settings, self.parallel, windows, self.intact()
                 ) from error
-            if self.parallel.lost_peer(error):
+            if self.parallel.is_lost_rank(error):
                 # Of what the library says, the first sentence, without its places and addresses.
                 said = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
                 self.settle()
@@ -545,7 +545,7 @@ class Trainer:
     def has_checkpoint(self) -> bool:
         from training.checkpoint import format as checkpoint
 
-        return self.folder is not None and checkpoint.has_any(self.folder)
+        return self.folder is not None and checkpoint.has_checkpoint(self.folder)
 
     def settle(self) -> None:
         """Lets a checkpoint that is being written come to its end, whatever that is."""
@@ -627,7 +627,7 @@ class Trainer:
         self.last_sample = text
         self.console.print(f"step {self.state.step}  sample: {' '.join(text.split())}")
         row = {"step": self.state.step, "prompt": settings.sample_prompt, "text": text}
-        if self.parallel.is_main:
+        if self.parallel.is_rank_0:
             self.samples.append(row)
         return row
 
@@ -638,7 +638,7 @@ class Trainer:
 
         def look_into(token_ids: list[int], capture: Callable) -> None:
             input_ids = torch.tensor([token_ids], device=self.parallel.device)
-            with self.parallel.looking(self.model):
+            with self.parallel.probing(self.model):
                 self.model.look_into(input_ids, capture)
 
         look, failed = None, True
@@ -649,10 +649,12 @@ class Trainer:
                 self.settings.trainer.max_steps,
                 self.folder / "attention",
                 run_name=self.folder.name,
-                write=self.parallel.is_main,
+                write=self.parallel.is_rank_0,
             )
             failed = False
-        if self.parallel.largest(failed):  # on one rank: off on all, or the others would wait
+        if self.parallel.all_reduce_max(
+            failed
+        ):  # on one rank: off on all, or the others would wait
             self.lens = None
         return look
 
@@ -660,7 +662,7 @@ class Trainer:
         """report.html: what there is to see of the run so far, in one file."""
         from training.reporting.report import write_report
 
-        if self.parallel.is_main:
+        if self.parallel.is_rank_0:
             with self.never_in_the_way("report.html: not written"):
                 write_report(self.folder)
 
@@ -717,9 +719,9 @@ class Trainer:
         needed = 12 * self.model.num_parameters()
         copy = self.parallel.device.type != "cpu" or spare_memory() > 2 * needed
         last = state.step == self.settings.trainer.max_steps or self.signals.received > 0
-        copy, last = self.parallel.share([copy, last])
+        copy, last = self.parallel.broadcast([copy, last])
         tensors = checkpoint.collect(self.model, self.optimizer, self.parallel, copy and not last)
-        if self.parallel.is_main:
+        if self.parallel.is_rank_0:
             self.tracker.sync()  # what was logged up to here is not lost either
             self.samples.sync()
             self.saver.save(tensors, state)
@@ -735,7 +737,7 @@ class Trainer:
 
     def tell_not_saved(self, failed: NotSavedError | None) -> None:
         """Why a checkpoint could not be written; the next may find room."""
-        if failed and self.parallel.is_main:
+        if failed and self.parallel.is_rank_0:
             goes_on = "" if self.signals.received else "; training goes on"
             print(f"{failed}{goes_on}", file=sys.stderr)
 
@@ -748,7 +750,7 @@ class Trainer:
             failed = self.saver.wait()
             return self.saver.newest, failed and failed.args
 
-        newest, failed = self.parallel.share(self.parallel.on_main(wait))
+        newest, failed = self.parallel.broadcast(self.parallel.on_rank_0(wait))
         failed = failed and NotSavedError(*failed)
         if failed and state.best_step is not None and state.best_step > (newest or -1):
             state.best_loss, state.best_step = self.best_before
@@ -767,7 +769,7 @@ class Trainer:
     def was_told_to_stop(self) -> bool:
         """Whether a signal came, to any rank: they stop after the same step."""
         self.signals.check_parent()
-        asked = self.parallel.largest(self.signals.received)
+        asked = self.parallel.all_reduce_max(self.signals.received)
         if asked:  # never back to 0: a signal may have come while the ranks agreed
             self.signals.received = asked
         return asked > 0
@@ -780,7 +782,7 @@ class Trainer:
         number = self.signals.received
         name = signal.Signals(number).name
         where = f"stopped by {name} after step {self.state.step}; saved in {self.folder}"
-        if self.parallel.is_main:
+        if self.parallel.is_rank_0:
             # Of a sweep the way is told at its end.
             way = "" if SWEEPING & set(sys.argv[1:]) else f"; {self.resume_command(saved=True)}"
             print(f"{where}{way}", file=sys.stderr)

@@ -9,7 +9,6 @@ million tokens that lies in the page cache. Needs Linux (memory is read from /pr
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -21,9 +20,9 @@ from statistics import median
 from errors import Problem
 from training.config.command_line import settings_command, write_out
 from training.config.schema import REPOSITORY
+from training.reporting.machine import machine
 
 BATCH, LENGTH, BATCHES = 64, 1024, 10_000
-PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")
 
 
 @dataclass
@@ -57,32 +56,6 @@ def main(settings: BenchmarkConfig) -> None:
     print(json.dumps(results, indent=1))
     if settings.out:
         write_out(settings.out, results)
-
-
-def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
-    """What figures are from: processor, commit, versions."""
-    from importlib.metadata import version
-
-    linux = hasattr(os, "sched_getaffinity")
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = [line for line in lines if "model name" in line]
-    return {
-        "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
-        "processor": model[0].split(":")[1].strip() if model else platform.machine(),
-        "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
-
-
-def git(folder: Path, *arguments: str) -> str:
-    """What git says of a folder; nothing where it is no checkout, or there is no git."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return done.stdout.strip()
 
 
 def tokenising(settings: BenchmarkConfig, folder: Path) -> dict:
@@ -154,7 +127,7 @@ def loader(folder: Path) -> dict:
 
     from data import DataConfig, load_datasets, order_of
     from tokens.shards import ShardWriter
-    from training.distributed.strategy import Parallel
+    from training.distributed.strategy import Strategy
     from training.feed import Feed
 
     shard = folder / "loader" / "shard.bin"
@@ -174,7 +147,7 @@ def loader(folder: Path) -> dict:
         seconds.append(time.perf_counter() - started)
         if step % 1000 == 100 or step == BATCHES - 1:
             memory.append(resident("self"))
-    feed = Feed(dataset, order, None, Parallel(torch.device("cpu"), torch.float32))
+    feed = Feed(dataset, order, None, Strategy(torch.device("cpu"), torch.float32))
     started = time.perf_counter()
     for step in range(1000):
         list(feed.batches(step))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.implementations import LEAVE_OUT, Batch, Disagreement, Ours, Project, Row, padded
 from model import GPT
-from training.distributed.strategy import Parallel
+from training.distributed.strategy import Strategy
 from training.optim.optimizers import OptimizerConfig
 
 # Relative, by precision: of the loss, of the norm of its gradient.
@@ -46,7 +46,7 @@ def check_projects(
     weights: GPT,
     batch: Batch,
     optimizer: OptimizerConfig,
-    parallel: Parallel,
+    parallel: Strategy,
     seed: int,
 ) -> dict[str, Agreement]:
     """Each project's figures on weights that use every parameter; raises Disagreement at the first
@@ -85,7 +85,7 @@ def check_projects(
     return results
 
 
-def reference(weights: GPT, batch: Batch, parallel: Parallel, pad: bool) -> tuple[float, float]:
+def reference(weights: GPT, batch: Batch, parallel: Strategy, pad: bool) -> tuple[float, float]:
     """Our loss and norm of the gradient on the weights that training begins with, in fp32."""
     model = padded(weights) if pad else copy.deepcopy(weights)
     model.to(parallel.device).train()

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.data import machine
 from errors import NO_VALUE, Problem, refuse
 from training.config.command_line import compose, settings_command, write_out
+from training.reporting.machine import machine
 
 
 @dataclass

@@ -29,8 +29,8 @@ from errors import ClearheadError, ConfigError, message_of
 from interop.huggingface import hf_tensors
 from model import GPT, ModelConfig
 from training.distributed.device import DTYPES
-from training.distributed.strategy import Parallel
-from training.optim.nonfinite import Guard
+from training.distributed.strategy import Strategy
+from training.optim.nonfinite import NonFiniteCheck
 from training.optim.optimizers import OptimizerConfig, build_optimizer
 
 GPT2_VOCABULARY = 50257  # in whose place nanoGPT by default has 50304, a multiple of 64
@@ -240,7 +240,7 @@ class Checkout(Project):
         raise ConfigError([(self.key, str(self.folder), cause, fix)])
 
     def source(self) -> dict:
-        from benchmarks.data import git
+        from training.reporting.machine import git
 
         own = (self.folder / ".git").exists()  # else git would tell of a folder around it
         return {"commit": git(self.folder, "rev-parse", "--short", "HEAD") if own else "unknown"}
@@ -378,7 +378,7 @@ class Contender:
         project: Project,
         weights: GPT,
         optimizer: OptimizerConfig,
-        parallel: Parallel,
+        parallel: Strategy,
         seed: int,
     ):
         self.row, self.project, self.seed, self.steps = row, project, seed, 0
@@ -416,14 +416,14 @@ class OurContender(Contender):
     """Ours: the parts that the Trainer of train.py is made of, in the order of its step()."""
 
     def set_up(self, weights: GPT, optimizer: OptimizerConfig) -> None:
-        self.model = self.parallel.place(weights.config, lambda: copy.deepcopy(weights))
-        self.fast_model = self.parallel.trained(self.model, self.row.compiled)
+        self.model = self.parallel.prepare_model(weights.config, lambda: copy.deepcopy(weights))
+        self.fast_model = self.parallel.wrap(self.model, self.row.compiled)
         self.optimizer = build_optimizer(self.model, optimizer)
-        self.guard = Guard(10, self.parallel.device)
+        self.guard = NonFiniteCheck(10, self.parallel.device)
 
     def step(self, input_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
         self.parallel.reseed(self.seed, self.steps)
-        with self.parallel.accumulating(more_to_come=False):
+        with self.parallel.no_sync(more_to_come=False):
             with self.parallel.autocast():
                 _, loss = self.fast_model(input_ids, target_ids)
             self.parallel.backward(loss)

@@ -21,7 +21,7 @@ import torch._inductor.config
 from benchmarks.equivalence import check_first_step, exact_norm
 from benchmarks.implementations import Batch, Contender, Row
 from training.distributed.device import keep_freed_memory
-from training.distributed.strategy import Parallel
+from training.distributed.strategy import Strategy
 
 
 def return_freed_memory(device: str) -> None:
@@ -81,7 +81,7 @@ def page_faults() -> int:
 class Lap:
     """Times between marks: by the clock, and on a GPU by its own, so that no step waits."""
 
-    def __init__(self, parallel: Parallel):
+    def __init__(self, parallel: Strategy):
         self.parallel, self.marks = parallel, []
         parallel.synchronize()
         self.mark()
@@ -107,7 +107,7 @@ class Lap:
 class Entry:
     """A row while it is measured, and what was measured."""
 
-    def __init__(self, row: Row, make: Callable[[Row], Contender], parallel: Parallel):
+    def __init__(self, row: Row, make: Callable[[Row], Contender], parallel: Strategy):
         self.row, self.parallel = row, parallel
         self.turns: list[list[float]] = []  # of each round, the seconds of its steps
         self.peak = 0
@@ -179,7 +179,7 @@ def measure(
     make: Callable[[Row], Contender],
     batches: list[Batch],
     expected: dict[bool, tuple[float, float]],
-    parallel: Parallel,
+    parallel: Strategy,
     rounds: int,
     steps: int,
     settle: int,

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.data import git, machine
 from errors import ConfigError, Problem, refuse
 from training.config.command_line import compose, errors_in_one_line, parse, show_help, write_out
 from training.config.schema import REPOSITORY, Settings
+from training.reporting.machine import git, machine
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.data import machine
 from errors import Problem, message_of, refuse, visible
 from training.config.command_line import settings_command, write_out
 from training.reporting import comparison as results
+from training.reporting.machine import machine
 
 
 @dataclass

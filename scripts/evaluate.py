@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from interop.huggingface import Reader
     from tokens.stream import TokenStream
-    from training.distributed.strategy import Parallel
+    from training.distributed.strategy import Strategy
 
 TELL_EVERY = 10  # seconds
 OF_RUN = ("text_key", "endoftext", "val_fraction")  # settings of its data that a run may lend
@@ -296,7 +296,7 @@ class Windows:
 def evaluate(
     reader: "Reader",
     windows: Windows,
-    parallel: "Parallel",
+    parallel: "Strategy",
     batch_size: int,
     progress: "Progress | None" = None,
 ) -> dict[str, float | int | str]:
@@ -309,7 +309,7 @@ def evaluate(
     from tokens.synthetic import IGNORED
 
     model = reader.model.to(parallel.device)
-    parallel.trained(model, compiled=False)  # the fastest operations for this device
+    parallel.wrap(model, compiled=False)  # the fastest operations for this device
     times = np.zeros(reader.tokenizer.n_vocab, np.int64)  # that a token was scored
     digest, total = hashlib.sha256(), 0.0  # nats
     with parallel.inference(model):
@@ -408,10 +408,10 @@ def write(
     reader: "Reader",
     settings: EvaluateConfig,
     what: str,
-    parallel: "Parallel",
+    parallel: "Strategy",
 ) -> None:
     """The figures as JSON, with all that they depend on."""
-    from benchmarks.data import machine
+    from training.reporting.machine import machine
 
     written = {
         "checkpoint": settings.checkpoint,

@@ -64,14 +64,14 @@ def not_to_be_made(out: str) -> str:
 def main(settings: ExportConfig) -> None:
     from safetensors import SafetensorError
 
-    from files import in_the_making, make_folder, rename, sync
+    from files import make_folder, rename, sync, temporary_name
     from interop import export
     from interop.huggingface import load_reader
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half made goes, too
     reader = load_reader(settings.checkpoint)
     out = Path(os.path.abspath(settings.out))
-    part = in_the_making(out)
+    part = temporary_name(out)
     try:
         make_folder(part)
         export.write(reader, part)

@@ -245,7 +245,7 @@ def figures(job: Job, price: float, measured: list[Measured]) -> dict:
     fast, needed = speed(job, share), job.memory()
     # One device with the whole batch, in micro-batches as large as fit: what scaling is held to.
     single = dataclasses.replace(job, devices=1, strategy="single")
-    single = dataclasses.replace(single, micro=single.largest() or job.micro)
+    single = dataclasses.replace(single, micro=single.all_reduce_max() or job.micro)
     alone = speed(single, share).tokens_per_second
     seconds = job.tokens / fast.tokens_per_second
     return {

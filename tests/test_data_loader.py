@@ -21,13 +21,13 @@ from tokens.sampler import WindowOrder
 from tokens.stream import TokenStream
 from tokens.synthetic import IGNORED, CycleWalks
 from tokens.tokenizers import bytes_per_token, get_tokenizer
-from training.distributed.strategy import Parallel
+from training.distributed.strategy import Strategy
 from training.evaluation import Validation
 from training.feed import Feed
 
 some = trials(15, 100)
 
-CPU = Parallel(torch.device("cpu"), torch.float32)
+CPU = Strategy(torch.device("cpu"), torch.float32)
 AT_MOST = 20  # seconds until a thread that does not answer is a failure
 END = 256  # the byte tokenizer's end-of-text token
 bytes_of = functools.partial(bytes_per_token, get_tokenizer("byte"))

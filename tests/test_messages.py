@@ -132,7 +132,7 @@ def test_while_training(trainer, in_process, tmp_path, monkeypatch):
         f"{os.getpid()} on {os.uname().nodename}); wait for it, or give another name\n"
     )
     monkeypatch.setattr("sys.argv", ["train.py", "seed=0"])
-    monkeypatch.setattr(type(run.parallel), "lost_peer", lambda *_: True)
+    monkeypatch.setattr(type(run.parallel), "is_lost_rank", lambda *_: True)
     with pytest.raises(errors.RankLostError) as caught, run.explaining():
         raise RuntimeError("[../pair.cc:1] Connection closed by peer [127.0.0.1]:1234. More")
     assert str(caught.value) == (

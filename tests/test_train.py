@@ -31,8 +31,8 @@ from helpers.runs import (
 import train
 from errors import CheckpointError, ConfigError, DataError, DivergedError
 from training.checkpoint import format as checkpoint
-from training.distributed.strategy import Parallel
-from training.optim.nonfinite import Guard
+from training.distributed.strategy import Strategy
+from training.optim.nonfinite import NonFiniteCheck
 
 # Settings of the finished run that tests resume; they differ from the defaults.
 OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.log_every=2")
@@ -116,8 +116,8 @@ def test_gradients_are_clipped_to_the_norm():
             torch.manual_seed(0)
             layer = torch.nn.Linear(5, 3)
             optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=fused)
-            parallel = Parallel(torch.device("cpu"), torch.float32)
-            guard, norms = Guard(1, parallel.device), []
+            parallel = Strategy(torch.device("cpu"), torch.float32)
+            guard, norms = NonFiniteCheck(1, parallel.device), []
             for size in (100, 0.01, 1):
                 parallel.backward(layer(torch.full((1, 5), float(size))).square().sum())
                 norms.append(parallel.update(layer, optimizer, grad_clip, guard))
@@ -137,7 +137,7 @@ def test_gradient_norm_of_a_large_matrix_is_exact():
     """A plain fp32 sum of ten million squares has an error of a thousandth."""
     layer = torch.nn.Linear(4096, 2500, bias=False)
     layer.weight.grad = torch.randn(2500, 4096, generator=torch.Generator().manual_seed(0))
-    norm = Parallel(torch.device("cpu"), torch.float32).total_norm(layer)
+    norm = Strategy(torch.device("cpu"), torch.float32).total_norm(layer)
     assert float(norm) == pytest.approx(float(layer.weight.grad.double().norm()), rel=1e-4)
 
 
@@ -200,7 +200,7 @@ def test_nan_validation_loss_ends_the_run_without_a_checkpoint(trainer):
         run.model.final_norm.weight.fill_(float("nan"))
     with refused(DivergedError, "optimizer.lr", exit_code=4):
         run.train()
-    assert not checkpoint.has_any(run.folder)
+    assert not checkpoint.has_checkpoint(run.folder)
 
 
 def test_run_directory(trainer, tmp_path):

@@ -32,7 +32,7 @@ from typing import IO
 import numpy as np
 
 from errors import DataError, PreparationError
-from files import NO_LOCKS, lock, read_json, write_whole
+from files import NO_LOCKS, atomic_write, lock, read_json
 from tokens.encoding import StreamEncoder
 from tokens.shards import (
     HEADER_BYTES,
@@ -184,7 +184,7 @@ def run_task(task: Task, folder: Path, recipe: Recipe, progress: Callable[[int],
         "text_bytes": encoder.text_bytes,
         "shards": [asdict(entry) for entry in entries],
     }
-    write_whole(_record(folder, task.number), json.dumps(record).encode())
+    atomic_write(_record(folder, task.number), json.dumps(record).encode())
     return encoder.text_bytes
 
 
@@ -246,13 +246,13 @@ class Preparation:
             raise DataError("out", self.folder, "holds source code", "give another out=")
         plan.parent.mkdir(parents=True, exist_ok=True)
         if not plan.exists():
-            write_whole(plan, json.dumps({"plan": self.plan}).encode())
+            atomic_write(plan, json.dumps({"plan": self.plan}).encode())
         if self._read(plan, {"plan": str})["plan"] != self.plan:
             if any(plan.parent.glob("[0-9]*.json")):
                 cause = "its preparation was begun with other texts or settings"
                 raise DataError("out", self.folder, cause, fix)
             with self._locked(1, 1):  # nobody is at it, and nothing was done: by a mistake, perhaps
-                write_whole(plan, json.dumps({"plan": self.plan}).encode())
+                atomic_write(plan, json.dumps({"plan": self.plan}).encode())
         return True
 
     def _manifest(self) -> dict | None:

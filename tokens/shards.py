@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from errors import DataError
-from files import in_the_making, read_bounded, read_json, rename, write_whole
+from files import atomic_write, read_bounded, read_json, rename, temporary_name
 from tokens import SHARD_MAGIC
 from tokens.sources import each_once, expand, find_files, list_folder
 from tokens.stream import BLOCK_BYTES, TokenStream
@@ -69,7 +69,7 @@ class ShardWriter:
         self._waiting: list[np.ndarray] = []  # to be written
         self._starts: list[np.ndarray] = []
         self._written = 0
-        self._part = in_the_making(path)
+        self._part = temporary_name(path)
         self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
         self._file.write(bytes(HEADER_BYTES))
 
@@ -95,7 +95,7 @@ class ShardWriter:
         self._file.write(header.tobytes())
         starts = np.concatenate([np.zeros(0, np.int64), *self._starts]).astype("<u4")
         documents = documents_file(self.path)
-        write_whole(documents, starts.tobytes())
+        atomic_write(documents, starts.tobytes())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -134,7 +134,7 @@ def write_manifest(
         "block_bytes": BLOCK_BYTES,
         "shards": [asdict(entry) for entry in entries],
     }
-    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    atomic_write(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return manifest
 
 

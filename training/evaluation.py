@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from training.distributed.strategy import Parallel
+    from training.distributed.strategy import Strategy
 
 
 class Validation:
@@ -39,7 +39,7 @@ class Validation:
             self.bytes_per_token = bytes_per_token(targets[targets >= 0].numpy())
 
     def run(
-        self, model: torch.nn.Module, parallel: "Parallel", batch_size: int
+        self, model: torch.nn.Module, parallel: "Strategy", batch_size: int
     ) -> tuple[float, float | None]:
         """(mean loss in nats over all targets; share of right answers, where that is asked for).
 
@@ -62,7 +62,7 @@ class Validation:
                 if self.bytes_per_token is None:
                     logits, _ = model(input_ids)  # (B, T, V)
                     right += counts * int((logits.argmax(-1) == target_ids).sum())
-        total, right, count = parallel.sum(parallel.number(total), right, count)
+        total, right, count = parallel.all_reduce_sum(parallel.item(total), right, count)
         return total / count, (right / count if self.bytes_per_token is None else None)
 
     def metrics(self, loss: float, accuracy: float | None) -> dict[str, float]:

@@ -10,7 +10,7 @@ from training.distributed.device import thread_beside_training
 
 if TYPE_CHECKING:
     from tokens.sampler import WindowOrder
-    from training.distributed.strategy import Parallel
+    from training.distributed.strategy import Strategy
 
 
 class Feed:
@@ -26,7 +26,7 @@ class Feed:
     """
 
     def __init__(
-        self, dataset, order: "WindowOrder", micro_batch_size: int | None, parallel: "Parallel"
+        self, dataset, order: "WindowOrder", micro_batch_size: int | None, parallel: "Strategy"
     ):
         self.dataset = dataset
         self.order = order
@@ -46,7 +46,7 @@ class Feed:
             future = self._thread.submit(self._gather, step)
         self._next = step + 1, self._thread.submit(self._gather, step + 1)
         micro_batches = future.result()
-        (total,) = self.parallel.sum(sum(count for _, count in micro_batches))
+        (total,) = self.parallel.all_reduce_sum(sum(count for _, count in micro_batches))
         for number, (tensors, count) in enumerate(micro_batches, start=1):
             weight = count * self.parallel.world_size / total
             on_device = self.dataset.expand(*self.parallel.to_device(*tensors))

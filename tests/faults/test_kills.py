@@ -264,7 +264,7 @@ def test_a_start_that_is_cut_off_leaves_nothing_behind(faults, name, code):
     for resumes, call in [(False, 1), (True, 1), (False, 2)]:
         if resumes:
             faults.killed(folder, 14, "saved")
-        faults.run(folder, "short", fault=happen((name, "durable.rename", call)), code=code)
+        faults.run(folder, "short", fault=happen((name, "files.rename", call)), code=code)
     faults.complete(folder, "short")
     if name == "SIGTERM":
         tally(STOPPED, 3)

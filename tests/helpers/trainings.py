@@ -254,7 +254,7 @@ class Faults:
 
 def usable(run: Path) -> int | None:
     """The step of the newest checkpoint that is what was written, None when there is none."""
-    for folder in checkpoint.whole_ones(run):
+    for folder in checkpoint.list_checkpoints(run):
         with contextlib.suppress(checkpoint.DamagedCheckpointError):
             checkpoint.verify(folder)
             return checkpoint.step_of(folder)
@@ -263,7 +263,7 @@ def usable(run: Path) -> int | None:
 
 def check_all_whole(run: Path) -> None:
     """Whatever is called a checkpoint is one."""
-    for folder in checkpoint.whole_ones(run):
+    for folder in checkpoint.list_checkpoints(run):
         checkpoint.verify(folder)
 
 

@@ -170,7 +170,7 @@ def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch)
     def full(path, content):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(sweep, "write_whole", full)
+    monkeypatch.setattr(sweep, "atomic_write", full)
     code, out, err = sweep_in(tmp_path, log, "data.path=a.txt", "seed=1,2")
     assert code == 0
     assert "| 3.0000 " in out

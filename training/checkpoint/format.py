@@ -32,12 +32,12 @@ from safetensors.torch import load_file, save_file
 from errors import CheckpointError, DamagedCheckpointError, message_of
 from files import open_regular, read_bounded, read_json, sync
 from model import GPT, ModelConfig
-from training.optim.nonfinite import Spikes
+from training.optim.nonfinite import LossSpikes
 from training.optim.optimizers import STATE as KEPT
 from training.optim.optimizers import state_keys
 
 if TYPE_CHECKING:
-    from training.distributed.strategy import Parallel
+    from training.distributed.strategy import Strategy
 
 FORMAT = 3  # of state.json; raised when an older reader would misunderstand
 SUMMED_SINCE = 3  # the format
@@ -88,7 +88,7 @@ class State:
     losses: list | None = None  # of the steps since the last line of the log
     skipped: int = 0  # steps left out because their gradient was no number
     skipped_in_a_row: int = 0  # of them, up to this step
-    spikes: dict = field(default_factory=dict)  # Spikes, see training/optim/nonfinite.py
+    spikes: dict = field(default_factory=dict)  # LossSpikes, see training/optim/nonfinite.py
     format: int = FORMAT
 
 
@@ -111,7 +111,7 @@ def write(folder: Path, tensors: Tensors, state: dict) -> None:
 
 
 def collect(
-    model: GPT, optimizer: torch.optim.Optimizer, parallel: "Parallel", copy: bool
+    model: GPT, optimizer: torch.optim.Optimizer, parallel: "Strategy", copy: bool
 ) -> Tensors:
     """The parameters, and the optimizer's state, both under the parameters' names, on the CPU.
 
@@ -139,7 +139,7 @@ def run_of(folder: Path) -> Path | None:
     return folder.parent.parent if folder.parent.name == "checkpoints" else None
 
 
-def whole_ones(run: Path) -> list[Path]:
+def list_checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run that were written to the end, the newest first."""
     found = [p for p in (run / "checkpoints").glob("step_*") if NAME.fullmatch(p.name)]
     return sorted(found, key=step_of, reverse=True)
@@ -151,17 +151,17 @@ def step_of(folder: Path) -> int:
 
 def newest_step(run: Path) -> int:
     """The step of a run's newest whole checkpoint, 0 when there is none."""
-    return max((step_of(folder) for folder in whole_ones(run)), default=0)
+    return max((step_of(folder) for folder in list_checkpoints(run)), default=0)
 
 
-def is_one(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Whether a path names a checkpoint, damaged or not, and not a run."""
     return (path / STATE).is_file() or bool(NAME.fullmatch(path.resolve().name))
 
 
-def has_any(run: Path) -> bool:
+def has_checkpoint(run: Path) -> bool:
     """Whether a run has, or had, a checkpoint."""
-    return bool(whole_ones(run)) or (run / "checkpoints" / "last").is_symlink()
+    return bool(list_checkpoints(run)) or (run / "checkpoints" / "last").is_symlink()
 
 
 def find(
@@ -177,7 +177,7 @@ def find(
     is refused. Raises CheckpointError, naming the setting `key`, when there is none.
     """
     path = Path(path)
-    if is_one(path):
+    if is_checkpoint(path):
         folder = path.resolve()  # once: `last` may lead to another one a moment later
         try:
             verify(folder, names)
@@ -189,7 +189,7 @@ def find(
     damage, last = None, path / "checkpoints" / "last"
     if last.is_symlink() and not last.exists():
         damage = DamagedCheckpointError(last, "what it leads to is gone")
-    for folder in whole_ones(path):
+    for folder in list_checkpoints(path):
         try:
             verify(folder, names)
         except DamagedCheckpointError as error:
@@ -300,7 +300,7 @@ def _check_values(state: State) -> None:
         is_pair = isinstance(pair, list) and [type(value) for value in pair] == [str, list]
         need(is_pair and all(isinstance(block, str) for block in pair[1]), "data")
     need(not state.wandb_id or re.fullmatch(r"[\w-]{1,128}", state.wandb_id), "wandb_id")
-    need(typed(Spikes, state.spikes, "spikes.").variance >= 0, "spikes.variance")
+    need(typed(LossSpikes, state.spikes, "spikes.").variance >= 0, "spikes.variance")
     if state.scaler:
         typed(Scaler, state.scaler, "scaler.")
     lens, trainer = state.settings.get("lens", {}), state.settings.get("trainer")
@@ -407,7 +407,7 @@ def load_parameters(folder: Path, model: GPT) -> None:
 
 
 def load_optimizer(
-    folder: Path, model: GPT, optimizer: torch.optim.Optimizer, parallel: "Parallel"
+    folder: Path, model: GPT, optimizer: torch.optim.Optimizer, parallel: "Strategy"
 ) -> None:
     """Restores the optimizer's state. On all ranks; the main one reads.
 
@@ -426,8 +426,8 @@ def load_optimizer(
                     raise DamagedCheckpointError(folder / OPTIMIZER, f"{key}.{name} is negative")
         return tensors
 
-    tensors = parallel.on_main(read) or {}
-    keys = parallel.share({name: list(of_one) for name, of_one in tensors.items()})
+    tensors = parallel.on_rank_0(read) or {}
+    keys = parallel.broadcast({name: list(of_one) for name, of_one in tensors.items()})
     # A fused optimizer counts its steps on the device, any other on the host.
     of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"
     needed = {p: state_keys(group) for group in optimizer.param_groups for p in group["params"]}
@@ -497,12 +497,12 @@ def _check_tensor(
     # Numbers of eight bits: torch cannot compare all kinds of them.
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise CheckpointError("checkpoint", file, f"{name} is of {tensor.dtype}", "use another one")
-    if not sound(tensor):
+    if not all_finite(tensor):
         cause = f"{name} holds what is no finite number"
         raise CheckpointError("checkpoint", file, cause, "use another one")
 
 
-def sound(tensor: torch.Tensor) -> bool:
+def all_finite(tensor: torch.Tensor) -> bool:
     """Whether all of it are finite numbers."""
     # Extremes keep NaN, and finding them takes one pass without a copy.
     return tensor.numel() == 0 or all(map(math.isfinite, map(float, tensor.aminmax())))

@@ -77,9 +77,9 @@ def own_directory(settings: "Settings") -> Path | None:
     if (resume := settings.trainer.resume) in ("auto", "must", False):
         return None
     path = Path(resume)
-    if checkpoint.is_one(path):
+    if checkpoint.is_checkpoint(path):
         return checkpoint.run_of(path.resolve())
-    return path if checkpoint.has_any(path) else None
+    return path if checkpoint.has_checkpoint(path) else None
 
 
 def goes_on(found: Path | None, settings: "Settings") -> bool:
@@ -100,7 +100,7 @@ def stored_settings(settings: "Settings") -> tuple[str, dict] | None:
         return None
     name = settings.name or name_before_restart()
     run = RUNS / name if name else None
-    restarted = run is not None and was_cut_off(run) and checkpoint.has_any(run)
+    restarted = run is not None and was_cut_off(run) and checkpoint.has_checkpoint(run)
     path = run if restarted else settings.trainer.resume
     # Damage is reported when the checkpoint itself is read.
     found = checkpoint.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
@@ -120,12 +120,12 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
     """
     resume, name = settings.trainer.resume, settings.name or name_before_restart()
     run = RUNS / name if name else None
-    has_any = run is not None and checkpoint.has_any(run)
+    has_any = run is not None and checkpoint.has_checkpoint(run)
     if run and was_cut_off(run) and (has_any or resume in ("must", False)):
         resume = "auto"  # a path was the beginning of this run
     if resume not in ("auto", "must", False):
         path = Path(resume).resolve()
-        is_copy = checkpoint.is_one(path) and checkpoint.run_of(path) is None
+        is_copy = checkpoint.is_checkpoint(path) and checkpoint.run_of(path) is None
         if is_copy and not (path / checkpoint.OPTIMIZER).exists():
             cause = f"has no {checkpoint.OPTIMIZER}, as a model from W&B"
             fix = f"{shlex.quote(f'trainer.init_from={resume}')} begins a new run with its weights"
@@ -137,7 +137,7 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
             fix = f"trainer.resume={run} continues it, or give a new name"
             return None, [("name", name, f"{run} holds a run of its own", fix)]
         # Of a run that is named, the newest usable checkpoint was found.
-        return found, going_back(found, settings) if checkpoint.is_one(Path(resume)) else []
+        return found, going_back(found, settings) if checkpoint.is_checkpoint(Path(resume)) else []
     if resume is False and (has_any or (run and settings_of(run))):
         fix = "give another name, or trainer.resume=auto to go on"
         return None, [("name", name, f"{run} holds a run", fix)]

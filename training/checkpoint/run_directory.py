@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from errors import NO_VALUE, RunDirectoryError, RunFileError
-from files import NO_LOCKS, lock, make_folder, read_json, sync, write_whole
+from files import NO_LOCKS, atomic_write, lock, make_folder, read_json, sync
 
 RUNS = Path("runs")
 LOCK, MARK, RECORD, CONFIG = ".lock", "launch.json", "run.json", "config.yaml"
@@ -113,9 +113,9 @@ def write_settings(run: Path, settings: dict) -> None:
     """Writes the resolved settings of a run, for programs and for people."""
     import yaml
 
-    write_whole(run / RECORD, (json.dumps({"settings": settings}, indent=1) + "\n").encode())
+    atomic_write(run / RECORD, (json.dumps({"settings": settings}, indent=1) + "\n").encode())
     # Not by OmegaConf, for which a "${" in a prompt is a reference.
-    write_whole(
+    atomic_write(
         run / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode()
     )
 
@@ -189,7 +189,7 @@ def _launch() -> dict[str, str]:
 def mark_launch(folder: Path) -> None:
     """Notes in a run's directory what has started it."""
     if launch := _launch():
-        write_whole(folder / MARK, json.dumps(launch).encode())
+        atomic_write(folder / MARK, json.dumps(launch).encode())
     started_here.append(folder)
 
 
@@ -211,7 +211,7 @@ def was_cut_off(run: Path, by_slurm: bool = True) -> bool:
 def mark_sweep(folder: Path) -> None:
     """Notes in a sweep's directory what has started it; before its first run."""
     if launch := _launch():
-        write_whole(folder / MARK, json.dumps(launch).encode())
+        atomic_write(folder / MARK, json.dumps(launch).encode())
 
 
 def sweep_before_restart(sweeps: Path) -> Path | None:

@@ -731,12 +731,12 @@ def enough_said():
 def write_out(path: str, content: bytes | dict, key: str = "out") -> None:
     """Writes what a command was asked to write, whole or not at all; a dict as JSON. ConfigError
     when that cannot be done: what was printed is not lost with it."""
-    from files import write_whole
+    from files import atomic_write
 
     if isinstance(content, dict):
         content = (json.dumps(content, indent=1) + "\n").encode()
     try:
-        write_whole(Path(path), content)
+        atomic_write(Path(path), content)
     except OSError as error:
         refuse([(key, str(path), error.strerror or str(error), "write it elsewhere")])
 

@@ -41,15 +41,15 @@ from errors import (
     show,
 )
 from model import GPT, ModelConfig
-from training.distributed.strategy import Parallel, started_by
+from training.distributed.strategy import Strategy, started_by
 
 
 @dataclass
-class DDP(Parallel):
+class DDP(Strategy):
     """Every rank holds the whole model and a part of each batch."""
 
     timeout: int = 600  # seconds
-    strategy: ClassVar[str] = "ddp"
+    name: ClassVar[str] = "ddp"
 
     def __post_init__(self):
         super().__post_init__()
@@ -77,11 +77,11 @@ class DDP(Parallel):
         return started_by()
 
     def describe(self) -> str:
-        return f"{super().describe()}, {self.world_size} ranks ({self.strategy})"
+        return f"{super().describe()}, {self.world_size} ranks ({self.name})"
 
-    def place(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
+    def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
         """Built on the main rank, whose parameters the others receive."""
-        source = self.on_main(build)
+        source = self.on_rank_0(build)
         model = self.shell(config).train()
         parameters = dict(source.named_parameters()) if source else {}
         with torch.no_grad():
@@ -102,40 +102,40 @@ class DDP(Parallel):
     def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
         parameter.copy_(self.scatter(whole, parameter))
 
-    def handle(self, model: GPT, compiled: bool) -> torch.nn.Module:
+    def _wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
         self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return self.compile(model, self.wrapped) if compiled else self.wrapped
 
-    def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+    def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()
 
     def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
-        return super().gather(tensor, copy) if self.is_main else None
+        return super().gather(tensor, copy) if self.is_rank_0 else None
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
-        mine = whole.to(like.device, like.dtype) if self.is_main else torch.empty_like(like)
+        mine = whole.to(like.device, like.dtype) if self.is_rank_0 else torch.empty_like(like)
         mine = mine.contiguous()
         dist.broadcast(mine, src=0, group=self.agreeing if like.device.type == "cpu" else None)
         return mine
 
     # --------------------------------------------------------------------------- agreement
 
-    def sum(self, *values: float) -> list[float]:
+    def all_reduce_sum(self, *values: float) -> list[float]:
         return self._reduced(values, dist.ReduceOp.SUM)
 
-    def number(self, value: Tensor | float) -> float:
+    def item(self, value: Tensor | float) -> float:
         # First the CPUs: a device that waits for a rank that is gone cannot be waited for.
-        self.largest(0)
-        return super().number(value)
+        self.all_reduce_max(0)
+        return super().item(value)
 
     def synchronize(self) -> None:
-        self.largest(0)
+        self.all_reduce_max(0)
         super().synchronize()
 
-    def largest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         return int(self._reduced([value], dist.ReduceOp.MAX)[0])
 
-    def share(self, value: object) -> object:
+    def broadcast(self, value: object) -> object:
         return self._told_by(0, value)
 
     def _reduced(self, values, operation) -> list[float]:
@@ -146,13 +146,13 @@ class DDP(Parallel):
 
     def _told_by(self, rank: int, value: object) -> object:
         text = json.dumps(value).encode() if self.rank == rank else b""
-        length = self.largest(len(text))
+        length = self.all_reduce_max(len(text))
         letters = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
         dist.broadcast(letters, src=rank, group=self.agreeing)
         return json.loads(bytes(letters.tolist()))
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         error = None
         try:
             yield
@@ -160,7 +160,7 @@ class DDP(Parallel):
             error = caught
         # The lowest rank that has failed tells the others.
         order = self.world_size - self.rank if error is not None else 0
-        if (first := self.largest(order)) == 0:
+        if (first := self.all_reduce_max(order)) == 0:
             return
         speaker = self.world_size - first
         told = None
@@ -180,7 +180,7 @@ class DDP(Parallel):
         ]
         raise OtherRankError(problems, exit_code) from error
 
-    def lost_peer(self, error: BaseException) -> bool:
+    def is_lost_rank(self, error: BaseException) -> bool:
         if isinstance(error, ClearheadError):
             return False
         signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out")
@@ -197,7 +197,7 @@ class DDP(Parallel):
         """
         if exit_code in (0, 143):
             with contextlib.suppress(RuntimeError):  # it is late to complain
-                self.largest(0)
+                self.all_reduce_max(0)
         elif self.device.type == "cuda" and _sweep.job == 0:
             atexit.register(_leave, exit_code)
 
@@ -207,7 +207,7 @@ class FSDP(DDP):
     """Every rank holds its share of each parameter, gradient and moment (FSDP2)."""
 
     reshard_after_forward: bool = True
-    strategy: ClassVar[str] = "fsdp"
+    name: ClassVar[str] = "fsdp"
 
     def __post_init__(self):
         super().__post_init__()
@@ -237,14 +237,14 @@ class FSDP(DDP):
     def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
         parameter.to_local().copy_(self.scatter(whole, parameter).to_local())
 
-    def handle(self, model: GPT, compiled: bool) -> torch.nn.Module:
+    def _wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """The model itself; its blocks are compiled each by itself, between the gatherings."""
         self.model = model
         if compiled:
             self.compile_blocks(model)
         return model
 
-    def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+    def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         self.model.set_requires_gradient_sync(not more_to_come)
         if not self.reshard_after_forward:  # gathered once a step, then, not once a micro-batch
             self.model.set_reshard_after_backward(not more_to_come)
@@ -264,7 +264,7 @@ class FSDP(DDP):
     def total_norm(self, model: torch.nn.Module) -> Tensor:
         return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
 
-    def looking(self, model: GPT) -> contextlib.AbstractContextManager:
+    def probing(self, model: GPT) -> contextlib.AbstractContextManager:
         """In the run's precision: that is what the parameters are gathered in."""
         return self.inference(model)
 
@@ -277,7 +277,7 @@ class FSDP(DDP):
         if not isinstance(like, DTensor):
             return super().scatter(whole, like)
         empty = functools.partial(torch.empty, like.shape, dtype=like.dtype, device=like.device)
-        whole = whole.to(like.device, like.dtype) if self.is_main else empty()
+        whole = whole.to(like.device, like.dtype) if self.is_rank_0 else empty()
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=0)
 
 

@@ -3,7 +3,7 @@
 The loop asks this object for a mean, a backward pass or a tensor to be saved, and never asks
 which rank it is:
 
-    Parallel        one process on one device
+    Strategy        one process on one device
     ranks.py DDP    several, each with the whole model; the gradients are averaged (Li et al. 2020)
              FSDP   several, each with its share of every parameter, gradient and moment; a block's
                     parameters are gathered when it is computed (ZeRO-3, Rajbhandari et al. 2020)
@@ -30,7 +30,7 @@ from training.ops import cpu
 from training.ops.cross_entropy import head_loss
 
 if TYPE_CHECKING:
-    from training.optim.nonfinite import Guard
+    from training.optim.nonfinite import NonFiniteCheck
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp")
 LONGEST_TIMEOUT = 1800  # seconds; a run that hangs should not hold its machines for longer
@@ -60,14 +60,14 @@ class ParallelConfig:
 
 
 @dataclass
-class Parallel:
+class Strategy:
     """One process on one device, and the interface of several. Made by `start`."""
 
     device: torch.device
     dtype: torch.dtype  # what matrix products run in; parameters stay in fp32
     rank: int = 0
     world_size: int = 1
-    strategy: ClassVar[str] = "single"
+    name: ClassVar[str] = "single"
 
     def __post_init__(self):
         # Does nothing unless the products are in fp16.
@@ -75,7 +75,7 @@ class Parallel:
         self.eager: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     @property
-    def is_main(self) -> bool:
+    def is_rank_0(self) -> bool:
         """True on the rank that prints, logs and writes files."""
         return self.rank == 0
 
@@ -87,7 +87,7 @@ class Parallel:
     @property
     def label(self) -> str:
         """What this rank's own words begin with."""
-        return "" if self.is_main else f"rank {self.rank}: "
+        return "" if self.is_rank_0 else f"rank {self.rank}: "
 
     @property
     def command(self) -> list[str]:
@@ -100,18 +100,18 @@ class Parallel:
 
     # ------------------------------------------------------------------ model and precision
 
-    def place(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
+    def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
         """The model that build() makes, on the device: what is saved, validated, looked into."""
         return build().to(self.device).train()
 
-    def trained(self, model: GPT, compiled: bool) -> torch.nn.Module:
+    def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """A second handle on a placed model, with the same parameters: the one to train."""
         model.head_loss = head_loss
         if self.device.type == "cpu":
             cpu.speed_up(model, self.dtype, compiled)
-        return self.handle(model, compiled)
+        return self._wrap(model, compiled)
 
-    def handle(self, model: GPT, compiled: bool) -> torch.nn.Module:
+    def _wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
         return self.compile(model, model) if compiled else model
 
     def compile(self, model: GPT, handle: torch.nn.Module) -> torch.nn.Module:
@@ -146,7 +146,7 @@ class Parallel:
         finally:
             model.train(was_training)
 
-    def looking(self, model: GPT) -> contextlib.AbstractContextManager:
+    def probing(self, model: GPT) -> contextlib.AbstractContextManager:
         """Around forward passes that look into a model: in full precision where it is at hand."""
         return self.eager()
 
@@ -185,7 +185,7 @@ class Parallel:
         mixed = np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)
         torch.manual_seed(int(mixed[0]))
 
-    def accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+    def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         """Around forward and backward of a micro-batch; the ranks exchange gradients only when
         no more of this step is to come."""
         return contextlib.nullcontext()
@@ -202,7 +202,7 @@ class Parallel:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         grad_clip: float,
-        guard: "Guard",
+        guard: "NonFiniteCheck",
     ) -> Tensor:
         """Clips the gradients to norm grad_clip (0: not at all), takes the step, clears them.
 
@@ -211,7 +211,7 @@ class Parallel:
         """
         self.scaler.unscale_(optimizer)
         grad_norm = self.total_norm(model)
-        leave_out = guard.judge(grad_norm, self.scaler.scale(torch.ones_like(grad_norm)))
+        leave_out = guard.found_inf(grad_norm, self.scaler.scale(torch.ones_like(grad_norm)))
         if optimizer.defaults.get("fused"):
             # Its kernel divides the gradients while it reads them anyway, and changes nothing where
             # the step is left out; nobody waits to see.
@@ -245,46 +245,47 @@ class Parallel:
 
     # --------------------------------------------------------------------------- agreement
 
-    def sum(self, *values: float) -> list[float]:
+    def all_reduce_sum(self, *values: float) -> list[float]:
         """The sums of some numbers over all ranks."""
         return list(values)
 
-    def number(self, value: Tensor | float) -> float:
+    def item(self, value: Tensor | float) -> float:
         """A number that is still on the device; waits for it."""
         return float(value)
 
-    def means(self, values: list[Tensor]) -> list[float]:
+    def all_reduce_mean(self, values: list[Tensor]) -> list[float]:
         """Their means over all ranks, as numbers; waits for the device."""
         if not values:
             return []
         self.synchronize()
-        return [total / self.world_size for total in self.sum(*torch.stack(values).tolist())]
+        totals = self.all_reduce_sum(*torch.stack(values).tolist())
+        return [total / self.world_size for total in totals]
 
-    def largest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """The largest of all ranks' values."""
         return value
 
-    def share(self, value: object) -> object:
+    def broadcast(self, value: object) -> object:
         """The main rank's value, on every rank. Anything that JSON can hold."""
         return value
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """What fails inside on one rank fails on all of them: the others would wait for it.
 
         Nothing inside may wait for another rank.
         """
         yield
 
-    def on_main(self, action: Callable[[], object]) -> object:
+    def on_rank_0(self, action: Callable[[], object]) -> object:
         """What action() returns, on the main rank; None on the others. Errors are raised on all."""
         result = None
-        with self.together():
-            if self.is_main:
+        with self.raise_on_all_ranks():
+            if self.is_rank_0:
                 result = action()
         return result
 
-    def lost_peer(self, error: BaseException) -> bool:
+    def is_lost_rank(self, error: BaseException) -> bool:
         """Whether an error means that another rank is gone or does not answer."""
         return False
 
@@ -369,7 +370,7 @@ def check_ranks(strategy: str, ranks: int, batch_size: int | None) -> list[tuple
     return found
 
 
-def start(config: ParallelConfig, device: str, precision: str, seed: int) -> Parallel:
+def start(config: ParallelConfig, device: str, precision: str, seed: int) -> Strategy:
     """Chooses the device, the precision and the strategy; joins the other ranks.
 
     device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. `check`, here and in
@@ -384,7 +385,7 @@ def start(config: ParallelConfig, device: str, precision: str, seed: int) -> Par
     chosen = devices.prepare(device, seed)
     dtype = devices.DTYPES.get(precision) or devices.best_dtype(chosen)
     if strategy == "single":
-        return Parallel(chosen, dtype)
+        return Strategy(chosen, dtype)
     from training.distributed.data_parallel import DDP, FSDP
 
     if strategy == "ddp":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Guard:
+class NonFiniteCheck:
     """Judges the gradient of every step, before the optimizer takes it.
 
     A gradient that is not finite is left out. After `limit` of them in a row nothing is taken any
@@ -23,7 +23,7 @@ class Guard:
         self.limit = limit
         self.in_a_row, self.skipped, self.halted_for = torch.zeros(3, device=device).unbind()
 
-    def judge(self, grad_norm: Tensor, loss_scale: Tensor) -> Tensor:
+    def found_inf(self, grad_norm: Tensor, loss_scale: Tensor) -> Tensor:
         """1. where the step is to be left out, else 0., on the device.
 
         grad_norm: of all ranks' gradients together, (). loss_scale: by which fp16 has scaled the
@@ -50,7 +50,7 @@ class Guard:
 
 
 @dataclass
-class Spikes:
+class LossSpikes:
     """Counts steps whose loss is far above the losses before it.
 
     From loss number WARM_UP on, a spike is a loss more than THRESHOLD standard deviations above the

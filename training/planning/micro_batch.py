@@ -29,7 +29,7 @@ from training.planning.memory import (
 if TYPE_CHECKING:
     from model import GPT
     from training.config.schema import Settings
-    from training.distributed.strategy import Parallel
+    from training.distributed.strategy import Strategy
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_would_fit(
-    settings: "Settings", parallel: "Parallel", windows: int, intact: str
+    settings: "Settings", parallel: "Strategy", windows: int, intact: str
 ) -> OutOfMemoryError:
     """The error of a step that found no room: what keeps the batch, and the steps as they were.
 
@@ -56,7 +56,7 @@ def what_would_fit(
         )
     elif not trainer.activation_checkpointing:
         fix = "use trainer.activation_checkpointing=true, a third more work in far less memory"
-    elif parallel.strategy != "fsdp":
+    elif parallel.name != "fsdp":
         fix = "use parallel=fsdp on several devices, or a smaller model"
     else:
         fix = "use more devices, a smaller data.max_length or a smaller model"
@@ -66,7 +66,7 @@ def what_would_fit(
     )
 
 
-def check_memory(settings: "Settings", parallel: "Parallel") -> tuple[list[tuple], list[str]]:
+def check_memory(settings: "Settings", parallel: "Strategy") -> tuple[list[tuple], list[str]]:
     """Compares what a run needs with the memory of its device, before anything is allocated.
 
     Returns problems (key, value, reason, hint) and notes. A problem: the weights, gradients and
@@ -124,7 +124,7 @@ def check_memory(settings: "Settings", parallel: "Parallel") -> tuple[list[tuple
 
 
 def needed_by_step(
-    settings: "Settings", parallel: "Parallel", windows: int, compiled: bool
+    settings: "Settings", parallel: "Strategy", windows: int, compiled: bool
 ) -> Memory:
     """The estimate for a step of a run with micro-batches of `windows`."""
     return estimate(
@@ -132,7 +132,7 @@ def needed_by_step(
         windows,
         settings.data.max_length,
         precision=parallel.precision,
-        strategy=parallel.strategy,
+        strategy=parallel.name,
         world_size=parallel.world_size,
         accumulating=windows < settings.trainer.batch_size // parallel.world_size,
         activation_checkpointing=settings.trainer.activation_checkpointing,
@@ -148,7 +148,7 @@ def _gb(number: float) -> str:
 
 
 def find_micro_batch(
-    settings: "Settings", parallel: "Parallel", model: "GPT", compiled: bool
+    settings: "Settings", parallel: "Strategy", model: "GPT", compiled: bool
 ) -> int:
     """The most windows at once that fit, of those that divide a rank's share evenly.
 
@@ -167,8 +167,8 @@ def find_micro_batch(
 
     # The last, not the first that does not fit: accumulating costs more than a larger whole share.
     start = max((place for place, size in enumerate(sizes) if estimated(size)), default=0)
-    start = -parallel.largest(-start)  # the smallest of all ranks'
-    if parallel.device.type != "cuda" or parallel.strategy == "fsdp":
+    start = -parallel.all_reduce_max(-start)  # the smallest of all ranks'
+    if parallel.device.type != "cuda" or parallel.name == "fsdp":
         return sizes[start]
     return search(sizes, start, lambda size: _fits(size, settings, parallel, model))
 
@@ -233,7 +233,7 @@ def spare_memory() -> float:
         return 0
 
 
-def _fits(windows: int, settings: "Settings", parallel: "Parallel", model: "GPT") -> bool:
+def _fits(windows: int, settings: "Settings", parallel: "Strategy", model: "GPT") -> bool:
     """Whether a step with micro-batches of this size runs through on all ranks' GPUs."""
     shape = windows, settings.data.max_length
     torch.cuda.set_per_process_memory_fraction(USABLE, parallel.device)
@@ -258,4 +258,4 @@ def _fits(windows: int, settings: "Settings", parallel: "Parallel", model: "GPT"
         model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0, parallel.device)
-    return not parallel.largest(failed)
+    return not parallel.all_reduce_max(failed)

@@ -14,7 +14,7 @@ import sys
 from io import FileIO
 from pathlib import Path
 
-import files as durable
+import files
 
 
 class RowFile:
@@ -44,7 +44,7 @@ class RowFile:
         try:
             os.fsync(self.file.fileno())
             if self.is_new:
-                durable.sync(self.path.parent)
+                files.sync(self.path.parent)
                 self.is_new = False
         except OSError as error:
             self._tell(error, "its last rows may be lost when the machine fails")
@@ -113,4 +113,4 @@ def drop_rows_after(folder: Path, step: int) -> None:
             except (ValueError, KeyError, TypeError):
                 continue  # a line that was being written when the run or the machine was cut off
         if (whole := b"".join(kept)) != content:
-            durable.write_whole(path, whole)
+            files.atomic_write(path, whole)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from training.distributed.strategy import Parallel
+    from training.distributed.strategy import Strategy
 
 
 class Meter:
@@ -33,10 +33,10 @@ class Meter:
         yield
         self.since += time.perf_counter() - before
 
-    def losses(self, parallel: "Parallel") -> list[float]:
+    def losses(self, parallel: "Strategy") -> list[float]:
         """The loss of each step, its mean over all ranks; waits for the device."""
         unread, self._unread = self._unread, []
-        self._losses += parallel.means(unread)
+        self._losses += parallel.all_reduce_mean(unread)
         return self._losses
 
     def steps_per_second(self) -> float:

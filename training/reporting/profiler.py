@@ -22,7 +22,7 @@ import torch
 from torch.profiler import record_function
 
 from errors import visible
-from files import clear, in_the_making, make_folder, rename, sync, write_whole
+from files import atomic_write, clear, make_folder, rename, sync, temporary_name
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -57,7 +57,7 @@ WIDTH = 44  # of an operator's name, and of its shapes
 def profiler_of(run: "Trainer") -> "Profiler | NoProfiler":
     """What the loop tells its phases to; the main rank's steps stand for all."""
     steps = run.settings.trainer.max_steps - run.state.step
-    if not run.settings.trainer.profile or not run.parallel.is_main or steps < 1:
+    if not run.settings.trainer.profile or not run.parallel.is_rank_0 or steps < 1:
         return NoProfiler()
     if steps == 1:
         run.notes.append("trainer.profile: a first step only warms up, and the run has no other")
@@ -261,7 +261,7 @@ class Profiler:
         lines = [*head, "", *phases, "", *parts, "", *operator_lines(shares, count, steps)]
         make_folder(folder)
         clear(folder)
-        write_whole(folder / TABLE, ("\n".join(lines) + "\n").encode())
+        atomic_write(folder / TABLE, ("\n".join(lines) + "\n").encode())
         write_trace(torch_profiler, folder / TRACE)
         for line in [*head[1:], *phases[1:], *costliest_parts(steps)]:
             run.console.print(line)
@@ -405,7 +405,7 @@ def cut(text: str) -> str:
 
 
 def write_trace(torch_profiler: "profile", path: Path) -> None:
-    plain, packed = in_the_making(path.with_suffix("")), in_the_making(path)
+    plain, packed = temporary_name(path.with_suffix("")), temporary_name(path)
     try:
         torch_profiler.export_chrome_trace(str(plain))
         with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:

@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from errors import visible
-from files import read_bounded, read_lines, write_whole
+from files import atomic_write, read_bounded, read_lines
 from training.reporting.charts import Chart, Points, figure, finite, points_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -89,7 +89,7 @@ def write_report(folder: Path) -> Path:
     }
     # One pass over the template alone: what a part says is never read as a placeholder. Bytes,
     # because the attention page has megabytes of them and as text each would be two or four.
-    write_whole(
+    atomic_write(
         report,
         re.sub(rb"__([A-Z]+)__", lambda found: as_bytes(parts[found[1].decode()]), template),
     )
@@ -115,7 +115,7 @@ def read(path: Path, limit: int) -> bytes:
 def read_rows(path: Path) -> list[dict]:
     """The rows of a .jsonl file, sorted by step; none where it is missing or cannot be read.
 
-    Lines that are truncated, too long or not a row are skipped. Limits: durable.read_lines.
+    Lines that are truncated, too long or not a row are skipped. Limits: files.read_lines.
     """
     rows = []
     with contextlib.suppress(OSError):

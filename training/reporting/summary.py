@@ -66,7 +66,7 @@ def conclude(run: "Trainer", seconds: float) -> None:
     if run.last_sample:
         out.print(f"\n{run.last_sample}\n")
     out.print(f"run directory    {run.folder}")
-    if run.parallel.is_main and run.saver.written:
+    if run.parallel.is_rank_0 and run.saver.written:
         waited = f"training waited {run.seconds_saving:.1f} s of {seconds:.0f} s"
         out.print(f"checkpoints      {run.saver.written} written in the background; {waited}")
     for finding in run.lens.findings() if run.lens else ():

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from errors import DEBUG, RankLostError, RunDirectoryError, exit_code_of, format_error, visible
-from files import make_folder, write_whole
+from files import atomic_write, make_folder
 from training.checkpoint import run_directory as directory
 from training.reporting import comparison as results
 from training.signals import handled, take_no_notice
@@ -310,10 +310,10 @@ class Sweep:
                 "jobs": [self._as_values(job) for job in self.jobs],
                 **done,
             }
-            write_whole(self.folder / "results.json", results.as_json(written))
+            atomic_write(self.folder / "results.json", results.as_json(written))
             if picture and runs:
-                write_whole(self.folder / "results.png", results.draw(rows, names, metric))
-            write_whole(self.folder / "results.md", self._as_text(table).encode())
+                atomic_write(self.folder / "results.png", results.draw(rows, names, metric))
+            atomic_write(self.folder / "results.md", self._as_text(table).encode())
         except Exception as error:
             words = f"{self.folder}: results not written ({format_error(error)})"
             print(visible(words, keep=""), file=sys.stderr)

@@ -83,7 +83,7 @@ class Tracker:
             return None
         from training.checkpoint import format as checkpoint
 
-        whole = {checkpoint.step_of(one): one for one in checkpoint.whole_ones(self.folder)}
+        whole = {checkpoint.step_of(one): one for one in checkpoint.list_checkpoints(self.folder)}
         step = best_step if self.log_model_of == "best" and best_step in whole else max(whole)
         state = checkpoint.load_state(whole[step])
         names = [f"step_{step}"] + ["best"] * (step == best_step) + ["last"] * (step == max(whole))

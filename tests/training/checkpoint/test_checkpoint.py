@@ -149,9 +149,9 @@ def test_older_format_has_no_checksums(saved, longer):
 def test_one_nonfinite_number_among_many_is_found():
     for value in (math.nan, math.inf, -math.inf):
         tensor = torch.randn(100_000)
-        assert checkpoint.sound(tensor)
+        assert checkpoint.all_finite(tensor)
         tensor[99_999] = value
-        assert not checkpoint.sound(tensor)
+        assert not checkpoint.all_finite(tensor)
 
 
 def test_nonfinite_parameters_are_not_saved(longer, saved):

@@ -155,7 +155,7 @@ def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_wai
 
 def save_newer_and_prune(run):
     """What a run does that saves its next checkpoint with trainer.keep=1."""
-    folders = checkpoint.whole_ones(run)
+    folders = checkpoint.list_checkpoints(run)
     newer = run / "checkpoints" / f"step_{checkpoint.step_of(folders[0]) + 1:08d}"
     shutil.copytree(folders[0], newer)
     change_state(newer, step=checkpoint.step_of(newer))

@@ -12,7 +12,7 @@ from data import check_same
 from errors import ConfigError, DataError, RunDirectoryError, refuse
 from training.checkpoint import run_directory as directory
 from training.distributed.data_parallel import DDP
-from training.distributed.strategy import Parallel, ParallelConfig, check, start
+from training.distributed.strategy import ParallelConfig, Strategy, check, start
 from training.reporting.tracker import last_wandb_id
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,8 +50,8 @@ def test_one_process_has_no_strategy():
     assert problem_keys("auto", "mps", 7) == problem_keys("single") == []
     assert problem_keys("ddp") == problem_keys("fsdp") == ["parallel"]
     parallel = start(ParallelConfig("auto"), "cpu", "fp32", seed=3)
-    assert type(parallel) is Parallel
-    assert (parallel.rank, parallel.world_size, parallel.is_main) == (0, 1, True)
+    assert type(parallel) is Strategy
+    assert (parallel.rank, parallel.world_size, parallel.is_rank_0) == (0, 1, True)
     assert not torch.distributed.is_initialized()
 
 
@@ -102,16 +102,16 @@ def test_a_wrong_command_is_printed_once_per_machine(
 
 
 def test_which_errors_mean_that_a_rank_is_lost():
-    assert DDP.lost_peer(None, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
-    assert not DDP.lost_peer(None, ValueError("gloo"))
+    assert DDP.is_lost_rank(None, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
+    assert not DDP.is_lost_rank(None, ValueError("gloo"))
     locked = RunDirectoryError("name", "gloo", "is locked", "Timed out")
-    assert not DDP.lost_peer(None, locked)
-    assert not Parallel(torch.device("cpu"), torch.float32).lost_peer(RuntimeError("gloo"))
+    assert not DDP.is_lost_rank(None, locked)
+    assert not Strategy(torch.device("cpu"), torch.float32).is_lost_rank(RuntimeError("gloo"))
 
 
 def test_random_numbers_are_a_function_of_seed_step_and_rank():
     def drawn(seed: int, step: int, rank: int) -> tuple[int, ...]:
-        Parallel(torch.device("cpu"), torch.float32, rank, world_size=8).reseed(seed, step)
+        Strategy(torch.device("cpu"), torch.float32, rank, world_size=8).reseed(seed, step)
         return tuple(torch.randint(2**62, (4,)).tolist())
 
     cases = [(s, n, r) for s in (0, 1, 2**63 - 1) for n in (0, 1, 10**9) for r in (0, 1, 7)]

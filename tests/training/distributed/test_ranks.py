@@ -282,7 +282,7 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
 
 def test_a_run_of_damaged_checkpoints_ends_all_ranks(place):
     run = shutil.copytree(place.alone(), place.folder / "runs" / "damaged", symlinks=True)
-    for whole in checkpoint.whole_ones(run):
+    for whole in checkpoint.list_checkpoints(run):
         (whole / "model.safetensors").write_bytes(b"no tensors")
     before = contents(run)
     more = ("parallel=fsdp", "trainer.max_steps=30")

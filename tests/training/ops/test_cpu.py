@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import explicit, sdpa
 from model import Block
-from training.distributed.strategy import Parallel
+from training.distributed.strategy import Strategy
 from training.ops import cpu
 
 IDS = random_ids(T=12)
@@ -148,9 +148,9 @@ def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, c
     shape = {"num_layers": 1 if compiled else 2, "std": None}
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        parallel = Parallel(torch.device("cpu"), dtype)
-        model = parallel.place(tiny_model(**shape).config, lambda: tiny_model(**shape))
-        trained = parallel.trained(model, compiled and dtype == torch.bfloat16)
+        parallel = Strategy(torch.device("cpu"), dtype)
+        model = parallel.prepare_model(tiny_model(**shape).config, lambda: tiny_model(**shape))
+        trained = parallel.wrap(model, compiled and dtype == torch.bfloat16)
         with parallel.autocast():
             _, loss = trained(IDS, IDS)
         loss.backward()
@@ -162,8 +162,8 @@ def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, c
         assert set(model.state_dict()) == set(tiny_model(**shape).state_dict())
     assert max(error(found[torch.bfloat16], found[torch.float32])) < 0.03
 
-    model = parallel.place(model.config, lambda: tiny_model(dropout=0.3, **shape))
-    trained, losses = parallel.trained(model, compiled), []
+    model = parallel.prepare_model(model.config, lambda: tiny_model(dropout=0.3, **shape))
+    trained, losses = parallel.wrap(model, compiled), []
     for step in (1, 2, 1):  # with another batch between, as a last micro-batch may be one
         parallel.reseed(0, step)
         ids = IDS[:1] if step == 2 else IDS

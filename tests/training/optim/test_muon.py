@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from errors import ConfigError
 from scripts import plan
-from training.distributed.strategy import Parallel
+from training.distributed.strategy import Strategy
 from training.optim import muon
 from training.optim.muon import newton_schulz
-from training.optim.nonfinite import Guard
+from training.optim.nonfinite import NonFiniteCheck
 from training.optim.optimizers import OptimizerConfig, build_optimizer
 from training.planning import memory
 from training.planning import throughput as speed
@@ -164,7 +164,7 @@ def test_both_rates_follow_one_schedule(trainer):
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_update_of_the_loop_clips_and_skips(fused):
     """A skipped step changes no bit. Not fused: as on Apple's GPUs."""
-    parallel, guard = Parallel(CPU, torch.float32), Guard(9, CPU)
+    parallel, guard = Strategy(CPU, torch.float32), NonFiniteCheck(9, CPU)
     model, expected = tiny(), tiny()
     optimizer, by_hand = built(model), built(expected)
     for values in (optimizer.defaults, *optimizer.param_groups):

@@ -13,20 +13,20 @@ from helpers.runs import assert_same, rows, stop_behind, weights
 
 from errors import DivergedError
 from training.checkpoint import format as checkpoint
-from training.distributed.strategy import Parallel
-from training.optim.nonfinite import Guard, Spikes
+from training.distributed.strategy import Strategy
+from training.optim.nonfinite import LossSpikes, NonFiniteCheck
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
-Counts = namedtuple("Counts", "skipped in_a_row halted_for")  # what Guard.read returns
+Counts = namedtuple("Counts", "skipped in_a_row halted_for")  # what NonFiniteCheck.read returns
 
 
 def judged(guard, norms, scale=1.0):
-    return [float(guard.judge(torch.tensor(norm), torch.tensor(scale))) for norm in norms]
+    return [float(guard.found_inf(torch.tensor(norm), torch.tensor(scale))) for norm in norms]
 
 
 def test_nonfinite_gradients_are_skipped_and_counted():
-    guard = Guard(3, CPU)
+    guard = NonFiniteCheck(3, CPU)
     assert judged(guard, [1.0, NAN, 2.0, INF, -INF, 0.0, 1e38]) == [0, 1, 0, 1, 1, 0, 0]
     assert guard.read() == Counts(skipped=3, in_a_row=0, halted_for=0)
     guard.restore(skipped=7, in_a_row=2)  # counting continues from a checkpoint
@@ -35,14 +35,14 @@ def test_nonfinite_gradients_are_skipped_and_counted():
 
 
 def test_too_many_in_a_row_halt_and_every_later_step_is_skipped():
-    guard = Guard(3, CPU)
+    guard = NonFiniteCheck(3, CPU)
     assert judged(guard, [NAN, NAN, 1.0, NAN, NAN, NAN, 1.0, 1.0]) == [1, 1, 0, 1, 1, 1, 1, 1]
     # Nothing is taken at the step that reached the limit, and at two since.
     assert guard.read() == Counts(skipped=7, in_a_row=0, halted_for=3)
 
 
 def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
-    guard = Guard(2, CPU)
+    guard = NonFiniteCheck(2, CPU)
     assert judged(guard, [INF] * 9, scale=2.0) == [1] * 9
     assert guard.read() == Counts(skipped=9, in_a_row=0, halted_for=0)
     assert judged(guard, [INF, INF]) == [1, 1]
@@ -50,9 +50,9 @@ def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
 
 
 def test_the_z_score_is_that_of_the_losses_before():
-    spikes = Spikes()
-    losses = [random.Random(n).gauss(3, 0.1) for n in range(Spikes.WARM_UP)]
-    assert [spikes.add(loss) for loss in losses] == [None] * Spikes.WARM_UP
+    spikes = LossSpikes()
+    losses = [random.Random(n).gauss(3, 0.1) for n in range(LossSpikes.WARM_UP)]
+    assert [spikes.add(loss) for loss in losses] == [None] * LossSpikes.WARM_UP
     mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
     assert spikes.mean == pytest.approx(mean)
     assert math.sqrt(spikes.variance) == pytest.approx(deviation)
@@ -61,7 +61,7 @@ def test_the_z_score_is_that_of_the_losses_before():
 
 
 def test_a_spike_does_not_hide_the_next_and_falling_losses_are_none():
-    spikes = Spikes()
+    spikes = LossSpikes()
     chance = random.Random(0)
     for step in range(1000):
         spikes.add(8 * math.exp(-step / 200) + chance.gauss(3, 0.1))
@@ -73,13 +73,13 @@ def test_a_spike_does_not_hide_the_next_and_falling_losses_are_none():
 
 def test_spikes_in_early_training():
     """The first losses of GPT-2 small with a warmup that was too short: seed 0, 12 steps."""
-    spikes = Spikes()
+    spikes = LossSpikes()
     falling = [10.86, 10.77, 10.40, 9.93, 9.70, 9.49, 9.31, 9.02, 8.77, 8.41, 8.11]
     for losses, count in [(falling, 0), ([12.63, 7.58, 7.41, 7.65], 1)]:
         for loss in losses:
             spikes.add(loss)
         assert spikes.count == count
-    spikes = Spikes()
+    spikes = LossSpikes()
     assert {spikes.add(2.0) for _ in range(200)} == {None}  # constant losses have no z-score
 
 
@@ -88,7 +88,7 @@ def test_an_optimizer_without_a_kernel_for_it_skips_the_step_too():
     for fused in (True, False):
         layer = torch.nn.Linear(3, 3)
         optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
-        parallel, guard, seen = Parallel(CPU, torch.float32), Guard(9, CPU), []
+        parallel, guard, seen = Strategy(CPU, torch.float32), NonFiniteCheck(9, CPU), []
         for factor in (1.0, NAN, 1.0):
             parallel.backward(factor * layer(torch.ones(1, 3)).sum())
             parallel.update(layer, optimizer, 1.0, guard)
@@ -137,7 +137,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(trainer, how):
 
 def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer, monkeypatch):
     """A skipped step before it too."""
-    monkeypatch.setattr(Spikes, "WARM_UP", 1)
+    monkeypatch.setattr(LossSpikes, "WARM_UP", 1)
     settings = (*LOOP, "trainer.log_every=4")
     whole, half = trainer(*settings, "name=whole"), trainer(*settings)
     for run in (whole, half):
@@ -157,7 +157,7 @@ def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer
 def test_spikes_skipped_steps_and_failures_are_alerts(trainer, capsys):
     run = trainer(*LOOP, "trainer.max_skips=2")
     # The first loss, about log(257) = 5.5 of 257 equally likely tokens, is a spike after these.
-    run.spikes = Spikes(seen=99, mean=1.0, variance=0.01)
+    run.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
     sent = []
     run.tracker.alert = lambda title, text, level: sent.append((text, level, run.state.step))
     spoil(run, range(1, 99))

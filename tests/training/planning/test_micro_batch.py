@@ -12,7 +12,7 @@ from helpers.runs import assert_same, weights
 from helpers.settings import settings
 
 from errors import ConfigError, OutOfMemoryError
-from training.distributed.strategy import Parallel
+from training.distributed.strategy import Strategy
 from training.planning import memory
 from training.planning import micro_batch as fitting
 from training.planning.memory import estimate
@@ -142,7 +142,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
 
 def test_a_model_or_a_window_that_cannot_fit_is_refused(memory_is):
     memory_is(8e9)
-    parallel = Parallel(torch.device("cpu"), torch.float32)
+    parallel = Strategy(torch.device("cpu"), torch.float32)
     long = "model=gpt2-nano model.context_length=50000 data.max_length=50000 trainer.batch_size=1"
     for given, expected in (
         ("model=gpt2-xl", ("model.num_layers", 48)),
