@@ -12,6 +12,9 @@ FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.
 MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/interop/test_export.py \
     tests/training/distributed/test_ranks.py
 
+# What the type checker checks with its preset `default`; the rest has `basic`.
+STRICT := tests/budgets.py
+
 .PHONY: train test campaign extras audit lint format clean
 
 train: $(VENV)/train  ## train GPT-2 small on the sample; more settings: make train ARGS="seed=1"
@@ -48,9 +51,13 @@ audit: $(VENV)/test  ## known vulnerabilities of what is installed; needs the ne
 	$(VENV)/bin/pip freeze | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)/audit/installed.txt $(ARGS)
 
-lint: $(VENV)/test
+lint: $(VENV)/test  ## ruff, layers (tach.toml), types (pyrefly), budgets (tests/budgets.py)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/tach check
+	$(VENV)/bin/pyrefly check
+	$(VENV)/bin/pyrefly check --preset default $(STRICT)
+	$(VENV)/bin/python -m tests.budgets
 
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .

@@ -17,10 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
+from typing import TYPE_CHECKING
 
 from errors import NO_VALUE, Problem, refuse
 from training.config.command_line import compose, settings_command, write_out
 from training.reporting.machine import machine
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -112,7 +116,7 @@ def main(settings: BenchmarkConfig) -> None:
         write_out(settings.out, results)
 
 
-Writer = Callable[["torch.Tensor"], list[list[int]]]  # noqa: F821  prompts (B, T) -> new tokens
+Writer = Callable[["torch.Tensor"], list[list[int]]]  # prompts (B, T) -> new tokens
 
 
 def of_transformers(model, num_tokens: int) -> Writer:

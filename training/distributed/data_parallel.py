@@ -171,7 +171,7 @@ class DDP(Strategy):
             ]
             told = [exit_code_of(error), socket.gethostname(), plain]
         exit_code, host, problems = self._told_by(speaker, told)
-        if self.rank == speaker == 0:
+        if self.rank == speaker == 0 and error is not None:
             raise error
         where = f" (on rank {speaker}, {host})" if speaker > 0 else ""
         problems = [

@@ -1,0 +1,119 @@
+"""The size of the code, compared with the budgets of the design. Part of `make lint`.
+
+    python -m tests.budgets           prints the table; exits with 1 if a figure is above its limit
+    python -m tests.budgets --step    prints the files to read to follow one training step
+
+Lines are physical lines of Python outside tests/. `target` is the design's budget. `limit` is what
+`make lint` allows: where it is above the target, lower it whenever the figure falls.
+"""
+
+import argparse
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+TRUNK = ("train.py", "model.py", "attention.py", "data.py")
+# What a reader opens to follow one training step on a CPU, in the order of the calls.
+STEP = (
+    "train.py",
+    "training/feed.py",
+    "tokens/sampler.py",
+    "data.py",
+    "training/distributed/strategy.py",
+    "training/distributed/device.py",
+    "model.py",
+    "attention.py",
+    "training/ops/cpu.py",
+    "training/ops/cross_entropy.py",
+    "training/optim/nonfinite.py",
+    "training/optim/optimizers.py",
+    "training/reporting/metrics.py",
+)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+# what is measured: (target, limit)
+BUDGETS = {
+    "all": (12_500, 19_455),
+    "train + model + attention + data": (1_200, 1_979),
+    "command line, schema, validation": (600, 2_037),
+    "largest file": (400, 836),
+    "longest function": (60, 117),
+    "imports inside functions": (40, 200),
+    "files to follow one training step": (6, 13),
+}
+
+
+def source_files() -> list[str]:
+    """Python files outside tests/ that git tracks or would track, relative to the repository."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    names = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    found = [name for name in names.stdout.splitlines() if not name.startswith("tests/")]
+    return sorted({name for name in found if (REPOSITORY / name).exists()})
+
+
+def functions(tree: ast.Module) -> list[Function]:
+    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def length(function: Function) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def deferred_imports(tree: ast.Module) -> int:
+    inside = {
+        (node.lineno, node.col_offset)
+        for function in functions(tree)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    return len(inside)
+
+
+def measure(files: dict[str, str]) -> dict[str, tuple[int, str]]:
+    """Of each budget the figure, and where its largest item is."""
+    lines = {name: text.count("\n") for name, text in files.items()}
+    trees = {name: ast.parse(text) for name, text in files.items()}
+    bodies = [(length(f), f"{name}: {f.name}") for name in files for f in functions(trees[name])]
+    imports = {name: deferred_imports(tree) for name, tree in trees.items()}
+    checks = [size for size, name in bodies if name.endswith(": problems")]
+    config = [size for name, size in lines.items() if name.startswith("training/config/")]
+    largest, most = max(lines, key=lines.__getitem__), max(imports, key=imports.__getitem__)
+    return {
+        "all": (sum(lines.values()), f"{len(lines)} files"),
+        "train + model + attention + data": (sum(lines[name] for name in TRUNK), ""),
+        "command line, schema, validation": (
+            sum(config) + sum(checks),
+            "training/config, problems",
+        ),
+        "largest file": (lines[largest], largest),
+        "longest function": max(bodies),
+        "imports inside functions": (sum(imports.values()), f"{imports[most]} in {most}"),
+        "files to follow one training step": (len(STEP), f"{sum(lines[n] for n in STEP):,} lines"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--step", action="store_true", help="files of one training step")
+    step = parser.parse_args().step
+    files = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in source_files()}
+    if step:
+        for name in STEP:
+            print(f"{files[name].count(chr(10)):6,}  {name}")
+        return 0
+    print(f"{'':36}{'now':>8}{'limit':>8}{'target':>8}")
+    above = []
+    for name, (figure, detail) in measure(files).items():
+        target, limit = BUDGETS[name]
+        print(f"{name:36}{figure:8,}{limit:8,}{target:8,}  {detail}")
+        if figure > limit:
+            above.append(name)
+    for name in above:
+        print(f"above the limit: {name}", file=sys.stderr)
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
