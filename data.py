@@ -5,10 +5,10 @@ files that are mapped into memory (scripts/prepare_data.py). A window is cut fro
 asked for: `max_length` ids to read, and the same ids one place later to predict. Which windows
 make up which batch is a pure function of (seed, step, rank, world size) (tokens/sampler.py).
 
-    tokenizer = get_tokenizer("gpt2")
-    dataset = GPTDatasetV1(text, tokenizer, max_length=256, stride=256)
-    order = WindowOrder(len(dataset), batch_size=8, seed=0)
-    input_ids, target_ids = dataset.batch(order.windows(step=0))
+    dataset = GPTDatasetV1(text, get_tokenizer("gpt2"), max_length=256, stride=256)
+    input_ids, target_ids = dataset[0]
+    for input_ids, target_ids in create_dataloader(text, batch_size=8):
+        ...
 
 Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 """
@@ -18,7 +18,8 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from errors import DataError, visible
 from tokens import END_OF_TEXT
 from tokens.encoding import StreamEncoder, text_blocks
-from tokens.sampler import WindowOrder, shares
+from tokens.sampler import StepSampler, WindowOrder, shares
 from tokens.shards import is_shards, open_shards
 from tokens.sources import Part, encode_part, find_files
 from tokens.stream import BLOCK_BYTES, NO_TOKEN, TokenStream
@@ -212,6 +213,10 @@ class GPTDatasetV1(Dataset):
         input_ids, target_ids = self.batch(np.array([index]))
         return input_ids[0], target_ids[0]
 
+    def __getitems__(self, windows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Several windows, read at once: torch's DataLoader calls this for a batch."""
+        return list(zip(*self.batch(np.asarray(windows)), strict=True))
+
     def common_tokens(self, most: int = 1000) -> np.ndarray:
         """The ids that occur most often in the first million tokens, the commonest first."""
         size = min(1_000_000, len(self.tokens))
@@ -343,21 +348,50 @@ def evenly(dataset, most: int) -> np.ndarray:
     return np.concatenate([evenly(part, count) + offset for part, count, offset in parts])
 
 
+class StoredBatches(Dataset):
+    """A dataset whose batches stay as they are stored, two bytes a token."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, windows: np.ndarray) -> tuple[Tensor, ...]:
+        return self.dataset.gather(windows)
+
+
 def create_dataloader(
-    txt: str,
+    txt: str | None = None,
     batch_size: int = 4,
     max_length: int = 256,
     stride: int = 128,
     shuffle: bool = True,
     drop_last: bool = True,
     num_workers: int = 0,
+    *,
+    dataset=None,
+    batch_sampler: Iterable[np.ndarray] | None = None,
+    pin_memory: bool = False,
 ) -> DataLoader:
-    """The windows of a text, in GPT-2's tokens, as an ordinary PyTorch DataLoader.
+    """A torch DataLoader over the windows of a text in GPT-2's tokens, or of a dataset.
 
-    For notebooks and small experiments. train.py takes its batches by `WindowOrder` instead,
-    whose order can be continued from any step.
+    Without batch_sampler the batches are [input_ids (B, T), target_ids (B, T)], int64.
+    With one, which says which windows each batch has, the batches are [tensors as they are
+    stored]: dataset.expand(*batch) makes input_ids and target_ids of them, on any device, and
+    dataset.num_targets(*batch) counts the targets. train.py trains on these.
     """
-    dataset = GPTDatasetV1(txt, get_tokenizer("gpt2"), max_length, stride)
+    if dataset is None:
+        dataset = GPTDatasetV1(txt, get_tokenizer("gpt2"), max_length, stride)
+    options = {"num_workers": num_workers, "pin_memory": pin_memory}
+    if batch_sampler is not None:
+        return DataLoader(
+            StoredBatches(dataset),
+            batch_sampler=batch_sampler,
+            collate_fn=list,
+            generator=torch.Generator(),  # otherwise iter() draws from torch's global one
+            **options,
+        )
     if drop_last and len(dataset) < batch_size:
         raise DataError(
             "batch_size",
@@ -365,13 +399,51 @@ def create_dataloader(
             f"the text has {len(dataset)} windows, and drop_last would leave no batch at all",
             "use a smaller batch_size or drop_last=False",
         )
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        num_workers=num_workers,
-    )
+    return DataLoader(dataset, batch_size, shuffle, drop_last=drop_last, **options)
+
+
+def training_batches(
+    dataset,
+    batch_size: int,
+    seed: int,
+    first_step: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+) -> Iterator[list[Tensor]]:
+    """This rank's part of the batch of each step from first_step on, as it is stored; endless.
+
+    The windows depend on nothing but (seed, step, rank, world size). One batch is read ahead.
+    """
+    sampler = StepSampler(order_of(dataset, batch_size, seed), first_step, rank, world_size)
+    loader = create_dataloader(dataset=dataset, batch_sampler=sampler, pin_memory=pin_memory)
+    return read_ahead(iter(loader))
+
+
+def read_ahead(batches: Iterator) -> Iterator:
+    """The same batches, each read by a thread while the one before it is used."""
+    thread = ThreadPoolExecutor(1, "data")
+    # The thread gets no OpenMP threads: while these exist, those of training synchronize more
+    # slowly (a step of GPT-2 small on two cores took a tenth longer,
+    # benchmarks/results/2026-11-22-saving-cpu.json). set_num_threads also sets the number that
+    # later threads start with, so it is set back.
+    num_threads = thread.submit(torch.get_num_threads).result()
+    thread.submit(torch.set_num_threads, 1).result()
+    torch.set_num_threads(num_threads)
+    end = object()
+    ahead = thread.submit(next, batches, end)
+    while (batch := ahead.result()) is not end:
+        ahead = thread.submit(next, batches, end)
+        yield batch
+
+
+def split_batch(
+    dataset, batch: Sequence[Tensor], micro_batch_size: int | None
+) -> list[tuple[Sequence[Tensor], int]]:
+    """A stored batch as micro-batches of at most so many windows, each with its target count."""
+    size = micro_batch_size or len(batch[0])
+    parts = zip(*(tensor.split(size) for tensor in batch), strict=True)
+    return [(part, dataset.num_targets(*part)) for part in parts]
 
 
 # ----------------------------------------------------------------- settings -> training, validation

@@ -189,10 +189,15 @@ class Trainer:
 
     def load_data(self) -> None:
         """Tokens, the windows to train on and their order, the windows to validate on."""
-        from data import check_same, check_unchanged, evenly, load_datasets, order_of
+        from data import (
+            check_same,
+            check_unchanged,
+            evenly,
+            load_datasets,
+            training_batches,
+        )
         from tokens.tokenizers import bytes_per_token, get_tokenizer
         from training.evaluation import Validation
-        from training.feed import Feed
 
         settings, trainer = self.settings, self.settings.trainer
         self.tokenizer = get_tokenizer(settings.data.tokenizer)
@@ -214,8 +219,15 @@ class Trainer:
             enough = f"model.vocab_size={ids} is enough"
             self.notes.append(f"model.vocab_size={settings.model.vocab_size}: {what}; {enough}")
         self.train_set, self.val_set = self.data.train, self.data.val
-        order = order_of(self.train_set, trainer.batch_size, settings.seed)
-        self.feed = Feed(self.train_set, order, trainer.micro_batch_size, self.parallel)
+        self.batches = training_batches(
+            self.train_set,
+            trainer.batch_size,
+            settings.seed,
+            self.saved.step if self.saved else 0,
+            self.parallel.rank,
+            self.parallel.world_size,
+            pin_memory=self.parallel.device.type == "cuda",
+        )
         self.tokens_per_step = trainer.batch_size * settings.data.max_length
         self.validation = None
         if self.val_set:
@@ -292,7 +304,7 @@ class Trainer:
             from training.planning.micro_batch import find_micro_batch
 
             found = find_micro_batch(self.settings, self.parallel, self.model, self.compiled)
-            self.settings.trainer.micro_batch_size = self.feed.micro_batch_size = found
+            self.settings.trainer.micro_batch_size = found
 
     def build_state(self) -> None:
         """Where the run stands: at its beginning, or where the checkpoint has it."""
@@ -428,8 +440,9 @@ class Trainer:
         settings = self.settings.trainer
         mean_loss = 0.0
         self.parallel.reseed(self.settings.seed, self.state.step)
-        batches = self.profiler.input(self.feed.batches(self.state.step))
-        for input_ids, target_ids, weight, more_to_come in batches:
+        for input_ids, target_ids, weight, more_to_come in self.profiler.input(
+            self.micro_batches()
+        ):
             with self.parallel.no_sync(more_to_come):
                 with self.profiler.phase("forward"), self.parallel.autocast():
                     _, loss = self.fast_model(input_ids, target_ids)
@@ -446,6 +459,21 @@ class Trainer:
         if self.parallel.device.type == "cpu":  # where looking costs nothing; else when measuring
             self.check_numbers()
         return mean_loss, norm
+
+    def micro_batches(self):
+        """(input_ids, target_ids, weight, whether more of this step is to come), each.
+
+        The mean loss of a micro-batch, times its weight, is its part of the step's loss: the
+        mean over all ranks of the ranks' sums is the mean over all targets of all ranks.
+        """
+        from data import split_batch
+
+        size = self.settings.trainer.micro_batch_size
+        parts = split_batch(self.train_set, next(self.batches), size)
+        (total,) = self.parallel.all_reduce_sum(sum(count for _, count in parts))
+        for number, (tensors, count) in enumerate(parts, start=1):
+            on_device = self.train_set.expand(*self.parallel.to_device(*tensors))
+            yield *on_device, count * self.parallel.world_size / total, number < len(parts)
 
     def measure(self) -> dict[str, float]:
         """The training metrics since the last line of the log; the only wait for the device."""

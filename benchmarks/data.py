@@ -123,12 +123,9 @@ def resident(pid: int | str) -> float:
 def loader(folder: Path) -> dict:
     """Tokens a second of 10,000 batches of 64 windows of 1,024 tokens, in training's order."""
     import numpy as np
-    import torch
 
-    from data import DataConfig, load_datasets, order_of
+    from data import DataConfig, load_datasets, order_of, training_batches
     from tokens.shards import ShardWriter
-    from training.distributed.strategy import Strategy
-    from training.feed import Feed
 
     shard = folder / "loader" / "shard.bin"
     shard.parent.mkdir()
@@ -147,10 +144,10 @@ def loader(folder: Path) -> dict:
         seconds.append(time.perf_counter() - started)
         if step % 1000 == 100 or step == BATCHES - 1:
             memory.append(resident("self"))
-    feed = Feed(dataset, order, None, Strategy(torch.device("cpu"), torch.float32))
+    batches = training_batches(dataset, BATCH, seed=0)
     started = time.perf_counter()
-    for step in range(1000):
-        list(feed.batches(step))
+    for _ in range(1000):
+        dataset.expand(*next(batches))
     widened = BATCH * LENGTH * 1000 / (time.perf_counter() - started)
     return {
         "tokens_per_second": BATCH * LENGTH * BATCHES / sum(seconds),

@@ -1,4 +1,4 @@
-"""training/feed.py: micro-batches, gathered in advance; training/evaluation.py: what is averaged.
+"""data.py: batches of training, read ahead and split; training/evaluation.py: what is averaged.
 
 tests/tokens/test_sampler.py has the order of windows with any number of ranks.
 """
@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,14 +17,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from data import DocumentWindows, GPTDatasetV1, MixedDataset
+from data import (
+    DocumentWindows,
+    GPTDatasetV1,
+    MixedDataset,
+    order_of,
+    read_ahead,
+    split_batch,
+    training_batches,
+)
 from tokens.sampler import WindowOrder
 from tokens.stream import TokenStream
 from tokens.synthetic import IGNORED, CycleWalks
 from tokens.tokenizers import bytes_per_token, get_tokenizer
 from training.distributed.strategy import Strategy
 from training.evaluation import Validation
-from training.feed import Feed
 
 some = trials(15, 100)
 
@@ -33,76 +41,73 @@ END = 256  # the byte tokenizer's end-of-text token
 bytes_of = functools.partial(bytes_per_token, get_tokenizer("byte"))
 
 
-class Rank:
-    """One of several ranks. elsewhere: what the other ranks add to every sum."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1, elsewhere: int = 0):
-        self.rank, self.world_size, self.elsewhere = rank, world_size, elsewhere
-        self.pinned_by: set[str] = set()
-        self.sent_by: set[str] = set()
-
-    def pinned(self, *tensors):
-        self.pinned_by.add(threading.current_thread().name)
-        return [tensor.clone() for tensor in tensors]
-
-    def to_device(self, *tensors):
-        self.sent_by.add(threading.current_thread().name)
-        return list(tensors)
-
-    def sum(self, *values):
-        return [value + self.elsewhere for value in values]
-
-
 class Numbers:
-    """Window w is the number w, two targets, the second of which counts in `both` alone."""
+    """Window w is the number w."""
 
-    def __init__(self, both=()):
-        self.both = list(both)
-        self.gathered: list[list[int]] = []
+    def __init__(self, size: int = 100):
+        self.size = size
+        self.read: list[list[int]] = []
+
+    def __len__(self):
+        return self.size
 
     def gather(self, windows):
-        self.gathered.append(windows.tolist())
+        self.read.append(windows.tolist())
         return (torch.from_numpy(windows.astype(np.int16)),)
 
-    def expand(self, numbers):
-        inputs = torch.stack([numbers, numbers], dim=1).long()
-        targets = inputs.clone()
-        targets[~torch.isin(inputs[:, 0], torch.tensor(self.both)), 1] = IGNORED
-        return inputs, targets
 
-    def num_targets(self, numbers):
-        return len(numbers) + sum(number in self.both for number in numbers.tolist())
+def numbers(batches: Iterator, steps: int) -> list[list[int]]:
+    """The windows of the next batches of Numbers."""
+    return [batch[0].tolist() for batch in itertools.islice(batches, steps)]
 
 
-def read(feed: Feed, step: int) -> list[list[int]]:
-    """The windows of each micro-batch."""
-    return [input_ids[:, 0].tolist() for input_ids, _, _, _ in feed.batches(step)]
+@some
+@given(st.integers(0, 10**9), st.sampled_from([1, 2, 3, 6]), st.integers(0, 5))
+def test_batches_are_each_ranks_part_of_every_step_from_any_step_on(first_step, world_size, seed):
+    order, steps = WindowOrder(100, 12, seed), range(first_step, first_step + 3)
+    state = torch.get_rng_state()
+    for rank in range(world_size):
+        batches = training_batches(Numbers(), 12, seed, first_step, rank, world_size)
+        expected = [order.windows(step, rank, world_size).tolist() for step in steps]
+        assert numbers(batches, 3) == expected
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_micro_batches_are_the_ranks_share_in_its_order_and_announce_more(rank):
-    order = WindowOrder(100, 12, 0)
-    for micro_batch_size, sizes in [(None, [6]), (100, [6]), (3, [3, 3]), (4, [4, 2])]:
-        ours = Rank(rank, 2)
-        feed = Feed(Numbers(), order, micro_batch_size, ours)
-        batches = read(feed, 1000)
-        assert [len(batch) for batch in batches] == sizes
-        assert [*itertools.chain(*batches)] == order.windows(1000, rank, 2).tolist()
-        announced = [more_to_come for *_, more_to_come in feed.batches(3)]
-        assert announced == [True] * (len(sizes) - 1) + [False]
-        main = threading.current_thread().name
-        assert ours.sent_by == {main}
-        assert ours.pinned_by
-        assert main not in ours.pinned_by
+def test_batches_of_a_mixture_follow_its_weights():
+    texts = [GPTDatasetV1(letter * 41, get_tokenizer("byte"), 4, 4) for letter in "ab"]
+    batches = training_batches(MixedDataset(texts, [0.75, 0.25]), 8, seed=0, first_step=5)
+    for (ids,) in itertools.islice(batches, 4):
+        assert sorted(ids[:, 0].tolist()).count(ord("a")) == 6
 
 
-def test_weights_are_of_the_targets_of_all_ranks():
-    """Their sum over the ranks is the number of ranks, as the ranks' sums are averaged."""
-    order = WindowOrder(4, 4, 0)
-    both = order.windows(0).tolist()[::2]  # the first of each rank's two windows
-    for rank in range(2):
-        feed = Feed(Numbers(both), order, 1, Rank(rank, 2, elsewhere=3))
-        assert [weight for _, _, weight, _ in feed.batches(0)] == [2 * 2 / 6, 2 * 1 / 6]
+def test_the_next_batch_is_read_while_this_one_is_used():
+    """Reading batch 1 is blocked until batch 0 was returned; then it is read unasked."""
+    go_on, is_ready = threading.Event(), threading.Event()
+
+    class Slow(Numbers):
+        def gather(self, windows):
+            if self.read:
+                assert go_on.wait(AT_MOST)
+                is_ready.set()
+            return super().gather(windows)
+
+    dataset, order = Slow(), WindowOrder(100, 4, 0)
+    num_threads = torch.get_num_threads()
+    batches = training_batches(dataset, 4, 0)
+    assert numbers(batches, 1) == [order.windows(0).tolist()]
+    go_on.set()
+    assert is_ready.wait(AT_MOST)
+    assert numbers(batches, 2) == [order.windows(step).tolist() for step in (1, 2)]
+    assert dataset.read[:3] == [order.windows(step).tolist() for step in range(3)]
+    assert torch.get_num_threads() == num_threads
+
+
+def test_reading_ahead_ends_with_the_batches_and_raises_their_errors():
+    assert list(read_ahead(iter("abc"))) == ["a", "b", "c"]
+    batches = read_ahead(map({"a": 1}.__getitem__, "ab"))
+    assert next(batches) == 1
+    with pytest.raises(KeyError):
+        next(batches)
 
 
 def documents_of(lengths: list[int]) -> DocumentWindows:
@@ -121,15 +126,22 @@ def documents_of(lengths: list[int]) -> DocumentWindows:
     ],
     ids=["plain", "documents", "walks"],
 )
-def test_batches_are_those_of_the_data_set_and_their_targets_are_counted(dataset):
-    order = WindowOrder(min(12, len(dataset)), 12, 0)
+def test_batches_expand_to_those_of_the_data_set_and_their_targets_are_counted(dataset):
+    order = order_of(dataset, 12, 0)
     expected_inputs, expected_targets = dataset.batch(order.windows(2))
-    num_targets = dataset.num_targets(*dataset.gather(order.windows(2)))
-    assert num_targets == int((expected_targets != IGNORED).sum())
-    ((input_ids, target_ids, weight, more_to_come),) = Feed(dataset, order, None, CPU).batches(2)
+    batch = next(training_batches(dataset, 12, 0, first_step=2))
+    assert dataset.num_targets(*batch) == int((expected_targets != IGNORED).sum())
+    input_ids, target_ids = dataset.expand(*batch)
     assert torch.equal(input_ids, expected_inputs)
     assert torch.equal(target_ids, expected_targets)
-    assert (weight, more_to_come) == (1.0, False)
+    parts = split_batch(dataset, batch, 5)
+    assert [len(tensors[0]) for tensors, _ in parts] == [5, 5, 2]
+    for (tensors, count), first in zip(parts, (0, 5, 10), strict=True):
+        _, targets = dataset.expand(*tensors)
+        assert torch.equal(targets, expected_targets[first : first + 5])
+        assert count == int((targets != IGNORED).sum())
+    ((whole, _),) = split_batch(dataset, batch, None)
+    assert [*map(len, whole)] == [12] * len(batch)
 
 
 class Table(torch.nn.Module):
@@ -165,50 +177,15 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(
     expected.backward()
     expected = float(expected.detach())
     expected_gradient, model.table.grad = model.table.grad, None
-    total, weight_sum = 0.0, 0.0
-    feed = Feed(dataset, order, micro_batch_size, CPU)
-    for input_ids, target_ids, weight, _ in feed.batches(step):
-        _, loss = model(input_ids, target_ids)
-        (loss * weight).backward()
-        total, weight_sum = total + float(loss.detach()) * weight, weight_sum + weight
-    assert weight_sum == pytest.approx(1)
+    total = 0.0
+    parts = split_batch(dataset, dataset.gather(order.windows(step)), micro_batch_size)
+    num_targets = sum(count for _, count in parts)
+    for tensors, count in parts:
+        _, loss = model(*dataset.expand(*tensors))
+        (loss * count / num_targets).backward()
+        total += float(loss.detach()) * count / num_targets
     assert total == pytest.approx(expected, rel=1e-5)
     assert torch.allclose(model.table.grad, expected_gradient, atol=1e-6)
-
-
-def test_the_next_step_is_gathered_while_this_one_is_computed():
-    """Step 1 is blocked until all of step 0 was read, so step 0 does not wait for it; then it is
-    gathered without being asked for."""
-    order = WindowOrder(100, 4, 0)
-    next_windows = order.windows(1).tolist()
-    may_go_on, is_ready = threading.Event(), threading.Event()
-
-    class Slow(Numbers):
-        def gather(self, windows):
-            if windows.tolist() == next_windows:
-                assert may_go_on.wait(AT_MOST)
-                is_ready.set()
-            return super().gather(windows)
-
-    feed = Feed(Slow(), order, None, Rank())
-    assert read(feed, 0) == [order.windows(0).tolist()]
-    may_go_on.set()
-    assert is_ready.wait(AT_MOST)
-    assert read(feed, 1) == [next_windows]
-    read(feed, 2)
-    assert feed.dataset.gathered[:3] == [order.windows(step).tolist() for step in range(3)]
-
-
-@some
-@given(st.lists(st.integers(0, 5) | st.integers(0, 10**9), max_size=12), st.integers(1, 4))
-def test_any_step_may_follow_any_other(steps, micro_batch_size):
-    order = WindowOrder([7, 9], 4, 0, [0.7, 0.3])
-    feed = Feed(Numbers(), order, micro_batch_size, Rank())
-    for step in steps:
-        begun = feed.batches(step)  # may be left in the middle
-        next(begun)
-        begun.close()
-        assert [*itertools.chain(*read(feed, step))] == order.windows(step).tolist()
 
 
 @some

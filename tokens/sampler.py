@@ -10,7 +10,9 @@ a thousand windows or of 10^12. Needs numpy.
 
 import functools
 import heapq
+import itertools
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -73,6 +75,18 @@ class WindowOrder:
             key = (self.seed,) if len(self.sizes) == 1 else (self.seed, int(source))
             windows[mine] = self.offsets[source] + shuffled(turns[mine], self.sizes[source], key)
         return windows
+
+
+class StepSampler:
+    """A batch sampler for torch's DataLoader: a rank's windows of each step from first_step on."""
+
+    def __init__(self, order: WindowOrder, first_step: int = 0, rank: int = 0, world_size: int = 1):
+        self.order, self.first_step = order, first_step
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for step in itertools.count(self.first_step):
+            yield self.order.windows(step, self.rank, self.world_size)
 
 
 def shuffled(places: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:

@@ -17,6 +17,7 @@ from benchmarks import interleaved as turns
 from benchmarks import roofline as ceilings
 from benchmarks import training as benchmark
 from benchmarks.implementations import Disagreement, OurContender, Ours, Row
+from data import order_of
 from errors import ConfigError
 from model import GPT, ModelConfig
 from training.distributed.strategy import ParallelConfig, start
@@ -158,9 +159,10 @@ def test_padding_the_vocabulary_keeps_the_logits():
 def test_our_step_is_the_trainers_bit_for_bit(trainer):
     run = trainer("optimizer.schedule=constant", "trainer.warmup_steps=0", "model.dropout=0")
     row, seed = Row("ours", "ours", torch.float32), run.settings.seed
+    order = order_of(run.train_set, run.settings.trainer.batch_size, seed)
     ours = OurContender(row, Ours(), run.model, run.settings.optimizer, run.parallel, seed)
     for step in range(3):
-        ((inputs, targets, _, _),) = list(run.feed.batches(step))
+        inputs, targets = run.train_set.batch(order.windows(step))
         expected = run.step()
         assert tuple(map(float, ours.step(inputs, targets))) == tuple(map(float, expected))
     for own, trained in zip(ours.model.parameters(), run.model.parameters(), strict=True):

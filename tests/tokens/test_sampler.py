@@ -1,6 +1,6 @@
 """tokens/sampler.py: the order of windows, of one source and of mixtures, against its definition.
 
-How training/feed.py reads it: tests/test_data_loader.py.
+How training reads it: tests/test_data_loader.py.
 """
 
 import itertools

@@ -13,7 +13,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -162,20 +161,6 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     kind = kind_named(torch.cuda.get_device_name(device))
     return kind.flops if kind else None
-
-
-def thread_beside_training(name: str) -> ThreadPoolExecutor:
-    """A thread for work that is done while the main one trains; it computes in itself alone.
-
-    Else its first operation on a large tensor gives it OpenMP threads of its own, and as long as
-    these exist, those of training wait for each other in a slower way: a step of GPT-2 small on
-    two cores took a tenth longer (benchmarks/results/2026-11-22-saving-cpu.json).
-    """
-    pool = ThreadPoolExecutor(1, name)
-    threads = pool.submit(torch.get_num_threads).result()  # a thread's first question sets it
-    pool.submit(torch.set_num_threads, 1).result()
-    torch.set_num_threads(threads)  # what threads that come later begin with
-    return pool
 
 
 def keep_freed_memory() -> None:
