@@ -12,7 +12,7 @@ needs a function that runs the model and hands over each layer's attention weigh
     look = lens.look(look_into, step=100, last_step=1000, folder=Path("attention"))
 
 In reading order: statistics.py (what a head does, as numbers), probe.py (prompts, and one look at
-the model), history.py (the numbers over the steps), heatmap.py (pictures), page.py with page.html
+the model), history.py (the numbers over the steps), heatmap.py (pictures), page/ with assemble.py
 (the interactive page). The heavy parts are loaded at the first look.
 """
 

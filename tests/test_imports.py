@@ -59,5 +59,5 @@ def test_what_can_be_copied_out():
     """The model needs torch alone, the lens nothing else of ours."""
     for name in ("attention.py", "model.py"):
         assert roots(REPOSITORY / name) - sys.stdlib_module_names <= {"torch", "attention"}
-    for path in (REPOSITORY / "lens").glob("*.py"):
+    for path in (REPOSITORY / "lens").rglob("*.py"):
         assert not roots(path) & OURS, path

@@ -8,9 +8,7 @@ fetches nothing, and holds the attention page in a sandboxed frame, so it is com
 sent alone. Only the standard library is used.
 """
 
-import base64
 import contextlib
-import hashlib
 import html
 import json
 import re
@@ -21,6 +19,7 @@ from urllib.parse import quote
 
 from errors import visible
 from files import atomic_write, read_bounded, read_lines
+from lens.assemble import content_security_policy
 from training.reporting.charts import Chart, Points, figure, finite, points_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -240,40 +239,6 @@ def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes
     )
     content = embedded.replace(b"&", b"&amp;").replace(b'"', b"&quot;")
     return start.encode() + content + b'"></iframe></div>'
-
-
-def content_security_policy(template: bytes, embedded: bytes) -> str:
-    """Nothing is fetched, and only known scripts and styles run.
-
-    A frame inherits the policy of the page around it, beside its own: its blocks are listed too.
-    """
-    blocks = inline_blocks(template) + inline_blocks(embedded)
-    sources = {kind: [sha256(text) for k, text in blocks if k == kind] for kind in KINDS}
-    scripts, styles = (" ".join(sources[kind]) or "'none'" for kind in KINDS)
-    return (
-        f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-KINDS = ("script", "style")
-
-
-def inline_blocks(page: bytes) -> list[tuple[str, bytes]]:
-    """("script" or "style", text) of each block that a browser would run; data blocks are none."""
-    blocks, position = [], 0
-    while found := re.compile(rb"<!--|<(script|style)\b([^>]*)>").search(page, position):
-        # find() jumps over megabytes of data; a pattern would walk through them.
-        end = page.find(b"</" + found[1] + b">" if found[1] else b"-->", found.end())
-        end = position = end if end >= 0 else len(page)
-        is_data = b"type=" in (found[2] or b"") and b"module" not in found[2]
-        if found[1] and not is_data:
-            blocks.append((found[1].decode(), page[found.end() : end]))
-    return blocks
-
-
-def sha256(text: bytes) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
 
 
 def settings_section(config: str) -> str:

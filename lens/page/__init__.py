@@ -1,26 +1,26 @@
-"""The interactive page: page.html filled with what the lens saw; one file that needs nothing else.
+"""The interactive page of attention heads: one HTML file that needs nothing else.
 
     html = page([run_data("my run", prompts, [frame_data(frame)], [frame.row])], title="my run")
 
-Its data is JSON in a block that no browser executes; weights are one byte a cell, compressed. The
-page says of itself (Content-Security-Policy) that no script but its own may run and that nothing
-may be fetched. `read` takes the data out again, so pages are also the record of a run: the
-time-lapse is made of the pages of single steps. The format is described at the top of page.html.
+index.html, style.css and the JavaScript modules of this folder are assembled into one file
+(lens/assemble.py), with the data as JSON in a block that no browser executes; weights are one byte
+a cell, compressed. The page's Content-Security-Policy lets no other script run and nothing be
+fetched. `read` takes the data out again, so pages are also the record of a run: the time-lapse is
+made of the pages of single steps. The data format is described at the top of index.html.
 """
 
 import base64
 import functools
-import hashlib
 import html
 import json
-import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from .history import Row, plain
-from .probe import Frame, Prompt, uniform_values
-from .statistics import STATISTICS
+from ..assemble import assemble, content_security_policy
+from ..history import Row, plain
+from ..probe import Frame, Prompt, uniform_values
+from ..statistics import STATISTICS
 
 START, END = '<script type="application/json" id="data">', "</script>"
 
@@ -98,26 +98,8 @@ def _packed(raw: bytes) -> str:
 
 @functools.cache
 def _template() -> tuple[str, str]:
-    """page.html with its security policy filled in, what stands before the data and after it.
-
-    The policy names the script and the style by their hashes, so nothing else can run.
-    """
-    text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
-    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    hashes = {
-        kind: base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
-        for kind, part in (("script", script), ("style", style))
-    }
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src 'sha256-{hashes['script']}'",
-            f"style-src 'sha256-{hashes['style']}'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
-    before, after = text.replace("__CSP__", policy).split("__DATA__")
+    """The page without its title: what is before the data and what is after it."""
+    html = assemble(Path(__file__).parent / "index.html")
+    html = html.replace("__CSP__", content_security_policy(html.encode()))
+    before, after = html.split("__DATA__")
     return before, after

@@ -1,0 +1,102 @@
+"""A web page as one self-contained file, from a folder of HTML, CSS and JavaScript modules.
+
+    html = assemble(Path("lens/page/index.html"))
+    policy = content_security_policy(html.encode())
+
+The HTML file links its sources as any page does:
+
+    <link rel="stylesheet" href="style.css">
+    <script type="module" src="main.js"></script>
+
+so a browser can also load the folder from a local web server. `assemble` replaces the links by the
+content of the files. A script is replaced by one module: the file itself and all that it imports.
+"""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
+SCRIPT = re.compile(r'<script type="module" src="([\w.-]+)"></script>')
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.-]+)";\n', re.MULTILINE)
+EXPORT = re.compile(r"^export (?=(?:async )?function|const|let|class)", re.MULTILINE)
+BLOCK = re.compile(rb"<!--|<(script|style)\b([^>]*)>")
+
+
+def assemble(page: Path) -> str:
+    """The HTML of `page` with its style sheets and scripts inside."""
+    folder = page.parent
+
+    def style(found: re.Match) -> str:
+        return f"<style>\n{(folder / found[1]).read_text(encoding='utf-8')}</style>"
+
+    def script(found: re.Match) -> str:
+        return f'<script type="module">\n{join_modules(folder / found[1])}</script>'
+
+    html = page.read_text(encoding="utf-8")
+    return SCRIPT.sub(script, STYLE.sub(style, html))
+
+
+def join_modules(main: Path) -> str:
+    """A JavaScript module and all that it imports as one module, each after what it imports.
+
+    Imports have to be `import { name, name } from "./file.js";`, exports have to stand before a
+    declaration. The modules share one scope: two declarations of a name are a SyntaxError in the
+    browser. Raises ValueError when modules import each other or use another syntax.
+    """
+    joined: dict[Path, str] = {}
+
+    def add(path: Path, importers: tuple[Path, ...] = ()) -> None:
+        if path in importers:
+            raise ValueError(f"{path} and {importers[-1]} import each other")
+        if path in joined:
+            return
+        text = path.read_text(encoding="utf-8")
+        for name in IMPORT.findall(text):
+            add(path.parent / name, (*importers, path))
+        joined[path] = EXPORT.sub("", IMPORT.sub("", text)).strip()
+        if re.search(r"^(import|export)\b", joined[path], re.MULTILINE):
+            raise ValueError(f"{path} has an import or export that cannot be joined")
+
+    add(main)
+    return "\n\n".join(f"// {path.name}\n\n{text}" for path, text in joined.items()) + "\n"
+
+
+def content_security_policy(*pages: bytes) -> str:
+    """A policy that lets only the pages' own scripts and styles run, and nothing be fetched.
+
+    Scripts and styles are named by their hashes. Several pages: the second is in a frame of the
+    first, and a frame inherits the policy of the page around it.
+    """
+    blocks = [block for page in pages for block in inline_blocks(page)]
+    hashes = {
+        kind: " ".join(_sha256(text) for found, text in blocks if found == kind) or "'none'"
+        for kind in ("script", "style")
+    }
+    rules = [
+        "default-src 'none'",
+        f"script-src {hashes['script']}",
+        f"style-src {hashes['style']}",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    return "; ".join(rules)
+
+
+def inline_blocks(page: bytes) -> list[tuple[str, bytes]]:
+    """("script" or "style", text) of each block that a browser would run; data blocks are none."""
+    blocks, position = [], 0
+    while found := BLOCK.search(page, position):
+        # find() jumps over megabytes of data; a pattern would walk through them.
+        end = page.find(b"</" + found[1] + b">" if found[1] else b"-->", found.end())
+        end = position = end if end >= 0 else len(page)
+        is_data = b"type=" in (found[2] or b"") and b"module" not in found[2]
+        if found[1] and not is_data:
+            blocks.append((found[1].decode(), page[found.end() : end]))
+    return blocks
+
+
+def _sha256(text: bytes) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"

@@ -1,0 +1,60 @@
+"""Pages assembled from HTML, CSS and JavaScript modules, and the policy that they carry."""
+
+import pytest
+
+from lens.assemble import assemble, content_security_policy, inline_blocks, join_modules
+
+
+def written(folder, **modules):
+    for name, text in modules.items():
+        (folder / f"{name}.js").write_text(text, encoding="utf-8")
+    return folder / "main.js"
+
+
+def test_modules_stand_once_and_after_what_they_import(tmp_path):
+    both = 'import {\n  one,\n  two,\n} from "./two.js";\n'
+    text = join_modules(
+        written(
+            tmp_path,
+            main=f'{both}import {{ one }} from "./one.js";\nstart(one, two);\n',
+            two='import { one } from "./one.js";\nexport const two = one + 1;\n',
+            one="export let one = 1;\nexport async function more() {}\n",
+        )
+    )
+    places = [text.index(code) for code in ("let one", "async function", "const two", "start(")]
+    assert places == sorted(places)
+    assert text.count("let one") == 1
+    assert not {"import", "export"} & set(text.split())
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        'import { one } from "./one.js";\n',  # and one.js imports main.js
+        'import * as all from "./two.js";\n',
+        "export default 1;\n",
+    ],
+)
+def test_modules_that_cannot_be_joined_are_refused(tmp_path, main):
+    folder = written(tmp_path, main=main, one='import { x } from "./main.js";\n', two="")
+    with pytest.raises(ValueError):  # noqa: PT011
+        join_modules(folder)
+
+
+def test_style_and_script_are_inlined_and_allowed_by_their_hashes(tmp_path):
+    written(tmp_path, main="start();\n")
+    (tmp_path / "style.css").write_text("p { color: red; }\n", encoding="utf-8")
+    page = tmp_path / "index.html"
+    page.write_text(
+        '<link rel="stylesheet" href="style.css"><!-- <script>no()</script> -->'
+        '<script type="application/json">{}</script>'
+        '<script type="module" src="main.js"></script>',
+        encoding="utf-8",
+    )
+    html = assemble(page).encode()
+    blocks = inline_blocks(html)
+    assert [kind for kind, _ in blocks] == ["style", "script"]
+    assert b"color: red" in blocks[0][1]
+    assert b"start();" in blocks[1][1]
+    assert content_security_policy(html).count("sha256-") == 2
+    assert content_security_policy(b"<p>").count("sha256-") == 0
