@@ -334,8 +334,10 @@ class GPT(nn.Module):
         return F.linear(x, self.token_emb.weight)
 
     @torch.no_grad()
-    def look_into(self, input_ids: Tensor, capture: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Reads input_ids (B, T) for the sake of `capture` (see `hidden_states`).
+    def capture_attention(
+        self, input_ids: Tensor, capture: Callable[[int, Tensor, Tensor], None]
+    ) -> None:
+        """Runs input_ids (B, T) and passes each layer's attention to `capture`: see hidden_states.
 
         Without dropout, gradients or any random state; the mode is restored. Goes through forward,
         so that the hooks of a sharded model gather its parameters.
@@ -350,7 +352,7 @@ class GPT(nn.Module):
     def attn_weights(self, input_ids: Tensor) -> list[Tensor]:
         """Every layer's attention weights on input_ids (B, T): L of (B, H, T, T), fp32, CPU."""
         layers: list[Tensor] = []
-        self.look_into(input_ids, lambda _, attn_weights, __: layers.append(attn_weights.cpu()))
+        self.capture_attention(input_ids, lambda _, weights, __: layers.append(weights.cpu()))
         return layers
 
     def num_parameters(self) -> int:

@@ -41,7 +41,7 @@ from training.reporting.terminal import never_fail
 from training.signals import StopSignals, end_quietly, exit_code
 
 if typing.TYPE_CHECKING:
-    from lens import Look
+    from lens import Snapshot
 
 
 SWEEPING = {"-m", "--multirun"}  # on the command line
@@ -599,7 +599,7 @@ class Trainer:
 
     def look_up(self, metrics: dict[str, float]) -> None:
         """Validation, a sample and the lens, whichever is due; then this step's row of the log."""
-        step, settings, look, sample = self.state.step, self.settings.trainer, None, None
+        step, settings, snapshot, sample = self.state.step, self.settings.trainer, None, None
         lens_due = self.lens is not None and self.lens.due(step, settings.max_steps)
         validation_due = step == 0 or self.is_due(settings.eval_every)
         if lens_due or validation_due:
@@ -610,12 +610,12 @@ class Trainer:
                 sample = self.sample()
         started = time.perf_counter()
         if lens_due:
-            look = self.look_at_attention()
-        if metrics or look or sample:
+            snapshot = self.attention_snapshot()
+        if metrics or snapshot or sample:
             metrics["train/tokens"] = self.state.tokens
-            self.tracker.log(metrics, step, look, sample)
-        if look:
-            if "attention/timelapse" in look.pages and step < settings.max_steps:
+            self.tracker.log(metrics, step, snapshot, sample)
+        if snapshot:
+            if "attention/timelapse" in snapshot.pages and step < settings.max_steps:
                 self.write_report()  # at the end it is written anyway
             self.seconds_watching += time.perf_counter() - started
 
@@ -659,20 +659,19 @@ class Trainer:
             self.samples.append(row)
         return row
 
-    def look_at_attention(self) -> "Look | None":
-        """What every head does, in numbers, pictures and pages. On every rank: all run the model,
-        the main one writes."""
+    def attention_snapshot(self) -> "Snapshot | None":
+        """Statistics, pictures and pages of every head. All ranks run the model, rank 0 writes."""
         import torch
 
-        def look_into(token_ids: list[int], capture: Callable) -> None:
+        def capture_attention(token_ids: list[int], capture: Callable) -> None:
             input_ids = torch.tensor([token_ids], device=self.parallel.device)
             with self.parallel.probing(self.model):
-                self.model.look_into(input_ids, capture)
+                self.model.capture_attention(input_ids, capture)
 
-        look, failed = None, True
+        snapshot, failed = None, True
         with self.never_in_the_way("lens: failed and is off from here on"):
-            look = self.lens.look(
-                look_into,
+            snapshot = self.lens.snapshot(
+                capture_attention,
                 self.state.step,
                 self.settings.trainer.max_steps,
                 self.folder / "attention",
@@ -684,7 +683,7 @@ class Trainer:
             failed
         ):  # on one rank: off on all, or the others would wait
             self.lens = None
-        return look
+        return snapshot
 
     def write_report(self) -> None:
         """report.html: what there is to see of the run so far, in one file."""

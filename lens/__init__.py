@@ -1,19 +1,19 @@
-"""The lens: what shows attention while a model learns.
+"""The lens: statistics, heatmaps and an interactive page of a model's attention heads.
 
-It imports nothing from outside this folder, so the folder can be copied beside another model. It
-needs a function that runs the model and hands over each layer's attention weights, and no more:
+It imports nothing from outside this folder, so the folder can be copied into another project. All
+it needs is a function that runs the model and passes on each layer's attention weights:
 
-    def look_into(token_ids, capture):  # of a transformers model with eager attention
+    def capture_attention(token_ids, capture):  # of a transformers model with eager attention
         output = model(torch.tensor([token_ids]), output_attentions=True)
         for layer, attn_weights in enumerate(output.attentions):
             capture(layer, attn_weights)
 
     lens = Lens(LensConfig(), tokenizer.encode, token_bytes, context_length=1024)
-    look = lens.look(look_into, step=100, last_step=1000, folder=Path("attention"))
+    snapshot = lens.snapshot(capture_attention, step=100, max_steps=1000, folder=Path("attention"))
 
-In reading order: statistics.py (what a head does, as numbers), probe.py (prompts, and one look at
-the model), history.py (the numbers over the steps), heatmap.py (pictures), page/ with assemble.py
-(the interactive page). The heavy parts are loaded at the first look.
+In reading order: statistics.py (one number for each head), probe.py (prompts; running the model),
+history.py (statistics over the steps), heatmap.py (PNG pictures), page/ and assemble.py (the
+interactive page). torch, numpy and matplotlib are imported at the first snapshot.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from .history import Row
     from .probe import Frame
 
-# One whose word sense depends on its context ("bank"), one whose verb agrees with a noun far
-# away ("letters ... were"), one in which a name comes back and is to be completed.
+# A word whose sense depends on its context ("bank"), a verb that agrees with a distant noun
+# ("letters ... were"), a name that occurs again and has to be completed.
 DEFAULT_PROMPTS = (
     "She sat on the bank of the river, far from the bank in the market where her money was.",
     "The letters that the keeper of the light had hidden in the old mill were found at last.",
     "Wenna rang the bell for Tam, and Tam looked at the river. Then Wenna rang the bell for",
 )
-MOST_FILES = 900  # pictures and pages of a run; dashboards become slow beyond a thousand
+MOST_FILES = 900  # pictures and pages of a run: dashboards become slow beyond a thousand
 # Every page holds all prompts: with GPT-2 small and 64 tokens, a prompt takes 0.13 MB of a page and
 # 3 MB of a time-lapse of 24 steps.
 MOST_PROMPTS = 20
@@ -46,15 +46,16 @@ MOST_HISTORY = 60  # steps in the charts of a page
 
 @dataclass
 class LensConfig:
-    """What the lens looks at, and how often."""
+    """The settings of the lens: prompts, and how often a snapshot is taken."""
 
-    # steps between looks, besides start and end; 0: never; null: a twentieth of the run, 40 to 1000
+    # steps between snapshots; there is one at the start and at the end too; 0: none at all;
+    # null: a twentieth of the run, 40 to 1000
     every: int | None = None
     prompts: list[str] = field(default_factory=lambda: list(DEFAULT_PROMPTS))  # at most 20
-    repeated: int = 24  # besides, so many random tokens written twice, for induction heads; 0: none
-    max_tokens: int = 64  # longer prompts are cropped, and marked as such
-    layers: list[int] = field(default_factory=list)  # of these also a large picture each
-    frames: int = 24  # at most so many steps in the time-lapse
+    repeated: int = 24  # one more prompt: this many random tokens, twice; 0: none
+    max_tokens: int = 64  # longer prompts are truncated, and marked as such
+    layers: list[int] = field(default_factory=list)  # layers that also get a large picture
+    frames: int = 24  # most steps in the time-lapse
 
     def problems(self) -> list[tuple[str, object, str, str]]:
         """The problems, as (key, value, reason, hint); empty when there are none."""
@@ -90,29 +91,29 @@ class LensConfig:
                 found.append(("prompts", repr(prompt), "an empty prompt", "give it some words"))
         return found
 
-    def interval(self, last_step: int) -> int:
-        """Steps between looks in a run of so many; 0: never. Left open, it keeps them cheap."""
-        return min(max(last_step // 20, 40), 1000) if self.every is None else self.every
+    def interval(self, max_steps: int) -> int:
+        """Steps between snapshots in a run of `max_steps`; 0: no snapshots."""
+        return min(max(max_steps // 20, 40), 1000) if self.every is None else self.every
 
 
 @dataclass
-class Look:
-    """What one look came to, under the names that a dashboard gives them."""
+class Snapshot:
+    """The results of one snapshot, under their names on a dashboard."""
 
-    metrics: dict[str, float]  # the mean over each layer's heads
-    heads: dict[str, float]  # every head by itself: many, so dashboards hide them at first
-    histograms: dict[str, "np.ndarray"]  # of all heads, for each statistic
+    metrics: dict[str, float]  # statistics, the mean over each layer's heads
+    heads: dict[str, float]  # statistics of each head: many, so dashboards hide them at first
+    histograms: dict[str, "np.ndarray"]  # for each statistic its values for all heads
     pictures: dict[str, Path] = field(default_factory=dict)  # PNG
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     tables: dict[str, tuple[Sequence, Sequence]] = field(default_factory=dict)  # columns, rows
 
 
 class Lens:
-    """Looks at a fixed set of prompts, the same at every step, and shows what it sees.
+    """Takes attention snapshots on a fixed set of prompts and writes pictures and pages.
 
-    encode(text) gives token ids, token_bytes(id) the bytes that an id stands for (KeyError when
-    none). The repeated sequence is drawn from `vocabulary` and begins with `bos`; without a
-    vocabulary there is none.
+    encode(text) returns token ids, token_bytes(id) the bytes of a token (KeyError if it has none).
+    The repeated sequence is drawn from `vocabulary` and begins with `bos`; without a vocabulary
+    there is none.
     """
 
     def __init__(
@@ -138,56 +139,54 @@ class Lens:
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
         self.history = None
-        self.table: list[tuple] = []  # every head ranked by each statistic, at the end
+        self.table: list[tuple] = []  # all heads ranked by each statistic; set at the end
 
-    def due(self, step: int, last_step: int) -> bool:
-        """Whether to look after this many steps: at the start, at each interval and at the end."""
-        every = self.config.interval(last_step)
-        return every > 0 and bool(self.prompts) and (step % every == 0 or step == last_step)
+    def due(self, step: int, max_steps: int) -> bool:
+        """Whether to take a snapshot at this step: at the start, each interval and the end."""
+        every = self.config.interval(max_steps)
+        return every > 0 and bool(self.prompts) and (step % every == 0 or step == max_steps)
 
-    def draws(self, step: int, last_step: int) -> bool:
-        """Whether a look becomes pictures and a page: each one, unless a long run has too many."""
-        return step % self._drawn_every(last_step) == 0 or step == last_step
+    def draws(self, step: int, max_steps: int) -> bool:
+        """Whether the snapshot at this step has pictures and a page: all, unless too many."""
+        return step % self._drawn_every(max_steps) == 0 or step == max_steps
 
-    def look(
+    def snapshot(
         self,
-        look_into: Callable[[list[int], Callable], object],
+        capture_attention: Callable[[list[int], Callable], object],
         step: int,
-        last_step: int,
+        max_steps: int,
         folder: Path,
         run_name: str = "",
         write: bool = True,
-    ) -> Look | None:
-        """Looks at every head on every prompt; writes what there is to see into `folder`.
+    ) -> Snapshot | None:
+        """Runs the model on every prompt; writes statistics, pictures and pages into `folder`.
 
-        look_into: see probe.py. run_name is what the pages call the run. write=False looks and
-        returns None: for the ranks of a sharded model that must take part in running it and have
-        nothing to write.
+        capture_attention: see probe.py. run_name is the run's name on the pages. write=False only
+        runs the model and returns None: for ranks other than 0 of a sharded model.
         """
         from .history import COLUMNS, History
         from .probe import probe
 
-        frame = probe(look_into, self.prompts, step)
+        frame = probe(capture_attention, self.prompts, step)
         if not write:
             return None
         if self.history is None:
             _drop_from(folder, step)
             self.history = History(folder / "statistics.jsonl", step)
         self.history.add(frame.row)
-        look = _numbers(frame.row)
-        if self.draws(step, last_step):
-            self._draw(frame, folder, run_name, look)
-            if step > 0 and self._is_milestone(step, last_step):
-                look.pages["attention/timelapse"] = self._write_timelapse(folder, run_name)
-        if step == last_step:
+        snapshot = _numbers(frame.row)
+        if self.draws(step, max_steps):
+            self._draw(frame, folder, run_name, snapshot)
+            if step > 0 and self._is_milestone(step, max_steps):
+                snapshot.pages["attention/timelapse"] = self._write_timelapse(folder, run_name)
+        if step == max_steps:
             self.table = self.history.write_table(folder / "heads.csv")
-            look.tables["attention/table"] = (COLUMNS, self.table)
-        return look
+            snapshot.tables["attention/table"] = (COLUMNS, self.table)
+        return snapshot
 
     def findings(self) -> list[str]:
-        """The heads that became something: "induction L5 H1: 0.83 (halfway there at step 400)".
-
-        One for each kind of which a head shows a quarter or more.
+        """The strongest head of each kind, if its value is 0.25 or more:
+        "induction L5 H1: 0.83 (halfway there at step 400)". Empty before the last snapshot.
         """
         from .history import KINDS
         from .statistics import STATISTICS
@@ -201,19 +200,19 @@ class Lens:
                 )
         return found
 
-    def _drawn_every(self, last_step: int) -> int:
-        """Steps between drawn looks: a multiple of their interval that keeps to MOST_FILES."""
+    def _drawn_every(self, max_steps: int) -> int:
+        """Steps between snapshots with pictures: a multiple of the interval, for MOST_FILES."""
         files = len(self.prompts) * (1 + len(self.config.layers)) + 1
-        looks = max(2, MOST_FILES // files)  # the start and the end among them
-        every = max(1, self.config.interval(last_step))
-        return every * max(1, math.ceil(last_step / every / (looks - 1)))
+        drawn = max(2, MOST_FILES // files)  # including those at the start and the end
+        every = max(1, self.config.interval(max_steps))
+        return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
 
-    def _is_milestone(self, step: int, last_step: int) -> bool:
-        """Whether a quarter of the run was completed since the last drawn look, or all of it."""
-        before = max(0, step - self._drawn_every(last_step))
-        return step == last_step or 4 * step // last_step > 4 * before // last_step
+    def _is_milestone(self, step: int, max_steps: int) -> bool:
+        """Whether a quarter of the run, or all of it, was completed since the last pictures."""
+        before = max(0, step - self._drawn_every(max_steps))
+        return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
 
-    def _draw(self, frame: "Frame", folder: Path, run_name: str, look: Look) -> None:
+    def _draw(self, frame: "Frame", folder: Path, run_name: str, snapshot: Snapshot) -> None:
         from .heatmap import draw_grid, draw_layer
         from .page import frame_data
 
@@ -221,25 +220,25 @@ class Lens:
         for prompt, codes in zip(self.prompts, frame.codes, strict=True):
             path = folder / f"step_{step:08d}_{prompt.name}.png"
             draw_grid(codes, prompt, step, path)
-            look.pictures[f"attention/heatmap/{prompt.name}"] = path
+            snapshot.pictures[f"attention/heatmap/{prompt.name}"] = path
             for layer in self.config.layers:
                 path = folder / f"step_{step:08d}_{prompt.name}_L{layer:02d}.png"
                 draw_layer(codes[layer], prompt, step, layer, path)
-                look.pictures[f"attention/layer/L{layer:02d}/{prompt.name}"] = path
+                snapshot.pictures[f"attention/layer/L{layer:02d}/{prompt.name}"] = path
         path = folder / f"step_{step:08d}.html"
         self._write_page(path, [frame_data(frame)], [frame.row], run_name)
-        look.pages["attention/viewer"] = path
+        snapshot.pages["attention/viewer"] = path
 
     def _write_timelapse(self, folder: Path, run_name: str) -> Path:
-        """The page of many steps, made of the pages of single steps that show the same prompts."""
-        from .history import evenly_spread
+        """Writes one page of many steps from the pages of single steps with the same prompts."""
+        from .history import evenly_spaced
         from .page import read
 
         tokens = [prompt.tokens[: prompt.shown] for prompt in self.prompts]
         frames = []
         pages = sorted(path for path in folder.glob("step_*.html") if path.is_file())
-        for path in evenly_spread(pages, self.config.frames):
-            with contextlib.suppress(ValueError, KeyError):  # a page of another version
+        for path in evenly_spaced(pages, self.config.frames):
+            with contextlib.suppress(ValueError, KeyError):  # not a page of this version
                 (run,) = read(path)
                 if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
                     frames += run["frames"]
@@ -253,17 +252,17 @@ class Lens:
         from .page import page, run_data
 
         data = run_data(run_name, self.prompts, frames, history)
-        whole = path.with_suffix(".tmp")  # a page is complete or absent: time-lapses read them
-        whole.unlink(missing_ok=True)  # a link would be followed
-        whole.write_text(page([data], title=f"{run_name}: {path.stem}"), encoding="utf-8")
-        os.replace(whole, path)
+        temporary = path.with_suffix(".tmp")  # atomic: time-lapses read pages
+        temporary.unlink(missing_ok=True)  # a link would be followed
+        temporary.write_text(page([data], title=f"{run_name}: {path.stem}"), encoding="utf-8")
+        os.replace(temporary, path)
 
 
-def _numbers(row: "Row") -> Look:
-    """The row's numbers under their dashboard keys; what is not defined is left out.
+def _numbers(row: "Row") -> Snapshot:
+    """The row's numbers under their dashboard keys; undefined statistics are omitted.
 
-    Dashboards make a section of everything before the first slash. The pictures and pages are in
-    "attention"; the many curves have sections of their own, or nobody would find the pictures.
+    The part of a key before the first slash is a section of the dashboard. Pictures and pages are
+    in "attention"; the many curves have other sections, so that the pictures are easy to find.
     """
     import numpy as np
 
@@ -276,11 +275,11 @@ def _numbers(row: "Row") -> Look:
             metrics[f"attention_layers/{key}/L{layer:02d}"] = float(of_heads.mean())
             for head, value in enumerate(of_heads):
                 heads[f"attention_heads/{key}/L{layer:02d}H{head:02d}"] = float(value)
-    return Look(metrics, heads, histograms)
+    return Snapshot(metrics, heads, histograms)
 
 
 def _drop_from(folder: Path, step: int) -> None:
-    """Removes pictures and pages of `step` and later: of an attempt that was cut off."""
+    """Removes pictures and pages of `step` and later: the run was resumed before them."""
     for path in folder.glob("step_*"):
         if path.name[5:13].isdigit() and int(path.name[5:13]) >= step:
             path.unlink()

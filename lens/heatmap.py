@@ -1,7 +1,7 @@
-"""Pictures of heads as PNG: all of them in one grid, or those of one layer with their tokens.
+"""Heatmaps of attention heads as PNG: all heads in one grid, or one layer's with their tokens.
 
-Drawn with Pillow, because a look happens in the middle of a training run: some milliseconds a
-picture. Colours and font are matplotlib's.
+Drawn with Pillow, because training waits for them: a picture takes some milliseconds. The colours
+and the font are matplotlib's.
 
 Shapes: L layers, H heads, T tokens of the prompt.
 """
@@ -15,20 +15,20 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from .probe import Prompt, from_codes, triangle_to_square
-from .statistics import evenly
+from .statistics import uniform_attention
 
 COLOUR_MAP = "viridis"  # even steps of lightness: readable in grey and by colour-blind people
 WIDTH = 800  # pixels of a grid, about; dashboards show it at half of that
-FORBIDDEN = 236  # the grey of what the causal mask forbids
+MASKED = 236  # the grey of cells above the diagonal, which the causal mask excludes
 INK, PALE_INK = (25, 25, 25), (95, 95, 95)
 
 
 def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
-    """Writes a PNG of every head: layers downwards, heads across.
+    """Writes a PNG of all heads: a row for each layer, a column for each head.
 
-    codes: uint8 (L, H, T (T + 1) / 2), the lower triangles on a square-root scale (probe.to_codes),
-    so that a weight of 0.04 is a fifth as bright as a weight of 1, not invisible. Letters are
-    large, for the picture is read on a dashboard at half of its size.
+    codes: uint8 (L, H, T (T + 1) / 2), the lower triangles on a square-root scale (probe.to_codes):
+    a weight of 0.04 is a fifth as bright as a weight of 1. The text is large because dashboards
+    show the picture at half of its size.
     """
     num_layers, num_heads, _ = codes.shape
     squares = triangle_to_square(codes)  # (L, H, T, T)
@@ -53,8 +53,8 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
         f"{count} {name}{'s' if count > 1 else ''}"
         for count, name in ((num_layers, "layer"), (num_heads, "head"))
     )
-    if np.abs(from_codes(codes) - evenly_triangle(codes.shape[-1])).max() < 0.1:
-        what = "so far every token looks back evenly"
+    if np.abs(from_codes(codes) - uniform_triangle(codes.shape[-1])).max() < 0.1:
+        what = "attention is still uniform"
     draw.text((after, 12), what, PALE_INK, font)
     fits = round((total - left) / small.getlength("m") * 1.45)
     draw.text((left, text_top), _title(prompt, fits), INK, small)
@@ -108,7 +108,7 @@ def _write_tokens(
     size: int,
     font: ImageFont.FreeTypeFont,
 ) -> None:
-    """Tokens left of the rows and under the columns, as many as there is room for."""
+    """Writes tokens left of the rows and under the columns, as many as fit."""
     upright = ImageFont.TransposedFont(font, Image.Transpose.ROTATE_90)
     x, y = place
     for number in range(0, len(labels), math.ceil(13 / scale)):
@@ -118,47 +118,47 @@ def _write_tokens(
 
 
 def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont) -> None:
-    """The colour bar and how to read a map."""
+    """Draws the colour bar and a key to rows and columns."""
     draw = ImageDraw.Draw(image)
     bar = np.linspace(0, 255, 200).astype(np.uint8)[None].repeat(round(font.size * 0.8), 0)
     draw.text((x, y), "0", PALE_INK, font)
     bar_x = round(x + font.getlength("0") + 8)
     image.paste(Image.fromarray(_table()[bar]), (bar_x, round(y + font.size * 0.25)))
-    words = "weight 1 (√ scale)   row looks at column"
+    words = "weight 1 (√ scale)   row: query, column: key"
     draw.text((bar_x + 208, y), words, PALE_INK, font)
 
 
 def colour(codes: np.ndarray) -> np.ndarray:
-    """Codes uint8 (..., T, T) -> colours (..., T, T, 3) uint8; what the mask forbids is grey."""
+    """Codes uint8 (..., T, T) -> colours (..., T, T, 3) uint8; masked cells are grey."""
     colours = _table()[codes]
-    colours[..., *np.triu_indices(codes.shape[-1], k=1), :] = FORBIDDEN
+    colours[..., *np.triu_indices(codes.shape[-1], k=1), :] = MASKED
     return colours
 
 
 def label(token: str, longest: int = 12) -> str:
-    """A token as an axis label: white space and odd characters visible, not too long."""
+    """A token as an axis label: white space and control characters visible, truncated."""
     shown = token.strip() or repr(token)[1:-1].replace(" ", "␣")
     shown = "".join(c if c.isprintable() else "·" for c in shown)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
-def evenly_triangle(num_cells: int) -> np.ndarray:
-    """The weights of a head that has learned nothing, as a lower triangle of so many cells."""
+def uniform_triangle(num_cells: int) -> np.ndarray:
+    """The weights of uniform attention as a lower triangle of `num_cells` cells, fp32."""
     num_tokens = int((2 * num_cells) ** 0.5)
-    return evenly(num_tokens)[0].numpy()[np.tril_indices(num_tokens)]
+    return uniform_attention(num_tokens)[0].numpy()[np.tril_indices(num_tokens)]
 
 
 def _title(prompt: Prompt, fits: int) -> str:
-    """The prompt's text in about so many characters; a cropped one says so."""
-    crop = f"  (first {prompt.shown} tokens)" if prompt.cropped else ""
-    text = "".join(prompt.tokens[: prompt.shown]) if prompt.cropped else prompt.text
+    """The prompt's text in about `fits` characters; says when the prompt is truncated."""
+    note = f"  (first {prompt.shown} tokens)" if prompt.truncated else ""
+    text = "".join(prompt.tokens[: prompt.shown]) if prompt.truncated else prompt.text
     text = "".join(c if c.isprintable() else " " for c in text)
-    shown = textwrap.shorten(text, max(12, fits - len(crop)), placeholder=" …")
-    return (f"“{shown}”" if not prompt.period else shown) + crop
+    shown = textwrap.shorten(text, max(12, fits - len(note)), placeholder=" …")
+    return (f"“{shown}”" if not prompt.period else shown) + note
 
 
 def _pooled(squares: np.ndarray, factor: int) -> np.ndarray:
-    """(..., T, T) with blocks of factor x factor cells replaced by their largest."""
+    """Max-pools (..., T, T) by blocks of factor x factor cells."""
     if factor <= 1:
         return squares
     rest = -squares.shape[-1] % factor
@@ -168,7 +168,7 @@ def _pooled(squares: np.ndarray, factor: int) -> np.ndarray:
 
 
 def _tile(colours: np.ndarray, scale: int, gap: int) -> np.ndarray:
-    """Heatmaps (L, H, T, T, 3) side by side on white: (L * (T * scale + gap) - gap, ..., 3)."""
+    """Heatmaps (L, H, T, T, 3) in a grid on white: (L * (T * scale + gap) - gap, ..., 3)."""
     colours = colours.repeat(scale, axis=2).repeat(scale, axis=3)
     num_layers, num_heads, size = colours.shape[:3]
     step = size + gap
@@ -190,7 +190,7 @@ def _table() -> np.ndarray:
 
 @functools.cache
 def _font(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which knows the alphabets of Europe, Greek and Cyrillic, at so many pixels."""
+    """DejaVu Sans (Latin, Greek, Cyrillic) at `size` pixels."""
     import matplotlib
 
     name = f"DejaVuSans-{weight}.ttf" if weight else "DejaVuSans.ttf"

@@ -1,6 +1,6 @@
-"""How the statistics of every head went, step after step: on disk as they come, as a table at last.
+"""The statistics of every head over the steps of a run, in a file, and the table made of them.
 
-attention/statistics.jsonl holds one line for each look:
+attention/statistics.jsonl has one line for each snapshot:
 
     {"step": 40, "entropy": [[one number a head] for each layer], "distance": ..., ...}
 
@@ -18,7 +18,8 @@ import numpy as np
 
 from .statistics import STATISTICS
 
-KINDS = ("previous_token", "induction", "duplicate_token", "first_token")  # that heads are called
+# The statistics that name a kind of head.
+KINDS = ("previous_token", "induction", "duplicate_token", "first_token")
 LONGEST_LINE = 2**22  # bytes; 2,000 heads have some 200,000
 COLUMNS = ("statistic", "rank", "layer", "head", "value", "at_start", "halfway_step")
 
@@ -28,47 +29,46 @@ class Row:
     """The statistics of every head at one step."""
 
     step: int
-    values: dict[str, np.ndarray]  # for each statistic fp32 (L, H); nan where it is not defined
+    values: dict[str, np.ndarray]  # for each statistic fp32 (L, H); nan where undefined
 
 
 class History:
-    """All rows of a run, those of its earlier parts included.
+    """All rows of a run, including those written before it was resumed.
 
-    A run that goes on from a checkpoint may repeat steps: what stands in the file from `step` on
-    belongs to an attempt that was cut off, and is dropped.
+    A resumed run may repeat steps, so the rows of the file from `step` on are dropped.
     """
 
     def __init__(self, file: Path, step: int):
         self.file = file
         self.rows = [row for row in _read(file) if row.step < step]
         file.parent.mkdir(parents=True, exist_ok=True)
-        whole = file.with_suffix(".tmp")
-        whole.unlink(missing_ok=True)  # a link would be followed
-        whole.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
-        os.replace(whole, file)
+        temporary = file.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)  # a link would be followed
+        temporary.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
+        os.replace(temporary, file)
 
     def add(self, row: Row) -> None:
         line = _line(row)
-        self.rows.append(_parsed(line))  # as a run that goes on will read it
+        self.rows.append(_parsed(line))  # rounded, as a resumed run will read it
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(line)
 
     def thinned(self, most: int) -> list[Row]:
-        """At most so many rows, evenly spread, the first and the last among them."""
-        return evenly_spread(self.rows, most)
+        """At most `most` rows, evenly spaced, including the first and the last."""
+        return evenly_spaced(self.rows, most)
 
     def table(self) -> list[tuple]:
         """Every head ranked by each statistic, highest first; see COLUMNS.
 
-        halfway_step is the first look at which the head had gone half of the way from its value at
-        the start to its last: for a statistic that begins near zero, half of its final value.
+        halfway_step is the first step at which a head's value was at or beyond the mean of its
+        first and its last value.
         """
         found = []
         for key in STATISTICS:
-            course = np.stack([row.values[key] for row in self.rows])  # (looks, L, H)
-            start, last = course[0], course[-1]
+            curve = np.stack([row.values[key] for row in self.rows])  # (snapshots, L, H)
+            start, last = curve[0], curve[-1]
             half = (start + last) / 2
-            arrived = np.where(last >= start, course >= half, course <= half).argmax(0)  # (L, H)
+            arrived = np.where(last >= start, curve >= half, curve <= half).argmax(0)  # (L, H)
             order = np.argsort(-last, axis=None, kind="stable")
             order = [index for index in order if not np.isnan(last.flat[index])]
             for rank, index in enumerate(order, start=1):
@@ -88,7 +88,7 @@ class History:
 
 
 def strongest(row: Row, most: int = 5) -> dict[str, list[tuple[int, int, float]]]:
-    """For each kind of head the strongest: {key: [(layer, head, value), ...]}, highest first."""
+    """The strongest heads of each kind: {key: [(layer, head, value), ...]}, highest first."""
     found = {}
     for key in KINDS:
         values = row.values[key]
@@ -100,8 +100,8 @@ def strongest(row: Row, most: int = 5) -> dict[str, list[tuple[int, int, float]]
     return found
 
 
-def evenly_spread(items: list, most: int) -> list:
-    """At most so many of the items, evenly spread, the first and the last among them."""
+def evenly_spaced(items: list, most: int) -> list:
+    """At most `most` of the items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return items
     places = np.linspace(0, len(items) - 1, max(most, 1)).round().astype(int)
@@ -109,7 +109,7 @@ def evenly_spread(items: list, most: int) -> list:
 
 
 def plain(values: np.ndarray) -> list:
-    """Numbers of four decimals for JSON, which has no nan and no infinity: null."""
+    """Values rounded to four decimals for JSON; nan and inf become None."""
     numbers = values.astype(np.float64).round(4).astype(object)
     numbers[~np.isfinite(values)] = None
     return numbers.tolist()
@@ -132,5 +132,5 @@ def _read(file: Path) -> list[Row]:
     with open(file, "rb") as lines:
         while line := lines.readline(LONGEST_LINE):
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                rows.append(_parsed(line))  # else it is damaged
+                rows.append(_parsed(line))  # damaged lines are skipped
     return rows

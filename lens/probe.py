@@ -1,13 +1,13 @@
-"""The prompts that the lens looks at, and what it sees: every head's weights and statistics.
+"""The lens's prompts, and the attention weights and statistics of every head on them.
 
-The model is asked through a function look_into(token_ids, capture), which runs it on T token ids
-without dropout and gradients and calls, for each layer in turn,
+capture_attention(token_ids, capture) is the caller's function. It runs the model on T token ids
+without dropout and gradients and calls, for each layer in order,
 
     capture(layer, attn_weights, attn_scores)     both (1, H, T, T) or (H, T, T), rows are queries
 
-where attn_scores (before the softmax, -inf where masked) may be left out. Each layer is reduced on
-its device at once to eight numbers and one byte a cell, so that all layers' weights never stand
-side by side: at 1,024 tokens GPT-2 small's would take 576 MiB.
+attn_scores (before the softmax, -inf where masked) may be omitted. Each layer is reduced on its
+device to eight numbers a head and one byte a cell before the next one runs, so that the weights of
+all layers are never in memory together: for GPT-2 small at 1,024 tokens they would take 576 MiB.
 
 Shapes: L layers, H heads, T tokens, P period of the repeated sequence.
 """
@@ -23,54 +23,54 @@ import torch
 from torch import Tensor
 
 from .history import Row
-from .statistics import STATISTICS, evenly, measure
+from .statistics import STATISTICS, measure, uniform_attention
 
-SHOWN = 256  # pages and pictures show at most so many tokens; statistics take in all
+SHOWN = 256  # tokens that pages and pictures show at most; statistics use all tokens
 
-LookInto = Callable[[list[int], Callable[..., None]], object]
+CaptureAttention = Callable[[list[int], Callable[..., None]], object]
 
 
 @dataclass
 class Prompt:
-    """A prompt as the model reads it."""
+    """A prompt and its tokens."""
 
-    name: str  # short, fit for a file name and a dashboard key
+    name: str  # short; used in file names and dashboard keys
     text: str
     token_ids: list[int]
-    tokens: list[str]  # what each id stands for, as text; bytes that are none as <0xE2>
-    cropped: bool = False  # whether the text had more tokens than are looked at, or shown
+    tokens: list[str]  # the text of each token; incomplete UTF-8 as <0xE2>
+    truncated: bool = False  # whether the text has more tokens than are used, or shown
     period: int = 0  # P, when the prompt is [BOS] + R + R with R of P tokens
 
     @property
     def shown(self) -> int:
-        """How many of its tokens pages and pictures show; causal rows stay whole when cut."""
+        """Number of tokens that pages and pictures show: the first ones."""
         return min(len(self.token_ids), SHOWN)
 
 
 @dataclass
 class Frame:
-    """Every head at one step."""
+    """The attention of every head at one step."""
 
-    row: Row  # its step, and the statistics: of each the mean over prompts
+    row: Row  # the step and the statistics, each the mean over prompts
     codes: list[np.ndarray]  # for each prompt uint8 (L, H, t (t + 1) / 2), t tokens shown
 
 
 def make_prompt(
     number: int, text: str, encode: Callable, token_bytes: Callable, limit: int
 ) -> Prompt:
-    """The prompt of a text, cropped to `limit` tokens; named after its number and first words.
+    """A text as a prompt of at most `limit` tokens, named after its number and first words.
 
-    encode(text) gives token ids, token_bytes(id) the bytes that an id stands for.
+    encode(text) returns token ids, token_bytes(id) the bytes of a token.
     Raises ValueError when the text has no tokens.
     """
-    # Half a character, as a terminal may pass one, is no text: shown as what it is, unreadable.
+    # A lone surrogate, as a terminal may pass one, becomes the replacement character.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     token_ids = list(encode(text))
     if not token_ids:
         raise ValueError(f"a prompt without tokens: {text!r}")
     kept = token_ids[:limit]
-    cropped = len(token_ids) > min(limit, SHOWN)
-    return Prompt(f"{number}-{_slug(text)}", text, kept, token_texts(kept, token_bytes), cropped)
+    truncated = len(token_ids) > min(limit, SHOWN)
+    return Prompt(f"{number}-{_slug(text)}", text, kept, token_texts(kept, token_bytes), truncated)
 
 
 def repeated_prompt(
@@ -78,8 +78,8 @@ def repeated_prompt(
 ) -> Prompt | None:
     """[BOS] + R + R: `period` random tokens of the vocabulary, written twice.
 
-    R has no token twice where the vocabulary is large enough. The same sequence at every step of
-    every run with that vocabulary. None when the period is below two or the vocabulary empty.
+    The tokens of R are distinct if the vocabulary is large enough. The sequence depends on the
+    vocabulary and the period only. None when the period is below two or the vocabulary is empty.
     """
     vocabulary = np.asarray(vocabulary)
     vocabulary = vocabulary[vocabulary != bos]
@@ -92,8 +92,8 @@ def repeated_prompt(
     return Prompt(f"{number}-repeated", text, token_ids, tokens, period=period)
 
 
-def probe(look_into: LookInto, prompts: Sequence[Prompt], step: int) -> Frame:
-    """Looks at every head on every prompt, one prompt and one layer at a time."""
+def probe(capture_attention: CaptureAttention, prompts: Sequence[Prompt], step: int) -> Frame:
+    """Runs the model on every prompt and records every head, one layer at a time."""
     codes, statistics = [], []
     for prompt in prompts:
         layers: list[tuple[Tensor, Tensor]] = []
@@ -107,27 +107,29 @@ def probe(look_into: LookInto, prompts: Sequence[Prompt], step: int) -> Frame:
                 (to_codes(attn_weights[:, q, k]), measure(attn_weights, scores, prompt.period))
             )
 
-        look_into(prompt.token_ids, capture)
+        capture_attention(prompt.token_ids, capture)
         codes.append(torch.stack([code for code, _ in layers]).cpu().numpy())
         statistics.append(torch.stack([row for _, row in layers], 1).cpu().numpy())  # (S, L, H)
     return Frame(Row(step, _mean(np.stack(statistics))), codes)
 
 
 def uniform_values(prompts: Sequence[Prompt]) -> dict[str, float | None]:
-    """What each statistic comes to on these prompts when every token looks back evenly."""
-    rows = [measure(evenly(len(p.token_ids)), None, p.period).numpy()[..., None] for p in prompts]
+    """The value of each statistic on these prompts for uniform attention; None if undefined."""
+    rows = [
+        measure(uniform_attention(len(p.token_ids)), None, p.period).numpy()[..., None]
+        for p in prompts
+    ]
     mean = {key: float(value.item()) for key, value in _mean(np.stack(rows)).items()}
     return {key: None if np.isnan(value) else value for key, value in mean.items()}
 
 
 def to_codes(attn_weights: Tensor) -> Tensor:
-    """Weights as bytes on a square-root scale, round(255 sqrt(w)): within 1/255 of w and closer
-    for small weights, which a linear scale would show as nothing."""
+    """Weights as bytes, round(255 sqrt(w)): the error is at most 1/255, and less for small w."""
     return (attn_weights.sqrt() * 255).round().to(torch.uint8)
 
 
 def from_codes(codes: np.ndarray) -> np.ndarray:
-    """The weights that bytes stand for: (code / 255)^2, fp32."""
+    """The inverse of to_codes: (code / 255)^2, fp32."""
     return (codes.astype(np.float32) / 255) ** 2
 
 
@@ -140,9 +142,9 @@ def triangle_to_square(codes: np.ndarray) -> np.ndarray:
 
 
 def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -> list[str]:
-    """What each id stands for. A token may be a part of a character only: its bytes, as <0xE2>.
+    """The text of each token; bytes that are not whole UTF-8 characters as <0xE2>.
 
-    An id that stands for nothing (a vocabulary padded for speed has some) is shown as a number.
+    An id without bytes (a vocabulary may be padded for speed) becomes <id NUMBER>.
     """
     texts = []
     for token in token_ids:
@@ -163,9 +165,9 @@ def _heads(attn: Tensor) -> Tensor:
 
 
 def _mean(values: np.ndarray) -> dict[str, np.ndarray]:
-    """(prompts, S, L, H) -> for each statistic the mean over the prompts on which it is defined."""
+    """(prompts, S, L, H) -> {statistic: (L, H)}, the mean over prompts on which it is defined."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # defined on none of them: stays nan
+        warnings.simplefilter("ignore", RuntimeWarning)  # defined on no prompt: nan
         return dict(zip(STATISTICS, np.nanmean(values, axis=0), strict=True))
 
 

@@ -1,14 +1,13 @@
-"""What a head does, as numbers: one for each head and kind of behaviour.
+"""Attention statistics: functions that reduce a head's attention weights to one number.
 
-Each function takes A, the attention weights of some heads on one prompt, fp32 (H, T, T) with rows
-being queries, and gives (H,): the mean over queries of a property of the row. Query 0 sees itself
-alone, whatever the head has learned, so it is left out wherever its share would be fixed.
+Each function takes A, the attention weights of some heads on one prompt, fp32 (H, T, T), rows are
+queries, and returns (H,): the mean over queries of a property of the row. Query 0 is excluded where
+its value is fixed: it can only attend to itself.
 
-Two statistics need the repeated sequence [BOS] + R + R, R being P random tokens: only there is it
-known which earlier place a copying head should look at. They take P as `period`.
+Two statistics are defined on the repeated sequence [BOS] + R + R only, R being P random tokens.
+They take P as `period`.
 
-"Uniform" is the value of a head that spreads its weight evenly, A[q, k] = 1 / (q + 1): what a model
-shows before it has learned anything.
+"Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as of an untrained model.
 
 Shapes: H heads, T tokens; q query and k key positions from 0; h(T) = 1 + 1/2 + ... + 1/T.
 """
@@ -22,11 +21,11 @@ from torch import Tensor
 
 
 def entropy(attn_weights: Tensor) -> Tensor:
-    """How widely a head looks: 0 on one token, 1 on all alike. (H, T, T) -> (H,).
+    """Entropy of the rows: 0 for one key token, 1 for uniform attention. (H, T, T) -> (H,).
 
     mean over q >= 1 of  -sum_k A[q, k] ln A[q, k] / ln(q + 1).    Uniform: 1.
     The entropy of attention rows as in Clark et al. 2019 (What Does BERT Look At?), section 3.3,
-    here divided by its largest possible value so that rows of any length compare.
+    here divided by its maximum, so that rows of all lengths are comparable.
     """
     nats = -torch.special.xlogy(attn_weights, attn_weights).sum(-1)  # (H, T); 0 ln 0 = 0
     longest = torch.arange(1, nats.shape[-1] + 1, device=nats.device).log()
@@ -34,10 +33,10 @@ def entropy(attn_weights: Tensor) -> Tensor:
 
 
 def distance(attn_weights: Tensor) -> Tensor:
-    """How far back a head looks, in tokens. (H, T, T) -> (H,).
+    """Mean distance from query token to key token, in tokens. (H, T, T) -> (H,).
 
     mean over q of  sum_k A[q, k] (q - k).    Uniform: (T - 1) / 4.
-    Mean attention distance (Vig and Belinkov 2019), each query counting alike.
+    Mean attention distance (Vig and Belinkov 2019), averaged over queries.
     """
     places = torch.arange(attn_weights.shape[-1], device=attn_weights.device)
     back = (places[:, None] - places).float()  # (T, T): q - k
@@ -45,7 +44,7 @@ def distance(attn_weights: Tensor) -> Tensor:
 
 
 def first_token(attn_weights: Tensor) -> Tensor:
-    """How much a head rests on the first token, the attention sink. (H, T, T) -> (H,).
+    """Weight on the first token, the attention sink. (H, T, T) -> (H,).
 
     mean over q >= 1 of  A[q, 0].    Uniform: (h(T) - 1) / (T - 1).
     (Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.)
@@ -54,7 +53,7 @@ def first_token(attn_weights: Tensor) -> Tensor:
 
 
 def diagonal(attn_weights: Tensor) -> Tensor:
-    """How much each token looks at itself. (H, T, T) -> (H,).
+    """Weight of each token on itself. (H, T, T) -> (H,).
 
     mean over q >= 1 of  A[q, q].    Uniform: (h(T) - 1) / (T - 1).
     (Attention to relative positions: Clark et al. 2019, section 3.1.)
@@ -63,7 +62,7 @@ def diagonal(attn_weights: Tensor) -> Tensor:
 
 
 def previous_token(attn_weights: Tensor) -> Tensor:
-    """How much each token looks at the one before it. (H, T, T) -> (H,).
+    """Weight of each token on the previous token. (H, T, T) -> (H,).
 
     mean over q >= 1 of  A[q, q - 1].    Uniform: (h(T) - 1) / (T - 1).
     (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits.)
@@ -72,17 +71,17 @@ def previous_token(attn_weights: Tensor) -> Tensor:
 
 
 def induction(attn_weights: Tensor, period: int) -> Tensor:
-    """In the second copy: how much a token looks at what *followed* it in the first. -> (H,).
+    """In the second copy: weight on the token that *followed* it in the first. -> (H,).
 
     mean over q = P + 1 .. 2 P of  A[q, q - P + 1].    Uniform: (h(2 P + 1) - h(P + 1)) / P.
-    The head that completes "... A B ... A" with B (Olsson et al. 2022, In-context Learning and
+    An induction head completes "... A B ... A" with B (Olsson et al. 2022, In-context Learning and
     Induction Heads: "prefix matching").
     """
     return _second_copy(attn_weights, period, back=period - 1)
 
 
 def duplicate_token(attn_weights: Tensor, period: int) -> Tensor:
-    """In the second copy: how much a token looks at *itself* in the first. -> (H,).
+    """In the second copy: weight on the *same* token in the first. -> (H,).
 
     mean over q = P + 1 .. 2 P of  A[q, q - P].    Uniform: (h(2 P + 1) - h(P + 1)) / P.
     (Wang et al. 2022, Interpretability in the Wild: duplicate token heads.)
@@ -92,16 +91,16 @@ def duplicate_token(attn_weights: Tensor, period: int) -> Tensor:
 
 def _second_copy(attn_weights: Tensor, period: int, back: int) -> Tensor:
     """mean over q = P + 1 .. 2 P of A[q, q - back]."""
-    looked_back = attn_weights.diagonal(offset=-back, dim1=-2, dim2=-1)  # (H, T - back)
+    weights = attn_weights.diagonal(offset=-back, dim1=-2, dim2=-1)  # (H, T - back)
     first = period + 1 - back  # entry q - back of the diagonal belongs to query q
-    return looked_back[:, first : first + period].mean(-1)
+    return weights[:, first : first + period].mean(-1)
 
 
 def largest_logit(attn_scores: Tensor) -> Tensor:
     """The largest score before the softmax. attn_scores (H, T, T), -inf where masked -> (H,).
 
     max over q and k <= q of  Q[q] . K[k] / sqrt(D).    Uniform: any value, when all are equal.
-    Where it grows without bound, rows become one-hot and training unstable (Dehghani et al. 2023,
+    If it keeps growing, rows become one-hot and training unstable (Dehghani et al. 2023,
     Scaling Vision Transformers to 22 Billion Parameters; Wortsman et al. 2023).
     """
     return attn_scores.amax((-2, -1))
@@ -109,7 +108,7 @@ def largest_logit(attn_scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic as people see it. `of`: its function above; `needs`: what that is given."""
+    """A statistic, its title and description. `of` is its function, `needs` its arguments."""
 
     title: str
     about: str  # one sentence, shown on the page
@@ -118,24 +117,25 @@ class Statistic:
 
 
 STATISTICS = {
-    "entropy": Statistic("entropy", "How widely it looks: 0 one token, 1 all alike.", entropy),
-    "distance": Statistic("distance", "How many tokens back it looks on average.", distance),
+    "entropy": Statistic("entropy", "0: all weight on one token; 1: uniform attention.", entropy),
+    "distance": Statistic("distance", "Mean number of tokens from query back to key.", distance),
     "first_token": Statistic(
-        "first token", "Share of weight on the first token, where idle heads rest.", first_token
+        "first token", "Weight on the first token (attention sink).", first_token
     ),
-    "diagonal": Statistic("diagonal", "Share of weight of each token on itself.", diagonal),
+    "diagonal": Statistic("diagonal", "Weight of each token on itself.", diagonal),
     "previous_token": Statistic(
-        "previous token", "Share of weight on the token just before.", previous_token
+        "previous token", "Weight of each token on the previous token.", previous_token
     ),
     "induction": Statistic(
         "induction",
-        "In a repeated random sequence: weight on the token that followed this one last time.",
+        "In the second copy of a random sequence: weight on the token that followed this one"
+        " in the first.",
         induction,
         "repeated",
     ),
     "duplicate_token": Statistic(
         "duplicate token",
-        "In a repeated random sequence: weight on the same token last time.",
+        "In the second copy of a random sequence: weight on the same token in the first.",
         duplicate_token,
         "repeated",
     ),
@@ -148,23 +148,23 @@ STATISTICS = {
 def measure(attn_weights: Tensor, attn_scores: Tensor | None, period: int) -> Tensor:
     """All statistics of some heads on one prompt: (number of STATISTICS, H), nan where undefined.
 
-    attn_weights (H, T, T) fp32; attn_scores the same before the softmax, or None; period P when
-    the prompt is [BOS] + R + R, else 0. Nothing here waits for the device.
+    attn_weights (H, T, T) fp32; attn_scores the same before the softmax, or None; period P if the
+    prompt is [BOS] + R + R, else 0. Does not synchronise with the device.
     """
     given = {
         "weights": (attn_weights,),
         "repeated": (attn_weights, period) if period else None,
         "scores": (attn_scores,) if attn_scores is not None else None,
     }
-    nothing = attn_weights.new_full(attn_weights.shape[:1], math.nan)
+    undefined = attn_weights.new_full(attn_weights.shape[:1], math.nan)
     rows = []
     for statistic in STATISTICS.values():
         arguments = given[statistic.needs]
-        rows.append(nothing if arguments is None else statistic.of(*arguments))
+        rows.append(undefined if arguments is None else statistic.of(*arguments))
     return torch.stack(rows)
 
 
-def evenly(num_tokens: int) -> Tensor:
-    """The weights of a head that has learned nothing, (1, T, T): 1 / (q + 1) on each key."""
+def uniform_attention(num_tokens: int) -> Tensor:
+    """Uniform attention, (1, T, T): weight 1 / (q + 1) on each key."""
     ones = torch.ones(num_tokens, num_tokens).tril()
     return (ones / ones.sum(-1, keepdim=True))[None]

@@ -4,8 +4,8 @@
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
 
 `checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory or hub:NAME. The
-page is the one that training makes (docs/lens.md), with the strongest heads of each kind in the
-terminal. The repeated sequence is drawn from the whole vocabulary here, from frequent tokens there.
+page is the one that training makes (docs/lens.md); the strongest heads of each kind are printed.
+The repeated sequence is drawn from the whole vocabulary; in training, from frequent tokens.
 """
 
 from dataclasses import dataclass, field
@@ -22,12 +22,14 @@ class InspectConfig:
     checkpoint: str = field(
         metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
     )
-    text: str = field(default="", metadata={"help": "what to look at; empty: three sentences"})
+    text: str = field(
+        default="", metadata={"help": "the text to run the model on; empty: three sentences"}
+    )
     out: str = field(default="attention.html", metadata={"help": "the page to write"})
     compare: str = field(default="", metadata={"help": "a second model, side by side"})
-    max_tokens: int = field(default=64, metadata={"help": "longer texts are cropped, and marked"})
+    max_tokens: int = field(default=64, metadata={"help": "longer texts are truncated, and marked"})
     repeated: int = field(
-        default=24, metadata={"help": "besides, so many random tokens written twice; 0: none"}
+        default=24, metadata={"help": "one more prompt: this many random tokens, twice; 0: none"}
     )
     device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | mps"})
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
@@ -51,7 +53,7 @@ class InspectConfig:
 
 
 def lens_config(text: str, max_tokens: int, repeated: int):
-    """The settings of the lens: its own prompts when there is no text."""
+    """The settings of the lens: its default prompts when there is no text."""
     from lens import LensConfig
 
     prompts = {"prompts": [text]} if text else {}
@@ -68,7 +70,7 @@ def main(settings: InspectConfig) -> None:
     runs = []
     for key in ("checkpoint", "compare"):
         if path := getattr(settings, key):
-            runs.append(look_at(path, key, settings, device))
+            runs.append(inspect(path, key, settings, device))
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     names = " and ".join(run["name"] for run in runs)
@@ -76,8 +78,8 @@ def main(settings: InspectConfig) -> None:
     print(visible(f"open {out} in a browser ({out.stat().st_size / 1e6:.1f} MB)"))
 
 
-def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
-    """What the page needs of one model; the strongest heads of each kind are printed."""
+def inspect(path: str, key: str, settings: InspectConfig, device) -> dict:
+    """One model's data for the page; prints its strongest heads of each kind."""
     import torch
 
     from interop.huggingface import load_reader
@@ -100,10 +102,10 @@ def look_at(path: str, key: str, settings: InspectConfig, device) -> dict:
         bos=tokenizer.eot_token,
     )
 
-    def look_into(token_ids, capture) -> None:
-        model.look_into(torch.tensor([token_ids], device=device), capture)
+    def capture_attention(token_ids, capture) -> None:
+        model.capture_attention(torch.tensor([token_ids], device=device), capture)
 
-    frame = probe(look_into, lens.prompts, step=state.step if state else 0)
+    frame = probe(capture_attention, lens.prompts, step=state.step if state else 0)
     print(visible(f"{path}: strongest heads (in brackets: uniform attention)"))
     uniform = uniform_values(lens.prompts)
     for key, heads in strongest(frame.row).items():

@@ -28,7 +28,7 @@ START, END = '<script type="application/json" id="data">', "</script>"
 def run_data(
     name: str, prompts: Sequence[Prompt], frames: Sequence[dict], history: Sequence[Row]
 ) -> dict:
-    """What the page needs of one run: frames as of `frame_data`, statistics of as many steps."""
+    """One run's data: frames from `frame_data`, and the rows that the charts show."""
     uniform = uniform_values(prompts)
     layers, heads = history[0].values["entropy"].shape
     return {
@@ -40,7 +40,7 @@ def run_data(
                 "name": prompt.name,
                 "text": prompt.text,
                 "tokens": prompt.tokens[: prompt.shown],
-                "cropped": prompt.cropped,
+                "cropped": prompt.truncated,
                 "period": prompt.period,
             }
             for prompt in prompts
@@ -55,7 +55,7 @@ def run_data(
 
 
 def frame_data(frame: Frame) -> dict:
-    """The weights of one step: base64 of zlib of the codes, prompt by prompt, layer by layer."""
+    """One step's weights: base64 of zlib of the codes, prompt by prompt, layer by layer."""
     codes = b"".join(code.tobytes() for code in frame.codes)
     return {"step": frame.row.step, "weights": _packed(codes)}
 
@@ -67,9 +67,9 @@ def _history(history: Sequence[Row]) -> str:
 
 
 def page(runs: Sequence[dict], title: str) -> str:
-    """The page as HTML: one run, or two to compare."""
+    """The page as HTML, for one run or for two to compare."""
     data = json.dumps({"version": 1, "runs": list(runs)})
-    for character in "<>&":  # so that no text can end the block it stands in
+    for character in "<>&":  # no text can end the data block
         data = data.replace(character, f"\\u{ord(character):04x}")
     before, after = _template()
     return before.replace("__TITLE__", html.escape(title)) + data + after
@@ -88,7 +88,7 @@ def read(path: Path) -> list[dict]:
 
 
 def unpacked(data: str) -> bytes:
-    """The bytes of a frame's "weights", the JSON of a run's "history"."""
+    """The bytes of a frame's "weights" or the JSON of a run's "history"."""
     return zlib.decompress(base64.b64decode(data))
 
 

@@ -50,7 +50,7 @@ def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history
         draw = torch.Generator().manual_seed(1000 * seed + step)
         weights[step] = []
 
-        def look_into(token_ids, capture, step=step, draw=draw):
+        def capture_attention(token_ids, capture, step=step, draw=draw):
             size = len(token_ids)
             scores = torch.randn(layers, heads, size, size, generator=draw) * (1 + step / 40)
             scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -torch.inf)
@@ -58,7 +58,7 @@ def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history
                 capture(layer, scores[layer].softmax(-1), scores[layer])
             weights[step].append(scores.softmax(-1).numpy())
 
-        frame = probe(look_into, prompts, step)
+        frame = probe(capture_attention, prompts, step)
         if (layers, heads) == (2, 3):  # a head without a value
             frame.row.values["largest_logit"][1, 2] = np.nan
         rows[step] = frame.row

@@ -331,7 +331,7 @@ def slow(seconds: float) -> None:
         on_call(f"train.Trainer.{name}", lambda *_: time.sleep(seconds))
     for name in ("write", "load_parameters"):
         on_call(f"training.checkpoint.format.{name}", lambda *_: time.sleep(seconds))
-    on_call("lens.Lens.look", lambda *_: time.sleep(seconds))
+    on_call("lens.Lens.snapshot", lambda *_: time.sleep(seconds))
 
 
 def compiler(backend: str) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from lens.heatmap import COLOUR_MAP, FORBIDDEN, draw_grid, draw_layer, label
+from lens.heatmap import COLOUR_MAP, MASKED, draw_grid, draw_layer, label
 from lens.probe import Prompt, triangle_to_square
 
 TABLE = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).round()
@@ -51,14 +51,14 @@ def layout(pixels):
 def shows(pixels, y, x, scale, square):
     """Whether the map of one head begins at (y, x) and its cells are `scale` pixels wide."""
     expected = TABLE[square]
-    expected[np.triu_indices(len(square), 1)] = FORBIDDEN
+    expected[np.triu_indices(len(square), 1)] = MASKED
     expected = expected.repeat(scale, 0).repeat(scale, 1)
     size = len(expected)
     return np.array_equal(pixels[y : y + size, x : x + size], expected)
 
 
 def test_every_cell_and_label_of_the_grid(tmp_path, monkeypatch):
-    assert FORBIDDEN not in TABLE.min(-1)  # a grey that no weight has
+    assert MASKED not in TABLE.min(-1)  # a grey that no weight has
     places, draw_text = {}, ImageDraw.ImageDraw.text
 
     def text(self, place, text, *rest, **more):

@@ -1,4 +1,4 @@
-"""The lens: at which steps it looks, which files it writes, and that training is unchanged."""
+"""The lens: when it takes snapshots, which files it writes, and that training is unchanged."""
 
 import base64
 import hashlib
@@ -38,9 +38,9 @@ def lens_on(*prompts, context_length=1024, vocabulary=range(256), **changes):
 
 
 def model_at(step):
-    """A look_into of two layers of two heads, whose weights depend on the step and the prompt."""
+    """capture_attention of two layers of two heads; weights depend on the step and the prompt."""
 
-    def look_into(token_ids, capture):
+    def capture_attention(token_ids, capture):
         num_tokens = len(token_ids)
         generator = torch.Generator().manual_seed(1000 * step + num_tokens)
         future = torch.ones(num_tokens, num_tokens).triu(1).bool()
@@ -49,15 +49,15 @@ def model_at(step):
             scores = (3 * scores).masked_fill(future, float("-inf"))
             capture(layer, scores.softmax(-1), scores)
 
-    return look_into
+    return capture_attention
 
 
-def watched(lens, folder, last_step, first_step=0):
-    """The looks of a whole run: {step: Look}."""
+def watched(lens, folder, max_steps, first_step=0):
+    """The snapshots of a whole run: {step: Snapshot}."""
     return {
-        step: lens.look(model_at(step), step, last_step, folder, "a run")
-        for step in range(first_step, last_step + 1)
-        if lens.due(step, last_step)
+        step: lens.snapshot(model_at(step), step, max_steps, folder, "a run")
+        for step in range(first_step, max_steps + 1)
+        if lens.due(step, max_steps)
     }
 
 
@@ -97,30 +97,30 @@ def test_prompts():
 
 def test_steps_of_looks():
     usual = [(None, 120, [0, 40, 80, 120]), (None, 2000, [*range(0, 2001, 100)])]
-    for every, last_step, looks in [(40, 100, [0, 40, 80, 100]), *usual]:
+    for every, max_steps, snapshots in [(40, 100, [0, 40, 80, 100]), *usual]:
         lens = lens_on("x", every=every)
-        assert [s for s in range(last_step + 1) if lens.due(s, last_step)] == looks
+        assert [s for s in range(max_steps + 1) if lens.due(s, max_steps)] == snapshots
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(
-    looks=st.integers(1, 2000),
+    snapshots=st.integers(1, 2000),
     every=st.integers(1, 10**5),
     rest=st.floats(0, 1),
     prompts=st.integers(1, 20),
     layers=st.integers(0, 20),
     repeated=st.sampled_from([0, 24]),
 )
-def test_number_of_files_is_limited(looks, every, rest, prompts, layers, repeated):
-    """All looks of a short run are drawn; of a long one evenly spread ones."""
+def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, repeated):
+    """All snapshots of a short run are drawn; of a long one evenly spaced ones."""
     changes = {"every": every, "layers": list(range(layers)), "repeated": repeated}
     lens = lens_on(*["x"] * prompts, **changes)
     files = len(lens.prompts) * (1 + layers) + 1
-    last_step = every * looks + int(rest * (every - 1))
-    steps = sorted({*range(0, last_step + 1, every), last_step})
-    drawn = [step for step in steps if lens.draws(step, last_step)]
+    max_steps = every * snapshots + int(rest * (every - 1))
+    steps = sorted({*range(0, max_steps + 1, every), max_steps})
+    drawn = [step for step in steps if lens.draws(step, max_steps)]
     assert len(drawn) * files <= MOST_FILES
-    assert (drawn[0], drawn[-1]) == (0, last_step)
+    assert (drawn[0], drawn[-1]) == (0, max_steps)
     assert len({*np.diff(drawn[:-1])}) <= 1
     if (len(steps) + 1) * files <= MOST_FILES:
         assert drawn == steps
@@ -129,13 +129,15 @@ def test_number_of_files_is_limited(looks, every, rest, prompts, layers, repeate
 def test_files_and_numbers_of_a_look(tmp_path):
     folder = tmp_path / "attention"
     lens = lens_on("the bank", "<b>$x$ & \u202e\x00 ß 漢字</b>", every=7, layers=[1], max_tokens=9)
-    look = lens.look(model_at(7), 7, 100, folder, run_name="mine")
+    snapshot = lens.snapshot(model_at(7), 7, 100, folder, run_name="mine")
     slugs = ["1-the-bank", "2-b-x-b", "3-repeated"]
     kinds = ("heatmap", "layer/L01")
-    assert lens.look(model_at(7), 7, 100, tmp_path / "other", write=False) is None
+    assert lens.snapshot(model_at(7), 7, 100, tmp_path / "other", write=False) is None
     assert list(tmp_path.iterdir()) == [folder]
-    assert list(look.pictures) == [f"attention/{kind}/{slug}" for slug in slugs for kind in kinds]
-    assert look.pages == {"attention/viewer": folder / "step_00000007.html"}
+    assert list(snapshot.pictures) == [
+        f"attention/{kind}/{slug}" for slug in slugs for kind in kinds
+    ]
+    assert snapshot.pages == {"attention/viewer": folder / "step_00000007.html"}
     pictures = [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ("", "_L01")]
     assert names(folder) == sorted(["statistics.jsonl", "step_00000007.html", *pictures])
 
@@ -145,12 +147,14 @@ def test_files_and_numbers_of_a_look(tmp_path):
     assert history["steps"] == [7]
     line = json.loads((folder / "statistics.jsonl").read_text())
     assert line.pop("step") == 7
-    assert set(look.metrics) == {f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)}
+    assert set(snapshot.metrics) == {
+        f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)
+    }
     for key, values in line.items():  # the same numbers everywhere
         assert history["values"][key] == [values[0] + values[1]]
-        head = look.heads[f"attention_heads/{key}/L01H00"]
+        head = snapshot.heads[f"attention_heads/{key}/L01H00"]
         assert head == pytest.approx(values[1][0], abs=1e-4)
-        mean = look.metrics[f"attention_layers/{key}/L01"]
+        mean = snapshot.metrics[f"attention_layers/{key}/L01"]
         assert mean == pytest.approx(sum(values[1]) / 2, abs=1e-4)
 
 
@@ -159,17 +163,19 @@ def test_undefined_and_infinite_values_are_left_out(tmp_path):
         weights = torch.eye(len(token_ids)).expand(2, -1, -1)
         capture(0, weights, torch.full((2, *weights.shape[1:]), torch.inf))
 
-    look = lens_on("the bank").look(diverged, 0, 10, tmp_path)
-    assert not [key for key in look.metrics if "largest_logit" in key]
-    assert np.isfinite([*look.metrics.values(), *look.heads.values()]).all()
+    snapshot = lens_on("the bank").snapshot(diverged, 0, 10, tmp_path)
+    assert not [key for key in snapshot.metrics if "largest_logit" in key]
+    assert np.isfinite([*snapshot.metrics.values(), *snapshot.heads.values()]).all()
     line = json.loads((tmp_path / "statistics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["largest_logit"] == [[None, None]]
 
 
 def test_time_lapse_and_table_of_a_run(tmp_path):
     lens = lens_on("the bank", every=10, frames=5, max_tokens=9)
-    looks = watched(lens, tmp_path, 100)
-    with_one = [step for step, look in looks.items() if "attention/timelapse" in look.pages]
+    snapshots = watched(lens, tmp_path, 100)
+    with_one = [
+        step for step, snapshot in snapshots.items() if "attention/timelapse" in snapshot.pages
+    ]
     assert with_one == [30, 50, 80, 100]  # after each quarter
     (run,) = read(tmp_path / "timelapse.html")
     steps = steps_of(tmp_path / "timelapse.html")
@@ -177,8 +183,8 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
     assert (len(steps), steps[0], steps[-1]) == (5, 0, 100)
     assert json.loads(unpacked(run["history"]))["steps"] == list(range(0, 101, 10))
 
-    assert [step for step, look in looks.items() if look.tables] == [100]
-    columns, table = looks[100].tables["attention/table"]
+    assert [step for step, snapshot in snapshots.items() if snapshot.tables] == [100]
+    columns, table = snapshots[100].tables["attention/table"]
     assert tuple(columns) == COLUMNS
     assert (tmp_path / "heads.csv").is_file()
     assert len(table) == len(STATISTICS) * 4
@@ -189,8 +195,8 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
 def test_time_lapse_has_only_pages_of_the_same_prompts(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 20)
     (tmp_path / "step_00000010.html").write_text("of another program")
-    looks = watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
-    assert "attention/timelapse" in looks[30].pages
+    snapshots = watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
+    assert "attention/timelapse" in snapshots[30].pages
     assert steps_of(tmp_path / "timelapse.html") == [0, 20, 30]
     watched(lens_on("the bank and more", every=10), tmp_path, 50, first_step=31)
     assert steps_of(tmp_path / "timelapse.html") == [40, 50]
@@ -215,10 +221,10 @@ def fails(*_, **__):
 
 def test_pages_are_written_atomically(tmp_path, monkeypatch):
     lens = lens_on("the bank")
-    lens.look(model_at(0), 0, 100, tmp_path)
+    lens.snapshot(model_at(0), 0, 100, tmp_path)
     monkeypatch.setattr("os.replace", fails)
     with pytest.raises(OSError):  # noqa: PT011
-        lens.look(model_at(40), 40, 100, tmp_path)
+        lens.snapshot(model_at(40), 40, 100, tmp_path)
     assert names(tmp_path, "*.html") == ["step_00000000.html"]
 
 
@@ -272,7 +278,7 @@ def test_other_and_truncated_pages_are_refused(hostile_page, tmp_path):
 
 
 def watched_run(trainer, *overrides):
-    # One short prompt and few tokens: a look of them takes a tenth of the usual time.
+    # One short prompt and few tokens: a snapshot takes a tenth of the usual time.
     short = ("lens.prompts=[the bank]", "lens.repeated=3")
     return trainer("model.dropout=0.1", "lens=default", "lens.every=1", *short, *overrides)
 
@@ -288,7 +294,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(trainer, tmp_pat
     losses, expected = result(trainer("model.dropout=0.1", "name=without"))
     for name in ("with", "failing"):
         run = watched_run(trainer, f"name={name}", "lens.layers=[1]")
-        run.fast_model = lambda *batch, model=run.model: model(*batch)  # nothing to look into
+        run.fast_model = lambda *batch, model=run.model: model(*batch)  # not a module
         if name == "failing":
             monkeypatch.setattr("lens.page.page", fails)
         found_losses, found = result(run)

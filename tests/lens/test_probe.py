@@ -20,7 +20,7 @@ from lens.probe import (
     triangle_to_square,
     uniform_values,
 )
-from lens.statistics import STATISTICS, evenly, measure
+from lens.statistics import STATISTICS, measure, uniform_attention
 
 BYTE = get_tokenizer("byte")
 
@@ -29,8 +29,8 @@ def byte_model(**changes):
     return tiny_model(**{"vocab_size": 257, "context_length": 64, "num_layers": 3} | changes)
 
 
-def looker(model):
-    return lambda ids, capture: model.look_into(torch.tensor([ids]), capture)
+def captured(model):
+    return lambda ids, capture: model.capture_attention(torch.tensor([ids]), capture)
 
 
 def text_prompt(text="The ferry bell rang twice, and nobody came.", limit=64):
@@ -54,7 +54,7 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
     to_hf(ours, tmp_path)
     oracle = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, attn_implementation="eager")
     prompts = [text_prompt(), text_prompt("hello there"), repeated()]
-    frame = probe(looker(ours), prompts, step=7)
+    frame = probe(captured(ours), prompts, step=7)
     assert frame.row.step == 7
     statistics = []  # of each prompt (S, L, H)
     for prompt, codes in zip(prompts, frame.codes, strict=True):
@@ -64,7 +64,7 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
         assert torch.stack(weights).var() > 0.001  # there is something to see
         assert codes.dtype == np.uint8
         assert_shows(codes, torch.cat(weights))
-        ours.look_into(ids, lambda _, w, s, out=scores: out.append(s))
+        ours.capture_attention(ids, lambda _, w, s, out=scores: out.append(s))
         for layer, of_layer in zip(weights, scores, strict=True):
             torch.testing.assert_close(of_layer.softmax(-1), layer, atol=1e-5, rtol=0)
         rows = [measure(w[0], s[0], prompt.period) for w, s in zip(weights, scores, strict=True)]
@@ -80,9 +80,9 @@ def test_long_prompt_is_measured_whole_and_its_first_tokens_are_shown():
     model = byte_model(context_length=300)
     prompt = text_prompt("x1y2z3" * 50, limit=300)
     assert len(prompt.token_ids) == 300
-    assert prompt.cropped  # what is shown is
+    assert prompt.truncated  # what is shown is
     assert prompt.shown == 256
-    frame = probe(looker(model), [prompt], step=0)
+    frame = probe(captured(model), [prompt], step=0)
     layers = model.attn_weights(torch.tensor([prompt.token_ids]))
     assert frame.codes[0].shape == (3, 4, 256 * 257 // 2)
     assert_shows(frame.codes[0], torch.cat(layers)[..., :256, :256])
@@ -92,8 +92,8 @@ def test_long_prompt_is_measured_whole_and_its_first_tokens_are_shown():
 
 def test_uniform_values_are_those_of_uniform_attention():
     prompts = [text_prompt(), repeated()]
-    look_into = lambda token_ids, capture: capture(0, evenly(len(token_ids)))  # noqa: E731
-    values = probe(look_into, prompts, step=0).row.values
+    capture_attention = lambda token_ids, capture: capture(0, uniform_attention(len(token_ids)))  # noqa: E731
+    values = probe(capture_attention, prompts, step=0).row.values
     uniform = uniform_values(prompts)
     assert [key for key, value in uniform.items() if value is None] == ["largest_logit"]
     for key in uniform.keys() - {"largest_logit"}:
@@ -129,7 +129,7 @@ def test_looking_changes_nothing(training):
     torch.manual_seed(3)
     before = random_states()
     prompts = [text_prompt(), repeated()]
-    frame = probe(looker(model), prompts, step=0)
+    frame = probe(captured(model), prompts, step=0)
     assert random_states() == before
     assert all(module.training == training for module in model.modules())
     assert torch.equal(model(ids)[0], output)
@@ -137,7 +137,7 @@ def test_looking_changes_nothing(training):
         assert parameter.requires_grad
         assert torch.equal(parameter.grad, grads[name])
         assert torch.equal(parameter, state[name])
-    again = probe(looker(model), prompts, step=0)  # no dropout: the same at every look
+    again = probe(captured(model), prompts, step=0)  # no dropout: the same at every snapshot
     assert all(np.array_equal(a, b) for a, b in zip(frame.codes, again.codes, strict=True))
 
 
@@ -146,15 +146,15 @@ def test_weights_of_one_layer_at_a_time_are_in_memory():
     model, alive, most = byte_model(context_length=1024), [], []
     prompt = text_prompt("abcdefg " * 200, limit=1024)
 
-    def look_into(token_ids, capture):
+    def capture_attention(token_ids, capture):
         def watched(layer, attn_weights, attn_scores):
             most.append(sum(not ref.expired() for ref in alive))
             alive.extend(StorageWeakRef(t.untyped_storage()) for t in (attn_weights, attn_scores))
             capture(layer, attn_weights, attn_scores)
 
-        model.look_into(torch.tensor([token_ids]), watched)
+        model.capture_attention(torch.tensor([token_ids]), watched)
 
-    probe(look_into, [prompt, prompt], step=0)
+    probe(capture_attention, [prompt, prompt], step=0)
     assert most == [0] * 6
     assert all(ref.expired() for ref in alive)
 
@@ -162,7 +162,7 @@ def test_weights_of_one_layer_at_a_time_are_in_memory():
 def test_compiled_model_is_not_compiled_again_and_trains_the_same():
     ids = torch.tensor([text_prompt().token_ids])
 
-    def trained(looks):
+    def trained(snapshots):
         torch._dynamo.reset()
         model = byte_model(dropout=0.1, num_layers=1)
         graphs = []
@@ -175,22 +175,22 @@ def test_compiled_model_is_not_compiled_again_and_trains_the_same():
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            if looks:
-                probe(looker(model), [text_prompt(), repeated()], step)
+            if snapshots:
+                probe(captured(model), [text_prompt(), repeated()], step)
         return losses, len(graphs)
 
-    losses, graphs = trained(looks=False)
+    losses, graphs = trained(snapshots=False)
     assert graphs >= 1
     assert losses[2] != losses[0]
-    assert trained(looks=True) == (losses, graphs)
+    assert trained(snapshots=True) == (losses, graphs)
 
 
-def test_prompt_is_tokenized_cropped_and_named():
+def test_prompt_is_tokenized_truncated_and_named():
     prompt = text_prompt("She sat on the bank, again.", limit=5)
     assert prompt.token_ids == list(b"She s")
     assert prompt.tokens == list("She s")
-    assert (prompt.cropped, prompt.shown, prompt.period) == (True, 5, 0)
-    assert not text_prompt("12345", limit=5).cropped
+    assert (prompt.truncated, prompt.shown, prompt.period) == (True, 5, 0)
+    assert not text_prompt("12345", limit=5).truncated
     for text, name in (  # fit for files and dashboards
         ("渡船的钟声响了", "prompt"),
         ("../../etc/passwd", "etc-passwd"),

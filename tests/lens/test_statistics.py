@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lens.statistics import STATISTICS, evenly, measure
+from lens.statistics import STATISTICS, measure, uniform_attention
 
 T, P = 21, 10  # number of tokens, [BOS] + R + R, and length of R, random tokens that repeat
 
@@ -48,7 +48,7 @@ ONE_STRIPE = (harmonic(2 * P + 1) - harmonic(P + 1)) / P
 UNIFORM = (1, (T - 1) / 4, ONE_CELL, ONE_CELL, ONE_CELL, ONE_STRIPE, ONE_STRIPE)
 # Weights, and the closed form of each statistic in NAMES.
 PATTERNS = {
-    "uniform": (evenly(T), UNIFORM),
+    "uniform": (uniform_attention(T), UNIFORM),
     "itself": (back(0), (0, 0, 0, 1, 0, 0, 0)),
     "previous": (back(1), (0, 20 / 21, 1 / 20, 0, 1, 0, 0)),
     # Token 0 precedes token 1 alone; induction and duplicate count looks at tokens 1 to P + 1.

@@ -17,7 +17,7 @@ from training.reporting.jsonl import RowFile
 from training.reporting.wandb_run import WandbConfig, WandbRun
 
 if TYPE_CHECKING:
-    from lens import Look
+    from lens import Snapshot
 
 
 class Tracker:
@@ -49,22 +49,22 @@ class Tracker:
         self,
         metrics: dict[str, float],
         step: int,
-        look: "Look | None" = None,
+        snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
     ) -> None:
-        """One row: the metrics of one step, what the lens saw (files in the run's directory), and
-        what the model wrote, a row of samples.jsonl.
+        """Logs one row: the metrics of a step, its attention snapshot (files in the run's
+        directory) and its sample, a row of samples.jsonl.
 
         Call it once for each step, in order: W&B drops a row that comes later for an earlier step.
         """
-        if look:
-            metrics = metrics | look.metrics
-        files = look.pictures | look.pages if look else {}
+        if snapshot:
+            metrics = metrics | snapshot.metrics
+        files = snapshot.pictures | snapshot.pages if snapshot else {}
         row = {"step": step} | {key: _finite_or_text(value) for key, value in metrics.items()}
         row |= {key: str(path.relative_to(self.folder)) for key, path in files.items()}
         if len(row) > 1:
             self.rows.append(row)
-        self.wandb.log(metrics, step, look, sample)
+        self.wandb.log(metrics, step, snapshot, sample)
 
     def summary(self, values: dict[str, float]) -> None:
         """What the run came to, shown in the dashboard's table of runs."""
@@ -110,7 +110,7 @@ class NoTracker:
 
     def where(self) -> None: ...
 
-    def log(self, metrics, step, look=None, sample=None) -> None: ...
+    def log(self, metrics, step, snapshot=None, sample=None) -> None: ...
 
     def summary(self, values) -> None: ...
 

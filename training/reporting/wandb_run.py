@@ -24,7 +24,7 @@ from training.reporting.report import sample_page
 from training.reporting.timeout import NoAnswer, within
 
 if TYPE_CHECKING:
-    from lens import Look
+    from lens import Snapshot
 
 FILES_AT_MOST = 950  # of one run on W&B, which becomes slow beyond a thousand
 MOST_SAMPLES = 40  # of them; the lens keeps to 900 and a few
@@ -144,23 +144,25 @@ class WandbRun:
         self,
         metrics: dict[str, float],
         step: int,
-        look: "Look | None" = None,
+        snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
     ) -> None:
         """A row. Once for each step, in order: W&B drops one that comes later for an earlier."""
         if self.run is not None:
-            media = self._media(step, look, sample)
+            media = self._media(step, snapshot, sample)
             self._do(lambda run: run.log(metrics | media, step=step))
 
-    def _media(self, step: int, look: "Look | None", sample: dict | None) -> dict[str, object]:
-        """A look and a sample in W&B's types. What fails is left out, and named; it is on disk all
-        the same."""
+    def _media(
+        self, step: int, snapshot: "Snapshot | None", sample: dict | None
+    ) -> dict[str, object]:
+        """An attention snapshot and a sample in W&B's types. What cannot be converted is skipped
+        with a message; it is on disk anyway."""
         import wandb
 
         media, pictures, pages, tables, histograms = {}, {}, {}, {}, {}
-        if look:
-            media, histograms = dict(look.heads), look.histograms
-            pictures, pages, tables = look.pictures, look.pages, look.tables
+        if snapshot:
+            media, histograms = dict(snapshot.heads), snapshot.histograms
+            pictures, pages, tables = snapshot.pictures, snapshot.pages, snapshot.tables
         if len(pictures) + len(pages) > self.files_left:
             # A run made longer and longer: the time-lapse has what matters, and comes rarely.
             pictures = {}

@@ -19,7 +19,7 @@ from helpers.runs import contents, repeatable_rows, rows, train_in
 
 from errors import DamagedCheckpointError
 from interop.huggingface import load_any
-from lens import Look
+from lens import Snapshot
 from lens.statistics import STATISTICS
 from training.checkpoint.format import FILES, find
 from training.reporting.report import sample_page
@@ -56,7 +56,7 @@ def test_files_are_limited_also_after_a_resume(tmp_path, recorded, monkeypatch):
     page.parent.mkdir()
     page.write_text("<!doctype html><p>all heads</p>")
     numbers = {"attention_layers/entropy/L00": 0.5}
-    look = Look(numbers, {}, {}, {}, {"attention/viewer": page})
+    look = Snapshot(numbers, {}, {}, {}, {"attention/viewer": page})
     monkeypatch.setattr("training.reporting.wandb_run.FILES_AT_MOST", 2)
     for steps in ((0,), (1, 2, 3)):
         tracker = Tracker(OFFLINE, tmp_path, {})
@@ -106,8 +106,8 @@ def test_media_that_cannot_be_read_are_left_out(tmp_path, recorded, capsys):
     tracker = Tracker(OFFLINE, tmp_path, {})
     missing = {"attention/heatmap/x": tmp_path / "missing.png"}
     number = {"attention_layers/entropy/L00": 0.5}
-    tracker.log({"train/loss": 1.0}, 1, Look(number, {}, {}, missing))
-    tracker.log({"train/loss": 1.0}, 2, Look({}, {}, {"h": [math.nan, 1.0]}))
+    tracker.log({"train/loss": 1.0}, 1, Snapshot(number, {}, {}, missing))
+    tracker.log({"train/loss": 1.0}, 2, Snapshot({}, {}, {"h": [math.nan, 1.0]}))
     assert tracker.wandb.log_model([tmp_path / "missing.safetensors"], ["last"], {}) is None
     tracker.finish()
     assert recorded.rows == {1: {"train/loss": 1.0, **number}, 2: {"train/loss": 1.0}}
