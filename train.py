@@ -55,8 +55,8 @@ class Trainer:
 
     def __init__(self, settings: Settings, signals: StopSignals | None = None):
         """Builds all the parts; nothing is written before every one of them fits."""
-        from training.distributed import device
-        from training.distributed import strategy as parallel
+        from training.distributed import device, launch
+        from training.distributed.strategy import build_strategy
 
         self.settings = settings
         self.signals = signals or StopSignals(is_main=True, relayed=False)
@@ -65,9 +65,9 @@ class Trainer:
         self.exit_code = 0
         trainer = settings.trainer
         batch_size = None if settings.overrides else trainer.batch_size
-        refuse(parallel.check(settings.parallel, trainer.device, batch_size))
+        refuse(launch.check(settings.parallel, trainer.device, batch_size))
         refuse(device.check(trainer.device, trainer.precision, "trainer."))
-        self.parallel = parallel.start(
+        self.parallel = build_strategy(
             settings.parallel, trainer.device, trainer.precision, settings.seed
         )
         self.opened.callback(lambda: self.parallel.close(self.exit_code))
@@ -96,8 +96,8 @@ class Trainer:
         """Completes the settings with those of the run that trainer.resume names, which rank 0
         reads. Raises ConfigError on all ranks where they were started with different ones."""
         from training.checkpoint import resume
-        from training.distributed import device
-        from training.distributed import strategy as parallel
+        from training.distributed import device, launch
+        from training.distributed.strategy import build_strategy
 
         rank_0 = self.parallel.on_rank_0(lambda: resume.stored_settings(self.settings))
         stored = self.parallel.broadcast(rank_0)
@@ -109,7 +109,7 @@ class Trainer:
                         f"settings from {stored[0]}, overridden: {', '.join(changed)}"
                     )
                 trainer = self.settings.trainer
-                refuse(parallel.check(self.settings.parallel, trainer.device, trainer.batch_size))
+                refuse(launch.check(self.settings.parallel, trainer.device, trainer.batch_size))
                 refuse(device.check(trainer.device, trainer.precision, "trainer."))
         settings = self.settings
         mine = json.loads(json.dumps(dataclasses.asdict(settings)))
@@ -118,7 +118,7 @@ class Trainer:
             refuse(different_settings(mine, of_rank_0, self.parallel.rank))
         if stored:  # the precision and the seed are those of the run
             trainer = settings.trainer
-            self.parallel = parallel.start(
+            self.parallel = build_strategy(
                 settings.parallel, trainer.device, trainer.precision, settings.seed
             )
 
@@ -838,7 +838,7 @@ def model_name(settings: Settings) -> str:
 @command
 def main(settings: Settings) -> None:
     """Train as the settings say."""
-    from training.distributed.strategy import launched
+    from training.distributed.launch import launched
 
     is_main = os.environ.get("RANK", "0") == "0"
     with StopSignals(is_main, relayed=launched()) as signals:

@@ -306,7 +306,8 @@ def run(settings: BenchmarkConfig, training: Settings, arguments: list[str]) -> 
     from benchmarks.roofline import ceilings
     from model import GPT
     from training.distributed import device as devices
-    from training.distributed.strategy import ParallelConfig, check, start
+    from training.distributed.launch import ParallelConfig, check
+    from training.distributed.strategy import build_strategy
 
     alone = ParallelConfig(strategy="single")
     refuse(check(alone, settings.device, settings.batch_size))
@@ -315,7 +316,7 @@ def run(settings: BenchmarkConfig, training: Settings, arguments: list[str]) -> 
     for name in chosen(settings):
         folder = getattr(settings, name, None)
         projects[name] = contenders.PROJECTS[name](*[folder] if folder else [])
-    parallel = start(alone, settings.device, "auto", settings.seed)
+    parallel = build_strategy(alone, settings.device, "auto", settings.seed)
     device, best = parallel.device, parallel.dtype
     compiles = settings.compile
     if compiles == "auto":

@@ -155,7 +155,8 @@ class Rule:
 def main(settings: EvaluateConfig) -> None:
     from interop.huggingface import load_reader
     from training.distributed import device
-    from training.distributed.strategy import ParallelConfig, start
+    from training.distributed.launch import ParallelConfig
+    from training.distributed.strategy import build_strategy
 
     refuse(device.check(settings.device, settings.precision))
     reader = load_reader(settings.checkpoint)
@@ -165,7 +166,8 @@ def main(settings: EvaluateConfig) -> None:
     if not windows.num_targets:
         cause = f"{len(tokens)} tokens ({what}), and to score one takes two"
         raise DataError("data.path", settings.data.path, cause, "use a longer text")
-    parallel = start(ParallelConfig("single"), settings.device, settings.precision, seed=0)
+    single = ParallelConfig("single")
+    parallel = build_strategy(single, settings.device, settings.precision, seed=0)
     with Progress(windows.num_targets) as progress:
         figures = evaluate(reader, windows, parallel, settings.batch_size, progress)
     if not math.isfinite(figures["loss"]):

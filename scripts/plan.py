@@ -123,7 +123,7 @@ def measurements(kind: str, folder: Path = RESULTS) -> Iterator[Measured]:
 def job_of(settings: Settings, plan: PlanConfig) -> Job:
     """The job that these settings make, with the largest micro-batch that fits where they leave it
     open. Raises ConfigError as training would."""
-    from training.distributed.strategy import check_ranks
+    from training.distributed.launch import check_ranks
 
     trainer, kind = settings.trainer, KINDS[plan.kind]
     strategy = settings.parallel.strategy

@@ -20,7 +20,8 @@ from benchmarks.implementations import Disagreement, OurContender, Ours, Row
 from data import order_of
 from errors import ConfigError
 from model import GPT, ModelConfig
-from training.distributed.strategy import ParallelConfig, start
+from training.distributed.launch import ParallelConfig
+from training.distributed.strategy import build_strategy
 from training.optim.optimizers import OptimizerConfig
 
 TINY = ["model=gpt2-nano", "model.vocab_size=257", "model.context_length=16", "model.emb_dim=16"]
@@ -53,7 +54,7 @@ def bench(in_process, tmp_path, monkeypatch):
 
 @pytest.fixture
 def parallel():
-    return start(ParallelConfig(strategy="single"), "cpu", "fp32", 0)
+    return build_strategy(ParallelConfig(strategy="single"), "cpu", "fp32", 0)
 
 
 def batch(seed=0):

@@ -8,7 +8,6 @@ import json
 
 import pytest
 from helpers import TINY
-from helpers.refusals import printed_keys
 
 import train
 
@@ -71,10 +70,3 @@ def test_what_cannot_be_searched_is_refused(in_process, tmp_path, text_file, arg
     code, out, err = in_process(train.main, tmp_path, *OPTUNA, "seed=1,2", argument)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert not (tmp_path / "runs").exists()
-
-
-def test_ranks_do_not_search(in_process, tmp_path, text_file, monkeypatch):
-    for key, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "here", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(key, str(value))
-    code, _, err = in_process(train.main, tmp_path, *SEARCH, "seed=1,2")
-    assert (code, printed_keys(err)) == (2, ["hydra/sweeper"])

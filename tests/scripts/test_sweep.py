@@ -130,7 +130,7 @@ def test_a_stopped_sweep_is_resumed_by_the_printed_command(tmp_path, text_file, 
 
 def sweep_of(folder, keys=(), count=None):
     """A sweep without the command that leads it through its jobs."""
-    return sweep.Sweep(sweep.Plan(list(keys), count, Path(folder), True, 60), ["python"], [], [])
+    return sweep.Sweep(sweep.Plan(list(keys), count, Path(folder), True), ["python"], [], [])
 
 
 def test_the_first_failure_gives_the_exit_code(tmp_path):
@@ -206,7 +206,7 @@ def test_the_sweeps_directory_is_new_unless_torchrun_restarts(tmp_path, monkeypa
     """Two sweeps may begin in the same second."""
 
     def begin(name):
-        made = sweep.Sweep(sweep.Plan([], 1, tmp_path / name, False, 60), [], [], [])
+        made = sweep.Sweep(sweep.Plan([], 1, tmp_path / name, False), [], [], [])
         made.begin()
         return made.name
 

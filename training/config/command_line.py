@@ -216,10 +216,10 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> "Plan":
     if composed is None and not problems:  # `python train.py -m`: a sweep of one job
         composed = _composed(first, config_dir, sweeping=True)
     refuse(problems)
-    settings, hydra = composed
-    from training.distributed.strategy import check_launch, launched
+    hydra = composed[1]
+    from training.distributed.launch import check_environment
 
-    refuse(check_launch() if launched() else [])
+    refuse(check_environment())
     refuse(_check_sweeper(hydra, intervals))
     from training.reporting.sweep import Plan
 
@@ -230,7 +230,6 @@ def check_sweep(overrides: list[str], config_dir: str | None) -> "Plan":
         count=count if searches is None else searches,
         folder=Path(hydra.sweep.dir),
         is_chosen="hydra.sweep.dir" in variants,
-        timeout=settings.parallel.timeout,
     )
 
 
@@ -262,7 +261,7 @@ def _values(text: str, problems: list[Problem]) -> tuple[str, list[str], bool]:
 
 def _check_sweeper(hydra: "DictConfig", intervals: list[tuple[str, str]]) -> list[Problem]:
     """What does not fit the way a sweep chooses its values."""
-    from training.distributed.strategy import rank_count
+    from training.distributed.launch import rank_count
 
     sweeper, launcher = (hydra.runtime.choices[f"hydra/{what}"] for what in ("sweeper", "launcher"))
     ranks = rank_count()
@@ -276,10 +275,10 @@ def _check_sweeper(hydra: "DictConfig", intervals: list[tuple[str, str]]) -> lis
         problems += [
             (key, text, "an interval is no list of values", fix) for key, text in intervals
         ]
-    elif ranks > 1:
-        cause = f"each of the {ranks} ranks would draw values of its own"
-        fix = "give lists of values, or use a sweep of W&B's (docs/sweeps.md)"
-        problems.append(("hydra/sweeper", sweeper, cause, fix))
+    if ranks > 1:
+        cause = "a sweep (-m) runs its jobs in one process"
+        fix = "start it without torchrun; to train one job on several ranks, leave out -m"
+        problems.append(("WORLD_SIZE", ranks, cause, fix))
     direction = hydra.sweeper.get("direction", "minimize")
     if (direction := getattr(direction, "name", direction)) != "minimize":  # Optuna's own type
         cause = "the loss is what is searched by, and the lowest is the best"
@@ -647,12 +646,12 @@ def _sweep(run: Callable[[Settings], None], overrides: list[str], plan: "Plan") 
     """The jobs of a multirun, one after the other, and what came out of them."""
     from hydra.core.hydra_config import HydraConfig
 
-    from training.distributed.strategy import started_by
+    from training.distributed.launch import launch_command
     from training.reporting.sweep import Sweep
     from training.signals import handled, raise_exit
 
     options = [text for text in sys.argv[1:] if text not in overrides]
-    sweep = Sweep(plan, [*started_by(), sys.argv[0]], options, overrides)
+    sweep = Sweep(plan, [*launch_command(), sys.argv[0]], options, overrides)
 
     def task(config) -> float:
         hydra = HydraConfig.get()

@@ -23,7 +23,7 @@ if typing.TYPE_CHECKING:
     from data import DataConfig
     from lens import LensConfig
     from model import ModelConfig
-    from training.distributed.strategy import ParallelConfig
+    from training.distributed.launch import ParallelConfig
     from training.optim.optimizers import OptimizerConfig
     from training.reporting.wandb_run import WandbConfig
 
@@ -170,7 +170,7 @@ GROUPS = {
     "optimizer": ("training.optim.optimizers", "OptimizerConfig"),
     "trainer": ("training.config.schema", "TrainerConfig"),
     "lens": ("lens", "LensConfig"),
-    "parallel": ("training.distributed.strategy", "ParallelConfig"),
+    "parallel": ("training.distributed.launch", "ParallelConfig"),
     "wandb": ("training.reporting.wandb_run", "WandbConfig"),
 }
 PLAIN = {"seed": int, "name": str | None, "debug": bool}

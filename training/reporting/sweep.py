@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from errors import DEBUG, RankLostError, RunDirectoryError, exit_code_of, format_error, visible
+from errors import DEBUG, RunDirectoryError, exit_code_of, format_error, visible
 from files import atomic_write, make_folder
 from training.checkpoint import run_directory as directory
 from training.reporting import comparison as results
@@ -50,7 +50,6 @@ class Plan:
     count: int | None  # jobs; None where the sweeper keeps that to itself
     folder: Path
     is_chosen: bool  # whether the user has named the folder
-    timeout: int  # seconds until a rank that does not answer ends it
 
 
 @dataclass
@@ -63,7 +62,6 @@ class Job:
     name: str | None = None  # of its run
     code: int | None = None  # its exit code, None while it runs
     line: str = ""  # what went wrong
-    lost: bool = False  # only because another rank was gone
 
     @property
     def what(self) -> str:
@@ -75,23 +73,20 @@ class Sweep:
 
     def __init__(self, plan: Plan, program: list[str], options: list[str], overrides: list[str]):
         """The rest is the command that began it."""
-        from training.distributed.strategy import rank_count
-
         self.plan = plan
         self.program, self.options = program, options
         self.started = [*program, *options, *overrides]
         self.jobs: list[Job] = []
         self.stopped = 0  # the exit code of a signal that has ended it
-        self.lost: str | None = None  # why the ranks could not go on
-        self.ranks = rank_count()
+        self.lost: str | None = None  # why the sweeper could not go on
         self.is_main = os.environ.get("RANK", "0") == "0"
         self.folder = plan.folder
 
     # ---------------------------------------------------------------------------------- the jobs
 
     def begin(self) -> None:
-        """Makes the sweep's directory, by whose name all of its runs are called: on all ranks by
-        that of the main one. Raises RunDirectoryError."""
+        """Makes the sweep's directory, by whose name all of its runs are called. Raises
+        RunDirectoryError."""
         if self.is_main:
             try:
                 self.folder = self._own_folder()
@@ -102,10 +97,6 @@ class Sweep:
                 raise RunDirectoryError(
                     "hydra.sweep.dir", self.folder, cause, "give another"
                 ) from error
-        if self.ranks > 1:
-            from training.distributed import data_parallel as ranks
-
-            self.folder = Path(ranks.begin_sweep(str(self.folder), self.plan.timeout))
 
     def _own_folder(self) -> Path:
         """As asked for; by the clock one that is new, unless torchrun has begun this sweep anew."""
@@ -137,10 +128,6 @@ class Sweep:
         """Around one job. An error inside is kept, and the sweep goes on; a signal ends it."""
         job = Job(number + 1, overrides, [o for o in overrides if self._varies(o)])
         self.jobs.append(job)
-        if self.ranks > 1:
-            from training.distributed import data_parallel as ranks
-
-            ranks.begin_job(job.number)
         if self.is_main:
             print(_joined(self._title(job), job.what), flush=True)
         try:
@@ -148,10 +135,7 @@ class Sweep:
             job.code = 0
         except Exception as error:
             self.stopped = getattr(error, "stopped", 0)  # by a signal that came before it
-            job.code, job.lost = (
-                self.stopped or exit_code_of(error),
-                isinstance(error, RankLostError),
-            )
+            job.code = self.stopped or exit_code_of(error)
             job.line = "; ".join(format_error(error, DEBUG).splitlines())
             _let_go(error)
         except SystemExit as stopped:
@@ -159,8 +143,6 @@ class Sweep:
         except KeyboardInterrupt:
             self.stopped = job.code = 130
         _clean_up()
-        if self.ranks > 1:
-            self._agree(job)
         if self.is_main:
             if job.line:
                 words = _joined(f"{self._title(job)} failed", job.what, job.line)
@@ -198,25 +180,6 @@ class Sweep:
         of = f" of {self.plan.count}" if self.plan.count else ""
         return f"job {job.number}{of}"
 
-    def _agree(self, job: Job) -> None:
-        """What has failed on one rank has failed. The word is with the one that knows the cause."""
-        from training.distributed import data_parallel as ranks
-
-        try:
-            told = ranks.end_job([job.code, job.line, job.lost], bool(self.stopped))
-        except RankLostError as error:
-            self.lost = str(error)
-            job.code, job.line = job.code or 4, job.line or str(error)
-            return
-        failed = [(lost, rank, code, line) for rank, (code, line, lost) in enumerate(told) if code]
-        if stopping := [code for _, _, code, _ in failed if code in (130, 143)]:
-            self.stopped = job.code = stopping[0]
-            job.line = "" if job.lost else job.line
-        elif failed:
-            _, rank, job.code, line = min(failed)
-            everywhere = len({line for *_, line in failed}) == 1 and len(failed) == self.ranks
-            job.line = line if rank == 0 or everywhere else f"{line} (on rank {rank})"
-
     # ------------------------------------------------------------------------------- what came out
 
     def objective(self, job: Job) -> float:
@@ -244,12 +207,6 @@ class Sweep:
 
     def conclude(self) -> None:
         """The table, where it is kept, and on stderr what failed and how to go on."""
-        if self.ranks > 1:
-            from training.distributed import data_parallel as ranks
-
-            if not self.stopped and not self.lost:
-                ranks.end_sweep()
-            ranks.forget_sweep()
         if not self.is_main:
             return
         with handled(take_no_notice):  # it is a matter of seconds

@@ -11,8 +11,9 @@ import train
 from data import check_same
 from errors import ConfigError, DataError, RunDirectoryError, refuse
 from training.checkpoint import run_directory as directory
-from training.distributed.data_parallel import DDP
-from training.distributed.strategy import ParallelConfig, Strategy, check, start
+from training.distributed.ddp import DDP
+from training.distributed.launch import ParallelConfig, check
+from training.distributed.strategy import Strategy, build_strategy
 from training.reporting.tracker import last_wandb_id
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -49,9 +50,9 @@ def problem_keys(strategy: str, device: str = "auto", batch_size: int = 8) -> li
 def test_one_process_has_no_strategy():
     assert problem_keys("auto", "mps", 7) == problem_keys("single") == []
     assert problem_keys("ddp") == problem_keys("fsdp") == ["parallel"]
-    parallel = start(ParallelConfig("auto"), "cpu", "fp32", seed=3)
-    assert type(parallel) is Strategy
-    assert (parallel.rank, parallel.world_size, parallel.is_rank_0) == (0, 1, True)
+    strategy = build_strategy(ParallelConfig("auto"), "cpu", "fp32", seed=3)
+    assert type(strategy) is Strategy
+    assert (strategy.rank, strategy.world_size, strategy.is_rank_0) == (0, 1, True)
     assert not torch.distributed.is_initialized()
 
 
@@ -99,6 +100,15 @@ def test_a_wrong_command_is_printed_once_per_machine(
     code, _, err = in_process(train.main, tmp_path, "trainer.batch_size=9")
     assert code == 2
     assert len(printed_keys(err)) == err.count("trainer.batch_size=9") == printed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sweep_on_several_ranks_is_refused(launched, in_process, tmp_path, rank):
+    launched(2, RANK=rank, LOCAL_RANK=rank)
+    code, _, err = in_process(train.main, tmp_path, "-m", "seed=0,1")
+    assert code == 2
+    assert printed_keys(err) == ["WORLD_SIZE"] * (rank == 0)
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_which_errors_mean_that_a_rank_is_lost():

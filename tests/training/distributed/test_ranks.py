@@ -10,7 +10,6 @@ import shutil
 
 import pytest
 import torch
-import yaml
 from helpers import REPOSITORY
 from helpers.ranks import (
     SAME,
@@ -227,32 +226,6 @@ def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     for key in ("train/loss", "val/loss", "train/grad_norm"):
         assert values(cut, key) == values(whole, key)
     check_same_bytes(cut, whole)
-
-
-def test_a_sweep_goes_on_after_an_error_of_one_rank(place):
-    """The first job fails on rank 1 in the middle, where rank 0 waits for it; the third and the
-    fourth before they start. One run is left of each job that began, with its W&B run."""
-    folder = write_texts(place.folder / "sweep")
-    # Whoever waited for the time limit would wait for longer than the test does.
-    sweep = ("-m", *SAME, "parallel=ddp,fsdp", "trainer.batch_size=8,9", "parallel.timeout=1700")
-    main, other = place.server.run_ranks(
-        *(folder, *sweep, "wandb=offline"),
-        faults=[None, happen(("broken memory", STEP, 3))],
-        codes=[4, 4],
-    )
-    assert (other.err, other.out) == ("", "")
-    begun, whole = runs_in(folder)
-    settings = [yaml.safe_load((run / "config.yaml").read_text()) for run in (begun, whole)]
-    assert [each["parallel"]["strategy"] for each in settings] == ["ddp", "fsdp"]
-    check_same_course(whole, place.alone(*WATCHED))
-    check_same_tensors(last(whole), last(place.alone(*WATCHED)))
-    assert all(len(list(run.glob("wandb/offline-run-*"))) == 1 for run in (begun, whole))
-    (sweep,) = (folder / "multirun").iterdir()
-    assert len(list(sweep.rglob("multirun.yaml"))) == len(list(sweep.rglob("results.md"))) == 1
-    assert all(run.name.startswith(sweep.name) for run in (begun, whole))
-    assert "RuntimeError: broken memory" in main.err
-    assert main.err.count("torchrun --nproc_per_node=2 ") == 3  # commands of the failed jobs
-    assert {"parallel=fsdp", "trainer.batch_size=9"} <= set(printed_command(main.err)[1])
 
 
 # Name: exit code, key, whether rank 1 alone has the problem, arguments.

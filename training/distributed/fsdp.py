@@ -1,0 +1,95 @@
+"""FSDP: every rank holds a shard of each parameter, gradient and moment (PyTorch's FSDP2)."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from model import GPT
+from training.distributed.ddp import DDP
+
+
+@dataclass
+class FSDP(DDP):
+    """Fully sharded data parallelism."""
+
+    reshard_after_forward: bool = True
+    name: ClassVar[str] = "fsdp"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.model: GPT | None = None
+
+    def shard(self, model: GPT) -> GPT:
+        """Shards a model on the meta device, so that no rank ever holds the whole of it.
+
+        The matrices of a block are gathered in the precision of the matrix products, half the
+        bytes to send. The embeddings and the last norm stay in fp32 and are gathered for the
+        whole step, so the residual stream is in fp32, as in one process.
+        """
+        fp32 = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        for block in model.blocks:
+            fully_shard(
+                [block.attn, block.mlp],  # in one message
+                mesh=mesh,
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, **fp32),
+            )
+        # It warns of in-place changes to the output of a module; there are none here.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**fp32))
+
+    def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
+        parameter.to_local().copy_(self.scatter(whole, parameter).to_local())
+
+    def _wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
+        """The model itself; each block is compiled by itself, between the all-gathers."""
+        self.model = model
+        if compiled:
+            self.compile_blocks(model)
+        return model
+
+    def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
+        self.model.set_requires_gradient_sync(not more_to_come)
+        if not self.reshard_after_forward:  # then gathered once per step, not per micro-batch
+            self.model.set_reshard_after_backward(not more_to_come)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def inference(self, model: torch.nn.Module) -> Iterator[None]:
+        try:
+            with super().inference(model):
+                yield
+        finally:
+            # A forward without backward leaves parameters gathered, and stale after the next step.
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def probing(self, model: GPT) -> contextlib.AbstractContextManager:
+        """In the run's precision, in which the parameters are gathered."""
+        return self.inference(model)
+
+    def total_norm(self, model: torch.nn.Module) -> Tensor:
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
+
+    def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
+        # Each device holds one whole tensor at a time; rank 0 keeps it.
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return super().gather(whole, copy)
+
+    def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return super().scatter(whole, like)
+        empty = functools.partial(torch.empty, like.shape, dtype=like.dtype, device=like.device)
+        whole = whole.to(like.device, like.dtype) if self.is_rank_0 else empty()
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=0)

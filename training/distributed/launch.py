@@ -1,0 +1,105 @@
+"""How this process was started: alone, or by torchrun as one of several ranks.
+
+Reads the environment variables that torchrun sets for each process; needs no torch.
+"""
+
+import os
+from dataclasses import dataclass
+
+STRATEGIES = ("auto", "single", "ddp", "fsdp")
+LONGEST_TIMEOUT = 1800  # seconds; a run that hangs should not hold its machines for longer
+TORCHRUN = "start it with torchrun --nproc_per_node=N train.py"
+
+
+@dataclass
+class ParallelConfig:
+    """How several processes share the work."""
+
+    strategy: str = "auto"  # auto | single | ddp | fsdp
+    timeout: int = 600  # seconds until a rank that does not answer ends the run
+    reshard_after_forward: bool = True  # fsdp: false keeps gathered weights until backward
+
+    def problems(self) -> list[tuple[str, object, str, str]]:
+        """The problems, as (key, value, reason, hint); empty when there are none."""
+        found = []
+        if self.strategy not in STRATEGIES:
+            fix = f"use one of {', '.join(STRATEGIES)}"
+            found.append(("strategy", self.strategy, "no such strategy", fix))
+        if not 1 <= self.timeout < LONGEST_TIMEOUT:
+            cause = f"must be from 1 to below {LONGEST_TIMEOUT} seconds"
+            found.append(("timeout", self.timeout, cause, "use 600"))
+        return found
+
+
+def launched() -> bool:
+    """Whether torchrun (or a program like it) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank_count() -> int:
+    """The number of processes that were started together."""
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def launch_command() -> list[str]:
+    """The program that started this process, with the options that an equal start needs."""
+    if not launched():
+        return ["python"]
+    ranks = rank_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    nodes = [f"--nnodes={ranks // local}", "..."] if local < ranks else []
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    max_restarts = [f"--max-restarts={restarts}"] if restarts != "0" else []
+    return ["torchrun", *nodes, f"--nproc_per_node={local}", *max_restarts]
+
+
+def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[tuple]:
+    """Settings that do not fit the number of processes: (key, value, reason, hint) for each.
+
+    batch_size: windows per optimizer step over all ranks; None while it is not known.
+    """
+    if problems := check_environment():
+        return problems
+    strategy, key, ranks = config.strategy, "parallel", rank_count()
+    if not launched() and strategy in ("ddp", "fsdp"):
+        hint = f"{TORCHRUN} parallel={strategy} ..."
+        return [(key, strategy, "started as one process, without torchrun", hint)]
+    if not launched() and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        reason = "srun started several processes that do not know of each other"
+        hint = "let srun start one torchrun per machine, as scripts/slurm.sh does"
+        return [(key, strategy, reason, hint)]
+    problems = check_ranks(strategy, ranks, batch_size)
+    if ranks > 1 and device == "mps":
+        reason = "several processes cannot share it"
+        problems.append(("trainer.device", device, reason, "use trainer.device=cpu"))
+    return problems
+
+
+def check_environment() -> list[tuple]:
+    """Variables that the launcher did not set or set wrongly, as (key, value, reason, hint)."""
+    if not launched():
+        return []
+    numbers = ["WORLD_SIZE", "RANK", "MASTER_PORT", *({"LOCAL_RANK"} & os.environ.keys())]
+    for key in (*numbers, "MASTER_ADDR"):
+        value = os.environ.get(key, "")
+        if not value or (key in numbers and not value.isdecimal()):
+            reason = f"is {'not a number' if value else 'missing'}; the launcher sets it"
+            return [(key, value, reason, TORCHRUN)]
+    if not int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
+        reason = f"must be less than WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        return [("RANK", os.environ["RANK"], reason, TORCHRUN)]
+    return []
+
+
+def check_ranks(strategy: str, ranks: int, batch_size: int | None) -> list[tuple]:
+    """Settings that do not fit a number of ranks: (key, value, reason, hint) for each."""
+    problems = []
+    if strategy == "single" and ranks > 1:
+        reason = f"started as {ranks} processes, which would all train the same"
+        hint = "use parallel=auto, or start it without torchrun"
+        problems.append(("parallel", strategy, reason, hint))
+    if batch_size is not None and batch_size % ranks != 0:
+        reason = f"cannot be divided evenly among {ranks} ranks"
+        hint = f"use a multiple of {ranks}, such as {-(-batch_size // ranks) * ranks}"
+        problems.append(("trainer.batch_size", batch_size, reason, hint))
+    return problems
