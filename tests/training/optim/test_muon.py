@@ -14,17 +14,14 @@ from helpers.ranks import check_same_bytes
 from helpers.refusals import refused
 from helpers.runs import assert_same, stop_behind
 from helpers.settings import settings
-from torch.utils.flop_counter import FlopCounterMode
 
 from errors import ConfigError
-from scripts import plan
 from training.distributed.strategy import Strategy
 from training.optim import muon
 from training.optim.muon import newton_schulz
 from training.optim.nonfinite import NonFiniteCheck
 from training.optim.optimizers import OptimizerConfig, build_optimizer
 from training.planning import memory
-from training.planning import throughput as speed
 from training.planning.micro_batch import matrices_of
 
 CPU = torch.device("cpu")
@@ -230,22 +227,3 @@ def test_memory_of_its_state_is_what_is_estimated():
     assert estimated.optimizer == sum(value.numel() * value.element_size() for value in kept)
     shared = memory.estimate(model.config, 1, 12, strategy="fsdp", world_size=4, **options)
     assert shared.optimizer == estimated.optimizer / 4
-
-
-def test_the_plan_counts_its_products():
-    """As many as there are, on every device with DDP, a share of them with FSDP."""
-    jobs, seconds = {}, {}
-    for name in ("adamw", "muon"):
-        for way in ("ddp", "fsdp"):
-            typed = [f"optimizer={name}", f"parallel={way}", "devices=8", "trainer.batch_size=8"]
-            jobs[name, way] = plan.job_of(*plan.composed(["model=gpt2-nano", *typed]))
-            seconds[name, way] = plan.speed(jobs[name, way], 0.4).optimizer
-    job = jobs["muon", "ddp"]
-    c = job.model.emb_dim
-    with FlopCounterMode(display=False) as counter:
-        for shape in [(4, c, c), (1, 4 * c, c), (1, c, 4 * c)]:
-            newton_schulz(torch.ones(shape), 5)
-    assert speed.muon_flops(job) == job.model.num_layers * counter.get_total_flops()
-    products = speed.muon_flops(job) / (job.kind.flops * 0.4)
-    assert seconds["muon", "ddp"] - seconds["adamw", "ddp"] == pytest.approx(products)
-    assert seconds["muon", "fsdp"] - seconds["adamw", "fsdp"] == pytest.approx(products / 8)
