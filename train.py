@@ -339,7 +339,7 @@ class Trainer:
         from training.checkpoint.saver import Saver
         from training.reporting.console import Console
         from training.reporting.jsonl import RowFile, drop_rows_after
-        from training.reporting.profiler import profiler_of
+        from training.reporting.profiler import build_profiler
         from training.reporting.tracker import NoTracker, Tracker, last_wandb_id
 
         settings, state = self.settings, self.state
@@ -383,7 +383,10 @@ class Trainer:
         state.wandb_id = self.tracker.run_id or state.wandb_id
         self.console = Console(self.parallel.is_rank_0, state.step, settings.trainer.max_steps)
         self.opened.callback(self.console.close)
-        self.profiler = profiler_of(self)
+        self.profiler = build_profiler(
+            settings.trainer.profile, self.folder / "profile", self.parallel, state.step + 1
+        )
+        self.opened.callback(self.profiler.close)
 
     @property
     def micro_batch_size(self) -> int:
@@ -440,9 +443,7 @@ class Trainer:
         settings = self.settings.trainer
         mean_loss = 0.0
         self.parallel.reseed(self.settings.seed, self.state.step)
-        for input_ids, target_ids, weight, more_to_come in self.profiler.input(
-            self.micro_batches()
-        ):
+        for input_ids, target_ids, weight, more_to_come in self.micro_batches():
             with self.parallel.no_sync(more_to_come):
                 with self.profiler.phase("forward"), self.parallel.autocast():
                     _, loss = self.fast_model(input_ids, target_ids)
@@ -452,7 +453,7 @@ class Trainer:
             mean_loss = mean_loss + loss.detach()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(self.state.step, peak=group["peak_lr"])
-        with self.profiler.phase("update"):
+        with self.profiler.phase("optimizer"):
             norm = self.parallel.update(self.model, self.optimizer, settings.grad_clip, self.guard)
         self.state.step += 1
         self.state.tokens += self.tokens_per_step
