@@ -120,9 +120,9 @@ class Writer:
     """Continues texts on stdout, as the settings say; made once for many of them."""
 
     def __init__(self, reader: "Reader", settings: GenerateConfig):
+        from inference.cache import KVCache
         from inference.decoding import Sampling
         from inference.packed_weights import freeze
-        from model import Cache
         from training.distributed.device import DTYPES, best_dtype, compiled_step
 
         self.reader, self.settings = reader, settings
@@ -139,9 +139,8 @@ class Writer:
         steps = MOST if settings.interactive else steps
         compiled = compiled_step(settings.compile, place, steps)
         freeze(reader.model, dtype, self.batch_size, to_compile=compiled is not None)
-        # Compiled code is of one shape, and on a GPU for one place in memory.
-        self.step = compiled and compiled(reader.model)
-        self.cache = Cache(reader.window, static=True) if compiled else None
+        # Compiled code has one shape, and on a GPU one place in memory.
+        self.cache = KVCache(reader.window, compiled) if compiled else None
 
     def __call__(self, prompts: list[str]) -> None:
         """Shows each prompt with its continuation, the first of a batch as it appears."""
@@ -177,7 +176,6 @@ class Writer:
             end=None if settings.ignore_end else end,
             known=tokenizer.n_vocab,
             first=self.written,
-            step=self.step,
             cache=self.cache,
         )
         self.written += len(prompts)

@@ -141,19 +141,18 @@ def of_transformers(model, num_tokens: int) -> Writer:
 def of_ours(weights, dtype, place, rows: int, num_tokens: int) -> Writer:
     import torch
 
+    from inference.cache import KVCache
     from inference.decoding import Sampling, generate
     from inference.packed_weights import freeze
-    from model import Cache
     from training.distributed.device import compiled_step
 
     compiled = compiled_step("auto", place, 10**6)  # as for a long text
     model = freeze(copy.deepcopy(weights).to(place), dtype, rows, to_compile=compiled is not None)
-    step = compiled and compiled(model)
-    cache = Cache(weights.config.context_length, static=True) if compiled else None
+    cache = KVCache(weights.config.context_length, compiled) if compiled else None
 
     def write(prompts: torch.Tensor) -> list[list[int]]:
         greedy = Sampling(temperature=0)
-        steps = generate(model, prompts.tolist(), num_tokens, greedy, step=step, cache=cache)
+        steps = generate(model, prompts.tolist(), num_tokens, greedy, cache=cache)
         return [list(row) for row in zip(*steps, strict=True)]
 
     return write

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import KERNELS, MultiHeadAttention, causal_attn_weights, causal_mask, explicit
+from attention import KERNELS, MultiHeadAttention, causal_attn_weights, explicit
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 each_kernel = pytest.mark.parametrize("name", KERNELS)
@@ -71,6 +71,8 @@ def test_kernel_is_the_definition_for_all_and_for_the_last_queries(name):
         inputs = random_heads(T, S, requires_grad=True)
         expected, context_vec = explicit(*inputs), kernel(*inputs)
         torch.testing.assert_close(context_vec, expected, atol=1e-5, rtol=0)
+        without_grad = kernel(*(x.detach() for x in inputs))
+        torch.testing.assert_close(without_grad, expected, atol=1e-5, rtol=0)
         grad = torch.randn(2, 3, T, 4, generator=torch.Generator().manual_seed(1))
         grads = torch.autograd.grad(context_vec, inputs, grad)
         expected_grads = torch.autograd.grad(expected, inputs, grad)
@@ -171,37 +173,24 @@ def test_module_equals_separate_heads(name):
         torch.testing.assert_close(grads, expected_grads, atol=1e-5, rtol=1e-4)
 
 
-def captured(module, x):
-    """(output, weights, scores) of a forward pass that captures."""
-    found = []
-    return module(x, lambda *both: found.extend(both)), *found
-
-
 @each_kernel
-def test_capture_returns_the_weights_and_changes_nothing(name):
-    module, x = multi_head(name), torch.randn(2, 9, 6)
-    output, attn_weights, attn_scores = captured(module, x)
-    expected_output, expected_weights = by_hand(module, x)
-    assert attn_weights.dtype == attn_scores.dtype == torch.float32
-    torch.testing.assert_close(attn_weights, expected_weights, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(attn_scores.softmax(-1), attn_weights, atol=1e-6, rtol=1e-5)
-    assert (attn_scores.isneginf() == ~causal_mask(9, 9, x.device)).all()
-    torch.testing.assert_close(output, expected_output, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(output, module(x), atol=1e-6, rtol=1e-5)
+def test_a_kernel_given_for_one_call_replaces_the_modules_own(name):
+    """It gets the dropout rate as the module's own does."""
+    module, x, seen = multi_head(name, dropout=0.5), torch.randn(2, 9, 6), []
 
+    def kernel(queries, keys, values, dropout_p):
+        seen.append((causal_attn_weights(queries, keys), dropout_p))
+        return explicit(queries, keys, values)
 
-def test_captured_weights_are_those_before_dropout_and_fp32_under_autocast():
-    module, x = multi_head(dropout=0.5), torch.randn(2, 7, 6)
-    dropped, attn_weights, _ = captured(module, x)
-    expected_output, expected_weights = by_hand(module, x)
-    torch.testing.assert_close(attn_weights, expected_weights, atol=1e-6, rtol=1e-5)
-    assert (dropped - expected_output).abs().max() > 1e-3
-    with torch.autocast("cpu", torch.bfloat16):
-        output, attn_weights, _ = captured(module, x)
-    assert output.dtype == torch.bfloat16
-    assert attn_weights.dtype == torch.float32
-    torch.testing.assert_close(attn_weights.sum(-1), torch.ones(2, 3, 7))
-    torch.testing.assert_close(attn_weights, expected_weights, atol=0.02, rtol=0)
+    expected, expected_weights = by_hand(module, x)
+    for training in (True, False):
+        output = module.train(training)(x, kernel)
+        attn_weights, dropout_p = seen.pop()
+        assert dropout_p == (0.5 if training else 0.0)
+        torch.testing.assert_close(attn_weights, expected_weights, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+    module(x)
+    assert seen == []
 
 
 def test_interface_and_parameters():

@@ -170,9 +170,9 @@ def test_loss_is_the_cross_entropy_of_the_logits():
     expected = -logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).mean()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(loss, F.cross_entropy(logits.mT, ids[:, 1:]))
-    last_logits, _ = model(ids[:, :-1], last_only=True)
-    assert last_logits.shape == (2, 1, TINY_MODEL["vocab_size"])
-    torch.testing.assert_close(last_logits, logits[:, -1:])
+    some_logits, _ = model(ids[:, :-1], logits_at=torch.tensor([8, 3]))
+    assert some_logits.shape == (2, 1, TINY_MODEL["vocab_size"])
+    torch.testing.assert_close(some_logits[:, 0], logits[[0, 1], [8, 3]])
 
 
 def test_loss_is_fp32_in_bf16():
@@ -202,14 +202,24 @@ def test_dropout_only_in_training():
 
 
 @each_kernel
-def test_capture_is_called_for_each_layer(name):
+def test_attention_is_captured_in_every_layer(name):
+    """Before dropout, in fp32 also under autocast; the output is that of the model's own kernel."""
     model, ids = tiny_model(attention=name), random_ids()
-    captured = []
-    logits, _ = model(ids, capture=lambda layer, weights, _: captured.append((layer, weights)))
-    assert [layer for layer, _ in captured] == [0, 1]
-    assert all(weights.shape == (2, 4, 9, 9) for _, weights in captured)
-    torch.testing.assert_close(logits, model(ids)[0], atol=1e-4, rtol=1e-4)
-    for (_, weights), again in zip(captured, model.attn_weights(ids), strict=True):
+    found = []
+    model.capture_attention(ids, lambda *captured: found.append(captured))
+    assert [layer for layer, *_ in found] == [0, 1]
+    with torch.autocast("cpu", torch.bfloat16):
+        in_bf16 = model.attn_weights(ids)
+    for (_, weights, scores), rounded in zip(found, in_bf16, strict=True):
+        assert weights.shape == scores.shape == (2, 4, 9, 9)
+        assert weights.dtype == scores.dtype == rounded.dtype == torch.float32
+        torch.testing.assert_close(scores.softmax(-1), weights)
+        assert (scores.isneginf() == torch.ones(9, 9).triu(1).bool()).all()
+        torch.testing.assert_close(rounded, weights, atol=0.1, rtol=0)
+        torch.testing.assert_close(rounded.sum(-1), torch.ones(2, 4, 9))
+    expected, given = tiny_model(attention="explicit").attn_weights(ids), model.attn_weights(ids)
+    for weights, again, (_, captured, _) in zip(given, expected, found, strict=True):
+        assert torch.equal(weights, captured)
         torch.testing.assert_close(weights, again)
 
 

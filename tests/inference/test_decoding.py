@@ -2,6 +2,7 @@
 definitions of temperature, top-k and top-p."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -13,10 +14,10 @@ from helpers.greedy import GREEDY, PROMPTS, written
 from helpers.models import tiny_model as tiny
 from torch._dynamo.backends.common import aot_autograd
 
-from inference.decoding import LEFT_BEHIND, Sampling, draw, first_read, generate
+from inference.cache import KVCache
+from inference.decoding import DROPPED_PART, Sampling, draw, first_read, generate
 from inference.packed_weights import freeze
 from interop.huggingface import to_hf
-from model import Cache
 
 
 @torch.no_grad()
@@ -33,7 +34,7 @@ def test_a_full_window_moves_on_by_a_quarter():
     for window in (1, 2, 3, 12, 1024):
         starts = [first_read(length, window) for length in range(1, 5 * window + 2)]
         assert starts[:window] == [0] * window  # the whole text, while it fits
-        least = math.ceil(window * (1 - 1 / LEFT_BEHIND))
+        least = math.ceil(window * (1 - 1 / DROPPED_PART))
         for length, start in enumerate(starts, 1):
             assert min(length, least) <= length - start <= window
         moves = [b - a for a, b in itertools.pairwise(starts) if b != a]
@@ -57,11 +58,11 @@ def test_a_compiled_step_is_traced_once_and_changes_no_token():
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model = tiny()
-    step = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
-    compiled = {"step": step, "cache": Cache(room=12, static=True)}
-    assert written(model, PROMPTS, 40, **compiled) == written(model, PROMPTS, 40)
+    compiler = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
+    cache = KVCache(12, compiler)
+    assert written(model, PROMPTS, 40, cache=cache) == written(model, PROMPTS, 40)
     others = [prompt[:2] for prompt in PROMPTS]
-    assert written(model, others, 7, **compiled) == written(model, others, 7)
+    assert written(model, others, 7, cache=cache) == written(model, others, 7)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
@@ -72,7 +73,8 @@ def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(frozen):
 
     def look(graph, inputs):
         known = torch._guards.TracingContext.get().fw_metadata
-        seen.append((set(known.mutated_inp_runtime_indices), set(known.static_input_indices)))
+        static = set(known.static_input_indices)
+        seen.append((set(known.mutated_inp_runtime_indices), static, len(inputs) - len(static)))
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
@@ -81,12 +83,12 @@ def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(frozen):
         freeze(model, torch.float32, to_compile=True)
     expected = written(model, PROMPTS, 40)
     backend = aot_autograd(fw_compiler=look)
-    step = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
-    cache = Cache(room=12, static=True)
-    assert written(model, PROMPTS, 40, step=step, cache=cache) == expected
-    ((written_to, staying),) = seen
+    compiler = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
+    assert written(model, PROMPTS, 40, cache=KVCache(12, compiler)) == expected
+    ((written_to, staying, num_others),) = seen
     assert len(written_to) == 1 + 2 * len(model.blocks)  # lengths, and keys and values
     assert written_to <= staying
+    assert num_others == 2  # token ids and row numbers; every weight stays where it is
 
 
 def test_greedy_text_equals_that_of_transformers(tmp_path):

@@ -1,0 +1,121 @@
+"""The key-value cache: what makes a further token cost one position instead of all.
+
+    cache = KVCache(capacity=1024)
+    logits = cache.read_prompts(model, [[464, 9058], [383]])  # (2, 1, V), the last token of each
+    logits = cache.read_token(model, token_ids)               # token_ids (2, 1) -> (2, 1, V)
+
+Causal attention never attends to later tokens, so the keys and values of a token stay valid
+whatever follows it. Needs torch, model.py and attention.py.
+
+Shapes: B rows, T positions, S key positions, H heads, D head_dim, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import sdpa
+from model import GPT
+
+
+class KVCache:
+    """The keys and values of several texts, one row each, of any lengths.
+
+    Position p of a row has index p, whatever the lengths of the other rows. Behind its end a row
+    has padding, which a mask hides and later tokens overwrite.
+
+    capacity: how many tokens a row can have. compile: compiles `read_token`, for example
+    torch.compile; then every step attends to the whole capacity, so that no shape changes.
+    Memory is allocated by the first call and used again by later ones with as many rows: CUDA
+    graphs need fixed addresses.
+    """
+
+    def __init__(self, capacity: int, compile: Callable | None = None):
+        self.capacity = capacity
+        self.is_static = compile is not None
+        if compile is not None:
+            self.read_token = compile(self.read_token)
+        self.keys: dict[int, Tensor] = {}  # by layer, (B, H, capacity, D)
+        self.values: dict[int, Tensor] = {}
+        self.lengths = torch.empty(0)  # (B,)
+
+    def read_prompts(self, model: GPT, prompts: list[list[int]]) -> Tensor:
+        """Reads one prompt for each row; what the rows had before is forgotten.
+
+        Returns the logits of the last token of each, (B, 1, V). Raises ValueError when a prompt
+        exceeds the capacity.
+        """
+        device = model.token_emb.weight.device
+        lengths = [len(prompt) for prompt in prompts]
+        self.longest, self.is_ragged = max(lengths), min(lengths) < max(lengths)
+        if self.longest > self.capacity:
+            raise ValueError(f"{self.longest} tokens do not fit into a cache of {self.capacity}")
+        if len(self.lengths) != len(lengths):
+            self.lengths = self._fixed(torch.zeros(len(lengths), dtype=torch.long, device=device))
+            self.rows = torch.arange(len(lengths), device=device)  # (B,)
+        self.lengths.copy_(torch.tensor(lengths))
+        padded = [prompt + [0] * (self.longest - len(prompt)) for prompt in prompts]
+        input_ids = torch.tensor(padded, device=device)  # (B, T)
+        logits, _ = model(input_ids, attend=self._store, logits_at=self.lengths - 1)
+        return logits
+
+    def read_token(self, model: GPT, token_ids: Tensor) -> Tensor:
+        """Reads the next token of each row, token_ids (B, 1), and returns its logits, (B, 1, V).
+
+        Raises ValueError when the cache is full.
+        """
+        num_keys = self.capacity
+        if not self.is_static:
+            if self.longest >= self.capacity:
+                raise ValueError(f"the cache is full: it has room for {self.capacity} tokens")
+            self.longest += 1
+            num_keys = self.longest
+        mask = None
+        if self.is_static or self.is_ragged:
+            indices = torch.arange(num_keys, device=token_ids.device)  # (S,)
+            mask = (indices <= self.lengths[:, None])[:, None, None]  # (B, 1, 1, S)
+        attend = functools.partial(self._attend, num_keys, mask)
+        logits, _ = model(token_ids, attend=attend, positions=self.lengths[:, None])
+        self.lengths += 1
+        return logits
+
+    def _store(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float
+    ) -> Tensor:
+        """Stores the keys and values of the prompts, and attends within each prompt."""
+        if layer not in self.keys or self.keys[layer].shape[0] != len(keys):
+            shape = (*keys.shape[:2], self.capacity, keys.shape[3])
+            self.keys[layer] = self._fixed(keys.new_zeros(shape))
+            self.values[layer] = self._fixed(values.new_zeros(shape))
+        self.keys[layer][:, :, : keys.shape[2]] = keys
+        self.values[layer][:, :, : keys.shape[2]] = values
+        return sdpa(queries, keys, values)
+
+    def _attend(
+        self,
+        num_keys: int,
+        mask: Tensor | None,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        dropout_p: float,
+    ) -> Tensor:
+        """Stores the keys and values of one token (B, H, 1, D), and attends to all of its row.
+
+        mask (B, 1, 1, S) is True for the keys that a row has; None: every row has all.
+        """
+        self.keys[layer][self.rows, :, self.lengths] = keys[:, :, 0]
+        self.values[layer][self.rows, :, self.lengths] = values[:, :, 0]
+        keys, values = self.keys[layer][:, :, :num_keys], self.values[layer][:, :, :num_keys]
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+
+    def _fixed(self, tensor: Tensor) -> Tensor:
+        """A tensor that steps write to. torch.compile makes a CUDA graph of such a step only if
+        told that the address is fixed."""
+        if self.is_static:
+            torch._dynamo.mark_static_address(tensor, guard=False)
+        return tensor
