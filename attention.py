@@ -43,7 +43,8 @@ def causal_attn_scores(queries: Tensor, keys: Tensor) -> Tensor:
     attn_scores = queries @ keys.transpose(-2, -1)  # (B, H, T, S)
     # Scores of random vectors have variance D. Divided by sqrt(D) they have variance 1, so that
     # the softmax starts out soft. D is the width of one head, not of all heads together.
-    attn_scores = attn_scores.float() / math.sqrt(queries.shape[-1])
+    head_dim = queries.shape[-1]
+    attn_scores = attn_scores.float() / math.sqrt(head_dim)
     mask = causal_mask(queries.shape[-2], keys.shape[-2], queries.device)
     return attn_scores.masked_fill(~mask, float("-inf"))
 
