@@ -1,17 +1,15 @@
-"""Who is compared by benchmarks/training.py: this trainer and other projects, behind one interface.
+"""The implementations that benchmarks/training.py compares: clearhead and other projects.
 
-    Row            a line of a table: a project, and how its steps are run
-    Project        builds its model from our settings, loads our weights, gives loss and optimizer
-    Contender      a project's model and optimizer, set up as a row says: step() is what is timed
+    Variant          a row of a table: an implementation and the options it runs with
+    Implementation   its model, loss and optimizer, and our weights under its names
 
-Nothing of the other projects is kept here: transformers is used where it is installed, nanoGPT and
-LLMs-from-scratch from checkouts whose folders the user names. Their files run as they are.
+transformers is used where it is installed. nanoGPT and LLMs-from-scratch are used from checkouts
+whose folders the user names; their files run unchanged. benchmarks/runner.py makes the steps.
 
 Shapes: B batch, T query positions, V vocabulary.
 """
 
 import contextlib
-import copy
 import dataclasses
 import importlib.util
 import io
@@ -25,83 +23,77 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from errors import ClearheadError, ConfigError, message_of
+from errors import ConfigError, message_of
 from interop.huggingface import hf_tensors
 from model import GPT, ModelConfig
 from training.distributed.device import DTYPES
-from training.distributed.strategy import Strategy
-from training.optim.nonfinite import NonFiniteCheck
 from training.optim.optimizers import OptimizerConfig, build_optimizer
+from training.reporting.machine import git
 
-GPT2_VOCABULARY = 50257  # in whose place nanoGPT by default has 50304, a multiple of 64
-CLIP = 1.0  # the largest norm of the gradient, for all
-NUMBERS = ("lr", "betas", "eps", "weight_decay")  # of an AdamW
-LEAVE_OUT = "check the checkout, or leave it out of contenders"
-Batch = tuple[Tensor, Tensor]  # input_ids (B, T), target_ids (B, T)
+GPT2_VOCABULARY = 50257  # nanoGPT pads it to 50304, a multiple of 64, by default
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of a table: a project, and how its steps are run."""
+class Target:
+    """What the variants of all implementations depend on."""
+
+    device: str  # cpu | cuda | mps
+    dtype: torch.dtype  # of matrix products
+    can_compile: bool
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a table: an implementation and the options it runs with."""
 
     name: str
-    project: str
-    dtype: torch.dtype  # what matrix products run in; fp32 otherwise
+    implementation: str  # its key
+    dtype: torch.dtype  # of matrix products; all else is fp32
     compiled: bool = False
-    kept: bool = (
-        False  # freed memory is kept (training/distributed/device.py), not returned to the system
-    )
-    fused: bool = False  # AdamW in one kernel, although the project does not ask for it
-    padded: bool = False  # the vocabulary, to a multiple of 64
-    tf32: bool = False  # products of fp32 in TF32, where a GPU has it
+    keeps_memory: bool = False  # freed memory is not returned to the system (device.py)
+    fused: bool = False  # fused AdamW, although the project does not ask for it
+    padded: bool = False  # vocabulary padded to a multiple of 64
+    tf32: bool = False  # fp32 products in TF32 on a GPU that has it
 
     @property
     def precision(self) -> str:
-        """What the settings call `dtype`."""
+        """`dtype` as the settings name it."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
 
-class Disagreement(ClearheadError):
-    """A contender that computes something else, whose speed would say nothing."""
+class Implementation:
+    """A project: its model and how its own training script uses it."""
 
-
-# ------------------------------------------------------------------------------- the projects
-
-
-class Project:
-    """Another project: its model and how its own training script uses it."""
-
-    key: str  # what the settings call it
+    key: str  # its name in the settings
     title: str
 
     def build(self, config: ModelConfig) -> nn.Module:
         """Its model of this shape, without dropout."""
         raise NotImplementedError
 
-    def tensors(self, weights: GPT) -> dict[str, Tensor]:
+    def convert(self, weights: GPT) -> dict[str, Tensor]:
         """Our weights under its names and in its layout, for load_state_dict."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, input_ids: Tensor, target_ids: Tensor) -> Tensor:
+        """Mean cross-entropy. input_ids, target_ids: (B, T)."""
         raise NotImplementedError
 
     def optimizer(self, model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-        """AdamW as the project constructs it; matrices decay, vectors do not."""
+        """AdamW as the project constructs it, with weight decay for matrices only."""
         return torch.optim.AdamW(decay_groups(model, config), lr=config.lr, betas=config.betas)
 
-    def shipped(self, device: str, best: torch.dtype, compiles: bool, vocabulary: int) -> list[Row]:
-        """How the project itself runs on this device when nothing else is asked for."""
-        return [Row(self.title, self.key, torch.float32)]
+    def shipped(self, target: Target) -> list[Variant]:
+        """How the project itself runs on this device by default."""
+        return [Variant(self.title, self.key, torch.float32)]
 
-    def equalised(self, device: str, dtype: torch.dtype, compiles: bool) -> list[Row]:
+    def equalised(self, target: Target) -> list[Variant]:
         """The same precision for all, compiled; the optimizer as the project constructs it."""
-        return [Row(self.title, self.key, dtype, compiles)]
+        return [Variant(self.title, self.key, target.dtype, target.can_compile)]
 
-    def contender(self, row: Row, *setup) -> "Contender":
-        return Contender(row, self, *setup)
-
-    def source(self) -> dict:
-        """Which version of it this is."""
+    def source(self) -> dict[str, str]:
+        """The version or commit of the project."""
         return {}
 
 
@@ -115,15 +107,15 @@ def decay_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
     ]
 
 
-class Ours(Project):
-    """This repository. Its steps are taken by the class OurContender."""
+class Ours(Implementation):
+    """This repository."""
 
     key = title = "ours"
 
     def build(self, config: ModelConfig) -> GPT:
         return GPT(config)
 
-    def tensors(self, weights: GPT) -> dict[str, Tensor]:
+    def convert(self, weights: GPT) -> dict[str, Tensor]:
         return weights.state_dict()
 
     def loss(self, model: nn.Module, input_ids: Tensor, target_ids: Tensor) -> Tensor:
@@ -132,29 +124,26 @@ class Ours(Project):
     def optimizer(self, model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
         return build_optimizer(model, config)
 
-    def shipped(self, device: str, best: torch.dtype, compiles: bool, vocabulary: int) -> list[Row]:
-        """Short runs are not compiled, long ones are (training/distributed/device.py,
-        should_compile)."""
-        eager = Row("ours", self.key, best, kept=device == "cpu")
+    def shipped(self, target: Target) -> list[Variant]:
+        """Eager and compiled: short runs are not compiled, long ones are."""
+        eager = Variant("ours", self.key, target.dtype, keeps_memory=target.device == "cpu")
         compiled = dataclasses.replace(eager, name="ours, compiled", compiled=True)
-        return [eager, compiled] if compiles else [eager]
+        return [eager, compiled] if target.can_compile else [eager]
 
-    def equalised(self, device: str, dtype: torch.dtype, compiles: bool) -> list[Row]:
-        return [Row("ours", self.key, dtype, compiles, kept=device == "cpu")]
-
-    def contender(self, row: Row, *setup) -> "Contender":
-        return OurContender(row, self, *setup)
+    def equalised(self, target: Target) -> list[Variant]:
+        keeps = target.device == "cpu"
+        return [Variant("ours", self.key, target.dtype, target.can_compile, keeps)]
 
 
-class Transformers(Project):
-    """GPT2LMHeadModel of Hugging Face transformers, with what its Trainer does by default."""
+class Transformers(Implementation):
+    """GPT2LMHeadModel of Hugging Face transformers, with the defaults of its Trainer."""
 
     key = title = "transformers"
 
     def __init__(self):
         import transformers
 
-        transformers.logging.set_verbosity_error()  # special tokens that a small vocabulary lacks
+        transformers.logging.set_verbosity_error()  # warns of special tokens outside a vocabulary
         self.library = transformers
         self.defaults = {
             name: field.default
@@ -175,12 +164,12 @@ class Transformers(Project):
         shape.use_cache = bool(self.defaults.get("use_cache"))  # the Trainer's, not the model's
         return self.library.GPT2LMHeadModel(shape)
 
-    def tensors(self, weights: GPT) -> dict[str, Tensor]:
+    def convert(self, weights: GPT) -> dict[str, Tensor]:
         theirs = hf_tensors(weights)
         return theirs | {"lm_head.weight": theirs["transformer.wte.weight"]}
 
     def loss(self, model: nn.Module, input_ids: Tensor, target_ids: Tensor) -> Tensor:
-        # By itself it would shift labels by one, and lose the last target of each window.
+        # Without shift_labels it shifts the labels by one and drops the last target of each window.
         return model(input_ids=input_ids, labels=target_ids, shift_labels=target_ids).loss
 
     def optimizer(self, model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -188,62 +177,60 @@ class Transformers(Project):
         groups = decay_groups(model, config)
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
 
-    def shipped(self, device: str, best: torch.dtype, compiles: bool, vocabulary: int) -> list[Row]:
-        rows = [Row(self.title, self.key, torch.float32)]
-        if best == torch.bfloat16:
-            rows.append(Row("transformers, bf16=True", self.key, best))
-        return rows
+    def shipped(self, target: Target) -> list[Variant]:
+        variants = [Variant(self.title, self.key, torch.float32)]
+        if target.dtype == torch.bfloat16:
+            variants.append(Variant("transformers, bf16=True", self.key, target.dtype))
+        return variants
 
-    def source(self) -> dict:
+    def source(self) -> dict[str, str]:
         return {"version": self.library.__version__}
 
 
-class Checkout(Project):
-    """A project that is no package: a folder with its files."""
+class Checkout(Implementation):
+    """A project that is not a package: a folder with its files."""
 
-    files: tuple[str, ...] = ()  # where its model stands, the first that is there
-    classes: tuple[str, ...] = ()
+    files: ClassVar[tuple[str, ...]] = ()  # files that may define its model; the first found counts
+    classes: ClassVar[tuple[str, ...]] = ()  # that the file has to define
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
         self.module = self.load_module()
 
     @classmethod
-    def file_in(cls, folder: str) -> Path | None:
-        """The file with its model, if this is a checkout of it."""
+    def find_file(cls, folder: str) -> Path | None:
+        """The file that defines its model; None when the folder is not a checkout of it."""
         return next((path for name in cls.files if (path := Path(folder) / name).is_file()), None)
 
     def load_module(self) -> ModuleType:
-        """Runs the file that its model stands in; raises ConfigError when it is not what is
-        wanted."""
-        file = self.file_in(str(self.folder))
-        # A name of its own: model.py is what ours is called, too.
+        """Imports the file that defines its model; ConfigError when that fails."""
+        file = self.find_file(str(self.folder))
+        # An own module name: our model.py has the same file name.
         spec = importlib.util.spec_from_file_location(f"_checkout_of_{self.key}", file)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look it up
-        place = str(file.parent)
-        sys.path.insert(0, place)  # for the other files of its own folder
+        sys.modules[spec.name] = module  # dataclasses need it there
+        folder = str(file.parent)
+        sys.path.insert(0, folder)  # for imports of other files of the same folder
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            self.refuse(
-                f"{file.name} cannot be imported ({type(error).__name__}: {message_of(error)})"
-            )
+            reason = f"{type(error).__name__}: {message_of(error)}"
+            raise self.config_error(f"{file.name} cannot be imported ({reason})") from error
         finally:
-            sys.path.remove(place)
+            sys.path.remove(folder)
         if missing := [name for name in self.classes if not hasattr(module, name)]:
-            self.refuse(f"{file.name} has no {missing[0]}")
+            raise self.config_error(f"{file.name} does not define {missing[0]}")
         return module
 
-    def refuse(self, cause: str) -> None:
-        fix = f"name the folder of a checkout of {self.title}"
-        raise ConfigError([(self.key, str(self.folder), cause, fix)])
+    def config_error(self, reason: str) -> ConfigError:
+        hint = f"name the folder of a checkout of {self.title}"
+        return ConfigError([(self.key, str(self.folder), reason, hint)])
 
-    def source(self) -> dict:
-        from training.reporting.machine import git
-
-        own = (self.folder / ".git").exists()  # else git would tell of a folder around it
-        return {"commit": git(self.folder, "rev-parse", "--short", "HEAD") if own else "unknown"}
+    def source(self) -> dict[str, str]:
+        # Without a .git of its own git would describe a repository around it.
+        is_repository = (self.folder / ".git").exists()
+        commit = git(self.folder, "rev-parse", "--short", "HEAD") if is_repository else "unknown"
+        return {"commit": commit}
 
 
 class NanoGPT(Checkout):
@@ -266,8 +253,8 @@ class NanoGPT(Checkout):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
             return self.module.GPT(shape)
 
-    def tensors(self, weights: GPT) -> dict[str, Tensor]:
-        theirs = {  # Hugging Face's names, with Linears in place of Conv1Ds
+    def convert(self, weights: GPT) -> dict[str, Tensor]:
+        theirs = {  # Hugging Face's names, with Linear instead of Conv1D
             name: value.T if name.endswith(self.transposed) else value
             for name, value in hf_tensors(weights).items()
         }
@@ -283,21 +270,22 @@ class NanoGPT(Checkout):
                 config.weight_decay, config.lr, tuple(config.betas), device
             )
 
-    def shipped(self, device: str, best: torch.dtype, compiles: bool, vocabulary: int) -> list[Row]:
-        """On a CPU as its README says, --device=cpu --compile=False, which is without autocast. On
-        a GPU what its train.py begins with."""
-        padded = vocabulary == GPT2_VOCABULARY
-        if device != "cuda":
-            return [Row(self.title, self.key, torch.float32, padded=padded)]
-        half = torch.bfloat16 if best == torch.bfloat16 else torch.float16
-        return [Row(self.title, self.key, half, compiles, padded=padded, tf32=True)]
+    def shipped(self, target: Target) -> list[Variant]:
+        """On a CPU --device=cpu --compile=False, as its README says, without autocast. On a GPU the
+        defaults of its train.py."""
+        padded = target.vocab_size == GPT2_VOCABULARY
+        if target.device != "cuda":
+            return [Variant(self.title, self.key, torch.float32, padded=padded)]
+        half = torch.bfloat16 if target.dtype == torch.bfloat16 else torch.float16
+        compiled = target.can_compile
+        return [Variant(self.title, self.key, half, compiled, padded=padded, tf32=True)]
 
-    def equalised(self, device: str, dtype: torch.dtype, compiles: bool) -> list[Row]:
-        """And once more with all that one who knows could switch on for it."""
-        plain = Row(self.title, self.key, dtype, compiles)
-        more = {"name": "nanoGPT, all switched on", "fused": device in ("cpu", "cuda")}
-        more |= {"kept": device == "cpu", "padded": True, "tf32": device == "cuda"}
-        return [plain, dataclasses.replace(plain, **more)]
+    def equalised(self, target: Target) -> list[Variant]:
+        """And once more with every option that makes it faster."""
+        plain = Variant(self.title, self.key, target.dtype, target.can_compile)
+        options = {"fused": target.device in ("cpu", "cuda"), "tf32": target.device == "cuda"}
+        options |= {"keeps_memory": target.device == "cpu", "padded": True}
+        return [plain, dataclasses.replace(plain, name="nanoGPT, all switched on", **options)]
 
 
 class LLMsFromScratch(Checkout):
@@ -311,13 +299,13 @@ class LLMsFromScratch(Checkout):
         "gpt.py",
     )
     classes = ("GPTModel",)
-    outside: ClassVar = {  # ours: theirs
+    names: ClassVar = {  # ours: theirs
         "token_emb.weight": "tok_emb.weight",
         "pos_emb.weight": "pos_emb.weight",
         "final_norm.weight": "final_norm.scale",
         "final_norm.bias": "final_norm.shift",
     }
-    inside: ClassVar = {
+    names_in_block: ClassVar = {
         "attn_norm.weight": "norm1.scale",
         "attn_norm.bias": "norm1.shift",
         "mlp_norm.weight": "norm2.scale",
@@ -332,7 +320,7 @@ class LLMsFromScratch(Checkout):
             {
                 "vocab_size": config.vocab_size,
                 "context_length": config.context_length,
-                "ctx_len": config.context_length,  # its name before the book was out
+                "ctx_len": config.context_length,  # its name in early versions
                 "emb_dim": config.emb_dim,
                 "n_heads": config.num_heads,
                 "n_layers": config.num_layers,
@@ -340,18 +328,18 @@ class LLMsFromScratch(Checkout):
                 "qkv_bias": True,
             }
         )
-        # The book's head has a matrix of its own; GPT-2's is the embedding, and the comparison is
-        # of one model.
+        # The book's head has its own matrix. GPT-2 shares it with the embedding, and all
+        # implementations have to train the same model.
         model.out_head.weight = model.tok_emb.weight
         return model
 
-    def tensors(self, weights: GPT) -> dict[str, Tensor]:
+    def convert(self, weights: GPT) -> dict[str, Tensor]:
         def renamed(name: str) -> str:
-            if name in self.outside:
-                return self.outside[name]
+            if name in self.names:
+                return self.names[name]
             _, layer, rest = name.split(".", 2)
-            ours = next(key for key in self.inside if rest.startswith(key))
-            return f"trf_blocks.{layer}.{self.inside[ours]}{rest.removeprefix(ours)}"
+            ours = next(key for key in self.names_in_block if rest.startswith(key))
+            return f"trf_blocks.{layer}.{self.names_in_block[ours]}{rest.removeprefix(ours)}"
 
         theirs = {renamed(name): value for name, value in weights.state_dict().items()}
         return theirs | {"out_head.weight": theirs["tok_emb.weight"]}
@@ -361,102 +349,5 @@ class LLMsFromScratch(Checkout):
         return nn.functional.cross_entropy(logits.flatten(0, 1), target_ids.flatten())
 
 
-PROJECTS = {each.key: each for each in (Ours, Transformers, NanoGPT, LLMsFromScratch)}
-CHECKOUTS = {key: each for key, each in PROJECTS.items() if issubclass(each, Checkout)}
-
-
-# ----------------------------------------------------------------------------- a row, set up
-
-
-class Contender:
-    """A project's model and optimizer as a row says. The step is that of the projects' own training
-    scripts, which differ in no more than names."""
-
-    def __init__(
-        self,
-        row: Row,
-        project: Project,
-        weights: GPT,
-        optimizer: OptimizerConfig,
-        parallel: Strategy,
-        seed: int,
-    ):
-        self.row, self.project, self.seed, self.steps = row, project, seed, 0
-        self.parallel = dataclasses.replace(parallel, dtype=row.dtype)
-        self.set_up(padded(weights) if row.padded else weights, optimizer)
-        for group in self.optimizer.param_groups:
-            group["eps"] = optimizer.eps
-        if row.fused:
-            groups = [{k: g[k] for k in ("params", *NUMBERS)} for g in self.optimizer.param_groups]
-            self.optimizer = torch.optim.AdamW(groups, fused=True)
-
-    def set_up(self, weights: GPT, optimizer: OptimizerConfig) -> None:
-        self.model = self.project.build(weights.config)
-        load(self.project, self.model, weights)
-        self.model.to(self.parallel.device).train()
-        self.optimizer = self.project.optimizer(self.model, optimizer)
-        self.fast_model = torch.compile(self.model) if self.row.compiled else self.model
-
-    def step(self, input_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """A whole optimizer step: (loss, norm of the gradient), both still on the device."""
-        scaler = self.parallel.scaler  # does nothing unless in fp16
-        with self.parallel.autocast():
-            loss = self.project.loss(self.fast_model, input_ids, target_ids)
-        scaler.scale(loss).backward()
-        scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        scaler.step(self.optimizer)
-        scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        return loss.detach(), norm
-
-
-class OurContender(Contender):
-    """Ours: the parts that the Trainer of train.py is made of, in the order of its step()."""
-
-    def set_up(self, weights: GPT, optimizer: OptimizerConfig) -> None:
-        self.model = self.parallel.prepare_model(weights.config, lambda: copy.deepcopy(weights))
-        self.fast_model = self.parallel.wrap(self.model, self.row.compiled)
-        self.optimizer = build_optimizer(self.model, optimizer)
-        self.guard = NonFiniteCheck(10, self.parallel.device)
-
-    def step(self, input_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-        self.parallel.reseed(self.seed, self.steps)
-        with self.parallel.no_sync(more_to_come=False):
-            with self.parallel.autocast():
-                _, loss = self.fast_model(input_ids, target_ids)
-            self.parallel.backward(loss)
-        norm = self.parallel.update(self.model, self.optimizer, CLIP, self.guard)
-        if self.parallel.device.type == "cpu":  # as the Trainer does
-            self.guard.read()
-        self.steps += 1
-        return loss.detach(), norm
-
-
-def load(project: Project, model: nn.Module, weights: GPT) -> None:
-    """Gives a project's model our weights. Raises Disagreement when it has others than we have."""
-    theirs = project.tensors(weights)
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if different := sorted(own ^ theirs.keys()):
-        which = different[0]
-        cause = f"has {'a' if which in own else 'no'} parameter {which}, other than GPT-2"
-        raise Disagreement("contenders", project.key, cause, LEAVE_OUT)
-    try:
-        model.load_state_dict(theirs, strict=False)  # not its buffers, such as masks
-    except RuntimeError as error:
-        said = f"parameters of other shapes ({message_of(error)})"
-        raise Disagreement("contenders", project.key, said, LEAVE_OUT) from error
-
-
-def padded(weights: GPT) -> GPT:
-    """The same model with rows of zeros, so that its vocabulary is a multiple of 64."""
-    config = dataclasses.replace(
-        weights.config, vocab_size=-(-weights.config.vocab_size // 64) * 64
-    )
-    larger = GPT(config)
-    tensors = weights.state_dict()
-    rows = tensors["token_emb.weight"]
-    more = rows.new_zeros(config.vocab_size - len(rows), rows.shape[1])
-    larger.load_state_dict(tensors | {"token_emb.weight": torch.cat([rows, more])})
-    return larger
+IMPLEMENTATIONS = {each.key: each for each in (Ours, Transformers, NanoGPT, LLMsFromScratch)}
+CHECKOUTS = {key: each for key, each in IMPLEMENTATIONS.items() if issubclass(each, Checkout)}

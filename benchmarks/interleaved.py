@@ -1,7 +1,8 @@
-"""Taking turns: how the steps of benchmarks/training.py are timed, and what the times mean.
+"""Interleaved timing: how benchmarks/training.py times steps, and what is computed from the times.
 
-All contenders stand ready, and each has a turn of some steps in every round. Between turns changes
-what is the process's and no contender's own: what the C library does with freed memory, TF32.
+All variants are set up first. In every round each of them runs some steps, in the order A B C, then
+C B A. Settings of the whole process that differ between variants (what the C library does with
+freed memory, TF32) change between them.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import dataclasses
 import gc
 import math
 import platform
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,20 +21,19 @@ import torch
 import torch._inductor.config
 
 from benchmarks.equivalence import check_first_step, exact_norm
-from benchmarks.implementations import Batch, Contender, Row
+from benchmarks.implementations import Variant
+from benchmarks.runner import Batch, Runner
 from training.distributed.device import keep_freed_memory
 from training.distributed.strategy import Strategy
 
 
 def return_freed_memory(device: str) -> None:
-    """Undoes keep_freed_memory (training/distributed/device.py), which every start on a CPU calls.
+    """Undoes keep_freed_memory (training/distributed/device.py), which a start on a CPU calls.
 
-    glibc adapts two thresholds to what a program frees, until one of them is set, as keeping freed
-    memory does. Here they are set to where adapting ends: 32 MiB for memory of its own mapping,
-    twice that for giving back the end of the heap. That is as in an untouched process, or kinder:
-    steps of nanoGPT had as many page faults as there, or up to a fifth fewer. A threshold of 128
-    KiB, where adapting begins, would cost the others twice the faults. Where the heap is in pieces,
-    one that another's turn has left may serve them without faults: the tables show how many.
+    glibc adapts two thresholds to what a program frees, until one of them is set. This sets them to
+    their adapted values: 32 MiB for memory with its own mapping, 64 MiB for returning the end of
+    the heap. nanoGPT's steps then had as many page faults as in a process of their own, or up to a
+    fifth fewer; with 128 KiB, where glibc starts, they had twice as many.
     """
     if device != "cpu" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return
@@ -41,13 +42,15 @@ def return_freed_memory(device: str) -> None:
     libc.mallopt(m_mmap_max, 65536)
     libc.mallopt(m_mmap_threshold, 32 * 2**20)
     libc.mallopt(m_trim_threshold, 64 * 2**20)
-    libc.malloc_trim(0)  # nobody lives on what another has kept
+    libc.malloc_trim(0)  # no variant uses what another one has kept
 
 
 @contextlib.contextmanager
-def freed_memory(kept: bool, device: str) -> Iterator[None]:
-    """What the C library does with freed memory during one contender's turn."""
-    if kept:
+def process_settings(variant: Variant, device: str) -> Iterator[None]:
+    """The settings of the process that a variant asks for: freed memory and TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if variant.tf32 else before)
+    if variant.keeps_memory:
         keep_freed_memory()
     else:
         return_freed_memory(device)
@@ -55,206 +58,186 @@ def freed_memory(kept: bool, device: str) -> Iterator[None]:
         yield
     finally:
         return_freed_memory(device)
-
-
-@contextlib.contextmanager
-def surroundings(row: Row, device: str) -> Iterator[None]:
-    """What is the process's and not a contender's, as a row has it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if row.tf32 else before)
-    try:
-        with freed_memory(row.kept, device):
-            yield
-    finally:
         torch.set_float32_matmul_precision(before)
 
 
 def page_faults() -> int:
-    """Of this process so far: pages that the system had to provide. What kept memory saves."""
-    try:
-        import resource
-    except ImportError:  # no such thing on Windows
-        return 0
+    """Pages that the system has given to this process so far. Keeping freed memory saves some."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-class Lap:
-    """Times between marks: by the clock, and on a GPU by its own, so that no step waits."""
+class Timer:
+    """Seconds between marks. On a GPU they are CUDA events, so that no step waits for another."""
 
-    def __init__(self, parallel: Strategy):
-        self.parallel, self.marks = parallel, []
-        parallel.synchronize()
+    def __init__(self, strategy: Strategy):
+        self.strategy, self.marks = strategy, []
+        strategy.synchronize()
         self.mark()
 
     def mark(self) -> None:
-        if self.parallel.device.type == "cuda":
+        if self.strategy.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.marks.append(event)
         else:
-            if self.parallel.device.type == "mps":
+            if self.strategy.device.type == "mps":
                 torch.mps.synchronize()
             self.marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        self.parallel.synchronize()
+        self.strategy.synchronize()
         pairs = zip(self.marks, self.marks[1:], strict=False)
-        if self.parallel.device.type == "cuda":
+        if self.strategy.device.type == "cuda":
             return [before.elapsed_time(after) / 1e3 for before, after in pairs]
         return [after - before for before, after in pairs]
 
 
-class Entry:
-    """A row while it is measured, and what was measured."""
+class Measurement:
+    """A variant while it is measured, and its figures."""
 
-    def __init__(self, row: Row, make: Callable[[Row], Contender], parallel: Strategy):
-        self.row, self.parallel = row, parallel
-        self.turns: list[list[float]] = []  # of each round, the seconds of its steps
-        self.peak = 0
-        self.before = self.allocated()
-        self.faults = 0  # of pages, in steps that count
-        # What stays, the optimizer's state too, is not allocated in kept memory: above it that
-        # could not be given back, and others would live on it in their turns.
-        self.beginning = dataclasses.replace(row, kept=False)
-        with surroundings(self.beginning, parallel.device.type):
-            self.contender = make(row)
-        self.fused = bool(self.contender.optimizer.param_groups[0].get("fused"))
+    def __init__(self, variant: Variant, make: Callable[[Variant], Runner], strategy: Strategy):
+        self.variant, self.strategy = variant, strategy
+        self.rounds: list[list[float]] = []  # seconds of the steps of each round
+        self.peak_bytes = 0
+        self.page_faults = 0  # in timed steps
+        self.allocated_before = self.allocated()
+        # Parameters and optimizer state are not allocated in kept memory: it could not be returned
+        # to the system afterwards, and other variants would use it.
+        self.at_start = dataclasses.replace(variant, keeps_memory=False)
+        with process_settings(self.at_start, strategy.device.type):
+            self.runner = make(variant)
+        self.fused = bool(self.runner.optimizer.param_groups[0].get("fused"))
 
     def allocated(self) -> int:
-        cuda = self.parallel.device.type == "cuda"
-        return torch.cuda.memory_allocated(self.parallel.device) if cuda else 0
+        cuda = self.strategy.device.type == "cuda"
+        return torch.cuda.memory_allocated(self.strategy.device) if cuda else 0
 
-    def first(self, batches: list[Batch], warmup: int, expected: tuple[float, float]) -> None:
-        """The first step by itself, with the compilation if there is one, and more to warm up."""
-        with surroundings(self.beginning, self.parallel.device.type):
-            lap = Lap(self.parallel)
-            with exact_norm(self.contender.model) as squares:
-                loss, _ = self.contender.step(*batches[0])
-            lap.mark()
-            (self.first_seconds,) = lap.seconds()
+    def first_step(self, batches: list[Batch], warmup: int, expected: tuple[float, float]) -> None:
+        """Times and checks the first step, which compiles, and runs `warmup` more."""
+        with process_settings(self.at_start, self.strategy.device.type):
+            timer = Timer(self.strategy)
+            with exact_norm(self.runner.model) as squares:
+                loss, _ = self.runner.step(*batches[0])
+            timer.mark()
+            (self.first_seconds,) = timer.seconds()
             self.loss, self.norm = float(loss), math.sqrt(sum(map(float, squares)))
-            check_first_step(self.row, self.loss, self.norm, expected)
-            self.resident = self.allocated() - self.before
-        with surroundings(self.row, self.parallel.device.type):
+            check_first_step(self.variant, self.loss, self.norm, expected)
+            self.resident = self.allocated() - self.allocated_before
+        with process_settings(self.variant, self.strategy.device.type):
             for _ in range(warmup):
                 self.step(batches)
 
     def step(self, batches: list[Batch]) -> None:
-        self.contender.step(*batches[self.contender.steps % len(batches)])
+        self.runner.step(*batches[self.runner.steps % len(batches)])
 
-    def turn(self, batches: list[Batch], steps: int, settle: int) -> None:
-        """A turn: steps that do not count, as memory that is kept grows for two of them and the
-        caches hold another's, then those that do."""
-        device = self.parallel.device
-        with surroundings(self.row, device.type):
+    def run_round(self, batches: list[Batch], steps: int, settle: int) -> None:
+        """Runs `settle` untimed steps, until memory and caches have settled, and `steps` timed
+        ones."""
+        device = self.strategy.device
+        with process_settings(self.variant, device.type):
             others = self.allocated() - self.resident
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             for _ in range(settle):
                 self.step(batches)
-            lap, before = Lap(self.parallel), page_faults()
+            timer, before = Timer(self.strategy), page_faults()
             for _ in range(steps):
                 self.step(batches)
-                lap.mark()
-            self.turns.append(lap.seconds())
-            self.faults += page_faults() - before
+                timer.mark()
+            self.rounds.append(timer.seconds())
+            self.page_faults += page_faults() - before
             if device.type == "cuda":
-                self.peak = max(self.peak, torch.cuda.max_memory_allocated(device) - others)
-
-    def free(self) -> None:
-        del self.contender
-        gc.collect()
-        if self.parallel.device.type == "cuda":
-            torch.cuda.empty_cache()
+                peak = torch.cuda.max_memory_allocated(device) - others
+                self.peak_bytes = max(self.peak_bytes, peak)
 
 
-def order(contenders: int, rounds: int) -> list[list[int]]:
-    """Whose turn it is: A B C, C B A, A B C and so on, so that none is always after the same."""
-    forth = list(range(contenders))
-    return [forth if turn % 2 == 0 else forth[::-1] for turn in range(rounds)]
+def order(variants: int, rounds: int) -> list[list[int]]:
+    """Of each round the indices of the variants: 0 1 2, then 2 1 0, and so on."""
+    forward = list(range(variants))
+    return [forward if number % 2 == 0 else forward[::-1] for number in range(rounds)]
 
 
 def measure(
-    rows: list[Row],
-    make: Callable[[Row], Contender],
+    variants: list[Variant],
+    make: Callable[[Variant], Runner],
     batches: list[Batch],
     expected: dict[bool, tuple[float, float]],
-    parallel: Strategy,
+    strategy: Strategy,
     rounds: int,
     steps: int,
     settle: int,
     warmup: int,
-    one_at_a_time: bool,
-) -> list[Entry]:
-    """Takes the turns of all rows. expected: our first loss and gradient norm, padded or not."""
-    if any(row.compiled for row in rows):
-        torch._dynamo.reset()  # what an earlier table has compiled must not count for this one,
-        torch._inductor.config.force_disable_caches = True  # nor what an earlier run has
-    entries = []
-    for row in rows:
-        entry = Entry(row, make, parallel)
-        entry.first(batches, warmup, expected[row.padded])
-        entries.append(entry)
-        if one_at_a_time:
-            for _ in range(rounds):
-                entry.turn(batches, steps, settle)
-            entry.free()
-    if not one_at_a_time:
-        for turn in order(len(rows), rounds):
-            for number in turn:
-                entries[number].turn(batches, steps, settle)
-        for entry in entries:
-            entry.free()
-    return entries
+) -> list[Measurement]:
+    """Measures all variants. expected: our first loss and gradient norm, by `variant.padded`."""
+    if any(variant.compiled for variant in variants):
+        torch._dynamo.reset()  # compiled code of an earlier table,
+        torch._inductor.config.force_disable_caches = True  # or an earlier run, must not be reused
+    measurements = []
+    for variant in variants:
+        measurement = Measurement(variant, make, strategy)
+        measurement.first_step(batches, warmup, expected[variant.padded])
+        measurements.append(measurement)
+    for indices in order(len(variants), rounds):
+        for index in indices:
+            measurements[index].run_round(batches, steps, settle)
+    for measurement in measurements:
+        del measurement.runner
+    gc.collect()
+    if strategy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return measurements
 
 
-# ---------------------------------------------------------------------------- what it means
-
-
-def spread(turns: list[list[float]]) -> dict[str, float]:
-    """The median and quartiles of all steps."""
-    times = sorted(seconds for turn in turns for seconds in turn)
+def spread(rounds: list[list[float]]) -> dict[str, float]:
+    """Median and quartiles of all steps."""
+    times = sorted(seconds for each in rounds for seconds in each)
     low, middle, high = quantiles(times, n=4, method="inclusive") if times[1:] else times * 3
     return {"median": middle, "lower_quartile": low, "upper_quartile": high}
 
 
-def ratio(own: list[list[float]], other: list[list[float]]) -> dict[str, float]:
-    """How many times as fast one is as another. Both had a turn in each round, in the same minute:
-    of each round the ratio of the median steps, and of these the median, least and most."""
-    each = [median(b) / median(a) for a, b in zip(own, other, strict=True)]
-    return {"median": median(each), "least": min(each), "most": max(each)}
+def speedup(own: list[list[float]], other: list[list[float]]) -> dict[str, float]:
+    """How many times as fast one variant is as another: median, least and most over the rounds.
+
+    The ratio is taken within each round, whose steps ran in the same minute.
+    """
+    ratios = [median(b) / median(a) for a, b in zip(own, other, strict=True)]
+    return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
 
 
-def table(entries: list[Entry], tokens: int, flops: float, ceilings: dict | None) -> list[dict]:
-    """The rows of a table, as JSON can hold them. tokens: of a step; flops: of one token."""
+def table(
+    measurements: list[Measurement], tokens: int, flops: float, roofline: dict | None
+) -> list[dict]:
+    """The rows of a table for JSON. tokens: of a step; flops: of one token."""
     rows = []
-    for entry in entries:
-        row, found = entry.row, spread(entry.turns)
-        speed = tokens / found["median"]
-        figures = {
-            "name": row.name,
-            "project": row.project,
-            "precision": row.precision,
-            "compiled": row.compiled,
-            "fused_adamw": entry.fused,
-            "freed_memory_kept": row.kept,
-            "vocabulary_padded": row.padded,
-            "tf32": row.tf32,
-            "first_step_seconds": entry.first_seconds,
-            "first_loss": entry.loss,
-            "first_grad_norm": entry.norm,
-            "page_faults_per_step": entry.faults / sum(map(len, entry.turns)),
-            "step_seconds": found | {"all": entry.turns},
+    for measured in measurements:
+        variant, seconds = measured.variant, spread(measured.rounds)
+        speed = tokens / seconds["median"]
+        row = {
+            "name": variant.name,
+            "project": variant.implementation,
+            "precision": variant.precision,
+            "compiled": variant.compiled,
+            "fused_adamw": measured.fused,
+            "freed_memory_kept": variant.keeps_memory,
+            "vocabulary_padded": variant.padded,
+            "tf32": variant.tf32,
+            "first_step_seconds": measured.first_seconds,
+            "first_loss": measured.loss,
+            "first_grad_norm": measured.norm,
+            "page_faults_per_step": measured.page_faults / sum(map(len, measured.rounds)),
+            "step_seconds": seconds | {"all": measured.rounds},
             "tokens_per_second": speed,
             "flops_per_second": speed * flops,
         }
-        if ceilings:
-            best = ceilings["products"][row.precision]
-            figures["share_of_best"] = speed / best["best_tokens_per_second"]
-            figures["share_of_own"] = speed / best["own_tokens_per_second"]
-        if entry.peak:
-            figures["peak_memory_bytes"] = entry.peak
-        others = [other for other in entries if other is not entry]
-        figures["times_as_fast_as"] = {o.row.name: ratio(entry.turns, o.turns) for o in others}
-        rows.append(figures)
+        if roofline:
+            best = roofline["products"][variant.precision]
+            row["share_of_best"] = speed / best["best_tokens_per_second"]
+            row["share_of_own"] = speed / best["own_tokens_per_second"]
+        if measured.peak_bytes:
+            row["peak_memory_bytes"] = measured.peak_bytes
+        others = [other for other in measurements if other is not measured]
+        row["times_as_fast_as"] = {
+            other.variant.name: speedup(measured.rounds, other.rounds) for other in others
+        }
+        rows.append(row)
     return rows

@@ -1,8 +1,8 @@
-"""How fast a device could be at best: its matrix products and its memory, measured.
+"""Roofline: the measured limits of a device for a training step of benchmarks/training.py.
 
-For benchmarks/training.py, on random data and in the same process as what is held against it. Two
-ceilings of a training step: its FLOPs at the fastest rate of any product tried here, and the time
-that its own products take one after the other, with nothing between them.
+Matrix products and a memory copy are timed on random data, in the process of the benchmark. They
+give two limits: the FLOPs of a step at the rate of the fastest product tried here, and the time of
+the step's own products run sequentially with nothing between them.
 
 Shapes: N positions of a step (B windows of T tokens), C emb_dim, H heads, D head_dim, V vocabulary,
 L layers.
@@ -16,12 +16,12 @@ import torch
 from model import GPT, ModelConfig
 from training.distributed.device import DTYPES
 
-SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}  # sizes of the square products that are tried
-COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes
+SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}  # sizes of the square products to time
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 Shape = tuple[int, int, int]  # m, k, n of (m, k) @ (k, n)
 
 
-def ceilings(
+def measure_roofline(
     model: GPT,
     batch_size: int,
     length: int,
@@ -29,7 +29,7 @@ def ceilings(
     device: torch.device,
     seconds: float,
 ) -> dict:
-    """Rates in FLOP/s and bytes/s. seconds: for each shape."""
+    """Rates in FLOP/s and bytes/s; `seconds` are spent on each shape."""
     results: dict = {"products": {}, "copy": copy_rate(device, seconds)}
     kind = "cuda" if device.type == "cuda" else "cpu"
     for precision in precisions:
@@ -41,7 +41,7 @@ def ceilings(
             rate = product_rate(shape, dtype, device, seconds, which, windows)
             rates[shape] = max(rate, rates.get(shape, 0.0))
             step_seconds += times * flops(shape) / rate
-        best = max(rates, key=rates.get)
+        best = max(rates, key=lambda shape: rates[shape])
         positions = batch_size * length
         results["products"][precision] = {
             "best": rates[best],
@@ -62,10 +62,10 @@ def flops(shape: Shape) -> int:
 def step_products(
     config: ModelConfig, batch_size: int, length: int
 ) -> list[tuple[Shape, float, str]]:
-    """The products of a training step: (shape, how often, how the matrices lie).
+    """The matrix products of a training step: (shape, count, layout in memory).
 
-    Queries, keys and values in one product, which is at least as fast as three. Attention in
-    windows x heads products at once, half of each, as causal attention needs no more.
+    Queries, keys and values are one product, which is at least as fast as three. Attention is
+    windows x heads products in one batch, and half of each, which is what causal attention needs.
     """
     n, c, v = batch_size * length, config.emb_dim, config.vocab_size
     found: list[tuple[Shape, float, str]] = []
@@ -95,7 +95,7 @@ def product_rate(
     which: str = "forward",
     windows: int = 1,
 ) -> float:
-    """FLOP/s of one product, its matrices lying in memory as they do in a step."""
+    """FLOP/s of one product with the memory layout that it has in a step."""
     m, k, n = shape
 
     def random(*size: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ def product_rate(
         a, b = random(windows, m, k), random(windows, k, n)
     elif which == "weight gradient":  # (N, outer), transposed, with (N, inner)
         a, b = random(k, m).t(), random(k, n)
-    elif which == "forward":  # with the transpose of a Linear's matrix
+    elif which == "forward":  # with the transposed weight of a Linear
         a, b = random(m, k), random(n, k).t()
     else:
         a, b = random(m, k), random(k, n)
@@ -113,17 +113,17 @@ def product_rate(
 
 
 def copy_rate(device: torch.device, seconds: float) -> float:
-    """Bytes a second that are read and written while memory is copied."""
-    size = COPIED["cuda" if device.type == "cuda" else "cpu"]
-    source = torch.zeros(size // 4, device=device) + 1  # written, so that every page is there
+    """Bytes per second read and written by a copy."""
+    size = COPY_BYTES["cuda" if device.type == "cuda" else "cpu"]
+    source = torch.zeros(size // 4, device=device) + 1  # written, so that every page exists
     target = source.clone()
     return 2 * size / least_seconds(lambda: target.copy_(source), device, seconds)
 
 
 def least_seconds(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Of one call: the least of five portions, that together take about so long."""
+    """Seconds of one call: the least mean of five groups of calls that take `seconds` in all."""
 
-    def portion(calls: int) -> float:
+    def mean_of(calls: int) -> float:
         started = time.perf_counter()
         for _ in range(calls):
             work()
@@ -131,6 +131,6 @@ def least_seconds(work: Callable[[], object], device: torch.device, seconds: flo
             torch.cuda.synchronize(device)
         return (time.perf_counter() - started) / calls
 
-    portion(1)  # the first call looks for its kernel
-    calls = max(1, int(seconds / 5 / portion(1)))
-    return min(portion(calls) for _ in range(5))
+    mean_of(1)  # the first call selects its kernel
+    calls = max(1, int(seconds / 5 / mean_of(1)))
+    return min(mean_of(calls) for _ in range(5))

@@ -36,7 +36,7 @@ from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY  # noqa: E402
 
 # The slowest files, started first so that no process has a long one left at the end.
 SLOWEST = ["test_ranks.py", "test_kills.py", "test_ranks_lost.py", "test_train.py"]
-SLOWEST += ["test_wandb_faults.py", "test_sweep.py", "test_benchmark.py", "test_page.py"]
+SLOWEST += ["test_wandb_faults.py", "test_sweep.py", "test_training.py", "test_page.py"]
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""scripts/benchmark_generate: only equal texts are timed, and the figures follow from the times."""
+"""benchmarks/generate: nothing is timed unless the tokens are equal; the figures."""
 
 import functools
 import json
@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.refusals import printed_keys
 
-from benchmarks import generate as benchmark_generate
+from benchmarks import generate, generation
 from training.distributed import device
 
 SMALL = ["model=gpt2-nano", "batch_sizes=[1,2]", "prompt_tokens=5", "num_tokens=4", "rounds=2"]
@@ -17,7 +17,7 @@ SMALL += ["device=cpu"]
 @pytest.fixture
 def run(in_process, tmp_path, monkeypatch):
     monkeypatch.setattr(device, "best_dtype", lambda _: torch.bfloat16)
-    return functools.partial(in_process, benchmark_generate.main, tmp_path, *SMALL)
+    return functools.partial(in_process, generate.main, tmp_path, *SMALL)
 
 
 def test_a_table_for_each_batch_size(run, tmp_path):
@@ -38,7 +38,7 @@ def test_a_table_for_each_batch_size(run, tmp_path):
 
 def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
     wrong = lambda *_: lambda prompts: [[0] * 4 for _ in prompts]  # noqa: E731
-    monkeypatch.setattr(benchmark_generate, "of_ours", wrong)
+    monkeypatch.setattr(generation, "our_generator", wrong)
     code, out, err = run("out=figures.json")
     assert (code, out, printed_keys(err)) == (4, "", ["generation"])
     assert not (tmp_path / "figures.json").exists()
