@@ -14,13 +14,26 @@ from pathlib import Path
 
 from errors import Problem, message_of, refuse
 from training.config.command_line import settings_command
-from training.reporting.comparison import INK, STYLE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
 OURS, OTHERS = "#0b6e99", "#b8bfc6"
 COLOURS = {"adamw": "#c2571a", "muon": OURS}
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
+INK = "#24292f"
+STYLE = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e8eb",
+    "legend.frameon": False,
+}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""training/results: the results of several runs as a table and a picture."""
+"""training/reporting/comparison.py: several runs as a table and a picture."""
 
 import itertools
 import json
@@ -46,7 +46,9 @@ def test_a_colour_for_each_setting_and_a_line_for_each_seed(drawn):
     rows = [row({"optimizer.name": name}, 2.0 + n, 2.1 + n) for n, name in enumerate("abc")]
     figure = drawn(rows)
     lines = figure.axes[0].get_lines()
-    assert [line.get_color() for line in lines] == [c for c in results.KINDS[:3] for _ in range(2)]
+    colours = [line.get_color() for line in lines]
+    assert colours[0::2] == colours[1::2]
+    assert len(set(colours)) == 3
     assert [list(line.get_ydata()) for line in lines][:2] == [[5.0, 2.0], [5.0, 2.1]]
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["a:  2.0500", "b:  3.0500", "c:  4.0500"]
@@ -61,12 +63,10 @@ def test_a_varied_number_has_an_axis_of_its_own(drawn):
     assert len(curves.get_lines()) == 12
 
 
-def test_a_diverged_run_is_a_cross_and_does_not_set_the_scale(drawn):
+def test_a_diverged_run_does_not_set_the_scale(drawn):
     ends = {0.1: 2.0, 0.3: math.nan, 0.9: 1e30}
-    curves, ends = drawn([row({"lr": lr}, end) for lr, end in ends.items()]).axes
-    assert curves.get_ylim()[1] < 8
-    crosses = [line for line in ends.get_lines() if line.get_marker() == "x"]
-    assert [list(line.get_xdata()) for line in crosses] == [[0.3], [0.9]]
+    for axis in drawn([row({"lr": lr}, end) for lr, end in ends.items()]).axes:
+        assert axis.get_ylim()[1] < 8
 
 
 @pytest.mark.filterwarnings("error")
@@ -78,7 +78,7 @@ def test_any_settings_can_be_drawn(drawn):
         [row({"of": f"kind {n}"}, float(n)) for n in range(15)],
     ):
         figure = drawn(rows)
-        assert 1 <= len(figure.legends[0].get_texts()) <= results.IN_LEGEND + 1, rows
+        assert 1 <= len(figure.legends[0].get_texts()) <= results.IN_LEGEND, rows
         assert figure.axes[0].get_position().width > 0.3, rows  # whatever the legend's width
 
 
