@@ -18,7 +18,6 @@ TRUNK = ("train.py", "model.py", "attention.py", "data.py")
 # What a reader opens to follow one training step on a CPU, in the order of the calls.
 STEP = (
     "train.py",
-    "training/feed.py",
     "tokens/sampler.py",
     "data.py",
     "training/distributed/strategy.py",
@@ -40,7 +39,7 @@ BUDGETS = {
     "largest file": (400, 836),
     "longest function": (60, 117),
     "imports inside functions": (40, 200),
-    "files to follow one training step": (6, 13),
+    "files to follow one training step": (6, 12),
 }
 
 
@@ -79,6 +78,7 @@ def measure(files: dict[str, str]) -> dict[str, tuple[int, str]]:
     imports = {name: deferred_imports(tree) for name, tree in trees.items()}
     checks = [size for size, name in bodies if name.endswith(": problems")]
     config = [size for name, size in lines.items() if name.startswith("training/config/")]
+    step = [name for name in STEP if name in files]
     largest, most = max(lines, key=lines.__getitem__), max(imports, key=imports.__getitem__)
     return {
         "all": (sum(lines.values()), f"{len(lines)} files"),
@@ -90,7 +90,10 @@ def measure(files: dict[str, str]) -> dict[str, tuple[int, str]]:
         "largest file": (lines[largest], largest),
         "longest function": max(bodies),
         "imports inside functions": (sum(imports.values()), f"{imports[most]} in {most}"),
-        "files to follow one training step": (len(STEP), f"{sum(lines[n] for n in STEP):,} lines"),
+        "files to follow one training step": (
+            len(step),
+            f"{sum(lines[name] for name in step):,} lines",
+        ),
     }
 
 
@@ -100,7 +103,7 @@ def main() -> int:
     step = parser.parse_args().step
     files = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in source_files()}
     if step:
-        for name in STEP:
+        for name in filter(files.__contains__, STEP):
             print(f"{files[name].count(chr(10)):6,}  {name}")
         return 0
     print(f"{'':36}{'now':>8}{'limit':>8}{'target':>8}")
@@ -110,9 +113,10 @@ def main() -> int:
         print(f"{name:36}{figure:8,}{limit:8,}{target:8,}  {detail}")
         if figure > limit:
             above.append(name)
-    for name in above:
-        print(f"above the limit: {name}", file=sys.stderr)
-    return 1 if above else 0
+    problems = [f"above the limit: {name}" for name in above]
+    problems += [f"STEP names a file that does not exist: {n}" for n in STEP if n not in files]
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

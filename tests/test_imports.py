@@ -1,63 +1,51 @@
-"""Structure: heavy libraries are imported in few places and late, and what can be copied out."""
+"""Imports: what can be copied out, and heavy libraries only when they are needed."""
 
 import ast
-import functools
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
-from helpers import REPOSITORY, SOURCES
+import pytest
+from helpers import REPOSITORY
 
-OURS = {"attention", "benchmarks", "data", "errors", "files", "generate", "inference", "interop"}
-OURS |= {"model", "scripts", "tokens", "train", "training"}
-# Who may import a library.
-USERS = {
-    "wandb": {"training.reporting.wandb_run"},
-    "hydra": {"training.config.command_line"},
-    "matplotlib": {"lens.heatmap", "benchmarks.plots", "training.reporting.comparison"},
-    "transformers": {"benchmarks.implementations"},
-    "tiktoken": {"data", "tokens.tokenizers"},
-    "huggingface_hub": {"interop.hub"},
-}
-HEAVY = {"torch", "hydra", "omegaconf", "numpy", "wandb", "data", "model", "attention"}
-
-
-def module_of(path):
-    parts = path.relative_to(REPOSITORY).with_suffix("").parts
-    return ".".join(parts).removesuffix(".__init__")
-
-
-@functools.cache
-def imports(path, top_level_only=False) -> set[str]:
-    """Without those that only type checkers see."""
-    tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
-    ifs = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-    hidden = [node for node in ifs if "TYPE_CHECKING" in ast.unparse(node.test)]
-    hidden = {id(inner) for node in hidden for inner in ast.walk(node)}
-    for node in tree.body if top_level_only else ast.walk(tree):
-        if id(node) in hidden:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:  # others stay in the folder
-            for full in (f"{node.module}.{alias.name}" for alias in node.names):
-                is_module = (REPOSITORY / (full.replace(".", "/") + ".py")).exists()
-                found.add(full if is_module else node.module)
-    return found
+HEAVY = {"torch", "wandb", "matplotlib", "transformers"}
+COMMANDS = ["train", "generate", "benchmarks.training", "benchmarks.generate"]
+COMMANDS += [f"scripts.{path.stem}" for path in sorted((REPOSITORY / "scripts").glob("[a-z]*.py"))]
+MISSPELT = """
+import runpy, sys
+try:
+    runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
+except SystemExit as exit:
+    print(exit.code, *sorted({heavy!r} & sys.modules.keys()))
+"""
+COPIED = """
+import attention, model, torch
+import lens, lens.heatmap, lens.history, lens.page, lens.probe, lens.statistics
+gpt = model.GPT(model.ModelConfig(17, 8, 16, 2, 2))
+print(tuple(gpt(torch.zeros(1, 8, dtype=torch.long))[0].shape))
+"""
 
 
-def roots(path, **options):
-    return {name.split(".")[0] for name in imports(path, **options)}
+def run_python(code: str, folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_heavy_and_optional_libraries_are_imported_in_few_places_and_late():
-    for package, allowed in USERS.items():
-        assert {module_of(path) for path in SOURCES if package in roots(path)} == allowed, package
-    for name in ("train", "generate", "training/config/schema", "training/config/command_line"):
-        assert not roots(REPOSITORY / f"{name}.py", top_level_only=True) & HEAVY, name
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_misspelt_key_is_answered_without_heavy_libraries(name):
+    code = MISSPELT.format(name=name, heavy=HEAVY)
+    assert run_python(code, REPOSITORY, "modle=gpt2-small").strip() == "2"
 
 
-def test_what_can_be_copied_out():
-    """The model needs torch alone, the lens nothing else of ours."""
+def test_attention_model_and_lens_can_be_copied_out(tmp_path):
+    """attention.py and model.py need torch alone; lens/ needs nothing else of this repository."""
     for name in ("attention.py", "model.py"):
-        assert roots(REPOSITORY / name) - sys.stdlib_module_names <= {"torch", "attention"}
-    for path in (REPOSITORY / "lens").rglob("*.py"):
-        assert not roots(path) & OURS, path
+        shutil.copy(REPOSITORY / name, tmp_path)
+        tree = ast.parse((REPOSITORY / name).read_text(encoding="utf-8"))
+        names = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        names += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+        roots = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+        assert roots <= {"torch", "attention"}
+    shutil.copytree(REPOSITORY / "lens", tmp_path / "lens")
+    assert run_python(COPIED, tmp_path).strip() == "(1, 8, 17)"
