@@ -2,17 +2,20 @@
 
 import base64
 import html
+import mimetypes
 import re
 import zlib
 
 import numpy as np
 import pytest
-from helpers import pages
+from helpers import REPOSITORY, pages
 from helpers.pages import HOSTILE, PROMPTS, a_run
 from playwright.sync_api import expect
 
 from lens.page import END, START, page
 from training.reporting.report import write_report
+
+SOURCES = REPOSITORY / "lens" / "page"
 
 
 def test_link_restores_the_view(shown):
@@ -80,13 +83,38 @@ PRESSED = [  # from a view, a key and what it changes
 ]
 
 
-def test_keys(shown):
-    lens = shown()
+def assert_keys_work(lens):
     for fragment, key, what, value in PRESSED:
         pages.go_to(lens, fragment)
         lens.keyboard.press(key)
         assert pages.state(lens, what) == value, (fragment, key)
 
+
+def test_sources_run_without_being_assembled(window):
+    """As a developer's web server has them: each module imports what it uses."""
+    tab, wrong = window().new_page(), []
+    tab.on("pageerror", lambda error: wrong.append(error))
+    whole = page([a_run().data], "x")
+    begin = whole.index(START) + len(START)
+    data = whole[begin : whole.index(END, begin)]
+
+    def serve(route):
+        path = SOURCES / route.request.url.split("/")[-1].split("#")[0]
+        body = path.read_text(encoding="utf-8").replace("__DATA__", data)
+        route.fulfill(body=body, content_type=mimetypes.guess_type(path)[0])
+
+    tab.route("http://lens.test/**", serve)
+    tab.goto("http://lens.test/index.html")
+    pages.ready(tab)
+    tab.evaluate(pages.DECODE_ALL)
+    assert_keys_work(tab)
+    tab.close()
+    assert wrong == []
+
+
+def test_keys(shown):
+    lens = shown()
+    assert_keys_work(lens)
     order = pages.ranked(a_run().rows[120].values["entropy"], descending=True)
     pages.go_to(lens, "sort=-entropy")  # sorted, arrows follow the order
     pages.tile(lens, *order[0]).click()

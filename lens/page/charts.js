@@ -1,0 +1,191 @@
+/* A chart of each statistic over the steps: a line for each head. */
+
+import { clamp, format, headName, roundTicks, shortNumber } from "./text.js";
+import { $, dot, line, make, sharp } from "./dom.js";
+import {
+  A, B, foreign, here, indexInB, pointAt, pointed, run, selected, statisticOf,
+} from "./state.js";
+import { colours } from "./colours.js";
+import { select, sideWidth, tiles } from "./grid.js";
+import { openHelp } from "./help.js";
+
+const charts = [];
+const MARGIN = { left: 34, right: 8, top: 6, bottom: 16 };
+
+export function buildCharts() {
+  for (const statistic of run.statistics) {
+    const chart = { statistic, value: make("span", { className: "value number" }) };
+    chart.lines = make("canvas");
+    chart.marks = make("canvas", { className: "marks" });
+    chart.lines.setAttribute("role", "img");
+    chart.lines.setAttribute("aria-label", `${statistic.title} of every head over the steps`);
+    chart.frame = make("div", { className: "frame" }, chart.lines, chart.marks);
+    const title = make("button", { textContent: statistic.title, title: statistic.about });
+    title.addEventListener("click", () => openHelp(statistic.key));
+    const caption = make("figcaption", {}, title, chart.value);
+    const figure = make("figure", { className: "chart" }, caption, chart.frame);
+    figure.dataset.statistic = statistic.key;
+    $("charts").append(figure);
+    charts.push(chart);
+    chart.lines.addEventListener("pointermove", (event) => {
+      const near = nearest(chart, event);
+      pointAt(near?.index ?? null, near?.at ?? null);
+    });
+    chart.lines.addEventListener("pointerleave", () => pointAt(null));
+    chart.lines.addEventListener("click", (event) => {
+      const near = nearest(chart, event);
+      if (near) select(near.index);
+    });
+  }
+}
+
+/** The chart's scales: x of a step (with one step: of a layer), y of a value. */
+function measure(chart) {
+  const { statistic } = chart;
+  const second = foreign() && statisticOf(B.run, statistic.key);
+  const known = [statistic, second].filter((s) => s && !s.empty);
+  const bounds = known.flatMap((s) => [s.low, s.high]);
+  if (Number.isFinite(statistic.uniform)) bounds.push(statistic.uniform);
+  let [low, high] = [Math.min(...bounds), Math.max(...bounds)];
+  if (low > 0 && low < 0.6 * high) low = 0;
+  if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  const steps = [...run.steps, ...(second ? B.run.steps : [])];
+  const { clientWidth: width, clientHeight: tall } = chart.frame;
+  const single = run.steps.length === 1;
+  const [from, to] = single ? [-0.5, run.layers - 0.5] : [Math.min(...steps), Math.max(...steps)];
+  const inner = width - MARGIN.left - MARGIN.right;
+  const x = (value) => MARGIN.left + ((value - from) / (to - from || 1)) * inner;
+  const y = (value) => tall - MARGIN.bottom -
+    ((value - low) / (high - low)) * (tall - MARGIN.top - MARGIN.bottom);
+  Object.assign(chart, { width, tall, single, from, to, low, high, x, y });
+}
+
+/** Draws what is the same at all steps: axes and the faint lines of all heads. */
+function drawChartLines() {
+  for (const chart of charts) {
+    measure(chart);
+    const { statistic, width, tall, x, y } = chart;
+    const context = sharp(chart.lines, width, tall);
+    context.font = "10.5px system-ui, sans-serif";
+    context.fillStyle = colours.muted;
+    context.textBaseline = "middle";
+    if (statistic.empty) {
+      context.fillText("no values", MARGIN.left, tall / 2);
+      continue;
+    }
+    context.textAlign = "right";
+    context.lineWidth = 1;
+    for (const tick of roundTicks(chart.low, chart.high, 3)) {
+      context.strokeStyle = colours.line;
+      line(context, [[MARGIN.left, y(tick)], [width - MARGIN.right, y(tick)]]);
+      context.fillText(shortNumber(tick), MARGIN.left - 5, y(tick));
+    }
+    context.textBaseline = "alphabetic";
+    const ends = chart.single ? [0, run.layers - 1] : [chart.from, chart.to];
+    [...new Set(ends)].forEach((value, n) => {
+      const text = chart.single ? `L${value}` : (n ? "" : "step ") + shortNumber(value);
+      context.textAlign = chart.single ? "center" : n ? "right" : "left";
+      context.fillText(text, x(value), tall - 3);
+    });
+    for (const of of [foreign(), A]) {
+      if (!of) continue;
+      const { count } = of.run;
+      context.strokeStyle = context.fillStyle = of === A ? colours.ink : colours.other;
+      context.globalAlpha =
+        chart.single ? clamp(60 / count, 0.15, 0.6) : clamp(16 / count, 0.025, 0.45);
+      for (let index = 0; index < count; index++) drawHistory(context, chart, of.run, index, of.at);
+    }
+    context.globalAlpha = 1;
+    if (Number.isFinite(statistic.uniform)) {
+      context.strokeStyle = colours.muted;
+      context.setLineDash([3, 3]);
+      const level = y(statistic.uniform);
+      line(context, [[MARGIN.left, level], [width - MARGIN.right, level]]);
+      context.setLineDash([]);
+    }
+  }
+}
+
+/** Draws one head: a line with gaps where it has no value; with one step a dot. */
+function drawHistory(context, chart, of, index, at) {
+  const values = statisticOf(of, chart.statistic.key)?.values ?? [];
+  if (chart.single || of.steps.length === 1) {
+    const value = values[at]?.[index];
+    const x = chart.x(chart.single ? Math.floor(index / of.heads) : of.steps[at]);
+    if (Number.isFinite(value)) dot(context, x, chart.y(value), 2.5);
+    return;
+  }
+  context.beginPath();
+  let pen = false;
+  values.forEach((row, n) => {
+    const known = Number.isFinite(row[index]);
+    if (known) context[pen ? "lineTo" : "moveTo"](chart.x(of.steps[n]), chart.y(row[index]));
+    pen = known;
+  });
+  context.stroke();
+}
+
+/** Draws what changes: the shown step, the chosen head, the head under the pointer. */
+export function drawChartMarks() {
+  for (const chart of charts) {
+    if (!chart.x || chart.statistic.empty) continue;
+    const { width, tall, x, y, statistic, single } = chart;
+    const context = sharp(chart.marks, width, tall);
+    const upright = (step, colour) => {
+      context.strokeStyle = colour;
+      context.lineWidth = 1;
+      line(context, [[x(step), MARGIN.top - 4], [x(step), tall - MARGIN.bottom]]);
+    };
+    if (!single && B) upright((here === A ? B : A).step, colours.other);
+    if (!single) upright(here.step, colours.ink);
+    const trace = (of, index, colour, thick, at) => {
+      context.strokeStyle = context.fillStyle = colour;
+      context.lineWidth = thick;
+      drawHistory(context, chart, of.run, index, at);
+      const value = statisticOf(of.run, statistic.key)?.values[at]?.[index];
+      const place = single ? Math.floor(index / of.run.heads) : of.run.steps[at];
+      if (Number.isFinite(value)) dot(context, x(place), y(value), 3.2);
+    };
+    const at = pointed.at ?? here.at;
+    const index = pointed.index ?? selected();
+    const chosen = selected() ?? index; // none enlarged: the one in focus
+    if (chosen !== null) {
+      if (foreign()) trace(B, indexInB(chosen), colours.other, 2, B.at);
+      trace(here, chosen, colours.accent, 2, index === chosen ? at : here.at);
+    }
+    if (index !== chosen) trace(here, index, colours.ink, 1.4, at);
+    const value = index === null ? null : statistic.values[at]?.[index] ?? null;
+    const { layer, head } = tiles[index ?? 0];
+    const when = pointed.at === null || single ? "" : `· ${run.steps[at]} · `;
+    const text = `${headName(layer, head)} ${when}${format(value)}`;
+    chart.value.textContent = index === null ? "" : text;
+  }
+}
+
+/** The point nearest to the pointer: {index of the head, at: index of the step}, or null. */
+function nearest(chart, event) {
+  const box = chart.lines.getBoundingClientRect();
+  const [px, py] = [event.clientX - box.left, event.clientY - box.top];
+  const far = (place) => Math.abs(chart.x(place) - px);
+  const at = chart.single ? 0 :
+    run.steps.reduce((best, step, n) => (far(step) < far(run.steps[best]) ? n : best), 0);
+  let found = null;
+  let least = Infinity;
+  chart.statistic.values[at]?.forEach((value, index) => {
+    if (!Number.isFinite(value)) return;
+    const across = chart.single ? far(Math.floor(index / run.heads)) : 0;
+    const distance = Math.hypot(chart.y(value) - py, across);
+    if (distance < least) [least, found] = [distance, { index, at }];
+  });
+  return found;
+}
+
+let chartFacts = [];
+
+export function drawCharts() {
+  const at = run.steps.length === 1 && B?.at;
+  const facts = [document.documentElement.dataset.theme, foreign()?.run, at, sideWidth];
+  if (facts.some((fact, n) => fact !== chartFacts[n])) drawChartLines();
+  chartFacts = facts;
+  drawChartMarks();
+}

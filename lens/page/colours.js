@@ -1,0 +1,74 @@
+/* Colour scales and the light and dark theme. */
+
+import { clamp } from "./text.js";
+import { state, update } from "./state.js";
+
+// matplotlib's viridis, within 2/255 everywhere: position:colour
+const VIRIDIS = `0:440154 13:481467 30:472a7a 42:443983 58:3e4c8a 81:32648e 125:218e8d
+  141:1e9d89 153:22a884 162:2ab07f 174:3bbb75 193:60ca60 201:73d056 215:95d840 233:c5e021
+  240:d8e219 246:e7e419 251:f4e61e 255:fde725`;
+// Blue: less; orange: more. Zero is pale on a pale page and dark on a dark one.
+const DIVERGING = {
+  light: "0:053061 64:3a87bd 128:fafafa 191:e08a1e 255:7a3606",
+  dark: "0:b5dcff 64:3d86cc 128:3b3f45 191:d27f22 255:ffdf9e",
+};
+
+const rgb = (hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16));
+const packed = ([r, g, b]) => (255 << 24 | b << 16 | g << 8 | r) >>> 0; // as ImageData has it
+
+/** "position:colour ..." -> 256 colours as [r, g, b]. */
+function ramp(anchors) {
+  const points = anchors.trim().split(/\s+/).map((point) => {
+    const [place, hex] = point.split(":");
+    return { place: Number(place), colour: rgb(hex) };
+  });
+  return Array.from({ length: 256 }, (_, i) => {
+    const right = Math.max(1, points.findIndex((point) => point.place >= i));
+    const [from, to] = [points[right - 1], points[right]];
+    const part = (i - from.place) / (to.place - from.place);
+    return from.colour.map((c, n) => Math.round(c + (to.colour[n] - c) * part));
+  });
+}
+
+export const viridis = ramp(VIRIDIS);
+const viridisPacked = Uint32Array.from(viridis, packed);
+export const WEIGHTS = Float64Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
+
+export const dark = matchMedia("(prefers-color-scheme: dark)");
+export const colours = {}; // of the theme, for canvases
+
+export function readTheme() {
+  const isDark = state.theme === "auto" ? dark.matches : state.theme === "dark";
+  document.documentElement.style.colorScheme = state.theme === "auto" ? "" : state.theme;
+  document.documentElement.dataset.theme = isDark ? "dark" : "light";
+  for (const name of ["page", "ink", "muted", "line", "tint", "accent", "other"]) {
+    document.body.style.outlineColor = `var(--${name})`; // resolves light-dark()
+    colours[name] = getComputedStyle(document.body).outlineColor;
+  }
+  colours.isDark = isDark;
+  colours.masked = packed(colours.tint.match(/\d+/g).map(Number));
+  colours.diverging = ramp(isDark ? DIVERGING.dark : DIVERGING.light);
+  colours.divergingPacked = Uint32Array.from(colours.diverging, packed);
+}
+
+export function toggleTheme() {
+  state.theme = colours.isDark ? "light" : "dark";
+  readTheme();
+  update();
+}
+
+/** A weight's place on the colour scale, 0 to 1; `most` is the weight at 1. */
+export function height(value, most = 1) {
+  const part = clamp(value / most, 0, 1);
+  return state.scale === "sqrt" ? Math.sqrt(part) : part;
+}
+
+/** A table code -> colour; the scale ends at the code `most`. */
+export function colourTable(most) {
+  if (most === 255 && state.scale === "sqrt") return viridisPacked;
+  const table = new Uint32Array(256);
+  for (let code = 0; code < 256; code++) {
+    table[code] = viridisPacked[Math.round(255 * height(WEIGHTS[code], WEIGHTS[most]))];
+  }
+  return table;
+}

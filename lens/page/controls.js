@@ -1,0 +1,190 @@
+/* The controls at the top, the notes below them, and comparing with another page. */
+
+import { format, joinBytes, plural, visible } from "./text.js";
+import { $, fillSelect, make, say } from "./dom.js";
+import { decode, prefetch, prepare, readData } from "./data.js";
+import {
+  A, B, choosePrompt, foreign, gridShows, here, nearestFrame, other, run, setRuns, sideName, state,
+  statisticOf, update,
+} from "./state.js";
+import { toggleTheme } from "./colours.js";
+import { layOut, select, stepHead } from "./grid.js";
+import { pause, playing, togglePlay } from "./player.js";
+import { copyLink, restore } from "./link.js";
+import { openHelp } from "./help.js";
+
+export function buildControls() {
+  fillSelect($("prompt"), run.prompts.map((prompt, n) => {
+    const text = joinBytes(prompt.tokens).join("").replace(/\s+/g, " ").trim();
+    return [n, `${n + 1}: ${visible(text, 70) || prompt.name}`];
+  }));
+  const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
+  fillSelect($("sort"), [["", "layer order"], ...choices]);
+  fillSelect($("filter-statistic"), [["", "any values"], ...choices]);
+  buildCompare();
+  $("step").max = run.frames.length - 1;
+  $("time").hidden = run.frames.length === 1;
+
+  const on = (id, event, act) => $(id).addEventListener(event, act);
+  on("step", "input", (event) => {
+    pause();
+    update({ frame: Number(event.target.value) });
+  });
+  on("play", "click", togglePlay);
+  on("prompt", "change", (event) => choosePrompt(Number(event.target.value)));
+  on("scale", "change", (event) => update({ scale: event.target.value }));
+  on("first-column", "change", (event) => update({ hideFirst: event.target.checked }));
+  on("sort", "change", (event) => update({ sort: event.target.value }));
+  on("direction", "click", () => update({ descending: !state.descending }));
+  on("filter-statistic", "change", (event) => {
+    const filter = event.target.value;
+    update({ filter, threshold: filter ? filterRange(filter)[0] : null });
+  });
+  on("filter-value", "input", (event) => {
+    const [low] = filterRange(state.filter);
+    const value = Number(event.target.value); // 0 to 200
+    update({ threshold: value ? low + (value / 200) * (filterRange(state.filter)[1] - low) : low });
+  });
+  on("compare", "change", (event) => update({ compare: event.target.value }));
+  on("compare-file", "change", (event) => openPage(event.target.files[0]));
+  on("show", "change", (event) => update({ show: event.target.value }));
+  on("theme", "click", toggleTheme);
+  on("copy-link", "click", copyLink);
+  on("link-close", "click", () => ($("link").hidden = true));
+  on("link-go", "click", () => restore($("link-text").value));
+  on("link-text", "keydown", (event) => {
+    if (event.key === "Enter") restore(event.target.value);
+  });
+  on("show-help", "click", () => openHelp());
+  on("close", "click", () => select(null));
+  on("previous-head", "click", () => stepHead(-1));
+  on("next-head", "click", () => stepHead(1));
+  on("options", "click", () => {
+    const open = $("app").classList.toggle("open");
+    $("options").setAttribute("aria-expanded", open);
+    if (open) scrollTo(0, 0); // the controls are at the top
+    layOut(true);
+  });
+  $("filter-value").max = 200;
+}
+
+function buildCompare() {
+  const compare = $("compare");
+  fillSelect(compare, [["off", "nothing"]]);
+  const group = (text, values) => {
+    const options = values.map(([value, textContent]) => make("option", { value, textContent }));
+    compare.append(make("optgroup", { label: text }, ...options));
+  };
+  const steps = (of, kind) => of.frames.map(({ step }) => [`${kind}:${step}`, `step ${step}`]);
+  if (run.frames.length > 1) group("a step of this run", steps(run, "step"));
+  if (other) group(other.name, [["run", "same step"], ...steps(other, "run")]);
+}
+
+/** The range of the filter's slider: [low, high] of the statistic as the grid shows it. */
+function filterRange(key) {
+  const found = [run, B?.run].map((of) => of && statisticOf(of, key)).filter((s) => s && !s.empty);
+  const [low, high] = [Math.min(...found.map((s) => s.low)), Math.max(...found.map((s) => s.high))];
+  return B && state.show === "difference" ? [low - high, high - low] : [low, high];
+}
+
+/** Sets all controls and notes to the state. */
+export function showControls() {
+  $("step-number").textContent = `step ${here.step}`;
+  $("step").value = state.frame;
+  $("step").setAttribute("aria-valuetext", `step ${here.step}`);
+  $("play").textContent = playing ? "❚❚" : "▶";
+  $("play").setAttribute("aria-label", playing ? "pause" : "play");
+  $("prompt").value = state.prompt;
+  $("scale").value = state.scale;
+  $("first-column").checked = state.hideFirst;
+  $("sort").value = state.sort;
+  $("direction").hidden = !state.sort;
+  $("direction").textContent = state.descending ? "↓" : "↑";
+  $("direction").title = state.descending ? "largest first" : "smallest first";
+  $("filter-statistic").value = state.filter;
+  $("threshold").hidden = $("count").hidden = !state.filter;
+  if (state.filter) {
+    const [low, high] = filterRange(state.filter);
+    $("filter-value").value = (200 * (state.threshold - low)) / (high - low || 1);
+    $("filter-value").setAttribute("aria-valuetext", format(state.threshold));
+    $("threshold").firstChild.textContent = `≥ ${format(state.threshold)}`;
+  }
+  $("compare").value = state.compare;
+  $("show").hidden = !B;
+  for (const input of $("show").querySelectorAll("input")) {
+    input.checked = input.value === state.show;
+  }
+  $("brighter").textContent = gridShows() === "difference"
+    ? "orange: more weight in B, blue: less" : "brighter: more weight";
+  showNotes();
+}
+
+function showNotes() {
+  const prompt = run.prompts[state.prompt];
+  const bold = (text) => make("b", { textContent: text });
+  const what = [bold(run.name), ` · ${plural(run.layers, "layer")} × ` +
+    `${plural(run.heads, "head")} · ${plural(A.T, "token")}`];
+  if (prompt.cropped) what.push(" (prompt truncated)");
+  if (prompt.period > 0) {
+    what.push(` · ${prompt.period} random tokens, twice: an induction head attends from a token of ` +
+      "the second copy to the token after it in the first copy, a stripe " +
+      `${prompt.period - 1} left of the diagonal`);
+  }
+  for (const key of new Set([state.sort, state.filter])) {
+    const statistic = statisticOf(run, key);
+    if (statistic) what.push(" · ", bold(statistic.title), ": ", statistic.about);
+  }
+  $("what").replaceChildren(...what);
+  const notes = [];
+  if (B) {
+    notes.push(`${sideName(A)}, ${sideName(B)}.`);
+    if (!B.same) {
+      notes.push("These are different prompts, so only the statistics are subtracted" +
+        (state.show === "difference" ? "; the maps are A's." : "."));
+    }
+    if (B.run.layers !== run.layers || B.run.heads !== run.heads) {
+      const size = `${plural(B.run.layers, "layer")} × ${plural(B.run.heads, "head")}`;
+      notes.push(`B has ${size}: only heads in both are compared.`);
+    }
+  }
+  $("compare-note").hidden = !B;
+  const text = notes.join(" ");
+  if ($("compare-note").textContent !== text) $("compare-note").textContent = text;
+  const across = run.steps.length > 1 ? "over the steps" : "by layer";
+  $("legend").replaceChildren(`Every head, ${across}, mean over all prompts · `,
+    make("i", { textContent: "the chosen head" }),
+    make("b", { textContent: foreign() ? " · B" : "" }), " · dashed: uniform attention");
+}
+
+/** Reads the data of another page of the lens; nothing in that page is run. */
+async function openPage(file) {
+  if (!file) return;
+  try {
+    const text = await file.text();
+    const mark = 'type="application/json" id="data">';
+    const begin = text.indexOf(mark) + mark.length;
+    if (begin < mark.length) throw new Error("This is not a page of the attention lens.");
+    // The data has every < escaped, so the first one ends it.
+    const found = await prepare(readData(text.slice(begin, text.indexOf("<", begin)))[0]);
+    await decode(found, nearestFrame(found, here.step));
+    setRuns(run, found);
+    buildCompare();
+    await update({ compare: "run" });
+    prefetch(found);
+  } catch (error) {
+    say(error.message);
+  }
+  $("compare-file").value = "";
+}
+
+let lastCompare = null;
+
+/** Starts or stops comparing: with the last choice, the other run or the first step. */
+export function toggleCompare() {
+  const fallback = other ? "run" : `step:${run.frames.at(state.frame ? 0 : -1).step}`;
+  if (state.compare !== "off") lastCompare = state.compare;
+  if (lastCompare === `step:${here.step}`) lastCompare = null;
+  const possible = other || run.frames.length > 1;
+  if (!possible) say("This page has one step of one run: open another page to compare with.");
+  else update({ compare: state.compare === "off" ? lastCompare ?? fallback : "off" });
+}

@@ -1,0 +1,109 @@
+/* Checks and decodes the data of a page. Format: index.html. */
+
+const DECODED_BYTES = 200e6; // of decoded frames that are kept
+
+/** The JSON text of a page -> its runs, checked. Throws an Error with a message for the user. */
+export function readData(text) {
+  const not = (why) => new Error(`This is not a page of the attention lens: ${why}.`);
+  let data;
+  try {
+    data = JSON.parse(text);
+  } catch {
+    throw not("its data block is not JSON");
+  }
+  if (data?.version !== 1) throw not("its data is not of version 1");
+  if (!Array.isArray(data.runs) || !data.runs.length) throw not("it has no runs");
+  const whole = (n, low) => Number.isInteger(n) && n >= low && n <= 1e4;
+  const strings = (list) => Array.isArray(list) && list.every((x) => typeof x === "string");
+  for (const run of data.runs) {
+    if (!whole(run?.layers, 1) || !whole(run.heads, 1)) throw not("layers or heads are missing");
+    if (!Array.isArray(run.prompts) || !run.prompts.length) throw not("it has no prompts");
+    for (const prompt of run.prompts) {
+      if (!strings(prompt?.tokens) || !prompt.tokens.length) throw not("a prompt has no tokens");
+    }
+    if (!Array.isArray(run.frames) || !run.frames.length) throw not("it has no weights");
+    if (!run.frames.every((f) => Number.isFinite(f?.step) && typeof f.weights === "string")) {
+      throw not("its weights are damaged");
+    }
+    const keys = Array.isArray(run.statistics) && run.statistics.map((s) => s?.key);
+    if (!strings(keys) || typeof run.history !== "string") throw not("its statistics are missing");
+  }
+  return data.runs;
+}
+
+async function inflate(base64) {
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+/** Reads a run's history and computes where each prompt's weights begin in a frame. */
+export async function prepare(run) {
+  if (typeof DecompressionStream === "undefined") {
+    throw new Error("This browser is too old for this page: it has no DecompressionStream.");
+  }
+  run.count = run.layers * run.heads;
+  run.size = 0;
+  for (const prompt of run.prompts) {
+    prompt.length = prompt.tokens.length;
+    prompt.triangle = (prompt.length * (prompt.length + 1)) / 2;
+    prompt.start = run.size;
+    run.size += run.count * prompt.triangle;
+  }
+  try {
+    const { steps, values } = JSON.parse(new TextDecoder().decode(await inflate(run.history)));
+    run.steps = steps;
+    for (const statistic of run.statistics) {
+      statistic.values = Object.hasOwn(values, statistic.key) ? values[statistic.key] : [];
+      const all = statistic.values.flat().filter((v) => Number.isFinite(v));
+      statistic.low = all.reduce((a, b) => Math.min(a, b), Infinity);
+      statistic.high = all.reduce((a, b) => Math.max(a, b), -Infinity);
+      statistic.empty = !all.length;
+    }
+  } catch {
+    throw new Error(`The statistics of ${run.name} are damaged.`);
+  }
+  return run;
+}
+
+const decoded = []; // frames with bytes, the least recently decoded first
+
+/** The bytes of a frame; decoded at the first call. */
+export function decode(run, index) {
+  const frame = run.frames[index];
+  frame.pending ??= inflate(frame.weights).then(
+    (bytes) => {
+      if (bytes.length !== run.size) throw 0;
+      frame.bytes = bytes;
+      decoded.push(frame);
+      let kept = decoded.reduce((sum, f) => sum + f.bytes.length, 0);
+      while (kept > DECODED_BYTES && decoded.length > 2) {
+        const old = decoded.shift();
+        kept -= old.bytes.length;
+        old.bytes = old.pending = undefined;
+      }
+      return bytes;
+    },
+  ).catch(() => {
+    throw new Error(`The weights of step ${frame.step} of ${run.name} are damaged.`);
+  });
+  return frame.pending;
+}
+
+/** Decodes the other frames while the browser is idle, as many as are kept. */
+export async function prefetch(run) {
+  const many = Math.min(run.frames.length, Math.floor(DECODED_BYTES / run.size) - 2);
+  for (let index = 0; index < many; index++) {
+    await new Promise((done) => (window.requestIdleCallback ?? setTimeout)(done));
+    await decode(run, index).catch(() => {});
+  }
+}
+
+/** One weight; NaN if its frame is not decoded or it does not exist. */
+export function weight(run, frame, prompt, layer, head, query, key) {
+  const { start, triangle } = run.prompts[prompt];
+  const place = start + (layer * run.heads + head) * triangle + (query * (query + 1)) / 2 + key;
+  return key > query ? 0 : ((run.frames[frame].bytes?.[place] ?? NaN) / 255) ** 2;
+}

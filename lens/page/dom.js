@@ -1,0 +1,52 @@
+/* Elements of the page, messages and canvases. */
+
+export const $ = (id) => document.getElementById(id);
+
+/** A new element; strings become text, never markup. */
+export function make(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+export function fillSelect(select, choices) {
+  select.replaceChildren(...choices.map(([value, textContent, disabled = false]) =>
+    make("option", { value, textContent, disabled })));
+}
+
+let messageTimer;
+
+export function say(text) {
+  $("message").textContent = text;
+  $("message").hidden = false;
+  clearTimeout(messageTimer);
+  messageTimer = setTimeout(() => ($("message").hidden = true), 6000);
+}
+
+/** Makes a canvas as sharp as the screen; returns a context in CSS pixels. */
+export function sharp(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== w || canvas.height !== h) {
+    canvas.width = w;
+    canvas.height = h;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
+}
+
+export function line(context, points) {
+  context.beginPath();
+  for (const [x, y] of points) context.lineTo(x, y);
+  context.stroke();
+}
+
+export function dot(context, x, y, size) {
+  context.beginPath();
+  context.arc(x, y, size, 0, 2 * Math.PI);
+  context.fill();
+}

@@ -1,0 +1,231 @@
+/* The grid of all heads: order, filter, selection, and the layout of the page. */
+
+import { clamp, format, headName } from "./text.js";
+import { $, make } from "./dom.js";
+import {
+  A, B, gridShows, pointAt, pointed, run, selected, shownValue, state, statisticOf, update,
+} from "./state.js";
+import { paint } from "./maps.js";
+
+export const tiles = []; // of every head: its button, canvas and place
+let order = []; // the indices of the heads as the grid shows them
+
+export function buildGrid() {
+  const grid = $("grid");
+  const put = (node, row, column) => {
+    node.style.gridRow = row;
+    node.style.gridColumn = column;
+    grid.append(node);
+  };
+  const thin = run.heads > 16 ? 5 : 1; // with many heads, not every column has its label
+  for (let head = 0; head < run.heads; head++) {
+    const text = head % thin ? "" : `H${head}`;
+    put(make("span", { className: "label column", textContent: text }), 1, head + 2);
+  }
+  for (let layer = 0; layer < run.layers; layer++) {
+    put(make("span", { className: "label row", textContent: `L${layer}` }), layer + 2, 1);
+    for (let head = 0; head < run.heads; head++) {
+      const canvas = make("canvas", { className: "pixels", width: 0, height: 0 });
+      const value = make("span", { className: "number" });
+      const name = make("b", { textContent: headName(layer, head) });
+      const caption = make("span", { className: "caption" }, name, value);
+      const button = make("button", { className: "head", tabIndex: -1 }, canvas, caption);
+      button.dataset.layer = layer;
+      button.dataset.head = head;
+      put(button, layer + 2, head + 2);
+      // Only putImageData is used, so the pixels should stay in main memory.
+      const context = canvas.getContext("2d", { alpha: false, willReadFrequently: true });
+      tiles.push({ button, canvas, context, value, index: tiles.length, layer, head });
+    }
+  }
+  tiles[0].button.tabIndex = 0;
+  order = tiles.map((tile) => tile.index);
+  const tileOf = (event) => {
+    const button = event.target.closest(".head");
+    return button && tiles[button.dataset.layer * run.heads + Number(button.dataset.head)];
+  };
+  grid.addEventListener("click", (event) => {
+    const tile = tileOf(event);
+    if (tile) select(tile.index);
+  });
+  const point = (event) => pointAt(tileOf(event)?.index ?? null);
+  grid.addEventListener("pointerover", point);
+  grid.addEventListener("focusin", point);
+  grid.addEventListener("pointerleave", () => pointAt(null));
+  grid.addEventListener("focusout", () => pointAt(null));
+}
+
+/** Filters and sorts the heads; moves the thumbnails if the order has changed. */
+function arrange() {
+  const passes = (index) => {
+    if (!state.filter) return true;
+    const value = shownValue(state.filter, index);
+    return value !== null && value >= state.threshold;
+  };
+  const passing = tiles.map((tile) => passes(tile.index));
+  const sorted = tiles.map((tile) => tile.index);
+  if (state.sort) {
+    const values = tiles.map((tile) => shownValue(state.sort, tile.index));
+    const sign = state.descending ? -1 : 1;
+    const last = (value) => (value === null ? 1 : 0); // heads without a value come last
+    sorted.sort((i, j) =>
+      last(values[i]) - last(values[j]) || sign * (values[i] - values[j]) || i - j);
+  }
+  const shown = state.sort ? sorted.filter((index) => passing[index]) : sorted;
+  for (const tile of tiles) {
+    tile.button.classList.toggle("out", !passing[tile.index]);
+    tile.button.hidden = Boolean(state.sort) && !passing[tile.index];
+  }
+  if (shown.join() !== order.join()) {
+    const focused = document.activeElement;
+    $("grid").append(...shown.map((index) => tiles[index].button));
+    if (focused?.isConnected && focused !== document.activeElement) {
+      focused.focus({ preventScroll: true });
+    }
+  }
+  order = shown;
+  setTabStop(tiles.find((tile) => tile.button.tabIndex === 0).index);
+  const count = passing.filter(Boolean).length;
+  $("count").textContent = state.filter ? `${count} of ${run.count} heads` : "";
+}
+
+export function drawGrid() {
+  arrange();
+  const usual = statisticOf(run, "induction") ?? run.statistics[0];
+  const key = state.sort || state.filter || usual?.key;
+  const signed = B && state.show === "difference";
+  const title = statisticOf(run, key)?.title;
+  const chosen = selected();
+  for (const tile of tiles) {
+    if (tile.button.hidden) continue;
+    paint(tile, tile.index, gridShows());
+    const value = key ? format(shownValue(key, tile.index), signed) : "";
+    const text = `layer ${tile.layer} head ${tile.head}` + (key ? `, ${title} ${value}` : "");
+    if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
+    if (state.sort) tile.value.textContent = value;
+    tile.button.setAttribute("aria-pressed", tile.index === chosen);
+  }
+}
+
+let marked = null; // the tile of the head under the pointer
+
+/** Marks the head under the pointer in the grid. */
+export function markPointed() {
+  marked?.button.classList.remove("marked");
+  marked = tiles[pointed.index] ?? null;
+  marked?.button.classList.add("marked");
+}
+
+/** Shows the values of the head under the pointer, unless it is the enlarged one. */
+export function sayPointed() {
+  const { index } = pointed;
+  const text = index === null ? "" : headValues(index);
+  if (text) tiles[index].button.title = text.replaceAll(" · ", "\n");
+  $("hovered").textContent = index === selected() ? "" : text;
+}
+
+function headValues(index) {
+  const values = run.statistics.filter((statistic) => !statistic.empty).map(({ key, title }) =>
+    `${title} ${format(shownValue(key, index), B && state.show === "difference")}`);
+  return [headName(tiles[index].layer, tiles[index].head), ...values].join(" · ");
+}
+
+/** Enlarges a head; null: none. */
+export function select(index) {
+  const before = selected();
+  if (index === null) {
+    update({ layer: null, head: null });
+    if (before !== null) focusTile(before);
+    return;
+  }
+  const { layer, head } = tiles[index];
+  update({ layer, head });
+  setTabStop(index);
+  if (before !== null) return;
+  showDetail();
+}
+
+export function showDetail() {
+  $("side").scrollTop = 0;
+  if (!$("app").classList.contains("wide")) $("detail").scrollIntoView();
+}
+
+/** Sets the grid's one tab stop, where arrow keys start; never a hidden head. */
+export function setTabStop(index) {
+  if (tiles[index].button.hidden) index = order[0] ?? index;
+  if (tiles[index].button.tabIndex === 0) return;
+  for (const { button } of tiles) if (button.tabIndex === 0) button.tabIndex = -1;
+  tiles[index].button.tabIndex = 0;
+}
+
+function focusTile(index, options = {}) {
+  setTabStop(index);
+  tiles[index].button.focus(options);
+}
+
+/** Moves to a neighbour of the enlarged head or, if there is none, of the head in focus. */
+export function moveHead(right, down) {
+  const active = tiles.findIndex((tile) => tile.button === document.activeElement);
+  const from = selected() ?? (active >= 0 ? active : null);
+  if (!order.length) return;
+  let to = order[0];
+  if (from !== null && state.sort) {
+    const top = (index) => tiles[index].button.offsetTop;
+    const columns = order.filter((index) => top(index) === top(order[0])).length;
+    to = order[clamp(order.indexOf(from) + right + down * columns, 0, order.length - 1)];
+  } else if (from !== null) {
+    const layer = clamp(tiles[from].layer + down, 0, run.layers - 1);
+    to = layer * run.heads + clamp(tiles[from].head + right, 0, run.heads - 1);
+  } else {
+    to = tiles.find((tile) => tile.button.tabIndex === 0).index;
+  }
+  if (selected() !== null) select(to);
+  if (selected() === null || active >= 0) focusTile(to, { preventScroll: selected() !== null });
+}
+
+/** Enlarges the next head in the order of the grid; stops at the ends. */
+export function stepHead(by) {
+  if (order.length) select(order[clamp(order.indexOf(selected()) + by, 0, order.length - 1)]);
+}
+
+let laidOut = ""; // what the current layout depends on
+export let sideWidth = 0; // pixels for the enlarged head and the charts
+
+/** Sets the sizes of thumbnails and columns, if something that they depend on has changed. */
+export function layOut(force = false) {
+  const [width, tall] = [document.documentElement.clientWidth, innerHeight];
+  const facts = [width, tall, devicePixelRatio, A.T, Boolean(B), Boolean(state.sort)].join();
+  if (facts === laidOut && !force) return;
+  laidOut = facts;
+  const app = $("app");
+  const wide = width >= 900;
+  app.classList.toggle("wide", wide);
+  measureBar();
+  const [margin, labels, gap] = [width > 760 ? 40 : 20, width > 480 ? 28 : 22, width > 480 ? 3 : 2];
+  const room = wide ? (width - margin - 28) * (B ? 0.45 : 0.6) : width - margin;
+  let tile = (room - labels) / run.heads - gap;
+  const below = tall - $("body").offsetTop - 76;
+  const low = below / run.layers - gap;
+  if (low >= 30) tile = Math.min(tile, low); // the whole grid on one screen
+  if (state.sort) tile = Math.max(62, Math.min(tile, 92));
+  tile = clamp(tile, 6, 150);
+  const exact = (Math.floor((tile * devicePixelRatio) / A.T) * A.T) / devicePixelRatio;
+  if (exact >= 0.86 * tile) tile = exact; // each weight the same whole number of pixels
+  $("grid").classList.toggle("small", tile * devicePixelRatio < A.T);
+  document.documentElement.style.setProperty("--tile", `${tile}px`);
+  $("grid").classList.toggle("sorted", Boolean(state.sort));
+  $("grid").style.width = state.sort && wide ? `${room}px` : "";
+  measureSide();
+}
+
+export function measureBar() {
+  document.documentElement.style.setProperty("--bar", `${$("bar").offsetHeight}px`);
+}
+
+/** Measures sideWidth; returns whether it has changed. */
+export function measureSide() {
+  const width = $("side").clientWidth - ($("app").classList.contains("wide") ? 8 : 0);
+  const changed = width !== sideWidth;
+  sideWidth = width;
+  return changed;
+}

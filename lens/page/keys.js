@@ -1,0 +1,59 @@
+/* The keyboard. */
+
+import { clamp } from "./text.js";
+import { $ } from "./dom.js";
+import { A, choosePrompt, pointed, run, selected, state, update } from "./state.js";
+import { toggleTheme } from "./colours.js";
+import { moveHead, select, tiles } from "./grid.js";
+import { chosenQuery, pointAtCell } from "./detail.js";
+import { goStep, togglePlay } from "./player.js";
+import { toggleCompare } from "./controls.js";
+import { openHelp } from "./help.js";
+
+function moveCell(right, down) {
+  if (selected() === null) return;
+  const query = clamp((pointed.query ?? chosenQuery()) + down, 0, A.T - 1);
+  const key = clamp((pointed.key ?? query) + right, 0, query);
+  update({ query });
+  pointAtCell({ query, key });
+}
+
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+const SHORTCUTS = {
+  ",": () => goStep(-1),
+  ".": () => goStep(1),
+  "[": () => goStep(-1),
+  "]": () => goStep(1),
+  " ": togglePlay,
+  p: () => choosePrompt((state.prompt + 1) % run.prompts.length),
+  s: () => update({ scale: state.scale === "sqrt" ? "linear" : "sqrt" }),
+  h: () => update({ hideFirst: !state.hideFirst }),
+  d: toggleCompare,
+  t: toggleTheme,
+  "?": () => openHelp(),
+  Escape: () => ($("link").hidden ? select(null) : ($("link").hidden = true)),
+};
+
+export function onKey(event) {
+  const { key, target } = event;
+  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
+  const typing = target.matches("select, input:not([type=range], [type=checkbox], [type=radio])");
+  if (typing && key !== "Escape") return;
+  const onTile = target.matches(".head");
+  if (key === " " && target.matches("button:not(.head), input, [type=file]")) return; // its own
+  if (key in ARROWS) {
+    if (target.matches("input")) return;
+    if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {
+      Object.assign(pointed, { query: null, key: null });
+      update({ query: clamp(chosenQuery() + ARROWS[key][0], 0, A.T - 1) });
+    } else if (event.shiftKey) moveCell(...ARROWS[key]);
+    else moveHead(...ARROWS[key]);
+    event.preventDefault();
+  } else if (key === "Enter" && onTile) {
+    event.preventDefault();
+    select(tiles.findIndex((tile) => tile.button === target));
+  } else if (Object.hasOwn(SHORTCUTS, key)) {
+    event.preventDefault();
+    SHORTCUTS[key]();
+  }
+}

@@ -1,0 +1,90 @@
+/* The view as the part of the address after #, and back. */
+
+import { $, say } from "./dom.js";
+import { DEFAULTS, other, pointed, run, state, statisticOf, update } from "./state.js";
+import { readTheme } from "./colours.js";
+import { pause, playing } from "./player.js";
+
+function linkText() {
+  const parts = new URLSearchParams();
+  const put = (name, value, normal) => value !== normal && parts.set(name, value);
+  put("prompt", state.prompt, 0);
+  put("step", run.frames[state.frame].step, run.frames.at(-1).step);
+  if (state.layer !== null) parts.set("head", `${state.layer}.${state.head}`);
+  put("query", state.query, null);
+  if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
+  if (state.filter) parts.set("filter", `${state.filter}:${+state.threshold.toPrecision(4)}`);
+  put("scale", state.scale, "sqrt");
+  if (state.hideFirst) parts.set("first", "hidden");
+  put("compare", state.compare, other ? null : "off"); // of two runs it is "run" unless said
+  if (state.compare !== "off") parts.set("show", state.show);
+  put("theme", state.theme, "auto");
+  return "#" + parts;
+}
+
+/** The state that a link describes; invalid parts are ignored. */
+export function readLink(text) {
+  const parts = new URLSearchParams(text.replace(/^.*#/, ""));
+  const found = { ...DEFAULTS, frame: run.frames.length - 1 };
+  const fits = (n, below) => Number.isInteger(n) && n >= 0 && n < below;
+  const whole = (name, below) => {
+    const value = Number(parts.get(name) || NaN);
+    return fits(value, below) ? value : null;
+  };
+  const choice = (name, choices) => choices.includes(parts.get(name)) && parts.get(name);
+  const known = (key) => statisticOf(run, key) && !statisticOf(run, key).empty;
+  found.prompt = whole("prompt", run.prompts.length) ?? 0;
+  const step = run.frames.findIndex((frame) => String(frame.step) === parts.get("step"));
+  if (step >= 0) found.frame = step;
+  const [layer, head] = (parts.get("head") ?? "").split(".").map((n) => (n ? Number(n) : NaN));
+  if (fits(layer, run.layers) && fits(head, run.heads)) Object.assign(found, { layer, head });
+  found.query = whole("query", run.prompts[found.prompt].length);
+  const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
+  if (known(key)) Object.assign(found, { sort: key, descending: sign === "-" || sign === "" });
+  const [, filter, value] = (parts.get("filter") ?? "").match(/^(.*):(-?[\d.e-]+)$/s) ?? [];
+  if (known(filter) && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
+  found.scale = choice("scale", ["linear"]) || "sqrt";
+  found.hideFirst = parts.get("first") === "hidden";
+  const compare = parts.get("compare") ?? (other ? "run" : "off");
+  if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
+  found.show = choice("show", ["a", "b"]) || "difference";
+  found.theme = choice("theme", ["light", "dark"]) || "auto";
+  return found;
+}
+
+let linkTimer;
+
+/** Updates the address after a pause: browsers limit the number of changes. */
+export function keepLink() {
+  clearTimeout(linkTimer);
+  if (playing) return;
+  linkTimer = setTimeout(() => {
+    try {
+      history.replaceState(null, "", linkText());
+    } catch {
+      // A sandboxed frame has no address of its own; "link" shows the text instead.
+    }
+  }, 250);
+}
+
+/** Shows the view that a link describes. */
+export function restore(text) {
+  pause();
+  Object.assign(pointed, { query: null, key: null });
+  Object.assign(state, readLink(text));
+  readTheme();
+  return update();
+}
+
+export async function copyLink() {
+  const framed = window.top !== window || !/^(https?|file):$/.test(location.protocol);
+  try {
+    if (framed) throw 0;
+    await navigator.clipboard.writeText(location.href.replace(/#.*$/s, "") + linkText());
+    say("The link is copied.");
+  } catch {
+    $("link").hidden = false;
+    $("link-text").value = linkText();
+    $("link-text").select();
+  }
+}

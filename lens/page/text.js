@@ -1,0 +1,67 @@
+/* Numbers, names and tokens as text. */
+
+export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
+
+/** A number as text: 0.42, 12.3, 250; without a value a dash. */
+export function format(value, signed = false) {
+  if (value === null || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  const text = size.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2);
+  const sign = value < 0 && Number(text) > 0 ? "−" : signed && Number(text) > 0 ? "+" : "";
+  return sign + text;
+}
+
+export const plural = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+export const headName = (layer, head) => `L${layer} H${head}`;
+
+const SIGNS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
+const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\u2028\u2029]/gu;
+
+/** A token with its control characters visible, so that none can change the text around it. */
+export function visible(token, longest = 60) {
+  const shown = [...token.replace(UNSEEN, (c) => (c === "\u200d" ? c : SIGNS[c] ?? "·"))];
+  return shown.length > longest ? shown.slice(0, longest - 1).join("") + "…" : shown.join("");
+}
+
+/** A token as a short label; white space at its ends is visible too. */
+export function label(token, longest = 12) {
+  const spaces = (space) => "␣".repeat([...space].length);
+  const marked = token.replace(/^[^\S\r\n\t]+|[^\S\r\n\t]+$/g, spaces);
+  return visible(marked, longest) || "∅";
+}
+
+/** Tokens as text. A character split over tokens goes to the first of them; the others are null. */
+export function joinBytes(tokens) {
+  const texts = [...tokens];
+  for (let first = 0; first < tokens.length; first++) {
+    let bytes = "";
+    for (let n = first; /^(<0x[\dA-F]{2}>)+$/.test(tokens[n]); n++) {
+      bytes += tokens[n].replace(/<0x(..)>/g, "%$1");
+      try {
+        const text = decodeURIComponent(bytes);
+        if (n > first) texts.fill(null, first, n + 1)[first] = text;
+        first = n;
+        break;
+      } catch {
+        // not yet whole characters
+      }
+    }
+  }
+  return texts;
+}
+
+/** Round numbers from low to high, about `count` of them and at least two. */
+export function roundTicks(low, high, count) {
+  const rough = (high - low || 1) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
+  const ticks = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) {
+    ticks.push(+(n * step).toPrecision(12));
+  }
+  return ticks.length < 2 ? roundTicks(low, high, count + 1) : ticks;
+}
+
+export function shortNumber(n) {
+  return Math.abs(n) >= 1e4 ? `${+(n / 1e3).toPrecision(3)}k` : String(n);
+}
