@@ -11,9 +11,12 @@ Exit codes: 0 finished, 2 configuration, 3 data or checkpoint, 4 failed while ru
 stopped by SIGINT and SIGTERM.
 """
 
+import contextlib
 import enum
 import os
 import re
+import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -250,3 +253,17 @@ def exit_code_of(error: BaseException | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 0 if error is None else getattr(error, "exit_code", 4)
+
+
+@contextlib.contextmanager
+def best_effort(what: str, debug: bool = False, prefix: str = "") -> Iterator[None]:
+    """For what only shows a run and must not end it: an error inside becomes a line on stderr.
+
+    what: what failed, in words. debug: raises it instead. prefix: such as "rank 1: ".
+    """
+    try:
+        yield
+    except Exception as error:
+        if debug:
+            raise
+        print(f"{prefix}{what} ({format_error(error)})", file=sys.stderr)

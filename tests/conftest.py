@@ -52,28 +52,26 @@ def text_file(tmp_path):
 
 
 @pytest.fixture
-def trainer(tmp_path, monkeypatch, text_file):
-    """trainer(*overrides) -> a Trainer on a tiny model, in a temporary folder. tiny=False: with the
+def make_run(tmp_path, monkeypatch, text_file):
+    """make_run(*overrides) -> a Run with a tiny model, in a temporary folder. tiny=False: with the
     overrides alone."""
     monkeypatch.chdir(tmp_path)
 
     from helpers.settings import settings
 
-    from train import Trainer
+    from training.setup import build_run
 
     def make(*overrides, tiny=True):
-        for earlier in trainers:  # whose process would have ended
-            if earlier.lock:
-                earlier.lock.close()
+        for earlier in runs:  # whose process would have ended
+            earlier.close()
         first = [*TINY, f"data.path={text_file}"] if tiny else []
-        made = Trainer(settings(*first, *overrides))
-        trainers.append(made)
-        return made
+        runs.append(build_run(settings(*first, *overrides)))
+        return runs[-1]
 
-    trainers = []
+    runs = []
     yield make
-    for made in trainers:
-        made.close(0)
+    for run in runs:
+        run.close()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from helpers import TINY
 import errors
 import generate
 import train
+from train import fit
 from training.config.command_line import compose, errors_in_one_line
 from training.planning import micro_batch as fitting
 
@@ -79,20 +80,20 @@ def test_copies_as_made_between_processes_are_the_same():
         assert (str(copied), copied.exit_code) == (str(error), error.exit_code)
 
 
-def test_texts(trainer, tmp_path):
+def test_texts(make_run, tmp_path):
     for name, (raw, message) in TEXTS.items():
         if raw is not None:
             (tmp_path / name).write_bytes(raw)
         with pytest.raises(errors.DataError) as caught:
-            trainer(f"data.path={name}")
+            make_run(f"data.path={name}")
         assert str(caught.value) == f"data.path={name}: {message.format(here=tmp_path)}"
 
 
-def test_checkpoints(trainer, in_process, tmp_path):
-    run = trainer("name=run")
-    run.train()
+def test_checkpoints(make_run, in_process, tmp_path):
+    run = make_run("name=run")
+    fit(run)
     run.close(0)
-    shutil.copytree((run.folder / "checkpoints" / "last").resolve(), "copied")
+    shutil.copytree((run.directory / "checkpoints" / "last").resolve(), "copied")
     with open("copied/model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
@@ -109,19 +110,20 @@ def test_checkpoints(trainer, in_process, tmp_path):
         assert (code, err) == (3, f"checkpoint={path}: {message}\n")
 
 
-def test_while_training(trainer, in_process, tmp_path, monkeypatch):
-    run = trainer("name=run")
-    run.train()
+def test_while_training(make_run, in_process, tmp_path, monkeypatch):
+    fit(make_run("name=run"))
+    run = make_run("name=run", "trainer.max_steps=6")
     intact = "the checkpoint of step 4 is intact"
-    error = fitting.what_would_fit(run.settings, run.parallel, 8, run.intact())
+    error = fitting.what_would_fit(run.config, run.strategy, 8, run.checkpointer.describe())
     assert isinstance(error, errors.OutOfMemoryError)
     assert str(error) == (
         "trainer.micro_batch_size=8: 8 windows of 32 tokens do not fit into the memory of cpu; use "
         "trainer.micro_batch_size=4: 2 micro-batches a step on each device keep the batch of 8; "
         + intact
     )
+    run.model.final_norm.weight.data.fill_(float("nan"))
     with pytest.raises(errors.DivergedError) as caught:
-        run.finite(float("nan"))
+        run.evaluate()
     assert str(caught.value) == (
         "optimizer.lr=0.0003: the validation loss is nan at step 4; use a smaller optimizer.lr, "
         f"more trainer.warmup_steps or trainer.precision=fp32; {intact}"
@@ -132,11 +134,11 @@ def test_while_training(trainer, in_process, tmp_path, monkeypatch):
         f"{os.getpid()} on {os.uname().nodename}); wait for it, or give another name\n"
     )
     monkeypatch.setattr("sys.argv", ["train.py", "seed=0"])
-    monkeypatch.setattr(type(run.parallel), "is_lost_rank", lambda *_: True)
-    with pytest.raises(errors.RankLostError) as caught, run.explaining():
+    monkeypatch.setattr(type(run.strategy), "is_lost_rank", lambda *_: True)
+    with pytest.raises(errors.RankLostError) as caught, run.translate_errors():
         raise RuntimeError("[../pair.cc:1] Connection closed by peer [127.0.0.1]:1234. More")
     assert str(caught.value) == (
-        "parallel.timeout=600: another rank is gone or did not answer (Connection closed by peer"
+        "parallel.timeout=600: another rank died or timed out (Connection closed by peer"
         "); resume with: python train.py seed=0 trainer.resume=runs/run"
     )
 

@@ -30,6 +30,7 @@ from helpers.runs import (
 
 import train
 from errors import CheckpointError, ConfigError, DataError, DivergedError
+from train import fit, save, train_step
 from training.checkpoint import format as checkpoint
 from training.distributed.strategy import Strategy
 from training.optim.nonfinite import NonFiniteCheck
@@ -46,15 +47,15 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def run(whole, trainer):
+def run(whole, make_run):
     """Its copy in the current directory, runs/a."""
     return copied(whole)
 
 
 @pytest.fixture
-def resumed(trainer):
-    """resumed(*overrides) -> a Trainer that has its other settings from the run it names."""
-    return lambda *overrides: trainer("trainer.device=cpu", *overrides, tiny=False)
+def resumed(make_run):
+    """resumed(*overrides) -> a Run that has its other settings from the run it names."""
+    return lambda *overrides: make_run("trainer.device=cpu", *overrides, tiny=False)
 
 
 def step_in(run: Path, step: int) -> Path:
@@ -70,33 +71,33 @@ def saved_step(run: Path) -> int:
     return checkpoint.load_state(checkpoint.find(run)).step
 
 
-def test_two_windows_are_memorized(trainer, tmp_path):
+def test_two_windows_are_memorized(make_run, tmp_path):
     """The loss falls below 0.1 only if data, model, loss and optimizer all work."""
     text = tmp_path / "short.txt"
     text.write_text("The ferry bell at the top of the steps rang twice, and nobody came.\n")
     small = ("data.val_fraction=0", "trainer.batch_size=2", "trainer.sample_tokens=0")
     fast = ("trainer.max_steps=80", "optimizer.lr=1e-2", "optimizer.weight_decay=0")
-    run = trainer(f"data.path={text}", *small, *fast, "model.emb_dim=64", "model.dropout=0")
-    assert len(run.train_set) == 2
-    run.train()
-    first, *_, last = rows(run.folder)
+    run = make_run(f"data.path={text}", *small, *fast, "model.emb_dim=64", "model.dropout=0")
+    assert len(run.data.train) == 2
+    fit(run)
+    first, *_, last = rows(run.directory)
     assert first["train/loss"] > 2
     assert last["train/loss"] < 0.1
 
 
-def test_accumulated_gradients_equal_those_of_the_whole_batch(trainer):
+def test_accumulated_gradients_equal_those_of_the_whole_batch(make_run):
     """8 windows as 8, 8 x 1, 4 x 2, and 3 + 3 + 2, where each window must count the same."""
 
     def gradients(size):
-        run = trainer("model.dropout=0", f"trainer.micro_batch_size={size}")
+        run = make_run("model.dropout=0", f"trainer.micro_batch_size={size}")
         taken = {}
 
         def keep(model, optimizer, grad_clip, guard):
             taken.update({name: p.grad.clone() for name, p in model.named_parameters()})
             return torch.tensor(0.0)
 
-        run.parallel.update = keep
-        loss, _ = run.step()
+        run.strategy.update = keep
+        loss, _ = train_step(run)
         return loss, taken
 
     whole_loss, whole = gradients(8)
@@ -141,22 +142,22 @@ def test_gradient_norm_of_a_large_matrix_is_exact():
     assert float(norm) == pytest.approx(float(layer.weight.grad.double().norm()), rel=1e-4)
 
 
-def test_optimizer_uses_the_learning_rate_of_the_schedule(trainer):
-    run = trainer("trainer.warmup_steps=2", "optimizer.lr=0.5", "trainer.max_steps=4")
+def test_optimizer_uses_the_learning_rate_of_the_schedule(make_run):
+    run = make_run("trainer.warmup_steps=2", "optimizer.lr=0.5", "trainer.max_steps=4")
     used = []
     for _ in range(4):
-        run.step()
+        train_step(run)
         (rate,) = {group["lr"] for group in run.optimizer.param_groups}
         used.append(rate)
     assert used == pytest.approx([0.25, 0.5, 0.5, 0.05])
 
 
-def test_weights_depend_on_the_seed_and_not_on_evaluation(trainer):
+def test_weights_depend_on_the_seed_and_not_on_evaluation(make_run):
     """Validation, samples and logging change no bit, with dropout."""
 
     def final(*overrides):
-        run = trainer("model.dropout=0.2", *overrides)
-        run.train()
+        run = make_run("model.dropout=0.2", *overrides)
+        fit(run)
         return weights(run)
 
     often = ("trainer.eval_every=1", "trainer.sample_tokens=5", "trainer.log_every=1")
@@ -166,10 +167,10 @@ def test_weights_depend_on_the_seed_and_not_on_evaluation(trainer):
     assert not torch.equal(first["token_emb.weight"], final("seed=2")["token_emb.weight"])
 
 
-def test_bf16_keeps_weights_and_moments_in_fp32(trainer):
-    full, half = trainer("model.dropout=0"), trainer("model.dropout=0", "trainer.precision=bf16")
+def test_bf16_keeps_weights_and_moments_in_fp32(make_run):
+    full, half = make_run("model.dropout=0"), make_run("model.dropout=0", "trainer.precision=bf16")
     for _ in range(4):
-        loss, half_loss = full.step()[0], half.step()[0]
+        loss, half_loss = train_step(full)[0], train_step(half)[0]
         assert float(half_loss) == pytest.approx(float(loss), abs=0.02)
         assert float(half_loss) != float(loss)
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
@@ -177,14 +178,14 @@ def test_bf16_keeps_weights_and_moments_in_fp32(trainer):
     assert state["exp_avg"].dtype == torch.float32
 
 
-def test_validation_is_the_mean_over_evenly_spaced_windows(trainer):
-    run = trainer("trainer.eval_windows=5", "trainer.micro_batch_size=2")
-    found = run.validate()
-    count = len(run.val_set)
+def test_validation_is_the_mean_over_evenly_spaced_windows(make_run):
+    run = make_run("trainer.eval_windows=5", "trainer.micro_batch_size=2")
+    found = run.evaluate()
+    count = len(run.data.val)
     run.model.eval()
     losses = []
     for window in (round(i * (count - 1) / 4) for i in range(5)):
-        input_ids, target_ids = run.val_set[window]
+        input_ids, target_ids = run.data.val[window]
         losses.append(run.model(input_ids[None], target_ids[None])[1].item())
     assert found["val/loss"] == pytest.approx(sum(losses) / 5, rel=1e-5)
     # Before training, all 257 ids are about equally likely.
@@ -193,19 +194,19 @@ def test_validation_is_the_mean_over_evenly_spaced_windows(trainer):
     assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
 
 
-def test_nan_validation_loss_ends_the_run_without_a_checkpoint(trainer):
-    run = trainer("trainer.save_every=1")
-    run.step()
+def test_nan_validation_loss_ends_the_run_without_a_checkpoint(make_run):
+    run = make_run("trainer.save_every=1")
+    train_step(run)
     with torch.no_grad():
         run.model.final_norm.weight.fill_(float("nan"))
     with refused(DivergedError, "optimizer.lr", exit_code=4):
-        run.train()
-    assert not checkpoint.has_checkpoint(run.folder)
+        fit(run)
+    assert not checkpoint.has_checkpoint(run.directory)
 
 
-def test_run_directory(trainer, tmp_path):
-    run = trainer("name=full", "lens=default", "lens.every=2", "trainer.save_every=3")
-    run.train()
+def test_run_directory(make_run, tmp_path):
+    run = make_run("name=full", "lens=default", "lens.every=2", "trainer.save_every=3")
+    fit(run)
     folder = tmp_path / "runs" / "full"
     logs = {"metrics.jsonl", "samples.jsonl", "report.html", "attention"}
     names = {".lock", "checkpoints", "config.yaml", "run.json", *logs}
@@ -231,29 +232,29 @@ def test_run_directory(trainer, tmp_path):
     assert (checkpoints / "best" / "model.safetensors").is_file()
 
 
-def test_every_row_has_the_number_of_tokens(trainer):
+def test_every_row_has_the_number_of_tokens(make_run):
     """Rows of attention alone (steps 0, 2), of a sample without validation (3), of a loss (4)."""
     rare = ("trainer.log_every=4", "trainer.eval_every=3", "data.val_fraction=0")
-    run = trainer(*rare, "lens=default", "lens.every=2")
-    run.train()
-    found = [(row["step"], row.get("train/tokens")) for row in rows(run.folder)]
+    run = make_run(*rare, "lens=default", "lens.every=2")
+    fit(run)
+    found = [(row["step"], row.get("train/tokens")) for row in rows(run.directory)]
     assert found == [(step, step * 8 * 32) for step in (0, 2, 3, 4)]
 
 
-def test_newest_checkpoints_and_the_best_are_kept(trainer, monkeypatch):
+def test_newest_checkpoints_and_the_best_are_kept(make_run, monkeypatch):
     """A best loss of 0.0 is a loss like any other."""
-    run = trainer("trainer.save_every=1", "trainer.keep=2", "trainer.max_steps=6")
+    run = make_run("trainer.save_every=1", "trainer.keep=2", "trainer.max_steps=6")
     losses = iter([5.0, 0.0, 3.0, 4.0])  # at steps 0, 2, 4, 6
-    monkeypatch.setattr(run, "validate", lambda: {"val/loss": next(losses)})
-    run.train()
-    folder = run.folder / "checkpoints"
+    monkeypatch.setattr(run, "evaluate", lambda: {"val/loss": next(losses)})
+    fit(run)
+    folder = run.directory / "checkpoints"
     kept = sorted(p.name for p in folder.iterdir() if not p.is_symlink())
     assert kept == ["step_00000002", "step_00000005", "step_00000006"]
     assert os.readlink(folder / "best") == "step_00000002"
     assert (run.state.best_loss, run.state.best_step) == (0.0, 2)
 
 
-def test_resume_is_bit_exact(trainer, run, resumed, whole):
+def test_resume_is_bit_exact(make_run, run, resumed, whole):
     """Weights, moments, state, log and samples equal those of the uninterrupted run, whether the
     run is named by name, path, or checkpoint."""
 
@@ -263,7 +264,7 @@ def test_resume_is_bit_exact(trainer, run, resumed, whole):
         return found | {"settings": {group: found["settings"][group] for group in groups}}
 
     resume_it = {
-        "by_name": lambda: trainer("name=by_name", *OWN, "data.path=text.txt"),
+        "by_name": lambda: make_run("name=by_name", *OWN, "data.path=text.txt"),
         "by_path": lambda: resumed("trainer.resume=runs/by_path"),
         "by_step": lambda: resumed(f"trainer.resume={step_in(Path('runs/by_step'), 3)}"),
     }
@@ -274,8 +275,8 @@ def test_resume_is_bit_exact(trainer, run, resumed, whole):
         torch.manual_seed(12345)
         rest = start()
         assert rest.state.step == 3, way
-        assert rest.folder.resolve() == folder.resolve(), way
-        rest.train()
+        assert rest.directory.resolve() == folder.resolve(), way
+        fit(rest)
         for name in ("model.safetensors", "optimizer.safetensors"):
             assert model_of(folder, name) == model_of(whole, name), (way, name)
         assert state(folder) == state(whole), way
@@ -283,25 +284,25 @@ def test_resume_is_bit_exact(trainer, run, resumed, whole):
         assert (folder / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
-def test_longer_run_keeps_warmup_and_intervals(trainer, resumed):
+def test_longer_run_keeps_warmup_and_intervals(make_run, resumed):
     """They are chosen by the number of steps where nothing else is given."""
     open_settings = ("trainer.warmup_steps=null", "trainer.eval_every=null")
-    run = trainer("name=a", *open_settings, "trainer.max_steps=20")
-    run.step()
-    run.save()
-    run.finish_saving()
-    before = run.settings.trainer
+    run = make_run("name=a", *open_settings, "trainer.max_steps=20")
+    train_step(run)
+    save(run)
+    run.checkpointer.finish(run.state)
+    before = run.config.trainer
     assert before.warmup_steps == 4
     more = ("trainer.max_steps=400", "lens=default")  # the lens was off before
     for longer in (
-        trainer("name=a", *open_settings, *more),
+        make_run("name=a", *open_settings, *more),
         resumed("trainer.resume=runs/a", *more),
     ):
         assert longer.state.step == 1
         for key in ("warmup_steps", "eval_every", "eval_windows", "log_every"):
-            assert getattr(longer.settings.trainer, key) == getattr(before, key), key
-        assert longer.settings.lens.every == 40
-        assert longer.learning_rate(20) == longer.settings.optimizer.lr
+            assert getattr(longer.config.trainer, key) == getattr(before, key), key
+        assert longer.config.lens.every == 40
+        assert longer.learning_rate(20) == longer.config.optimizer.lr
 
 
 def test_invalid_settings_of_a_run_are_an_error_of_its_checkpoint(run, resumed):
@@ -350,7 +351,7 @@ REFUSALS = [
 ]
 
 
-def test_refusals_name_the_settings_and_change_nothing(run, trainer, resumed):
+def test_refusals_name_the_settings_and_change_nothing(run, make_run, resumed):
     shutil.copytree(run, "runs/b", symlinks=True)
     shutil.copytree(run, "runs/gone", symlinks=True, ignore=shutil.ignore_patterns("step_*"))
     shutil.copytree(run, "runs/begun", ignore=shutil.ignore_patterns("checkpoints"))
@@ -361,10 +362,10 @@ def test_refusals_name_the_settings_and_change_nothing(run, trainer, resumed):
         words = text.split()
         by_path = words[0].startswith("trainer.resume=runs/")
         with pytest.raises(kind) as caught:
-            resumed(*words) if by_path else trainer(*OWN, *words)
+            resumed(*words) if by_path else make_run(*OWN, *words)
         assert [problem.key for problem in caught.value.problems] == keys, text
         assert not changed(Path("runs"), before), text
-    assert trainer(*OWN, "trainer.resume=runs/a", "name=a", "trainer.max_steps=9").state.step == 6
+    assert make_run(*OWN, "trainer.resume=runs/a", "name=a", "trainer.max_steps=9").state.step == 6
 
 
 def test_override_accepts_changed_settings_and_data(run, resumed):
@@ -375,11 +376,11 @@ def test_override_accepts_changed_settings_and_data(run, resumed):
     with refused(DataError, "data.path"):
         resumed(f"trainer.resume={run}", "trainer.max_steps=8")
     branch = resumed(*wanted, "trainer.resume_override=true")
-    found = branch.settings
+    found = branch.config
     assert (found.optimizer.name, found.lens.every, found.model.dropout) == ("muon", 3, 0.2)
     assert (found.trainer.micro_batch_size, found.trainer.batch_size) == (4, 8)
-    branch.train()
-    assert (branch.folder, branch.state.step) == (Path("runs/b"), 8)
+    fit(branch)
+    assert (branch.directory, branch.state.step) == (Path("runs/b"), 8)
     assert branch.state.settings["optimizer"]["lr"] == 1e-2
 
 
@@ -398,9 +399,9 @@ def test_a_branch_leaves_the_run_as_it_was_and_has_its_own_best_loss(run, resume
     for text, step, folder in BRANCHES:
         branch = resumed(*text.split())
         assert (branch.state.step, branch.state.best_loss) == (step, None), text
-        assert branch.folder.parent == Path("runs"), text
-        assert folder in (None, str(branch.folder)), text
-        branch.train()
+        assert branch.directory.parent == Path("runs"), text
+        assert folder in (None, str(branch.directory)), text
+        fit(branch)
         assert not [name for name, was in before.items() if changed(Path(name), was)], text
     # From step 2 on, the branch repeated the run.
     assert model_of(Path("runs/b")) == model_of(run)
@@ -412,22 +413,22 @@ def test_a_branch_killed_before_its_first_checkpoint_starts_again(run, resumed, 
     assert resumed(*branch).state.step == 6
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     again = resumed(*branch)
-    assert (again.state.step, again.folder.name) == (6, "b")
-    again.train()
+    assert (again.state.step, again.directory.name) == (6, "b")
+    fit(again)
     assert resumed(*branch, "trainer.max_steps=9").state.step == 8
 
 
-def test_a_run_without_a_checkpoint_is_replaced_by_the_same_run(trainer):
-    trainer("name=a", "seed=5").tracker.log({"train/loss": 1.0}, 1)
-    run = trainer("name=a", "seed=5")
-    run.train()
-    assert [row["step"] for row in rows(run.folder)] == [0, 1, 2, 3, 4]
+def test_a_run_without_a_checkpoint_is_replaced_by_the_same_run(make_run):
+    make_run("name=a", "seed=5").tracker.log({"train/loss": 1.0}, 1)
+    run = make_run("name=a", "seed=5")
+    fit(run)
+    assert [row["step"] for row in rows(run.directory)] == [0, 1, 2, 3, 4]
 
 
-def test_a_finished_run_is_not_changed_by_starting_it_again(run, trainer):
+def test_a_finished_run_is_not_changed_by_starting_it_again(run, make_run):
     before = contents(run)
     for steps in (6, 3):
-        trainer(*OWN, "name=a", f"trainer.max_steps={steps}").train()
+        fit(make_run(*OWN, "name=a", f"trainer.max_steps={steps}"))
         assert set(changed(run, before)) <= {"report.html"}  # says when it was written
 
 
@@ -459,43 +460,43 @@ def test_debug_adds_the_traceback(in_process, tmp_path):
     assert "Traceback" in err
 
 
-def test_a_signal_during_the_agreement_of_ranks_is_not_lost(trainer, monkeypatch):
+def test_a_signal_during_the_agreement_of_ranks_is_not_lost(make_run, monkeypatch):
     """Signals at any other moment: faults/test_kills.py."""
-    run = trainer("trainer.eval_every=0")
+    run = make_run("trainer.eval_every=0")
 
     def largest(number):
         run.signals.received = signal.SIGTERM
         return number
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.parallel, "largest", largest)
-        assert not run.was_told_to_stop()
+        patch.setattr(run.strategy, "all_reduce_max", largest)
+        assert not run.signals.received_on_any_rank(run.strategy)
     with pytest.raises(SystemExit) as stopped:
-        run.train()
+        fit(run)
     assert (stopped.value.code, run.state.step) == (143, 1)
 
 
 @pytest.mark.parametrize("by_torchrun", [True, False])
-def test_a_rank_saves_and_stops_when_its_torchrun_has_died(trainer, monkeypatch, by_torchrun):
+def test_a_rank_saves_and_stops_when_its_torchrun_has_died(make_run, monkeypatch, by_torchrun):
     """Without torchrun, a process may leave its parent and continues."""
-    run = trainer("trainer.eval_every=0")
-    step = run.step
+    run = make_run("trainer.eval_every=0")
+    step = train.train_step
 
-    def parent_dies_after_step_1():
+    def parent_dies_after_step_1(run):
         if by_torchrun:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         if run.state.step == 1:
             monkeypatch.setattr("os.getppid", lambda: 1)
-        return step()
+        return step(run)
 
-    monkeypatch.setattr(run, "step", parent_dies_after_step_1)
+    monkeypatch.setattr(train, "train_step", parent_dies_after_step_1)
     with contextlib.suppress(SystemExit):
-        run.train()
+        fit(run)
     expected = (signal.SIGTERM, 2) if by_torchrun else (0, 4)
-    assert (run.signals.received, saved_step(run.folder)) == expected
+    assert (run.signals.received, saved_step(run.directory)) == expected
 
 
-def test_compiled_training_uses_and_saves_the_same_parameters(trainer, tmp_path, monkeypatch):
+def test_compiled_training_uses_and_saves_the_same_parameters(make_run, tmp_path, monkeypatch):
     """With an eager backend in place of torch.compile's code generator."""
     real, made, ran = torch.compile, [], []
 
@@ -509,22 +510,22 @@ def test_compiled_training_uses_and_saves_the_same_parameters(trainer, tmp_path,
 
     monkeypatch.setattr(torch, "compile", lambda model: real(model, backend=backend))
     short = ("model.dropout=0", "trainer.max_steps=2")
-    compiled = trainer("trainer.compile=true", "name=compiled", *short)
-    plain = trainer("trainer.compile=false", *short)
-    compiled.train()
-    plain.train()
+    compiled = make_run("trainer.compile=true", "name=compiled", *short)
+    plain = make_run("trainer.compile=false", *short)
+    fit(compiled)
+    fit(plain)
     assert len(made) == 1  # the blocks share their code
     # Validation, samples and the lens run the uncompiled module.
-    assert ran == [True] * compiled.settings.model.num_layers * 2
-    assert compiled.train_loss == pytest.approx(plain.train_loss, rel=1e-5)
+    assert ran == [True] * compiled.config.model.num_layers * 2
+    assert compiled.metrics.train_loss == pytest.approx(plain.metrics.train_loss, rel=1e-5)
     model, _ = checkpoint.load_model(checkpoint.find(tmp_path / "runs" / "compiled"))
     assert_same(model.state_dict(), weights(compiled))
 
 
-def test_tokens_per_second_counts_training_only(trainer, monkeypatch):
+def test_tokens_per_second_counts_training_only(make_run, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    run = trainer("trainer.log_every=3", "trainer.eval_every=2", "trainer.max_steps=6")
+    run = make_run("trainer.log_every=3", "trainer.eval_every=2", "trainer.max_steps=6")
 
     def slow(method, seconds):
         def timed(*arguments):
@@ -533,7 +534,8 @@ def test_tokens_per_second_counts_training_only(trainer, monkeypatch):
 
         return timed
 
-    run.step, run.look_up = slow(run.step, 1.0), slow(run.look_up, 100.0)
-    run.train()
-    speeds = [row["train/tokens_per_second"] for row in rows(run.folder) if "train/loss" in row]
+    monkeypatch.setattr(train, "train_step", slow(train.train_step, 1.0))
+    monkeypatch.setattr(train, "evaluate_and_log", slow(train.evaluate_and_log, 100.0))
+    fit(run)
+    speeds = [row["train/tokens_per_second"] for row in rows(run.directory) if "train/loss" in row]
     assert speeds == pytest.approx([256.0, 256.0])

@@ -5,6 +5,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from training.distributed.launch import launched
+
+if TYPE_CHECKING:
+    from training.distributed.strategy import Strategy
 
 # What schedulers and people send. Slurm can be asked for SIGUSR1 some time before the end.
 ASKING = [n for n in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, n)]  # Windows lacks one
@@ -80,6 +86,24 @@ class StopSignals:
             raise SystemExit(exit_code(self.received))
         if self.received:  # a sweep ends then, whatever else has gone wrong
             error.stopped = exit_code(self.received)
+
+    @classmethod
+    def of_this_process(cls) -> "StopSignals":
+        """For a command: rank 0 speaks, and torchrun relays a terminal's Ctrl-C."""
+        return cls(os.environ.get("RANK", "0") == "0", relayed=launched())
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the signal that was received."""
+        return exit_code(self.received)
+
+    def received_on_any_rank(self, strategy: "Strategy") -> bool:
+        """Whether any rank was told to stop: all of them stop after the same step."""
+        self.check_parent()
+        number = strategy.all_reduce_max(self.received)
+        if number:  # never back to 0: a signal may have come while the ranks agreed
+            self.received = number
+        return number > 0
 
     def check_parent(self) -> None:
         """Asks for a stop, as SIGTERM does, where torchrun has started this process and is gone:

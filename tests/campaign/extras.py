@@ -42,15 +42,15 @@ def test_optuna_draws_from_an_interval_and_is_told_the_best_loss(in_process, tmp
 
 
 def test_a_trial_that_fails_does_not_end_the_search(in_process, tmp_path, text_file, monkeypatch):
-    real, begun = train.Trainer.train, []
+    real, begun = train.fit, []
 
-    def trains(trainer):
-        begun.append(trainer.settings.optimizer.lr)
+    def trains(run):
+        begun.append(run.config.optimizer.lr)
         if len(begun) % 2:
             raise RuntimeError("broken")
-        real(trainer)
+        real(run)
 
-    monkeypatch.setattr(train.Trainer, "train", trains)
+    monkeypatch.setattr(train, "fit", trains)
     code, found, said = search(in_process, tmp_path, "optimizer.lr=interval(1e-3,1e-2)")
     assert code == 4
     assert [job["exit_code"] for job in found["jobs"]] == [4, 0, 4]

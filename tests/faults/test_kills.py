@@ -235,7 +235,7 @@ def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number
     tally(STOPPED)
 
 
-PARTS = ("find_checkpoint", "load_data", "build_model", "build_optimizer", "open_run")
+PARTS = ("find_start", "load_data", "build_model", "restore", "open_directory")
 
 
 @pytest.mark.parametrize("part", range(0, len(PARTS), campaign("CAMPAIGN_APART", 4, 1)))
@@ -243,7 +243,7 @@ def test_a_signal_during_the_start_changes_nothing(faults, part):
     """A new run, and one that resumes."""
     folder = faults.folder()
     run, name = folder / "runs" / "run", ("SIGTERM", "SIGINT", "SIGUSR1")[part % 3]
-    stopped = happen((name, f"train.Trainer.{PARTS[part]}", 1, "after"))
+    stopped = happen((name, f"training.setup.{PARTS[part]}", 1, "after"))
     for resumes in (False, True):
         if resumes:
             faults.killed(folder, 14, "saved")
@@ -252,7 +252,7 @@ def test_a_signal_during_the_start_changes_nothing(faults, part):
         training = faults.run(folder, "short", fault=stopped, code=code)
         assert len(training.err.splitlines()) == 1
         assert contents(run / "checkpoints") == before
-        assert run.is_dir() == (resumes or PARTS[part] == "open_run")
+        assert run.is_dir() == (resumes or PARTS[part] == "open_directory")
     faults.complete(folder, "short")
     tally(STOPPED, 2)
 

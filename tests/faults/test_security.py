@@ -29,6 +29,8 @@ import generate
 import train
 from interop.huggingface import to_hf
 from scripts import inspect_attention
+from train import fit
+from training.setup import build_run
 
 FAULT = "malicious pickle, _target_, markup in tokens, path escape, secret canaries"
 
@@ -259,9 +261,7 @@ def marked_up(tmp_path_factory):
     given.lens.prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        trainer = train.Trainer(given)
-        trainer.train()
-        trainer.close(0)
+        fit(build_run(given))
     return folder, printed.getvalue()
 
 

@@ -26,6 +26,7 @@ import train
 from training.checkpoint import format as checkpoint
 from training.checkpoint import saver as saving
 from training.planning import micro_batch as fitting
+from training.run import Run
 
 
 def plant(faults: dict[str, dict]) -> None:
@@ -39,7 +40,7 @@ def replace(owner: object, name: str, wrap: Callable[[Callable], Callable]) -> N
 
 
 def on_call(function: str, before: Callable) -> None:
-    """Calls before(*arguments) whenever train.Trainer.step, for example, is called."""
+    """Calls before(*arguments) whenever train.train_step, for example, is called."""
     owner, _, name = function.rpartition(".")
 
     def wrap(real):
@@ -56,14 +57,14 @@ def in_saver() -> bool:
     return threading.current_thread().name.startswith("saver")
 
 
-def before_step(step: int | None, action: Callable[[train.Trainer], None]) -> None:
-    """Calls action(trainer) when this step is about to begin; never with None."""
+def before_step(step: int | None, action: Callable[[Run], None]) -> None:
+    """Calls action(run) when this step is about to begin; never with None."""
 
-    def at_its_step(trainer):
-        if trainer.state.step == step:
-            action(trainer)
+    def at_its_step(run):
+        if run.state.step == step:
+            action(run)
 
-    on_call("train.Trainer.step", at_its_step)
+    on_call("train.train_step", at_its_step)
 
 
 WRITING = os.O_WRONLY | os.O_RDWR
@@ -94,7 +95,7 @@ class Operations:
         sys.addaudithook(self._watch)
 
     def _count_saves(self, *_) -> None:
-        self.saves += 1  # the trainer has waited for the checkpoint before
+        self.saves += 1  # training has waited for the checkpoint before
 
     def _point(self, what: str, path: str) -> None:
         """Here the process may be killed."""
@@ -196,8 +197,8 @@ def between(before: int, until: int | None, begin: Callable, end: Callable) -> N
     meanwhile."""
 
     def settled(action):
-        def act(trainer):
-            trainer.tell_not_saved(trainer.saved_so_far()[1])
+        def act(run):
+            run.checkpointer.wait(run.state)
             action()
 
         return act
@@ -234,7 +235,7 @@ def full_disk(before: int, until: int | None, leave: int) -> None:
 def happen(each: list[dict]) -> None:
     """Signals to the process and errors, one after the other.
 
-    Each {"what": SIGTERM or the text of an error, "at": train.Trainer.step and the like, "call":
+    Each {"what": SIGTERM or the text of an error, "at": train.train_step and the like, "call":
     the number of that call, from 1, counted once the one before has happened, "when": "before" the
     call, "after" it, or "saved": before it, when no checkpoint is being written.}
     """
@@ -254,7 +255,7 @@ def happen(each: list[dict]) -> None:
                 return real(*arguments, **options)
             one = left.pop(0)
             if one["when"] == "saved":
-                arguments[0].saved_so_far()
+                arguments[0].checkpointer.wait(arguments[0].state, warn=False)
             if one["when"] != "after":
                 act(one["what"])
             result = real(*arguments, **options)
@@ -284,7 +285,7 @@ def infinite_loss(steps: list[int]) -> None:
 
         return wrapper
 
-    on_call("train.Trainer.step", lambda trainer: now.update(step=trainer.state.step + 1))
+    on_call("train.train_step", lambda run: now.update(step=run.state.step + 1))
     replace(GPT, "forward", forward)
 
 
@@ -292,26 +293,26 @@ def watch_parameters(file: str) -> None:
     """Appends [step, before, after] to the file for each step: the digests of parameters and
     moments."""
 
-    def digest(trainer) -> str:
+    def digest(run) -> str:
         found = hashlib.sha256()
-        for parameter in trainer.model.parameters():
-            state = trainer.optimizer.state.get(parameter, {})
+        for parameter in run.model.parameters():
+            state = run.optimizer.state.get(parameter, {})
             for tensor in (parameter, *(state[key] for key in sorted(state))):
                 found.update(tensor.detach().numpy().tobytes())
         return found.hexdigest()
 
     def wrap(real):
-        def wrapper(trainer):
-            before = digest(trainer)
+        def wrapper(run):
+            before = digest(run)
             try:
-                return real(trainer)
+                return real(run)
             finally:
                 with open(file, "a") as opened:
-                    opened.write(json.dumps([trainer.state.step, before, digest(trainer)]) + "\n")
+                    opened.write(json.dumps([run.state.step, before, digest(run)]) + "\n")
 
         return wrapper
 
-    replace(train.Trainer, "step", wrap)
+    replace(train, "train_step", wrap)
 
 
 def wait_at(step: int, file: str) -> None:
@@ -327,8 +328,9 @@ def wait_at(step: int, file: str) -> None:
 
 def slow(seconds: float) -> None:
     """This rank takes its time for everything but training."""
-    for name in ("validate", "sample", "open_run", "write_report"):
-        on_call(f"train.Trainer.{name}", lambda *_: time.sleep(seconds))
+    parts = ("run.Run.evaluate", "run.Run.sample", "run.Run.write_report", "setup.open_directory")
+    for name in parts:
+        on_call(f"training.{name}", lambda *_: time.sleep(seconds))
     for name in ("write", "load_parameters"):
         on_call(f"training.checkpoint.format.{name}", lambda *_: time.sleep(seconds))
     on_call("lens.Lens.snapshot", lambda *_: time.sleep(seconds))

@@ -17,16 +17,16 @@ from helpers import TEXT, TINY
 def train_in(folder: Path, *overrides: str) -> Path:
     """Trains a tiny run to its end, on text.txt in this folder. Returns the run's directory."""
     from helpers.settings import settings
-    from train import Trainer
+    from train import fit
+    from training.setup import build_run
 
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT, encoding="utf-8")
     with contextlib.chdir(folder):
-        run = Trainer(settings(*TINY, "data.path=text.txt", *overrides))
-        run.train()
-        run.close(0)
-    return folder / run.folder
+        run = build_run(settings(*TINY, "data.path=text.txt", *overrides))
+        fit(run)
+    return folder / run.directory
 
 
 def copied(run: Path) -> Path:
@@ -90,15 +90,17 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def stop_behind(run, step: int) -> None:
     """Trains to a checkpoint at this step and one step more, which is lost; then changes the state
     of torch's random generator."""
-    run.look_up({})
-    run.meter.start()
+    from train import evaluate_and_log, log_row, save, train_step
+
+    evaluate_and_log(run, {})
+    run.metrics.start()
     while run.state.step < step:
-        run.meter.add(*run.step())
-        if run.is_due(run.settings.trainer.log_every):
-            run.measure()
-    run.save()
-    run.finish_saving()
-    run.step()
+        run.metrics.add(*train_step(run))
+        if run.is_due(run.config.trainer.log_every):
+            log_row(run)
+    save(run)
+    run.checkpointer.finish(run.state)
+    train_step(run)
     torch.manual_seed(12345)
 
 

@@ -28,7 +28,7 @@ from helpers.tally import CAMPAIGN
 from helpers.texts import prepare
 from training.checkpoint import format as checkpoint
 
-STEP = "train.Trainer.step"
+STEP = "train.train_step"
 
 
 def happen(*each: tuple) -> dict:
@@ -237,7 +237,7 @@ class Faults:
         return trainings[0]
 
     def killed(self, folder: Path, call: int, when: str = "before") -> None:
-        """A short run that is killed at this call of Trainer.step."""
+        """A short run that is killed at this call of train_step."""
         self.run(folder, "short", fault=happen(("SIGKILL", STEP, call, when)), code=-signal.SIGKILL)
 
     def complete(self, folder: Path, kind: str, was_stopped: bool = False) -> None:

@@ -14,7 +14,7 @@ from interop.huggingface import from_hf, to_hf
 from model import GPT, ModelConfig
 from scripts import export_hf
 from training.checkpoint.format import find, load_model
-from training.checkpoint.resume import positions
+from training.checkpoint.init_from import positions
 
 FINETUNE = ["experiment=finetune", *(s for s in TINY if not s.startswith(("model=", "lens=")))]
 
@@ -34,9 +34,9 @@ def sources(tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", ["runs/old", "runs/old/checkpoints/best", "hf", "out"])
-def test_a_run_takes_the_weights_and_nothing_else(trainer, sources, source):
+def test_a_run_takes_the_weights_and_nothing_else(make_run, sources, source):
     given = ["model.dropout=0.3", "data.max_length=24"]
-    fresh = trainer(f"trainer.init_from={sources / source}", *given)
+    fresh = make_run(f"trainer.init_from={sources / source}", *given)
     assert fresh.state.step == 0
     assert fresh.model.blocks[0].dropout.p == 0.3
     assert fresh.model.training
@@ -50,7 +50,7 @@ def test_a_run_takes_the_weights_and_nothing_else(trainer, sources, source):
     assert torch.equal(got[:24], want[:24])
     # A plain Hugging Face directory does not say that the last eight were never trained.
     assert torch.equal(got[24:], want[24:] if source == "hf" else want[:8])
-    assert fresh.notes == []
+    assert not [line for line in fresh.introduction if line.startswith("note")]
 
 
 def test_positions_are_cut_or_repeated():
@@ -65,7 +65,7 @@ def test_positions_are_cut_or_repeated():
         assert len(notes) == has_note, (length, used)
 
 
-def test_settings_that_do_not_fit_the_weights_are_named(trainer, sources):
+def test_settings_that_do_not_fit_the_weights_are_named(make_run, sources):
     """Each with the value that fits; where several differ, with the preset that fits, if any."""
     shutil.copytree(sources / "hf", "hf")
     to_hf(GPT(ModelConfig(50257, 64, 128, 4, 4)), "nano")  # gpt2-nano's, but for its context
@@ -75,12 +75,12 @@ def test_settings_that_do_not_fit_the_weights_are_named(trainer, sources):
     nano = dict.fromkeys(("emb_dim", "num_heads", "num_layers"), "model=gpt2-nano")
     for source, given, fits in (("hf", wrong, fixes), ("nano", of_gpt2, nano)):
         with pytest.raises(ConfigError) as caught:
-            trainer(f"trainer.init_from={source}", *given)
+            make_run(f"trainer.init_from={source}", *given)
         problems = caught.value.problems
         assert [problem.key for problem in problems] == [f"model.{key}" for key in fits]
         assert all(fix in p.hint for fix, p in zip(fits.values(), problems, strict=True))
     with refused(CheckpointError, "trainer.init_from", "some/gpt2") as caught:
-        trainer("trainer.init_from=some/gpt2")
+        make_run("trainer.init_from=some/gpt2")
     assert "hub:some/gpt2" in caught.value.hint
 
 

@@ -22,6 +22,7 @@ from lens.history import COLUMNS, KINDS, Row
 from lens.page import END, START, frame_data, page, read, run_data, unpacked
 from lens.probe import Frame, Prompt
 from lens.statistics import STATISTICS
+from train import fit
 
 BYTE = get_tokenizer("byte")
 
@@ -277,30 +278,30 @@ def test_other_and_truncated_pages_are_refused(hostile_page, tmp_path):
             read(path)
 
 
-def watched_run(trainer, *overrides):
+def watched_run(make_run, *overrides):
     # One short prompt and few tokens: a snapshot takes a tenth of the usual time.
     short = ("lens.prompts=[the bank]", "lens.repeated=3")
-    return trainer("model.dropout=0.1", "lens=default", "lens.every=1", *short, *overrides)
+    return make_run("model.dropout=0.1", "lens=default", "lens.every=1", *short, *overrides)
 
 
 def result(run):
     """The losses and the weights after a run."""
-    run.train()
-    return [row.get("train/loss") for row in rows(run.folder)], weights(run)
+    fit(run)
+    return [row.get("train/loss") for row in rows(run.directory)], weights(run)
 
 
-def test_training_is_bit_exact_with_the_lens_also_when_it_fails(trainer, tmp_path, monkeypatch):
+def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_path, monkeypatch):
     """Dropout on; the model that is looked into is not the one that may be compiled."""
-    losses, expected = result(trainer("model.dropout=0.1", "name=without"))
+    losses, expected = result(make_run("model.dropout=0.1", "name=without"))
     for name in ("with", "failing"):
-        run = watched_run(trainer, f"name={name}", "lens.layers=[1]")
-        run.fast_model = lambda *batch, model=run.model: model(*batch)  # not a module
+        run = watched_run(make_run, f"name={name}", "lens.layers=[1]")
+        run.trained_model = lambda *batch, model=run.model: model(*batch)  # not a module
         if name == "failing":
             monkeypatch.setattr("lens.page.page", fails)
         found_losses, found = result(run)
         assert found_losses == losses
         assert_same(found, expected)
-        assert (run.lens is None) == (name == "failing")
+        assert (run.lens.lens is None) == (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
     assert len(names(folder, "*.png")) == 5 * 2 * 2
     assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in range(5)] + ["timelapse.html"]
@@ -310,15 +311,15 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(trainer, tmp_pat
     assert log[0]["attention/viewer"] == "attention/step_00000000.html"
 
 
-def test_resumed_run_has_the_same_pages(trainer, tmp_path):
-    watched_run(trainer, "name=whole").train()
-    stopped = watched_run(trainer, "name=halves")
+def test_resumed_run_has_the_same_pages(make_run, tmp_path):
+    fit(watched_run(make_run, "name=whole"))
+    stopped = watched_run(make_run, "name=halves")
     stopped.signals.received = signal.SIGTERM
     with pytest.raises(SystemExit):
-        stopped.train()
+        fit(stopped)
     stopped.tracker.finish()
     folder = tmp_path / "runs" / "halves" / "attention"
-    watched_run(trainer, "name=halves").train()
+    fit(watched_run(make_run, "name=halves"))
     whole = tmp_path / "runs" / "whole" / "attention"
     assert names(folder) == names(whole)
     for name in ("statistics.jsonl", "heads.csv"):

@@ -105,15 +105,15 @@ def test_a_job_after_failures_is_the_same_as_alone(swept, tmp_path, text_file):
 def test_a_stopped_sweep_is_resumed_by_the_printed_command(tmp_path, text_file, monkeypatch):
     """The running job is saved, and the next one does not begin before that."""
     arguments = ["-m", *SHORT, "optimizer.lr=1e-3,1e-2", "trainer.max_steps=3"]
-    real = train.Trainer.step
+    real = train.train_step
 
-    def step(trainer):
-        if trainer.state.step == 1:
+    def step(run):
+        if run.state.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(trainer)
+        return real(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "step", step)
+        patch.setattr(train, "train_step", step)
         code, _, err = run_in(tmp_path, *arguments)
     assert code == 143
     path, found = results_of(tmp_path)

@@ -9,6 +9,7 @@ import torch
 from helpers.runs import rows
 
 from tokens.synthetic import BOS, IGNORED, SYMBOLS, CycleWalks, RepeatedSequences
+from train import fit
 
 LONGEST = 2 * len(SYMBOLS)  # above it there are more positions than symbols
 
@@ -93,11 +94,11 @@ def test_validation_repeats_each_sequence_once(length):
         assert targets == [IGNORED] * (half + 1) + first[1:]
 
 
-def test_a_run_logs_its_accuracy(trainer):
+def test_a_run_logs_its_accuracy(make_run):
     lengths = ("model.context_length=64", "data.max_length=64", "trainer.max_steps=2")
-    run = trainer("experiment=induction", "data.path=null", "lens.every=1", *lengths)
-    run.train()
-    first, _, last = rows(run.folder)
+    run = make_run("experiment=induction", "data.path=null", "lens.every=1", *lengths)
+    fit(run)
+    first, _, last = rows(run.directory)
     assert all(0 <= row["val/accuracy"] < 0.2 for row in (first, last))
     assert "val/bits_per_byte" not in last
     assert "attention_layers/induction/L01" in last

@@ -11,6 +11,7 @@ from helpers.texts import prepare, write_collection, write_source
 from errors import DataError
 from scripts.prepare_data import main as prepare_main
 from tokens import END_OF_TEXT
+from train import fit
 from train import main as train_main
 
 TEXTS = [("txt", [TEXT[:1500]]), ("jsonl", [TEXT[1000:1400], END_OF_TEXT, TEXT[1400:2200], ""])]
@@ -18,17 +19,17 @@ TEXTS += [("parquet", [TEXT[2200:2300], TEXT[2300:]])]
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_training_on_shards_equals_training_on_the_text(trainer, tmp_path, within):
+def test_training_on_shards_equals_training_on_the_text(make_run, tmp_path, within):
     """In every number of every step but the speed, with shards that end within documents."""
     path = write_collection(tmp_path / "texts", TEXTS)
     manifest = prepare(path, tmp_path / "out", tokenizer="byte", shard_tokens=300)
     assert len(manifest["shards"]) > 5
     settings = [f"data.within_documents={within}", "data.val_fraction=0.2"]
-    direct = trainer(f"data.path={path}", *settings)
-    direct.train()
-    shards = trainer("data=shards", f"data.path={tmp_path / 'out'}", *TINY, *settings)
-    shards.train()
-    assert repeatable_rows(shards.folder) == repeatable_rows(direct.folder)
+    direct = make_run(f"data.path={path}", *settings)
+    fit(direct)
+    shards = make_run("data=shards", f"data.path={tmp_path / 'out'}", *TINY, *settings)
+    fit(shards)
+    assert repeatable_rows(shards.directory) == repeatable_rows(direct.directory)
     assert_same(weights(shards), weights(direct))
 
 
@@ -43,26 +44,26 @@ def test_printed_command_trains_on_the_shards(in_process, tmp_path, text_file):
     assert rows(tmp_path / "runs" / "a")[-1]["step"] == 4
 
 
-def test_mixture_of_shards_equals_the_mixture_of_texts(trainer, tmp_path):
+def test_mixture_of_shards_equals_the_mixture_of_texts(make_run, tmp_path):
     for name, text in (("a", TEXT), ("b", TEXT.upper()[:2000])):
         path = write_source(tmp_path / f"{name}.txt", [text])
         prepare(path, tmp_path / name, tokenizer="byte", shard_tokens=700)
     settings = ["data.weights=[0.7,0.3]", "model.dropout=0.2"]
     shards = [f"data.path=[{tmp_path}/a,{tmp_path}/b]", *settings]
-    whole = trainer("name=whole", *shards)
-    whole.train()
-    direct = trainer(f"data.path=[{tmp_path}/a.txt,{tmp_path}/b.txt]", *settings)
-    direct.train()
-    assert repeatable_rows(whole.folder) == repeatable_rows(direct.folder)
+    whole = make_run("name=whole", *shards)
+    fit(whole)
+    direct = make_run(f"data.path=[{tmp_path}/a.txt,{tmp_path}/b.txt]", *settings)
+    fit(direct)
+    assert repeatable_rows(whole.directory) == repeatable_rows(direct.directory)
 
-    stop_behind(trainer("name=half", *shards), 2)
-    rest = trainer("name=half", *shards)
+    stop_behind(make_run("name=half", *shards), 2)
+    rest = make_run("name=half", *shards)
     assert rest.state.step == 2
-    rest.train()
+    fit(rest)
     assert_same(weights(rest), weights(whole))
 
 
-def test_resume_with_moved_damaged_or_changed_shards(trainer, tmp_path):
+def test_resume_with_moved_damaged_or_changed_shards(make_run, tmp_path):
     """Moved ones are the same. Damaged and changed ones are refused before the run continues."""
     text = "The ferry bell at the top of the steps rang twice.\n" * 45_000  # of two blocks
     for folder, last in (("out", ""), ("new", "X")):
@@ -71,9 +72,9 @@ def test_resume_with_moved_damaged_or_changed_shards(trainer, tmp_path):
 
     def resumed(folder, steps=4):
         path, short = f"data.path={tmp_path / folder}", "trainer.eval_windows=2"
-        return trainer(path, short, "name=a", f"trainer.max_steps={steps}")
+        return make_run(path, short, "name=a", f"trainer.max_steps={steps}")
 
-    resumed("out", 2).train()
+    fit(resumed("out", 2))
     metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
     before = metrics.read_bytes()
     shard = tmp_path / "out" / "shard_00000_00.bin"

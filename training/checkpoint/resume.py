@@ -4,18 +4,17 @@ Nothing here changes anything on disk. What does not fit comes back as a list of
 (key, value, reason, hint), and the caller refuses it (see training/config/schema.py).
 """
 
+import json
 import shlex
-from dataclasses import asdict
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-import yaml
-
-from errors import Problem
-from interop.huggingface import load_reader
-from model import GPT, ModelConfig
+from errors import Problem, refuse
 from training.checkpoint import format as checkpoint
+from training.checkpoint.format import State
 from training.checkpoint.run_directory import (
     RUNS,
     is_occupied,
@@ -23,13 +22,12 @@ from training.checkpoint.run_directory import (
     settings_of,
     was_cut_off,
 )
+from training.config.schema import OF_THE_MACHINE, complete, different_settings
+from training.distributed.strategy import Strategy
 
 if TYPE_CHECKING:
     from training.config.schema import Settings
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "model"
-# Of a model, what its weights have to have; for positions there is a rule.
-SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
 # Part of a model's tensors: no override makes the weights of a checkpoint fit another one.
 FIXED = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
@@ -68,6 +66,93 @@ FREE_TO_CHANGE = {
 
 # What older checkpoints were trained with and do not say.
 BEFORE_THERE_WAS_A_CHOICE = {"optimizer": {"name": "adamw"}}
+
+
+@dataclass
+class Start:
+    """What a run starts from. The same on all ranks."""
+
+    checkpoint: Path | None = None  # None: a new run
+    state: State | None = None  # of that checkpoint
+    in_place: bool = False  # whether its run continues in its own directory; else this is a branch
+    locked: Path | None = None  # the run directory, where rank 0 has locked it already
+
+
+def resume_settings(
+    config: "Settings", strategy: Strategy, notes: list[str]
+) -> tuple["Settings", bool]:
+    """(The settings, whether they are those of the run that trainer.resume names, on top of which
+    come those of the command line.) On all ranks; rank 0 reads the run."""
+    stored = strategy.broadcast(strategy.on_rank_0(lambda: stored_settings(config)))
+    if not stored or not config.overrides:
+        return config, bool(stored)
+    with strategy.raise_on_all_ranks():
+        config, changed = complete(config, *stored)
+    if changed:
+        notes.append(f"settings from {stored[0]}, overridden: {', '.join(changed)}")
+    return config, True
+
+
+def check_same_settings(config: "Settings", strategy: Strategy) -> None:
+    """Raises ConfigError on all ranks where they were started with different settings."""
+    mine = json.loads(json.dumps(asdict(config)))
+    of_rank_0 = strategy.broadcast(mine)
+    with strategy.raise_on_all_ranks():
+        refuse(different_settings(mine, of_rank_0, strategy.rank))
+
+
+def find_start(
+    config: "Settings", strategy: Strategy, lock: Callable[[Path], None], notes: list[str]
+) -> Start:
+    """What the run starts from; rank 0 looks, and locks the run directory if there is one.
+
+    Settings that follow from others (warmup_steps=null) become those of the checkpoint, or are
+    chosen. Raises ConfigError for settings that would make it another run.
+    """
+    locked = None
+
+    def look() -> tuple[str, dict, bool, str] | None:
+        nonlocal locked
+        own = own_directory(config)
+        # A run that has checkpoints needs no other files.
+        is_run = own and (checkpoint.has_checkpoint(own) or not is_occupied(own))
+        if is_run and own.is_dir():
+            lock(own)  # no other process changes it from here on
+            locked = own
+        found, problems = find_checkpoint(config)
+        refuse(problems)
+        if not found:
+            return None
+        in_place = goes_on(found, config)
+        run = own if in_place else checkpoint.run_of(found) or found
+        return str(found), asdict(checkpoint.load_state(found)), in_place, str(run)
+
+    # Other ranks may not see the directory.
+    shared = strategy.broadcast(strategy.on_rank_0(look))
+    found, values, in_place, run = shared or (None, None, False, None)
+    state = State(**values) if values else None
+    choose(config, state.settings if state else {})
+    if state is None:
+        return Start(locked=locked)
+    problems = changed_settings(state.settings, asdict(config), Path(run))
+    if config.trainer.resume_override:
+        notes += [f"{key}={value}: {reason}" for key, value, reason, _ in problems]
+        problems = [problem for problem in problems if problem[0] in FIXED]
+    if not in_place and state.step >= config.trainer.max_steps:
+        reason = f"{found} is of step {state.step}, nothing is left to train"
+        hint = "a new run from it needs more steps"
+        problems.append(("trainer.max_steps", config.trainer.max_steps, reason, hint))
+    with strategy.raise_on_all_ranks():
+        refuse(problems)
+    return Start(Path(found), state, in_place, locked)
+
+
+def choose(config: "Settings", before: dict) -> None:
+    """Settings that follow from others: those of the run before, else chosen."""
+    config.trainer.choose(before.get("trainer", {}))
+    if config.lens.every is None:
+        known = before.get("lens", {}).get("every")  # 0: it was off, and now is asked for
+        config.lens.every = known or config.lens.interval(config.trainer.max_steps)
 
 
 def own_directory(settings: "Settings") -> Path | None:
@@ -205,69 +290,20 @@ def changed_settings(saved: dict, now: dict, run: Path) -> list["Problem"]:
     return problems
 
 
-def initial_weights(settings: "Settings") -> tuple[GPT | None, list["Problem"], list[str]]:
-    """A model with the weights of trainer.init_from, what does not fit the settings, and what
-    there is to know.
+def resume_command(start_command: list[str], directory: Path, is_saved: bool = False) -> str:
+    """How to resume a run after a stop: "resume with: COMMAND".
 
-    Dropout and the kernel are this run's choice; the weights fit all of them. Biases of queries,
-    keys and values that the weights lack begin as zeros; for positions see `positions`.
+    start_command: how the processes were started, such as python or torchrun with its options.
+    is_saved: whether the checkpoint has the settings of this command; then only those of this
+    machine are repeated.
     """
-    source, wanted = settings.trainer.init_from, settings.model
-    reader = load_reader(source, "trainer.init_from")
-    given, theirs = reader.model.config, f"the weights of trainer.init_from={source}"
-    differing = {key for key in SHAPE if getattr(given, key) != getattr(wanted, key)}
-    if wanted.qkv_bias:
-        differing.discard("qkv_bias")
-    preset = preset_like(given) if len(differing) > 1 else None
-    problems = []
-    for key in SHAPE:
-        if key in differing:
-            have = str(getattr(given, key)).lower()
-            fix = f"use model={preset}" if preset else f"use model.{key}={have}"
-            cause = f"{theirs} have {have}"
-            problems.append((f"model.{key}", getattr(wanted, key), cause, fix))
-    if (name := settings.data.tokenizer) != (needed := reader.tokenizer_name):
-        cause = f"{theirs} were trained with {needed}"
-        problems.append(("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
-    if problems:
-        return None, problems, []
-    weights = reader.model.state_dict()
-    weights["pos_emb.weight"], notes = positions(
-        weights["pos_emb.weight"], reader.window, wanted.context_length, settings.data.max_length
-    )
-    with torch.device("meta"):  # nothing is held twice
-        fresh = GPT(wanted)
-    for name, parameter in fresh.named_parameters():
-        if name not in weights:  # a bias
-            weights[name] = torch.zeros(parameter.shape)
-    fresh.load_state_dict(weights, assign=True)
-    return fresh, [], notes
-
-
-def positions(
-    learned: torch.Tensor, window: int, context_length: int, used: int
-) -> tuple[torch.Tensor, list[str]]:
-    """Position vectors (context_length, C) from a model's (S, C), of which `window` have learned
-    something; and what there is to know, when the run will use `used` of them.
-
-    A shorter context has the first of them. A longer one has the learned ones again and again, as
-    Longformer's began (Beltagy et al. 2020): near positions then look as they did.
-    """
-    rows = learned[torch.arange(context_length) % window]
-    known = f"the weights know {window} positions"
-    if context_length < window:
-        return rows, [f"model.context_length={context_length}: {known}; the first are taken"]
-    if used > window or len(learned) != context_length > window:
-        again = f"position {window} begins as position 0, and so on"
-        within = f"data.max_length={window} stays within them"
-        return rows, [f"model.context_length={context_length}: {known}; {again}; {within}"]
-    return rows, []
-
-
-def preset_like(config: ModelConfig) -> str | None:
-    """The model=NAME of configs/ whose weights have these shapes, but for the context length."""
-    for file in sorted(PRESETS.glob("*.yaml")):
-        preset = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if all(preset[key] == getattr(config, key) for key in SHAPE):
-            return file.stem
-    return None
+    if {"-m", "--multirun"} & set(sys.argv[1:]):
+        return "rerun this job's command"
+    kept = []
+    for text in sys.argv[1:]:
+        key = text.lstrip("+-")
+        of_the_machine = "=" not in text or key.startswith(("config-dir=", *OF_THE_MACHINE))
+        if of_the_machine or not (is_saved or key.startswith("trainer.resume=")):
+            kept.append(text)
+    command = [*start_command, sys.argv[0], *kept, f"trainer.resume={directory}"]
+    return f"resume with: {shlex.join(command)}"

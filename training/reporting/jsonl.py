@@ -100,6 +100,14 @@ class RowFile:
             print(f"{self.path}: not written ({cause}); {consequence}", file=sys.stderr)
 
 
+class NoRows:
+    """The log of the other ranks: takes rows and does nothing."""
+
+    def append(self, row: dict) -> None: ...
+
+    def sync(self) -> None: ...
+
+
 def drop_rows_after(folder: Path, step: int) -> None:
     """Cuts metrics.jsonl and samples.jsonl back to `step`: a resumed run writes the rest again."""
     for name in ("metrics.jsonl", "samples.jsonl"):

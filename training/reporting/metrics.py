@@ -1,43 +1,141 @@
-"""Losses and speed between two lines of the log."""
+"""Training metrics: loss, gradient norm, speed, skipped steps and loss spikes."""
 
 import contextlib
+import dataclasses
+import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from training.distributed.strategy import Strategy
+from errors import AGAINST_DIVERGENCE, DivergedError
+from training.checkpoint.format import State
+from training.distributed.strategy import Strategy
+from training.optim.nonfinite import LossSpikes, NonFiniteCheck
 
 
-class Meter:
-    """Losses and time since the last line of the log. Keeps device tensors and waits for none."""
+class Metrics:
+    """What is measured between two rows of the log.
 
-    def __init__(self):
+    Losses stay on the device until `row` or `check_skipped` reads them: a step waits for nothing.
+
+    tokens_per_step: over all ranks. flops_per_token: forward and backward. peak_flops: of one
+    device, in FLOP/s; None when unknown. notify(title, text): tells the user about skipped steps
+    and loss spikes. learning_rate: the peak, for the error of a diverged run. describe_checkpoint()
+    says which checkpoint is intact.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        nonfinite: NonFiniteCheck,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        learning_rate: float,
+        notify: Callable[[str, str], None],
+        describe_checkpoint: Callable[[], str],
+    ):
+        self.strategy = strategy
+        self.nonfinite = nonfinite
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.learning_rate = learning_rate
+        self.notify = notify
+        self.describe_checkpoint = describe_checkpoint
+        self.spikes = LossSpikes()
+        self.train_loss: float | None = None  # of the last row
         self.start()
 
-    def start(self, losses: list[float] = ()) -> None:
-        """Begins anew; losses: of steps that a run that goes on has done since its last line."""
-        self._losses, self._unread = list(losses), []
-        self.grad_norm, self.steps, self.since = None, 0, time.perf_counter()
+    def restore(self, state: State, forget_skipped: bool) -> None:
+        """Continues the counts of a checkpoint. forget_skipped: begins the count of consecutive
+        skipped steps at 0, because a setting was changed that may help."""
+        in_a_row = 0 if forget_skipped else state.skipped_in_a_row
+        self.nonfinite.restore(state.skipped, in_a_row)
+        self.spikes = LossSpikes(**state.spikes)
+
+    def store(self, state: State) -> None:
+        """Writes what a resumed run needs into the state of a checkpoint; waits for the device."""
+        state.losses = list(self.losses())
+        self.check_skipped(state)
+        state.spikes = dataclasses.asdict(self.spikes)
+
+    def start(self, losses: list[float] | None = None) -> None:
+        """Starts the next row. losses: of the steps since the last row before a resume."""
+        self._losses: list[float] = list(losses or [])
+        self._on_device: list[Tensor] = []
+        self.grad_norm: Tensor | None = None
+        self.steps, self.since = 0, time.perf_counter()
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
-        self._unread.append(loss)
+        """Adds a step: its loss in nats per token and gradient norm, both () on the device."""
+        self._on_device.append(loss)
         self.grad_norm = grad_norm
         self.steps += 1
 
     @contextlib.contextmanager
-    def paused(self):
-        """What happens inside is not training time."""
+    def paused(self) -> Iterator[None]:
+        """The time spent inside does not count as training time."""
         before = time.perf_counter()
         yield
         self.since += time.perf_counter() - before
 
-    def losses(self, parallel: "Strategy") -> list[float]:
-        """The loss of each step, its mean over all ranks; waits for the device."""
-        unread, self._unread = self._unread, []
-        self._losses += parallel.all_reduce_mean(unread)
+    def losses(self) -> list[float]:
+        """The loss of each step since the last row, averaged over ranks; waits for the device."""
+        on_device, self._on_device = self._on_device, []
+        self._losses += self.strategy.all_reduce_mean(on_device)
         return self._losses
 
-    def steps_per_second(self) -> float:
-        return self.steps / (time.perf_counter() - self.since)
+    def row(self, state: State, learning_rate: float) -> dict[str, float]:
+        """The row of the log: metrics since the last row. Waits for the device; starts the next
+        row. learning_rate: of this step."""
+        losses = self.losses()
+        self.check_skipped(state)
+        finite = [loss for loss in losses if math.isfinite(loss)]  # the others were skipped
+        self.train_loss = sum(finite) / len(finite) if finite else math.nan
+        spikes = self.spikes.count
+        z_scores = [z for loss in losses if (z := self.spikes.add(loss)) is not None]
+        if self.spikes.count > spikes:
+            rise = f"the loss rose to {max(finite):.2f}, far above those before"
+            self.notify("Loss spike", f"step {state.step}: {rise}")
+        speed = self.tokens_per_step * self.steps / (time.perf_counter() - self.since)
+        row = {
+            "train/loss": self.train_loss,
+            "train/learning_rate": learning_rate,
+            "train/grad_norm": float(self.grad_norm),
+            "train/tokens_per_second": speed,
+            "train/skipped_steps": state.skipped,
+            "train/loss_spikes": self.spikes.count,
+        }
+        if z_scores:
+            row["train/loss_z_score"] = max(z_scores)
+        if self.peak_flops:
+            achieved = self.flops_per_token * speed / self.strategy.world_size
+            row["train/mfu"] = achieved / self.peak_flops
+        self.start()
+        return row
+
+    def check_skipped(self, state: State) -> None:
+        """Counts skipped steps into the state; all ranks skip the same steps. Waits for the device.
+
+        Raises DivergedError after too many consecutive ones.
+        """
+        before = state.skipped
+        state.skipped, state.skipped_in_a_row, halted = self.nonfinite.read()
+        limit = self.nonfinite.limit
+        if halted:
+            first = state.step - halted + 2 - limit
+            times = f"{limit} in a row" if limit > 1 else "on_nonfinite"
+            raise DivergedError(
+                "optimizer.lr",
+                self.learning_rate,
+                f"the loss or gradient of step {first} is NaN or inf ({times})",
+                f"{AGAINST_DIVERGENCE}; {self.describe_checkpoint()}",
+            )
+        if state.skipped > before:
+            more = state.skipped - before
+            which = f"step {state.step}" if more == 1 else f"{more} steps up to {state.step}"
+            limits = f"{state.skipped_in_a_row} in a row, {limit} end the run"
+            text = f"{which} skipped: the loss or gradient is NaN or inf ({limits})"
+            self.notify("Steps skipped", text)

@@ -16,6 +16,7 @@ from helpers.runs import assert_same, change_state, change_tensors, copied, dama
 from safetensors.torch import load_file
 
 from errors import CheckpointError, DamagedCheckpointError, DivergedError
+from train import fit, save, save_if_due, train_step
 from training.checkpoint import format as checkpoint
 from training.checkpoint import saver as saving
 
@@ -29,15 +30,15 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def saved(finished, trainer, tmp_path):
+def saved(finished, make_run, tmp_path):
     """The newest checkpoint of its copy in the current directory, runs/saved."""
     return tmp_path / copied(finished) / "checkpoints" / "step_00000004"
 
 
 @pytest.fixture
-def longer(trainer):
-    """longer() -> the Trainer that continues runs/saved by a step."""
-    return lambda *more: trainer("name=saved", "trainer.max_steps=5", *more)
+def longer(make_run):
+    """longer() -> the Run that continues runs/saved by a step."""
+    return lambda *more: make_run("name=saved", "trainer.max_steps=5", *more)
 
 
 def test_content_of_a_checkpoint(saved, longer):
@@ -76,8 +77,8 @@ TENSORS = {
 }
 
 
-def test_tensors_that_do_not_fit_are_named_and_none_is_loaded(saved, trainer):
-    run = trainer("name=other")
+def test_tensors_that_do_not_fit_are_named_and_none_is_loaded(saved, make_run):
+    run = make_run("name=other")
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     right = (saved / MODEL).read_bytes()
     for named, change in TENSORS.items():
@@ -115,7 +116,7 @@ def test_model_settings_that_do_not_fit_allocate_nothing(saved):
             checkpoint.load_model(checkpoint.find(saved))
 
 
-def test_damaged_checkpoint_is_skipped_or_refused(finished, trainer, tmp_path, capsys):
+def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, capsys):
     """A run continues from the one before, with a warning; one that is named is refused."""
     names = (*checkpoint.FILES, "SHA256SUMS")
     for name, how in zip(names, ("flip", "cut", "grow", "remove"), strict=True):
@@ -123,12 +124,12 @@ def test_damaged_checkpoint_is_skipped_or_refused(finished, trainer, tmp_path, c
         shutil.copytree(finished, run, symlinks=True)
         damage(run / "checkpoints" / "step_00000004" / name, how)
         with refused(DamagedCheckpointError, "checkpoint", exit_code=3):
-            trainer(f"trainer.resume={run}/checkpoints/step_00000004", "name=other")
+            make_run(f"trainer.resume={run}/checkpoints/step_00000004", "name=other")
         capsys.readouterr()
-        again = trainer(f"name={how}", "trainer.max_steps=5")
+        again = make_run(f"name={how}", "trainer.max_steps=5")
         assert again.state.step == 2
         assert "step_00000002" in capsys.readouterr().err
-        again.train()
+        fit(again)
         kept = {"step_00000004", "step_00000004.damaged", "step_00000005", "best", "last"}
         assert {p.name for p in (run / "checkpoints").iterdir()} == kept
         assert checkpoint.find(run).name == "step_00000005"
@@ -142,8 +143,8 @@ def test_older_format_has_no_checksums(saved, longer):
     (saved / "state.json").write_text(json.dumps(state | {"format": 2}))
     run = longer()
     assert run.state.step == 4
-    run.train()
-    assert checkpoint.load_state(checkpoint.find(run.folder)).format == checkpoint.FORMAT
+    fit(run)
+    assert checkpoint.load_state(checkpoint.find(run.directory)).format == checkpoint.FORMAT
 
 
 def test_one_nonfinite_number_among_many_is_found():
@@ -156,18 +157,18 @@ def test_one_nonfinite_number_among_many_is_found():
 
 def test_nonfinite_parameters_are_not_saved(longer, saved):
     run = longer()
-    run.step()
+    train_step(run)
     with torch.no_grad():
         run.model.pos_emb.weight[0, 0] = math.inf
-    run.save()
+    save(run)
     with refused(DivergedError, "pos_emb.weight"):
-        run.finish_saving()
-    assert checkpoint.find(run.folder).name == "step_00000004"
+        run.checkpointer.finish(run.state)
+    assert checkpoint.find(run.directory).name == "step_00000004"
 
 
-def test_a_checkpoint_has_the_parameters_of_its_step(trainer, monkeypatch):
+def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
     """Training changes them while they are being written."""
-    run = trainer("trainer.eval_every=0")
+    run = make_run("trainer.eval_every=0")
     go_on, write = threading.Event(), checkpoint.write
 
     def late(*arguments):
@@ -175,22 +176,22 @@ def test_a_checkpoint_has_the_parameters_of_its_step(trainer, monkeypatch):
         write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write", late)
-    run.step()
+    train_step(run)
     wanted = copy.deepcopy(run.model.state_dict())
-    run.save()
-    run.step()
+    save(run)
+    train_step(run)
     assert not torch.equal(wanted["token_emb.weight"], run.model.token_emb.weight)
-    assert run.saver.newest is None
+    assert run.checkpointer.saver.newest is None
     go_on.set()
-    run.saved_so_far()
-    model, state = checkpoint.load_model(checkpoint.find(run.folder))
-    assert state.step == run.saver.newest == 1
+    run.checkpointer.wait(run.state)
+    model, state = checkpoint.load_model(checkpoint.find(run.directory))
+    assert state.step == run.checkpointer.saver.newest == 1
     assert_same(dict(model.named_parameters()), wanted)
 
 
-def test_a_full_disk_does_not_end_training(trainer, monkeypatch):
+def test_a_full_disk_does_not_end_training(make_run, monkeypatch):
     """The checkpoint before stays, the best is one that is on disk, and each is tried twice."""
-    run = trainer("trainer.save_every=1", "trainer.max_steps=9")
+    run = make_run("trainer.save_every=1", "trainer.max_steps=9")
     monkeypatch.setattr(saving, "RETRY_AFTER", 0)
     write, tries = checkpoint.save_file, []
 
@@ -200,18 +201,18 @@ def test_a_full_disk_does_not_end_training(trainer, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(tensors, path, *metadata)
 
-    run.step()
-    run.save_if_due({"val/loss": 5.0})
-    run.step()
-    run.saved_so_far()
+    train_step(run)
+    save_if_due(run, 5.0)
+    train_step(run)
+    run.checkpointer.wait(run.state)
     monkeypatch.setattr(checkpoint, "save_file", full)
-    run.save_if_due({"val/loss": 4.0})
-    run.step()
-    run.saved_so_far()
+    save_if_due(run, 4.0)
+    train_step(run)
+    run.checkpointer.wait(run.state)
     assert len(tries) == 2
-    assert checkpoint.find(run.folder).name == "step_00000001"
+    assert checkpoint.find(run.directory).name == "step_00000001"
     monkeypatch.setattr(checkpoint, "save_file", write)
-    run.save_if_due({"val/loss": 4.5})
-    run.finish_saving()
-    assert os.readlink(run.folder / "checkpoints" / "best") == "step_00000003"
+    save_if_due(run, 4.5)
+    run.checkpointer.finish(run.state)
+    assert os.readlink(run.directory / "checkpoints" / "best") == "step_00000003"
     assert run.state.best_loss == 4.5

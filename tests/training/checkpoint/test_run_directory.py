@@ -15,6 +15,7 @@ from helpers.runs import change_state, copied, rows, seal, train_in
 
 from errors import CheckpointError, DamagedCheckpointError, RunFileError
 from interop.huggingface import load_reader
+from train import fit
 from training.checkpoint import format as checkpoint
 from training.checkpoint import run_directory as directory
 
@@ -36,15 +37,15 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def run(trained, trainer):
+def run(trained, make_run):
     """Its copy in the current directory, runs/run."""
     return copied(trained)
 
 
 @pytest.fixture
-def resumed(run, trainer):
-    """resumed(*overrides) -> the Trainer that continues runs/run."""
-    return lambda *overrides: trainer("data.path=text.txt", "name=run", *overrides)
+def resumed(run, make_run):
+    """resumed(*overrides) -> the Run that continues runs/run."""
+    return lambda *overrides: make_run("data.path=text.txt", "name=run", *overrides)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_pages_and_tables_are_not_written_through_links(run, resumed):
     for name in names:
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(Path("precious.txt").resolve())
-    resumed(LONGER, "lens=default", "lens.every=2").train()
+    fit(resumed(LONGER, "lens=default", "lens.every=2"))
     assert Path("precious.txt").read_text() == "mine"
     assert (run / "attention" / "heads.csv").stat().st_size > 100
 
@@ -229,5 +230,5 @@ def test_invalid_states_are_refused_by_name(trained, tmp_path):
 def test_nonfinite_losses_of_skipped_steps_are_valid(run, newest, resumed):
     """A state has the losses since the last row of the log; a skipped step may be among them."""
     change_state(newest, losses=[4.0, math.nan, math.inf, 4])
-    resumed(LONGER, "trainer.log_every=6").train()
+    fit(resumed(LONGER, "trainer.log_every=6"))
     assert math.isfinite(rows(run)[-1]["train/loss"])

@@ -227,12 +227,12 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("setting", ["data.path", "data.val_path"])
-def test_texts(trainer, tmp_path, setting):
+def test_texts(make_run, tmp_path, setting):
     for name, content in TEXTS:
         tally(FAULT)
         put(tmp_path, name, content)
         with refused(DataError, setting, tmp_path / name, exit_code=3):
-            trainer(f"{setting}={tmp_path / name}")
+            make_run(f"{setting}={tmp_path / name}")
     assert not (tmp_path / "runs").exists()
 
 
@@ -290,22 +290,22 @@ def test_unusual_prompts_are_continued(in_process, a_run, tmp_path):
         assert printed_keys(err) == (["prompt"] if prompt.startswith("word") else []), prompt
 
 
-def test_devices_and_precisions_that_are_missing(trainer, monkeypatch):
+def test_devices_and_precisions_that_are_missing(make_run, monkeypatch):
     with refused(ConfigError, "trainer.precision", "fp16"):
-        trainer("trainer.precision=fp16")
+        make_run("trainer.precision=fp16")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refused(ConfigError, "trainer.device", "cuda"):
-        trainer("trainer.device=cuda")
+        make_run("trainer.device=cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: False)
     with refused(ConfigError, "trainer.precision", "bf16"):
-        trainer("trainer.device=cuda", "trainer.precision=bf16")
+        make_run("trainer.device=cuda", "trainer.precision=bf16")
     numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}
     for name, value in {**numbers, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
     with refused(ConfigError, "trainer.device", "cuda"):
-        trainer("trainer.device=cuda")
+        make_run("trainer.device=cuda")
 
 
 def test_bytes_that_are_not_utf8_as_a_shell_passes_them(command):

@@ -16,6 +16,7 @@ from helpers.runs import assert_same, stop_behind
 from helpers.settings import settings
 
 from errors import ConfigError
+from train import fit, train_step
 from training.distributed.strategy import Strategy
 from training.optim import muon
 from training.optim.muon import newton_schulz
@@ -148,12 +149,12 @@ def test_every_parameter_has_one_optimizer():
     assert found == [(0.3, 1e-3, 1e-3), (0, 1e-3, 1e-3), (0.3, 2e-3, 2e-3)]
 
 
-def test_both_rates_follow_one_schedule(trainer):
+def test_both_rates_follow_one_schedule(make_run):
     rates = ("optimizer=muon", "optimizer.lr=0.01", "optimizer.matrix_lr=0.04")
-    run = trainer(*rates, "trainer.warmup_steps=2", "trainer.max_steps=4")
+    run = make_run(*rates, "trainer.warmup_steps=2", "trainer.max_steps=4")
     used = []
     for _ in range(4):
-        run.step()
+        train_step(run)
         used.append([group["lr"] for group in run.optimizer.param_groups])
     assert used == [pytest.approx([r, r, 4 * r]) for r in (0.005, 0.01, 0.01, 0.001)]
 
@@ -181,29 +182,29 @@ def test_the_update_of_the_loop_clips_and_skips(fused):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_resume_is_bit_exact(trainer):
+def test_resume_is_bit_exact(make_run):
     """With dropout. The checkpoint has Muon's state and AdamW's."""
     values = ("optimizer=muon", "optimizer.matrix_lr=2e-3", "model.dropout=0.2")
-    whole = trainer("name=whole", *values)
-    whole.train()
-    stop_behind(trainer("name=half", *values), 2)
-    rest = trainer("name=half", *values)
+    whole = make_run("name=whole", *values)
+    fit(whole)
+    stop_behind(make_run("name=half", *values), 2)
+    rest = make_run("name=half", *values)
     assert rest.state.step == 2
-    rest.train()
-    check_same_bytes(rest.folder, whole.folder)
+    fit(rest)
+    check_same_bytes(rest.directory, whole.directory)
 
 
-def test_another_optimizer_is_refused_unless_asked_for(trainer):
-    trainer("name=a").train()
+def test_another_optimizer_is_refused_unless_asked_for(make_run):
+    fit(make_run("name=a"))
     more = ("name=a", "trainer.max_steps=6", "optimizer=muon")
     with pytest.raises(ConfigError) as caught:
-        trainer(*more)
+        make_run(*more)
     assert caught.value.problems[0][:2] == ("optimizer.name", "muon")
-    again = trainer(*more, "trainer.resume_override=true")
+    again = make_run(*more, "trainer.resume_override=true")
     state = again.optimizer.state
     assert not any(state[p] for p in matrices_of(again.model))
     assert float(state[again.model.token_emb.weight]["step"]) == 4
-    again.train()
+    fit(again)
     assert again.state.step == 6
 
 

@@ -12,6 +12,7 @@ from helpers.refusals import refused
 from helpers.runs import assert_same, rows, stop_behind, weights
 
 from errors import DivergedError
+from train import fit, train_step
 from training.checkpoint import format as checkpoint
 from training.distributed.strategy import Strategy
 from training.optim.nonfinite import LossSpikes, NonFiniteCheck
@@ -100,13 +101,13 @@ def test_an_optimizer_without_a_kernel_for_it_skips_the_step_too():
 
 def spoil(run, steps, how=lambda loss: loss * NAN):
     """Replaces the loss of these steps (from 0) by how(loss)."""
-    model = run.fast_model
+    model = run.trained_model
 
     def forward(*arguments):
         logits, loss = model(*arguments)
         return logits, how(loss) if run.state.step in steps else loss
 
-    run.fast_model = forward
+    run.trained_model = forward
 
 
 LOOP = ("name=a", "trainer.max_steps=6", "trainer.eval_every=0")
@@ -117,84 +118,84 @@ LOOP = ("name=a", "trainer.max_steps=6", "trainer.eval_every=0")
     [lambda loss: loss + INF, lambda loss: loss + (0 * loss).sqrt() * 0],
     ids=["the loss alone", "its gradient alone"],
 )
-def test_a_skipped_step_leaves_everything_as_it_was(trainer, how):
-    run = trainer(*LOOP)
+def test_a_skipped_step_leaves_everything_as_it_was(make_run, how):
+    run = make_run(*LOOP)
     spoil(run, {2}, how)
     for _ in range(2):
-        run.step()
+        train_step(run)
     before = weights(run)
     states = run.optimizer.state.values()
     moments = [state["exp_avg"].clone() for state in states]
-    run.step()
+    train_step(run)
     assert_same(weights(run), before)
     for state, moment in zip(states, moments, strict=True):
         assert torch.equal(state["exp_avg"], moment)
         assert float(state["step"]) == 2
-    run.step()
+    train_step(run)
     assert not torch.equal(before["token_emb.weight"], run.model.token_emb.weight)
-    assert run.guard.read() == Counts(skipped=1, in_a_row=0, halted_for=0)
+    assert run.metrics.nonfinite.read() == Counts(skipped=1, in_a_row=0, halted_for=0)
 
 
-def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(trainer, monkeypatch):
+def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_run, monkeypatch):
     """A skipped step before it too."""
     monkeypatch.setattr(LossSpikes, "WARM_UP", 1)
     settings = (*LOOP, "trainer.log_every=4")
-    whole, half = trainer(*settings, "name=whole"), trainer(*settings)
+    whole, half = make_run(*settings, "name=whole"), make_run(*settings)
     for run in (whole, half):
         spoil(run, {1, 2})
-    whole.train()
+    fit(whole)
     stop_behind(half, 3)
-    rest = trainer(*settings)
+    rest = make_run(*settings)
     assert rest.state.skipped == 2
-    assert rest.guard.read() == Counts(skipped=2, in_a_row=2, halted_for=0)
-    rest.train()
-    assert rows(rest.folder)[-1]["train/skipped_steps"] == 2
-    assert "train/loss_z_score" in rows(whole.folder)[-1]
+    assert rest.metrics.nonfinite.read() == Counts(skipped=2, in_a_row=2, halted_for=0)
+    fit(rest)
+    assert rows(rest.directory)[-1]["train/skipped_steps"] == 2
+    assert "train/loss_z_score" in rows(whole.directory)[-1]
     for key in ("train/loss", "train/tokens", "train/loss_spikes", "train/loss_z_score"):
-        assert values(rest.folder, key) == values(whole.folder, key)
+        assert values(rest.directory, key) == values(whole.directory, key)
 
 
-def test_spikes_skipped_steps_and_failures_are_alerts(trainer, capsys):
-    run = trainer(*LOOP, "trainer.max_skips=2")
+def test_spikes_skipped_steps_and_failures_are_alerts(make_run, capsys):
+    run = make_run(*LOOP, "trainer.max_skips=2")
     # The first loss, about log(257) = 5.5 of 257 equally likely tokens, is a spike after these.
-    run.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
+    run.metrics.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
     sent = []
     run.tracker.alert = lambda title, text, level: sent.append((text, level, run.state.step))
     spoil(run, range(1, 99))
     with pytest.raises(DivergedError) as caught:
-        run.train()
+        fit(run)
     assert [alert[1:] for alert in sent] == [("WARN", 1), ("WARN", 2), ("ERROR", 3)]
     assert sent[1][0] in capsys.readouterr().out
     assert sent[2][0] == str(caught.value)
 
 
 @pytest.mark.parametrize("limit", ["trainer.on_nonfinite=stop", "trainer.max_skips=6"])
-def test_too_many_end_the_run_and_never_push_out_the_checkpoint_before_them(trainer, limit):
+def test_too_many_end_the_run_and_never_push_out_the_checkpoint_before_them(make_run, limit):
     settings = (*LOOP, "trainer.max_steps=12", "trainer.save_every=2", "trainer.keep=1")
-    run = trainer(*settings, limit)
+    run = make_run(*settings, limit)
     spoil(run, range(5, 99))
     with refused(DivergedError, "optimizer.lr", exit_code=4):
-        run.train()
-    assert run.state.step - run.guard.read()[0] == 5  # none of them was skipped
-    assert checkpoint.find(run.folder).name == "step_00000004"
+        fit(run)
+    assert run.state.step - run.metrics.nonfinite.read()[0] == 5  # none of them was skipped
+    assert checkpoint.find(run.directory).name == "step_00000004"
     # With another learning rate the count starts at zero.
-    again = trainer(*settings, limit, "optimizer.lr=1e-5", "trainer.resume_override=true")
+    again = make_run(*settings, limit, "optimizer.lr=1e-5", "trainer.resume_override=true")
     assert again.state.step == 4
-    assert again.guard.read() == Counts(skipped=0, in_a_row=0, halted_for=0)
+    assert again.metrics.nonfinite.read() == Counts(skipped=0, in_a_row=0, halted_for=0)
 
 
-def test_fp16_overflows_halve_the_scale_and_skip_the_step(trainer):
+def test_fp16_overflows_halve_the_scale_and_skip_the_step(make_run):
     """With the scaler of a GPU on a CPU in fp32: the same code."""
-    run = trainer("trainer.eval_every=0", "trainer.max_steps=12", "trainer.max_skips=1")
-    run.parallel.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    run = make_run("trainer.eval_every=0", "trainer.max_steps=12", "trainer.max_skips=1")
+    run.strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     spoil(run, range(99), lambda loss: loss * 64)
     before = weights(run)
-    run.step()
+    train_step(run)
     assert_same(weights(run), before)
     for _ in range(11):
-        run.step()
-    skipped, in_a_row, halted = run.guard.read()
+        train_step(run)
+    skipped, in_a_row, halted = run.metrics.nonfinite.read()
     assert 2 < skipped < 12
     assert (in_a_row, halted) == (0, 0)
-    assert run.parallel.scaler.get_scale() == 2.0 ** (127 - skipped)
+    assert run.strategy.scaler.get_scale() == 2.0 ** (127 - skipped)
     assert float(run.optimizer.state[run.model.pos_emb.weight]["step"]) == 12 - skipped

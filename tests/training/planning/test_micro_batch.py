@@ -12,6 +12,7 @@ from helpers.runs import assert_same, weights
 from helpers.settings import settings
 
 from errors import ConfigError, OutOfMemoryError
+from train import fit
 from training.distributed.strategy import Strategy
 from training.planning import memory
 from training.planning import micro_batch as fitting
@@ -56,54 +57,55 @@ def bytes_of(model, windows) -> float:
     return estimate(model, windows, 32, precision="fp32", device="cpu", accumulating=True).total
 
 
-def test_a_run_out_of_memory_continues_with_what_is_suggested(trainer):
-    run = trainer("name=tight", "trainer.max_steps=2", "trainer.sample_tokens=0")
-    run.train()
-    run = trainer("name=tight", "trainer.max_steps=3", "trainer.micro_batch_size=4")
-    run.fast_model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+def test_a_run_out_of_memory_continues_with_what_is_suggested(make_run):
+    run = make_run("name=tight", "trainer.max_steps=2", "trainer.sample_tokens=0")
+    fit(run)
+    run = make_run("name=tight", "trainer.max_steps=3", "trainer.micro_batch_size=4")
+    run.trained_model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     with refused(OutOfMemoryError, "trainer.micro_batch_size", 4, exit_code=4) as caught:
-        run.train()
+        fit(run)
     assert suggested(caught.value) == "trainer.micro_batch_size=2"
     run.close(4)
-    assert (run.folder / "report.html").is_file()
-    run = trainer("name=tight", "trainer.max_steps=3", suggested(caught.value))
+    assert (run.directory / "report.html").is_file()
+    run = make_run("name=tight", "trainer.max_steps=3", suggested(caught.value))
     assert run.state.step == 2  # of the checkpoint
-    run.train()
+    fit(run)
     assert run.state.step == 3
 
 
-def test_what_is_suggested_when_one_window_does_not_fit(trainer):
-    run = trainer("trainer.micro_batch_size=1")
+def test_what_is_suggested_when_one_window_does_not_fit(make_run):
+    run = make_run("trainer.micro_batch_size=1")
     for setting in ("trainer.activation_checkpointing=true", "parallel=fsdp"):
-        error = fitting.what_would_fit(run.settings, run.parallel, 1, run.intact())
+        error = fitting.what_would_fit(run.config, run.strategy, 1, run.checkpointer.describe())
         assert suggested(error) == setting
-        run.settings.trainer.activation_checkpointing = True
+        run.config.trainer.activation_checkpointing = True
 
 
-def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(trainer, memory_is):
+def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(make_run, memory_is):
     given = ["trainer.max_steps=2", "model.dropout=0", "trainer.sample_tokens=0"]
-    plain = trainer("name=plain", *given)
-    plain.train()
-    enough = bytes_of(plain.settings.model, 2)
+    plain = make_run("name=plain", *given)
+    fit(plain)
+    enough = bytes_of(plain.config.model, 2)
     memory_is(1.0001 * enough / fitting.USABLE)
-    auto = trainer("name=auto", *given, "trainer.micro_batch_size=auto")
-    assert auto.settings.trainer.micro_batch_size == auto.micro_batch_size == 2
-    auto.train()
+    auto = make_run("name=auto", *given, "trainer.micro_batch_size=auto")
+    assert auto.config.trainer.micro_batch_size == auto.evaluator.batch_size == 2
+    fit(auto)
     assert auto.state.val_loss == pytest.approx(plain.state.val_loss, rel=1e-5)
-    assert "micro_batch_size: 2\n" in (auto.folder / "config.yaml").read_text()
-    memory_is(bytes_of(plain.settings.model, 1))  # without what is left to others
-    assert trainer("name=least", "trainer.micro_batch_size=auto").micro_batch_size == 1
+    assert "micro_batch_size: 2\n" in (auto.directory / "config.yaml").read_text()
+    memory_is(bytes_of(plain.config.model, 1))  # without what is left to others
+    least = make_run("name=least", "trainer.micro_batch_size=auto")
+    assert least.config.trainer.micro_batch_size == 1
 
 
 @pytest.mark.parametrize("largest", [4, 2])
-def test_trials_leave_the_model_as_it_was(trainer, memory_is, monkeypatch, largest):
+def test_trials_leave_the_model_as_it_was(make_run, memory_is, monkeypatch, largest):
     """As on a GPU: trials call these functions of torch.cuda; the rest runs on a CPU."""
     limits, calls = [], []
     limit = "set_per_process_memory_fraction"
     monkeypatch.setattr(torch.cuda, limit, lambda part, _: limits.append(part))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     memory_is(1e12)
-    run = trainer("model.dropout=0.2", "trainer.batch_size=4")
+    run = make_run("model.dropout=0.2", "trainer.batch_size=4")
     before, forward = weights(run), run.model.forward
 
     class Device(str):
@@ -116,9 +118,9 @@ def test_trials_leave_the_model_as_it_was(trainer, memory_is, monkeypatch, large
         return forward(ids, *more)
 
     monkeypatch.setattr(run.model, "forward", limited)
-    like_gpu = copy.copy(run.parallel)
+    like_gpu = copy.copy(run.strategy)
     like_gpu.device = Device("cpu")
-    found = fitting.find_micro_batch(run.settings, like_gpu, run.model, compiled=False)
+    found = fitting.find_micro_batch(run.config, like_gpu, run.model, compiled=False)
     assert found == largest
     assert calls == [4, 4] + [2, 2] * (largest == 2)
     assert limits == [fitting.USABLE, 1.0] * (len(calls) // 2)
@@ -127,17 +129,17 @@ def test_trials_leave_the_model_as_it_was(trainer, memory_is, monkeypatch, large
 
 
 def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
-    trainer, memory_is, monkeypatch, tmp_path
+    make_run, memory_is, monkeypatch, tmp_path
 ):
     monkeypatch.setitem(memory.LIBRARIES, "cpu", 0)
-    model = trainer("name=first").settings.model
+    model = make_run("name=first").config.model
     memory_is(1.001 * bytes_of(model, 2) / fitting.USABLE)
     for given in ("trainer.batch_size=8", "trainer.micro_batch_size=4"):
         with refused(ConfigError, *given.split("=")) as caught:
-            trainer("name=large", "trainer.compile=false", given)
+            make_run("name=large", "trainer.compile=false", given)
         assert suggested(caught.value) == "trainer.micro_batch_size=2"
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["first"]
-    trainer("name=auto", "trainer.compile=false", "trainer.micro_batch_size=auto")
+    make_run("name=auto", "trainer.compile=false", "trainer.micro_batch_size=auto")
 
 
 def test_a_model_or_a_window_that_cannot_fit_is_refused(memory_is):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.runs import assert_same, repeatable_rows, weights
 
+from train import fit
 from training.reporting.profiler import Profiler, build_profiler
 
 
@@ -69,21 +70,21 @@ def test_does_nothing_unless_enabled_and_on_rank_0(tmp_path, enabled, rank):
     assert not (tmp_path / "profile").exists()
 
 
-def test_training_is_the_same_bit_for_bit(trainer):
+def test_training_is_the_same_bit_for_bit(make_run):
     runs = []
     for profile in ("false", "true"):
         quick = ("trainer.sample_tokens=0", "trainer.eval_every=0", "trainer.eval_windows=1")
         settings = ("trainer.max_steps=9", "model.dropout=0.2", "trainer.micro_batch_size=4")
-        runs.append(trainer(*quick, *settings, f"trainer.profile={profile}"))
-        runs[-1].train()
+        runs.append(make_run(*quick, *settings, f"trainer.profile={profile}"))
+        fit(runs[-1])
     plain, profiled = runs
     assert_same(weights(profiled), weights(plain))
-    assert repeatable_rows(profiled.folder) == repeatable_rows(plain.folder)
-    names = annotations(profiled.folder / "profile")
+    assert repeatable_rows(profiled.directory) == repeatable_rows(plain.directory)
+    names = annotations(profiled.directory / "profile")
     for name in ("forward", "backward"):
         assert names.count(name) == 6, name  # two micro-batches of each of three steps
     assert names.count("optimizer") == 3
-    assert not (plain.folder / "profile").exists()
+    assert not (plain.directory / "profile").exists()
 
 
 @pytest.mark.parametrize("call", ["start", "step", "export_chrome_trace"])

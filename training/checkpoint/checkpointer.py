@@ -1,0 +1,123 @@
+"""The checkpoints of a training run: which step is saved, which one is the best, what to resume.
+
+`Checkpointer` is a component of a run on every rank; rank 0's writes in the background with a
+`Saver` (saver.py). The files are described in format.py.
+"""
+
+import contextlib
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from errors import NotSavedError
+from model import GPT
+from training.checkpoint import format as checkpoint
+from training.checkpoint.resume import resume_command
+from training.checkpoint.saver import Saver
+from training.distributed.strategy import Strategy
+from training.planning.micro_batch import spare_memory
+
+
+class Checkpointer:
+    """Saves the state of a run, on all ranks together.
+
+    directory: the run's. saver: writes on rank 0, None on the others. seconds: that training has
+    waited for checkpoints.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        saver: Saver | None,
+        strategy: Strategy,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+    ):
+        self.directory = directory
+        self.saver = saver
+        self.strategy = strategy
+        self.model = model
+        self.optimizer = optimizer
+        self.seconds = 0.0
+        self._best_before: tuple[float | None, int | None] = None, None
+
+    @property
+    def written(self) -> int:
+        """How many checkpoints this process has written."""
+        return self.saver.written if self.saver else 0
+
+    def update_best(self, state: checkpoint.State, val_loss: float) -> bool:
+        """Whether this validation loss is the lowest so far; the state then says so."""
+        self.wait(state)  # the best one so far may turn out not to be on disk
+        if val_loss >= (math.inf if state.best_loss is None else state.best_loss):
+            return False
+        self._best_before = state.best_loss, state.best_step
+        state.best_loss, state.best_step = val_loss, state.step
+        return True
+
+    def save(self, state: checkpoint.State, is_last: bool) -> None:
+        """Saves this step. The files are written while training continues, if the host has memory
+        for a copy of the tensors. is_last: nothing is trained after it, so no copy is needed."""
+        state.scaler = self.strategy.scaler.state_dict() or None
+        # Where the parameters are on the host, a copy of them must leave room for a step. Rank 0
+        # makes the copy and knows whether training waits.
+        needed = 12 * self.model.num_parameters()
+        copy = self.strategy.device.type != "cpu" or spare_memory() > 2 * needed
+        copy, is_last = self.strategy.broadcast([copy, is_last])
+        tensors = checkpoint.collect(
+            self.model, self.optimizer, self.strategy, copy and not is_last
+        )
+        if self.saver:
+            self.saver.save(tensors, state)
+        if not copy and not is_last:
+            self.wait(state)
+
+    def wait(self, state: checkpoint.State, warn: bool = True) -> int | None:
+        """Waits until no checkpoint is being written; returns the step of the newest, or None.
+
+        A checkpoint that could not be written is a warning, since the next may succeed.
+        """
+        newest, failed = self._wait(state)
+        if failed and warn and self.strategy.is_rank_0:
+            print(f"{failed}; training continues", file=sys.stderr)
+        return newest
+
+    def finish(self, state: checkpoint.State) -> None:
+        """Waits for the checkpoint of this step. Raises NotSavedError if it is not on disk."""
+        newest, failed = self._wait(state)
+        if newest != state.step:
+            then = "rerun the same command"
+            if newest is not None:
+                then = resume_command(self.strategy.command, self.directory)
+            raise NotSavedError(failed.key, failed.value, failed.reason, f"{failed.hint}; {then}")
+
+    def _wait(self, state: checkpoint.State) -> tuple[int | None, NotSavedError | None]:
+        started = time.perf_counter()
+
+        def wait() -> tuple[int | None, tuple | None]:
+            failed = self.saver.wait()
+            return self.saver.newest, failed and failed.args
+
+        newest, failed = self.strategy.broadcast(self.strategy.on_rank_0(wait))
+        if failed and state.best_step is not None and state.best_step > (newest or -1):
+            state.best_loss, state.best_step = self._best_before
+        self.seconds += time.perf_counter() - started
+        return newest, failed and NotSavedError(*failed)
+
+    # ----------------------------------------------------------------------- after an error
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is anything to resume, once the pending checkpoint is written."""
+        if self.saver:
+            with contextlib.suppress(Exception):
+                self.saver.wait()
+        return checkpoint.has_checkpoint(self.directory)
+
+    def describe(self) -> str:
+        """Which checkpoint is intact, in words."""
+        if not self.has_checkpoint():
+            return "there is no checkpoint yet"
+        return f"the checkpoint of step {checkpoint.newest_step(self.directory)} is intact"

@@ -1,0 +1,86 @@
+"""Initial weights from a trained model: `trainer.init_from`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+
+from errors import Problem
+from interop.huggingface import load_reader
+from model import GPT, ModelConfig
+
+if TYPE_CHECKING:
+    from training.config.schema import Settings
+
+PRESETS = Path(__file__).resolve().parents[2] / "configs" / "model"
+# What the weights and the model must have in common; for positions there is a rule.
+SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
+
+
+def initial_weights(settings: "Settings") -> tuple[GPT | None, list[Problem], list[str]]:
+    """A model with the weights of trainer.init_from, what does not fit the settings, and what
+    there is to know.
+
+    Dropout and the kernel are this run's choice; the weights fit all of them. Biases of queries,
+    keys and values that the weights lack begin as zeros; for positions see `positions`.
+    """
+    source, wanted = settings.trainer.init_from, settings.model
+    reader = load_reader(source, "trainer.init_from")
+    given, theirs = reader.model.config, f"the weights of trainer.init_from={source}"
+    differing = {key for key in SHAPE if getattr(given, key) != getattr(wanted, key)}
+    if wanted.qkv_bias:
+        differing.discard("qkv_bias")
+    preset = preset_like(given) if len(differing) > 1 else None
+    problems = []
+    for key in SHAPE:
+        if key in differing:
+            have = str(getattr(given, key)).lower()
+            fix = f"use model={preset}" if preset else f"use model.{key}={have}"
+            cause = f"{theirs} have {have}"
+            problems.append((f"model.{key}", getattr(wanted, key), cause, fix))
+    if (name := settings.data.tokenizer) != (needed := reader.tokenizer_name):
+        cause = f"{theirs} were trained with {needed}"
+        problems.append(("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
+    if problems:
+        return None, problems, []
+    weights = reader.model.state_dict()
+    weights["pos_emb.weight"], notes = positions(
+        weights["pos_emb.weight"], reader.window, wanted.context_length, settings.data.max_length
+    )
+    with torch.device("meta"):  # nothing is held twice
+        fresh = GPT(wanted)
+    for name, parameter in fresh.named_parameters():
+        if name not in weights:  # a bias
+            weights[name] = torch.zeros(parameter.shape)
+    fresh.load_state_dict(weights, assign=True)
+    return fresh, [], notes
+
+
+def positions(
+    learned: torch.Tensor, window: int, context_length: int, used: int
+) -> tuple[torch.Tensor, list[str]]:
+    """Position vectors (context_length, C) from a model's (S, C), of which `window` have learned
+    something; and what there is to know, when the run will use `used` of them.
+
+    A shorter context has the first of them. A longer one has the learned ones again and again, as
+    Longformer's began (Beltagy et al. 2020): near positions then look as they did.
+    """
+    rows = learned[torch.arange(context_length) % window]
+    known = f"the weights know {window} positions"
+    if context_length < window:
+        return rows, [f"model.context_length={context_length}: {known}; the first are taken"]
+    if used > window or len(learned) != context_length > window:
+        again = f"position {window} begins as position 0, and so on"
+        within = f"data.max_length={window} stays within them"
+        return rows, [f"model.context_length={context_length}: {known}; {again}; {within}"]
+    return rows, []
+
+
+def preset_like(config: ModelConfig) -> str | None:
+    """The model=NAME of configs/ whose weights have these shapes, but for the context length."""
+    for file in sorted(PRESETS.glob("*.yaml")):
+        preset = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if all(preset[key] == getattr(config, key) for key in SHAPE):
+            return file.stem
+    return None

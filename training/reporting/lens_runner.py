@@ -1,0 +1,67 @@
+"""Attention snapshots while training: when they are due, on all ranks, and never in the way."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lens import Lens, Snapshot
+from model import GPT
+from training.distributed.strategy import Strategy
+
+
+class LensRunner:
+    """Runs the lens on the model of a training run.
+
+    lens: None where it is off. directory: the run's. best_effort(what): a context in which an
+    error becomes a line on stderr. seconds: spent on attention so far, logging included.
+    """
+
+    def __init__(
+        self,
+        lens: Lens | None,
+        strategy: Strategy,
+        directory: Path,
+        max_steps: int,
+        best_effort: Callable,
+    ):
+        self.lens = lens
+        self.strategy = strategy
+        self.directory = directory
+        self.max_steps = max_steps
+        self.best_effort = best_effort
+        self.seconds = 0.0
+
+    def is_due(self, step: int) -> bool:
+        return self.lens is not None and self.lens.due(step, self.max_steps)
+
+    def snapshot(self, model: GPT, step: int) -> Snapshot | None:
+        """What every head does at this step: statistics, pictures and pages.
+
+        All ranks run the model, rank 0 writes the files. After an error on any rank the lens is
+        off on all of them, because they run the model together.
+        """
+
+        def capture_attention(token_ids: list[int], capture: Callable) -> None:
+            input_ids = torch.tensor([token_ids], device=self.strategy.device)
+            with self.strategy.probing(model):
+                model.capture_attention(input_ids, capture)
+
+        snapshot, failed = None, True
+        with self.best_effort("lens: failed and is off from here on"):
+            snapshot = self.lens.snapshot(
+                capture_attention,
+                step,
+                self.max_steps,
+                self.directory / "attention",
+                run_name=self.directory.name,
+                write=self.strategy.is_rank_0,
+            )
+            failed = False
+        if self.strategy.all_reduce_max(failed):
+            self.lens = None
+        return snapshot
+
+    def findings(self) -> list[str]:
+        """Sentences about the heads, for the summary at the end."""
+        return list(self.lens.findings()) if self.lens else []

@@ -1,0 +1,183 @@
+"""The components of a training run in one dataclass, and what it prints when it starts and ends.
+
+Built by training/setup.py; the loop in train.py works on it.
+"""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data import Loaded, split_batch
+from errors import DivergedError, best_effort, exit_code_of, format_error
+from model import GPT
+from training.checkpoint.checkpointer import Checkpointer
+from training.checkpoint.format import State
+from training.checkpoint.resume import resume_command
+from training.config.schema import Settings
+from training.distributed.strategy import Strategy
+from training.evaluation import Evaluator
+from training.reporting import summary
+from training.reporting.console import Console
+from training.reporting.jsonl import NoRows, RowFile
+from training.reporting.lens_runner import LensRunner
+from training.reporting.metrics import Metrics
+from training.reporting.profiler import Profiler
+from training.reporting.report import write_report
+from training.reporting.tracker import NoTracker, Tracker
+from training.signals import StopSignals
+from training.translate_errors import translate_errors
+
+
+class Closing(contextlib.ExitStack):
+    """What is closed at the end of a run, the last opened first. exit_code: of the process."""
+
+    exit_code = 0
+
+    def close_with(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        self.close()
+
+
+@dataclass
+class Run:
+    """The components of one training run. Made by `build_run`, used by train.py."""
+
+    config: Settings
+    strategy: Strategy  # device, precision and ranks
+    state: State  # what state.json of a checkpoint holds: step, tokens, best loss
+    directory: Path
+    data: Loaded
+    batches: Iterator[list[torch.Tensor]]  # this rank's part of each step's batch, as stored
+    model: GPT  # evaluated, saved and looked into
+    trained_model: torch.nn.Module  # the same parameters, possibly wrapped and compiled
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[..., float]  # (step, peak) -> rate
+    metrics: Metrics
+    evaluator: Evaluator
+    lens: LensRunner
+    checkpointer: Checkpointer
+    tracker: Tracker | NoTracker
+    samples: RowFile | NoRows  # samples.jsonl
+    console: Console
+    profiler: Profiler
+    signals: StopSignals
+    introduction: list[str]  # printed before the first step
+    closing: Closing
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks."""
+        return self.metrics.tokens_per_step
+
+    def is_due(self, every: int) -> bool:
+        """Whether something that happens every N steps, and at the last one, happens now."""
+        step = self.state.step
+        return step == self.config.trainer.max_steps or (every > 0 and step % every == 0)
+
+    def next_micro_batches(self) -> list[tuple[Sequence[torch.Tensor], int]]:
+        """This rank's part of the next batch: (tensors as stored, number of targets) each."""
+        size = self.config.trainer.micro_batch_size
+        return split_batch(self.data.train, next(self.batches), size)
+
+    def __enter__(self) -> "Run":
+        self.signals.phase = "training"
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        """Closes all components: what is being written is finished."""
+        if isinstance(error, Exception):
+            title = "Diverged" if isinstance(error, DivergedError) else "Failed"
+            self.tracker.alert(title, format_error(error), "ERROR")
+        if error is not None:
+            self.write_report()  # a failed run is one to look at
+        self.close(exit_code_of(error))
+
+    def close(self, exit_code: int = 0) -> None:
+        self.closing.close_with(exit_code)
+
+    def translate_errors(self) -> contextlib.AbstractContextManager:
+        """A context that raises errors of torch as what they mean to the user."""
+        windows = self.evaluator.batch_size
+        return translate_errors(self.config, self.strategy, self.checkpointer, windows)
+
+    # ---------------------------------------------------------------------- periodic work
+
+    def evaluate(self) -> dict[str, float]:
+        """Validates, prints the result, and returns the metrics."""
+        row = self.evaluator.validate(self.model, self.state.step)
+        if row:
+            self.state.val_loss = row["val/loss"]
+            if "val/accuracy" in row:
+                text = f"{row['val/accuracy']:.1%} right"
+            else:
+                text = f"{row['val/bits_per_byte']:.3f} bits per byte"
+            step, loss = self.state.step, row["val/loss"]
+            self.console.print(f"step {step}  validation loss {loss:.4f}  {text}")
+        return row
+
+    def sample(self) -> dict:
+        """Samples a text, prints it, and returns its row of samples.jsonl."""
+        row = self.evaluator.sample(self.model, self.state.step)
+        self.console.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
+        self.samples.append(row)
+        return row
+
+    def write_report(self) -> None:
+        """Writes report.html, on rank 0."""
+        if self.strategy.is_rank_0:
+            with best_effort("report.html: not written", self.config.debug):
+                write_report(self.directory)
+
+    # ----------------------------------------------------------------- start, end and stop
+
+    def print_introduction(self) -> None:
+        for line in self.introduction:
+            self.console.print(line)
+
+    def finish(self, trained_here: bool, seconds: float) -> None:
+        """After the last step: waits for the last checkpoint, uploads the model, prints a summary.
+
+        trained_here: whether there was a step to train. seconds: of training.
+        """
+        self.signals.phase = "finishing"
+        state, out, prefix = self.state, self.console, self.strategy.label
+        uploaded = None
+        if trained_here:
+            self.checkpointer.finish(state)
+            with best_effort(f"{prefix}W&B: the model was not uploaded", self.config.debug):
+                uploaded = self.tracker.log_model(state.best_step)
+        self.write_report()
+        out.close()
+        if state.best_loss is not None:
+            best = {"best_val_loss": state.best_loss, "best_step": state.best_step}
+            self.tracker.summary(best)
+        out.print()
+        for line in summary.results(state, self.metrics.train_loss, self.evaluator.last_sample):
+            out.print(line)
+        out.print(f"run directory    {self.directory}")
+        if written := self.checkpointer.written:
+            waited = f"training waited {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
+            out.print(f"checkpoints      {written} written in the background; {waited}")
+        for finding in self.lens.findings():
+            out.print(f"heads            {finding}")
+        prompt = self.config.trainer.sample_prompt
+        for line in summary.files(self.directory, prompt, self.lens.seconds, seconds):
+            out.print(line)
+        if uploaded:
+            out.print(f"model for W&B    {uploaded}")
+        if where := self.tracker.where():
+            out.print(f"W&B              {where}")
+
+    def print_stopped(self) -> None:
+        """After a signal: where the run was saved and how to resume it."""
+        self.console.close()
+        if self.strategy.is_rank_0:
+            name = signal.Signals(self.signals.received).name
+            text = f"stopped by {name} after step {self.state.step}; saved in {self.directory}"
+            hint = resume_command(self.strategy.command, self.directory, is_saved=True)
+            print(f"{text}; {hint}", file=sys.stderr)

@@ -1,0 +1,401 @@
+"""Config -> the components of a training run.
+
+`build_run(config)` builds a `Run` (run.py); the loop in train.py works on it. Each component owns
+its state and receives what it needs as arguments; none of them knows the run.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from data import Loaded, check_same, check_unchanged, evenly, load_datasets, training_batches
+from errors import DataError, best_effort, exit_code_of, refuse
+from files import clear
+from lens import Lens
+from model import GPT
+from tokens.tokenizers import bytes_per_token, get_tokenizer
+from training.checkpoint import format as checkpoint
+from training.checkpoint import run_directory
+from training.checkpoint.checkpointer import Checkpointer
+from training.checkpoint.format import State
+from training.checkpoint.init_from import initial_weights
+from training.checkpoint.resume import (
+    Start,
+    check_same_settings,
+    find_start,
+    own_directory,
+    resume_settings,
+)
+from training.checkpoint.saver import Saver
+from training.config.schema import Settings
+from training.distributed import device, launch
+from training.distributed.strategy import Strategy, build_strategy
+from training.evaluation import Evaluator, Validation
+from training.optim.nonfinite import NonFiniteCheck
+from training.optim.optimizers import build_optimizer, learning_rate
+from training.planning.micro_batch import check_memory, find_micro_batch
+from training.reporting import summary
+from training.reporting.console import Console
+from training.reporting.jsonl import NoRows, RowFile, drop_rows_after
+from training.reporting.lens_runner import LensRunner
+from training.reporting.metrics import Metrics
+from training.reporting.profiler import build_profiler
+from training.reporting.tracker import NoTracker, Tracker, last_wandb_id
+from training.run import Closing, Run
+from training.signals import StopSignals
+from training.translate_errors import translate_errors
+
+
+def build_run(config: Settings, signals: StopSignals | None = None) -> Run:
+    """Builds all components; nothing is written to the run directory before all of them fit.
+
+    signals: what asks the run to stop early. Raises a ClearheadError.
+    """
+    closing = Closing()
+    check_machine(config)
+    strategy = start_strategy(config)
+    closing.callback(lambda: strategy.close(closing.exit_code))
+    try:
+        with translate_errors(config, strategy):
+            return _build(config, strategy, signals or StopSignals(True, False), closing)
+    except BaseException as error:
+        closing.close_with(exit_code_of(error))
+        raise
+
+
+def check_machine(config: Settings) -> None:
+    """Raises ConfigError when this machine, or the way the command was started, does not fit."""
+    trainer = config.trainer
+    batch_size = None if config.overrides else trainer.batch_size  # of the run that is resumed
+    refuse(launch.check(config.parallel, trainer.device, batch_size))
+    refuse(device.check(trainer.device, trainer.precision, "trainer."))
+
+
+def start_strategy(config: Settings) -> Strategy:
+    """Chooses device, precision and distributed strategy, and joins the other ranks."""
+    trainer = config.trainer
+    return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
+
+
+def _build(config: Settings, strategy: Strategy, signals: StopSignals, closing: Closing) -> Run:
+    notes: list[str] = []
+    config, is_resumed = resume_settings(config, strategy, notes)
+    if is_resumed:  # the precision and the seed are those of the run
+        with strategy.raise_on_all_ranks():
+            check_machine(config)
+        strategy = start_strategy(config)
+    check_same_settings(config, strategy)
+    start = find_start(config, strategy, functools.partial(lock, closing=closing), notes)
+    with strategy.raise_on_all_ranks():  # another machine may have less
+        problems, more = check_memory(config, strategy)
+        refuse(problems)
+    notes += more
+    data = load_data(config, strategy, start, notes)
+    model = build_model(config, strategy, start, notes)
+    trained_model, is_compiled = wrap_model(config, strategy, model)
+    optimizer = build_optimizer(model, config.optimizer)
+    if config.trainer.micro_batch_size == "auto":
+        config.trainer.micro_batch_size = find_micro_batch(config, strategy, model, is_compiled)
+    state = restore(config, strategy, start, data, model, optimizer)
+    directory, saver, tracker, samples = open_directory(
+        config, strategy, start, state, model, notes, closing
+    )
+    console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
+    closing.callback(console.close)
+    checkpointer = Checkpointer(directory, saver, strategy, model, optimizer)
+
+    def notify(title: str, text: str) -> None:
+        console.print(text)
+        tracker.alert(title, text, "WARN")
+
+    metrics = build_metrics(config, strategy, model, notify, checkpointer.describe)
+    if start.state:
+        metrics.restore(state, forget_skipped=config.trainer.resume_override)
+    profiler = build_profiler(
+        config.trainer.profile, directory / "profile", strategy, state.step + 1
+    )
+    closing.callback(profiler.close)
+    run = Run(
+        config=config,
+        strategy=strategy,
+        state=state,
+        directory=directory,
+        data=data,
+        batches=build_batches(config, strategy, data, state.step),
+        model=model,
+        trained_model=trained_model,
+        optimizer=optimizer,
+        learning_rate=build_schedule(config),
+        metrics=metrics,
+        evaluator=build_evaluator(config, strategy, data, checkpointer.describe),
+        lens=build_lens(config, strategy, data, directory),
+        checkpointer=checkpointer,
+        tracker=tracker,
+        samples=samples,
+        console=console,
+        profiler=profiler,
+        signals=signals,
+        introduction=[],
+        closing=closing,
+    )
+    run.introduction = introduction(run, start, is_compiled, notes)
+    return run
+
+
+def lock(directory: Path, closing: Closing) -> None:
+    """Keeps other processes out of a run directory until the run is closed, and removes what a
+    killed process left unfinished there."""
+    locked = run_directory.take(directory)
+    if locked:
+        closing.enter_context(locked)
+    clear(directory)
+
+
+# ------------------------------------------------------------------------- data and model
+
+
+def load_data(config: Settings, strategy: Strategy, start: Start, notes: list[str]) -> Loaded:
+    """The data sets. Raises DataError when they are not those of the checkpoint or of rank 0."""
+    with strategy.raise_on_all_ranks():  # another machine may lack the files
+        data = load_datasets(config.data)
+        if start.state:
+            try:
+                check_unchanged(start.state.data, data.checksums, config.data.path)
+            except DataError as error:
+                if not config.trainer.resume_override:
+                    raise
+                notes.append(error.without_hint)
+    of_rank_0 = strategy.broadcast(data.checksums)
+    with strategy.raise_on_all_ranks():
+        check_same(of_rank_0, data.checksums, config.data.path)
+    ids = get_tokenizer(config.data.tokenizer).n_vocab
+    if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
+        reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"
+        hint = f"model.vocab_size={ids} is enough"
+        notes.append(f"model.vocab_size={config.model.vocab_size}: {reason}; {hint}")
+    return data
+
+
+def build_batches(
+    config: Settings, strategy: Strategy, data: Loaded, first_step: int
+) -> Iterator[list[torch.Tensor]]:
+    return training_batches(
+        data.train,
+        config.trainer.batch_size,
+        config.seed,
+        first_step,
+        strategy.rank,
+        strategy.world_size,
+        pin_memory=strategy.device.type == "cuda",
+    )
+
+
+def build_model(config: Settings, strategy: Strategy, start: Start, notes: list[str]) -> GPT:
+    """The model on its device: from a checkpoint, from trainer.init_from, or initialised."""
+
+    def build() -> GPT:
+        if start.checkpoint:
+            model = checkpoint.empty_model(config.model)
+            checkpoint.load_parameters(start.checkpoint, model)
+            return model
+        if not config.trainer.init_from:
+            return GPT(config.model)
+        model, problems, more = initial_weights(config)
+        refuse(problems)
+        notes.extend(more)
+        return model
+
+    model = strategy.prepare_model(config.model, build)
+    model.activation_checkpointing = config.trainer.activation_checkpointing
+    return model
+
+
+def wrap_model(config: Settings, strategy: Strategy, model: GPT) -> tuple[torch.nn.Module, bool]:
+    """(The module to train, which shares the model's parameters; whether it is compiled.)"""
+    trainer = config.trainer
+    tokens = trainer.batch_size * config.data.max_length * trainer.max_steps
+    flops = model.flops_per_token(config.data.max_length) * tokens / strategy.world_size
+    is_compiled = device.should_compile(trainer.compile, strategy.device, flops)
+    return strategy.wrap(model, is_compiled), is_compiled
+
+
+def build_schedule(config: Settings) -> Callable[..., float]:
+    return functools.partial(
+        learning_rate,
+        config=config.optimizer,
+        warmup_steps=config.trainer.warmup_steps,
+        max_steps=config.trainer.max_steps,
+    )
+
+
+def restore(
+    config: Settings,
+    strategy: Strategy,
+    start: Start,
+    data: Loaded,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+) -> State:
+    """The state of a new run, or that of the checkpoint, whose optimizer state is loaded."""
+    new = State(step=0, settings=dataclasses.asdict(config), data=data.checksums)
+    if start.state is None:
+        return new
+    state = dataclasses.replace(
+        start.state, settings=new.settings, data=new.data, format=new.format
+    )
+    if not start.in_place:  # a branch has a W&B run and a best checkpoint of its own
+        state.wandb_id = state.best_loss = state.best_step = None
+    checkpoint.load_optimizer(start.checkpoint, model, optimizer, strategy)
+    if state.scaler:
+        strategy.scaler.load_state_dict(state.scaler)
+    return state
+
+
+# --------------------------------------------------------------------- the run directory
+
+
+def open_directory(
+    config: Settings,
+    strategy: Strategy,
+    start: Start,
+    state: State,
+    model: GPT,
+    notes: list[str],
+    closing: Closing,
+) -> tuple[Path, Saver | None, Tracker | NoTracker, RowFile | NoRows]:
+    """Creates or continues the run directory, on rank 0: (its path, the saver of checkpoints, the
+    tracker, samples.jsonl)."""
+    saver, tracker, samples = None, NoTracker(), NoRows()
+
+    def open_on_rank_0() -> str:
+        nonlocal saver, tracker, samples
+        with run_directory.writable(run_directory.RUNS / (config.name or "")):
+            directory = create_directory(config, start, state, closing)
+            saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
+            closing.callback(saver.close)
+            if state.step < config.trainer.max_steps:  # else there is nothing to train or log
+                notes.extend(saver.too_large(12 * model.num_parameters()))
+                run_directory.write_settings(directory, state.settings)
+                drop_rows_after(directory, state.step if start.state else -1)
+                tracker = Tracker(config.wandb, directory, state.settings, state.wandb_id)
+                closing.callback(lambda: tracker.finish(closing.exit_code))
+                tracker.summary({"parameters": model.num_parameters()})
+                notes.extend(config.wandb.ignored())
+                samples = RowFile(directory / "samples.jsonl")
+                closing.callback(samples.close)
+        return str(directory)
+
+    directory = Path(strategy.broadcast(strategy.on_rank_0(open_on_rank_0)))
+    state.wandb_id = tracker.run_id or state.wandb_id
+    return directory, saver, tracker, samples
+
+
+def create_directory(config: Settings, start: Start, state: State, closing: Closing) -> Path:
+    """The run directory, locked: the one of the checkpoint, that of `name`, or a new one."""
+    if start.in_place:
+        directory = own_directory(config)
+    else:
+        shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
+        name = config.name or run_directory.name_before_restart()
+        directory = run_directory.create(name, shape)
+        if run_directory.was_cut_off(directory):  # before its first checkpoint
+            state.wandb_id = last_wandb_id(directory)
+    if directory != start.locked:  # it did not exist before
+        lock(directory, closing)
+        run_directory.check_new(directory)
+    run_directory.mark_launch(directory)
+    return directory
+
+
+# ------------------------------------------------------------- what watches the training
+
+
+def build_metrics(
+    config: Settings,
+    strategy: Strategy,
+    model: GPT,
+    notify: Callable[[str, str], None],
+    describe_checkpoint: Callable[[], str],
+) -> Metrics:
+    trainer = config.trainer
+    limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
+    return Metrics(
+        strategy,
+        NonFiniteCheck(limit, strategy.device),
+        tokens_per_step=trainer.batch_size * config.data.max_length,
+        flops_per_token=model.flops_per_token(config.data.max_length),
+        peak_flops=device.peak_flops(strategy.device),
+        learning_rate=config.optimizer.lr,
+        notify=notify,
+        describe_checkpoint=describe_checkpoint,
+    )
+
+
+def build_evaluator(
+    config: Settings, strategy: Strategy, data: Loaded, describe_checkpoint: Callable[[], str]
+) -> Evaluator:
+    tokenizer, validation = get_tokenizer(config.data.tokenizer), None
+    if data.val:
+        windows = evenly(data.val, config.trainer.eval_windows)
+        bytes_of = None
+        if not config.data.synthetic:
+            bytes_of = functools.partial(bytes_per_token, tokenizer)
+        validation = Validation(data.val, windows, bytes_of)
+    batch_size = micro_batch_size(config, strategy)
+    return Evaluator(config, strategy, validation, tokenizer, batch_size, describe_checkpoint)
+
+
+def micro_batch_size(config: Settings, strategy: Strategy) -> int:
+    """Windows at a time on this rank."""
+    share = config.trainer.batch_size // strategy.world_size
+    return min(share, config.trainer.micro_batch_size or share)
+
+
+def build_lens(config: Settings, strategy: Strategy, data: Loaded, directory: Path) -> LensRunner:
+    """Off after an error on any rank, as while training."""
+    lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
+    show_only = functools.partial(best_effort, debug=config.debug, prefix=strategy.label)
+    if config.lens.every:
+        with show_only("lens: failed and is off from here on"):
+            lens = Lens(
+                config.lens,
+                encode=tokenizer.encode_ordinary,
+                token_bytes=tokenizer.decode_single_token_bytes,
+                context_length=config.data.max_length,
+                vocabulary=data.train.common_tokens(),
+                bos=tokenizer.eot_token,
+            )
+        if strategy.all_reduce_max(lens is None):
+            lens = None
+    return LensRunner(lens, strategy, directory, config.trainer.max_steps, show_only)
+
+
+def introduction(run: Run, start: Start, is_compiled: bool, notes: list[str]) -> list[str]:
+    """The lines that a run prints before its first step."""
+    config, strategy, trainer, state = run.config, run.strategy, run.config.trainer, run.state
+    compiled = ", compiled" if is_compiled else ""
+    extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
+    val, validation = run.data.val, run.evaluator.validation
+    counts = (len(run.data.train), len(val or ()), len(validation.windows) if validation else 0)
+    size = run.evaluator.batch_size
+    division = summary.division(trainer.batch_size, strategy.world_size, size)
+    lines = [
+        f"{run.model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}",
+        f"{summary.windows(config, *counts)}; {trainer.batch_size} a step{division}",
+        *(f"note: {note}" for note in (*run.data.notes, *notes)),
+        f"run directory: {run.directory}",
+    ]
+    if where := run.tracker.where():
+        lines.append(f"W&B: {where}")
+    if state.step >= trainer.max_steps:
+        more = "a larger trainer.max_steps continues it"
+        lines.append(f"finished already, after step {state.step}; {more}")
+    elif state.step > 0:
+        lines.append(f"resumed after step {state.step}")
+    if start.state and run.lens.lens:
+        before = start.state.settings.get("lens", {})
+        lines += summary.changed_lens(state.settings["lens"], before)
+    return lines

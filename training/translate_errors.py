@@ -1,0 +1,48 @@
+"""Errors of torch during training, translated into what they mean to the user."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from errors import RankLostError
+from training.checkpoint.checkpointer import Checkpointer
+from training.checkpoint.resume import resume_command
+from training.distributed.strategy import Strategy
+from training.planning.micro_batch import is_out_of_memory, what_would_fit
+
+if TYPE_CHECKING:
+    from training.config.schema import Settings
+
+
+@contextlib.contextmanager
+def translate_errors(
+    config: "Settings",
+    strategy: Strategy,
+    checkpointer: Checkpointer | None = None,
+    micro_batch_size: int | None = None,
+) -> Iterator[None]:
+    """Raises OutOfMemoryError when a step did not fit into memory, RankLostError when another rank
+    died or timed out; other errors as they are.
+
+    micro_batch_size: of the steps inside; None where none is taken.
+    """
+    try:
+        yield
+    except Exception as error:
+        if micro_batch_size and is_out_of_memory(error):
+            intact = checkpointer.describe()
+            raise what_would_fit(config, strategy, micro_batch_size, intact) from error
+        if not strategy.is_lost_rank(error):
+            raise
+        # The first sentence of the library's message, without its file names and addresses.
+        text = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
+        hint = "rerun the same command"
+        if checkpointer and checkpointer.has_checkpoint():
+            hint = resume_command(strategy.command, checkpointer.directory)
+        raise RankLostError(
+            "parallel.timeout",
+            config.parallel.timeout,
+            f"another rank died or timed out ({text.partition('. ')[0].strip()})",
+            hint,
+        ) from error
