@@ -244,7 +244,10 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
     folder = write_texts(place.folder / f"in_{name}")
     (folder / "text0.txt").write_text("one text, " * 500)
     (folder / "text1.txt").write_text("another,  " * 500)
-    faults = [None, happen(("broken", "data.load_datasets")) if name == "broken_disk" else None]
+    faults = [
+        None,
+        happen(("broken", "training.setup.load_datasets")) if name == "broken_disk" else None,
+    ]
     codes = [code, code]
     main, other = place.server.run_ranks(folder, *SAME, *arguments, faults=faults, codes=codes)
     assert printed_keys(main.err) == [key]
