@@ -31,9 +31,11 @@ from torch.utils.data import DataLoader, Dataset
 from errors import DataError, visible
 from tokens import END_OF_TEXT
 from tokens.encoding import StreamEncoder, text_blocks
+from tokens.parts import Part
+from tokens.paths import find_files
+from tokens.readers import encode_part
 from tokens.sampler import StepSampler, WindowOrder, shares
 from tokens.shards import is_shards, open_shards
-from tokens.sources import Part, encode_part, find_files
 from tokens.stream import BLOCK_BYTES, NO_TOKEN, TokenStream
 from tokens.synthetic import IGNORED, CycleWalks, RepeatedSequences
 from tokens.tokenizers import TOKENIZERS, get_tokenizer

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from errors import CheckpointError, message_of
-from tokens.sources import HUB  # hub:NAME, as data.path has it
+from tokens.paths import HUB  # hub:NAME, as data.path has it
 
 NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 CONFIG = "config.json"

@@ -58,9 +58,6 @@ class PrepareConfig:
     workers: int = field(default=0, metadata={"help": "processes; 0: as many as there are cores"})
     shard_tokens: int = field(default=100_000_000, metadata={"help": "tokens in a file at most"})
     engine: str = field(default="auto", metadata={"help": "auto | gigatoken | tiktoken (slower)"})
-    check_every: int = field(
-        default=128, metadata={"help": "one piece of text in so many is checked by tiktoken"}
-    )
     debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
 
     def problems(self) -> list[Problem]:
@@ -81,20 +78,16 @@ class PrepareConfig:
         if self.engine not in ("auto", "gigatoken", "tiktoken"):
             fix = "use auto, gigatoken or tiktoken"
             found.append(("engine", self.engine, "no such engine", fix))
-        if self.check_every < 1:
-            found.append(("check_every", self.check_every, "must be at least 1", "use 128"))
         return found
 
 
 @settings_command(PrepareConfig)
 def main(settings: PrepareConfig) -> None:
+    from tokens.paths import find_files
     from tokens.prepare import Preparation, Recipe
-    from tokens.sources import find_files
 
     data = settings.data
-    recipe = Recipe(
-        data.tokenizer, data.endoftext, settings.engine, settings.check_every, settings.shard_tokens
-    )
+    recipe = Recipe(data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens)
     folder = Path(settings.out)
     notes: list[str] = []
     preparation = Preparation(find_files(data.path, notes), folder, data.text_key, recipe)

@@ -24,23 +24,20 @@ tokenizer of record: a sample of the pieces is encoded by both, and a difference
 difference is known, of the versions of Unicode that they are built on; see NEWER.
 """
 
-import base64
-import ctypes
 import functools
 import importlib.util
 import itertools
-import os
-import platform
+import math
 import re
-import sys
-import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import tiktoken
 
 from errors import DataError
 from tokens import END_OF_TEXT
+from tokens.gigatoken_engine import gigatoken
 from tokens.tokenizers import get_tokenizer
 
 PIECE = 2**18  # bytes; gigatoken is fastest with pieces from a quarter of a megabyte to one
@@ -220,23 +217,20 @@ class StreamEncoder:
         """How many ids of a run that was encoded up to somewhere can be given out.
 
         Its last tokens may change with more text. Before them: a place at the end of a character
-        where encoding anew goes on as before. Not before an apostrophe and a letter, which at the
-        beginning of a text could be a contraction.
+        where encoding what follows by itself begins with the same token.
         """
         ends = np.cumsum(token_sizes(self.tokenizer.name)[ids])
         last = int(np.searchsorted(ends, len(text) - max(512, self.piece // 16)))
         for count in range(last, max(0, last - 100), -1):
             begin = int(ends[count - 1])
-            if text[begin] & 0xC0 == 0x80 or re.match(rb"'[a-z]", text[begin : begin + 2]):
-                continue
-            if self._encode(text[begin:])[0] == ids[count]:
+            if text[begin] & 0xC0 != 0x80 and self._encode(text[begin:])[0] == ids[count]:
                 return count
         return None
 
     def _check_neighbours(self, left: int, right: int, what: str, offset: int) -> None:
         """Refuses two tokens of a run that are not the encoding of their text. (Not seen yet.)"""
-        words = self.tokenizer.decode_tokens_bytes([left, right])
-        if self.tokenizer._encode_single_piece(b"".join(words)) != [left, right]:
+        word = b"".join(self.tokenizer.decode_tokens_bytes([left, right]))
+        if byte_pair_encode(word, self.tokenizer) != [left, right]:
             cause = f"a run without a break at byte {offset} cannot be tokenised in parts"
             raise DataError("data.path", what, cause, "put a line break into it")
 
@@ -269,6 +263,30 @@ class StreamEncoder:
         return ids
 
 
+def byte_pair_encode(word: bytes, tokenizer: tiktoken.Encoding) -> list[int]:
+    """The ids of one match of GPT-2's pattern, which need not be whole characters.
+
+    The neighbours whose union has the lowest id are merged until no union is a token (Sennrich et
+    al. 2016; tiktoken's ids are in the order of the merges). Slow: for a few hundred bytes.
+    """
+
+    def id_of(part: bytes) -> float:
+        try:
+            return tokenizer.encode_single_token(part)
+        except KeyError:
+            return math.inf
+
+    parts = [word[place : place + 1] for place in range(len(word))]
+    while len(parts) > 1:
+        ids = [id_of(left + right) for left, right in itertools.pairwise(parts)]
+        best = min(ids)
+        if best == math.inf:
+            break
+        place = ids.index(best)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return [tokenizer.encode_single_token(part) for part in parts]
+
+
 def text_blocks(txt: str, size: int = 2**16) -> Iterator[bytes]:
     """A string as blocks of UTF-8; a lone half of a surrogate pair becomes U+FFFD, as with
     tiktoken."""
@@ -298,75 +316,6 @@ def token_sizes(tokenizer: str) -> np.ndarray:
     encoding = get_tokenizer(tokenizer)
     words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
     return np.array([len(word) for word in words])
-
-
-@functools.cache
-def gigatoken(special: bool) -> "Gigatoken":
-    """The one of this process; special: whether it knows the end-of-text token."""
-    return Gigatoken(special)
-
-
-class Gigatoken:
-    """GPT-2's encoding by gigatoken, of the vocabulary that tiktoken has loaded and checked.
-
-    gigatoken remembers every word that it has seen, and would grow by gigabytes on a long text:
-    it is made anew whenever the process has grown by MOST_GROWTH.
-    """
-
-    MOST_GROWTH = 2**25  # bytes
-    LOOK_EVERY = 2**20  # bytes of text
-    RENEW_EVERY = 2**26  # bytes of text, where the process's memory cannot be read
-
-    def __init__(self, special: bool):
-        tokenizer = get_tokenizer("gpt2")
-        self._specials = {END_OF_TEXT: tokenizer.eot_token} if special else {}
-        words = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
-        lines = [b"%s %d\n" % (base64.b64encode(word), rank) for rank, word in enumerate(words)]
-        self._ranks = b"".join(lines)
-        self._renew()
-
-    def _renew(self) -> None:
-        from gigatoken.gigatoken_rs import BPETokenizer
-
-        self._tokenizer = None  # the old one goes first
-        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-            file.write(self._ranks)
-            file.flush()
-            self._tokenizer = BPETokenizer.from_tiktoken(file.name, "gpt2", self._specials)
-        give_back_memory()
-        self._resident, self._read, self._looked = resident_bytes(), 0, 0
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """uint32 ids of UTF-8."""
-        self._read += len(text)
-        if self._read - self._looked > self.LOOK_EVERY:
-            self._looked = self._read
-            if self._grown():
-                give_back_memory()
-                if self._grown():
-                    self._renew()
-        return self._tokenizer.encode(text)
-
-    def _grown(self) -> bool:
-        if not self._resident:
-            return self._read > self.RENEW_EVERY
-        return resident_bytes() - self._resident > self.MOST_GROWTH
-
-
-def give_back_memory() -> None:
-    """Returns freed memory to the system, which glibc by itself keeps: half a megabyte for each
-    megabyte of text, as blocks of many sizes come and go."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    """The memory of this process; 0 where the system does not tell."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def _bytes_as_ids(text: bytes, special: bool) -> np.ndarray:

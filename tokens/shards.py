@@ -1,4 +1,4 @@
-"""Token files: llm.c's shards, nanoGPT's plain ones, and the manifest beside ours.
+"""Token files: llm.c's shards, nanoGPT's plain ones, written and read.
 
 A shard, as llm.c published the layout and modded-nanogpt reads it, all little-endian:
 
@@ -8,10 +8,8 @@ A shard, as llm.c published the layout and modded-nanogpt reads it, all little-e
 nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
 shards, and beside them
 
-    manifest.json          tokenizer, counts, and for each shard its tokens, documents and checksums
+    manifest.json          tokenizer, counts and checksums (tokens/manifest.py)
     <shard>.documents      uint32 for each document of the shard: where its first token is
-
-A checksum is the SHA-256 of a block of 4 MiB, so that damage is known by its place.
 
     streams = open_shards("fineweb/", "gpt2")     # maps the files
     streams["train"].gather(np.array([5]), 1024)  # ids from the fifth on (tokens/stream.py)
@@ -19,41 +17,26 @@ A checksum is the SHA-256 of a block of 4 MiB, so that damage is known by its pl
 
 import hashlib
 import importlib.util
-import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from errors import DataError
-from files import atomic_write, read_bounded, read_json, rename, temporary_name
+from files import atomic_write, read_bounded, rename, temporary_name
 from tokens import SHARD_MAGIC
-from tokens.sources import each_once, expand, find_files, list_folder
+from tokens.manifest import MANIFEST, Manifest, ShardEntry, read_manifest
+from tokens.paths import each_once, expand, find_files, list_folder
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
 VERSION = 1
 HEADER_BYTES = 256 * 4
-MANIFEST = "manifest.json"
-MANIFEST_VERSION = 1
-MANIFEST_LIMIT = 2**28  # bytes; of 15 TB of shards
 VERIFY_AT_MOST = 2**30  # bytes that are verified whole whenever they are opened
 TOKEN = np.dtype("<u2")
-
-
-@dataclass
-class ShardEntry:
-    """What the manifest says of one shard."""
-
-    file: str  # a name in the manifest's folder
-    tokens: int
-    documents: int  # that begin in it
-    sha256: list[str]  # of each BLOCK_BYTES of the file
-    documents_sha256: str
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -119,25 +102,6 @@ def documents_file(shard: Path) -> Path:
     return shard.with_suffix(".documents")
 
 
-def write_manifest(
-    folder: Path, entries: list[ShardEntry], tokenizer: str, **facts: str | int
-) -> dict:
-    """The manifest of the shards in this folder, in this order; facts go into it as they are."""
-    manifest = {
-        "format": "clearhead-shards",
-        "version": MANIFEST_VERSION,
-        "tokenizer": tokenizer,
-        "vocab_size": TOKENIZERS[tokenizer],
-        **facts,
-        "tokens": sum(entry.tokens for entry in entries),
-        "documents": sum(entry.documents for entry in entries),
-        "block_bytes": BLOCK_BYTES,
-        "shards": [asdict(entry) for entry in entries],
-    }
-    atomic_write(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-    return manifest
-
-
 def block_checksums(path: Path) -> Iterator[str]:
     """The SHA-256 of each block of a file."""
     with open(path, "rb", buffering=0) as file:
@@ -159,7 +123,7 @@ def _shard_files(entry: str) -> list[Path]:
     if os.path.isdir(entry):
         folder, names = Path(entry), list_folder(entry)
         if MANIFEST in names:
-            return [folder / shard.file for shard in _read_manifest(folder).shards]
+            return [folder / shard.file for shard in read_manifest(folder).shards]
         if os.path.lexists(folder / "preparing" / "plan.json"):
             fix = "the command that prepares it goes on where it was"
             raise DataError("data.path", entry, "is not prepared to the end", fix)
@@ -189,7 +153,7 @@ def open_shards(
             raise DataError("data.path", entry, cause, fix)
         files += found
     folders = {file.parent for file in files}
-    manifests = {f: _read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
+    manifests = {f: read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
     for folder, manifest in manifests.items():
         if manifest.tokenizer != tokenizer:
             raise DataError(
@@ -208,9 +172,6 @@ def open_shards(
         if not whole:
             blocks = sorted({0, len(blocks) - 1}) if verify == "auto" else []
         shard.verify(blocks)
-    for manifest in manifests.values():
-        if manifest.disagrees:
-            raise manifest.disagrees
     is_val = [
         re.search(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)", shard.path.stem)
         for shard in opened
@@ -249,71 +210,6 @@ def _stream(shards: list["_Shard"]) -> TokenStream:
 
 
 @dataclass
-class _Manifest:
-    tokenizer: str
-    shards: list[ShardEntry]
-    disagrees: DataError | None = None  # with its shards, as long as these are what it says
-
-
-def _read_manifest(folder: Path) -> _Manifest:
-    """The manifest, every value of it checked: it may come from anywhere."""
-    path = folder / MANIFEST
-
-    def bad(cause: str) -> DataError:
-        cause = cause if len(cause) < 1000 else f"{cause[:1000]}..."
-        return DataError("data.path", path, cause, "prepare the data anew")
-
-    try:
-        values = read_json(path, MANIFEST_LIMIT)
-    except OSError as error:
-        raise bad(f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise bad(f"not JSON ({error})") from error
-    if not isinstance(values, dict) or values.get("format") != "clearhead-shards":
-        raise bad("not a manifest of token shards")
-    if values.get("version") != MANIFEST_VERSION:
-        raise bad(f"version {values.get('version')!r}, and this reads version {MANIFEST_VERSION}")
-    if values.get("block_bytes") != BLOCK_BYTES:
-        raise bad(f"checksums of {values.get('block_bytes')!r} bytes, not of {BLOCK_BYTES}")
-    tokenizer, shards = values.get("tokenizer"), values.get("shards")
-    if tokenizer not in list(TOKENIZERS):
-        raise bad(f"tokenizer {tokenizer!r} is none of {', '.join(TOKENIZERS)}")
-    if not isinstance(shards, list) or not shards:
-        raise bad("lists no shards")
-    try:
-        found = _Manifest(tokenizer, shard_entries(shards))
-    except ValueError as error:
-        raise bad(str(error)) from error
-    totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents")}
-    for key, value in (totals | {"vocab_size": TOKENIZERS[tokenizer]}).items():
-        if values.get(key, value) != value:
-            found.disagrees = bad(f"says {key} {values[key]!r}, and its shards have {value}")
-    return found
-
-
-def shard_entries(shards: object) -> list[ShardEntry]:
-    """What a manifest lists, checked; ValueError names the field that is wrong."""
-    if not isinstance(shards, list):
-        raise ValueError("lists no shards")
-    kinds = {"file": str, "tokens": int, "documents": int, "sha256": list}
-    kinds["documents_sha256"] = str
-    for shard in shards:
-        if not isinstance(shard, dict) or set(shard) != set(kinds):
-            raise ValueError("a shard without one of " + ", ".join(kinds))
-        wrong = [key for key, kind in kinds.items() if type(shard[key]) is not kind]
-        if not wrong and any(type(checksum) is not str for checksum in shard["sha256"]):
-            wrong = ["sha256"]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} of shard {shard['file']!r} is of another type")
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin", shard["file"]):
-            raise ValueError(f"file {shard['file'][:200]!r} is not a shard name")
-    for name, times in Counter(shard["file"] for shard in shards).most_common(1):
-        if times > 1:
-            raise ValueError(f"lists {name} twice")
-    return [ShardEntry(**shard) for shard in shards]
-
-
-@dataclass
 class _Shard:
     """A token file whose header fits its size."""
 
@@ -335,7 +231,7 @@ class _Shard:
                 checksum = hashlib.sha256(raw).hexdigest()
                 if self.entry and checksum != self.entry.sha256[block]:
                     cause = f"checksum mismatch in the {len(raw)} bytes from byte {first} on"
-                    raise _bad_file(self.path, f"{cause} ({MANIFEST})", "prepare or copy it anew")
+                    raise _bad_file(self.path, f"{cause} ({MANIFEST})")
                 self.checksums[block] = checksum[:12]
                 skip = max(0, self.first_byte - first)
                 ids = np.frombuffer(raw[skip : len(raw) // 2 * 2], TOKEN)
@@ -345,7 +241,7 @@ class _Shard:
                         f"id {ids[place]} at byte {first + skip + 2 * place} is beyond the "
                         f"vocabulary of {self.vocab_size}"
                     )
-                    raise _bad_file(self.path, cause, "use its own tokenizer, or make it anew")
+                    raise _bad_file(self.path, cause, "use its own tokenizer, or prepare it again")
 
     def documents(self) -> np.ndarray:
         """Where documents begin in it, from the file beside it, which is checked."""
@@ -354,28 +250,25 @@ class _Shard:
             size = path.stat().st_size
             raw = read_bounded(path, size) if size == 4 * self.entry.documents else b""
         except OSError as error:
-            raise _bad_file(
-                path, f"cannot be read ({error.strerror})", "prepare it anew"
-            ) from error
+            raise _bad_file(path, f"cannot be read ({error.strerror})") from error
         if size != 4 * self.entry.documents:
             cause = f"ends at byte {size}, and {4 * self.entry.documents} are to be there"
-            raise _bad_file(path, cause, "prepare or copy it anew")
+            raise _bad_file(path, cause)
         if hashlib.sha256(raw).hexdigest() != self.entry.documents_sha256:
             cause = f"checksum mismatch in the {len(raw)} bytes from byte 0 on ({MANIFEST})"
-            raise _bad_file(path, cause, "prepare or copy it anew")
+            raise _bad_file(path, cause)
         starts = np.frombuffer(raw, "<u4").astype(np.int64)
         if np.any(np.diff(starts, prepend=-1, append=self.entry.tokens) <= 0):
-            raise _bad_file(path, "does not ascend, or leaves the shard", "prepare it anew")
+            raise _bad_file(path, "does not ascend, or leaves the shard")
         return starts
 
 
-def _bad_file(path: Path, cause: str, fix: str) -> DataError:
+def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> DataError:
     return DataError("data.path", path, cause, fix)
 
 
-def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shard:
+def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard:
     """Maps a token file after its header, its size and the manifest agree."""
-    again = "prepare or copy it anew"
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise _bad_file(path, "not a regular file", "give a token file")
     try:
@@ -383,49 +276,21 @@ def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shar
             header = file.read(HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise _bad_file(path, f"cannot be read ({error.strerror})", again) from error
-    magic, version = np.frombuffer(header[:8].ljust(8, b"\0"), "<i4").tolist()
+        raise _bad_file(path, f"cannot be read ({error.strerror})") from error
     vocab_size = TOKENIZERS[tokenizer]
-    entries = {entry.file: entry for entry in manifest.shards} if manifest else {}
-    entry = entries.get(path.name)
-    if magic == SHARD_MAGIC:
-        first_byte = HEADER_BYTES
-        if version != VERSION:
-            cause = f"version {version} at byte 4, and this reads version {VERSION}"
-            raise _bad_file(path, cause, "get the GPT-2 files, of uint16 ids")
-        # 64 bits, of which the layout uses 31: a count that makes no sense is seen as what it is.
-        count = int.from_bytes(header[8:16], "little")
-        needed = HEADER_BYTES + 2 * count
-        if needed > size:
-            cause = f"truncated at byte {size}: the header (byte 8) counts {count} tokens"
-            raise _bad_file(path, f"{cause}, which end at byte {needed}", again)
-        if needed < size:
-            cause = (
-                f"trailing bytes from byte {needed} to {size}: the header (byte 8) counts {count}"
-            )
-            raise _bad_file(path, f"{cause} tokens", again)
+    entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
+    if int.from_bytes(header[:4], "little") == SHARD_MAGIC:
+        first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
     else:
+        _check_plain_ids(path, header, size, vocab_size, headers_only=entry is not None)
         first_byte, count = 0, size // 2
-        beginning = np.frombuffer(header[: len(header) // 2 * 2], TOKEN)
-        strange = np.flatnonzero(beginning >= vocab_size)
-        looks_like_header = len(header) == HEADER_BYTES and not any(header[12:])
-        if size == 0:
-            raise _bad_file(path, "truncated at byte 0: the file is empty", again)
-        if entry or looks_like_header or len(strange):
-            cause = f"wrong magic {magic} at byte 0, where {SHARD_MAGIC} is to be"
-            if len(strange) and not looks_like_header:
-                cause += f", and no plain ids either (id {beginning[strange[0]]} at byte "
-                cause += f"{2 * strange[0]} is beyond the vocabulary of {vocab_size})"
-            raise _bad_file(path, cause, "give token files of llm.c's or nanoGPT's layout")
-        if size % 2:
-            cause = f"truncated at byte {size}, in the middle of a plain uint16 id"
-            raise _bad_file(path, cause, again)
-    if entry and len(entry.sha256) != -(-size // BLOCK_BYTES):
+    blocks = -(-size // BLOCK_BYTES)
+    if entry and len(entry.sha256) != blocks:
         cause = f"{MANIFEST} has {len(entry.sha256)} checksums of its {size} bytes"
-        raise _bad_file(path, cause, again)
+        raise _bad_file(path, cause)
     if entry and entry.tokens != count:
         cause = f"has {count} tokens (byte 8), and {MANIFEST} says {entry.tokens}"
-        raise _bad_file(path, cause, again)
+        raise _bad_file(path, cause)
     ids = np.zeros(0, TOKEN)
     if count:
         try:
@@ -433,6 +298,41 @@ def _open_shard(path: Path, manifest: _Manifest | None, tokenizer: str) -> _Shar
         except OSError as error:
             fix = "raise the limit of open files: ulimit -n"
             raise _bad_file(path, f"cannot be mapped ({error.strerror})", fix) from error
-    checksums = [checksum[:12] for checksum in entry.sha256] if entry else []
-    blocks = -(-size // BLOCK_BYTES)
-    return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums or [""] * blocks)
+    checksums = [checksum[:12] for checksum in entry.sha256] if entry else [""] * blocks
+    return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
+
+
+def _count_in_header(path: Path, header: bytes, size: int) -> int:
+    """The number of tokens in llm.c's header; DataError unless the file is as long as that."""
+    version = int.from_bytes(header[4:8], "little", signed=True)
+    if version != VERSION:
+        cause = f"version {version} at byte 4, and this reads version {VERSION}"
+        raise _bad_file(path, cause, "get the GPT-2 files, of uint16 ids")
+    # Read as 64 bits, of which the layout uses 31, so that a wrong count is reported as it is.
+    count = int.from_bytes(header[8:16], "little")
+    needed = HEADER_BYTES + 2 * count
+    if needed != size:
+        wrong = f"truncated at byte {size}" if needed > size else f"trailing bytes up to {size}"
+        cause = f"{wrong}: the header (byte 8) counts {count} tokens, which end at byte {needed}"
+        raise _bad_file(path, cause)
+    return count
+
+
+def _check_plain_ids(
+    path: Path, beginning: bytes, size: int, vocab_size: int, headers_only: bool
+) -> None:
+    """Raises DataError unless the file looks like nanoGPT's: ids without a header."""
+    if size == 0:
+        raise _bad_file(path, "truncated at byte 0: the file is empty")
+    ids = np.frombuffer(beginning[: len(beginning) // 2 * 2], TOKEN)
+    strange = np.flatnonzero(ids >= vocab_size)
+    is_header = len(beginning) == HEADER_BYTES and not any(beginning[12:])
+    if headers_only or is_header or len(strange):
+        magic = int.from_bytes(beginning[:4], "little", signed=True)
+        cause = f"wrong magic {magic} at byte 0 instead of {SHARD_MAGIC}"
+        if len(strange) and not is_header:
+            cause += f", and no plain ids either (id {ids[strange[0]]} at byte "
+            cause += f"{2 * strange[0]} is beyond the vocabulary of {vocab_size})"
+        raise _bad_file(path, cause, "give token files of llm.c's or nanoGPT's layout")
+    if size % 2:
+        raise _bad_file(path, f"truncated at byte {size}, in the middle of a plain uint16 id")

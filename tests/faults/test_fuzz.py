@@ -21,7 +21,8 @@ from helpers.tally import tally
 
 from errors import CheckpointError, ConfigError, DataError
 from generate import GenerateConfig
-from tokens.shards import ShardWriter, open_shards, write_manifest
+from tokens.manifest import write_manifest
+from tokens.shards import ShardWriter, open_shards
 from training.checkpoint import format as checkpoint
 from training.config.command_line import compose, parse
 

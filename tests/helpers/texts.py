@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from errors import ClearheadError
 from tokens import END_OF_TEXT
+from tokens.paths import find_files
 from tokens.prepare import Preparation, Recipe
 from tokens.shards import HEADER_BYTES, open_shards
-from tokens.sources import find_files
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
 FRAGMENTS = [
@@ -112,7 +112,7 @@ def varied_text(size: int, seed: int = 0) -> str:
 
 
 def preparation(path: object, folder: Path, text_key: str = "text", **changes) -> Preparation:
-    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto", "check_every": 512}
+    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto"}
     recipe = Recipe(**values | {"shard_tokens": 10**8} | changes)
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
     return Preparation(find_files(path), folder, text_key, recipe)

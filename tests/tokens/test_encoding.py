@@ -25,7 +25,16 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from errors import DataError
 from tokens import END_OF_TEXT
 from tokens import encoding as module
-from tokens.encoding import CUT, Gigatoken, StreamEncoder, character_end, find_cut, text_blocks
+from tokens.encoding import (
+    CUT,
+    StreamEncoder,
+    byte_pair_encode,
+    character_end,
+    find_cut,
+    text_blocks,
+)
+from tokens.gigatoken_engine import Gigatoken
+from tokens.tokenizers import get_tokenizer
 
 some = trials(30, 400)
 
@@ -82,6 +91,7 @@ def check_ids(encoder: StreamEncoder, text: str, blocks: Iterable[bytes], endoft
 @example("ÃÂ" * 200, "tiktoken", "token", 32, 1000)
 @example("a <|endoftext|> b <|endoftext|>\n\nc" * 9, "gigatoken", "token", 32, 33)
 @example("!'s" * 300, "gigatoken", "token", 32, 1000)
+@example(f".{'※' * 170}'{'s' * 999}", "tiktoken", "token", 32, 1000)  # "'s" is no contraction here
 def test_streamed_ids_are_those_of_one_call(text, engine, endoftext, piece, size):
     encoder = encoder_of(engine, endoftext, piece)
     for _ in range(2):  # one text after the other: each by itself
@@ -252,6 +262,16 @@ def test_a_difference_from_tiktoken_is_refused(monkeypatch):
         assert "engine=tiktoken" in caught.value.hint
 
 
+@some
+@given(mixes, st.sampled_from(["gpt2", "byte"]))
+def test_byte_pair_encoding_is_tiktokens(text, name):
+    """Of each match of the pattern."""
+    tokenizer = get_tokenizer(name)
+    for word in {match.group() for match in regex.finditer(r50k_pat_str, text)}:
+        if len(word) < 100:
+            assert byte_pair_encode(word.encode(), tokenizer) == tokenizer.encode_ordinary(word)
+
+
 def test_the_engine_that_is_used(monkeypatch):
     for tokenizer, engine, used in (
         ("gpt2", "auto", "gigatoken"),
@@ -272,7 +292,7 @@ def test_gigatoken_is_made_anew_when_the_process_has_grown(monkeypatch):
     memory, words = [10**9], WORDS.encode()
     made = mock.Mock(side_effect=gigatoken.gigatoken_rs.BPETokenizer.from_tiktoken)
     monkeypatch.setattr("gigatoken.gigatoken_rs.BPETokenizer", mock.Mock(from_tiktoken=made))
-    monkeypatch.setattr(module, "resident_bytes", lambda: memory[0])
+    monkeypatch.setattr("tokens.gigatoken_engine.resident_bytes", lambda: memory[0])
     monkeypatch.setattr(Gigatoken, "LOOK_EVERY", 100)
     encoder = Gigatoken(special=True)
     for growth, count in ((Gigatoken.MOST_GROWTH, 1), (1, 2), (0, 2)):

@@ -36,11 +36,10 @@ from hypothesis import strategies as st
 
 from errors import ConfigError, DataError
 from scripts.prepare_data import PrepareConfig, main
-from tokens import END_OF_TEXT, encoding
+from tokens import END_OF_TEXT, encoding, readers, tasks
 from tokens import prepare as prepare_module
-from tokens import sources as sources_module
-from tokens.prepare import make_tasks
-from tokens.sources import find_files
+from tokens.paths import find_files
+from tokens.tasks import make_tasks
 from training.config.command_line import parse
 
 few = trials(10, 100)
@@ -67,12 +66,12 @@ def test_number_of_tasks(monkeypatch):
         ("a.txt.gz", 10**12, 10**8, 1),  # it cannot be divided
     ):
         monkeypatch.setattr(os.path, "getsize", lambda path, size=size: size)
-        tasks = make_tasks([name], "text", shard_tokens)
-        assert [task.number for task in tasks] == list(range(count))
-        assert sum(task.size for task in tasks) == size
-    monkeypatch.setattr(prepare_module, "row_groups", lambda name: [90, 30, 10, 50])
-    tasks = make_tasks(["a.parquet", "b.parquet"], "text", 10)  # 40 bytes each
-    assert [task.size for task in tasks] == [90, 40, 50] * 2
+        made = make_tasks([name], "text", shard_tokens)
+        assert [task.number for task in made] == list(range(count))
+        assert sum(task.size for task in made) == size
+    monkeypatch.setattr(tasks, "row_groups", lambda name: [90, 30, 10, 50])
+    made = make_tasks(["a.parquet", "b.parquet"], "text", 10)  # 40 bytes each
+    assert [task.size for task in made] == [90, 40, 50] * 2
 
 
 @few
@@ -95,7 +94,7 @@ def test_shards_hold_the_ids_of_each_document(
     recipe["shard_tokens"] = shard_tokens
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(prepare_module, "SMALLEST_TASK", smallest),
+        mock.patch.object(tasks, "SMALLEST_TASK", smallest),
         mock.patch("os.fsync"),  # for speed
     ):
         out = Path(name) / "out"
@@ -140,7 +139,7 @@ def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
     data_set = SimpleNamespace(num_shards=3)
     data_set.shard = lambda num_shards, index: {3: rows}[num_shards][index]
-    for module in (prepare_module, sources_module):
+    for module in (tasks, readers):
         monkeypatch.setattr(module, "hub_data", {"hub:some:thing": data_set}.get)
     path = write_source(tmp_path / "a.txt", ["And a file."])
     prepare(["hub:some:thing", str(path)], tmp_path / "out")
@@ -157,7 +156,7 @@ def test_parts_in_any_order_make_the_same_files(draw, collection, n, smallest):
     order = [*twice, *order, *twice]
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(prepare_module, "SMALLEST_TASK", smallest),
+        mock.patch.object(tasks, "SMALLEST_TASK", smallest),
         mock.patch("os.fsync"),
     ):
         path = write_collection(Path(name) / "texts", collection)
@@ -192,6 +191,38 @@ def test_two_machines_finish_at_once(tmp_path, monkeypatch, owner, name):
     assert finished
 
 
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Path, "mkdir"), (prepare_module, "atomic_write"), (prepare_module.FileLock, "acquire")],
+)
+def test_another_process_finishes_while_this_one_begins(tmp_path, monkeypatch, owner, name, number):
+    """Before or after each of the first steps from the folder to the lock."""
+    path = write_source(tmp_path / "a.txt", [TEXT])
+    real, calls = getattr(owner, name), []
+
+    def finish(moment: int):
+        if moment == number:
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, real)
+                prepare(path, tmp_path / "out")
+
+    def call(*arguments, **more):
+        calls.append(1)
+        finish(2 * len(calls) - 2)
+        if owner is prepare_module.FileLock and number == 1 == len(calls):
+            finish(1)
+            raise FileNotFoundError  # the folder, while the lock's file is made
+        result = real(*arguments, **more)
+        finish(2 * len(calls) - 1)
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+    manifest = prepare(path, tmp_path / "out")
+    assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert not (tmp_path / "out" / "preparing").exists()
+
+
 def test_other_texts_or_settings_are_refused(tmp_path, subtests):
     path = write_source(tmp_path / "a.txt", [TEXT])
     other = str(write_source(tmp_path / "other.txt", [TEXT.replace("text", "test")]))
@@ -206,7 +237,7 @@ def test_other_texts_or_settings_are_refused(tmp_path, subtests):
                 prepare(**{"path": path, "folder": out} | changes)
             assert files_of(out) == before
         # Settings that change no token may change.
-        prepare(path, out, 2, 2, engine="tiktoken", check_every=1)
+        prepare(path, out, 2, 2, engine="tiktoken")
         assert ids_of(out) == expected_ids([("txt", [TEXT])])
     os.utime(path, ns=(1, 1))  # a changed text
     with refused(DataError, "out", out, 3):
@@ -324,7 +355,7 @@ def test_mistakes_are_refused(here, subtests):
     for argument in (
         *("a.txt", "data=a.txt", "data.path=", "data.path=[[a]]", "data.tokenizer=words"),
         *("data.endoftext=no", "out=", "part=5/4", "part=x", "workers=-1", "shard_tokens=0"),
-        *("shard_tokens=2147483648", "engine=fast", "check_every=0"),
+        *("shard_tokens=2147483648", "engine=fast"),
     ):
         key = argument.partition("=")[0]
         with subtests.test(argument), refused(ConfigError, key, exit_code=2):

@@ -1,6 +1,6 @@
 """Bad input: for each mistake, the key that is named, the type of the error and its exit code.
 
-Readers of texts have more kinds of bad input: tests/tokens/test_sources.py. How errors are worded
+Readers of texts have more kinds of bad input: tests/tokens/test_readers.py. How errors are worded
 and printed: tests/test_messages.py.
 """
 

@@ -1,5 +1,6 @@
-"""tokens/sources.py: files -> documents -> ids, whole or in parts, and what is refused."""
+"""tokens/paths.py, parts.py, readers.py: files -> documents -> ids, whole or in parts; refusals."""
 
+import contextlib
 import errno
 import glob
 import itertools
@@ -24,9 +25,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from errors import DataError
-from tokens import END_OF_TEXT, sources
+from tokens import END_OF_TEXT, parts, readers
 from tokens.encoding import StreamEncoder
-from tokens.sources import Part, documents, encode_part, find_files, hub_data, row_groups
+from tokens.parts import Part
+from tokens.paths import find_files
+from tokens.readers import documents, encode_part, hub_data, row_groups
 from tokens.tokenizers import TOKENIZERS
 
 some = trials(25, 150)
@@ -88,9 +91,14 @@ def encoder():
     return StreamEncoder("gpt2", "token")
 
 
+@contextlib.contextmanager
 def read_by(size: int):
     """Files are read, and cuts looked for, in so many bytes at once."""
-    return mock.patch.multiple(sources, BLOCK=size, WINDOW=size)
+    with (
+        mock.patch.multiple(parts, BLOCK=size, WINDOW=size),
+        mock.patch.object(readers, "BLOCK", size),
+    ):
+        yield
 
 
 def test_find_files(tmp_path, monkeypatch):
@@ -100,6 +108,7 @@ def test_find_files(tmp_path, monkeypatch):
     texts = [f"all/{name}" for name in texts.split()]
     others = "b.txt a.txt c.md deep/z.txt deep/er/y.txt a[1].txt x.txt.bak"
     ignored = "all/j.bin all/k.json all/l.gz all/m.zip all/n.parquet.gz notes/a.md"
+    ignored += " .git/x.txt .hidden .x.txt all/.git/y.txt"
     for name in (*texts, *others.split(), *ignored.split()):
         write(tmp_path / name)
     (tmp_path / "folder.txt").mkdir()
@@ -115,8 +124,6 @@ def test_find_files(tmp_path, monkeypatch):
     for path in ("missing.txt", "notes", "zero byte\0.txt"):
         with refused(DataError, "data.path", path):
             find_files(["a.txt", path])
-    for name in (".git/x.txt", ".hidden"):
-        write(tmp_path / name)
     patterns = "* *.txt ** **/ **/*.txt */ deep/** **/er/**/*.txt .* **/.* .git/* "
     for pattern in [*patterns.split(), "[!a]*", "a[[]1].txt", "no/*", f"{tmp_path}/**/y.txt"]:
         if expected := sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True))):
@@ -207,8 +214,8 @@ def test_json_lines(tmp_path):
 
 def test_line_above_the_limit_is_refused_without_reading_it(tmp_path, monkeypatch):
     limit = 2**17
-    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", limit)
-    monkeypatch.setattr(sources, "BLOCK", 2**14)
+    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", limit)
+    monkeypatch.setattr(readers, "BLOCK", 2**14)
     longest = json_line("x" * (limit - len(json_line(""))))
     good = write(tmp_path / "good.jsonl", longest * 2 + longest[:-1])  # no line end
     assert [len(text) for text in read(good)] == [limit - len(json_line(""))] * 3
@@ -250,7 +257,7 @@ def test_unusable_parquet_is_refused(tmp_path, monkeypatch):
     write_parquet(path, ["a", "b", "c", None], row_group_size=2)
     assert numbers_in(check_refused(path)) == {3, 0}
     assert numbers_in(check_refused(path, 1, 2)) == {1}
-    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 1000)
+    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 1000)
     assert len(read(write_parquet(path, ["x" * 1000, "é" * 1000, "one"]))) == 3
     write_parquet(path, ["x" * 1000, "é" * 1001, "one"])
     assert {1, 0, 1000} <= numbers_in(check_refused(path))
@@ -265,7 +272,7 @@ def test_unusable_parquet_is_refused(tmp_path, monkeypatch):
 
 def test_parquet_that_unpacks_to_much_takes_little_memory(tmp_path, monkeypatch):
     text, size = "long " * 40_000, 200_000
-    monkeypatch.setattr(sources, "ROWS_SIZE", 4 * size)
+    monkeypatch.setattr(readers, "ROWS_SIZE", 4 * size)
     column = pyarrow.array([text] * 100).dictionary_encode()
     options = {"compression": "zstd", "store_schema": False}
     repeated = write_parquet(tmp_path / "a.parquet", column, **options)
@@ -277,7 +284,7 @@ def test_parquet_that_unpacks_to_much_takes_little_memory(tmp_path, monkeypatch)
         assert [len(b"".join(blocks)) for blocks in documents(Part(str(repeated)))] == [size] * 100
         assert pool.max_memory() < 12 * size
         before = pool.max_memory()
-        monkeypatch.setattr(sources, "LONGEST_DOCUMENT", size - 1)
+        monkeypatch.setattr(readers, "LONGEST_DOCUMENT", size - 1)
         check_refused(single)
         assert pool.max_memory() == before
     finally:

@@ -1,0 +1,83 @@
+"""gigatoken as the fast encoder of GPT-2's tokens, with a limit to its memory."""
+
+import base64
+import ctypes
+import functools
+import os
+import platform
+import sys
+import tempfile
+
+import numpy as np
+
+from tokens import END_OF_TEXT
+from tokens.tokenizers import get_tokenizer
+
+
+@functools.cache
+def gigatoken(special: bool) -> "Gigatoken":
+    """The one of this process; special: whether it knows the end-of-text token."""
+    return Gigatoken(special)
+
+
+class Gigatoken:
+    """GPT-2's encoding by gigatoken, of the vocabulary that tiktoken has loaded and checked.
+
+    gigatoken remembers every word that it has seen, and would grow by gigabytes on a long text:
+    it is made anew whenever the process has grown by MOST_GROWTH.
+    """
+
+    MOST_GROWTH = 2**25  # bytes
+    LOOK_EVERY = 2**20  # bytes of text
+    RENEW_EVERY = 2**26  # bytes of text, where the process's memory cannot be read
+
+    def __init__(self, special: bool):
+        tokenizer = get_tokenizer("gpt2")
+        self._specials = {END_OF_TEXT: tokenizer.eot_token} if special else {}
+        words = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
+        lines = [b"%s %d\n" % (base64.b64encode(word), rank) for rank, word in enumerate(words)]
+        self._ranks = b"".join(lines)
+        self._renew()
+
+    def _renew(self) -> None:
+        from gigatoken.gigatoken_rs import BPETokenizer
+
+        self._tokenizer = None  # the old one goes first
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+            file.write(self._ranks)
+            file.flush()
+            self._tokenizer = BPETokenizer.from_tiktoken(file.name, "gpt2", self._specials)
+        give_back_memory()
+        self._resident, self._read, self._looked = resident_bytes(), 0, 0
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """uint32 ids of UTF-8."""
+        self._read += len(text)
+        if self._read - self._looked > self.LOOK_EVERY:
+            self._looked = self._read
+            if self._grown():
+                give_back_memory()
+                if self._grown():
+                    self._renew()
+        return self._tokenizer.encode(text)
+
+    def _grown(self) -> bool:
+        if not self._resident:
+            return self._read > self.RENEW_EVERY
+        return resident_bytes() - self._resident > self.MOST_GROWTH
+
+
+def give_back_memory() -> None:
+    """Returns freed memory to the system, which glibc by itself keeps: half a megabyte for each
+    megabyte of text, as blocks of many sizes come and go."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """The memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -1,0 +1,176 @@
+"""Tasks: what a preparation consists of, and how one of them becomes shards.
+
+The texts are divided into tasks, each of which makes shards of its own (most make one) without
+knowing of the others. What the tasks are depends on the texts alone, not on workers or machines.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from errors import DataError
+from files import atomic_write
+from tokens.encoding import StreamEncoder
+from tokens.manifest import ShardEntry
+from tokens.parts import Part
+from tokens.paths import COMPRESSED, HUB, kind_of
+from tokens.readers import encode_part, hub_data, row_groups
+from tokens.shards import ShardWriter
+
+SMALLEST_TASK = 2**24  # bytes of text
+FEWEST_TASKS = 32  # of a large text, so that many workers are busy to the end
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done with the texts."""
+
+    tokenizer: str
+    endoftext: str
+    engine: str
+    shard_tokens: int
+
+    def settings(self) -> list:
+        """What the outcome depends on."""
+        return [self.tokenizer, self.endoftext, self.shard_tokens]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Texts that become shards by themselves."""
+
+    number: int
+    parts: tuple[Part, ...]
+    size: int  # bytes to read, about; rows of a hub data set count as none
+
+    def fingerprint(self, recipe: Recipe) -> str:
+        """Changes when a text does, or what is done with it."""
+        texts = []
+        for part in self.parts:
+            changed = None
+            if part.kind != "hub":
+                try:
+                    state = os.stat(part.path)
+                except OSError as error:
+                    cause = f"cannot be read any more ({error.strerror})"
+                    raise DataError("data.path", part.path, cause, "put it back") from error
+                changed = [state.st_size, state.st_mtime_ns]
+            name = os.path.basename(part.path)
+            texts.append([name, part.start, part.stop, part.text_key, changed])
+        return hash_of([recipe.settings(), texts])
+
+
+def hash_of(values: list) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]:
+    """Divides files among tasks of about equal size, in order.
+
+    A task is at most about one shard; large texts, JSON lines and Parquet files are divided, what
+    is compressed is not.
+    """
+    sizes = {file: 0 if file.startswith(HUB) else os.path.getsize(file) for file in files}
+    most = min(max(SMALLEST_TASK, sum(sizes.values()) // FEWEST_TASKS), 4 * shard_tokens)
+    tasks: list[Task] = []
+    parts: list[Part] = []
+    size = 0
+    for file in files:
+        for part, part_size in _divided(file, sizes[file], text_key, most):
+            if parts and (size + part_size > most or part.kind == "hub"):
+                tasks.append(Task(len(tasks), tuple(parts), size))
+                parts, size = [], 0
+            parts.append(part)
+            size += part_size
+    return [*tasks, Task(len(tasks), tuple(parts), size)]
+
+
+def _divided(file: str, size: int, text_key: str, most: int) -> Iterator[tuple[Part, int]]:
+    """The parts of a file, and their sizes."""
+    kind = kind_of(file)
+    if kind == "hub":
+        count = hub_data(file).num_shards
+        for number in range(count):
+            yield Part(file, number, count, text_key), 0
+    elif kind == "parquet":
+        groups = row_groups(file)
+        first = size = 0
+        for number, group_size in enumerate(groups):
+            size += group_size
+            if size >= most or number == len(groups) - 1:
+                yield Part(file, first, number + 1, text_key), size
+                first, size = number + 1, 0
+    elif size <= most or file.endswith(COMPRESSED):
+        yield Part(file, text_key=text_key), size
+    else:
+        bounds = np.linspace(0, size, -(-size // most) + 1).astype(np.int64).tolist()
+        for start, stop in itertools.pairwise(bounds):
+            end = None if stop == size else stop
+            yield Part(file, start, end, text_key), stop - start
+
+
+# ------------------------------------------------------------------------------------- one task
+
+
+def run_task(task: Task, folder: Path, recipe: Recipe, progress: Callable[[int], None]) -> int:
+    """Makes the shards of a task and leaves its record; returns the bytes of its text.
+
+    progress(bytes of text so far) is called now and then.
+    """
+    encoder = StreamEncoder(recipe.tokenizer, recipe.endoftext, recipe.engine)
+    record_file(folder, task.number).unlink(missing_ok=True)  # it would tell of other shards
+    for path, number in shard_files(folder):
+        if number == task.number:
+            path.unlink(missing_ok=True)  # of a run that was interrupted
+    made_of = task.fingerprint(recipe)
+    entries: list[ShardEntry] = []
+    writer: ShardWriter | None = None
+    try:
+        arrays = itertools.chain.from_iterable(encode_part(part, encoder) for part in task.parts)
+        for number, ids in enumerate(arrays):
+            if number % 64 == 0:
+                progress(encoder.text_bytes)
+            while len(ids):
+                if writer is None:
+                    name = f"shard_{task.number:05d}_{len(entries):02d}.bin"
+                    writer = ShardWriter(folder / name, encoder.tokenizer.eot_token)
+                room = recipe.shard_tokens - writer.tokens
+                writer.append(ids[:room])
+                ids = ids[room:]
+                if writer.tokens == recipe.shard_tokens:
+                    entries.append(writer.close())
+                    writer = None
+        if writer is not None:
+            entries.append(writer.close())
+            writer = None
+    finally:
+        if writer is not None:
+            writer.abandon()
+    progress(encoder.text_bytes)
+    record = {
+        "made_of": made_of,
+        "text_bytes": encoder.text_bytes,
+        "shards": [asdict(entry) for entry in entries],
+    }
+    atomic_write(record_file(folder, task.number), json.dumps(record).encode())
+    return encoder.text_bytes
+
+
+def shard_files(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Our shards in a folder and what was to become one, each with its task's number; no other
+    file, however alike its name: the texts may be in the same folder."""
+    ours = re.compile(r"shard_(\d{5,})_\d{2,}\.(?:bin|documents)(?:\.part-[0-9a-f]{16})?")
+    for path in sorted(folder.iterdir()):
+        if found := ours.fullmatch(path.name):
+            yield path, int(found[1])
+
+
+def record_file(folder: Path, number: int) -> Path:
+    return folder / "preparing" / f"{number:05d}.json"
