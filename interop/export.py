@@ -17,7 +17,7 @@ from interop import hub
 from interop.huggingface import Reader, to_hf
 from tokens import END_OF_TEXT
 from tokens.tokenizers import vocabulary_files
-from training.checkpoint.format import run_of
+from training.checkpoint.listing import run_of
 from training.reporting.report import read_rows
 
 LONGEST = 200  # characters of a setting that a card shows

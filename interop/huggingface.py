@@ -24,16 +24,9 @@ from files import open_regular, read_json
 from interop import hub
 from model import GPT, ModelConfig
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
-from training.checkpoint.format import (
-    LARGEST_STATE,
-    State,
-    find,
-    is_pickle,
-    load_model,
-    model_of,
-    nearest_run,
-    read_tensors,
-)
+from training.checkpoint.format import LARGEST_STATE, State
+from training.checkpoint.listing import find, nearest_run
+from training.checkpoint.tensors import is_pickle, load_model, model_of, read_tensors
 
 if TYPE_CHECKING:
     import tiktoken

@@ -32,6 +32,8 @@ import train
 from errors import CheckpointError, ConfigError, DataError, DivergedError
 from train import fit, save, train_step
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
+from training.checkpoint.tensors import load_model
 from training.distributed.strategy import Strategy
 from training.optim.nonfinite import NonFiniteCheck
 
@@ -68,7 +70,7 @@ def model_of(run: Path, name: str = "model.safetensors") -> str:
 
 
 def saved_step(run: Path) -> int:
-    return checkpoint.load_state(checkpoint.find(run)).step
+    return checkpoint.load_state(listing.find(run)).step
 
 
 def test_two_windows_are_memorized(make_run, tmp_path):
@@ -201,7 +203,7 @@ def test_nan_validation_loss_ends_the_run_without_a_checkpoint(make_run):
         run.model.final_norm.weight.fill_(float("nan"))
     with refused(DivergedError, "optimizer.lr", exit_code=4):
         fit(run)
-    assert not checkpoint.has_checkpoint(run.directory)
+    assert not listing.has_checkpoint(run.directory)
 
 
 def test_run_directory(make_run, tmp_path):
@@ -326,7 +328,7 @@ def test_a_sweep_branches_off_from_a_run(run, in_process, tmp_path):
     code, _, err = in_process(train.main, tmp_path, *arguments)
     assert code == 0, err
     branches = [path for path in (tmp_path / "runs").iterdir() if path.name != "a"]
-    states = [checkpoint.load_state(checkpoint.find(path)) for path in branches]
+    states = [checkpoint.load_state(listing.find(path)) for path in branches]
     assert sorted(state.step for state in states) == [7, 8]
     assert {state.settings["optimizer"]["lr"] for state in states} == {1e-3}
 
@@ -518,7 +520,7 @@ def test_compiled_training_uses_and_saves_the_same_parameters(make_run, tmp_path
     # Validation, samples and the lens run the uncompiled module.
     assert ran == [True] * compiled.config.model.num_layers * 2
     assert compiled.metrics.train_loss == pytest.approx(plain.metrics.train_loss, rel=1e-5)
-    model, _ = checkpoint.load_model(checkpoint.find(tmp_path / "runs" / "compiled"))
+    model, _ = load_model(listing.find(tmp_path / "runs" / "compiled"))
     assert_same(model.state_dict(), weights(compiled))
 
 

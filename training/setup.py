@@ -17,7 +17,6 @@ from files import clear
 from lens import Lens
 from model import GPT
 from tokens.tokenizers import bytes_per_token, get_tokenizer
-from training.checkpoint import format as checkpoint
 from training.checkpoint import run_directory
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
@@ -30,6 +29,7 @@ from training.checkpoint.resume import (
     resume_settings,
 )
 from training.checkpoint.saver import Saver
+from training.checkpoint.tensors import empty_model, load_optimizer, load_parameters
 from training.config.schema import Settings
 from training.distributed import device, launch
 from training.distributed.strategy import Strategy, build_strategy
@@ -198,8 +198,8 @@ def build_model(config: Settings, strategy: Strategy, start: Start, notes: list[
 
     def build() -> GPT:
         if start.checkpoint:
-            model = checkpoint.empty_model(config.model)
-            checkpoint.load_parameters(start.checkpoint, model)
+            model = empty_model(config.model)
+            load_parameters(start.checkpoint, model)
             return model
         if not config.trainer.init_from:
             return GPT(config.model)
@@ -248,7 +248,7 @@ def restore(
     )
     if not start.in_place:  # a branch has a W&B run and a best checkpoint of its own
         state.wandb_id = state.best_loss = state.best_step = None
-    checkpoint.load_optimizer(start.checkpoint, model, optimizer, strategy)
+    load_optimizer(start.checkpoint, model, optimizer, strategy)
     if state.scaler:
         strategy.scaler.load_state_dict(state.scaler)
     return state

@@ -17,6 +17,8 @@ from helpers.texts import files_of, prepare
 from errors import CheckpointError, ClearheadError, DataError
 from tokens.shards import open_shards
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
+from training.checkpoint.tensors import read_tensors
 
 FAULT = "truncations and bit flips of checkpoint and shard files"
 RANDOM = campaign("CAMPAIGN_DAMAGES", 6, 100)  # of each kind, of each file
@@ -26,7 +28,7 @@ RANDOM = campaign("CAMPAIGN_DAMAGES", 6, 100)  # of each kind, of each file
 def saved(tmp_path_factory):
     """A checkpoint, and the content of its files."""
     run = train_in(tmp_path_factory.mktemp("damage"), "name=run", "trainer.max_steps=2")
-    found = checkpoint.find(run, names=checkpoint.FILES)
+    found = listing.find(run, names=checkpoint.FILES)
     return found, {path.name: path.read_bytes() for path in found.iterdir()}
 
 
@@ -77,7 +79,7 @@ def test_a_truncated_header_is_refused_without_checksums(saved, name):
     raw = whole[name]
     sizes = range(0, 8 + struct.unpack("<Q", raw[:8])[0], campaign("CAMPAIGN_CUTS_APART", 64, 1))
     for size in sizes:
-        read = partial(checkpoint.read_tensors, folder / name)
+        read = partial(read_tensors, folder / name)
         error = outcome(folder / name, raw[:size], raw, read)
         check_refused(error, CheckpointError, folder, f"truncated to {size}")
         assert error.value.name == name
@@ -88,10 +90,10 @@ def test_a_truncated_header_is_refused_without_checksums(saved, name):
 def test_a_damaged_checkpoint_is_refused(saved, name):
     folder, whole = saved
     for what, damaged in damages(whole[name], RANDOM, random.Random(name)):
-        find = partial(checkpoint.find, folder, names=checkpoint.FILES)
+        find = partial(listing.find, folder, names=checkpoint.FILES)
         error = outcome(folder / name, damaged, whole[name], find)
         check_refused(error, CheckpointError, folder, f"{name}: {what}")
-    assert checkpoint.find(folder, names=checkpoint.FILES) == folder
+    assert listing.find(folder, names=checkpoint.FILES) == folder
     tally(FAULT, 2 * RANDOM)
 
 

@@ -24,6 +24,8 @@ from generate import GenerateConfig
 from tokens.manifest import write_manifest
 from tokens.shards import ShardWriter, open_shards
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
+from training.checkpoint.tensors import load_model
 from training.config.command_line import compose, parse
 
 INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "1000"))
@@ -109,7 +111,7 @@ def manifest(folder: Path):
 def saved_state(folder: Path):
     """A checkpoint whose files have been tampered with; most of them with checksums that fit."""
     run = train_in(folder, "name=made")
-    seeds = {path.name: path.read_bytes() for path in checkpoint.find(run).iterdir()}
+    seeds = {path.name: path.read_bytes() for path in listing.find(run).iterdir()}
     at = folder / "step_00000004"
     at.mkdir()
 
@@ -130,9 +132,9 @@ def saved_state(folder: Path):
         sealed = name != "SHA256SUMS" and chance.random() < 0.8
         if sealed:
             seal(at)
-        found = checkpoint.find(at, names=checkpoint.FILES)
+        found = listing.find(at, names=checkpoint.FILES)
         assert sealed or raw == seeds[name], "damage was not noticed"
-        model, _ = checkpoint.load_model(found)
+        model, _ = load_model(found)
         assert model.num_parameters() < 10**6
 
     return read

@@ -331,8 +331,8 @@ def slow(seconds: float) -> None:
     parts = ("run.Run.evaluate", "run.Run.sample", "run.Run.write_report", "setup.open_directory")
     for name in parts:
         on_call(f"training.{name}", lambda *_: time.sleep(seconds))
-    for name in ("write", "load_parameters"):
-        on_call(f"training.checkpoint.format.{name}", lambda *_: time.sleep(seconds))
+    for name in ("training.checkpoint.format.write", "training.setup.load_parameters"):
+        on_call(name, lambda *_: time.sleep(seconds))
     on_call("lens.Lens.snapshot", lambda *_: time.sleep(seconds))
 
 

@@ -27,6 +27,7 @@ from helpers.runs import rows
 from helpers.tally import CAMPAIGN
 from helpers.texts import prepare
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
 
 STEP = "train.train_step"
 
@@ -254,16 +255,16 @@ class Faults:
 
 def usable(run: Path) -> int | None:
     """The step of the newest checkpoint that is what was written, None when there is none."""
-    for folder in checkpoint.list_checkpoints(run):
+    for folder in listing.list_checkpoints(run):
         with contextlib.suppress(checkpoint.DamagedCheckpointError):
             checkpoint.verify(folder)
-            return checkpoint.step_of(folder)
+            return listing.step_of(folder)
     return None
 
 
 def check_all_whole(run: Path) -> None:
     """Whatever is called a checkpoint is one."""
-    for folder in checkpoint.list_checkpoints(run):
+    for folder in listing.list_checkpoints(run):
         checkpoint.verify(folder)
 
 

@@ -13,8 +13,9 @@ from errors import CheckpointError, ConfigError
 from interop.huggingface import from_hf, to_hf
 from model import GPT, ModelConfig
 from scripts import export_hf
-from training.checkpoint.format import find, load_model
 from training.checkpoint.init_from import positions
+from training.checkpoint.listing import find
+from training.checkpoint.tensors import load_model
 
 FINETUNE = ["experiment=finetune", *(s for s in TINY if not s.startswith(("model=", "lens=")))]
 

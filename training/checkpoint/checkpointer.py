@@ -15,8 +15,10 @@ import torch
 from errors import NotSavedError
 from model import GPT
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
 from training.checkpoint.resume import resume_command
 from training.checkpoint.saver import Saver
+from training.checkpoint.tensors import collect
 from training.distributed.strategy import Strategy
 from training.planning.micro_batch import spare_memory
 
@@ -67,9 +69,7 @@ class Checkpointer:
         needed = 12 * self.model.num_parameters()
         copy = self.strategy.device.type != "cpu" or spare_memory() > 2 * needed
         copy, is_last = self.strategy.broadcast([copy, is_last])
-        tensors = checkpoint.collect(
-            self.model, self.optimizer, self.strategy, copy and not is_last
-        )
+        tensors = collect(self.model, self.optimizer, self.strategy, copy and not is_last)
         if self.saver:
             self.saver.save(tensors, state)
         if not copy and not is_last:
@@ -114,10 +114,10 @@ class Checkpointer:
         if self.saver:
             with contextlib.suppress(Exception):
                 self.saver.wait()
-        return checkpoint.has_checkpoint(self.directory)
+        return listing.has_checkpoint(self.directory)
 
     def describe(self) -> str:
         """Which checkpoint is intact, in words."""
         if not self.has_checkpoint():
             return "there is no checkpoint yet"
-        return f"the checkpoint of step {checkpoint.newest_step(self.directory)} is intact"
+        return f"the checkpoint of step {listing.newest_step(self.directory)} is intact"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from errors import Problem, refuse
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
 from training.checkpoint.format import State
 from training.checkpoint.run_directory import (
     RUNS,
@@ -115,7 +116,7 @@ def find_start(
         nonlocal locked
         own = own_directory(config)
         # A run that has checkpoints needs no other files.
-        is_run = own and (checkpoint.has_checkpoint(own) or not is_occupied(own))
+        is_run = own and (listing.has_checkpoint(own) or not is_occupied(own))
         if is_run and own.is_dir():
             lock(own)  # no other process changes it from here on
             locked = own
@@ -124,7 +125,7 @@ def find_start(
         if not found:
             return None
         in_place = goes_on(found, config)
-        run = own if in_place else checkpoint.run_of(found) or found
+        run = own if in_place else listing.run_of(found) or found
         return str(found), asdict(checkpoint.load_state(found)), in_place, str(run)
 
     # Other ranks may not see the directory.
@@ -162,9 +163,9 @@ def own_directory(settings: "Settings") -> Path | None:
     if (resume := settings.trainer.resume) in ("auto", "must", False):
         return None
     path = Path(resume)
-    if checkpoint.is_checkpoint(path):
-        return checkpoint.run_of(path.resolve())
-    return path if checkpoint.has_checkpoint(path) else None
+    if listing.is_checkpoint(path):
+        return listing.run_of(path.resolve())
+    return path if listing.has_checkpoint(path) else None
 
 
 def goes_on(found: Path | None, settings: "Settings") -> bool:
@@ -185,10 +186,10 @@ def stored_settings(settings: "Settings") -> tuple[str, dict] | None:
         return None
     name = settings.name or name_before_restart()
     run = RUNS / name if name else None
-    restarted = run is not None and was_cut_off(run) and checkpoint.has_checkpoint(run)
+    restarted = run is not None and was_cut_off(run) and listing.has_checkpoint(run)
     path = run if restarted else settings.trainer.resume
     # Damage is reported when the checkpoint itself is read.
-    found = checkpoint.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
+    found = listing.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
     stored = checkpoint.load_state(found).settings
     for group, values in BEFORE_THERE_WAS_A_CHOICE.items():
         if isinstance(stored.get(group), dict):
@@ -205,29 +206,29 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
     """
     resume, name = settings.trainer.resume, settings.name or name_before_restart()
     run = RUNS / name if name else None
-    has_any = run is not None and checkpoint.has_checkpoint(run)
+    has_any = run is not None and listing.has_checkpoint(run)
     if run and was_cut_off(run) and (has_any or resume in ("must", False)):
         resume = "auto"  # a path was the beginning of this run
     if resume not in ("auto", "must", False):
         path = Path(resume).resolve()
-        is_copy = checkpoint.is_checkpoint(path) and checkpoint.run_of(path) is None
+        is_copy = listing.is_checkpoint(path) and listing.run_of(path) is None
         if is_copy and not (path / checkpoint.OPTIMIZER).exists():
             cause = f"has no {checkpoint.OPTIMIZER}, as a model from W&B"
             fix = f"{shlex.quote(f'trainer.init_from={resume}')} begins a new run with its weights"
             return None, [("trainer.resume", resume, cause, fix)]
-        found = checkpoint.find(resume, "trainer.resume", checkpoint.FILES)
+        found = listing.find(resume, "trainer.resume", checkpoint.FILES)
         if not goes_on(found, settings):
             if not has_any:
                 return found, holds_another(run, settings)
             fix = f"trainer.resume={run} continues it, or give a new name"
             return None, [("name", name, f"{run} holds a run of its own", fix)]
         # Of a run that is named, the newest usable checkpoint was found.
-        return found, going_back(found, settings) if checkpoint.is_checkpoint(Path(resume)) else []
+        return found, going_back(found, settings) if listing.is_checkpoint(Path(resume)) else []
     if resume is False and (has_any or (run and settings_of(run))):
         fix = "give another name, or trainer.resume=auto to go on"
         return None, [("name", name, f"{run} holds a run", fix)]
     if has_any:
-        return checkpoint.find(run, "name", checkpoint.FILES), []
+        return listing.find(run, "name", checkpoint.FILES), []
     if resume == "must":
         fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
         return None, [("trainer.resume", "must", "there is nothing to resume", fix)]
@@ -256,8 +257,8 @@ def going_back(found: Path, settings: "Settings") -> list["Problem"]:
 
     It would overwrite what the run did since.
     """
-    run = checkpoint.run_of(found)
-    newest = checkpoint.newest_step(run)
+    run = listing.run_of(found)
+    newest = listing.newest_step(run)
     if checkpoint.load_state(found).step >= newest:
         return []
     cause = f"{run} has gone on to step {newest}"

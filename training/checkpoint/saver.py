@@ -27,7 +27,9 @@ from errors import (
 )
 from files import make_folder, remove, rename, sync
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
 from training.checkpoint.format import State, Tensors
+from training.checkpoint.tensors import all_finite
 
 RETRY_AFTER = 2  # seconds until a checkpoint that could not be written is tried once more
 
@@ -56,13 +58,13 @@ class Saver:
         """Removes what was left half done, and sets aside what the run has gone back behind."""
         for part in self.folder.glob("*.part"):
             remove(part)
-        for folder in checkpoint.list_checkpoints(self.folder.parent):
+        for folder in listing.list_checkpoints(self.folder.parent):
             if self.newest is None:
                 fix = "give the command again, or another name"
                 raise RunDirectoryError(
                     "name", self.folder.parent.name, f"{folder} is another run's", fix
                 )
-            if checkpoint.step_of(folder) > self.newest:  # and could not be used, then
+            if listing.step_of(folder) > self.newest:  # and could not be used, then
                 aside = _free(folder.with_name(folder.name + ".damaged"))
                 rename(folder, aside)
                 what = f"not used, as the run goes on from step {self.newest}; now {aside.name}"
@@ -101,7 +103,7 @@ class Saver:
 
     def too_large(self, size: float) -> list[str]:
         """In words, when the disk has no room for the checkpoints of a run. size: bytes of one."""
-        beside = max(0, self.keep - len(checkpoint.list_checkpoints(self.folder.parent))) + 2
+        beside = max(0, self.keep - len(listing.list_checkpoints(self.folder.parent))) + 2
         free = shutil.disk_usage(self.folder.parent).free
         if free > beside * size:
             return []
@@ -112,7 +114,7 @@ class Saver:
 
     def _save(self, tensors: Tensors, state: dict) -> None:
         for name, tensor in (tensors[0] | tensors[1]).items():
-            if not checkpoint.all_finite(tensor):  # nothing broken replaces a good checkpoint
+            if not all_finite(tensor):  # nothing broken replaces a good checkpoint
                 cause = f"is no finite number after step {state['step']}"
                 raise DivergedError(name, NO_VALUE, cause, AGAINST_DIVERGENCE)
         folder = self.folder / _name(state["step"])
@@ -144,7 +146,7 @@ class Saver:
 
         Nothing depends on the links but people: not every file system knows them.
         """
-        whole = checkpoint.list_checkpoints(self.folder.parent)
+        whole = listing.list_checkpoints(self.folder.parent)
         names = {folder.name for folder in whole}
         best = None if best_step is None else _name(best_step)
         try:
@@ -156,8 +158,8 @@ class Saver:
             self._links_work = False
 
     def _prune(self, best_step: int | None) -> None:
-        for old in checkpoint.list_checkpoints(self.folder.parent)[self.keep :]:
-            if checkpoint.step_of(old) == best_step:
+        for old in listing.list_checkpoints(self.folder.parent)[self.keep :]:
+            if listing.step_of(old) == best_step:
                 continue
             going = old.with_name(old.name + ".part")
             try:

@@ -82,8 +82,9 @@ class Tracker:
         if not self.log_model_of or self.run_id is None:
             return None
         from training.checkpoint import format as checkpoint
+        from training.checkpoint import listing
 
-        whole = {checkpoint.step_of(one): one for one in checkpoint.list_checkpoints(self.folder)}
+        whole = {listing.step_of(one): one for one in listing.list_checkpoints(self.folder)}
         step = best_step if self.log_model_of == "best" and best_step in whole else max(whole)
         state = checkpoint.load_state(whole[step])
         names = [f"step_{step}"] + ["best"] * (step == best_step) + ["last"] * (step == max(whole))

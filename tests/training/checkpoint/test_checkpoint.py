@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 from errors import CheckpointError, DamagedCheckpointError, DivergedError
 from train import fit, save, save_if_due, train_step
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
 from training.checkpoint import saver as saving
+from training.checkpoint.tensors import all_finite, load_model, load_parameters
 
 MODEL = "model.safetensors"
 
@@ -51,7 +53,7 @@ def test_content_of_a_checkpoint(saved, longer):
     assert {"blocks.1.attn.W_query.weight", "token_emb.weight"} <= tensors.keys()
     assert not [name for name in tensors if "head" in name or "_orig_mod" in name]
     assert {t.dtype for t in tensors.values()} == {torch.float32}
-    model, state = checkpoint.load_model(saved)
+    model, state = load_model(saved)
     assert state.step == 4
     assert not model.training
     ids = torch.arange(20)[None]
@@ -61,10 +63,10 @@ def test_content_of_a_checkpoint(saved, longer):
 def test_find_accepts_a_run_or_a_checkpoint(saved):
     run = saved.parent.parent
     for path in (run, saved, run / "checkpoints" / "last"):
-        assert checkpoint.find(path) == saved
+        assert listing.find(path) == saved
     for path in (run.parent, run / "nothing"):
         with refused(CheckpointError, "checkpoint", path):
-            checkpoint.find(path)
+            listing.find(path)
 
 
 # Changes of model.safetensors, and what the error has to name.
@@ -85,7 +87,7 @@ def test_tensors_that_do_not_fit_are_named_and_none_is_loaded(saved, make_run):
         (saved / MODEL).write_bytes(right)
         change_tensors(saved / MODEL, change)
         with refused(CheckpointError, "checkpoint", saved / MODEL, 3) as caught:
-            checkpoint.load_parameters(saved, run.model)
+            load_parameters(saved, run.model)
         assert named in caught.value.reason
         assert_same(dict(run.model.named_parameters()), before)
 
@@ -113,7 +115,7 @@ def test_model_settings_that_do_not_fit_allocate_nothing(saved):
     for key, value in {"num_layers": 10**9, "emb_dim": "32", "_target_": "os.system"}.items():
         change_state(saved, **{"settings.model": right | {key: value}})
         with refused(CheckpointError, "checkpoint"):
-            checkpoint.load_model(checkpoint.find(saved))
+            load_model(listing.find(saved))
 
 
 def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, capsys):
@@ -132,7 +134,7 @@ def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, 
         fit(again)
         kept = {"step_00000004", "step_00000004.damaged", "step_00000005", "best", "last"}
         assert {p.name for p in (run / "checkpoints").iterdir()} == kept
-        assert checkpoint.find(run).name == "step_00000005"
+        assert listing.find(run).name == "step_00000005"
 
 
 def test_older_format_has_no_checksums(saved, longer):
@@ -144,15 +146,15 @@ def test_older_format_has_no_checksums(saved, longer):
     run = longer()
     assert run.state.step == 4
     fit(run)
-    assert checkpoint.load_state(checkpoint.find(run.directory)).format == checkpoint.FORMAT
+    assert checkpoint.load_state(listing.find(run.directory)).format == checkpoint.FORMAT
 
 
 def test_one_nonfinite_number_among_many_is_found():
     for value in (math.nan, math.inf, -math.inf):
         tensor = torch.randn(100_000)
-        assert checkpoint.all_finite(tensor)
+        assert all_finite(tensor)
         tensor[99_999] = value
-        assert not checkpoint.all_finite(tensor)
+        assert not all_finite(tensor)
 
 
 def test_nonfinite_parameters_are_not_saved(longer, saved):
@@ -163,7 +165,7 @@ def test_nonfinite_parameters_are_not_saved(longer, saved):
     save(run)
     with refused(DivergedError, "pos_emb.weight"):
         run.checkpointer.finish(run.state)
-    assert checkpoint.find(run.directory).name == "step_00000004"
+    assert listing.find(run.directory).name == "step_00000004"
 
 
 def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
@@ -184,7 +186,7 @@ def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
     assert run.checkpointer.saver.newest is None
     go_on.set()
     run.checkpointer.wait(run.state)
-    model, state = checkpoint.load_model(checkpoint.find(run.directory))
+    model, state = load_model(listing.find(run.directory))
     assert state.step == run.checkpointer.saver.newest == 1
     assert_same(dict(model.named_parameters()), wanted)
 
@@ -210,7 +212,7 @@ def test_a_full_disk_does_not_end_training(make_run, monkeypatch):
     train_step(run)
     run.checkpointer.wait(run.state)
     assert len(tries) == 2
-    assert checkpoint.find(run.directory).name == "step_00000001"
+    assert listing.find(run.directory).name == "step_00000001"
     monkeypatch.setattr(checkpoint, "save_file", write)
     save_if_due(run, 4.5)
     run.checkpointer.finish(run.state)

@@ -17,6 +17,7 @@ from errors import CheckpointError, DamagedCheckpointError, RunFileError
 from interop.huggingface import load_reader
 from train import fit
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing, tensors
 from training.checkpoint import run_directory as directory
 
 LONGER = "trainer.max_steps=6"
@@ -156,10 +157,10 @@ def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_wai
 
 def save_newer_and_prune(run):
     """What a run does that saves its next checkpoint with trainer.keep=1."""
-    folders = checkpoint.list_checkpoints(run)
-    newer = run / "checkpoints" / f"step_{checkpoint.step_of(folders[0]) + 1:08d}"
+    folders = listing.list_checkpoints(run)
+    newer = run / "checkpoints" / f"step_{listing.step_of(folders[0]) + 1:08d}"
     shutil.copytree(folders[0], newer)
-    change_state(newer, step=checkpoint.step_of(newer))
+    change_state(newer, step=listing.step_of(newer))
     last = run / "checkpoints" / "last"
     last.unlink()
     last.symlink_to(newer.name)
@@ -171,14 +172,15 @@ def save_newer_and_prune(run):
 @pytest.mark.parametrize("name", ["read_bounded", "checksum", "read_json", "load_file"])
 def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, name, path):
     """The new newest one is read instead, without a warning; one that is named is refused."""
-    real, unpruned = getattr(checkpoint, name), [run]
+    module = tensors if name == "load_file" else checkpoint
+    real, unpruned = getattr(module, name), [run]
 
     def read(file, *rest):
         if unpruned and "step_" in str(file):
             save_newer_and_prune(unpruned.pop())
         return real(file, *rest)
 
-    monkeypatch.setattr(checkpoint, name, read)
+    monkeypatch.setattr(module, name, read)
     reader = load_reader(run / path)
     assert (reader.state.step, reader.folder.name) == (5, "step_00000005")
     assert (unpruned, capsys.readouterr().err) == ([], "")

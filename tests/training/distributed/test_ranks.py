@@ -34,6 +34,7 @@ from helpers.trainings import STEP, ForkServer, happen, printed_command
 from safetensors.torch import load_file
 
 from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
 
 HALF = SHORT // 2
 WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeated=8")
@@ -219,7 +220,7 @@ def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     special = {"faults": [None, happen(("SIGTERM", STEP, HALF + 1))], "codes": [143, 143]}
     cut, (main, other) = place.ranks(f"cut_{way}", *settings, **special)
     assert other.err == ""
-    assert checkpoint.newest_step(cut) == HALF + 1
+    assert listing.newest_step(cut) == HALF + 1
     program, command = printed_command(main.err)
     assert program.endswith("torchrun --nproc_per_node=2")
     place.server.run_ranks(place.folder, *command)
@@ -258,7 +259,7 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
 
 def test_a_run_of_damaged_checkpoints_ends_all_ranks(place):
     run = shutil.copytree(place.alone(), place.folder / "runs" / "damaged", symlinks=True)
-    for whole in checkpoint.list_checkpoints(run):
+    for whole in listing.list_checkpoints(run):
         (whole / "model.safetensors").write_bytes(b"no tensors")
     before = contents(run)
     more = ("parallel=fsdp", "trainer.max_steps=30")

@@ -13,7 +13,7 @@ from helpers.runs import assert_same, rows, stop_behind, weights
 
 from errors import DivergedError
 from train import fit, train_step
-from training.checkpoint import format as checkpoint
+from training.checkpoint import listing
 from training.distributed.strategy import Strategy
 from training.optim.nonfinite import LossSpikes, NonFiniteCheck
 
@@ -177,7 +177,7 @@ def test_too_many_end_the_run_and_never_push_out_the_checkpoint_before_them(make
     with refused(DivergedError, "optimizer.lr", exit_code=4):
         fit(run)
     assert run.state.step - run.metrics.nonfinite.read()[0] == 5  # none of them was skipped
-    assert checkpoint.find(run.directory).name == "step_00000004"
+    assert listing.find(run.directory).name == "step_00000004"
     # With another learning rate the count starts at zero.
     again = make_run(*settings, limit, "optimizer.lr=1e-5", "trainer.resume_override=true")
     assert again.state.step == 4

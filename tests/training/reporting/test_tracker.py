@@ -21,7 +21,8 @@ from errors import DamagedCheckpointError
 from interop.huggingface import load_any
 from lens import Snapshot
 from lens.statistics import STATISTICS
-from training.checkpoint.format import FILES, find
+from training.checkpoint.format import FILES
+from training.checkpoint.listing import find
 from training.reporting.report import sample_page
 from training.reporting.tracker import NoTracker, Tracker
 from training.reporting.wandb_run import MOST_SAMPLES, WandbConfig
