@@ -1,50 +1,49 @@
 """How much memory a training step needs on each device, by formula: nothing is allocated.
 
-    from training.planning.memory import estimate, largest_micro_batch
+    from training.planning.memory import estimate
     estimate(ModelConfig(), windows=8, length=1024).total        # bytes
 
-Needs nothing. Used by scripts/plan.py before a machine is rented and where memory is chosen or has
-run out. Tests compare the formulas with what autograd keeps; docs/scaling.md holds
-their sum against measured peaks.
+Used before a run, by scripts/plan.py, and when memory has run out. Tests compare the formulas with
+what autograd keeps and what is allocated; docs/scaling.md compares the totals with measured peaks.
 
-What is alive is followed through four moments of a step, and the largest is the peak. With
+What is alive is followed through four moments of a step, and the largest sum is the peak. With
 `accumulating`, the step is the second of several micro-batches: the first left gradients behind.
 
-    loss            the forward has come to the head, and computes loss and gradient in pieces
-    head            the backward begins, with the gradient of the head: all that was kept is there
-    last block      the backward is in the last block, the first that it comes to
-    end             all gradients are there, and the embedding's two parts are being added
+    loss            the forward has reached the head, and computes loss and gradient in pieces
+    head            the backward begins with the gradient of the head: all activations are there
+    last block      the backward is in the last block, the first that it reaches
+    end             all gradients are there, and the two parts of the embedding's are being added
 
-Between the last two, activations go and gradients come, both evenly, so that the peak is at one
-of the two ends. The optimizer's step (fused, in place) needs no more than `end`.
+Between the last two, activations are freed and gradients are allocated, both evenly, so the peak
+is at one of the two ends. The optimizer's step (fused, in place) needs no more than `end`.
 
 Shapes: B windows of a micro-batch, T tokens of a window, C emb_dim, H heads, L layers,
-V vocabulary, P parameters. c is the bytes of a number in the products: 4 in fp32, 2 in bf16 and
-fp16.
+V vocabulary, P parameters. c is the bytes of a number in the matrix products: 4 in fp32, 2 in bf16
+and fp16.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-# Of the loss (training/ops/cross_entropy.py):
-LOGITS_AT_ONCE = 2**28  # enough to keep a GPU busy; half a gigabyte in bf16
-CACHED = 2**19  # on a CPU, between two products
-USABLE = 0.92  # of a device's memory; what is left is for fragments and for others
-# What the heap cannot use again, as a share of all that is allocated. On a CPU, training keeps
-# freed memory (training/distributed/device.py) and the heap has holes: 10 to 36 % in the runs that
-# were measured, 20 % on average (docs/scaling.md). For the caching allocator of a GPU 5 % is
-# assumed: not measured yet.
+from training.ops.cross_entropy import CACHED, LOGITS_AT_ONCE
+
+USABLE = 0.92  # of a device's memory; the rest is left for fragments and other programs
+# Memory that the allocator holds and cannot use, as a share of all that is allocated. On a CPU,
+# training keeps freed memory (training/distributed/device.py): 10 to 36 % in measured runs, 20 % on
+# average (docs/scaling.md). For the caching allocator of a GPU 5 % is assumed, not measured.
 SLACK = {"cpu": 0.20, "cuda": 0.05}
 # The process without a model. On a CPU the libraries and a small text, measured; on a GPU the
 # context and the workspaces of cuBLAS, assumed.
 LIBRARIES = {"cpu": 0.37e9, "cuda": 0.6e9}
-# The buffers of NCCL on a GPU, where there are several ranks: assumed.
+# The buffers of NCCL on a GPU when there are several ranks: assumed.
 NCCL = 0.6e9
+# Fields of Memory that differ between the moments of a step.
+PARTS = ("gradients", "casts", "gathered", "activations", "logits", "working")
 
 
 class Model(Protocol):
-    """What of model.ModelConfig is asked for."""
+    """The fields of model.ModelConfig that are read here."""
 
     vocab_size: int
     context_length: int
@@ -57,20 +56,57 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
+class Step:
+    """A training step on one device: all that its memory depends on."""
+
+    model: Model
+    windows: int  # B, of one micro-batch on this device
+    length: int  # T
+    precision: str = "bf16"  # fp32 | bf16 | fp16
+    strategy: str = "single"  # single | ddp | fsdp
+    world_size: int = 1
+    accumulating: bool = False  # whether a step has several micro-batches
+    activation_checkpointing: bool = False
+    reshard_after_forward: bool = True
+    device: str = "cuda"  # cpu | cuda
+    compiled: bool = False  # the model, with FSDP its blocks
+    optimizer: str = "adamw"  # adamw | muon
+
+    @property
+    def c(self) -> int:
+        """Bytes of a number in the matrix products."""
+        return width(self.precision)
+
+    @property
+    def sharded(self) -> bool:
+        return self.strategy == "fsdp"
+
+    @property
+    def positions(self) -> int:
+        """B T."""
+        return self.windows * self.length
+
+    @property
+    def channels(self) -> int:
+        """B T C."""
+        return self.positions * self.model.emb_dim
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes on one device at the peak of a step, by part."""
 
-    weights: float  # fp32 parameters; with FSDP this rank's share
+    weights: float  # fp32 parameters; with FSDP this rank's shard
     gradients: float
     optimizer: float  # AdamW's two moments, Muon's one, fp32
-    casts: float  # copies of the weights in the precision of the products
-    gathered: float  # FSDP: parameters of other ranks, as long as they are computed with
+    casts: float  # copies of the weights in the precision of the matrix products
+    gathered: float  # FSDP: parameters of other ranks while they are used
     activations: float  # what forward keeps for backward, without the logits
     logits: float  # of a piece of the positions, and the head's gradient from them
-    working: float  # what lives for a moment: gradients on their way, buffers of collectives
+    working: float  # temporary: gradients of activations, buffers of collectives
     slack: float  # what the allocator holds and cannot use
     libraries: float  # the process without a model
-    moment: str  # when: loss | head | last block | end
+    moment: str  # of the peak: loss | head | last block | end
 
     @property
     def total(self) -> float:
@@ -79,6 +115,44 @@ class Memory:
     def parts(self) -> dict[str, float]:
         """The parts by name, in bytes."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+
+
+def estimate(model: Model, windows: int, length: int, **options) -> Memory:
+    """The peak of a training step on one device. options: the other fields of Step."""
+    step = Step(model, windows, length, **options)
+    weights, moments = weights_and_moments(step)
+    moment, parts = max(_peaks(step).items(), key=lambda item: sum(item[1]))
+    kind = "cpu" if step.device == "cpu" else "cuda"
+    slack = SLACK[kind] * (weights + moments + sum(parts))
+    libraries = LIBRARIES[kind]
+    if step.device == "cuda" and step.world_size > 1:
+        libraries += NCCL
+    fixed = {"weights": weights, "optimizer": moments, "slack": slack, "libraries": libraries}
+    return Memory(**fixed, **dict(zip(PARTS, parts, strict=True)), moment=moment)
+
+
+def _peaks(step: Step) -> dict[str, tuple[float, ...]]:
+    """For each moment of a step, the bytes of the PARTS, which come and go."""
+    gradients, everything = gradients_before(step), num_parameters(step.model)
+    all_gradients = 4 * everything / (step.world_size if step.sharded else 1)
+    of_blocks, of_head, again = casts(step)
+    for_backward = 0 if step.activation_checkpointing else of_blocks
+    root, in_flight = gathered_parameters(step)
+    kept = activations(step)
+    recomputed = block_activations(step) if step.activation_checkpointing else 0
+    return {
+        "loss": (gradients, of_blocks + of_head, root, kept, head_at_loss(step), 0),
+        "head": (gradients, for_backward, root, kept, 0, head_at_backward(step)),
+        "last block": (
+            gradients,
+            for_backward + again,
+            root + in_flight,
+            kept + recomputed,
+            0,
+            working_of_block(step),
+        ),
+        "end": (gradients or all_gradients, again, root + in_flight, 0, 0, working_at_end(step)),
+    }
 
 
 # ------------------------------------------------------------------------------- parameters
@@ -105,27 +179,77 @@ def num_parameters(model: Model) -> int:
 
 
 def oversized(model: Model) -> str:
-    """The setting of a ModelConfig that is furthest above its default, that of GPT-2 small."""
+    """The setting of a ModelConfig that is furthest above its default, GPT-2 small's."""
     keys = ("vocab_size", "context_length", "emb_dim", "num_layers")
     return max(keys, key=lambda key: getattr(model, key) / getattr(type(model), key))
 
 
 def width(precision: str) -> int:
-    """Bytes of a number in the products. precision: fp32 | bf16 | fp16."""
+    """Bytes of a number in the matrix products. precision: fp32 | bf16 | fp16."""
     return {"fp32": 4, "bf16": 2, "fp16": 2}[precision]
 
 
-# ------------------------------------------------------------------------------ activations
+def weights_and_moments(step: Step) -> tuple[float, float]:
+    """Bytes of (weights, the optimizer's moments), which are there all the time.
+
+    4 P and 8 P; of the blocks' matrices 4 with Muon, which updates few of them at a time. With
+    FSDP each rank's shard of them (ZeRO, Rajbhandari et al. 2020, section 3.1).
+    """
+    model, everything = step.model, num_parameters(step.model)
+    share = everything / step.world_size if step.sharded else everything
+    weights, moments = 4 * share, 8 * share
+    if step.optimizer == "muon":
+        moments -= 4 * block_matrices(model) * model.num_layers * share / everything
+    return weights, moments
 
 
-def block_activations(
-    model: Model,
-    windows: int,
-    length: int,
-    precision: str = "bf16",
-    device: str = "cuda",
-    compiled: bool = False,
-) -> float:
+def gradients_before(step: Step) -> float:
+    """Bytes of gradients that exist before the backward.
+
+    They are None after a step and grow in the backward. Before it they exist with DDP, whose
+    buckets they are views of, and when accumulating: with DDP in addition to the buckets, as only
+    the last micro-batch makes views of them. FSDP reduces in the last micro-batch only; until then
+    every rank holds all of them unsharded.
+    """
+    return 4 * num_parameters(step.model) * (step.accumulating + (step.strategy == "ddp"))
+
+
+def casts(step: Step) -> tuple[float, float, float]:
+    """Bytes of weights in the precision of the products: (of all blocks, of the head, of one block
+    whose forward is computed again in the backward).
+
+    Autocast casts each weight once per forward. The copies that backward needs live until it has
+    used them. FSDP gathers blocks that are cast already.
+    """
+    if step.precision == "fp32":
+        return 0, 0, 0
+    # Norms and positions take no part in matrix products.
+    matrices = block_parameters(step.model) - 4 * step.model.emb_dim
+    of_block = 0 if step.sharded else 2 * matrices
+    of_head = 2 * step.model.vocab_size * step.model.emb_dim
+    again = of_block if step.activation_checkpointing else 0
+    return step.model.num_layers * of_block, of_head, again
+
+
+def gathered_parameters(step: Step) -> tuple[float, float]:
+    """FSDP: bytes of other ranks' parameters, (for the whole step, while a block is computed).
+
+    The root (embeddings, last norm) in fp32 from its first use to its last, and all blocks without
+    reshard_after_forward; else two blocks, one computed and one in flight, and that one's receive
+    buffer.
+    """
+    if not step.sharded:
+        return 0, 0
+    root, block = 4 * root_parameters(step.model), step.c * block_parameters(step.model)
+    if step.reshard_after_forward:
+        return root, 3 * block
+    return root + step.model.num_layers * block, 0
+
+
+# -------------------------------------------------------------------------------- activations
+
+
+def block_activations(step: Step) -> float:
     """Bytes that one block's forward keeps for its backward, copies of weights not counted.
 
     Per position and channel, B T C numbers:
@@ -138,234 +262,129 @@ def block_activations(
         4       input of the second norm
         c       the normalised input of the MLP
         4 c x 2 before and after GELU
-        mask x 2  dropout of both branches: 1 byte on a GPU and compiled, c as CPUs do it
+        mask x 2  dropout of both branches: 1 byte on a GPU and compiled, c on a CPU
 
-    and 16 B T for the norms' means and deviations. Fused attention keeps 4 B H T sums besides. What
-    writes the weights out keeps numbers by B H T T, see `_pairs`; one of these is sdpa with
-    dropout on a CPU, which computes in fp32 whatever the inputs are.
+    and 16 B T for the norms' means and deviations. Fused attention also keeps 4 B H T sums. What
+    writes the weights out keeps numbers by B H T T, see `_bytes_per_weight`; sdpa with dropout on a
+    CPU is one of these and computes in fp32 whatever the inputs are.
     """
-    c, dropout = width(precision), model.dropout > 0
-    places = windows * length * model.emb_dim
-    casts_of_input = 1 if precision == "fp32" or compiled else 3
-    written_out = writes_weights(model, device)
-    of_attention = 4 if written_out and model.attention == "sdpa" else c
-    per_place = 4 + casts_of_input * c + 3 * of_attention + c + 4 + c + 8 * c
-    if dropout:
-        per_place += 2 * (1 if device == "cuda" or compiled else c)
-    heads = windows * model.num_heads
-    if written_out:
-        of_heads = _pairs(model, precision, device) * heads * length**2
-        of_heads += length**2 if model.attention != "sdpa" else 0  # the mask, bool
+    model, c, heads = step.model, step.c, step.windows * step.model.num_heads
+    casts_of_input = 1 if step.precision == "fp32" or step.compiled else 3
+    if writes_weights(step):
+        of_attention = 4 if model.attention == "sdpa" else c
+        of_heads = _bytes_per_weight(step) * heads * step.length**2
+        of_heads += step.length**2 if model.attention != "sdpa" else 0  # the mask, bool
     else:
-        of_heads = 4 * heads * length
-    return per_place * places + 16 * windows * length + of_heads
+        of_attention, of_heads = c, 4 * heads * step.length
+    per_channel = 4 + casts_of_input * c + 3 * of_attention + c + 4 + c + 8 * c
+    if model.dropout > 0:
+        per_channel += 2 * (1 if step.device == "cuda" or step.compiled else c)
+    return per_channel * step.channels + 16 * step.positions + of_heads
 
 
-def writes_weights(model: Model, device: str) -> bool:
-    """Whether attention forms its (B, H, T, T) weights. PyTorch's fused kernel for CPUs knows no
-    dropout, and the general one does."""
-    if model.attention == "sdpa":
-        return device == "cpu" and model.dropout > 0
-    return model.attention != "flex"
+def writes_weights(step: Step) -> bool:
+    """Whether attention forms its (B, H, T, T) weights. PyTorch's fused kernel for CPUs does not
+    support dropout; its general one, which does, forms them."""
+    if step.model.attention == "sdpa":
+        return step.device == "cpu" and step.model.dropout > 0
+    return step.model.attention != "flex"
 
 
-def _pairs(model: Model, precision: str, device: str) -> float:
-    """Bytes kept for each pair of positions, where the weights are formed.
+def _bytes_per_weight(step: Step) -> float:
+    """Bytes kept for each attention weight, where the weights are formed.
 
-    The softmax's result in fp32. With dropout its mask, and the dropped weights. The formula's
-    kernels cast them to the products' precision; sdpa stays in fp32.
+    The softmax's result in fp32; with dropout its mask and the dropped weights. The formula's
+    kernels cast them to the precision of the products; sdpa stays in fp32.
     """
-    mask = 1 if device == "cuda" else 4
-    if model.attention == "sdpa":
+    if step.model.attention == "sdpa":
         return 4 + 4 + 4
-    dropped = 0 if precision == "fp32" and model.dropout == 0 else width(precision)
-    return 4 + (mask if model.dropout > 0 else 0) + dropped
+    mask = 1 if step.device == "cuda" else 4
+    dropped = 0 if step.precision == "fp32" and step.model.dropout == 0 else step.c
+    return 4 + (mask if step.model.dropout > 0 else 0) + dropped
 
 
-def activations(
-    model: Model,
-    windows: int,
-    length: int,
-    precision: str = "bf16",
-    device: str = "cuda",
-    compiled: bool = False,
-    activation_checkpointing: bool = False,
-) -> float:
+def activations(step: Step) -> float:
     """Bytes that a forward keeps for backward, without the logits and copies of weights.
 
     L blocks, of which checkpointing keeps the fp32 inputs alone (Chen et al. 2016); around them
     the dropout mask of the embeddings, the last norm's input, and the ids.
     """
-    positions = windows * length
-    places = positions * model.emb_dim
-    shape = (windows, length, precision, device, compiled)
-    a_block = 4 * places if activation_checkpointing else block_activations(model, *shape)
-    mask = 0 if model.dropout == 0 else 1 if device == "cuda" or compiled else 4
-    around = (4 + mask) * places + 8 * positions  # the residual stream is fp32, and so its mask
-    ids = 8 * positions + 8 * length
-    return model.num_layers * a_block + around + ids
+    of_block = 4 * step.channels if step.activation_checkpointing else block_activations(step)
+    mask = 1 if step.device == "cuda" or step.compiled else 4  # of the residual stream, fp32
+    mask = mask if step.model.dropout > 0 else 0
+    around = (4 + mask) * step.channels + 8 * step.positions
+    ids = 8 * step.positions + 8 * step.length
+    return step.model.num_layers * of_block + around + ids
 
 
-# --------------------------------------------------------------------------------- the peak
+# ------------------------------------------------------------- the head, and temporary tensors
 
 
-def estimate(
-    model: Model,
-    windows: int,
-    length: int,
-    *,
-    precision: str = "bf16",
-    strategy: str = "single",
-    world_size: int = 1,
-    accumulating: bool = False,
-    activation_checkpointing: bool = False,
-    reshard_after_forward: bool = True,
-    device: str = "cuda",
-    compiled: bool = False,
-    optimizer: str = "adamw",
-) -> Memory:
-    """The peak of a training step on one device.
+def _gradient_of_head(step: Step) -> tuple[float, float]:
+    """Bytes of the head's gradient from one piece of the positions, and of its sum over pieces in
+    fp32, when there are several."""
+    v_c = step.model.vocab_size * step.model.emb_dim
+    several = step.positions > LOGITS_AT_ONCE // step.model.vocab_size
+    return step.c * v_c, 4 * v_c if several else 0
 
-    windows: B, of one micro-batch on this device. length: T. precision: fp32 | bf16 | fp16.
-    strategy: single | ddp | fsdp, over world_size ranks. accumulating: whether a step has several
-    micro-batches. device: cpu | cuda. compiled: the model, or with FSDP its blocks. optimizer: by
-    its name, adamw | muon.
 
-    Weights, gradients, moments: 4 P, 4 P, 8 P bytes (of the blocks' matrices 4 with Muon, which
-    updates few of them at once and needs little else), with FSDP each rank its share of them (ZeRO,
-    Rajbhandari et al. 2020, section 3.1, there with fp16 gradients). What is there when:
+def head_at_loss(step: Step) -> float:
+    """Bytes of logits and the head's gradients while the loss is computed.
 
-    gradients   Set to None after a step, so they grow during the backward. Before it they are there
-                with DDP, whose buckets they are views of, and when accumulating: with DDP beside
-                the buckets, as only the last micro-batch makes views of them; FSDP reduces at
-                the last micro-batch alone, and until then every rank holds all of them unsharded.
-    casts       Autocast casts each weight once in a forward and forgets it at its end; those that
-                backward needs live until it has come past. FSDP gathers blocks cast already.
-    logits      A piece of them at a time (training/ops/cross_entropy.py), c n V, which become their
-                gradient;
-                on a GPU their log-softmax besides, 4 n V, compiled c n V. Of the weight's gradient
-                a piece's part, c V C, and, with several pieces, their sum in fp32.
-    gathered    FSDP's root (embeddings, last norm) in fp32 from its first use to its last; two
-                blocks, one computed and one on its way, and that one's receive buffer.
-    working     The tied embedding's gradient comes in two parts of 4 V C, the head's waiting for
-                the look-up's. FSDP: a block's gradients in the products' precision and two
-                fp32 buffers of the reduction; the root's gradient and its buffer, 4 bytes each.
+    A piece of n positions at a time (training/ops/cross_entropy.py): logits c n V, which become
+    their gradient. On a GPU also their log-softmax, 4 n V, compiled c n V; on a CPU that of a few
+    rows, and in autocast their copy in fp32. Then what the head reads, and its gradient.
     """
-    c, v_c = width(precision), model.vocab_size * model.emb_dim
-    layers, block, root = model.num_layers, block_parameters(model), root_parameters(model)
-    everything = num_parameters(model)
-    positions = windows * length
-    sharded, autocast = strategy == "fsdp", precision != "fp32"
-    share = everything / world_size if sharded else everything
-    shape = (windows, length, precision, device, compiled)
-
-    weights, moments = 4 * share, 8 * share
-    if optimizer == "muon":
-        moments -= 4 * block_matrices(model) * layers * share / everything
-    kept = activations(model, *shape, activation_checkpointing)
-    # Gradients that are there before the backward.
-    before = 4 * everything * (accumulating + (strategy == "ddp"))
-    # Norms and positions take no part in products.
-    of_block = 0 if sharded or not autocast else 2 * (block - 4 * model.emb_dim)
-    of_head = 2 * v_c if autocast else 0
-    all_casts = layers * of_block + of_head
-    for_backward = 0 if activation_checkpointing else layers * of_block
-    gathered = 4 * root + (0 if reshard_after_forward else layers * c * block) if sharded else 0
-    in_flight = 3 * c * block if sharded and reshard_after_forward else 0
-
-    piece = min(positions, LOGITS_AT_ONCE // model.vocab_size)
-    logits = piece * model.vocab_size
-    if device == "cpu":  # the log-softmax of a few rows, and a copy of theirs in fp32 before it
-        in_fp32 = (8 if autocast else 4) * min(logits, CACHED)
+    model, (of_part, of_sum) = step.model, _gradient_of_head(step)
+    logits = min(step.positions, LOGITS_AT_ONCE // model.vocab_size) * model.vocab_size
+    if step.device == "cpu":
+        in_fp32 = (8 if step.precision != "fp32" else 4) * min(logits, CACHED)
     else:  # FSDP compiles blocks only
-        in_fp32 = (c if compiled and not sharded else 4) * logits
-    of_part = c * v_c
-    of_sum = 4 * v_c if piece < positions else 0
-    at_loss = c * logits + max(in_fp32, of_part)
-    at_loss += of_sum + (4 + 2 * c) * positions * model.emb_dim  # what the head reads, its gradient
-    at_head = (of_sum or of_part) + 4 * v_c + (c + 4) * positions * model.emb_dim
-
-    again = block_activations(model, *shape) if activation_checkpointing else 0
-    cast_again = of_block if activation_checkpointing else 0
-    in_block = _working_of_block(model, windows, length, precision, device)
-    reduced = (c + 4 + 4) * block if sharded else 0
-    at_end = 8 * v_c if before else 4 * v_c
-    if sharded:
-        at_end = max(at_end, 8 * root)
-    end_gradients = before or 4 * share
-
-    peaks = {
-        "loss": (before, all_casts, gathered, kept, at_loss, 0),
-        "head": (before, for_backward, gathered, kept, 0, at_head),
-        "last block": (
-            before,
-            for_backward + cast_again,
-            gathered + in_flight,
-            kept + again,
-            0,
-            4 * v_c + in_block + reduced,
-        ),
-        "end": (end_gradients, cast_again, gathered + in_flight, 0, 0, at_end),
-    }
-    moment, parts = max(peaks.items(), key=lambda item: sum(item[1]))
-    slack = SLACK["cpu" if device == "cpu" else "cuda"] * (weights + moments + sum(parts))
-    libraries = LIBRARIES["cpu" if device == "cpu" else "cuda"]
-    if device == "cuda" and world_size > 1:
-        libraries += NCCL
-    gradients, casts, gathered, kept, logits, working = parts
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=moments,
-        casts=casts,
-        gathered=gathered,
-        activations=kept,
-        logits=logits,
-        working=working,
-        slack=slack,
-        libraries=libraries,
-        moment=moment,
-    )
+        in_fp32 = (step.c if step.compiled and not step.sharded else 4) * logits
+    return step.c * logits + max(in_fp32, of_part) + of_sum + (4 + 2 * step.c) * step.channels
 
 
-def _working_of_block(
-    model: Model, windows: int, length: int, precision: str, device: str
-) -> float:
-    """Bytes that a block's backward holds besides what forward kept.
+def head_at_backward(step: Step) -> float:
+    """Bytes of the head's gradients when they are scaled: of its matrix and of its input."""
+    of_part, of_sum = _gradient_of_head(step)
+    of_matrix = 4 * step.model.vocab_size * step.model.emb_dim
+    return (of_sum or of_part) + of_matrix + (step.c + 4) * step.channels
+
+
+def working_of_block(step: Step) -> float:
+    """Bytes that the backward of the last block holds besides what forward kept.
 
     In the MLP the gradients of the residual stream (4), of the branch (c), after and before GELU
-    (4 c each); in attention that forms its weights three (B, H, T, T) in fp32. The larger, and the
-    gradient of the largest matrix, 4 C^2, as it is computed and as it is kept.
+    (4 c each); in attention that forms its weights three (B, H, T, T) in fp32. The larger of both,
+    the gradient of the largest matrix, 4 C^2, as it is computed and as it is kept, and the head's
+    gradient, 4 V C, which waits for the embedding's. FSDP: the block's gradients in the precision
+    of the products and two fp32 buffers of the reduction.
     """
-    c = width(precision)
-    of_mlp = (4 + 9 * c) * windows * length * model.emb_dim
-    pairs = windows * model.num_heads * length**2
-    of_attention = 12 * pairs if writes_weights(model, device) else 0
-    of_matrix = 4 * model.emb_dim**2 * (4 if precision == "fp32" else c + 4)
-    return max(of_mlp, of_attention) + of_matrix
+    model, c = step.model, step.c
+    of_mlp = (4 + 9 * c) * step.channels
+    weights = step.windows * model.num_heads * step.length**2
+    of_attention = 12 * weights if writes_weights(step) else 0
+    of_matrix = 4 * model.emb_dim**2 * (c + 4 if step.precision != "fp32" else 4)
+    reduced = (c + 4 + 4) * block_parameters(model) if step.sharded else 0
+    of_head = 4 * model.vocab_size * model.emb_dim
+    return of_head + max(of_mlp, of_attention) + of_matrix + reduced
+
+
+def working_at_end(step: Step) -> float:
+    """Bytes of the two parts of the tied embedding's gradient, of which one may be a gradient that
+    is counted already; FSDP: the root's gradient and its buffer."""
+    of_embedding = 4 * step.model.vocab_size * step.model.emb_dim
+    needed = 2 * of_embedding if gradients_before(step) else of_embedding
+    return max(needed, 8 * root_parameters(step.model)) if step.sharded else needed
 
 
 # ----------------------------------------------------------------------------- micro-batches
 
 
 def largest_micro_batch(share: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest divisor of `share`, a device's windows in a step, for which fits(windows) holds.
+    """The largest divisor of `share`, a device's windows per step, for which fits(windows) holds.
 
-    A divisor, so that all micro-batches are of one size. None when not even one window fits.
+    A divisor, so that all micro-batches have one size. None when not even one window fits.
     """
     divisors = (n for n in range(share, 0, -1) if share % n == 0)
     return next((n for n in divisors if fits(n)), None)
-
-
-def smaller_micro_batch(
-    batch_size: int, world_size: int = 1, micro_batch_size: int | str | None = None
-) -> int | None:
-    """A micro-batch to try when memory has run out; the steps stay the same, the batch is kept.
-
-    batch_size: windows in a step, over all ranks. micro_batch_size: as it is set now; None and
-    "auto" stand for the whole share. The largest divisor of the share that is at most half of the
-    present one; None when that is one window already.
-    """
-    share = batch_size // world_size
-    present = micro_batch_size if isinstance(micro_batch_size, int) else share
-    return largest_micro_batch(share, lambda windows: windows <= present // 2)

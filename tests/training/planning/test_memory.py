@@ -55,7 +55,8 @@ def test_activations_are_what_autograd_keeps():
     for attention, checkpointing, dropout, precision in itertools.product(*choices):
         config = tiny(dropout=dropout, attention=attention)
         kept = kept_by_forward(config, precision, checkpointing)
-        expected = memory.activations(config, B, T, precision, "cpu", False, checkpointing)
+        options = {"precision": precision, "activation_checkpointing": checkpointing}
+        expected = memory.activations(memory.Step(config, B, T, device="cpu", **options))
         expected += memory.width(precision) * (B * T + V) * config.emb_dim  # gradients of the head
         if precision == "bf16" and not checkpointing:  # copies of the matrices; biases are not kept
             expected += 2 * 12 * config.num_layers * config.emb_dim**2
@@ -168,9 +169,3 @@ def test_logits_and_gathered_blocks():
 def test_the_largest_micro_batch_is_a_divisor_that_fits():
     for share, limit, expected in [(8, 8, 8), (8, 7, 4), (12, 5, 4), (7, 6, 1), (8, 0, None)]:
         assert memory.largest_micro_batch(share, limit.__ge__) == expected, (share, limit)
-
-
-def test_the_next_smaller_micro_batch_keeps_the_batch():
-    rows = [(8, 1, None, 4), (8, 1, "auto", 4), (8, 2, None, 2), (12, 2, 3, 1), (8, 8, None, None)]
-    for *given, expected in rows:
-        assert memory.smaller_micro_batch(*given) == expected, given

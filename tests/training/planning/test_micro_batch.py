@@ -40,6 +40,12 @@ def test_the_search_finds_the_largest_from_any_start():
         assert sum(size > largest for size in tried) <= max(1, start)
 
 
+def test_the_next_smaller_micro_batch_keeps_the_batch():
+    rows = [(8, 1, None, 4), (8, 1, "auto", 4), (8, 2, None, 2), (12, 2, 3, 1), (8, 8, None, None)]
+    for *given, expected in rows:
+        assert fitting.smaller_micro_batch(*given) == expected, given
+
+
 def test_errors_of_memory_are_recognised():
     of_cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
     of_cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -144,12 +150,12 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
 
 def test_a_model_or_a_window_that_cannot_fit_is_refused(memory_is):
     memory_is(8e9)
-    parallel = Strategy(torch.device("cpu"), torch.float32)
+    strategy = Strategy(torch.device("cpu"), torch.float32)
     long = "model=gpt2-nano model.context_length=50000 data.max_length=50000 trainer.batch_size=1"
     for given, expected in (
         ("model=gpt2-xl", ("model.num_layers", 48)),
         ("model.vocab_size=1e10", ("model.vocab_size", 10**10)),
         (long, ("model.context_length", 50000)),
     ):
-        ((key, value, _, _),), _ = fitting.check_memory(settings(*given.split()), parallel)
+        ((key, value, _, _),), _ = fitting.check_memory(settings(*given.split()), strategy)
         assert (key, value) == expected
