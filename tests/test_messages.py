@@ -118,7 +118,7 @@ def test_while_training(make_run, in_process, tmp_path, monkeypatch):
     assert isinstance(error, errors.OutOfMemoryError)
     assert str(error) == (
         "trainer.micro_batch_size=8: 8 windows of 32 tokens do not fit into the memory of cpu; use "
-        "trainer.micro_batch_size=4: 2 micro-batches a step on each device keep the batch of 8; "
+        "trainer.micro_batch_size=4: 2 micro-batches per step on each device keep the batch of 8; "
         + intact
     )
     run.model.final_norm.weight.data.fill_(float("nan"))
