@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from training.ops.cross_entropy import CACHED, LOGITS_AT_ONCE
+from training.ops.piece_sizes import CACHED, LOGITS_AT_ONCE
 
 USABLE = 0.92  # of a device's memory; the rest is left for fragments and other programs
 # Memory that the allocator holds and cannot use, as a share of all that is allocated. On a CPU,
