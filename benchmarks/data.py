@@ -124,7 +124,8 @@ def loader(folder: Path) -> dict:
     """Tokens a second of 10,000 batches of 64 windows of 1,024 tokens, in training's order."""
     import numpy as np
 
-    from data import DataConfig, load_datasets, order_of, training_batches
+    from data import DataConfig, load_datasets, training_batches
+    from tokens.mixture import order_of
     from tokens.shards import ShardWriter
 
     shard = folder / "loader" / "shard.bin"

@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 import data
 from data import (
     DataConfig,
-    DocumentWindows,
     GPTDatasetV1,
-    MixedDataset,
-    check_unchanged,
     create_dataloader,
-    evenly,
     get_tokenizer,
     load_datasets,
-    order_of,
 )
 from errors import DataError
 from tokens import END_OF_TEXT
+from tokens.checksums import check_unchanged
+from tokens.mixture import MixedDataset, evenly, order_of
 from tokens.stream import TokenStream
 from tokens.synthetic import IGNORED
+from tokens.windows import DocumentWindows, Windows
 
 some = trials(25, 200)
 
@@ -98,7 +96,7 @@ def test_dataset_equals_the_classic_one(text, max_length, stride):
 
 
 def test_gathered_windows_are_as_they_are_stored_and_expand_to_any_id():
-    dataset = GPTDatasetV1.from_stream(stream_of(range(2**16), vocab_size=2**16), 2**15 - 1, 2**15)
+    dataset = Windows(stream_of(range(2**16), vocab_size=2**16), 2**15 - 1, 2**15)
     (gathered,) = dataset.gather(np.array([1, 0]))
     assert gathered.element_size() == 2
     input_ids, target_ids = dataset.expand(gathered)
@@ -106,7 +104,7 @@ def test_gathered_windows_are_as_they_are_stored_and_expand_to_any_id():
     assert torch.equal(both, torch.stack([torch.arange(2**15, 2**16), torch.arange(2**15)]))
     ids = [0, 1, 65_535, 65_536, 200_000, 2**31, 2**32 - 1]
     stream = stream_of(ids, dtype=np.uint32, vocab_size=2**32)
-    assert pairs_of(GPTDatasetV1.from_stream(stream, len(ids) - 1, 1)) == [(ids[:-1], ids[1:])]
+    assert pairs_of(Windows(stream, len(ids) - 1, 1)) == [(ids[:-1], ids[1:])]
 
 
 END = 9  # the end-of-text token of the streams below
@@ -143,7 +141,7 @@ def document_lists(draw) -> list[list[int]]:
 def document_windows(documents, max_length, stride, cuts=()) -> DocumentWindows:
     ids = list(itertools.chain(*documents))
     cuts = [min(cut, len(ids)) for cut in cuts]
-    return DocumentWindows.from_stream(stream_of(ids, cuts, vocab_size=10), max_length, stride)
+    return DocumentWindows(stream_of(ids, cuts, vocab_size=10), max_length, stride)
 
 
 @trials(50, 300)
@@ -162,10 +160,10 @@ def test_windows_within_documents_equal_the_plain_definition(documents, max_leng
         assert pairs_of(dataset, np.arange(len(dataset))[::-1]) == expected[::-1]
 
 
-def datasets_of(sizes: list[int]) -> list[GPTDatasetV1]:
+def datasets_of(sizes: list[int]) -> list[Windows]:
     """Data sets with so many windows, no two windows alike."""
     ids = [range(1000 * n, 1000 * n + 2 * size + 1) for n, size in enumerate(sizes)]
-    return [GPTDatasetV1.from_stream(stream_of(own, vocab_size=50257), 2, 2) for own in ids]
+    return [Windows(stream_of(own, vocab_size=50257), 2, 2) for own in ids]
 
 
 @some

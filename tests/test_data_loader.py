@@ -17,19 +17,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from data import (
-    DocumentWindows,
-    GPTDatasetV1,
-    MixedDataset,
-    order_of,
-    read_ahead,
-    split_batch,
-    training_batches,
-)
+from data import GPTDatasetV1, training_batches
+from tokens.batches import read_ahead, split_batch
+from tokens.mixture import MixedDataset, order_of
 from tokens.sampler import WindowOrder
 from tokens.stream import TokenStream
 from tokens.synthetic import IGNORED, CycleWalks
 from tokens.tokenizers import bytes_per_token, get_tokenizer
+from tokens.windows import DocumentWindows
 from training.distributed.strategy import Strategy
 from training.evaluation import Validation
 
@@ -114,7 +109,7 @@ def documents_of(lengths: list[int]) -> DocumentWindows:
     """Windows of five within documents with these numbers of letters."""
     ids = [id for n, k in enumerate(lengths) for id in (END, *range(97 + n, 97 + n + k))]
     stream = TokenStream([np.array(ids, np.uint16)], 257, END)
-    return DocumentWindows.from_stream(stream, 5, 5)
+    return DocumentWindows(stream, 5, 5)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ import tiktoken
 from errors import DataError
 from tokens import END_OF_TEXT
 from tokens.gigatoken_engine import gigatoken
-from tokens.tokenizers import get_tokenizer
+from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
 PIECE = 2**18  # bytes; gigatoken is fastest with pieces from a quarter of a megabyte to one
 CHECK_EVERY = 128  # of one piece in so many, and of the first, the beginning goes to tiktoken too
@@ -285,6 +285,24 @@ def byte_pair_encode(word: bytes, tokenizer: tiktoken.Encoding) -> list[int]:
         place = ids.index(best)
         parts[place : place + 2] = [parts[place] + parts[place + 1]]
     return [tokenizer.encode_single_token(part) for part in parts]
+
+
+def encode_text(txt: str, tokenizer: tiktoken.Encoding, endoftext: str = "token") -> np.ndarray:
+    """The ids of a text; any encoding of tiktoken's will do, GPT-2's is the fastest."""
+    if tokenizer.name in TOKENIZERS:
+        return collected(StreamEncoder(tokenizer.name, endoftext).encode(text_blocks(txt)))
+    allowed = {END_OF_TEXT} if endoftext == "token" else set()
+    txt = b"".join(text_blocks(txt)).decode()  # without halves of surrogate pairs
+    ids = tokenizer.encode_to_numpy(txt, allowed_special=allowed, disallowed_special=())
+    return ids.astype(np.uint16) if tokenizer.n_vocab <= 2**16 else ids
+
+
+def collected(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """uint16 arrays, as they come, as one."""
+    data = bytearray()
+    for ids in arrays:
+        data += memoryview(ids)
+    return np.frombuffer(data, np.uint16)
 
 
 def text_blocks(txt: str, size: int = 2**16) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ from errors import DataError
 
 NO_TOKEN = 2**16 - 1  # fills up a window behind its document's end; no id of GPT-2's
 BLOCK_BYTES = 2**22  # of one checksum
+Checksums = list[tuple[str, list[str]]]  # (file, checksum of each of its blocks)
 
 
 class TokenStream:
@@ -34,7 +35,7 @@ class TokenStream:
         end_of_text: int,
         names: list[tuple[str, int]] | None = None,
         starts: list[Callable[[], np.ndarray] | None] | None = None,
-        checksums: list[tuple[str, list[str]]] | None = None,
+        checksums: Checksums | None = None,
     ):
         self.arrays = arrays
         self.vocab_size = vocab_size
@@ -162,7 +163,7 @@ class TokenStream:
                 return int(places[np.abs(places - position).argmin()])
         return None
 
-    def checksums(self) -> list[tuple[str, list[str]]]:
+    def checksums(self) -> Checksums:
         """What the ids are known by, later: (name, a checksum of each block) of each array."""
         if self._checksums is None:
             self._checksums = []

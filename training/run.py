@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from data import Loaded, split_batch
+from data import Loaded
 from errors import DivergedError, best_effort, exit_code_of, format_error
 from model import GPT
+from tokens.batches import split_batch
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
 from training.checkpoint.resume import resume_command

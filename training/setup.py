@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 
-from data import Loaded, check_same, check_unchanged, evenly, load_datasets, training_batches
+from data import Loaded, load_datasets, training_batches
 from errors import DataError, best_effort, exit_code_of, refuse
 from files import clear
 from lens import Lens
 from model import GPT
+from tokens.checksums import check_same, check_unchanged
+from tokens.mixture import evenly
 from tokens.tokenizers import bytes_per_token, get_tokenizer
 from training.checkpoint import run_directory
 from training.checkpoint.checkpointer import Checkpointer

@@ -14,9 +14,10 @@ from helpers.refusals import printed_keys, refused
 from benchmarks import equivalence, interleaved, roofline, settings, training
 from benchmarks.implementations import NanoGPT, Ours, Variant
 from benchmarks.runner import NotEquivalent, OurRunner, pad_vocabulary
-from data import order_of
 from errors import ConfigError
 from model import GPT, ModelConfig
+from tokens.mixture import order_of
+from train import train_step
 from training.distributed.launch import ParallelConfig
 from training.distributed.strategy import build_strategy
 from training.optim.optimizers import OptimizerConfig
@@ -156,14 +157,15 @@ def test_padding_the_vocabulary_keeps_the_logits():
     assert more[..., 23:].count_nonzero() == 0
 
 
-def test_our_step_is_the_trainers_bit_for_bit(trainer):
-    run = trainer("optimizer.schedule=constant", "trainer.warmup_steps=0", "model.dropout=0")
-    variant, seed = Variant("ours", "ours", torch.float32), run.settings.seed
-    order = order_of(run.train_set, run.settings.trainer.batch_size, seed)
-    ours = OurRunner(variant, Ours(), run.model, run.settings.optimizer, run.parallel, seed)
+def test_our_step_is_that_of_training_bit_for_bit(make_run):
+    run = make_run("optimizer.schedule=constant", "trainer.warmup_steps=0", "model.dropout=0")
+    config, train_set = run.config, run.data.train
+    order = order_of(train_set, config.trainer.batch_size, config.seed)
+    variant = Variant("ours", "ours", torch.float32)
+    ours = OurRunner(variant, Ours(), run.model, config.optimizer, run.strategy, config.seed)
     for step in range(3):
-        inputs, targets = run.train_set.batch(order.windows(step))
-        expected = run.step()
+        inputs, targets = train_set.batch(order.windows(step))
+        expected = train_step(run)
         assert tuple(map(float, ours.step(inputs, targets))) == tuple(map(float, expected))
     for own, trained in zip(ours.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(own, trained)

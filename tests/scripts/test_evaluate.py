@@ -11,10 +11,11 @@ from helpers.refusals import printed_keys
 from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
-from data import DataConfig, encode_text, get_tokenizer, load_datasets
+from data import DataConfig, get_tokenizer, load_datasets
 from interop.huggingface import to_hf
 from model import GPT, ModelConfig
 from scripts.evaluate import Rule, Windows, main
+from tokens.encoding import encode_text
 from tokens.stream import TokenStream
 from tokens.synthetic import IGNORED
 

@@ -8,8 +8,8 @@ import torch
 from helpers.refusals import printed_keys, refused
 
 import train
-from data import check_same
 from errors import ConfigError, DataError, RunDirectoryError, refuse
+from tokens.checksums import check_same
 from training.checkpoint import run_directory as directory
 from training.distributed.ddp import DDP
 from training.distributed.launch import ParallelConfig, check
