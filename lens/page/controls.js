@@ -126,8 +126,7 @@ function showNotes() {
     `${plural(run.heads, "head")} · ${plural(A.T, "token")}`];
   if (prompt.cropped) what.push(" (prompt truncated)");
   if (prompt.period > 0) {
-    what.push(` · ${prompt.period} random tokens, twice: an induction head attends from a token of ` +
-      "the second copy to the token after it in the first copy, a stripe " +
+    what.push(` · ${prompt.period} random tokens, twice: an induction head has a stripe ` +
       `${prompt.period - 1} left of the diagonal`);
   }
   for (const key of new Set([state.sort, state.filter])) {
@@ -153,7 +152,7 @@ function showNotes() {
   const across = run.steps.length > 1 ? "over the steps" : "by layer";
   $("legend").replaceChildren(`Every head, ${across}, mean over all prompts · `,
     make("i", { textContent: "the chosen head" }),
-    make("b", { textContent: foreign() ? " · B" : "" }), " · dashed: uniform attention");
+    make("b", { textContent: foreign() ? " · B" : "" }), " · dashed: uniform");
 }
 
 /** Reads the data of another page of the lens; nothing in that page is run. */
