@@ -13,6 +13,13 @@ STATUS = {"500": 500, "429": 429, "403": 403, "404": 404}
 # Connections are refused, not answered or reset; or the answer is a status, or no JSON.
 FAULTS = ("closed", "hangs", "resets", *STATUS, "garbage")
 
+ARTIFACT = {"__typename": "Artifact", "id": "a", "state": "COMMITTED", "digest": "d", "size": 1}
+ARTIFACT |= {"artifactType": {"name": "model"}, "tags": [], "fileCount": 1, "createdAt": "now"}
+ARTIFACT |= {"ttlDurationSeconds": 0, "ttlIsInherited": False}
+ARTIFACT["artifactSequence"] = {"name": "m", "project": None}
+ARTIFACT |= dict.fromkeys(("versionIndex", "description", "metadata", "historyStep"))
+ARTIFACT |= dict.fromkeys(("commitHash", "updatedAt"))
+
 
 class WandbServer:
     """Fails with `fault` as soon as a request with `after` in it was answered; "" is at once."""
@@ -81,6 +88,8 @@ class WandbServer:
             data = {"createArtifactFiles": {"files": {"edges": edges}}}
         elif "commitArtifact(" in query:
             data = {"commitArtifact": {"artifact": {"id": "a", "digest": "d"}}}
+        elif "query ArtifactByID" in query:
+            data = {"artifact": ARTIFACT}
         return {"data": data}
 
     def place(self, name: str) -> dict:

@@ -1,46 +1,44 @@
-"""What may be shown on a terminal: texts, prompts and paths come from anywhere."""
+"""stdout and stderr that never fail: a full disk under a log, or a pipe whose reader has ended,
+must not end training."""
 
-import contextlib
 import os
 import sys
 from typing import IO
 
 
 class NeverFailing:
-    """A stream that takes what it is given, whether it can be written or not: a full disk under a
-    log, or a pipe whose reader is gone, is no reason for training to end."""
+    """A text stream that drops what it cannot write and reports that once on stderr."""
 
     def __init__(self, stream: IO[str] | None, quiet: bool = False):
-        """quiet: not even a line about it."""
-        # None where the shell has closed it.
+        """stream: None where the shell has closed it. quiet: nothing is reported."""
         self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        self.has_failed = quiet
+        self.reported = quiet
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with self._forgiven():
+        try:
             self.stream.write(text)
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            self._report(error)
         return len(text)
 
     def flush(self) -> None:
-        with self._forgiven():
-            self.stream.flush()
-
-    @contextlib.contextmanager
-    def _forgiven(self):
         try:
-            yield
-        except (OSError, ValueError) as error:  # ValueError: it is closed
-            if not self.has_failed:
-                self.has_failed = True
-                name = getattr(self.stream, "name", "output")
-                print(f"{name}: not written ({error}); training goes on", file=sys.stderr)
+            self.stream.flush()
+        except (OSError, ValueError) as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        if not self.reported:
+            self.reported = True
+            name = getattr(self.stream, "name", "output")
+            print(f"{name}: not written ({error}); training continues", file=sys.stderr)
 
 
 def never_fail(quiet: bool = False) -> None:
-    """Makes stdout and stderr such streams, for as long as this process lives."""
+    """Replaces stdout and stderr for the rest of the process."""
     for name in ("stdout", "stderr"):
         if not isinstance(getattr(sys, name), NeverFailing):
             setattr(sys, name, NeverFailing(getattr(sys, name), quiet))

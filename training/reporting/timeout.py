@@ -1,46 +1,30 @@
-"""Calls that may never come back, and how long they are waited for.
+"""Calls that may never return: call_with_timeout(5, lambda: server.answer())."""
 
-within(5, lambda: server.answer())    # what it returns or raises; NoAnswer after 5 seconds
-"""
-
-import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 
-class NoAnswer(Exception):
-    """A call has not come back in time."""
+def call_with_timeout(seconds: float, function: Callable):
+    """What function() returns or raises. Raises TimeoutError when it takes longer than `seconds`.
 
+    It runs in a daemon thread. A call that never returns keeps that thread and nothing else: it
+    does not delay the end of the process.
+    """
+    future = Future()
 
-class _Worker:
-    """A thread that makes calls for others, who need not wait for them to the end."""
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        except BaseException as error:  # wandb.teardown() calls sys.exit
+            future.set_exception(RuntimeError(repr(error)))
 
-    def __init__(self):
-        self.calls = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            action, outcome = self.calls.get()
-            try:
-                outcome.put((action(), None))
-            except BaseException as error:  # wandb.teardown() leaves through sys.exit
-                outcome.put((None, error))
-
-
-_worker: list[_Worker] = []  # the one that is free; a new one takes the place of one that is stuck
-
-
-def within(seconds: float, action: Callable):
-    """What action() returns or raises; NoAnswer when that takes longer. It then goes on unheard."""
-    worker, outcome = _worker.pop() if _worker else _Worker(), queue.SimpleQueue()
-    worker.calls.put((action, outcome))
+    threading.Thread(target=call, daemon=True).start()
     try:
-        result, error = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise NoAnswer(f"no answer within {seconds:g} s") from None
-    _worker.append(worker)
-    if error is not None:
-        ours = isinstance(error, Exception)  # what would end Python ends the other part alone
-        raise error if ours else RuntimeError(f"{type(error).__name__} {error}")
-    return result
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        if future.done():  # function() itself raised it
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from None

@@ -1,10 +1,7 @@
-"""Where the numbers go: metrics.jsonl in the run's directory always, Weights & Biases as asked.
+"""Metrics of a run: metrics.jsonl in the run's directory always, Weights & Biases if it is on.
 
-A tracker takes one row of metrics for each step, and with it what the lens saw and what the model
-wrote, and sends all to the same places under the same keys. Some things go to W&B alone: the
-statistics of every head, which stand in attention/statistics.jsonl, their histograms, the table of
-heads, which is attention/heads.csv, and the sample, which is in samples.jsonl. W&B itself, and
-whatever may become of it: training/reporting/wandb_run.py.
+Only W&B gets the statistics of every head (on disk in attention/statistics.jsonl), their
+histograms, the table of heads (attention/heads.csv) and the samples (samples.jsonl).
 """
 
 import math
@@ -21,28 +18,28 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """Writes metrics.jsonl and feeds a W&B run; made on the main rank.
+    """Writes metrics.jsonl and logs to a W&B run; for rank 0.
 
-    settings: the whole resolved configuration as plain values, shown on the dashboard.
-    run_id: the id of the W&B run to continue, or None for a new one.
+    settings: the complete configuration as plain values, shown on the dashboard.
+    run_id: the id of the W&B run to resume, or None for a new one.
     """
 
     def __init__(
         self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
     ):
         self.folder = folder
-        files = _files_logged(folder / "metrics.jsonl")
-        self.rows = RowFile(folder / "metrics.jsonl")
         self.log_model_of = config.log_model
+        files = _count_files(folder / "metrics.jsonl")
+        self.rows = RowFile(folder / "metrics.jsonl")
         self.wandb = WandbRun(config, folder, settings, run_id, files)
 
     @property
     def run_id(self) -> str | None:
-        """The W&B run's id, to be continued after a resume; None when W&B is off."""
+        """The id of the W&B run, needed to resume it; None when W&B is off."""
         return self.wandb.id
 
     def where(self) -> str | None:
-        """What to open or do to see the dashboard."""
+        """The URL of the dashboard, or the command that uploads an offline run."""
         return self.wandb.where()
 
     def log(
@@ -52,60 +49,62 @@ class Tracker:
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
     ) -> None:
-        """Logs one row: the metrics of a step, its attention snapshot (files in the run's
-        directory) and its sample, a row of samples.jsonl.
+        """Logs one row: the metrics of a step, an attention snapshot (its files are in the run's
+        directory) and a sample (a row of samples.jsonl).
 
-        Call it once for each step, in order: W&B drops a row that comes later for an earlier step.
+        Call it once for each step, in order: W&B drops rows of earlier steps.
         """
         if snapshot:
             metrics = metrics | snapshot.metrics
         files = snapshot.pictures | snapshot.pages if snapshot else {}
-        row = {"step": step} | {key: _finite_or_text(value) for key, value in metrics.items()}
+        row = {"step": step} | {key: _json_value(value) for key, value in metrics.items()}
         row |= {key: str(path.relative_to(self.folder)) for key, path in files.items()}
         if len(row) > 1:
             self.rows.append(row)
         self.wandb.log(metrics, step, snapshot, sample)
 
     def summary(self, values: dict[str, float]) -> None:
-        """What the run came to, shown in the dashboard's table of runs."""
+        """Sets values of the dashboard's table of runs."""
         self.wandb.summary(values)
 
     def alert(self, title: str, text: str, level: str) -> None:
-        """A message by way of W&B (level: WARN or ERROR), where wandb.alerts wishes it."""
+        """Sends a message through W&B if wandb.alerts is set. level: WARN or ERROR."""
         self.wandb.alert(title, text, level)
 
     def log_model(self, best_step: int | None) -> str | None:
-        """Uploads the model that wandb.log_model wants; what it is called there, None without one.
+        """Uploads the model that wandb.log_model asks for; returns its name on W&B, or None.
 
-        Where nothing was validated, and so none is the best, the last one goes.
+        Without a validation there is no best model; then it is the last one.
         """
         if not self.log_model_of or self.run_id is None:
             return None
-        from training.checkpoint import format as checkpoint
+        from training.checkpoint import format as checkpoint  # imports torch
         from training.checkpoint import listing
 
-        whole = {listing.step_of(one): one for one in listing.list_checkpoints(self.folder)}
-        step = best_step if self.log_model_of == "best" and best_step in whole else max(whole)
-        state = checkpoint.load_state(whole[step])
-        names = [f"step_{step}"] + ["best"] * (step == best_step) + ["last"] * (step == max(whole))
-        facts = {key: getattr(state, key) for key in ("step", "tokens", "val_loss")}
-        facts |= {"settings": {key: state.settings[key] for key in ("model", "data")}}
-        files = [whole[step] / name for name in checkpoint.OF_MODEL] + [self.folder / CONFIG]
-        return self.wandb.log_model(files, names, facts)
+        found = {listing.step_of(path): path for path in listing.list_checkpoints(self.folder)}
+        step = best_step if self.log_model_of == "best" and best_step in found else max(found)
+        state = checkpoint.load_state(found[step])
+        aliases = (
+            [f"step_{step}"] + ["best"] * (step == best_step) + ["last"] * (step == max(found))
+        )
+        metadata = {key: getattr(state, key) for key in ("step", "tokens", "val_loss")}
+        metadata |= {"settings": {key: state.settings[key] for key in ("model", "data")}}
+        files = [found[step] / name for name in checkpoint.OF_MODEL] + [self.folder / CONFIG]
+        return self.wandb.log_model(files, aliases, metadata)
 
     def sync(self) -> None:
-        """Waits until the disk has the rows so far."""
+        """Flushes the rows to disk."""
         self.rows.sync()
 
     def finish(self, exit_code: int = 0) -> None:
-        """Closes both; W&B marks the run as failed when the code is not 0."""
+        """Closes the log and the W&B run; W&B marks it as failed when the code is not 0."""
         self.rows.close()
         self.summary({"exit_code": exit_code})
         self.wandb.finish(exit_code)
 
 
 class NoTracker:
-    """The tracker of the other ranks: takes everything and does nothing."""
+    """The tracker of other ranks: accepts every call and does nothing."""
 
     run_id = None
 
@@ -125,21 +124,19 @@ class NoTracker:
 
 
 def last_wandb_id(folder: Path) -> str | None:
-    """The id of the run's last W&B run, None when there was none: wandb names its folders
-    run-DATE-ID and offline-run-DATE-ID."""
-    folders = list((folder / "wandb").glob("*run-*-*"))
-    # Not "offline-": sorted by date, then, whichever way they were recorded.
-    names = sorted(folder.name.removeprefix("offline-") for folder in folders)
-    return names[-1].split("-", 2)[2] if names else None
+    """The id of the run's last W&B run, or None: wandb names its folders run-DATE-ID and
+    offline-run-DATE-ID."""
+    names = [path.name.removeprefix("offline-") for path in (folder / "wandb").glob("*run-*-*")]
+    return max(names).split("-", 2)[2] if names else None
 
 
-def _files_logged(metrics: Path) -> int:
-    """How many pictures and pages the rows so far name: a run that goes on has logged them."""
+def _count_files(metrics: Path) -> int:
+    """The number of pictures and pages that a run has logged before it is resumed."""
     if not metrics.exists():
         return 0
     return len(re.findall(r'": "attention/', metrics.read_text(encoding="utf-8")))
 
 
-def _finite_or_text(value: float) -> float | str:
-    """JSON has no NaN and no infinity; a reader should see them all the same."""
+def _json_value(value: float) -> float | str:
+    """NaN and infinity as text: JSON has no numbers for them."""
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)

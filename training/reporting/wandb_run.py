@@ -1,45 +1,38 @@
-"""A run on Weights & Biases, and all that may go wrong with it. The only file that knows wandb.
+"""A run on Weights & Biases. The only file that uses wandb.
 
-Whatever becomes of W&B, the run goes on; a line on stderr tells. W&B works in a network, and in a
-process of its own, which may be gone or stand still. So each call has a time to come back in, and
-the run waits no longer: START_SECONDS for the server at the start, FINISH_SECONDS at the end
-(MODEL_SECONDS where a model is uploaded), and ANSWER_SECONDS more where W&B's own process stands
-still, which it does once, since it is then ended. What is where on the dashboard: docs/wandb.md.
+A failure of W&B never ends or blocks training. Each call has a timeout; after the first failure a
+line on stderr says so, and the run continues with metrics.jsonl alone. docs/wandb.md describes what
+appears on the dashboard.
 """
 
 import contextlib
-import json
-import logging
 import math
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from errors import visible
 from training.reporting.report import sample_page
-from training.reporting.timeout import NoAnswer, within
+from training.reporting.timeout import call_with_timeout
 
 if TYPE_CHECKING:
     from lens import Snapshot
 
-FILES_AT_MOST = 950  # of one run on W&B, which becomes slow beyond a thousand
-MOST_SAMPLES = 40  # of them; the lens keeps to 900 and a few
+MAX_FILES = 950  # of a run on W&B, which becomes slow beyond a thousand; the lens logs up to 900
+MAX_SAMPLES = 40  # of these
 START_SECONDS = 20  # for the server to answer; the run is recorded offline after that
-ANSWER_SECONDS = 30  # for W&B's own process to start, or to answer; it is left out after that
-FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT=600 gives a slow line longer
-MODEL_SECONDS = 600  # the same when a model is among them: GPT-2 small has 0.5 GB
-END_SECONDS = 5  # for W&B's own process to end, before it is made to
+CALL_SECONDS = 30  # for W&B's own process to answer
+FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT=600 overrides it
+MODEL_SECONDS = 600  # for the upload of the model: GPT-2 small has 0.5 GB
+TEARDOWN_SECONDS = 5  # for W&B's own process to end
 ALERT_SECONDS = 3600  # between two alerts of the same title
-# The parts of W&B's own process that carry data, as its log names them.
-CARRIERS = ("filestream:", "runfiles:", "runupserter:", "writer:", "fileTransfer:", "sender:")
 MODES = ("auto", "online", "offline", "disabled")
 LENGTHS = {"project": 128, "name": 128, "group": 128, "job_type": 64}  # characters W&B takes
 TAG_LENGTH = 64
-ON_DISK = "metrics are in metrics.jsonl"
 
 
 @dataclass
@@ -101,10 +94,10 @@ class WandbConfig:
 
 
 class WandbRun:
-    """A run on W&B, or nothing that takes the same calls. None of them fails, or waits for ever.
+    """A run on W&B. When W&B is off or has failed, `run` is None and all calls do nothing.
 
-    settings: the whole resolved configuration as plain values, shown on the dashboard.
-    run_id: the id of the run to continue, or None for a new one. files: that it has already.
+    settings: the complete configuration as plain values, shown on the dashboard.
+    run_id: the id of the run to resume, or None. files: how many it has logged before.
     """
 
     def __init__(
@@ -116,27 +109,32 @@ class WandbRun:
         files: int = 0,
     ):
         self.alerts = config.alerts
-        self.files_left = FILES_AT_MOST - files
+        self.files_left = MAX_FILES - files
         trainer = settings.get("trainer", {})
-        self.last_step = trainer.get("max_steps")
-        self.sample_every = _sample_every(self.last_step or 0, trainer.get("eval_every") or 0)
-        self.finish_timeout = _finish_timeout(config)
-        self.put_model = ""  # the command that uploads the model of an online run once more
-        self.run = _start(config, folder, settings, run_id)
-        # Hidden: a thousand curves would bury the others. A panel of one's own can show any.
-        self._do(lambda run: run.define_metric("attention_heads/*", hidden=True))
+        self.last_step = trainer.get("max_steps") or 0
+        eval_every = trainer.get("eval_every") or 1
+        self.sample_every = eval_every * math.ceil(self.last_step / eval_every / MAX_SAMPLES)
+        self.run = None
+        if config.wanted() == "disabled":
+            return
+        try:
+            self.run = _start(config, folder, settings, run_id)
+        except Exception as error:
+            self._give_up(error)
+        # Hidden: a thousand curves would fill the workspace. A panel of the user's can show any.
+        self._call(lambda run: run.define_metric("attention_heads/*", hidden=True))
 
     @property
     def id(self) -> str | None:
-        """The run's id; None when W&B is off."""
+        """The run's id; None without a run."""
         return self.run.id if self.run else None
 
     def where(self) -> str | None:
-        """What to open or do to see the dashboard."""
+        """The URL of the run, or the command that uploads an offline run."""
         if self.run is None:
             return None
         if self.run.offline:
-            folder = shlex.quote(str(_recorded_in(self.run).parent))
+            folder = shlex.quote(str(_record(self.run).parent))
             return f"offline; to upload it: wandb sync {folder}/offline-run-*"
         return self.run.url
 
@@ -147,302 +145,178 @@ class WandbRun:
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
     ) -> None:
-        """A row. Once for each step, in order: W&B drops one that comes later for an earlier."""
-        if self.run is not None:
-            media = self._media(step, snapshot, sample)
-            self._do(lambda run: run.log(metrics | media, step=step))
+        """Logs a row. Once for each step, in order: W&B drops rows of earlier steps."""
+        if self.run:
+            row = metrics | self._media(step, snapshot, sample)
+            self._call(lambda run: run.log(row, step=step))
 
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
     ) -> dict[str, object]:
-        """An attention snapshot and a sample in W&B's types. What cannot be converted is skipped
-        with a message; it is on disk anyway."""
+        """Pictures, pages, tables and histograms as W&B's types. One that fails is skipped with a
+        line on stderr, and so are those after it; the files stay in the run's directory."""
         import wandb
 
         media, pictures, pages, tables, histograms = {}, {}, {}, {}, {}
         if snapshot:
             media, histograms = dict(snapshot.heads), snapshot.histograms
             pictures, pages, tables = snapshot.pictures, snapshot.pages, snapshot.tables
-        if len(pictures) + len(pages) > self.files_left:
-            # A run made longer and longer: the time-lapse has what matters, and comes rarely.
+        if len(pictures) + len(pages) > self.files_left:  # keep the time-lapse, which has few
             pictures = {}
             pages = {key: path for key, path in pages.items() if key == "attention/timelapse"}
         self.files_left -= len(pictures) + len(pages)
         try:
             media |= {key: wandb.Image(str(path)) for key, path in pictures.items()}
-            # inject=False: by default W&B would add a stylesheet from its server to the page.
+            # inject=False: by default W&B adds a stylesheet from its server to the page.
             media |= {key: wandb.Html(str(path), inject=False) for key, path in pages.items()}
             for key, (columns, rows) in tables.items():
                 media[key] = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            if sample and self.files_left > 0 and self._shows_sample(step):
+            is_shown = step == self.last_step or step % max(1, self.sample_every) == 0
+            if sample and is_shown and self.files_left > 0:
                 self.files_left -= 1
                 page = sample_page(sample)
                 media["samples/text"] = wandb.Html(page, inject=False, data_is_not_path=True)
-            # The last ones: of a head whose statistics are nan there is none.
+            # Last, since a head with NaN statistics has no histogram.
             media |= {key: wandb.Histogram(values) for key, values in histograms.items()}
         except Exception as error:
-            print(f"W&B: a picture or page was left out ({_one_line(error)})", file=sys.stderr)
+            _print(f"a picture or page was skipped ({_cause(error)})")
         return media
 
-    def _shows_sample(self, step: int) -> bool:
-        """Whether this one is among the few of a long run that are shown, as the last one is."""
-        return step % self.sample_every == 0 or step == self.last_step
-
     def summary(self, values: dict[str, float]) -> None:
-        """What the run came to, shown in the dashboard's table of runs."""
-        self._do(lambda run: run.summary.update(values))
+        """Sets values of the dashboard's table of runs."""
+        self._call(lambda run: run.summary.update(values))
 
     def alert(self, title: str, text: str, level: str) -> None:
-        """A message to whoever wants them of W&B (WARN or ERROR), where alerts are wished."""
+        """Sends a message if wandb.alerts is set. level: WARN or ERROR."""
         if self.alerts:
-            self._do(lambda run: run.alert(title, text, level, wait_duration=ALERT_SECONDS))
+            self._call(lambda run: run.alert(title, text, level, wait_duration=ALERT_SECONDS))
 
-    def log_model(self, files: list[Path], aliases: list[str], facts: dict) -> str | None:
-        """A version of the run's model, uploaded while the run ends; its name, None without one.
+    def log_model(self, files: list[Path], aliases: list[str], metadata: dict) -> str | None:
+        """Uploads a version of the run's model and waits for it; returns its name, or None.
 
-        The parameters are uploaded from where they are and must stay there until then: a copy would
-        be another 0.5 GB of GPT-2 small, in the user's home. Of the small files W&B makes one.
+        Parameters are uploaded from where they are, without a copy. Offline, `wandb sync` uploads
+        them from there.
         """
-        if (run := self.run) is None:
-            return None
         import wandb
 
+        if (run := self.run) is None:
+            return None
         name = f"model-{run.id}"
-        if not run.offline:
-            place = f"{run.entity}/{run.project}/{name}"
-            folder = shlex.quote(str(files[0].parent))
-            self.put_model = f"wandb artifact put --type model --name {place} {folder}"
-        try:
-            artifact = wandb.Artifact(name, type="model", metadata=facts)
+        seconds = max(MODEL_SECONDS, run.settings.finish_timeout)
+
+        def upload() -> None:
+            artifact = wandb.Artifact(name, type="model", metadata=metadata)
             for file in files:
-                # skip_cache: else W&B would keep another copy of what it has uploaded.
                 policy = "immutable" if file.suffix == ".safetensors" else "mutable"
                 artifact.add_file(str(file.resolve()), policy=policy, skip_cache=True)
-            within(ANSWER_SECONDS, lambda: run.log_artifact(artifact, aliases=aliases))
-        except NoAnswer as error:  # of the server; until that comes, W&B would not end either
-            self.run = None
-            self._left_out(NotRecorded(str(error)), run)
-            _end_service(END_SECONDS)
-            return None
+            logged = run.log_artifact(artifact, aliases=aliases)
+            if not run.offline:
+                logged.wait(timeout=seconds)
+
+        try:
+            call_with_timeout(seconds + CALL_SECONDS, upload)
         except Exception as error:
-            cause, by_hand = _one_line(error), self._by_hand()
-            print(f"W&B: the model was not uploaded ({cause}){by_hand}", file=sys.stderr)
-            self.put_model = ""
+            command = f"wandb artifact put --type model --name {run.entity}/{run.project}/{name}"
+            folder = shlex.quote(str(files[0].parent))
+            _print(f"the model was not uploaded ({_cause(error)}); to do it: {command} {folder}")
             return None
         return name
 
     def finish(self, exit_code: int = 0) -> None:
-        """Ends the run; W&B marks it as failed when the code is not 0."""
-        run = self.run
-        self._do(lambda run: run.finish(exit_code=exit_code), seconds=self._finish_seconds())
-        if self.run is not None:  # else its end was seen to when it was left out
-            _end_service(END_SECONDS)
-            if found := _first_error(run):
-                self._left_out(NotRecorded(found), run)
-        self.run = None
-
-    def _finish_seconds(self) -> float:
-        """How long finish() may take: the uploads, of which an offline run has none, and an
-        answer."""
-        offline = self.run is None or self.run.offline
-        return ANSWER_SECONDS + (0 if offline else self.finish_timeout)
-
-    def _do(self, action: Callable, seconds: float | None = None) -> None:
-        """Does something with the W&B run; when it fails, says so once and goes on without."""
-        run = self.run
-        if run is None:
-            return
-        try:
-            within(seconds or ANSWER_SECONDS, lambda: action(run))
-        except Exception as error:
+        """Uploads what is left and ends the run; with another code than 0 W&B marks it failed."""
+        if self.run:
+            seconds = CALL_SECONDS + self.run.settings.finish_timeout
+            self._call(lambda run: run.finish(exit_code=exit_code), seconds)
+        if self.run:  # finish has not failed
             self.run = None
-            self._left_out(_cause(error), run)
-            _end_service(0 if isinstance(error, NoAnswer) else END_SECONDS)
-        except BaseException:  # a second Ctrl-C: nothing of W&B may wait at exit
-            self.run = None
-            _end_service(0)
-            raise
+            _teardown()
 
-    def _left_out(self, error: Exception, run) -> None:
-        """The one line about it, with what to do when the run is on disk."""
-        cause = _one_line(error)
-        if isinstance(error, TimeoutError):
-            cause = f"the server did not take it within {self.finish_timeout:g} s"
-        if isinstance(error, NotRecorded | TimeoutError) and not run.offline:
-            folder = shlex.quote(str(_recorded_in(run)))
-            later = f"wandb sync --include-online {folder}{self._by_hand()}"
-            what = f"not all was uploaded ({cause}); to do it later: {later}"
-        elif isinstance(error, NotRecorded):
-            what = f"its record has gaps, {ON_DISK} ({cause})"
-        else:
-            what = f"left out, {ON_DISK} ({cause}){self._by_hand()}"
-        print(f"W&B: {what}", file=sys.stderr)
+    def _call(self, action: Callable, seconds: float = CALL_SECONDS) -> None:
+        """Calls action(run). After a failure the run is not used again."""
+        if self.run:
+            try:
+                call_with_timeout(seconds, lambda: action(self.run))
+            except Exception as error:
+                self._give_up(error)
 
-    def _by_hand(self) -> str:
-        """How to upload the model, where it has not gone up and wandb sync would not do it."""
-        return f"; the model by hand: {self.put_model}" if self.put_model else ""
-
-
-def _sample_every(last_step: int, eval_every: int) -> int:
-    """Steps between samples that are shown: of a long run not every validation's is."""
-    return max(1, eval_every * math.ceil(last_step / max(1, eval_every) / MOST_SAMPLES))
+    def _give_up(self, error: Exception) -> None:
+        run, self.run = self.run, None
+        what = f"logging stopped ({_cause(error)}); metrics are in metrics.jsonl"
+        if run:
+            record = shlex.quote(str(_record(run)))
+            what += f"; to upload what was recorded: wandb sync --include-online {record}"
+        _print(what)
+        _teardown()
 
 
 def _start(config: WandbConfig, folder: Path, settings: dict, run_id: str | None):
-    """The W&B run, or None. What goes wrong there is a line on stderr, never a lost run."""
-    if (mode := config.wanted()) == "disabled":
-        return None
-    # Else W&B reports on itself to its makers, for offline runs too, and is waited for at exit.
+    """The W&B run; offline without an API key or when the server cannot be reached."""
+    # Otherwise W&B sends reports of its own errors to its makers, in offline runs too.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ["WANDB_SILENT"] = "true"  # what is to be said is said here
-    logging.raiseExceptions = False  # else each line of its log is a traceback on a full disk
-    try:
-        import wandb
-
-        options = {
-            "entity": config.entity,
-            "project": config.project,
-            "name": config.name or folder.name,
-            "group": config.group,
-            "job_type": config.job_type,
-            "tags": config.tags,
-            "notes": config.notes,
-            "dir": str(folder),
-            "config": settings,
-            "id": run_id,
-            "resume": "allow" if run_id else None,
-            "settings": wandb.Settings(
-                console="off",
-                x_service_wait=ANSWER_SECONDS,
-                disable_git=True,
-                save_code=False,
-                init_timeout=START_SECONDS,
-                finish_timeout=_finish_timeout(config),
-                finish_timeout_raises=True,
-            ),
-        }
-
-        def start(mode: str, seconds: float):
-            with _on_its_own():
-                return within(seconds, lambda: wandb.init(mode=mode, **options))
-
-        if mode != "offline":
-            try:
-                if wandb.login(prompt=False, verify=False):
-                    return start("online", START_SECONDS + 2 * ANSWER_SECONDS)
-                print(
-                    "W&B: no API key found, so this run is recorded offline "
-                    "(wandb login, then wandb sync; wandb=off for none)",
-                    file=sys.stderr,
-                )
-            except NoAnswer:
-                raise
-            except Exception as error:
-                cause = _one_line(error)
-                print(f"W&B: not reached ({cause}); recorded offline instead", file=sys.stderr)
-        return start("offline", 2 * ANSWER_SECONDS)
-    except Exception as error:
-        print(f"W&B: left out, {ON_DISK} ({_one_line(error)})", file=sys.stderr)
-        _end_service(0 if isinstance(error, NoAnswer) else END_SECONDS)
-        return None
-    except BaseException:
-        _end_service(0)
-        raise
-
-
-class NotRecorded(Exception):
-    """W&B has not kept everything that it was given."""
-
-
-def _finish_timeout(config: WandbConfig) -> float:
-    """For how long W&B tries to upload the rest at the end, in seconds."""
-    try:
-        return float(os.environ["WANDB_FINISH_TIMEOUT"])
-    except (KeyError, ValueError):
-        return MODEL_SECONDS if config.log_model else FINISH_SECONDS
-
-
-def _end_service(seconds: float) -> None:
-    """Ends W&B's own process, which has so many seconds for it, and then none: without this it
-    is waited for when Python exits, however long that takes."""
-    if "wandb" not in sys.modules:
-        return
     import wandb
 
-    service = _service()
-    if service and not seconds:
-        service.kill()
-    with contextlib.suppress(Exception):
-        within(seconds or END_SECONDS, wandb.teardown)
-    if service:
-        service.kill()
-        service.wait()
+    options = wandb.Settings(
+        console="off",
+        quiet=True,
+        show_info=False,
+        disable_git=True,
+        save_code=False,
+        init_timeout=START_SECONDS,
+        finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
+        finish_timeout_raises=True,
+    )
+    wandb.setup(options)
+
+    def init(mode: str):
+        return wandb.init(
+            mode=mode,
+            entity=config.entity,
+            project=config.project,
+            name=config.name or folder.name,
+            group=config.group,
+            job_type=config.job_type,
+            tags=config.tags,
+            notes=config.notes,
+            dir=str(folder),
+            config=settings,
+            id=run_id,
+            resume="allow" if run_id else None,
+        )
+
+    def online():
+        return init("online") if wandb.login(prompt=False, verify=False) else None
+
+    if config.wanted() != "offline":
+        try:
+            if run := call_with_timeout(START_SECONDS + CALL_SECONDS, online):
+                return run
+            _print(
+                "no API key found, so this run is recorded offline "
+                "(wandb login, then wandb sync; wandb=off for none)"
+            )
+        except Exception as error:
+            _print(f"not reached ({_cause(error)}); recorded offline instead")
+            _teardown()  # some answers of a server end W&B's own process
+            wandb.setup(options)
+    return call_with_timeout(CALL_SECONDS, lambda: init("offline"))
 
 
-def _service() -> subprocess.Popen | None:
-    """W&B's own process. The library has no name for it that is made for others."""
-    from wandb.sdk import wandb_setup
-
-    found = wandb_setup._singleton
-    for name in ("_connection", "_proc", "_process"):
-        found = getattr(found, name, None)
-    return found
+def _teardown() -> None:
+    """Ends W&B's own process. Python's exit would otherwise wait for it, without a limit."""
+    if wandb := sys.modules.get("wandb"):
+        with contextlib.suppress(Exception):
+            call_with_timeout(TEARDOWN_SECONDS, wandb.teardown)
 
 
-@contextlib.contextmanager
-def _on_its_own():
-    """A process that is started meanwhile has neither stdout nor stderr of ours: W&B's would show
-    traces of its stack, and hold the pipe to `tee` open if it outlived us."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    ours, nowhere = {number: os.dup(number) for number in (1, 2)}, os.open(os.devnull, os.O_WRONLY)
-    try:
-        for number in ours:
-            os.dup2(nowhere, number)
-        yield
-    finally:
-        for number, was in ours.items():
-            os.dup2(was, number)
-            os.close(was)
-        os.close(nowhere)
-
-
-def _recorded_in(run) -> Path:
-    """The folder of a W&B run: below the run's own, or a temporary one if that failed."""
+def _record(run) -> Path:
+    """The folder of a W&B run: below the run's directory, or temporary if that failed."""
     return Path(run.dir).parent
 
 
-def _first_error(run) -> str | None:
-    """What went wrong in W&B's own process, by its log: it gives up on a server that refuses and
-    on a disk that is full, and says nothing of it to anyone."""
-    try:
-        lines = (_recorded_in(run) / "logs" / "debug-internal.log").read_bytes().splitlines()
-    except OSError as error:
-        return str(error)
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            return "its log breaks off"
-        level, message, task, cause = (
-            str(entry.get(key, "")) if isinstance(entry, dict) else ""
-            for key in ("level", "msg", "task", "error")
-        )
-        lost = message.startswith(CARRIERS) or "UploadTask" in task
-        if level.startswith("ERROR") and lost:
-            return f"{message} {cause}"
-    return None
+def _cause(error: Exception) -> str:
+    """The first line of the message: the others give advice about W&B's own settings."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
-def _cause(error: Exception) -> Exception:
-    """The error, or what is behind it when W&B's own process is gone."""
-    service = _service()
-    if service and not isinstance(error, NoAnswer | TimeoutError):
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its connection ends before it does
-            return RuntimeError(f"its process ended with code {service.wait(1)}")
-    return error
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    return text.partition(" Consider increasing the init_timeout")[0]
+def _print(text: str) -> None:
+    print(visible(f"W&B: {text}"), file=sys.stderr)

@@ -25,7 +25,7 @@ from training.checkpoint.format import FILES
 from training.checkpoint.listing import find
 from training.reporting.report import sample_page
 from training.reporting.tracker import NoTracker, Tracker
-from training.reporting.wandb_run import MOST_SAMPLES, WandbConfig
+from training.reporting.wandb_run import MAX_SAMPLES, WandbConfig
 
 OFFLINE = WandbConfig(mode="offline")
 
@@ -33,9 +33,8 @@ OFFLINE = WandbConfig(mode="offline")
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
     """In place of a W&B run: keeps what it is given."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "debug-internal.log").touch()
     run = Mock(id="x", offline=True, dir=str(tmp_path / "files"), rows={}, summary={})
+    run.settings.finish_timeout = 1
     run.log = lambda row, step: run.rows.update({step: row})
     run.init.return_value = run
     monkeypatch.setattr("wandb.init", run.init)
@@ -58,7 +57,7 @@ def test_files_are_limited_also_after_a_resume(tmp_path, recorded, monkeypatch):
     page.write_text("<!doctype html><p>all heads</p>")
     numbers = {"attention_layers/entropy/L00": 0.5}
     look = Snapshot(numbers, {}, {}, {}, {"attention/viewer": page})
-    monkeypatch.setattr("training.reporting.wandb_run.FILES_AT_MOST", 2)
+    monkeypatch.setattr("training.reporting.wandb_run.MAX_FILES", 2)
     for steps in ((0,), (1, 2, 3)):
         tracker = Tracker(OFFLINE, tmp_path, {})
         for step in steps:
@@ -77,7 +76,7 @@ def test_a_long_run_shows_some_of_its_samples(tmp_path, recorded):
         tracker.log({}, step, sample={"step": step, "prompt": "a", "text": "a b"})
     tracker.finish()
     shown = [step for step, row in recorded.rows.items() if "samples/text" in row]
-    assert 30 < len(shown) <= MOST_SAMPLES + 1
+    assert 30 < len(shown) <= MAX_SAMPLES + 1
     assert shown[-1] == 10_500
     assert len({b - a for a, b in itertools.pairwise(shown[:-1])}) == 1
 
