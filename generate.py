@@ -19,7 +19,7 @@ from errors import Problem, refuse, visible
 from training.config.command_line import settings_command
 
 if typing.TYPE_CHECKING:
-    from interop.huggingface import Reader
+    from interop.pretrained import PretrainedModel
 
 MOST = 1_000_000  # tokens, samples
 BETWEEN = "\n---\n"  # two samples
@@ -95,7 +95,7 @@ class GenerateConfig:
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    from interop.huggingface import load_reader
+    from interop.pretrained import load_pretrained
     from training.distributed import device
 
     for stream in (sys.stdin, sys.stdout):  # what an encoding lacks is no error
@@ -103,9 +103,9 @@ def main(settings: GenerateConfig) -> None:
             stream.reconfigure(errors="replace")
     refuse(device.check(settings.device, settings.precision))
     place = device.prepare(settings.device, settings.seed)
-    reader = load_reader(settings.checkpoint)
-    reader.model.to(place)
-    write = Writer(reader, settings)
+    pretrained = load_pretrained(settings.checkpoint)
+    pretrained.model.to(place)
+    write = Writer(pretrained, settings)
     if settings.interactive:
         converse(write)
         return
@@ -119,28 +119,28 @@ def main(settings: GenerateConfig) -> None:
 class Writer:
     """Continues texts on stdout, as the settings say; made once for many of them."""
 
-    def __init__(self, reader: "Reader", settings: GenerateConfig):
+    def __init__(self, pretrained: "PretrainedModel", settings: GenerateConfig):
         from inference.cache import KVCache
         from inference.decoding import Sampling
         from inference.packed_weights import freeze
         from training.distributed.device import DTYPES, best_dtype, compiled_step
 
-        self.reader, self.settings = reader, settings
+        self.pretrained, self.settings = pretrained, settings
         self.sampling: Sampling = Sampling(
             settings.temperature, settings.top_k, settings.top_p, settings.seed
         )
         self.written = 0  # texts so far: each has random draws of its own
         texts = settings.num_samples * len(settings.prompts)
         self.batch_size = min(settings.batch_size, texts)
-        place = reader.model.token_emb.weight.device
+        place = pretrained.model.token_emb.weight.device
         auto = settings.precision == "auto"
         dtype = best_dtype(place) if auto else DTYPES[settings.precision]
         steps = settings.max_new_tokens * -(-texts // self.batch_size)
         steps = MOST if settings.interactive else steps
         compiled = compiled_step(settings.compile, place, steps)
-        freeze(reader.model, dtype, self.batch_size, to_compile=compiled is not None)
+        freeze(pretrained.model, dtype, self.batch_size, to_compile=compiled is not None)
         # Compiled code has one shape, and on a GPU one place in memory.
-        self.cache = KVCache(reader.window, compiled) if compiled else None
+        self.cache = KVCache(pretrained.window, compiled) if compiled else None
 
     def __call__(self, prompts: list[str]) -> None:
         """Shows each prompt with its continuation, the first of a batch as it appears."""
@@ -159,20 +159,20 @@ class Writer:
         when the first one's are asked for: those of the others are then whole."""
         from inference.decoding import generate
 
-        tokenizer, settings = self.reader.tokenizer, self.settings
+        tokenizer, settings = self.pretrained.tokenizer, self.settings
         end = tokenizer.eot_token
         ids = [tokenizer.encode(prompt, allowed_special="all") or [end] for prompt in prompts]
-        if (longest := max(map(len, ids))) > (window := self.reader.window):
+        if (longest := max(map(len, ids))) > (window := self.pretrained.window):
             cause = f"has {longest:,} tokens, and the model reads {window:,}"
             print(f"prompt: {cause}; its beginning is not read", file=sys.stderr)
         if self.cache:
             ids += ids[:1] * (self.batch_size - len(ids))  # which nobody is shown
         steps = generate(
-            self.reader.model,
+            self.pretrained.model,
             ids,
             settings.max_new_tokens,
             self.sampling,
-            self.reader.window,
+            self.pretrained.window,
             end=None if settings.ignore_end else end,
             known=tokenizer.n_vocab,
             first=self.written,
@@ -194,7 +194,7 @@ class Writer:
 
     def decoded(self, tokens: "Iterator[int] | list[int]") -> Iterator[str]:
         """Tokens as text. A character may be spread over several: it comes with its last byte."""
-        tokenizer, end = self.reader.tokenizer, self.reader.tokenizer.eot_token
+        tokenizer, end = self.pretrained.tokenizer, self.pretrained.tokenizer.eot_token
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
             if token != end or self.settings.ignore_end:

@@ -14,11 +14,11 @@ import re
 from pathlib import Path
 
 from interop import hub
-from interop.huggingface import Reader, to_hf
+from interop.huggingface import to_hf
+from interop.pretrained import PretrainedModel
 from tokens import END_OF_TEXT
 from tokens.tokenizers import vocabulary_files
 from training.checkpoint.listing import run_of
-from training.reporting.report import read_rows
 
 LONGEST = 200  # characters of a setting that a card shows
 
@@ -54,15 +54,14 @@ TOKENIZER_WORDS = {
 }
 
 
-def write(reader: Reader, folder: Path) -> None:
-    """Writes all of it into an empty folder."""
-    config, end_of_text = reader.model.config, reader.tokenizer.eot_token
-    ours = {"tokenizer": reader.tokenizer_name, "window": reader.window}
-    to_hf(reader.model, folder, ours | {"qkv_bias": config.qkv_bias})
+def write(pretrained: PretrainedModel, folder: Path, bits_per_byte: float | None = None) -> None:
+    """Writes all of it into an empty folder. bits_per_byte: a figure for the model card."""
+    end_of_text = pretrained.tokenizer.eot_token
+    to_hf(pretrained.model, folder, pretrained.tokenizer_name, pretrained.window)
     ends = {f"{name}_token_id": end_of_text for name in ("bos", "eos", "pad")}
     write_json(folder / "generation_config.json", ends)
-    write_tokenizer(reader, folder)
-    (folder / "README.md").write_text(model_card(reader), encoding="utf-8")
+    write_tokenizer(pretrained, folder)
+    (folder / "README.md").write_text(model_card(pretrained, bits_per_byte), encoding="utf-8")
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -72,12 +71,12 @@ def write_json(file: Path, content: dict) -> None:
 # -------------------------------------------------------------------------------- the tokenizer
 
 
-def write_tokenizer(reader: Reader, folder: Path) -> None:
+def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
     """Files from which AutoTokenizer makes a tokenizer with the ids of ours.
 
     It takes <|endoftext|> written in a text for the token, as data.endoftext=token does.
     """
-    if reader.tokenizer_name == "gpt2":
+    if pretrained.tokenizer_name == "gpt2":
         merges_file, ids_file = vocabulary_files()
         (folder / "merges.txt").write_bytes(merges_file.read_bytes())
         (folder / "vocab.json").write_bytes(ids_file.read_bytes())
@@ -88,7 +87,7 @@ def write_tokenizer(reader: Reader, folder: Path) -> None:
     else:
         ids = {letter: byte for byte, letter in enumerate(byte_letters())}
         merges, kind = [], "PreTrainedTokenizerFast"
-    end_of_text = reader.tokenizer.eot_token
+    end_of_text = pretrained.tokenizer.eot_token
     spaces = {"add_prefix_space": False, "trim_offsets": True, "type": "ByteLevel"}
     special = ("single_word", "lstrip", "rstrip", "normalized")
     content = {
@@ -120,7 +119,7 @@ def write_tokenizer(reader: Reader, folder: Path) -> None:
     write_json(folder / "tokenizer.json", content)
     settings = {
         "tokenizer_class": kind,
-        "model_max_length": reader.window,
+        "model_max_length": pretrained.window,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "bos_token": END_OF_TEXT,
@@ -141,21 +140,21 @@ def byte_letters() -> list[str]:
 # ------------------------------------------------------------------------------- the model card
 
 
-def model_card(reader: Reader) -> str:
+def model_card(pretrained: PretrainedModel, bits_per_byte: float | None = None) -> str:
     """What the model is, in Markdown. Whatever comes from files is escaped or left out."""
-    model, config, state = reader.model, reader.model.config, reader.state
+    model, config, state = pretrained.model, pretrained.model.config, pretrained.state
     settings = state.settings if state else {}
     source = settings.get("trainer", {}).get("init_from")
     name = str(source).removeprefix("hub:")
     of_hub = hub.is_named(source) and hub.NAME.fullmatch(name)
     start = f", which began with the weights of {escaped(bare(source))}" if source else ""
-    of = f" of {config.context_length:,}" if reader.window < config.context_length else ""
+    of = f" of {config.context_length:,}" if pretrained.window < config.context_length else ""
     biases = "" if config.qkv_bias else " It has no biases of queries, keys and values: zeros here."
-    rows = figures(reader)
-    run = state and run_of(reader.folder)
+    rows = figures(pretrained, bits_per_byte)
+    run = state and run_of(pretrained.folder)
     return CARD.format(
         base=f'base_model: "{name}"\n' if of_hub else "",
-        new=max(1, min(40, reader.window - 8)),
+        new=max(1, min(40, pretrained.window - 8)),
         title=escaped(run.name if run else "GPT-2"),
         parameters=f"{model.num_parameters():,}",
         layers=config.num_layers,
@@ -163,26 +162,26 @@ def model_card(reader: Reader) -> str:
         width=config.emb_dim,
         start=start,
         trained=f"Trained for {state.step:,} steps." if state else "Weights alone, as imported.",
-        window=f"{reader.window:,}",
+        window=f"{pretrained.window:,}",
         of=of,
-        tokenizer=TOKENIZER_WORDS[reader.tokenizer_name],
+        tokenizer=TOKENIZER_WORDS[pretrained.tokenizer_name],
         biases=biases,
         rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
     )
 
 
-def figures(reader: Reader) -> dict[str, str]:
+def figures(pretrained: PretrainedModel, bits_per_byte: float | None) -> dict[str, str]:
     """What is known of the model, by name, ready for Markdown."""
-    config, state = reader.model.config, reader.state
+    config, state = pretrained.model.config, pretrained.state
     found: dict[str, object] = {
         "vocabulary": config.vocab_size,
         "context length": config.context_length,
-        "learned positions": reader.window,
+        "learned positions": pretrained.window,
     }
     if state:
         found |= {"steps": state.step, "tokens trained on": state.tokens}
         found["validation loss (nats per token)"] = state.val_loss
-        found["bits per byte"] = bits_per_byte(reader)
+        found["bits per byte"] = bits_per_byte
         wanted = {
             "data": ("path", "synthetic", "tokenizer", "max_length"),
             "optimizer": ("name", "lr", "weight_decay", "schedule"),
@@ -196,15 +195,6 @@ def figures(reader: Reader) -> dict[str, str]:
                 is_place = key in ("path", "init_from")
                 found[f"`{group}.{key}`"] = bare(value) if is_place else value
     return {key: text for key, value in found.items() if (text := shown(value))}
-
-
-def bits_per_byte(reader: Reader) -> float | None:
-    """Of the validation at the checkpoint's step, where the run's log has it."""
-    run = run_of(reader.folder)
-    for row in read_rows(run / "metrics.jsonl") if run else ():
-        if row.get("step") == reader.state.step and "val/bits_per_byte" in row:
-            return row["val/bits_per_byte"]
-    return None
 
 
 def bare(value: object) -> object:

@@ -1,19 +1,16 @@
-"""Hugging Face GPT-2 weights, in and out: `from_hf` and `to_hf`; and `load_reader`, which has of
-any trained model, theirs or ours, what it takes to read and write text with it.
+"""Hugging Face GPT-2 directories, in and out: `from_hf` and `to_hf`.
 
-The only file that speaks Hugging Face's names. Their layout differs from ours in three ways:
-queries, keys and values lie side by side in one matrix `c_attn`; every projection is a `Conv1D`,
-whose weight is the transpose of a Linear's; and files may carry a `transformer.` prefix and old
-causal-mask buffers. The files are plain safetensors and JSON, read and written here; the
-transformers library is not needed. Weights may also lie in shards, or in a pytorch_model.bin.
+The only file with Hugging Face's parameter names. Their layout differs from ours in three ways:
+queries, keys and values are concatenated in one matrix `c_attn`; every projection is a `Conv1D`,
+whose weight is the transpose of a Linear's; and files may have a `transformer.` prefix and old
+causal-mask buffers. The files are safetensors and JSON, read and written here without the
+transformers library. Weights may also be in shards, or in a pytorch_model.bin.
 """
 
 import json
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -24,17 +21,12 @@ from files import open_regular, read_json
 from interop import hub
 from model import GPT, ModelConfig
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
-from training.checkpoint.format import LARGEST_STATE, State
-from training.checkpoint.listing import find, nearest_run
-from training.checkpoint.tensors import is_pickle, load_model, model_of, read_tensors
-
-if TYPE_CHECKING:
-    import tiktoken
+from training.checkpoint.format import LARGEST_STATE
+from training.checkpoint.tensors import is_pickle, model_of, read_tensors
 
 CONFIG = "config.json"
 WHOLE, INDEX, OLD = "model.safetensors", "model.safetensors.index.json", hub.OLD
-OURS = "clearhead"  # the key of config.json under which an export of ours says what GPT-2's lacks
-OF_READERS = ("tokenizer", "window")  # of that
+OURS = "clearhead"  # the key of config.json for what GPT-2's settings lack: tokenizer and window
 
 # ours: (theirs, transposed)
 BLOCK = {
@@ -75,7 +67,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     Raises CheckpointError when it is no GPT-2, or one that computes something else.
     """
     folder = Path(folder)
-    config = _model_config(folder / CONFIG, attention)
+    config = model_config(folder / CONFIG, attention)
     file, tensors = _weights(folder)
     theirs = {
         name.removeprefix("transformer."): value
@@ -96,19 +88,21 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     return model_of(config, ours, file)
 
 
-def to_hf(model: GPT, folder: str | Path, ours: dict | None = None) -> None:
+def to_hf(
+    model: GPT, folder: str | Path, tokenizer: str | None = None, window: int | None = None
+) -> None:
     """Writes config.json and model.safetensors such that transformers loads the same model.
 
-    ours: what `load_reader` finds again, {"tokenizer": name, "window": positions, ...}.
+    tokenizer, window: the name of the tokenizer and the number of trained positions, for
+    `load_pretrained`. Without a tokenizer, the vocabulary size decides (`usual_tokenizer`).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     theirs = {name: value.contiguous().clone() for name, value in hf_tensors(model).items()}
     save_file(theirs, folder / WHOLE, {"format": "pt"})
     c = model.config
-    end_of_text = min(50256, c.vocab_size - 1)  # the last id of GPT-2's and of the byte tokenizer
-    if ours:
-        end_of_text = get_tokenizer(ours["tokenizer"]).eot_token
+    name = tokenizer or usual_tokenizer(c.vocab_size)
+    end_of_text = get_tokenizer(name).eot_token if name else None
     settings = REQUIRED | {
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": c.vocab_size,
@@ -124,10 +118,20 @@ def to_hf(model: GPT, folder: str | Path, ours: dict | None = None) -> None:
         "eos_token_id": end_of_text,
         "use_cache": True,
     }
-    settings |= {OURS: ours} if ours else {}
+    if tokenizer:
+        window = window or c.context_length
+        settings[OURS] = {"tokenizer": tokenizer, "window": window, "qkv_bias": c.qkv_bias}
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    # Which the library makes for its user's eyes alone.
+    # safetensors gives its file a mode that other users cannot read.
     (folder / WHOLE).chmod((folder / CONFIG).stat().st_mode)
+
+
+def usual_tokenizer(vocab_size: int) -> str | None:
+    """The tokenizer of weights that do not name one: bytes for exactly their number of ids, GPT-2's
+    for its number of ids or more; None for another vocabulary."""
+    if vocab_size == TOKENIZERS["byte"]:
+        return "byte"
+    return "gpt2" if vocab_size >= TOKENIZERS["gpt2"] else None
 
 
 def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
@@ -151,84 +155,7 @@ def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
     return theirs
 
 
-def load_any(path: str | Path, key: str = "checkpoint") -> tuple[GPT, State | None]:
-    """The model of a run, a checkpoint, a Hugging Face directory or hub:NAME; of the latter two
-    there is no state.
-
-    Raises CheckpointError, naming the setting `key`, when the path is none of these.
-    """
-    _, model, state = _load(path, key)
-    return model, state
-
-
-def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
-    """The folder that a path means, and what is in it."""
-    for tries_left in (2, 1, 0):
-        folder = _folder(path, key)
-        try:
-            if (folder / CONFIG).is_file():
-                return folder, from_hf(folder), None
-            return folder, *load_model(folder)
-        except DamagedCheckpointError:
-            if folder.exists() or not tries_left:
-                raise  # else a run that goes on meanwhile has removed it, for a newer one
-    raise AssertionError
-
-
-def _folder(path: str | Path, key: str) -> Path:
-    """The checkpoint or the Hugging Face directory that a path means."""
-    text = str(path)
-    if hub.is_named(text):
-        return hub.fetch(text, key, check=_model_config)
-    if (Path(path) / CONFIG).is_file():
-        return Path(path)
-    is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
-    if is_name and not os.path.lexists(text) and not nearest_run(Path(text)):
-        fix = f"give a run or a checkpoint; of the Hugging Face hub, hub:{text} fetches it"
-        raise CheckpointError(key, text, "no such directory", fix)
-    return find(path, key)
-
-
-@dataclass
-class Reader:
-    """A trained model with what it takes to read and write text with it."""
-
-    model: GPT  # in eval mode
-    tokenizer_name: str
-    tokenizer: "tiktoken.Encoding"
-    window: int  # so many positions have learned something; the model may have more
-    state: State | None  # of weights alone, None
-    folder: Path  # the checkpoint, or the Hugging Face directory, that it was read from
-
-
-def load_reader(path: str | Path, key: str = "checkpoint") -> Reader:
-    """What `load_any` loads, with its tokenizer and the window that it was trained with.
-
-    A directory that was exported from a run says both; other weights are GPT-2's, or with 257 ids
-    of bytes, and know all their positions. Raises CheckpointError, naming the setting `key`.
-    """
-    folder, model, state = _load(path, key)
-    vocab_size, context = model.config.vocab_size, model.config.context_length
-    if state:
-        data = state.settings["data"]
-        name, window = data.get("tokenizer"), data.get("max_length")
-        said = f"its settings name tokenizer {name!r:.40} and max_length {window!r:.40}"
-    else:
-        usual = "byte" if vocab_size == TOKENIZERS["byte"] else "gpt2"
-        ours = {"tokenizer": usual, "window": context}
-        ours = _settings_in(folder / CONFIG).get(OURS, ours)
-        name, window = (ours.get(k) if isinstance(ours, dict) else None for k in OF_READERS)
-        said = f"its {CONFIG} names under {OURS} tokenizer {name!r:.40} and window {window!r:.40}"
-    known = isinstance(name, str) and name in TOKENIZERS
-    if not known or type(window) is not int or not 1 <= window <= context:
-        raise CheckpointError(key, path, said, "use another one")
-    if vocab_size < (needed := TOKENIZERS[name]):
-        cause = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"
-        raise CheckpointError(key, path, cause, "use a model of that tokenizer")
-    return Reader(model, name, get_tokenizer(name), window, state, folder)
-
-
-def _settings_in(file: Path) -> dict:
+def read_config(file: Path) -> dict:
     """What a config.json holds; CheckpointError when it is none."""
     try:
         theirs = read_json(file, LARGEST_STATE)
@@ -257,7 +184,7 @@ def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """The tensors of all the files that an index names."""
-    places = _settings_in(index).get("weight_map")
+    places = read_config(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
         raise CheckpointError("checkpoint", index, "has no weight_map of texts", "use another one")
     tensors: dict[str, Tensor] = {}
@@ -315,8 +242,8 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
-    theirs = _settings_in(file)
+def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
+    theirs = read_config(file)
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:
             cause = f"{key} is {theirs[key]!r:.80}, and our model computes {needed!r} only"

@@ -12,9 +12,13 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from errors import Problem, message_of, refuse, visible
 from training.config.command_line import settings_command
+
+if TYPE_CHECKING:
+    from interop.pretrained import PretrainedModel
 
 
 @dataclass
@@ -66,15 +70,15 @@ def main(settings: ExportConfig) -> None:
 
     from files import make_folder, rename, sync, temporary_name
     from interop import export
-    from interop.huggingface import load_reader
+    from interop.pretrained import load_pretrained
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half made goes, too
-    reader = load_reader(settings.checkpoint)
+    pretrained = load_pretrained(settings.checkpoint)
     out = Path(os.path.abspath(settings.out))
     part = temporary_name(out)
     try:
         make_folder(part)
-        export.write(reader, part)
+        export.write(pretrained, part, bits_per_byte(pretrained))
         for file in part.iterdir():
             sync(file)
         sync(part)
@@ -86,10 +90,24 @@ def main(settings: ExportConfig) -> None:
         shutil.rmtree(part, ignore_errors=True)
     size = sum(file.stat().st_size for file in out.iterdir())
     print(visible(f"{settings.out}: {len(list(out.iterdir()))} files, {size / 1e6:,.1f} MB"))
-    where = f"from {reader.folder.name}, " if reader.state else ""
-    print(f"{where}{reader.model.num_parameters():,} parameters, {reader.window:,} positions")
+    where = f"from {pretrained.folder.name}, " if pretrained.state else ""
+    print(
+        f"{where}{pretrained.model.num_parameters():,} parameters, {pretrained.window:,} positions"
+    )
     load = f"transformers.pipeline('text-generation', model={str(settings.out)!r})"
     print(visible(f"load it: {load}; README.md there says more"))
+
+
+def bits_per_byte(pretrained: "PretrainedModel") -> float | None:
+    """The validation figure of the checkpoint's step, if the log of its run has it."""
+    from training.checkpoint.listing import run_of
+    from training.reporting.report import read_rows
+
+    run = pretrained.state and run_of(pretrained.folder)
+    for row in read_rows(run / "metrics.jsonl") if run else ():
+        if row["step"] == pretrained.state.step and "val/bits_per_byte" in row:
+            return row["val/bits_per_byte"]
+    return None
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def inspect(path: str, key: str, settings: InspectConfig, device) -> dict:
     """One model's data for the page; prints its strongest heads of each kind."""
     import torch
 
-    from interop.huggingface import load_reader
+    from interop.pretrained import load_pretrained
     from lens import Lens
     from lens.history import strongest
     from lens.page import frame_data, run_data
@@ -90,7 +90,7 @@ def inspect(path: str, key: str, settings: InspectConfig, device) -> dict:
     from lens.statistics import STATISTICS
     from tokens.synthetic import SYMBOLS
 
-    reader = load_reader(path, key)
+    reader = load_pretrained(path, key)
     model, tokenizer, state = reader.model.to(device), reader.tokenizer, reader.state
     is_synthetic = bool(state and state.settings["data"].get("synthetic"))
     lens = Lens(

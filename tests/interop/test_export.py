@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from inference.decoding import Sampling
 from inference.decoding import generate as decode
 from interop import export
-from interop.huggingface import load_reader, to_hf
+from interop.huggingface import to_hf
+from interop.pretrained import load_pretrained
 from scripts.export_hf import main
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
@@ -60,7 +61,7 @@ def test_ids_are_tiktokens(home, name):
     import transformers
 
     theirs = transformers.AutoTokenizer.from_pretrained(home / name)
-    ours = load_reader(home / name).tokenizer
+    ours = load_pretrained(home / name).tokenizer
     assert len(theirs) == ours.n_vocab
     assert theirs.eos_token_id == theirs.bos_token_id == ours.eot_token
     assert theirs("a<|endoftext|>b")["input_ids"].count(ours.eot_token) == 1
@@ -84,11 +85,11 @@ def test_pipeline_generates_our_tokens(home, name):
 
     generate = transformers.pipeline("text-generation", model=str(home / name), device="cpu")
     (found,) = generate("The quick fox", max_new_tokens=5, do_sample=False)
-    reader = load_reader(home / SOURCES[name])
-    ids = reader.tokenizer.encode("The quick fox")
-    tokens = [token for (token,) in decode(reader.model, [ids], 5, Sampling(temperature=0))]
-    assert found["generated_text"] == "The quick fox" + reader.tokenizer.decode(tokens)
-    assert generate.tokenizer.model_max_length == reader.window
+    pretrained = load_pretrained(home / SOURCES[name])
+    ids = pretrained.tokenizer.encode("The quick fox")
+    tokens = [token for (token,) in decode(pretrained.model, [ids], 5, Sampling(temperature=0))]
+    assert found["generated_text"] == "The quick fox" + pretrained.tokenizer.decode(tokens)
+    assert generate.tokenizer.model_max_length == pretrained.window
 
 
 def test_files_and_what_we_read_back(home):
@@ -97,7 +98,7 @@ def test_files_and_what_we_read_back(home):
         assert {file.name for file in (home / name).iterdir()} == files
     weights = [home / name / "model.safetensors" for name in ("gpt2", "words")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    theirs, ours = load_reader(home / "bytes"), load_reader(home / "runs" / "one")
+    theirs, ours = load_pretrained(home / "bytes"), load_pretrained(home / "runs" / "one")
     assert (theirs.tokenizer_name, theirs.window) == (ours.tokenizer_name, ours.window)
     assert (theirs.window, theirs.model.config.context_length) == (32, 64)
     assert theirs.model.config.qkv_bias  # zeros, as GPT-2 always has some
@@ -169,13 +170,13 @@ def test_card_escapes_what_comes_from_the_run(home, tmp_path, run):
 
 
 def test_card_names_the_initial_weights(home):
-    reader = load_reader(home / "runs" / "one")
-    source = reader.state.settings["trainer"]
+    pretrained = load_pretrained(home / "runs" / "one")
+    source = pretrained.state.settings["trainer"]
     source["init_from"] = "hub:openai-community/gpt2"
-    head, _ = front_matter(export.model_card(reader))
+    head, _ = front_matter(export.model_card(pretrained))
     assert head["base_model"] == "openai-community/gpt2"
     source["init_from"] = "/home/me/folder"
-    head, body = front_matter(export.model_card(reader))
+    head, body = front_matter(export.model_card(pretrained))
     assert "base_model" not in head
     assert "/home/me" not in body
 
@@ -197,7 +198,7 @@ def test_bad_arguments_change_nothing(run, home, tmp_path):
 def test_stopped_halfway_leaves_nothing(run, tmp_path, monkeypatch):
     for code in (143, 2):
 
-        def model_card(reader, code=code):
+        def model_card(*_, code=code):
             assert len(list(tmp_path.glob("out.part-*/*"))) >= 5
             if code == 143:
                 os.kill(os.getpid(), signal.SIGTERM)

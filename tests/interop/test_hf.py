@@ -13,7 +13,8 @@ from helpers.settings import settings
 from safetensors.torch import load_file, save_file
 
 from errors import CheckpointError
-from interop.huggingface import from_hf, hf_tensors, load_reader, to_hf
+from interop.huggingface import from_hf, hf_tensors, to_hf
+from interop.pretrained import load_pretrained
 from model import GPT, ModelConfig
 
 VOCAB_SIZE = 61
@@ -186,6 +187,7 @@ def test_transformers_and_we_load_what_we_write(tmp_path, qkv_bias):
         folder, attn_implementation="eager", output_loading_info=True
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert theirs.config.eos_token_id is None  # no tokenizer has this vocabulary
     with torch.no_grad():
         expected, _ = ours(IDS)
         logits = theirs.eval()(IDS).logits
@@ -202,23 +204,23 @@ def test_transformers_and_we_load_what_we_write(tmp_path, qkv_bias):
 
 def test_tokenizer_and_window_of_a_directory(folder, tmp_path):
     to_hf(tiny_model(vocab_size=257, context_length=32), tmp_path)
-    reader = load_reader(tmp_path)  # byte-level by its vocabulary, with all positions
-    assert (reader.tokenizer_name, reader.window, reader.state) == ("byte", 32, None)
+    pretrained = load_pretrained(tmp_path)  # byte-level by its vocabulary, with all positions
+    assert (pretrained.tokenizer_name, pretrained.window, pretrained.state) == ("byte", 32, None)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
 
     def with_key(value):
         file.write_text(json.dumps(config | {"clearhead": value}))
-        return load_reader(tmp_path, "trainer.init_from")
+        return load_pretrained(tmp_path, "trainer.init_from")
 
-    reader = with_key({"tokenizer": "byte", "window": 20})
-    assert (reader.tokenizer_name, reader.window) == ("byte", 20)
+    pretrained = with_key({"tokenizer": "byte", "window": 20})
+    assert (pretrained.tokenizer_name, pretrained.window) == ("byte", 20)
     for value in ({"tokenizer": "gpt3", "window": 20}, {"tokenizer": "byte", "window": 33}, None):
         with refused(CheckpointError, "trainer.init_from", tmp_path):
             with_key(value)
             raise AssertionError(value)
     with refused(CheckpointError, "checkpoint", folder):  # fewer ids than the tokenizer has
-        load_reader(folder)
+        load_pretrained(folder)
 
 
 def test_models_that_compute_something_else_and_bad_sizes(place, weights):

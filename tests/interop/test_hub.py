@@ -17,7 +17,8 @@ from huggingface_hub import constants
 
 from errors import CheckpointError
 from interop import hub
-from interop.huggingface import load_reader, to_hf
+from interop.huggingface import to_hf
+from interop.pretrained import load_pretrained
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -97,9 +98,9 @@ def model(server, tmp_path):
 
 
 def check_is(model, name):
-    reader = load_reader(name)
-    assert (reader.tokenizer_name, reader.window) == ("byte", 16)
-    assert_same(reader.model.state_dict(), model.state_dict())
+    pretrained = load_pretrained(name)
+    assert (pretrained.tokenizer_name, pretrained.window) == ("byte", 16)
+    assert_same(pretrained.model.state_dict(), model.state_dict())
 
 
 def fetched(server):
@@ -109,7 +110,7 @@ def fetched(server):
 
 def error_of(name):
     with refused(CheckpointError, "trainer.init_from", name) as caught:
-        load_reader(name, "trainer.init_from")
+        load_pretrained(name, "trainer.init_from")
     return caught.value
 
 
@@ -134,7 +135,7 @@ def test_weights_of_another_kind_of_model_are_not_fetched(server, model, new_pro
     config.write_text(config.read_text().replace('"gpt2"', '"bert"'))
     new_process()
     with refused(CheckpointError, "checkpoint") as caught:
-        load_reader("hub:some/model")
+        load_pretrained("hub:some/model")
     assert "bert" in caught.value.reason
     assert fetched(server) == {"config.json"}
 

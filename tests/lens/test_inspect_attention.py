@@ -10,7 +10,8 @@ from helpers.refusals import printed_keys
 from helpers.runs import train_in
 
 from data import get_tokenizer
-from interop.huggingface import load_any, to_hf
+from interop.huggingface import to_hf
+from interop.pretrained import load_pretrained
 from lens.page import read, unpacked
 from lens.probe import from_codes, triangle_to_square
 from scripts.inspect_attention import main
@@ -37,7 +38,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     assert run["prompts"][0]["text"] == "".join(run["prompts"][0]["tokens"]) == "The fox."
     (frame,) = run["frames"]
     assert frame["step"] == 4
-    model, _ = load_any(home / "runs" / "one")
+    model = load_pretrained(home / "runs" / "one").model
     ids = torch.tensor([get_tokenizer("byte").encode("The fox.")])
     raw = np.frombuffer(unpacked(frame["weights"]), np.uint8)[: 2 * 2 * 8 * 9 // 2]
     shown = triangle_to_square(from_codes(raw.reshape(2, 2, -1)))

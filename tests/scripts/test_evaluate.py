@@ -12,9 +12,10 @@ from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
 from data import DataConfig, get_tokenizer, load_datasets
+from inference.perplexity import Rule, Windows
 from interop.huggingface import to_hf
 from model import GPT, ModelConfig
-from scripts.evaluate import Rule, Windows, main
+from scripts.evaluate import main
 from tokens.encoding import encode_text
 from tokens.stream import TokenStream
 from tokens.synthetic import IGNORED

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from errors import Problem
-from interop.huggingface import load_reader
+from interop.pretrained import load_pretrained
 from model import GPT, ModelConfig
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def initial_weights(settings: "Settings") -> tuple[GPT | None, list[Problem], li
     keys and values that the weights lack begin as zeros; for positions see `positions`.
     """
     source, wanted = settings.trainer.init_from, settings.model
-    reader = load_reader(source, "trainer.init_from")
-    given, theirs = reader.model.config, f"the weights of trainer.init_from={source}"
+    pretrained = load_pretrained(source, "trainer.init_from")
+    given, theirs = pretrained.model.config, f"the weights of trainer.init_from={source}"
     differing = {key for key in SHAPE if getattr(given, key) != getattr(wanted, key)}
     if wanted.qkv_bias:
         differing.discard("qkv_bias")
@@ -39,14 +39,17 @@ def initial_weights(settings: "Settings") -> tuple[GPT | None, list[Problem], li
             fix = f"use model={preset}" if preset else f"use model.{key}={have}"
             cause = f"{theirs} have {have}"
             problems.append((f"model.{key}", getattr(wanted, key), cause, fix))
-    if (name := settings.data.tokenizer) != (needed := reader.tokenizer_name):
+    if (name := settings.data.tokenizer) != (needed := pretrained.tokenizer_name):
         cause = f"{theirs} were trained with {needed}"
         problems.append(("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
     if problems:
         return None, problems, []
-    weights = reader.model.state_dict()
+    weights = pretrained.model.state_dict()
     weights["pos_emb.weight"], notes = positions(
-        weights["pos_emb.weight"], reader.window, wanted.context_length, settings.data.max_length
+        weights["pos_emb.weight"],
+        pretrained.window,
+        wanted.context_length,
+        settings.data.max_length,
     )
     with torch.device("meta"):  # nothing is held twice
         fresh = GPT(wanted)

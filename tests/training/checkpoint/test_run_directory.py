@@ -14,7 +14,7 @@ from helpers.refusals import SPECIAL_FILES, refused
 from helpers.runs import change_state, copied, rows, seal, train_in
 
 from errors import CheckpointError, DamagedCheckpointError, RunFileError
-from interop.huggingface import load_reader
+from interop.pretrained import load_pretrained
 from train import fit
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing, tensors
@@ -148,7 +148,7 @@ def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_wai
         before = (newest / name).read_bytes()
         FIFO(newest / name)
         of_model = name != "optimizer.safetensors"
-        for read in (resumed, lambda: load_reader(run)) if of_model else (resumed,):
+        for read in (resumed, lambda: load_pretrained(run)) if of_model else (resumed,):
             with refused(DamagedCheckpointError, "checkpoint", newest / name, 3):
                 read()
         (newest / name).unlink()
@@ -181,12 +181,12 @@ def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, n
         return real(file, *rest)
 
     monkeypatch.setattr(module, name, read)
-    reader = load_reader(run / path)
+    reader = load_pretrained(run / path)
     assert (reader.state.step, reader.folder.name) == (5, "step_00000005")
     assert (unpruned, capsys.readouterr().err) == ([], "")
     named = run / "checkpoints" / "step_00000004"
     with refused(CheckpointError, "checkpoint", named.resolve() / "state.json"):
-        load_reader(named)
+        load_pretrained(named)
 
 
 NAN, HUGE = math.nan, 10**400
@@ -223,7 +223,7 @@ def test_invalid_states_are_refused_by_name(trained, tmp_path):
     for text in TEXTS:
         (copy / "state.json").write_text(text)
         seal(copy)
-        for read in (checkpoint.load_state, load_reader):
+        for read in (checkpoint.load_state, load_pretrained):
             with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
                 read(copy)
             assert len(str(caught.value)) < 2000, text[:20]

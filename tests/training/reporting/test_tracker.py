@@ -18,7 +18,7 @@ from helpers.refusals import refused
 from helpers.runs import contents, repeatable_rows, rows, train_in
 
 from errors import DamagedCheckpointError
-from interop.huggingface import load_any
+from interop.pretrained import load_pretrained
 from lens import Snapshot
 from lens.statistics import STATISTICS
 from training.checkpoint.format import FILES
@@ -180,7 +180,8 @@ def test_rows_configuration_and_summary(watched):
     for record in records:
         if record["type"] == "summary":
             summary |= record["summary"]["update"]
-    model, state = load_any(folder / "checkpoints" / "best")
+    pretrained = load_pretrained(folder / "checkpoints" / "best")
+    model, state = pretrained.model, pretrained.state
     assert summary["best_val_loss"] == pytest.approx(state.val_loss)
     assert summary["parameters"] == model.num_parameters()
     assert summary["exit_code"] == 0
@@ -201,7 +202,7 @@ def test_uploaded_model_can_be_loaded(watched, tmp_path):
         shutil.copy(file["local_path"], tmp_path / file["path"])
     names = {"model.safetensors", "state.json", "SHA256SUMS", "config.yaml"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    _, state = load_any(tmp_path)  # its checksums fit
+    state = load_pretrained(tmp_path).state  # its checksums fit
     assert state.step == int(best.name[5:])
     assert json.loads(artifact["metadata"])["val_loss"] == pytest.approx(state.val_loss)
     with refused(DamagedCheckpointError, "checkpoint", tmp_path / "optimizer.safetensors"):

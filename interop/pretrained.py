@@ -1,0 +1,99 @@
+"""A trained model, loaded from a run, a checkpoint, a Hugging Face directory or hub:NAME.
+
+pretrained = load_pretrained("runs/NAME")
+ids = pretrained.tokenizer.encode("The ferry bell")
+logits, _ = pretrained.model(torch.tensor([ids]))
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from errors import CheckpointError, DamagedCheckpointError
+from interop import hub
+from interop.huggingface import (
+    CONFIG,
+    OURS,
+    from_hf,
+    model_config,
+    read_config,
+    usual_tokenizer,
+)
+from model import GPT
+from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from training.checkpoint.format import State
+from training.checkpoint.listing import find, nearest_run
+from training.checkpoint.tensors import load_model
+
+if TYPE_CHECKING:
+    import tiktoken
+
+
+@dataclass
+class PretrainedModel:
+    """A trained model with its tokenizer and what is known of its training."""
+
+    model: GPT  # in eval mode
+    tokenizer_name: str
+    tokenizer: "tiktoken.Encoding"
+    window: int  # the number of trained positions; the model may have more
+    state: State | None  # None for a Hugging Face directory
+    folder: Path  # the checkpoint, or the Hugging Face directory, that it was read from
+
+
+def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedModel:
+    """Loads a trained model from a run, a checkpoint, a Hugging Face directory or hub:NAME.
+
+    A Hugging Face directory that was exported from a run names its tokenizer and window. Others
+    have GPT-2's tokenizer, or with 257 ids that of bytes, and all positions trained. Raises
+    CheckpointError, naming the setting `key`.
+    """
+    folder, model, state = _load(path, key)
+    vocab_size, context = model.config.vocab_size, model.config.context_length
+    if state:
+        data = state.settings["data"]
+        name, window = data.get("tokenizer"), data.get("max_length")
+        given = f"its settings have tokenizer {name!r:.40} and max_length {window!r:.40}"
+    else:
+        usual = {"tokenizer": usual_tokenizer(vocab_size) or "gpt2", "window": context}
+        ours = read_config(folder / CONFIG).get(OURS, usual)
+        ours = ours if isinstance(ours, dict) else {}
+        name, window = ours.get("tokenizer"), ours.get("window")
+        given = f"its {CONFIG} has under {OURS} tokenizer {name!r:.40} and window {window!r:.40}"
+    known = isinstance(name, str) and name in TOKENIZERS
+    if not known or type(window) is not int or not 1 <= window <= context:
+        raise CheckpointError(key, path, given, "use another one")
+    if vocab_size < (needed := TOKENIZERS[name]):
+        reason = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"
+        raise CheckpointError(key, path, reason, "use a model of that tokenizer")
+    return PretrainedModel(model, name, get_tokenizer(name), window, state, folder)
+
+
+def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
+    """The directory that a path means, and the model and state in it."""
+    for tries_left in (2, 1, 0):
+        folder = _folder(path, key)
+        try:
+            if (folder / CONFIG).is_file():
+                return folder, from_hf(folder), None
+            return folder, *load_model(folder)
+        except DamagedCheckpointError:
+            # A run that is still training may have replaced the checkpoint by a newer one.
+            if folder.exists() or not tries_left:
+                raise
+    raise AssertionError
+
+
+def _folder(path: str | Path, key: str) -> Path:
+    """The checkpoint or the Hugging Face directory that a path means."""
+    text = str(path)
+    if hub.is_named(text):
+        return hub.fetch(text, key, check=model_config)
+    if (Path(path) / CONFIG).is_file():
+        return Path(path)
+    is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
+    if is_name and not os.path.lexists(text) and not nearest_run(Path(text)):
+        hint = f"give a run or a checkpoint; hub:{text} fetches it from the Hugging Face hub"
+        raise CheckpointError(key, text, "no such directory", hint)
+    return find(path, key)
