@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.implementations import Implementation, Variant
 from errors import ClearheadError, message_of
 from model import GPT
+from training.distributed.device import best_dtype
 from training.distributed.strategy import Strategy
 from training.optim.nonfinite import NonFiniteCheck
 from training.optim.optimizers import OptimizerConfig, build_optimizer
@@ -83,7 +84,8 @@ class OurRunner(Runner):
     def set_up(self, weights: GPT, optimizer: OptimizerConfig) -> None:
         self.model = self.strategy.prepare_model(weights.config, lambda: copy.deepcopy(weights))
         self.fast_model = self.strategy.wrap(self.model, self.variant.compiled)
-        self.optimizer = build_optimizer(self.model, optimizer)
+        muon_dtype = best_dtype(self.strategy.device)
+        self.optimizer = build_optimizer(self.model, optimizer, muon_dtype)
         self.check = NonFiniteCheck(10, self.strategy.device)
 
     def step(self, input_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,8 @@ from training.distributed import device, launch
 from training.distributed.strategy import Strategy, build_strategy
 from training.evaluation import Evaluator, Validation
 from training.optim.nonfinite import NonFiniteCheck
-from training.optim.optimizers import build_optimizer, learning_rate
+from training.optim.optimizers import build_optimizer
+from training.optim.schedule import learning_rate
 from training.planning.micro_batch import check_memory, find_micro_batch
 from training.reporting import summary
 from training.reporting.console import Console
@@ -98,7 +99,8 @@ def _build(config: Settings, strategy: Strategy, signals: StopSignals, closing: 
     data = load_data(config, strategy, start, notes)
     model = build_model(config, strategy, start, notes)
     trained_model, is_compiled = wrap_model(config, strategy, model)
-    optimizer = build_optimizer(model, config.optimizer)
+    muon_dtype = device.best_dtype(strategy.device)
+    optimizer = build_optimizer(model, config.optimizer, muon_dtype)
     if config.trainer.micro_batch_size == "auto":
         config.trainer.micro_batch_size = find_micro_batch(config, strategy, model, is_compiled)
     state = restore(config, strategy, start, data, model, optimizer)

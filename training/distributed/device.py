@@ -1,7 +1,6 @@
-"""The device that a process computes on: which one, in which precision, and what it is capable of.
+"""The device that a process computes on: which one, in which precision, and when to compile.
 
-Used by every command; what several processes do together stands in
-training/distributed/strategy.py.
+Used by every command; the processes of one run are in training/distributed/strategy.py.
 """
 
 import contextlib
@@ -20,41 +19,41 @@ import torch
 from training.planning.devices import WORTH_COMPILING, kind_named
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-STEPS_WORTH_COMPILING = 2_000  # of decoding: compiling takes as long as some thousand without
+STEPS_WORTH_COMPILING = 2_000  # of decoding: compiling takes as long as some thousand steps without
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check(
     device: str, precision: str = "auto", group: str = ""
 ) -> list[tuple[str, object, str, str]]:
-    """What this machine lacks of what is asked for: (key, value, reason, hint) for each problem.
+    """What this machine lacks: (key, value, reason, hint) for each problem.
 
-    group: "trainer." where the settings have that prefix.
+    group: "trainer." if the settings have that prefix.
     """
     found = []
     available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device in available and not available[device]():
-        cause = "this machine (or this build of torch) has none"
-        found.append((group + "device", device, cause, f"use {group}device=auto or cpu"))
+        reason = "this machine (or this build of torch) has none"
+        found.append((group + "device", device, reason, f"use {group}device=auto or cpu"))
         return found
     chosen = best_device() if device == "auto" else device
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if chosen == "cuda" and here > gpus:
-        cause = f"{here} processes on a machine with {gpus} of them"
-        found.append((group + "device", device, cause, f"use --nproc_per_node={gpus}"))
+        reason = f"{here} processes on a machine with {gpus} of them"
+        found.append((group + "device", device, reason, f"use --nproc_per_node={gpus}"))
     if precision == "fp16" and chosen != "cuda":
-        cause = f"half precision needs a GPU, and this runs on {chosen}"
-        found.append((group + "precision", precision, cause, f"use {group}precision=auto"))
+        reason = f"half precision needs a GPU, and this runs on {chosen}"
+        found.append((group + "precision", precision, reason, f"use {group}precision=auto"))
     if precision == "bf16" and chosen == "cuda" and not torch.cuda.is_bf16_supported(False):
-        cause = "this GPU has no bf16"
-        found.append((group + "precision", precision, cause, f"use {group}precision=auto or fp16"))
+        reason = "this GPU has no bf16"
+        found.append((group + "precision", precision, reason, f"use {group}precision=auto or fp16"))
     return found
 
 
 def prepare(device: str, seed: int) -> torch.device:
-    """The device that is asked for (auto | cpu | cuda | mps); seeds its generators.
+    """The device for a setting (auto | cpu | cuda | mps); seeds its random generators.
 
-    Of several GPUs each process of a machine takes its own, as torchrun numbers them.
+    Of several GPUs each process of a machine gets one, as torchrun numbers them.
     """
     chosen = best_device() if device == "auto" else device
     if chosen == "cpu":
@@ -73,7 +72,7 @@ def best_device() -> str:
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the hardware multiplies in it, else fp32. fp16 needs care: on request only."""
+    """bf16 where the hardware multiplies in it, else fp32; fp16 only when the user sets it."""
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":
@@ -84,79 +83,74 @@ def best_dtype(device: torch.device) -> torch.dtype:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the processor has bf16 products (AVX512-BF16, AMX); emulated ones are slow."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # older than torch 2.12
-        flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(getattr(torch.cpu, flag, bool)() for flag in flags)
-    has = torch.cpu.get_capabilities()
+    """Whether the processor has bf16 products (AVX512-BF16, AMX, Arm); emulated ones are slow."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()  # older than torch 2.12: not known
     return any(has.get(flag, False) for flag in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
 
 
 def should_compile(choice: str | bool, device: torch.device, training_flops: float) -> bool:
     """Whether to compile the model. training_flops: of the whole run, on this device.
 
-    auto: where the run is long enough to earn the compilation back. On two CPU cores it takes
-    10 to 20 s and saves up to a tenth of each step, next to nothing with dropout
-    (docs/benchmarks.md), so it pays after some minutes; on a GPU fused kernels save far more, and
-    half a minute of work suffices.
+    auto: when the run is long enough to save more time than compiling takes. On two CPU cores that
+    is 10 to 20 s, for up to a tenth of each step, almost nothing with dropout (docs/benchmarks.md);
+    on a GPU half a minute of training is enough.
     """
     if choice == "auto":
         worth = WORTH_COMPILING.get(device.type, float("inf"))
         if training_flops < worth or not can_compile(device):
             return False
-        go_on_without_compiler()
+        fall_back_to_eager()
     elif not choice:
         return False
-    keep_compiled()
+    keep_compiled_code()
     return True
 
 
 def compiled_step(choice: str | bool, device: torch.device, steps: int) -> Callable | None:
-    """What compiles a step of decoding (see inference/decoding.py), None for not at all. auto: on a
-    GPU, where a small model waits for its launches, when there are enough steps to earn it back."""
+    """The function that compiles a decoding step (inference/decoding.py); None: do not compile.
+
+    auto: on a GPU, where a small model waits for kernel launches, when there are enough steps."""
     worth = device.type == "cuda" and steps >= STEPS_WORTH_COMPILING and can_compile(device)
     if choice is False or (choice == "auto" and not worth):
         return None
     if choice == "auto":
-        go_on_without_compiler()
-    keep_compiled()
+        fall_back_to_eager()
+    keep_compiled_code()
     graphs = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
     return functools.partial(torch.compile, dynamic=False, **graphs)
 
 
-def go_on_without_compiler() -> None:
-    """Has what nobody asked to be compiled run all the same when the compiler fails."""
+def fall_back_to_eager() -> None:
+    """When the compiler fails, runs uncompiled: for compile=auto, which nobody asked for."""
     torch._dynamo.config.suppress_errors = True
 
 
-def keep_compiled() -> None:
-    """Has torch keep what it compiles in ~/.cache/clearhead/inductor, for the next run.
+def keep_compiled_code() -> None:
+    """Has torch keep compiled code in ~/.cache/clearhead/inductor for the next run.
 
-    Its own choice is a folder in /tmp, which is empty after the next boot, and whose name, being
-    known, anybody on the machine can take first. It stays where somebody has chosen another
-    (TORCHINDUCTOR_CACHE_DIR), where the home directory cannot be written to, and on several
-    machines, which often have one home directory together, on a slow drive.
+    Torch's default is a folder in /tmp, which is lost at the next boot and whose name another user
+    can take first. Not when TORCHINDUCTOR_CACHE_DIR is set, the home directory is not writable, or
+    there are several machines, which often share a slow home directory.
     """
-    ranks, here = (int(os.environ.get(k, "1")) for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if CACHE in os.environ or ranks > here:
+    ranks, local = (int(os.environ.get(k, "1")) for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if CACHE in os.environ or ranks > local:
         return
-    with contextlib.suppress(OSError, RuntimeError):  # no home at all
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = home.absolute() / "clearhead" / "inductor"
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
+        folder = Path.home() / ".cache" / "clearhead" / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ[CACHE] = str(folder)
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether there is what torch.compile needs on this machine."""
+    """Whether this machine has what torch.compile needs."""
     if device.type == "cuda":
         return importlib.util.find_spec("triton") is not None
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s that the maker states for this GPU; None when unknown."""
+    """Dense bf16 FLOP/s of this GPU as its maker states it; None when unknown."""
     if device.type != "cuda":
         return None
     kind = kind_named(torch.cuda.get_device_name(device))
@@ -166,8 +160,8 @@ def peak_flops(device: torch.device) -> float | None:
 def keep_freed_memory() -> None:
     """Tells the C library to keep freed memory instead of returning it to the system.
 
-    A step on CPU allocates and frees gigabytes of activations; by default each large tensor is
-    mapped afresh, and the page faults cost a third of the step (docs/benchmarks.md).
+    A step on a CPU allocates and frees gigabytes of activations; by default each large tensor is
+    mapped again, and the page faults take a third of the step (docs/benchmarks.md).
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h

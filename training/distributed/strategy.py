@@ -150,14 +150,11 @@ class Strategy:
 
     # ------------------------------------------------------------------------------ tensors
 
-    def pinned(self, *tensors: Tensor) -> list[Tensor]:
-        """Host tensors in pinned memory when the device is a GPU; unchanged for other devices."""
-        return [tensor.pin_memory() if self.device.type == "cuda" else tensor for tensor in tensors]
-
     def to_device(self, *tensors: Tensor) -> list[Tensor]:
         """Copies host tensors to the device; on a GPU the copy overlaps with computation."""
-        overlaps = self.device.type == "cuda"  # elsewhere the host's tensor could change meanwhile
-        return [t.to(self.device, non_blocking=overlaps) for t in self.pinned(*tensors)]
+        if self.device.type != "cuda":  # a copy that overlaps could read what changes meanwhile
+            return [tensor.to(self.device) for tensor in tensors]
+        return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
 
     def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
         """The whole of a parameter or moment on the CPU of rank 0; None on the other ranks.

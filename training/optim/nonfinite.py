@@ -1,8 +1,7 @@
-"""Numbers that go wrong: gradients that are none, and losses that stand out.
+"""Steps with a non-finite gradient are skipped; losses far above the others are counted as spikes.
 
-What is no number must never reach the parameters, where it would spread to all of them within a
-step. The check runs on the device and nothing waits for it: an update that is left out is left out
-by the optimizer's own kernel.
+NaN or inf must never reach the parameters, where it would spread to all of them within a step. The
+check runs on the device and the host does not wait for it: the optimizer's kernel skips the update.
 """
 
 import math
@@ -13,10 +12,10 @@ from torch import Tensor
 
 
 class NonFiniteCheck:
-    """Judges the gradient of every step, before the optimizer takes it.
+    """Checks the gradient of every step before the optimizer uses it.
 
-    A gradient that is not finite is left out. After `limit` of them in a row nothing is taken any
-    more: the parameters stay as they are until the host comes to look.
+    A step with a non-finite gradient is skipped. After `limit` of them in a row every later step is
+    skipped too: the parameters stay as they are until the host reads the counts and ends the run.
     """
 
     def __init__(self, limit: int, device: torch.device):
@@ -24,27 +23,27 @@ class NonFiniteCheck:
         self.in_a_row, self.skipped, self.halted_for = torch.zeros(3, device=device).unbind()
 
     def found_inf(self, grad_norm: Tensor, loss_scale: Tensor) -> Tensor:
-        """1. where the step is to be left out, else 0., on the device.
+        """1. when the step is to be skipped, else 0., on the device.
 
-        grad_norm: of all ranks' gradients together, (). loss_scale: by which fp16 has scaled the
-        loss; while it is above 1 an overflow only says that it is too large, and does not count.
+        grad_norm: of all ranks' gradients together, (). loss_scale: fp16's, which an overflow
+        lowers; while it is above 1 the overflow is not counted towards the limit.
         """
         bad = (~torch.isfinite(grad_norm)).float()
         self.in_a_row = (self.in_a_row + bad * (loss_scale <= 1)) * bad
         halted = (self.in_a_row >= self.limit) | (self.halted_for > 0)
         self.halted_for = self.halted_for + halted.float()
-        leave_out = torch.maximum(bad, halted.float())
-        self.skipped = self.skipped + leave_out
-        return leave_out
+        skip = torch.maximum(bad, halted.float())
+        self.skipped = self.skipped + skip
+        return skip
 
     def read(self) -> tuple[int, int, int]:
-        """(steps left out so far, how many of them in a row just now, for how many steps nothing
-        has been taken any more); waits for the device."""
+        """(steps skipped so far, non-finite ones in a row up to now, steps since the limit was
+        reached); waits for the device."""
         numbers = torch.stack([self.skipped, self.in_a_row, self.halted_for]).tolist()
         return tuple(round(number) for number in numbers)
 
     def restore(self, skipped: int, in_a_row: int) -> None:
-        """Goes on counting from a checkpoint."""
+        """Continues counting from a checkpoint."""
         self.skipped = torch.full_like(self.skipped, skipped)
         self.in_a_row = torch.full_like(self.in_a_row, in_a_row)
 
@@ -54,10 +53,10 @@ class LossSpikes:
     """Counts steps whose loss is far above the losses before it.
 
     From loss number WARM_UP on, a spike is a loss more than THRESHOLD standard deviations above the
-    mean; mean and variance are exponential averages over some 1 / (1 - DECAY) steps, and a loss
-    enters them clipped at the threshold, so that one spike does not hide the next. Before, while
-    the loss still falls by nats, a spike is a loss more than EARLY_RISE nats above an exponential
-    average over some RECENT steps.
+    mean; mean and variance are exponential averages over about 1 / (1 - DECAY) steps, and a loss
+    enters them clipped at the threshold, so that one spike does not hide the next. Before that,
+    while the loss still falls by nats, a spike is a loss more than EARLY_RISE nats above an
+    exponential average over about RECENT steps.
     """
 
     seen: int = 0  # losses so far
@@ -73,11 +72,11 @@ class LossSpikes:
     RECENT = 3  # steps
 
     def __post_init__(self):
-        self.recent = self.recent or self.mean  # of a checkpoint that does not have it
+        self.recent = self.recent or self.mean  # a checkpoint of version 1 may lack it
 
     def add(self, loss: float) -> float | None:
         """The z-score of a loss, (loss - mean) / standard deviation; None before there is one."""
-        if not math.isfinite(loss):  # a skipped step, counted by the guard
+        if not math.isfinite(loss):  # a skipped step, counted by NonFiniteCheck
             return None
         z = None
         deviation = math.sqrt(self.variance)

@@ -1,9 +1,4 @@
-"""The optimizer and its learning-rate schedule: AdamW or Muon, weight decay, warmup and decay.
-
-The schedule is a plain function of the step, so it has no state to save and can be plotted without
-training. torch is imported when an optimizer is built, not before; Muon stands in
-training/optim/muon.py.
-"""
+"""Builds the optimizer: AdamW, or Muon with AdamW (training/optim/muon.py)."""
 
 import math
 from dataclasses import dataclass, field
@@ -74,12 +69,15 @@ class OptimizerConfig:
         return found
 
 
-def build_optimizer(model: "torch.nn.Module", config: OptimizerConfig) -> "torch.optim.Optimizer":
-    """AdamW over the model's parameters; matrices (and embeddings) decay, vectors do not.
+def build_optimizer(
+    model: "torch.nn.Module", config: OptimizerConfig, muon_dtype: "torch.dtype | None" = None
+) -> "torch.optim.Optimizer":
+    """AdamW over the model's parameters; matrices and embeddings have weight decay, vectors none.
 
-    With muon, the matrices of the blocks are Muon's; the embeddings, of which one is the head, and
-    all vectors stay AdamW's. Fused where the device has such a kernel: one pass over the parameters
-    instead of ten. Each group has the peak of its learning rate as "peak_lr".
+    With muon, Muon updates the matrices of the blocks in products of muon_dtype (None: fp32), and
+    AdamW the embeddings, one of which is the head, and all vectors. Fused where the device has such
+    a kernel: one pass over the parameters instead of ten. Each group has the peak of its learning
+    rate as "peak_lr".
     """
     import torch
 
@@ -100,7 +98,6 @@ def build_optimizer(model: "torch.nn.Module", config: OptimizerConfig) -> "torch
     }
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **settings)
-    from training.distributed.device import best_dtype
     from training.optim.muon import Muon
 
     peak = config.lr if config.matrix_lr is None else config.matrix_lr
@@ -113,49 +110,15 @@ def build_optimizer(model: "torch.nn.Module", config: OptimizerConfig) -> "torch
         "nesterov": config.nesterov,
         "ns_steps": config.ns_steps,
     }
-    return Muon(groups, of_blocks, best_dtype(device), **settings)
+    return Muon(groups, of_blocks, muon_dtype or torch.float32, **settings)
 
 
 def matrices_of(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
     """The weight matrices inside the blocks: of each W_query, W_key, W_value, out_proj, mlp.fc and
-    mlp.out_proj. What else is 2-D looks tokens and positions up, or is the head."""
+    mlp.out_proj. The other 2-D parameters are embeddings or the head."""
     return [p for p in model.blocks.parameters() if p.requires_grad and p.dim() == 2]
 
 
 def state_keys(group: dict) -> set[str]:
     """What an optimizer keeps for each parameter of one of its groups."""
     return STATE["muon" if "ns_steps" in group else "adamw"]
-
-
-def learning_rate(
-    step: int,
-    config: OptimizerConfig,
-    warmup_steps: int,
-    max_steps: int,
-    peak: float | None = None,
-) -> float:
-    """The learning rate of optimizer step `step`, 0 <= step < max_steps.
-
-    peak: of a group of parameters that has its own; None stands for config.lr. With lr for it,
-    rises linearly to lr over warmup_steps. Then, with r = min_lr_ratio and u in 0..1 the share of
-    the remaining steps done:
-      cosine    lr (r + (1 - r) (1 + cos(pi u)) / 2)             (Loshchilov and Hutter 2017)
-      wsd       lr, then linearly to r lr over the last decay_fraction of all steps
-                                                                 (Hu et al. 2024)
-      constant  lr
-    """
-    lr = config.lr if peak is None else peak
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    if config.schedule == "constant":
-        return lr
-    if config.schedule == "cosine":
-        start = warmup_steps
-    else:
-        start = max(warmup_steps, round(max_steps * (1 - config.decay_fraction)) - 1)
-    if step < start:
-        return lr
-    # From lr at step `start` to exactly r lr at the last step, max_steps - 1.
-    done = min(1.0, (step - start) / max(1, max_steps - 1 - start))
-    fall = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
-    return lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)

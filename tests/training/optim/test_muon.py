@@ -30,10 +30,7 @@ tiny = functools.partial(tiny_model, std=None)
 
 
 def built(model: torch.nn.Module, dtype: torch.dtype = torch.float32, **values) -> muon.Muon:
-    """Muon in fp32, whatever this machine multiplies fast in."""
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon", **values))
-    optimizer.dtype = dtype
-    return optimizer
+    return build_optimizer(model, OptimizerConfig(name="muon", **values), dtype)
 
 
 def give_gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> None:
