@@ -41,7 +41,9 @@ def harmonic(n):
     return sum(1 / i for i in range(1, n + 1))
 
 
-NAMES = [key for key in STATISTICS if key != "largest_logit"]
+# Those whose closed forms PATTERNS has.
+NAMES = ["entropy", "distance", "first_token", "diagonal", "previous_token"]
+NAMES += ["induction", "duplicate_token"]
 ONE_CELL = (harmonic(T) - 1) / (T - 1)  # of uniform attention: the mean of 1/2 to 1/T
 # A query of the second R, at q = P + 1 to 2 P, gives each token 1 / (q + 1): their mean.
 ONE_STRIPE = (harmonic(2 * P + 1) - harmonic(P + 1)) / P
@@ -101,7 +103,9 @@ def test_random_weights_by_loops(period, length, num_heads, seed):
     undefined = {key for key, values in found.items() if values.isnan().any()}
     assert undefined == (set() if period else {"induction", "duplicate_token"})
     for head in range(num_heads):
-        for key, value in by_loops(weights[head].tolist(), period).items():
+        expected = by_loops(weights[head].tolist(), period)
+        assert expected.keys() | undefined | {"largest_logit"} == STATISTICS.keys()
+        for key, value in expected.items():
             assert found[key][head].item() == pytest.approx(value, abs=1e-5), key
         allowed = [scores[head, q, k].item() for q in range(num_tokens) for k in range(q + 1)]
         assert found["largest_logit"][head].item() == max(allowed)
