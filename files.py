@@ -4,6 +4,7 @@ What is written goes to another name first, is handed to the disk (fsync) and th
 the file system does at one stroke. A rename lasts once the folder is handed to the disk too.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -119,6 +120,24 @@ def read_json(path: Path, limit: int = 2**24) -> object:
         return json.loads(read_bounded(path, limit))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a .jsonl log, sorted by step; empty where it is missing or cannot be read.
+
+    Lines that are truncated, too long or without a step are skipped. Limits: read_lines.
+    """
+    rows = []
+    with contextlib.suppress(OSError):
+        for line in read_lines(path):
+            try:
+                row = json.loads(line.decode("utf-8", "replace"))
+            except (ValueError, RecursionError):
+                continue
+            step = row.get("step") if isinstance(row, dict) else None
+            if type(step) is int and 0 <= step < 2**53:
+                rows.append(row)
+    return sorted(rows, key=lambda row: row["step"])
 
 
 def lock(path: Path) -> IO[str]:

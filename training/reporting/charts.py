@@ -1,11 +1,10 @@
-"""Line charts of a run's metrics as SVG, for report.html: linear or logarithmic, with gaps.
+"""Line charts of a run's metrics as SVG for report.html: linear or logarithmic, with gaps.
 
     figure(Chart("Loss", "nats per token", ("train/loss", "val/loss")), rows)
 
-A chart knows which metrics it shows; rows are those of metrics.jsonl. Sizes within a plot are
-percentages, so that it fits any width while its letters keep their size. report.html's style gives
-the classes their colours, its script the readout: light and dark, phone and screen, which the
-finished picture of a plotting library would not follow. Only the standard library is used.
+rows are those of metrics.jsonl. Sizes inside a plot are percentages, so it fits any width while its
+text keeps its size; style.css of report_page/ gives the colours for light and dark, main.js shows
+values at the cursor. A finished picture of a plotting library could not do that.
 """
 
 import math
@@ -23,24 +22,24 @@ Points = list[tuple[int, float]]  # (step, value) in the order of steps; nan is 
 @dataclass
 class Line:
     name: str
-    classes: str  # training or validation: the colour; thin: what stands behind a smoothed line
-    points: Points  # thinned
+    classes: str  # training or validation: the colour; thin: the line behind a smoothed one
+    points: Points  # at most about POINTS_PER_LINE
 
 
 @dataclass
 class Chart:
-    """One drawing: a title, the metrics in it, and where its vertical axis begins."""
+    """One chart: its title, its metrics, its vertical axis."""
 
     title: str
     unit: str
     keys: tuple[str, ...]
     from_zero: bool = False
-    log: bool = False  # whether a logarithmic axis is offered as well
+    log: bool = False  # whether the reader can choose a logarithmic axis
     wide: bool = False
 
 
 def number(value: object) -> float:
-    """A metric as a number that can be drawn; "nan", "inf" and everything else are nan."""
+    """A metric as a number that can be drawn; NaN for "nan", "inf" and all else that cannot."""
     try:
         return value if -1e100 < (value := float(value)) < 1e100 else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -56,7 +55,7 @@ def finite(points: Points) -> Points:
 
 
 def figure(chart: Chart, rows: list[dict]) -> str:
-    """A chart with its title, its readout and, where that is possible, its two scales."""
+    """A chart with its title, the values at the cursor and, for positive values, two scales."""
     metrics = {key: points for key in chart.keys if (points := points_of(rows, key))}
     if not metrics:
         return ""
@@ -67,7 +66,7 @@ def figure(chart: Chart, rows: list[dict]) -> str:
     wide, body, choice = ' class="wide"' if chart.wide else "", "", ""
     if lines:
         body = f'<div class="readout" aria-live="polite">{last_values(lines)}</div>'
-        steps = (rows[0]["step"], rows[-1]["step"])  # of the run: all charts stand in line
+        steps = (rows[0]["step"], rows[-1]["step"])  # of the run: the same axis in all charts
         body += plot(chart, lines, steps)
         if chart.log and all(value > 0 for line in lines for _, value in finite(line.points)):
             body += plot(chart, lines, steps, log=True)
@@ -77,7 +76,7 @@ def figure(chart: Chart, rows: list[dict]) -> str:
 
 
 def lines_of(chart: Chart, key: str, points: Points) -> list[Line]:
-    """What a metric is drawn as: itself, and a smoothed line when a loss has many points."""
+    """A metric as lines: itself, and smoothed if it is a training loss with many points."""
     drawn = thin(points)
     if not finite(drawn):
         return []
@@ -93,10 +92,9 @@ def lines_of(chart: Chart, key: str, points: Points) -> list[Line]:
 
 
 def smooth(points: Points) -> Points:
-    """The mean of a window around each point. It is as long ahead as back, so it does not lag,
-    but at the end, where it has only what is there.
+    """The mean of a centred window around each point, so without lag; shorter at the ends.
 
-    What is not finite counts for nothing in its neighbours' windows, and stays a gap.
+    Values that are not finite stay gaps and do not count in their neighbours' windows.
     """
     sums, counts = [0.0], [0]
     for _, value in points:
@@ -114,23 +112,23 @@ def smooth(points: Points) -> Points:
 
 
 def thin(points: Points, limit: int = POINTS_PER_LINE) -> Points:
-    """At most `limit` points: the lowest and highest of each stretch, so that every spike stays.
+    """At most `limit` points: the lowest and highest of each interval, so that spikes stay.
 
-    A stretch with a gap in it keeps one gap; these come on top of the limit.
+    An interval with gaps keeps one; these are not counted in the limit.
     """
     if len(points) <= limit:
         return points
     size = math.ceil(len(points) / ((limit - 3) // 2))
     kept = {0, len(points) - 1}
     for start in range(0, len(points), size):
-        stretch = range(start, min(start + size, len(points)))
-        drawable = [i for i in stretch if not math.isnan(points[i][1])]
+        interval = range(start, min(start + size, len(points)))
+        drawable = [i for i in interval if not math.isnan(points[i][1])]
         if drawable:
             kept.add(min(drawable, key=lambda i: points[i][1]))
             kept.add(max(drawable, key=lambda i: points[i][1]))
-        if len(drawable) < len(stretch):
-            kept.add(next(i for i in stretch if math.isnan(points[i][1])))
-    kept.update(drawable[-1:])  # where a line ends is read as the last value
+        if len(drawable) < len(interval):
+            kept.add(next(i for i in interval if math.isnan(points[i][1])))
+    kept.update(drawable[-1:])  # the end of a line is read as the last value
     return [points[i] for i in sorted(kept)]
 
 
@@ -146,7 +144,7 @@ def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """From three to eight or so round values between low and high, for a logarithmic axis."""
+    """About three to eight round values between low and high, for a logarithmic axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ("1", "125", "123468"):
         found = [float(f"{m}e{power}") for power in powers for m in digits]
@@ -168,7 +166,7 @@ def tick_text(value: float, largest: float) -> str:
 
 
 def plot(chart: Chart, lines: list[Line], steps: tuple[int, int], log: bool = False) -> str:
-    """The drawing: ticks, then lines, then markers. All widths are percentages of the plot."""
+    """The SVG: ticks, lines, markers. All positions are percentages of the plot."""
     values = [value for line in lines for _, value in finite(line.points)]
     x0, x1 = steps[0], max(steps[1], steps[0] + 1)
     if log:
@@ -213,7 +211,7 @@ def plot(chart: Chart, lines: list[Line], steps: tuple[int, int], log: bool = Fa
 
 
 def path(line: Line, across, down) -> str:
-    """A line with a break at each gap, and its numbers for the readout."""
+    """A line with a break at each gap, and its values for the cursor."""
     drawn, pen = [], "M"
     points = line.points
     for i, (step, value) in enumerate(points):
@@ -221,7 +219,7 @@ def path(line: Line, across, down) -> str:
             pen = "M"
             continue
         drawn.append(f"{pen}{across(step):.2f} {down(value):.2f}")
-        # A point between two gaps: a line of no length, which the round cap makes a dot.
+        # A point between two gaps: a line of length 0, which the round cap makes a dot.
         if pen == "M" and (i + 1 == len(points) or math.isnan(points[i + 1][1])):
             drawn.append("h0")
         pen = "L"
@@ -242,7 +240,7 @@ def markers(line: Line, across, down) -> str:
 
 
 def last_values(lines: list[Line]) -> str:
-    """What the readout says while nothing is pointed at: the end of each line."""
+    """The last value of each line, shown without a cursor."""
     newest = max(step for line in lines for step, _ in finite(line.points))
     spans = [f'<span class="step">step {newest:,}</span>']
     for line in lines:
@@ -264,4 +262,4 @@ def scale_choice(chart: Chart) -> str:
 
 def gaps(count: int) -> str:
     what = "One value is" if count == 1 else f"{count:,} values are"
-    return f"{what} not finite (nan or inf) and left out."
+    return f"{what} not finite (NaN or inf) and not drawn."

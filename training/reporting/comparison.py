@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import visible
+from files import read_rows
 from training.checkpoint.run_directory import flat, settings_of
 from training.reporting.charts import number
-from training.reporting.report import read_rows
 
 VARIES = ("seed", "name")  # between runs of one row
 # Settings that a resumed run may change and that still change what a run learns.

@@ -1,16 +1,12 @@
-"""runs/<name>/report.html: a whole run on one page, for whoever has no Weights & Biases account.
+"""report.html of a run: curves, samples, attention page and settings in one file.
 
     write_report(Path("runs/first"))
 
-Reads what the run has written into its directory and nothing else, so it can be called at any time:
-what is not there yet is said to be missing. The page stands in report.html beside this file. It
-fetches nothing, and holds the attention page in a sandboxed frame, so it is complete when it is
-sent alone. Only the standard library is used.
+It is made from the files in the run's directory, those that are there, and can be written at any
+time. The sources are in report_page/. The page fetches nothing and has the attention page in a
+sandboxed frame, so it can be sent as one file.
 """
 
-import contextlib
-import html
-import json
 import re
 import time
 from html import escape
@@ -18,25 +14,25 @@ from pathlib import Path
 from urllib.parse import quote
 
 from errors import visible
-from files import atomic_write, read_bounded, read_lines
-from lens.assemble import content_security_policy
+from files import atomic_write, read_bounded, read_rows
+from lens.assemble import assemble, content_security_policy
+from training.checkpoint.run_directory import settings_of
 from training.reporting.charts import Chart, Points, figure, finite, points_of
 
-TEMPLATE = Path(__file__).with_suffix(".html")
-# What a run's directory may hold, and what it is.
+PAGE = Path(__file__).parent / "report_page"
+# What else a run's directory may have: pattern, description.
 FILES = (
-    ("report.html", "this page"),
     ("metrics.jsonl", "losses, learning rate, speed, statistics of layers; a line for each step"),
     ("samples.jsonl", "what the model wrote after each validation; a line for each"),
-    ("config.yaml", "all settings of the run, defaults and all"),
+    ("config.yaml", "all settings of the run, with default values"),
     ("attention/timelapse.html", "the attention of every head over the whole run, interactive"),
     ("attention/step_*.html", "the attention of every head at one step, interactive"),
     ("attention/heads.csv", "every head ranked by each statistic"),
-    ("attention/statistics.jsonl", "the statistics of every head; a line for each look"),
-    ("attention/step_*.png", "pictures of every head, one for each prompt and look"),
+    ("attention/statistics.jsonl", "the statistics of every head; a line for each snapshot"),
+    ("attention/step_*.png", "pictures of every head, one for each prompt and snapshot"),
     ("checkpoints/last", "the newest checkpoint: safetensors and JSON"),
     ("checkpoints/best", "the checkpoint with the lowest validation loss"),
-    ("checkpoints/step_*", "the checkpoints themselves"),
+    ("checkpoints/step_*", "all checkpoints"),
     ("wandb", "the record for Weights & Biases; wandb sync uploads it"),
 )
 
@@ -50,99 +46,63 @@ CHARTS = (
 )
 
 MAX_CONFIG, MAX_PAGE = 2**20, 2**30  # bytes that are read
-LONGEST_SAMPLE = 10_000  # characters of one on a page of its own
-SAMPLE_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>sample</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ margin: 1rem; max-width: 42rem; font: 1rem/1.5 system-ui, sans-serif; }}
-h3 {{ margin: 0; font-size: .8125rem; font-weight: normal; opacity: .7; }}
-p {{ margin: .25rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }}
-.prompt {{ font-weight: 650; }}
-</style>
-{article}
-</html>
-"""
+MAX_SAMPLE = 10_000  # characters of a sample on a page of its own
 
 
 def write_report(folder: Path) -> Path:
-    """Writes folder/report.html from what is in the run's directory; returns where it is."""
+    """Writes folder/report.html from the files in a run's directory; returns its path."""
     rows, samples = read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl")
     config = read(folder / "config.yaml", MAX_CONFIG).decode("utf-8", "replace")
-    template, page = TEMPLATE.read_bytes(), attention_page(folder)
-    embedded = read(page, MAX_PAGE) if page else b""
-    report = folder / "report.html"
+    template, attention = assemble(PAGE / "index.html").encode(), attention_page(folder)
+    embedded = read(attention, MAX_PAGE) if attention else b""
     parts = {
         "CSP": content_security_policy(template, embedded),
         "NAME": escape(folder.resolve().name),
-        "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {state(rows, config)}",
+        "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
         "FACTS": facts(rows),
         "CHARTS": charts(rows),
         "SAMPLES": samples_section(samples),
-        "ATTENTION": attention_section(folder, page, embedded),
+        "ATTENTION": attention_section(folder, attention, embedded),
         "SETTINGS": settings_section(config),
         "FILES": files_section(folder),
     }
-    # One pass over the template alone: what a part says is never read as a placeholder. Bytes,
-    # because the attention page has megabytes of them and as text each would be two or four.
-    atomic_write(
-        report,
-        re.sub(rb"__([A-Z]+)__", lambda found: as_bytes(parts[found[1].decode()]), template),
-    )
+
+    def part(found: re.Match) -> bytes:
+        value = parts[found[1].decode()]
+        # replace: a sample may have half of a surrogate pair, which has no UTF-8.
+        return value if isinstance(value, bytes) else value.encode("utf-8", "replace")
+
+    # One pass over the template: placeholders in the parts are not replaced. Bytes, because the
+    # attention page has megabytes and text takes two or four times as many.
+    report = folder / "report.html"
+    atomic_write(report, re.sub(rb"__([A-Z]+)__", part, template))
     return report
 
 
-def as_bytes(part: str | bytes) -> bytes:
-    """UTF-8. A sample may hold half of a surrogate pair, which has none."""
-    return part if isinstance(part, bytes) else part.encode("utf-8", "replace")
-
-
-# ------------------------------------------------------------------------------------- reading
-
-
 def read(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes; nothing where there is none."""
+    """The content of a regular file of at most `limit` bytes; empty where there is none."""
     try:
         return read_bounded(path, limit)
     except OSError:
         return b""
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a .jsonl file, sorted by step; none where it is missing or cannot be read.
-
-    Lines that are truncated, too long or not a row are skipped. Limits: files.read_lines.
-    """
-    rows = []
-    with contextlib.suppress(OSError):
-        for line in read_lines(path):
-            try:
-                row = json.loads(line.decode("utf-8", "replace"))
-            except (ValueError, RecursionError):
-                continue
-            step = row.get("step") if isinstance(row, dict) else None
-            if type(step) is int and 0 <= step < 2**53:
-                rows.append(row)
-    return sorted(rows, key=lambda row: row["step"])
+# ------------------------------------------------------------------------------------- numbers
 
 
-# ---------------------------------------------------------------------------------- the numbers
-
-
-def state(rows: list[dict], config: str) -> str:
-    """How far the run has come."""
+def progress(folder: Path, rows: list[dict]) -> str:
+    """The last step that was logged, and of how many if the settings are there."""
     if not rows:
         return "before the first step was logged"
-    found = re.search(r"^trainer:\n(?: .*\n)*?  max_steps: (\d+)$", config, re.MULTILINE)
-    whole = f" of {int(found[1]):,}" if found else ""
-    return f"after step {rows[-1]['step']:,}{whole}"
+    try:
+        max_steps = f" of {int(settings_of(folder)['trainer']['max_steps']):,}"
+    except (KeyError, TypeError, ValueError):
+        max_steps = ""
+    return f"after step {rows[-1]['step']:,}{max_steps}"
 
 
 def facts(rows: list[dict]) -> str:
-    """The few numbers that are asked for first."""
+    """The most important numbers: last training loss, best validation, tokens, speed."""
     train, val = finite(points_of(rows, "train/loss")), finite(points_of(rows, "val/loss"))
     shown = []
     if train:
@@ -175,32 +135,30 @@ def median(points: Points) -> float | None:
     return values[len(values) // 2] if values else None
 
 
-# ----------------------------------------------------------------------------------- the charts
-
-
 def charts(rows: list[dict]) -> str:
+    """The charts of the metrics that were logged."""
     drawn = "".join(figure(chart, rows) for chart in CHARTS)
     return f'<div class="charts">{drawn}</div>' if drawn else "<p>No metrics yet.</p>"
 
 
-# ----------------------------------------------------------------------- samples, attention, files
+# ------------------------------------------------------------------------- samples, attention
 
 
 def samples_section(samples: list[dict]) -> str:
-    """Every sample with its prompt set apart from what the model wrote, newest first."""
+    """All samples, newest first."""
     if not samples:
         return "<p>No samples yet.</p>"
     articles = [sample_article(row) for row in reversed(samples)]
     return (
-        '<p class="quiet">The prompt is set in <span class="prompt">bold</span>; the rest is what '
-        "the model wrote.</p>"
+        '<p class="quiet">The prompt is <span class="prompt">bold</span>; the model wrote the '
+        "rest.</p>"
         '<div class="samples" tabindex="0" role="region" aria-label="Samples, newest first">'
         f"{''.join(articles)}</div>"
     )
 
 
 def sample_article(row: dict, longest: int | None = None) -> str:
-    """A row of samples.jsonl, its prompt set apart. longest: characters that are shown at most."""
+    """A row of samples.jsonl with its prompt in bold. longest: the most characters shown."""
     prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
     if not text.startswith(prompt):
         prompt = ""
@@ -212,19 +170,20 @@ def sample_article(row: dict, longest: int | None = None) -> str:
 
 
 def sample_page(row: dict) -> str:
-    """One sample as a page of its own, for a dashboard's frame. It loads and runs nothing."""
-    return SAMPLE_PAGE.format(article=visible(sample_article(row, LONGEST_SAMPLE)))
+    """One sample as a page for the W&B dashboard, without scripts."""
+    template = (PAGE / "sample.html").read_text(encoding="utf-8")
+    return template.replace("__SAMPLE__", visible(sample_article(row, MAX_SAMPLE)))
 
 
 def attention_page(folder: Path) -> Path | None:
-    """The time-lapse, or else the newest step's page."""
+    """The time-lapse, or the page of the newest step."""
     timelapse = folder / "attention" / "timelapse.html"
     steps = sorted((folder / "attention").glob("step_*.html"))
     return timelapse if timelapse.is_file() else steps[-1] if steps else None
 
 
 def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:
-    """The attention page in a frame that may run its script and do nothing else."""
+    """The attention page in a frame that may run its own script and nothing else."""
     if not embedded:
         pictures = sorted((folder / "attention").glob("step_*.png"))
         newest = [p for p in pictures if p.name[:13] == pictures[-1].name[:13]]
@@ -242,39 +201,34 @@ def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes
 
 
 def settings_section(config: str) -> str:
+    """config.yaml, folded."""
     if not config.strip():
         return "<p>No config.yaml yet.</p>"
     return f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>"
 
 
 def files_section(folder: Path) -> str:
-    """What is in the directory and what each file is; several of a kind are one line."""
+    """A table of the files in the directory; several of a kind are one row."""
     lines = []
     for pattern, about in FILES:
         found = sorted(folder.glob(pattern))
-        if pattern == "report.html":
-            size, name = "", "report.html"
-        elif not found:
+        if not found:
             continue
-        else:
-            size = "" if any(p.is_dir() for p in found) else bytes_text(sum_of_sizes(found))
-            name = link(folder, found[0]) if len(found) == 1 else several(folder, found)
+        is_folder = any(path.is_dir() for path in found)
+        size = "" if is_folder else bytes_text(sum(path.stat().st_size for path in found))
+        name = link(folder, found[0]) if len(found) == 1 else several(folder, found)
         lines.append(f'<tr><td>{name}<td>{about}<td class="size">{size}')
     return f"<table>{''.join(lines)}</table>"
 
 
-def sum_of_sizes(paths: list[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
-
-
 def several(folder: Path, paths: list[Path]) -> str:
-    """Many files of a kind: how many, and the newest."""
+    """The number of files and a link to the newest."""
     return f"{len(paths):,} files, the newest {link(folder, paths[-1])}"
 
 
 def link(folder: Path, path: Path) -> str:
     where = path.relative_to(folder).as_posix()
-    return f'<a href="{quote(where)}">{html.escape(where)}</a>'
+    return f'<a href="{quote(where)}">{escape(where)}</a>'
 
 
 def bytes_text(count: int) -> str:

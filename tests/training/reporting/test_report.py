@@ -10,6 +10,7 @@ import pytest
 from helpers.pages import HOSTILE
 from helpers.refusals import SPECIAL_FILES, not_waiting
 
+from files import read_rows
 from lens.history import Row
 from lens.page import frame_data, page, run_data
 from lens.probe import Frame, Prompt
@@ -71,8 +72,9 @@ def near(points):
 
 
 def test_figures_and_charts_show_the_logged_values(run, opened):
-    config = "model:\n  max_steps: 5\ntrainer:\n  lr: 1\n  max_steps: 300\nlens:\n  max_steps: 7\n"
-    opened_page = opened(write_report(run(ROWS, config=config)))
+    folder = run(ROWS)
+    (folder / "run.json").write_text('{"settings": {"trainer": {"max_steps": 300}}}')
+    opened_page = opened(write_report(folder))
     assert opened_page.locator("h1").inner_text() == "first"
     assert numbers([opened_page.locator("header p").inner_text()])[0][-2:] == ["30", "300"]
     tiles = opened_page.locator(".facts dd").all_inner_texts()
@@ -173,7 +175,7 @@ def test_lines_that_are_not_rows_are_skipped(run):
     lines = ['{"step": 2, "text": "a\u2028b"}', '{"step": "x"}', '{"step": 1}', "", "7", "null"]
     truncated = '{"step": 3, "text": "é'.encode()[:-1]
     path.write_bytes("\n".join(lines).encode() + b"\n" + truncated)
-    assert report.read_rows(path) == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
+    assert read_rows(path) == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
 
 
 def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
@@ -182,7 +184,13 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
     monkeypatch.setattr(report, "MAX_CONFIG", 10)
     assert "name: long" not in write_report(folder).read_text()
     for make in SPECIAL_FILES.values():
-        for name in ("metrics.jsonl", "samples.jsonl", "config.yaml", "attention/step_0.html"):
+        for name in (
+            "run.json",
+            "metrics.jsonl",
+            "samples.jsonl",
+            "config.yaml",
+            "attention/step_0.html",
+        ):
             make(folder / name)
         with not_waiting():
             assert write_report(folder).stat().st_size < 100_000

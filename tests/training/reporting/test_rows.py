@@ -10,8 +10,8 @@ from unittest.mock import Mock
 from helpers import REPOSITORY
 from helpers.tally import CAMPAIGN, tally
 
+from files import read_rows
 from training.reporting.jsonl import RowFile, drop_rows_after
-from training.reporting.report import read_rows
 
 FAULT = "disk full or failing below a log"
 TRIALS = 2000 if CAMPAIGN else 50
