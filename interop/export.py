@@ -13,7 +13,6 @@ import math
 import re
 from pathlib import Path
 
-from files import read_rows
 from interop import hub
 from interop.huggingface import to_hf
 from interop.pretrained import PretrainedModel
