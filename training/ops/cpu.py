@@ -1,102 +1,44 @@
-"""Linear layers, attention and dropout as CPUs compute them faster.
+"""Attention and dropout as CPUs compute them faster. Measured in docs/benchmarks.md.
 
-model.py and attention.py say what is computed. What is computed here is the same; only how
-products are cut, how attention's gradient is made and how masks are drawn differs. Measured in
-docs/benchmarks.md, each by itself.
+The result is that of model.py and attention.py up to rounding; only how the gradient of attention
+is computed and how dropout masks are drawn differs.
 
-Shapes: R rows, K inputs, N outputs of a layer; B batch, H heads, T positions, D head_dim.
+Shapes: B batch, H heads, T positions, D head_dim.
 """
 
 import functools
 import math
-import types
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention import causal_attn_weights, sdpa
 from model import GPT
 
-# oneDNN gives a result of some 1,000 rows and few columns to one of two cores. Of small matrices
-# the halves would cost more than they save.
-HALVED_ROWS, HALVED_COLUMNS, HALVED_SIZE = (513, 1024), 1280, 2**18
-# Above so many positions the fused kernel's gradient is faster: it leaves the half out that the
-# mask hides, and is one operation where this one, not compiled, is many. By compiled or not.
+# Up to so many positions the gradient from plain products is faster, by compiled or not. For longer
+# sequences that of the fused kernel is, which skips the masked half.
 LONGEST = {True: 512, False: 128}
 
 
 def has_tiles() -> bool:
-    """Whether the processor multiplies bf16 matrices in tiles (AMX)."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # older than torch 2.12
-        return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
-    return torch.cpu.get_capabilities().get("amx_bf16", False)
+    """Whether the processor multiplies bf16 matrices in tiles (AMX). Known since torch 2.12."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return capabilities.get("amx_bf16", False)
 
 
 def speed_up(model: GPT, dtype: torch.dtype, compiled: bool) -> None:
-    """Has a model that is trained on a CPU compute in the faster way.
+    """Replaces dropout and the sdpa kernel of a model that is trained on a CPU.
 
-    dtype: what products run in. compiled: whether the blocks will be.
+    dtype: what matrix products run in. compiled: whether the blocks will be compiled.
     """
     tiles = dtype == torch.bfloat16 and has_tiles()
     kernel = functools.partial(attention, longest=LONGEST[compiled] if tiles else 0)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.forward = types.MethodType(_dropout_forward, module)
-        elif isinstance(module, nn.Linear) and tiles and torch.get_num_threads() == 2:
-            module.forward = types.MethodType(_linear_forward, module)
+    for module in (model, *model.blocks):
+        module.dropout = Dropout(module.dropout.p).train(module.training)
     for block in model.blocks:
         if block.attn.kernel is sdpa:
             block.attn.kernel = kernel
-
-
-# ----------------------------------------------------------------------------- linear layers
-
-
-def _linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, x (..., K) -> (..., N), weight (N, K), bias (N,); in bf16 where autocast is."""
-    # Without a gradient autocast converts each weight once for many calls.
-    if not torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
-        ctx.has_bias = bias is not None
-        x, weight = x.flatten(0, -2).bfloat16(), weight.bfloat16()
-        ctx.save_for_backward(x, weight)
-        y = product(x, weight.t(), bias.bfloat16() if ctx.has_bias else None)  # (R, N)
-        return y.view(*ctx.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (of_x, of_weight) = ctx.saved_tensors, ctx.dtypes
-        grad_y = grad_y.flatten(0, -2)
-        grad_x = product(grad_y, weight).to(of_x).view(ctx.shape)
-        grad_weight = (grad_y.t() @ x).to(of_weight)  # is fastest in one
-        grad_bias = grad_y.sum(0).to(of_weight) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias
-
-
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b + bias: a (R, K), b (K, N), bias (N,) -> (R, N); by halves where that uses both cores."""
-    least, most = HALVED_ROWS
-    fits = b.shape[1] <= HALVED_COLUMNS and b.numel() >= HALVED_SIZE
-    if fits and least <= a.shape[0] <= most:
-        return torch.cat([_product(half, b, bias) for half in a.chunk(2)])
-    return _product(a, b, bias)
-
-
-def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
 # --------------------------------------------------------------------------------- attention
@@ -109,12 +51,12 @@ def attention(
     dropout_p: float = 0.0,
     longest: int = 0,
 ) -> Tensor:
-    """The sdpa kernel of attention.py, with masks that are drawn faster and, up to `longest`
-    positions in bf16, a gradient that is made faster.
+    """The sdpa kernel of attention.py, with faster dropout and, in bf16 up to `longest` positions,
+    a faster gradient.
 
     queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D).
     """
-    if dropout_p > 0:  # no fused kernel has it here: torch, too, writes the weights out
+    if dropout_p > 0:  # no fused kernel on CPU has dropout: torch writes the weights out as well
         attn_weights = causal_attn_weights(queries, keys).to(values.dtype)
         return dropout(attn_weights, dropout_p) @ values
     fits = queries.shape == keys.shape and keys.shape[-2] <= longest
@@ -124,13 +66,13 @@ def attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Forward is the fused kernel. Backward makes the weights P again, and multiplies in tiles,
-    which the fused one does not:
+    """The fused kernel forward. Backward computes the weights P again and multiplies in tiles,
+    which the fused backward does not:
 
         dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(P dP)) / sqrt(D);  dQ = dS K;  dK = dS^T Q
 
-    P is normalised here, not by the logsumexp of the fused kernel: the scores are rounded to bf16,
-    and rows of P would no longer sum to one.
+    P is normalised here, not by the logsumexp of the fused kernel: its scores are rounded to bf16,
+    and rows of P would no longer sum to 1.
     """
 
     @staticmethod
@@ -152,13 +94,16 @@ class _Attention(torch.autograd.Function):
 # ----------------------------------------------------------------------------------- dropout
 
 
-def _dropout_forward(module: nn.Dropout, x: Tensor) -> Tensor:
-    return dropout(x, module.p) if module.training else x
+class Dropout(nn.Dropout):
+    """nn.Dropout with faster masks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p) if self.training else x
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """F.dropout in training, with masks from 16 random bits a number: torch draws 53, one number
-    after the other, which takes a quarter of a step. p is rounded to a multiple of 2^-16."""
+    """F.dropout in training, with masks of 16 random bits per number: torch draws 53 bits, one
+    number after another, which takes a quarter of a step. p is rounded to a multiple of 2^-16."""
     dropped = min(round(p * 2**16), 2**16 - 1)
     return _Dropout.apply(x, dropped) if dropped else x
 
@@ -166,7 +111,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dropped: int) -> Tensor:
-        # Out of place, so that a compiler can take it.
+        # Out of place, so that torch.compile accepts it.
         drawn = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 4),), dtype=torch.int64)
         kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
         ctx.save_for_backward(kept)
