@@ -4,21 +4,19 @@
     python generate.py checkpoint=DIR 'prompt=["Once","The bell"]' num_samples=3 top_p=0.9
     python generate.py checkpoint=DIR interactive=true
 
-`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory, or hub:NAME. How
-tokens are read and drawn stands in inference/decoding.py, what makes it fast in
-inference/packed_weights.py.
+`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory, or hub:NAME. How text
+is generated: inference/text.py and the other files there.
 """
 
-import codecs
 import sys
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from errors import Problem, refuse, visible
 from training.config.command_line import settings_command
 
 if typing.TYPE_CHECKING:
+    from inference.text import TextGenerator
     from interop.pretrained import PretrainedModel
 
 MOST = 1_000_000  # tokens, samples
@@ -98,116 +96,69 @@ def main(settings: GenerateConfig) -> None:
     from interop.pretrained import load_pretrained
     from training.distributed import device
 
-    for stream in (sys.stdin, sys.stdout):  # what an encoding lacks is no error
+    for stream in (sys.stdin, sys.stdout):  # characters that the encoding lacks are replaced
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     refuse(device.check(settings.device, settings.precision))
     place = device.prepare(settings.device, settings.seed)
     pretrained = load_pretrained(settings.checkpoint)
     pretrained.model.to(place)
-    write = Writer(pretrained, settings)
+    generator = text_generator(pretrained, settings)
     if settings.interactive:
-        converse(write)
+        converse(generator, settings.num_samples)
         return
     try:
-        write([prompt for prompt in settings.prompts for _ in range(settings.num_samples)])
+        write(generator, [p for p in settings.prompts for _ in range(settings.num_samples)])
     except KeyboardInterrupt:
-        show("\n")  # the shell's prompt begins a line of its own
+        show("\n")  # the shell's prompt begins on its own line
         raise
 
 
-class Writer:
-    """Continues texts on stdout, as the settings say; made once for many of them."""
+def text_generator(pretrained: "PretrainedModel", settings: GenerateConfig) -> "TextGenerator":
+    from inference.text import Sampling, TextGenerator
+    from training.distributed.device import DTYPES, best_dtype, compiled_step
 
-    def __init__(self, pretrained: "PretrainedModel", settings: GenerateConfig):
-        from inference.cache import KVCache
-        from inference.decoding import Sampling
-        from inference.packed_weights import freeze
-        from training.distributed.device import DTYPES, best_dtype, compiled_step
-
-        self.pretrained, self.settings = pretrained, settings
-        self.sampling: Sampling = Sampling(
-            settings.temperature, settings.top_k, settings.top_p, settings.seed
-        )
-        self.written = 0  # texts so far: each has random draws of its own
-        texts = settings.num_samples * len(settings.prompts)
-        self.batch_size = min(settings.batch_size, texts)
-        place = pretrained.model.token_emb.weight.device
-        auto = settings.precision == "auto"
-        dtype = best_dtype(place) if auto else DTYPES[settings.precision]
-        steps = settings.max_new_tokens * -(-texts // self.batch_size)
-        steps = MOST if settings.interactive else steps
-        compiled = compiled_step(settings.compile, place, steps)
-        freeze(pretrained.model, dtype, self.batch_size, to_compile=compiled is not None)
-        # Compiled code has one shape, and on a GPU one place in memory.
-        self.cache = KVCache(pretrained.window, compiled) if compiled else None
-
-    def __call__(self, prompts: list[str]) -> None:
-        """Shows each prompt with its continuation, the first of a batch as it appears."""
-        for start in range(0, len(prompts), self.batch_size):
-            batch = prompts[start : start + self.batch_size]
-            for number, pieces in enumerate(self.continued(batch)):
-                if start + number > 0:
-                    show(BETWEEN)
-                show(batch[number])
-                for piece in pieces:
-                    show(piece)
-                show("\n")
-
-    def continued(self, prompts: list[str]) -> list[Iterator[str]]:
-        """The pieces of text that follow each prompt. All are written at the same time, and come
-        when the first one's are asked for: those of the others are then whole."""
-        from inference.decoding import generate
-
-        tokenizer, settings = self.pretrained.tokenizer, self.settings
-        end = tokenizer.eot_token
-        ids = [tokenizer.encode(prompt, allowed_special="all") or [end] for prompt in prompts]
-        if (longest := max(map(len, ids))) > (window := self.pretrained.window):
-            cause = f"has {longest:,} tokens, and the model reads {window:,}"
-            print(f"prompt: {cause}; its beginning is not read", file=sys.stderr)
-        if self.cache:
-            ids += ids[:1] * (self.batch_size - len(ids))  # which nobody is shown
-        steps = generate(
-            self.pretrained.model,
-            ids,
-            settings.max_new_tokens,
-            self.sampling,
-            self.pretrained.window,
-            end=None if settings.ignore_end else end,
-            known=tokenizer.n_vocab,
-            first=self.written,
-            cache=self.cache,
-        )
-        self.written += len(prompts)
-        rows: list[list[int]] = [[] for _ in ids]
-
-        def first() -> Iterator[int]:
-            for tokens in steps:
-                for row, token in zip(rows, tokens, strict=True):
-                    if token is not None:
-                        row.append(token)
-                if tokens[0] is not None:
-                    yield tokens[0]
-
-        others = rows[1 : len(prompts)]
-        return [self.decoded(first()), *(self.decoded(row) for row in others)]
-
-    def decoded(self, tokens: "Iterator[int] | list[int]") -> Iterator[str]:
-        """Tokens as text. A character may be spread over several: it comes with its last byte."""
-        tokenizer, end = self.pretrained.tokenizer, self.pretrained.tokenizer.eot_token
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token in tokens:
-            if token != end or self.settings.ignore_end:
-                yield decoder.decode(tokenizer.decode_single_token_bytes(token))
-        yield decoder.decode(b"", final=True)
+    num_texts = settings.num_samples * len(settings.prompts)
+    batch_size = min(settings.batch_size, num_texts)
+    steps = settings.max_new_tokens * -(-num_texts // batch_size)
+    place = pretrained.model.token_emb.weight.device
+    auto = settings.precision == "auto"
+    return TextGenerator(
+        pretrained.model,
+        pretrained.tokenizer,
+        pretrained.window,
+        settings.max_new_tokens,
+        batch_size,
+        Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed),
+        best_dtype(place) if auto else DTYPES[settings.precision],
+        settings.ignore_end,
+        compiled_step(settings.compile, place, MOST if settings.interactive else steps),
+    )
 
 
-def converse(write: Writer) -> None:
-    """Asks for prompts until there are no more. Ctrl-C ends a text, and where none is being
-    written, the command."""
+def write(generator: "TextGenerator", prompts: list[str]) -> None:
+    """Prints each prompt with its continuation, the first of a batch while it is generated."""
+    for start in range(0, len(prompts), generator.batch_size):
+        batch = prompts[start : start + generator.batch_size]
+        longest = max(len(generator.encode(prompt)) for prompt in batch)
+        if longest > generator.window:
+            reason = f"has {longest:,} tokens, and the model reads {generator.window:,}"
+            print(f"prompt: {reason}; its beginning is not read", file=sys.stderr)
+        for number, pieces in enumerate(generator.continuations(batch)):
+            if start + number > 0:
+                show(BETWEEN)
+            show(batch[number])
+            for piece in pieces:
+                show(piece)
+            show("\n")
+
+
+def converse(generator: "TextGenerator", num_samples: int) -> None:
+    """Asks for prompts until there are no more. Ctrl-C ends a text, or the command where no text is
+    being generated."""
     asks = sys.stdin is not None and sys.stdin.isatty()
     if asks:
-        print("A prompt a line; Ctrl-C ends a text, Ctrl-D all.", file=sys.stderr)
+        print("One prompt per line; Ctrl-C ends a text, Ctrl-D the program.", file=sys.stderr)
     while True:
         if asks:
             print("> ", end="", file=sys.stderr, flush=True)
@@ -217,13 +168,13 @@ def converse(write: Writer) -> None:
         if not (prompt := line.removesuffix("\n").removesuffix("\r")):
             continue
         try:
-            write([prompt] * write.settings.num_samples)
+            write(generator, [prompt] * num_samples)
         except KeyboardInterrupt:
             show("\n")
 
 
 def show(text: str) -> None:
-    """Prints a piece of text at once; on a terminal without what a terminal would obey."""
+    """Prints a piece of text at once; on a terminal with control characters made visible."""
     if sys.stdout.isatty():
         text = visible(text.replace("\r", ""))
     print(text, end="", flush=True)

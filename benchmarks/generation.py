@@ -16,7 +16,7 @@ from benchmarks.settings import GenerationBenchmark
 from errors import NO_VALUE, refuse
 from inference.cache import KVCache
 from inference.decoding import Sampling, generate
-from inference.packed_weights import freeze
+from inference.packed_weights import pack_weights
 from model import GPT
 from training.config.command_line import compose, write_out
 from training.distributed import device as devices
@@ -103,7 +103,7 @@ def our_generator(
 ) -> Generator:
     compiled = devices.compiled_step("auto", device, 10**6)  # as for a long text
     model = copy.deepcopy(weights).to(device)
-    model = freeze(model, dtype, batch_size, to_compile=compiled is not None)
+    model = pack_weights(model, dtype, batch_size, to_compile=compiled is not None)
     cache = KVCache(weights.config.context_length, compiled) if compiled else None
 
     def generate_ids(prompts: torch.Tensor) -> list[list[int]]:

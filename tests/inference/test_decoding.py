@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from inference.cache import KVCache
 from inference.decoding import DROPPED_PART, Sampling, draw, first_read, generate
-from inference.packed_weights import freeze
+from inference.packed_weights import pack_weights
 from interop.huggingface import to_hf
 
 
@@ -66,8 +66,8 @@ def test_a_compiled_step_is_traced_once_and_changes_no_token():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(frozen):
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(packed):
     """Otherwise torch's compiler would make no CUDA graph of it, without a message."""
     seen = []
 
@@ -79,8 +79,8 @@ def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(frozen):
 
     torch._dynamo.reset()
     model = tiny().requires_grad_(False)
-    if frozen:
-        freeze(model, torch.float32, to_compile=True)
+    if packed:
+        pack_weights(model, torch.float32, to_compile=True)
     expected = written(model, PROMPTS, 40)
     backend = aot_autograd(fw_compiler=look)
     compiler = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)

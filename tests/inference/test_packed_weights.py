@@ -7,19 +7,19 @@ import torch
 from helpers.greedy import PROMPTS, written
 from helpers.models import random_ids, tiny_model
 
-from inference import packed_weights as frozen
-from inference.packed_weights import Packed, Product, freeze
+from inference import packed_weights
+from inference.packed_weights import Linear, PackedLinear, pack_weights
 
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @torch.no_grad()
 def test_outputs_and_text_stay_the_same(monkeypatch, packs, qkv_bias):
-    assert frozen.can_pack(torch.float32)  # the torch that is required can
+    assert packed_weights.can_pack(torch.float32)  # the torch that is required can
     if not packs:
-        monkeypatch.setattr(frozen, "can_pack", lambda _: False)
+        monkeypatch.setattr(packed_weights, "can_pack", lambda _: False)
     model = tiny_model(emb_dim=32, vocab_size=50, qkv_bias=qkv_bias).eval()
-    kind = Packed if packs else Product
+    kind = PackedLinear if packs else Linear
     used, real = set(), kind.forward
 
     def forward(self, x):
@@ -29,7 +29,7 @@ def test_outputs_and_text_stay_the_same(monkeypatch, packs, qkv_bias):
     monkeypatch.setattr(kind, "forward", forward)
     for rows in (1, 3):
         used.clear()
-        fast = freeze(copy.deepcopy(model), torch.float32, rows)
+        fast = pack_weights(copy.deepcopy(model), torch.float32, rows)
         fast(random_ids())
         assert len(used) == 9  # four in each of two layers, and the head
         for ids in (random_ids(B=1, T=12), random_ids(B=3, T=5)):
@@ -41,7 +41,7 @@ def test_outputs_and_text_stay_the_same(monkeypatch, packs, qkv_bias):
 def test_bf16_is_as_exact_as_the_plain_model_in_bf16():
     model, ids = tiny_model(std=0.1).eval(), random_ids()
     expected = model(ids)[0]
-    fast = freeze(copy.deepcopy(model), torch.bfloat16)(ids)[0]
+    fast = pack_weights(copy.deepcopy(model), torch.bfloat16)(ids)[0]
     plain = copy.deepcopy(model).bfloat16()(ids)[0]
     assert fast.dtype == torch.bfloat16
     assert (fast - expected).abs().max() < 2 * (plain - expected).abs().max() + 1e-3
@@ -52,6 +52,6 @@ def test_weights_are_packed_where_the_processor_can(monkeypatch, has_bf16):
     """16 bits only where oneDNN supports them; nothing for torch's compiler."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     for dtype in (torch.float32, torch.bfloat16):
-        assert frozen.can_pack(dtype) == (dtype == torch.float32 or has_bf16)
-        plain = freeze(tiny_model(), dtype, to_compile=True)
-        assert not any(isinstance(module, Packed) for module in plain.modules())
+        assert packed_weights.can_pack(dtype) == (dtype == torch.float32 or has_bf16)
+        plain = pack_weights(tiny_model(), dtype, to_compile=True)
+        assert not any(isinstance(module, PackedLinear) for module in plain.modules())
