@@ -14,12 +14,11 @@ Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 """
 
 import itertools
-import math
 import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import tiktoken
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from errors import DataError, visible
+from errors import ConfigError, DataError, visible
 from tokens.batches import StoredBatches, read_ahead
 from tokens.encoding import StreamEncoder, collected, encode_text
 from tokens.mixture import MixedDataset, order_of
@@ -38,78 +37,13 @@ from tokens.sampler import StepSampler, WindowOrder, shares
 from tokens.shards import is_shards, open_shards
 from tokens.stream import Checksums, TokenStream
 from tokens.synthetic import CycleWalks, RepeatedSequences
-from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from tokens.tokenizers import get_tokenizer
 from tokens.windows import DocumentWindows, Windows
+from training.config.schema import DataConfig
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
 
 LARGE = 10**9  # bytes of text
-
-
-@dataclass
-class DataConfig:
-    """Which text or token files, and how they are cut into windows."""
-
-    path: str | list[str] | None = None  # a file, a folder, a glob, or a list of these
-    weights: list[float] | None = None  # proportions of the entries of path; null: concatenate them
-    val_path: str | list[str] | None = None  # what to validate on; null: a part of path
-    tokenizer: str = "gpt2"  # gpt2 | byte
-    text_key: str = "text"  # where JSON lines and Parquet have the text
-    max_length: int = 256  # tokens in a window; at most the model's context length
-    stride: int | None = None  # from one window's start to the next; null: max_length, no overlap
-    within_documents: bool = False  # true: no window spans two documents
-    val_fraction: float = 0.1  # the last documents, about this share of the tokens, to validate on
-    endoftext: str = "token"  # what "<|endoftext|>" written in a text is: that token, or its text
-    verify: str | bool = "auto"  # checksums of token files: auto (all up to 1 GiB) | true | false
-    synthetic: str | None = None  # instead of a text: null | induction (see tokens/synthetic.py)
-
-    def problems(self) -> list[tuple[str, object, str, str]]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if not self.path and not self.synthetic:
-            found.append(("path", self.path, "no text given", "set data.path=FILE, or data=sample"))
-        if self.tokenizer not in TOKENIZERS:
-            found.append(("tokenizer", self.tokenizer, "no such tokenizer", "use gpt2 or byte"))
-        if self.max_length < 1:
-            found.append(("max_length", self.max_length, "a window needs a token", "use 1 or more"))
-        if self.stride is not None and self.stride < 1:
-            found.append(("stride", self.stride, "windows must move on", "use 1 or more, or null"))
-        if not 0.0 <= self.val_fraction < 1.0:
-            cause = "is a share of the text, from 0 to below 1"
-            found.append(("val_fraction", self.val_fraction, cause, "use 0.1, or 0 for none"))
-        if self.endoftext not in ("token", "text"):
-            found.append(("endoftext", self.endoftext, "no such choice", "use token or text"))
-        if self.verify not in ("auto", True, False):
-            found.append(("verify", self.verify, "no such choice", "use auto, true or false"))
-        found += _weights_problems(self)
-        if self.synthetic not in (None, "induction"):
-            found.append(("synthetic", self.synthetic, "no such choice", "use null or induction"))
-        elif self.synthetic and self.path:
-            fix = "give one of the two: data=induction, or data.synthetic=null"
-            found.append(("path", self.path, "data.synthetic makes its own sequences", fix))
-        elif self.synthetic and (self.tokenizer != "byte" or not 16 <= self.max_length <= 124):
-            cause = "needs data.tokenizer=byte and data.max_length from 16 to 124"
-            found.append(("synthetic", self.synthetic, cause, "use data=induction as it is"))
-        return found
-
-
-def _weights_problems(config: DataConfig) -> list[tuple[str, object, str, str]]:
-    """What is wrong with data.weights."""
-    weights = config.weights
-    if weights is None:
-        return []
-    entries = [config.path] if isinstance(config.path, str) else config.path or []
-    if len(weights) != len(entries):
-        cause = f"data.path has {len(entries)} entries"
-        return [("weights", weights, cause, "give one weight for each, such as [0.7,0.3]")]
-    if not all(0 < weight < math.inf for weight in weights):
-        return [("weights", weights, "must be more than 0", "leave the entry out of data.path")]
-    try:
-        shares(weights)
-    except ValueError:
-        cause = "this proportion repeats after more than 100,000 windows only"
-        return [("weights", weights, cause, "use weights of fewer digits")]
-    return []
 
 
 # ------------------------------------------------------------------------------ text -> tokens
@@ -248,7 +182,13 @@ def load_datasets(config: DataConfig) -> Loaded:
         return Loaded(CycleWalks(config.max_length), RepeatedSequences(config.max_length), [], [])
     if not config.weights or isinstance(config.path, str):
         return _load_source(config, config.path)
-    others = replace(config, val_path=None, val_fraction=0.0) if config.val_path else config
+    try:
+        shares(config.weights)
+    except ValueError as error:
+        cause, fix = "the proportion repeats only after 100,000 windows", "use fewer digits"
+        raise ConfigError([("data.weights", config.weights, cause, fix)]) from error
+    without_val = {"val_path": None, "val_fraction": 0.0}
+    others = config.model_copy(update=without_val) if config.val_path else config
     sources = [_load_source(others if n else config, e) for n, e in enumerate(config.path)]
     val_set = sources[0].val  # the same for all with data.val_path, and none for all without
     if val_set is not None and not config.val_path:

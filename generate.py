@@ -10,10 +10,23 @@ is generated: inference/text.py and the other files there.
 
 import sys
 import typing
-from dataclasses import dataclass, field
+from typing import Annotated
 
-from errors import Problem, refuse, visible
-from training.config.command_line import settings_command
+from pydantic import Field, ValidationInfo, field_validator
+
+from errors import refuse, visible
+from training.config.command_line import ScriptConfig, settings_command
+from training.config.schema import (
+    AboveZero,
+    AutoOrBool,
+    Device,
+    Name,
+    NonNegative,
+    Positive,
+    Precision,
+    Seed,
+    rejected,
+)
 
 if typing.TYPE_CHECKING:
     from inference.text import TextGenerator
@@ -23,72 +36,55 @@ MOST = 1_000_000  # tokens, samples
 BETWEEN = "\n---\n"  # two samples
 
 
-@dataclass
-class GenerateConfig:
+class GenerateConfig(ScriptConfig):
     """python generate.py checkpoint=runs/NAME prompt="The ferry bell" [KEY=VALUE ...]"""
 
-    checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
+    checkpoint: Name = Field(
+        description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
     )
-    prompt: str | list[str] = field(
-        default="The", metadata={"help": 'the text to continue; several: \'["one","two"]\''}
+    interactive: bool = Field(False, description="true: ask for prompts")
+    prompt: str | Annotated[list[str], Field(min_length=1)] = Field(
+        "The", description='the text to continue; several: \'["one","two"]\''
     )
-    interactive: bool = field(default=False, metadata={"help": "true: asks for prompts"})
-    max_new_tokens: int = field(default=100, metadata={"help": "how many tokens to add at most"})
-    num_samples: int = field(default=1, metadata={"help": "how many continuations of each prompt"})
-    batch_size: int = field(default=8, metadata={"help": "how many texts are written at once"})
-    temperature: float = field(default=0.8, metadata={"help": "0: always the likeliest token"})
-    top_k: int | None = field(default=50, metadata={"help": "draw from the k likeliest; null: all"})
-    top_p: float | None = field(
-        default=None, metadata={"help": "draw from the likeliest that make up p; null: all"}
+    max_new_tokens: Annotated[Positive, Field(le=MOST)] = Field(
+        100, description="most tokens to add"
     )
-    seed: int = field(default=0, metadata={"help": "start of the random draws"})
-    ignore_end: bool = field(default=False, metadata={"help": "true: go on after <|endoftext|>"})
-    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | mps"})
-    precision: str = field(default="auto", metadata={"help": "auto | fp32 | bf16 | fp16"})
-    compile: str | bool = field(
-        default="auto", metadata={"help": "auto (long texts on a GPU) | true | false"}
+    num_samples: Annotated[Positive, Field(le=MOST)] = Field(
+        1, description="continuations of each prompt"
     )
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+    batch_size: Annotated[Positive, Field(le=MOST)] = Field(
+        8, description="texts that are generated at once"
+    )
+    temperature: Annotated[NonNegative, Field(le=1000)] = Field(
+        0.8, description="0: always the most likely token"
+    )
+    top_k: Positive | None = Field(50, description="draw from the k most likely; null: from all")
+    top_p: Annotated[AboveZero, Field(le=1)] | None = Field(
+        None, description="draw from the most likely that add up to p; null: from all"
+    )
+    seed: Seed = Field(0, description="seed of the random draws")
+    ignore_end: bool = Field(False, description="true: continue after <|endoftext|>")
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    precision: Precision = Field("auto", description="auto | fp32 | bf16 | fp16")
+    compile: AutoOrBool = Field("auto", description="auto (long texts on a GPU) | true | false")
+
+    @field_validator("prompt")
+    @classmethod
+    def _not_both(cls, prompt: str | list[str], info: ValidationInfo) -> str | list[str]:
+        if info.data.get("interactive"):
+            raise rejected("interactive=true asks for prompts", "leave one of them out")
+        return prompt
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_tiny(cls, temperature: float) -> float:
+        if 0 < temperature < 0.001:
+            raise rejected("must be 0, or from 0.001 to 1000", "use 0.8")
+        return temperature
 
     @property
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
-
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if not self.checkpoint:
-            found.append(("checkpoint", "", "is empty", "give a run or a checkpoint"))
-        if self.prompt == []:
-            found.append(("prompt", "[]", "is a list of none", "give a text"))
-        if self.interactive and self.prompt != "The":
-            cause = "prompts are asked for with interactive=true"
-            found.append(("prompt", self.prompt, cause, "leave one of them out"))
-        for key in ("max_new_tokens", "num_samples", "batch_size"):
-            if not 1 <= getattr(self, key) <= MOST:
-                cause = f"must be from 1 to {MOST:,}"
-                found.append((key, getattr(self, key), cause, f"use {key}=1 or more"))
-        if not (self.temperature == 0 or 0.001 <= self.temperature <= 1000):
-            cause = "must be 0 (the likeliest token), or from 0.001 to 1000"
-            found.append(("temperature", self.temperature, cause, "use 0.8 or so"))
-        if self.top_k is not None and self.top_k < 1:
-            found.append(("top_k", self.top_k, "must be at least 1", "use 50, or null for all"))
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            cause = "must be above 0, and at most 1"
-            found.append(("top_p", self.top_p, cause, "use 0.9, or null for all"))
-        if not 0 <= self.seed < 2**63:
-            found.append(("seed", self.seed, "must be from 0 to 2^63 - 1", "use seed=0"))
-        choices = {
-            "device": (("auto", "cpu", "cuda", "mps"), "no such device"),
-            "precision": (("auto", "fp32", "bf16", "fp16"), "no such precision"),
-            "compile": (("auto", True, False), "no such choice"),
-        }
-        for key, (allowed, cause) in choices.items():
-            if getattr(self, key) not in allowed:
-                names = ", ".join(str(choice).lower() for choice in allowed)
-                found.append((key, getattr(self, key), cause, f"use one of {names}"))
-        return found
 
 
 @settings_command(GenerateConfig)

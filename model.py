@@ -42,36 +42,14 @@ class ModelConfig:
     qkv_bias: bool = True
     attention: str = "sdpa"  # which kernel computes attention; the weights fit all of them
 
-    def problems(self) -> list[tuple[str, object, str, str]]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        for key in ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers"):
-            if getattr(self, key) < 1:
-                found.append((key, getattr(self, key), "must be at least 1", "use 1 or more"))
-        if not found and self.emb_dim % self.num_heads != 0:
-            # The nearest divisor, searched from the given number outwards; 1 always divides.
-            asked = min(self.num_heads, self.emb_dim)
-            tries = (asked + way * far for far in range(10_000) for way in (-1, 1))
-            nearest = next((h for h in tries if h >= 1 and self.emb_dim % h == 0), 1)
-            cause = f"emb_dim={self.emb_dim} cannot be split into {self.num_heads} equal heads"
-            fix = f"use a divisor of {self.emb_dim}, such as {nearest}"
-            found.append(("num_heads", self.num_heads, cause, fix))
-        if not 0.0 <= self.dropout < 1.0:
-            found.append(("dropout", self.dropout, "is a probability below 1", "use 0 to 0.99"))
-        if self.attention not in KERNELS:
-            cause = "no such attention kernel"
-            found.append(("attention", self.attention, cause, f"use one of {', '.join(KERNELS)}"))
-        if self.attention == "flex" and self.dropout > 0.0:
-            cause = "FlexAttention has no dropout on the weights"
-            found.append(
-                ("attention", "flex", cause, "set model.dropout=0 or use model.attention=sdpa")
-            )
-        return found
-
     def __post_init__(self):
-        found = self.problems()
-        if found:
-            raise ValueError("\n".join(f"{k}={v}: {cause}; {fix}" for k, v, cause, fix in found))
+        sizes = ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers")
+        if any(getattr(self, key) < 1 for key in sizes) or self.emb_dim % self.num_heads:
+            raise ValueError(f"{self}: sizes must be at least 1, emb_dim a multiple of num_heads")
+        if self.attention not in KERNELS or not 0 <= self.dropout < 1:
+            raise ValueError(f"{self}: attention must be one of {list(KERNELS)}, dropout below 1")
+        if self.attention == "flex" and self.dropout > 0:
+            raise ValueError("FlexAttention has no dropout on the weights: use dropout=0")
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from training.config.command_line import begin_quickly, command
+from training.config.application import hydra_main
 from training.reporting.terminal import never_fail
 from training.signals import StopSignals, end_quietly
 
 if TYPE_CHECKING:  # a misspelt setting is reported before torch is imported
     from torch import Tensor
 
-    from training.config.schema import Settings
+    from training.config.schema import Config
     from training.setup import Run
 
 
@@ -154,8 +154,8 @@ def stop(run: "Run") -> None:
     sys.exit(run.signals.exit_code)
 
 
-@command
-def main(config: "Settings") -> None:
+@hydra_main
+def main(config: "Config") -> None:
     """Train as the settings say."""
     from training.setup import build_run
 
@@ -164,7 +164,6 @@ def main(config: "Settings") -> None:
 
 
 if __name__ == "__main__":
-    begin_quickly()
     end_quietly()
     never_fail(quiet=not {"-h", "--help", "-c", "--cfg"}.isdisjoint(sys.argv))
     main()

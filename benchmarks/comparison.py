@@ -16,22 +16,23 @@ from benchmarks.runner import Batch, Runner, make_runner
 from benchmarks.settings import TrainingBenchmark, chosen
 from benchmarks.tables import TABLES, equivalence_table, header, roofline_table, speed_table
 from errors import refuse
-from model import GPT
+from model import GPT, ModelConfig
+from training.config import Config
 from training.config.command_line import write_out
-from training.config.schema import REPOSITORY, Settings
+from training.config.schema import OptimizerConfig, ParallelConfig
+from training.config.yaml_files import REPOSITORY
 from training.distributed import device as devices
-from training.distributed.launch import ParallelConfig, check
+from training.distributed.launch import check
 from training.distributed.strategy import Strategy, build_strategy
-from training.optim.optimizers import OptimizerConfig
 from training.reporting.machine import git, machine
 
 BATCHES = 4  # used in rotation
 
 
-def compare(settings: TrainingBenchmark, training: Settings, arguments: list[str]) -> None:
+def compare(settings: TrainingBenchmark, training: Config, arguments: list[str]) -> None:
     """Checks that all implementations are equivalent, times them, prints and writes the figures."""
     strategy = start_strategy(settings)
-    weights = GPT(training.model)
+    weights = GPT(ModelConfig(**training.model.model_dump()))
     comparison = Comparison(settings, weights, training.optimizer, strategy)
     results = provenance(settings, arguments, strategy.device)
     results["parameters"] = weights.num_parameters()
@@ -59,7 +60,7 @@ def compare(settings: TrainingBenchmark, training: Settings, arguments: list[str
 
 def start_strategy(settings: TrainingBenchmark) -> Strategy:
     """One process on the device of the settings, with the best precision of that device."""
-    single = ParallelConfig(strategy="single")
+    single = ParallelConfig.with_defaults(strategy="single")
     refuse(check(single, settings.device, settings.batch_size))
     refuse(devices.check(settings.device, settings.precision))
     strategy = build_strategy(single, settings.device, "auto", settings.seed)

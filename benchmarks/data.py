@@ -13,37 +13,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from errors import Problem
-from training.config.command_line import settings_command, write_out
-from training.config.schema import REPOSITORY
+from pydantic import Field, field_validator
+
+from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from training.config.schema import DataConfig, Name, Positive, rejected
+from training.config.yaml_files import REPOSITORY
 from training.reporting.machine import machine
 
 BATCH, LENGTH, BATCHES = 64, 1024, 10_000
 
 
-@dataclass
-class BenchmarkConfig:
+class BenchmarkConfig(ScriptConfig):
     """python -m benchmarks.data text=FILE [KEY=VALUE ...]"""
 
-    text: str = field(metadata={"help": "a plain text file, of a gigabyte or so"})
-    megabytes: int = field(default=400, metadata={"help": "so much of it to compare speeds"})
-    repeats: int = field(default=3, metadata={"help": "measurements of each speed"})
-    out: str = field(default="", metadata={"help": "a JSON file for the results"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+    text: Name = Field(description="a plain text file, of about a gigabyte")
+    megabytes: Positive = Field(400, description="how much of it to compare speeds on")
+    repeats: Positive = Field(3, description="measurements of each speed")
+    out: OutFile = Field("", description="a JSON file for the results")
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if not os.path.isfile(self.text):
-            found.append(("text", self.text, "no such file", "give a plain text file"))
-        for key in ("megabytes", "repeats"):
-            if getattr(self, key) < 1:
-                found.append((key, getattr(self, key), "must be at least 1", "use more"))
-        return found
+    @field_validator("text")
+    @classmethod
+    def _is_a_file(cls, text: str) -> str:
+        if not os.path.isfile(text):
+            raise rejected("no such file", "give a plain text file")
+        return text
 
 
 @settings_command(BenchmarkConfig)
@@ -124,7 +120,7 @@ def loader(folder: Path) -> dict:
     """Tokens a second of 10,000 batches of 64 windows of 1,024 tokens, in training's order."""
     import numpy as np
 
-    from data import DataConfig, load_datasets, training_batches
+    from data import load_datasets, training_batches
     from tokens.mixture import order_of
     from tokens.shards import ShardWriter
 
@@ -135,7 +131,7 @@ def loader(folder: Path) -> dict:
     for _ in range(100):
         writer.append(random.integers(0, 50256, 1_000_000, np.uint16))
     writer.close()
-    config = DataConfig(path=str(shard), max_length=LENGTH, val_fraction=0.0)
+    config = DataConfig.with_defaults(path=str(shard), max_length=LENGTH, val_fraction=0.0)
     dataset = load_datasets(config).train  # verifies it, and so reads it into the page cache
     order = order_of(dataset, BATCH, seed=0)
     memory, seconds = [], []

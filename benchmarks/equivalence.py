@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.implementations import Implementation, Ours, Variant
 from benchmarks.runner import HINT, Batch, NotEquivalent, make_runner, pad_vocabulary
 from model import GPT
+from training.config.schema import OptimizerConfig
 from training.distributed.strategy import Strategy
-from training.optim.optimizers import OptimizerConfig
 
 # Relative tolerances of loss and gradient norm, by precision.
 TOLERANCES = {

@@ -17,8 +17,9 @@ from errors import NO_VALUE, refuse
 from inference.cache import KVCache
 from inference.decoding import Sampling, generate
 from inference.packed_weights import pack_weights
-from model import GPT
-from training.config.command_line import compose, write_out
+from model import GPT, ModelConfig
+from training.config import compose
+from training.config.command_line import write_out
 from training.distributed import device as devices
 from training.reporting.machine import machine
 
@@ -28,7 +29,7 @@ Generator = Callable[[torch.Tensor], list[list[int]]]  # prompts (B, T) -> new i
 def compare(settings: GenerationBenchmark) -> None:
     """Checks that both generate the same ids, times them, prints and writes the figures."""
     refuse(devices.check(settings.device))
-    config = compose([f"model={settings.model}"]).model
+    config = ModelConfig(**compose([f"model={settings.model}"]).model.model_dump())
     if (needed := settings.prompt_tokens + settings.num_tokens) > config.context_length:
         reason = f"prompt_tokens={settings.prompt_tokens} and these are {needed} tokens, more than"
         reason += f" the model's context_length={config.context_length}"

@@ -26,8 +26,9 @@ from torch import Tensor
 from errors import ConfigError, message_of
 from interop.huggingface import hf_tensors
 from model import GPT, ModelConfig
+from training.config.schema import OptimizerConfig
 from training.distributed.device import DTYPES
-from training.optim.optimizers import OptimizerConfig, build_optimizer
+from training.optim.optimizers import build_optimizer
 from training.reporting.machine import git
 
 GPT2_VOCABULARY = 50257  # nanoGPT pads it to 50304, a multiple of 64, by default

@@ -9,11 +9,12 @@ Of each kind of figures the newest file is drawn: *-others-cpu.json (scripts/ben
 import json
 import math
 import statistics
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import Problem, message_of, refuse
-from training.config.command_line import settings_command
+from pydantic import Field
+
+from errors import message_of, refuse
+from training.config.command_line import Folder, ScriptConfig, settings_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -36,25 +37,14 @@ STYLE = {
 }
 
 
-@dataclass
-class PlotsConfig:
+class PlotsConfig(ScriptConfig):
     """python -m benchmarks.plots [KEY=VALUE ...]
 
     Draws the pictures of docs/benchmarks.md from the figures in benchmarks/results.
     """
 
-    out: str = field(default=str(REPOSITORY / "docs"), metadata={"help": "where to write them"})
-    results: str = field(default=str(RESULTS), metadata={"help": "the folder of the figures"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
-
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        wishes = (("out", self.out), ("results", self.results))
-        return [
-            (key, value, "is no folder", "give the path of one that exists")
-            for key, value in wishes
-            if not Path(value).is_dir()
-        ]
+    out: Folder = Field(str(REPOSITORY / "docs"), description="the folder to write them to")
+    results: Folder = Field(str(RESULTS), description="the folder of the figures")
 
 
 @settings_command(PlotsConfig)

@@ -2,80 +2,48 @@
 
 import difflib
 import importlib.util
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
-from benchmarks.tables import TABLES
+from pydantic import Field
+
 from errors import ConfigError, Problem, refuse
-from training.config.command_line import compose, parse
-from training.config.schema import Settings
+from training.config import Config, compose
+from training.config.command_line import OutFile, ScriptConfig, parse
+from training.config.schema import AutoOrBool, Count, Device, Name, NonNegative, Positive, Seed
 
 NAMES = ("ours", "transformers", "nanogpt", "llms_from_scratch")
 OPTIMIZER_SETTINGS = ("lr", "weight_decay", "betas", "eps")
 
 
-@dataclass
-class TrainingBenchmark:
+class TrainingBenchmark(ScriptConfig):
     """python -m benchmarks.training [model=NAME] [model.KEY=VALUE ...] [KEY=VALUE ...]"""
 
-    model: str = field(default="gpt2-small", metadata={"help": "as in training"})
-    batch_size: int = field(default=4, metadata={"help": "windows per step"})
-    length: int = field(default=256, metadata={"help": "tokens per window"})
-    nanogpt: str = field(default="", metadata={"help": "the folder of a checkout of nanoGPT"})
-    llms_from_scratch: str = field(
-        default="", metadata={"help": "the folder of a checkout of LLMs-from-scratch"}
+    model: Name = Field("gpt2-small", description="as in training")
+    batch_size: Positive = Field(4, description="windows per step")
+    length: Positive = Field(256, description="tokens per window")
+    nanogpt: str = Field("", description="the folder of a checkout of nanoGPT")
+    llms_from_scratch: str = Field("", description="the folder of a checkout of LLMs-from-scratch")
+    implementations: str = Field(
+        "all", description=f"all that are available, or some of {','.join(NAMES)}"
     )
-    implementations: str = field(
-        default="all", metadata={"help": f"all that are available, or some of {','.join(NAMES)}"}
+    table: Literal["both", "shipped", "equalised"] = Field(
+        "both", description="both | shipped | equalised"
     )
-    table: str = field(default="both", metadata={"help": "both | shipped | equalised"})
-    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | mps"})
-    precision: str = field(
-        default="auto", metadata={"help": "of the equalised table: auto | fp32 | bf16"}
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="of the equalised table: auto | fp32 | bf16"
     )
-    compile: str | bool = field(
-        default="auto", metadata={"help": "auto: where possible; false: none"}
+    compile: AutoOrBool = Field("auto", description="auto: where possible; false: none")
+    rounds: Positive = Field(5, description="in each, every variant runs some steps")
+    steps: Positive = Field(3, description="timed steps of a round")
+    settle: Count = Field(2, description="untimed steps before them")
+    warmup: Count = Field(2, description="untimed steps before the first round")
+    roofline_seconds: NonNegative = Field(
+        0.3, description="for each product measured; 0: no roofline"
     )
-    rounds: int = field(default=5, metadata={"help": "in each, every variant runs some steps"})
-    steps: int = field(default=3, metadata={"help": "timed steps of a round"})
-    settle: int = field(default=2, metadata={"help": "untimed steps before them"})
-    warmup: int = field(default=2, metadata={"help": "untimed steps before the first round"})
-    roofline_seconds: float = field(
-        default=0.3, metadata={"help": "for each product measured; 0: no roofline"}
-    )
-    seed: int = field(default=0, metadata={"help": "of the weights and the tokens"})
-    out: str = field(default="", metadata={"help": "a JSON file for everything measured"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
-
-    def problems(self) -> list[Problem]:
-        """Problems as (key, value, reason, hint)."""
-        found = []
-        for key, least in LEAST.items():
-            if not getattr(self, key) >= least:
-                fix = f"use {least} or more"
-                found.append((key, getattr(self, key), f"must be at least {least}", fix))
-        if self.seed >= 2**63:
-            found.append(("seed", self.seed, "must be below 2^63", "use seed=0"))
-        for key, choices in CHOICES.items():
-            if (value := getattr(self, key)) not in choices:
-                names = ", ".join(str(choice).lower() for choice in choices)
-                found.append((key, value, "no such choice", f"use one of {names}"))
-        found += checkout_problems(self) + name_problems(self)
-        if self.out and Path(self.out).is_dir():
-            found.append(("out", self.out, "is a folder", "give the name of a file in it"))
-        elif self.out and not Path(self.out).absolute().parent.is_dir():
-            found.append(("out", self.out, "no such folder", "make it, or name another"))
-        return found
-
-
-LEAST = {"batch_size": 1, "length": 1, "rounds": 1, "steps": 1, "settle": 0, "warmup": 0, "seed": 0}
-LEAST["roofline_seconds"] = 0
-CHOICES = {
-    "table": ("both", *TABLES),
-    "device": ("auto", "cpu", "cuda", "mps"),
-    "precision": ("auto", "fp32", "bf16"),
-    "compile": ("auto", True, False),
-}
+    seed: Seed = Field(0, description="of the weights and the tokens")
+    out: OutFile = Field("", description="a JSON file for everything measured")
 
 
 # --------------------------------------------------------------------------------- settings
@@ -129,7 +97,7 @@ def chosen(settings: TrainingBenchmark) -> list[str]:
     return [name for name in there if name in (asked(settings.implementations) or NAMES)]
 
 
-def composed(arguments: list[str]) -> tuple[TrainingBenchmark, Settings]:
+def composed(arguments: list[str]) -> tuple[TrainingBenchmark, Config]:
     """The settings of the benchmark, and training settings for the model and the optimizer;
     ConfigError with the problems of both."""
     theirs = [text for text in arguments if text.startswith(("model.", "optimizer."))]
@@ -144,6 +112,7 @@ def composed(arguments: list[str]) -> tuple[TrainingBenchmark, Settings]:
             problems.append((key, value, "has no effect here", fix))
     try:
         own = parse(TrainingBenchmark, [text for text in arguments if text not in theirs])
+        problems += checkout_problems(own) + name_problems(own)
     except ConfigError as error:
         problems += error.problems
     refuse(problems)
@@ -157,35 +126,16 @@ def composed(arguments: list[str]) -> tuple[TrainingBenchmark, Settings]:
     return own, training
 
 
-@dataclass
-class GenerationBenchmark:
+class GenerationBenchmark(ScriptConfig):
     """python -m benchmarks.generate [model=NAME] [KEY=VALUE ...]"""
 
-    model: str = field(default="gpt2-small", metadata={"help": "as in training"})
-    batch_sizes: list[int] = field(
-        default_factory=lambda: [1, 8], metadata={"help": "texts at once, one table each"}
+    model: Name = Field("gpt2-small", description="as in training")
+    batch_sizes: Annotated[list[Positive], Field(min_length=1)] = Field(
+        [1, 8], description="texts at once, one table each"
     )
-    prompt_tokens: int = field(default=64, metadata={"help": "tokens per prompt"})
-    num_tokens: int = field(default=64, metadata={"help": "new tokens per text"})
-    rounds: int = field(default=5, metadata={"help": "runs of each implementation"})
-    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | mps"})
-    seed: int = field(default=0, metadata={"help": "of the weights and the prompts"})
-    out: str = field(default="", metadata={"help": "a JSON file for everything measured"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
-
-    def problems(self) -> list[Problem]:
-        """Problems as (key, value, reason, hint)."""
-        found = []
-        for key in ("prompt_tokens", "num_tokens", "rounds"):
-            if getattr(self, key) < 1:
-                found.append((key, getattr(self, key), "must be at least 1", "use 1 or more"))
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            found.append(("batch_sizes", self.batch_sizes, "must be at least 1", "use [1,8]"))
-        if not 0 <= self.seed < 2**63:
-            found.append(("seed", self.seed, "must be from 0 to 2^63 - 1", "use seed=0"))
-        if self.device not in ("auto", "cpu", "cuda", "mps"):
-            found.append(("device", self.device, "no such device", "use auto, cpu, cuda or mps"))
-        above = Path(self.out).absolute().parent
-        if self.out and (Path(self.out).is_dir() or not above.is_dir()):
-            found.append(("out", self.out, "is not a file in an existing folder", "name another"))
-        return found
+    prompt_tokens: Positive = Field(64, description="tokens per prompt")
+    num_tokens: Positive = Field(64, description="new tokens per text")
+    rounds: Positive = Field(5, description="runs of each implementation")
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    seed: Seed = Field(0, description="of the weights and the prompts")
+    out: OutFile = Field("", description="a JSON file for everything measured")

@@ -57,40 +57,6 @@ class LensConfig:
     layers: list[int] = field(default_factory=list)  # layers that also get a large picture
     frames: int = 24  # most steps in the time-lapse
 
-    def problems(self) -> list[tuple[str, object, str, str]]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if self.every is not None and self.every < 0:
-            found.append(("every", self.every, "must not be negative", "use 0 for no lens"))
-        if not 2 <= self.max_tokens <= 1024:
-            cause = "the lens looks at 2 to 1024 tokens"
-            found.append(("max_tokens", self.max_tokens, cause, "use 64 or so"))
-        if not 2 <= self.frames <= 200:
-            cause = "a time-lapse has from 2 to 200 steps"
-            found.append(("frames", self.frames, cause, "use 24 or so"))
-        if not 0 <= self.repeated <= 127 or self.repeated == 1:
-            found.append(("repeated", self.repeated, "is from 2 to 127, or 0", "use 24 or so"))
-        too_short = 2 <= self.max_tokens < 5  # for a token twice and the start
-        if self.every != 0 and not self.prompts and (self.repeated == 0 or too_short):
-            fix = "give a prompt, or use lens=off"
-            found.append(("prompts", "[]", "nothing to look at", fix))
-        for layer in self.layers:
-            if layer < 0:
-                found.append(("layers", layer, "layers count from 0", "use 0 or more"))
-        if len(self.prompts) > MOST_PROMPTS:
-            cause = "each page holds all prompts, and browsers have to load it"
-            value = f"({len(self.prompts)} prompts)"
-            found.append(("prompts", value, cause, f"use at most {MOST_PROMPTS}"))
-            return found
-        pictures = (len(self.prompts) + (self.repeated > 0)) * (1 + len(self.layers))
-        if 2 * (pictures + 1) > MOST_FILES:  # with their pages, at the start and at the end
-            cause = f"{pictures} pictures at each step, and a run may have {MOST_FILES} files"
-            found.append(("layers", self.layers, cause, "use fewer layers or lens.prompts"))
-        for prompt in self.prompts:
-            if not prompt.strip():
-                found.append(("prompts", repr(prompt), "an empty prompt", "give it some words"))
-        return found
-
     def interval(self, max_steps: int) -> int:
         """Steps between snapshots in a run of `max_steps`; 0: no snapshots."""
         return min(max(max_steps // 20, 40), 1000) if self.every is None else self.every

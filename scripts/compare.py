@@ -13,42 +13,30 @@ import datetime
 import glob
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import Problem, message_of, refuse, visible
-from training.config.command_line import settings_command, write_out
+from pydantic import Field
+
+from errors import message_of, refuse, visible
+from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from training.config.schema import Name, Paths
 from training.reporting import comparison as results
 from training.reporting.machine import machine
 
 
-@dataclass
-class CompareConfig:
+class CompareConfig(ScriptConfig):
     """python -m scripts.compare runs='runs/*' [target=LOSS] [KEY=VALUE ...]
 
     A table of runs: one row for each setting that differs, seeds together, the lowest metric first.
     """
 
-    runs: str | list[str] = field(
-        default="runs/*", metadata={"help": "run directories: a pattern, or [A,B,...]"}
+    runs: Paths = Field("runs/*", description="run directories: a pattern, or [A,B,...]")
+    metric: Name = Field("val/loss", description="which metric of metrics.jsonl to compare")
+    target: float | None = Field(
+        None, description="also the tokens until a row of the log is at or below this"
     )
-    metric: str = field(default="val/loss", metadata={"help": "what of metrics.jsonl to compare"})
-    target: float | None = field(
-        default=None, metadata={"help": "also the tokens until a row of the log is no higher"}
-    )
-    out: str = field(default="", metadata={"help": "a JSON file to write the figures to"})
-    plot: str = field(default="", metadata={"help": "a PNG file to draw the runs into"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
-
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        for key, value in (("out", self.out), ("plot", self.plot)):
-            above = Path(value).parent
-            if value and (Path(value).is_dir() or not above.is_dir()):
-                cause = "is a folder" if Path(value).is_dir() else f"{above} is no folder"
-                found.append((key, value, cause, "give a file in a folder that exists"))
-        return found
+    out: OutFile = Field("", description="a JSON file for the figures")
+    plot: OutFile = Field("", description="a PNG file for a plot of the runs")
 
 
 @settings_command(CompareConfig)

@@ -15,13 +15,25 @@ perplexity (docs/models.md).
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from errors import CheckpointError, ConfigError, DataError, Problem, refuse, visible
-from training.config.command_line import settings_command, write_out
-from training.config.schema import fill
+from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from training.config.schema import (
+    AboveZero,
+    Count,
+    DataConfig,
+    Device,
+    Name,
+    ParallelConfig,
+    Paths,
+    Positive,
+    Precision,
+    rejected,
+)
 
 if TYPE_CHECKING:
     from inference.perplexity import Rule
@@ -33,92 +45,58 @@ PROGRESS_EVERY = 10  # seconds
 FROM_RUN = ("text_key", "endoftext", "val_fraction")  # data settings that default to the run's
 
 
-@dataclass
-class TextConfig:
+class TextConfig(BaseModel):
     """Which text, and how it is read."""
 
-    path: str | list[str] = field(
-        metadata={"help": "a text or token file, a folder, a glob, a list of these"}
+    model_config = ConfigDict(extra="forbid")
+
+    path: Paths = Field(description="a text or token file, a folder, a glob, a list of these")
+    within_documents: bool = Field(
+        False, description="true: each document by itself, end-of-text not scored"
     )
-    within_documents: bool = field(
-        default=False, metadata={"help": "true: each document by itself, end-of-text not scored"}
+    val_fraction: Annotated[AboveZero, Field(lt=1)] | None = Field(
+        None, description="where split=val and train part; null: the run's own"
     )
-    val_fraction: float | None = field(
-        default=None, metadata={"help": "where split=val and train part; null: the run's own"}
+    text_key: Name | None = Field(
+        None, description="field or column of JSON and Parquet with the text; null: the run's own"
     )
-    text_key: str | None = field(
-        default=None, metadata={"help": "where JSON and Parquet have the text; null: the run's own"}
-    )
-    endoftext: str | None = field(
-        default=None, metadata={"help": "<|endoftext|> in a text: token | text; null: the run's"}
+    endoftext: Literal["token", "text"] | None = Field(
+        None, description="how <|endoftext|> in a text is read: token | text; null: the run's own"
     )
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if not self.path:
-            found.append(("path", self.path, "no text given", "set data.path=FILE"))
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            cause = "is a share of the text, between 0 and 1"
-            found.append(("val_fraction", self.val_fraction, cause, "use 0.1"))
-        if self.endoftext not in (None, "token", "text"):
-            found.append(("endoftext", self.endoftext, "no such choice", "use token or text"))
-        return found
 
-
-@dataclass
-class EvaluateConfig:
+class EvaluateConfig(ScriptConfig):
     """python -m scripts.evaluate checkpoint=runs/NAME data.path=FILE [KEY=VALUE ...]"""
 
-    checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
+    checkpoint: Name = Field(
+        description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
     )
     data: TextConfig
-    split: str = field(
-        default="auto",
-        metadata={"help": "val | train, as a run splits it; auto: files named val, else all"},
+    split: Literal["auto", "val", "train"] = Field(
+        "auto", description="val | train, as a run splits it; auto: files named val, else all"
     )
-    max_length: int | None = field(
-        default=None, metadata={"help": "tokens that a window reads; null: as many as in training"}
+    max_length: Positive | None = Field(
+        None, description="tokens that a window reads; null: as many as in training"
     )
-    stride: int | None = field(
-        default=None, metadata={"help": "from window to window; null: max_length, no overlap"}
+    stride: Positive | None = Field(
+        None, description="tokens from window to window; null: max_length, no overlap"
     )
-    words: int = field(
-        default=0, metadata={"help": "words of the text as others count: perplexity per word, too"}
+    words: Count = Field(0, description="words of the text; with it, perplexity per word too")
+    batch_size: Positive = Field(8, description="windows at once")
+    precision: Precision = Field(
+        "fp32", description="fp32 | bf16 | fp16 | auto (what training would take)"
     )
-    batch_size: int = field(default=8, metadata={"help": "windows at once"})
-    precision: str = field(
-        default="fp32", metadata={"help": "fp32 | bf16 | fp16 | auto (what training would take)"}
-    )
-    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | mps"})
-    out: str = field(default="", metadata={"help": "a JSON file to write the figures to"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    out: OutFile = Field("", description="a JSON file for the figures")
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if not self.checkpoint:
-            found.append(("checkpoint", "", "is empty", "give a run or a checkpoint"))
-        if self.split not in ("auto", "val", "train"):
-            found.append(("split", self.split, "no such part", "use auto, val or train"))
-        for key in ("max_length", "stride", "batch_size"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                found.append((key, value, "must be at least 1", f"leave {key}= out"))
-        if not found and self.max_length and self.stride and self.stride > self.max_length:
-            found.append(_skips(self.stride, self.max_length))
-        if self.words < 0:
-            found.append(("words", self.words, "must not be negative", "leave words= out"))
-        if self.precision not in ("auto", "fp32", "bf16", "fp16"):
-            fix = "use fp32, bf16, fp16 or auto"
-            found.append(("precision", self.precision, "no such precision", fix))
-        if self.device not in ("auto", "cpu", "cuda", "mps"):
-            found.append(("device", self.device, "no such device", "use auto, cpu, cuda or mps"))
-        out = Path(self.out)
-        if self.out and (out.is_dir() or not out.parent.is_dir()):
-            cause = "is a folder" if out.is_dir() else f"{out.parent} is no folder"
-            found.append(("out", self.out, cause, "give a file in a folder that exists"))
-        return found
+    @field_validator("stride")
+    @classmethod
+    def _skips_nothing(cls, stride: int | None, info: ValidationInfo) -> int | None:
+        max_length = info.data.get("max_length")
+        if stride and max_length and stride > max_length:
+            _, _, reason, hint = _skips(stride, max_length)
+            raise rejected(reason, hint)
+        return stride
 
 
 def _skips(stride: int, max_length: int) -> Problem:
@@ -132,7 +110,6 @@ def main(settings: EvaluateConfig) -> None:
     from interop.pretrained import load_pretrained
     from tokens.encoding import token_sizes
     from training.distributed import device
-    from training.distributed.launch import ParallelConfig
     from training.distributed.strategy import build_strategy
 
     refuse(device.check(settings.device, settings.precision))
@@ -143,7 +120,7 @@ def main(settings: EvaluateConfig) -> None:
     if not windows.num_targets:
         reason = f"{len(tokens)} tokens ({what}), and to score one takes two"
         raise DataError("data.path", settings.data.path, reason, "use a longer text")
-    single = ParallelConfig("single")
+    single = ParallelConfig.with_defaults(strategy="single")
     strategy = build_strategy(single, settings.device, settings.precision, seed=0)
     model = pretrained.model.to(strategy.device)
     strategy.wrap(model, compiled=False)  # the fastest operations for this device
@@ -189,15 +166,14 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
 
     Raises DataError when they cannot be read or split.
     """
-    from data import DataConfig, load_stream
+    from data import load_stream
 
     own = pretrained.state.settings["data"] if pretrained.state else {}
     given = {key: getattr(settings.data, key) for key in FROM_RUN}
     values = {key: own[key] for key in FROM_RUN if key in own}
     values |= {key: value for key, value in given.items() if value is not None}
     values |= {"path": settings.data.path, "tokenizer": pretrained.tokenizer_name, "max_length": 1}
-    config, problems = fill(DataConfig, values, "data.")
-    refuse(problems)
+    config = DataConfig.with_defaults(**values)
     notes: list[str] = []
     try:
         streams = load_stream(config, config.path, notes)

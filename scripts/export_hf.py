@@ -10,35 +10,33 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from errors import Problem, message_of, refuse, visible
-from training.config.command_line import settings_command
+from pydantic import Field, field_validator
+
+from errors import message_of, refuse, visible
+from training.config.command_line import ScriptConfig, settings_command
+from training.config.schema import Name, rejected
 
 if TYPE_CHECKING:
     from interop.pretrained import PretrainedModel
 
 
-@dataclass
-class ExportConfig:
+class ExportConfig(ScriptConfig):
     """python -m scripts.export_hf checkpoint=runs/NAME out=DIR"""
 
-    checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
+    checkpoint: Name = Field(
+        description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
     )
-    out: str = field(metadata={"help": "the folder to make; an empty one will do"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+    out: str = Field(description="the folder to make; it may exist if it is empty")
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if not self.checkpoint:
-            found.append(("checkpoint", "", "is empty", "give a run or a checkpoint"))
-        if cause := not_to_be_made(self.out):
-            found.append(("out", self.out, cause, "give a folder that is not there yet"))
-        return found
+    @field_validator("out")
+    @classmethod
+    def _can_be_made(cls, out: str) -> str:
+        if reason := not_to_be_made(out):
+            raise rejected(reason, "give a folder that does not exist yet")
+        return out
 
 
 def not_to_be_made(out: str) -> str:

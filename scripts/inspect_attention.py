@@ -8,52 +8,63 @@ page is the one that training makes (docs/lens.md); the strongest heads of each 
 The repeated sequence is drawn from the whole vocabulary; in training, from frequent tokens.
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from errors import Problem, refuse, visible
-from training.config.command_line import settings_command
+from pydantic import Field, field_validator
+
+from errors import refuse, visible
+from training.config.command_line import ScriptConfig, settings_command
+from training.config.schema import Count, Device, Name, Positive, rejected
+
+if TYPE_CHECKING:
+    from lens import LensConfig
 
 
-@dataclass
-class InspectConfig:
+class InspectConfig(ScriptConfig):
     """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
 
-    checkpoint: str = field(
-        metadata={"help": "a run (its last checkpoint), a checkpoint, a directory, hub:NAME"}
+    checkpoint: Name = Field(
+        description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
     )
-    text: str = field(
-        default="", metadata={"help": "the text to run the model on; empty: three sentences"}
+    text: str = Field("", description="the prompt to show; empty: three sentences")
+    out: str = Field("attention.html", description="the page to write")
+    compare: str = Field("", description="a second model, side by side")
+    max_tokens: Annotated[Positive, Field(ge=2, le=1024)] = Field(
+        64, description="longer texts are truncated, and marked"
     )
-    out: str = field(default="attention.html", metadata={"help": "the page to write"})
-    compare: str = field(default="", metadata={"help": "a second model, side by side"})
-    max_tokens: int = field(default=64, metadata={"help": "longer texts are truncated, and marked"})
-    repeated: int = field(
-        default=24, metadata={"help": "one more prompt: this many random tokens, twice; 0: none"}
+    repeated: Annotated[Count, Field(le=127)] = Field(
+        24, description="length of a random token sequence shown twice; 0: none"
     )
-    device: str = field(default="auto", metadata={"help": "auto | cpu | cuda | mps"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = [
-            ("text" if key == "prompts" else key, *rest)
-            for key, *rest in lens_config(self.text, self.max_tokens, self.repeated).problems()
-        ]
-        if not self.out.endswith(".html"):
-            found.append(("out", self.out, "is to be a page", "use a name that ends in .html"))
-        out = Path(self.out)
-        above = next((p for p in out.parents if p.exists()), Path("."))
-        if out.is_dir() or not above.is_dir():
-            cause = "is a folder" if out.is_dir() else f"{above} is no folder"
-            found.append(("out", self.out, cause, "give the name of a file"))
-        if self.device not in ("auto", "cpu", "cuda", "mps"):
-            found.append(("device", self.device, "no such device", "use auto, cpu, cuda or mps"))
-        return found
+    @field_validator("text")
+    @classmethod
+    def _not_blank(cls, text: str) -> str:
+        if text and not text.strip():
+            raise rejected("is an empty prompt", "give it some words")
+        return text
+
+    @field_validator("out")
+    @classmethod
+    def _is_a_page(cls, out: str) -> str:
+        if not out.endswith(".html"):
+            raise rejected("must be a page", "use a name that ends in .html")
+        above = next((p for p in Path(out).parents if p.exists()), Path("."))
+        if Path(out).is_dir() or not above.is_dir():
+            raise rejected("cannot be written there", "give the name of a file")
+        return out
+
+    @field_validator("repeated")
+    @classmethod
+    def _repeats(cls, repeated: int) -> int:
+        if repeated == 1:
+            raise rejected("must be 0, or from 2 to 127", "use 24")
+        return repeated
 
 
-def lens_config(text: str, max_tokens: int, repeated: int):
-    """The settings of the lens: its default prompts when there is no text."""
+def lens_config(text: str, max_tokens: int, repeated: int) -> "LensConfig":
+    """The settings of the lens: its own prompts when there is no text."""
     from lens import LensConfig
 
     prompts = {"prompts": [text]} if text else {}

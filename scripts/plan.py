@@ -13,58 +13,54 @@ import dataclasses
 import difflib
 import math
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, field_validator
 
 from errors import NO_VALUE, ConfigError, Problem, UnknownSetting, refuse
-from training.config.command_line import compose, errors_in_one_line, parse, show_help, write_out
+from training.config import Config, compose
+from training.config.command_line import (
+    OutFile,
+    ScriptConfig,
+    errors_in_one_line,
+    parse,
+    show_help,
+    write_out,
+)
 from training.config.other_names import same_purpose
-from training.config.schema import Settings, complete
+from training.config.schema import AboveZero, NonNegative, Positive, rejected
+from training.config.stored import complete
 from training.planning import memory
 from training.planning.devices import ASSUMED_UTILISATION, KINDS, WORTH_COMPILING, Kind
 
 MOST_DEVICES = 1024  # the largest number of devices that is suggested
 
 
-@dataclass
-class PlanConfig:
+class PlanConfig(ScriptConfig):
     """python -m scripts.plan [SETTING OF train.py ...] [KEY=VALUE ...]"""
 
-    devices: int = field(default=1, metadata={"help": "number of devices, one rank on each"})
-    kind: str = field(default="h100", metadata={"help": f"kind of device: {', '.join(KINDS)}"})
-    tokens: float | None = field(
-        default=None, metadata={"help": "to train on; null: trainer.max_steps times the batch"}
+    devices: Positive = Field(1, description="number of devices, one rank on each")
+    kind: str = Field("h100", description=f"kind of device: {', '.join(KINDS)}")
+    tokens: AboveZero | None = Field(
+        None, description="tokens to train on; null: trainer.max_steps times the batch"
     )
-    utilisation: float | None = field(
-        default=None,
-        metadata={"help": "share of the peak FLOP/s; null: measured, else assumed"},
+    utilisation: Annotated[AboveZero, Field(le=1)] | None = Field(
+        None, description="fraction of the peak FLOP/s; null: measured, else assumed"
     )
-    price: float | None = field(
-        default=None, metadata={"help": "US dollars per device and hour; null: a round figure"}
+    price: NonNegative | None = Field(
+        None, description="US dollars per device and hour; null: a round figure"
     )
-    out: str = field(default="", metadata={"help": "a JSON file for all figures"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+    out: OutFile = Field("", description="a JSON file for all figures")
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if self.devices < 1:
-            found.append(("devices", self.devices, "must be at least 1", "use 1 or more"))
-        if self.kind not in KINDS:
-            near = difflib.get_close_matches(self.kind.lower(), KINDS, n=1)
-            fix = f"did you mean kind={near[0]}?" if near else f"use one of {', '.join(KINDS)}"
-            found.append(("kind", self.kind, "no such kind of device", fix))
-        if self.tokens is not None and not 0 < self.tokens < math.inf:
-            found.append(("tokens", self.tokens, "must be more than 0", "use 10e9 or so"))
-        if self.utilisation is not None and not 0 < self.utilisation <= 1:
-            found.append(("utilisation", self.utilisation, "must be in (0, 1]", "use 0.4 or so"))
-        if self.price is not None and not 0 <= self.price < math.inf:
-            found.append(("price", self.price, "must not be negative", "use 2.5 or so"))
-        if self.out and Path(self.out).is_dir():
-            found.append(("out", self.out, "is a folder", "give the name of a file in it"))
-        elif self.out and not Path(self.out).absolute().parent.is_dir():
-            found.append(("out", self.out, "no such folder", "make it, or name another"))
-        return found
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        if kind not in KINDS:
+            near = difflib.get_close_matches(kind.lower(), KINDS, n=1)
+            hint = f"did you mean kind={near[0]}?" if near else f"use one of {', '.join(KINDS)}"
+            raise rejected("no such kind of device", hint)
+        return kind
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Job:
     kind: Kind
     devices: int
     tokens: float  # of the whole run
-    settings: Settings
+    settings: Config
     strategy: str  # single | ddp | fsdp
     precision: str  # fp32 | bf16 | fp16
     compiled: bool
@@ -116,7 +112,7 @@ class Job:
         return memory.largest_micro_batch(self.share, self.fits)
 
 
-def flops_per_token(settings: Settings) -> float:
+def flops_per_token(settings: Config) -> float:
     """FLOPs to train on one token, as in GPT.flops_per_token, without importing torch."""
     model = settings.model
     matrices = memory.block_matrices(model) * model.num_layers + model.vocab_size * model.emb_dim
@@ -124,7 +120,7 @@ def flops_per_token(settings: Settings) -> float:
     return 6 * (matrices + scores)
 
 
-def job_of(settings: Settings, plan: PlanConfig) -> Job:
+def job_of(settings: Config, plan: PlanConfig) -> Job:
     """The job of these settings, with the largest micro-batch that fits where trainer.
     micro_batch_size is null or auto. Raises ConfigError as training would."""
     from training.distributed.launch import check_ranks  # imports torch
@@ -336,9 +332,9 @@ def text_of(job: Job, plan: dict) -> str:
 # ----------------------------------------------------------------------------------- command
 
 
-def composed(arguments: list[str]) -> tuple[Settings, PlanConfig]:
+def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     """The settings of training and those of the plan; ConfigError with the problems of both."""
-    own = {f.name for f in dataclasses.fields(PlanConfig)}
+    own = set(PlanConfig.model_fields)
     mine = [text for text in arguments if text.partition("=")[0] in own]
     others = [text for text in arguments if text not in mine]
     problems, settings, plan = [], None, None
@@ -357,7 +353,7 @@ def composed(arguments: list[str]) -> tuple[Settings, PlanConfig]:
     return settings, plan
 
 
-def of_training(overrides: list[str]) -> Settings:
+def of_training(overrides: list[str]) -> Config:
     """The settings of a training command; data=text needs no data.path here."""
     try:
         settings = compose(overrides)

@@ -14,71 +14,59 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
-from errors import ConfigError, Problem, visible
-from training.config.command_line import settings_command
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from errors import ConfigError, visible
+from training.config.command_line import ScriptConfig, settings_command
+from training.config.schema import Count, Name, Paths, Positive, rejected
 
 
-@dataclass
-class SourceConfig:
-    """Which texts, and what they become."""
+class SourceConfig(BaseModel):
+    """Which texts, and how they are tokenized."""
 
-    path: str | list[str] = field(
-        metadata={"help": "a file, a folder, a glob, a list of these, or hub:NAME:CONFIG:SPLIT"}
+    model_config = ConfigDict(extra="forbid")
+
+    path: Paths = Field(
+        description="a file, a folder, a glob, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
-    tokenizer: str = field(default="gpt2", metadata={"help": "gpt2 | byte"})
-    text_key: str = field(default="text", metadata={"help": "where JSON and Parquet have the text"})
-    endoftext: str = field(
-        default="token", metadata={"help": "what <|endoftext|> in a text is: token | text"}
+    tokenizer: Literal["gpt2", "byte"] = Field("gpt2", description="gpt2 | byte")
+    text_key: Name = Field("text", description="field or column of JSON and Parquet with the text")
+    endoftext: Literal["token", "text"] = Field(
+        "token", description="how <|endoftext|> in a text is read: token | text"
     )
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        from tokens.tokenizers import TOKENIZERS
 
-        found = []
-        if not self.path:
-            found.append(("path", self.path, "no text given", "set data.path=FILE"))
-        if self.tokenizer not in TOKENIZERS:
-            found.append(("tokenizer", self.tokenizer, "no such tokenizer", "use gpt2 or byte"))
-        if self.endoftext not in ("token", "text"):
-            found.append(("endoftext", self.endoftext, "no such choice", "use token or text"))
-        return found
-
-
-@dataclass
-class PrepareConfig:
+class PrepareConfig(ScriptConfig):
     """python -m scripts.prepare_data data.path=TEXTS out=DIR [KEY=VALUE ...]"""
 
     data: SourceConfig
-    out: str = field(metadata={"help": "the folder of the token files"})
-    part: str = field(default="1/1", metadata={"help": "i/n: the i-th of n machines that share"})
-    workers: int = field(default=0, metadata={"help": "processes; 0: as many as there are cores"})
-    shard_tokens: int = field(default=100_000_000, metadata={"help": "tokens in a file at most"})
-    engine: str = field(default="auto", metadata={"help": "auto | gigatoken | tiktoken (slower)"})
-    debug: bool = field(default=False, metadata={"help": "true: errors with their traceback"})
+    out: Name = Field(description="the folder of the token files")
+    part: Name = Field("1/1", description="i/n: the i-th of n machines that share the work")
+    workers: Annotated[Count, Field(le=1024)] = Field(0, description="processes; 0: one per core")
+    shard_tokens: Annotated[Positive, Field(lt=2**31)] = Field(
+        100_000_000, description="most tokens in a file"
+    )
+    engine: Literal["auto", "gigatoken", "tiktoken"] = Field(
+        "auto", description="auto | gigatoken | tiktoken (slower)"
+    )
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if not self.out:
-            found.append(("out", self.out, "no folder given", "set out=DIR"))
-        if os.path.exists(self.out) and not os.path.isdir(self.out):
-            found.append(("out", self.out, "is a file", "give a folder"))
-        numbers = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", self.part)
+    @field_validator("out")
+    @classmethod
+    def _is_no_file(cls, out: str) -> str:
+        if os.path.exists(out) and not os.path.isdir(out):
+            raise rejected("is a file", "give a folder")
+        return out
+
+    @field_validator("part")
+    @classmethod
+    def _is_a_part(cls, part: str) -> str:
+        numbers = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
         if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-            found.append(("part", self.part, "is to be i/n, i from 1 to n", "such as part=1/4"))
-        if not 0 <= self.workers <= 1024:
-            found.append(("workers", self.workers, "must be 0 to 1024", "use 0 for all cores"))
-        if not 1 <= self.shard_tokens < 2**31:
-            cause = "must be from 1 to 2^31 - 1: the layout counts so far"
-            found.append(("shard_tokens", self.shard_tokens, cause, "use 100000000"))
-        if self.engine not in ("auto", "gigatoken", "tiktoken"):
-            fix = "use auto, gigatoken or tiktoken"
-            found.append(("engine", self.engine, "no such engine", fix))
-        return found
+            raise rejected("must be i/n, with i from 1 to n", "such as part=1/4")
+        return part
 
 
 @settings_command(PrepareConfig)

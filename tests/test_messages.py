@@ -14,7 +14,8 @@ import errors
 import generate
 import train
 from train import fit
-from training.config.command_line import compose, errors_in_one_line
+from training.config import compose
+from training.config.command_line import errors_in_one_line
 from training.planning import micro_batch as fitting
 
 # What is given to train.py -> what is printed.

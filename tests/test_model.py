@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from helpers import REPOSITORY
 from helpers.models import TINY_MODEL, random_ids, tiny_model
 
 from attention import KERNELS
 from model import GPT, ModelConfig
+from training.config.yaml_files import preset_values
 
 PRESETS = REPOSITORY / "configs" / "model"
 PUBLISHED = {  # Radford et al. 2019, counted from the released weights
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def preset(name):
-    return ModelConfig(**yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8")))
+    return ModelConfig(**preset_values("model", name))
 
 
 def test_presets_have_the_published_and_the_stated_number_of_parameters():
@@ -51,30 +51,16 @@ def test_flops_of_gpt2_small():
     assert small.flops_per_token(T) == 3 * 2 * (matrices + causal_products)
 
 
-def test_problems_name_their_keys():
+def test_impossible_shapes_are_refused():
     sizes = ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers")
     bad = [*((key, 0) for key in sizes), ("num_heads", 5), ("attention", "none")]
     bad += [("dropout", value) for value in (1.0, -0.1, math.nan)]
     for key, value in bad:
-        ((found, shown, reason, hint),) = problems(**{key: value})
-        assert (found, shown) == (key, value)
-        assert all((reason, hint))
         with pytest.raises(ValueError):  # noqa: PT011
             ModelConfig(**TINY_MODEL | {key: value})
-    assert problems() == problems(attention="flex") == []
-    assert [key for key, *_ in problems(attention="flex", dropout=0.1)] == ["attention"]
-    keys = [key for key, *_ in problems(vocab_size=0, num_layers=0, dropout=2.0, attention="none")]
-    assert keys == ["vocab_size", "num_layers", "dropout", "attention"]
-    # The hint has the nearest number of heads that divides the width of 16.
-    ((*_, hint),) = problems(num_heads=5)
-    assert re.findall(r"\d+", hint) == ["16", "4"]
-
-
-def problems(**changes):
-    config = ModelConfig(**TINY_MODEL)
-    for key, value in changes.items():
-        setattr(config, key, value)
-    return config.problems()
+    with pytest.raises(ValueError):  # noqa: PT011
+        ModelConfig(**TINY_MODEL | {"attention": "flex", "dropout": 0.1})
+    assert ModelConfig(**TINY_MODEL | {"attention": "flex"}).attention == "flex"
 
 
 def test_initialisation_statistics_and_first_loss():

@@ -327,7 +327,7 @@ def test_a_sweep_branches_off_from_a_run(run, in_process, tmp_path):
     arguments = ("-m", f"trainer.resume={run}", "trainer.max_steps=7,8", "trainer.device=cpu")
     code, _, err = in_process(train.main, tmp_path, *arguments)
     assert code == 0, err
-    branches = [path for path in (tmp_path / "runs").iterdir() if path.name != "a"]
+    branches = [path for path in (tmp_path / "runs").iterdir() if path.name[0].isdigit()]
     states = [checkpoint.load_state(listing.find(path)) for path in branches]
     assert sorted(state.step for state in states) == [7, 8]
     assert {state.settings["optimizer"]["lr"] for state in states} == {1e-3}

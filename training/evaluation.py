@@ -20,7 +20,7 @@ from model import GPT
 from training.distributed.strategy import Strategy
 
 if TYPE_CHECKING:
-    from training.config.schema import Settings
+    from training.config.schema import Config
 
 
 class Validation:
@@ -85,7 +85,7 @@ class Evaluator:
 
     def __init__(
         self,
-        config: "Settings",
+        config: "Config",
         strategy: Strategy,
         validation: Validation | None,
         tokenizer: tiktoken.Encoding,

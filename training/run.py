@@ -19,7 +19,7 @@ from tokens.batches import split_batch
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
 from training.checkpoint.resume import resume_command
-from training.config.schema import Settings
+from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
 from training.reporting import summary
@@ -48,7 +48,7 @@ class Closing(contextlib.ExitStack):
 class Run:
     """The components of one training run. Made by `build_run`, used by train.py."""
 
-    config: Settings
+    config: Config
     strategy: Strategy  # device, precision and ranks
     state: State  # what state.json of a checkpoint holds: step, tokens, best loss
     directory: Path

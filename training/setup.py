@@ -14,8 +14,8 @@ import torch
 from data import Loaded, load_datasets, training_batches
 from errors import DataError, best_effort, exit_code_of, refuse
 from files import clear
-from lens import Lens
-from model import GPT
+from lens import Lens, LensConfig
+from model import GPT, ModelConfig
 from tokens.checksums import check_same, check_unchanged
 from tokens.mixture import evenly
 from tokens.tokenizers import bytes_per_token, get_tokenizer
@@ -32,7 +32,7 @@ from training.checkpoint.resume import (
 )
 from training.checkpoint.saver import Saver
 from training.checkpoint.tensors import empty_model, load_optimizer, load_parameters
-from training.config.schema import Settings
+from training.config.schema import Config
 from training.distributed import device, launch
 from training.distributed.strategy import Strategy, build_strategy
 from training.evaluation import Evaluator, Validation
@@ -52,7 +52,7 @@ from training.signals import StopSignals
 from training.translate_errors import translate_errors
 
 
-def build_run(config: Settings, signals: StopSignals | None = None) -> Run:
+def build_run(config: Config, signals: StopSignals | None = None) -> Run:
     """Builds all components; nothing is written to the run directory before all of them fit.
 
     signals: what asks the run to stop early. Raises a ClearheadError.
@@ -69,7 +69,7 @@ def build_run(config: Settings, signals: StopSignals | None = None) -> Run:
         raise
 
 
-def check_machine(config: Settings) -> None:
+def check_machine(config: Config) -> None:
     """Raises ConfigError when this machine, or the way the command was started, does not fit."""
     trainer = config.trainer
     batch_size = None if config.overrides else trainer.batch_size  # of the run that is resumed
@@ -77,13 +77,13 @@ def check_machine(config: Settings) -> None:
     refuse(device.check(trainer.device, trainer.precision, "trainer."))
 
 
-def start_strategy(config: Settings) -> Strategy:
+def start_strategy(config: Config) -> Strategy:
     """Chooses device, precision and distributed strategy, and joins the other ranks."""
     trainer = config.trainer
     return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
 
 
-def _build(config: Settings, strategy: Strategy, signals: StopSignals, closing: Closing) -> Run:
+def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Closing) -> Run:
     notes: list[str] = []
     config, is_resumed = resume_settings(config, strategy, notes)
     if is_resumed:  # the precision and the seed are those of the run
@@ -161,7 +161,7 @@ def lock(directory: Path, closing: Closing) -> None:
 # ------------------------------------------------------------------------- data and model
 
 
-def load_data(config: Settings, strategy: Strategy, start: Start, notes: list[str]) -> Loaded:
+def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> Loaded:
     """The data sets. Raises DataError when they are not those of the checkpoint or of rank 0."""
     with strategy.raise_on_all_ranks():  # another machine may lack the files
         data = load_datasets(config.data)
@@ -184,7 +184,7 @@ def load_data(config: Settings, strategy: Strategy, start: Start, notes: list[st
 
 
 def build_batches(
-    config: Settings, strategy: Strategy, data: Loaded, first_step: int
+    config: Config, strategy: Strategy, data: Loaded, first_step: int
 ) -> Iterator[list[torch.Tensor]]:
     return training_batches(
         data.train,
@@ -197,27 +197,29 @@ def build_batches(
     )
 
 
-def build_model(config: Settings, strategy: Strategy, start: Start, notes: list[str]) -> GPT:
+def build_model(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> GPT:
     """The model on its device: from a checkpoint, from trainer.init_from, or initialised."""
+
+    shape = ModelConfig(**config.model.model_dump())
 
     def build() -> GPT:
         if start.checkpoint:
-            model = empty_model(config.model)
+            model = empty_model(shape)
             load_parameters(start.checkpoint, model)
             return model
         if not config.trainer.init_from:
-            return GPT(config.model)
+            return GPT(shape)
         model, problems, more = initial_weights(config)
         refuse(problems)
         notes.extend(more)
         return model
 
-    model = strategy.prepare_model(config.model, build)
+    model = strategy.prepare_model(shape, build)
     model.activation_checkpointing = config.trainer.activation_checkpointing
     return model
 
 
-def wrap_model(config: Settings, strategy: Strategy, model: GPT) -> tuple[torch.nn.Module, bool]:
+def wrap_model(config: Config, strategy: Strategy, model: GPT) -> tuple[torch.nn.Module, bool]:
     """(The module to train, which shares the model's parameters; whether it is compiled.)"""
     trainer = config.trainer
     tokens = trainer.batch_size * config.data.max_length * trainer.max_steps
@@ -226,7 +228,7 @@ def wrap_model(config: Settings, strategy: Strategy, model: GPT) -> tuple[torch.
     return strategy.wrap(model, is_compiled), is_compiled
 
 
-def build_schedule(config: Settings) -> Callable[..., float]:
+def build_schedule(config: Config) -> Callable[..., float]:
     return functools.partial(
         learning_rate,
         config=config.optimizer,
@@ -236,7 +238,7 @@ def build_schedule(config: Settings) -> Callable[..., float]:
 
 
 def restore(
-    config: Settings,
+    config: Config,
     strategy: Strategy,
     start: Start,
     data: Loaded,
@@ -244,7 +246,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
 ) -> State:
     """The state of a new run, or that of the checkpoint, whose optimizer state is loaded."""
-    new = State(step=0, settings=dataclasses.asdict(config), data=data.checksums)
+    new = State(step=0, settings=config.model_dump(), data=data.checksums)
     if start.state is None:
         return new
     state = dataclasses.replace(
@@ -262,7 +264,7 @@ def restore(
 
 
 def open_directory(
-    config: Settings,
+    config: Config,
     strategy: Strategy,
     start: Start,
     state: State,
@@ -297,7 +299,7 @@ def open_directory(
     return directory, saver, tracker, samples
 
 
-def create_directory(config: Settings, start: Start, state: State, closing: Closing) -> Path:
+def create_directory(config: Config, start: Start, state: State, closing: Closing) -> Path:
     """The run directory, locked: the one of the checkpoint, that of `name`, or a new one."""
     if start.in_place:
         directory = own_directory(config)
@@ -318,7 +320,7 @@ def create_directory(config: Settings, start: Start, state: State, closing: Clos
 
 
 def build_metrics(
-    config: Settings,
+    config: Config,
     strategy: Strategy,
     model: GPT,
     notify: Callable[[str, str], None],
@@ -339,7 +341,7 @@ def build_metrics(
 
 
 def build_evaluator(
-    config: Settings, strategy: Strategy, data: Loaded, describe_checkpoint: Callable[[], str]
+    config: Config, strategy: Strategy, data: Loaded, describe_checkpoint: Callable[[], str]
 ) -> Evaluator:
     tokenizer, validation = get_tokenizer(config.data.tokenizer), None
     if data.val:
@@ -352,20 +354,20 @@ def build_evaluator(
     return Evaluator(config, strategy, validation, tokenizer, batch_size, describe_checkpoint)
 
 
-def micro_batch_size(config: Settings, strategy: Strategy) -> int:
+def micro_batch_size(config: Config, strategy: Strategy) -> int:
     """Windows at a time on this rank."""
     share = config.trainer.batch_size // strategy.world_size
     return min(share, config.trainer.micro_batch_size or share)
 
 
-def build_lens(config: Settings, strategy: Strategy, data: Loaded, directory: Path) -> LensRunner:
+def build_lens(config: Config, strategy: Strategy, data: Loaded, directory: Path) -> LensRunner:
     """Off after an error on any rank, as while training."""
     lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
     show_only = functools.partial(best_effort, debug=config.debug, prefix=strategy.label)
     if config.lens.every:
         with show_only("lens: failed and is off from here on"):
             lens = Lens(
-                config.lens,
+                LensConfig(**config.lens.model_dump()),
                 encode=tokenizer.encode_ordinary,
                 token_bytes=tokenizer.decode_single_token_bytes,
                 context_length=config.data.max_length,

@@ -12,12 +12,12 @@ from training.distributed.strategy import Strategy
 from training.planning.micro_batch import is_out_of_memory, what_would_fit
 
 if TYPE_CHECKING:
-    from training.config.schema import Settings
+    from training.config.schema import Config
 
 
 @contextlib.contextmanager
 def translate_errors(
-    config: "Settings",
+    config: "Config",
     strategy: Strategy,
     checkpointer: Checkpointer | None = None,
     micro_batch_size: int | None = None,

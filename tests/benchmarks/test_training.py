@@ -52,7 +52,7 @@ def bench(in_process, tmp_path, monkeypatch):
 
 @pytest.fixture
 def strategy():
-    return build_strategy(ParallelConfig(strategy="single"), "cpu", "fp32", 0)
+    return build_strategy(ParallelConfig.with_defaults(strategy="single"), "cpu", "fp32", 0)
 
 
 def batch(seed=0):
@@ -125,7 +125,7 @@ def test_another_computation_is_refused(nanogpt, strategy, fault):
     project, weights = NanoGPT(nanogpt(*FAULTS[fault])), tiny_model(std=None)
     with refused(NotEquivalent, "implementations", "nanogpt"):
         equivalence.check_implementations(
-            [project], weights, batch(), OptimizerConfig(), strategy, 0
+            [project], weights, batch(), OptimizerConfig.with_defaults(), strategy, 0
         )
 
 
@@ -185,7 +185,7 @@ def test_steps_are_interleaved_on_the_same_batches(strategy):
     rows = [Variant(name, "ours", torch.float32) for name in "AB"]
 
     def make(variant):
-        return Recorder(variant, Ours(), weights, OptimizerConfig(), strategy, 0)
+        return Recorder(variant, Ours(), weights, OptimizerConfig.with_defaults(), strategy, 0)
 
     kind = {"rounds": 2, "steps": 2, "warmup": 1, "settle": 1}
     interleaved.measure(rows, make, batches, expected, strategy, **kind)

@@ -26,7 +26,8 @@ from tokens.shards import ShardWriter, open_shards
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.tensors import load_model
-from training.config.command_line import compose, parse
+from training.config import compose
+from training.config.command_line import parse
 
 INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "1000"))
 PATIENCE = 20  # seconds for one input
@@ -160,7 +161,7 @@ def training(folder: Path):
         file = mutated(b"lr: 0.0003\nweight_decay: 0.1\nbetas: [0.9, 0.95]\n", chance)
         (folder / "optimizer" / "mine.yaml").write_bytes(file)
         word = mutated(chance.choice(TINY).encode(), chance).decode(errors="replace")
-        compose([chance.choice(["optimizer=mine", word])], str(folder))
+        compose([chance.choice(["optimizer=mine", word])], config_dir=str(folder))
 
     return read
 

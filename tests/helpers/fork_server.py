@@ -27,7 +27,7 @@ import traceback
 import train
 from helpers import REPOSITORY, SOURCES
 from helpers.planted_faults import plant
-from training.config import command_line as command
+from training.config import command_line, compose
 from training.signals import end_quietly
 
 # What a training imports only when it needs it.
@@ -44,7 +44,7 @@ def import_everything() -> None:
     ours = [".".join(path.parts) for path in sources if path.parts[0] in ("training", "tokens")]
     for name in [*ours, *PARTS.split()]:
         importlib.import_module(name)
-    command.compose(["lens=off", "wandb=off", "data.tokenizer=byte"])  # Hydra's grammar
+    compose(["lens=off", "wandb=off", "data.tokenizer=byte"])  # Hydra's grammar
     assert len(os.listdir("/proc/self/task")) == 1
 
 
@@ -63,7 +63,7 @@ def run(order: dict) -> int:
         os.dup2(log, number)
     os.closerange(3, 256)  # the server's own, and its other children's
     sys.stdout.reconfigure(line_buffering=True)
-    command.WAIT_FOR_RANK_0 = 0  # no launcher ends the other ranks here
+    command_line.WAIT_FOR_RANK_0 = 0  # no launcher ends the other ranks here
     sys.argv = ["train.py", *order["arguments"]]
     code = 0
     try:

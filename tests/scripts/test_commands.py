@@ -20,7 +20,8 @@ from helpers.texts import prepare, write_source
 
 import train
 from interop.huggingface import to_hf
-from training.config.command_line import check_sweep, compose
+from training.config import compose
+from training.config.application import check, parse_options
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"
@@ -129,7 +130,7 @@ def test_settings_of_every_training(home, monkeypatch):
         if REFUSED.search(" ".join(words)) or words == ["--help"]:
             continue
         if words[:1] == ["-m"]:
-            check_sweep(words[1:], None)
+            check(parse_options(words))
         elif "induction" in " ".join(words):  # has no data.path
             compose(words)
         else:

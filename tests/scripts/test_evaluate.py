@@ -137,7 +137,9 @@ def test_loss_of_a_run_is_its_validation_loss(figures, home):
     assert (found["rule"]["max_length"], found["rule"]["stride"]) == (32, 32)
     assert figures("checkpoint=runs/one", "data.path=tokens", "split=train")["tokens"] == 1999
     # The parts of a text are those of training.
-    parts = load_datasets(DataConfig(path=str(home / "text.txt"), tokenizer="byte", max_length=32))
+    parts = load_datasets(
+        DataConfig.with_defaults(path=str(home / "text.txt"), tokenizer="byte", max_length=32)
+    )
     for split, part in {"val": parts.val, "train": parts.train}.items():
         tokens = figures("checkpoint=runs/one", "data.path=text.txt", f"split={split}")["tokens"]
         assert tokens == len(part.tokens) - 1

@@ -1,31 +1,30 @@
 """Initial weights from a trained model: `trainer.init_from`."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import yaml
 
 from errors import Problem
 from interop.pretrained import load_pretrained
 from model import GPT, ModelConfig
+from training.config.yaml_files import choices_of_groups, preset_values
 
 if TYPE_CHECKING:
-    from training.config.schema import Settings
+    from training.config.schema import Config
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs" / "model"
 # What the weights and the model must have in common; for positions there is a rule.
 SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
 
 
-def initial_weights(settings: "Settings") -> tuple[GPT | None, list[Problem], list[str]]:
+def initial_weights(settings: "Config") -> tuple[GPT | None, list[Problem], list[str]]:
     """A model with the weights of trainer.init_from, what does not fit the settings, and what
     there is to know.
 
     Dropout and the kernel are this run's choice; the weights fit all of them. Biases of queries,
     keys and values that the weights lack begin as zeros; for positions see `positions`.
     """
-    source, wanted = settings.trainer.init_from, settings.model
+    source = settings.trainer.init_from
+    wanted = ModelConfig(**settings.model.model_dump())
     pretrained = load_pretrained(source, "trainer.init_from")
     given, theirs = pretrained.model.config, f"the weights of trainer.init_from={source}"
     differing = {key for key in SHAPE if getattr(given, key) != getattr(wanted, key)}
@@ -82,8 +81,8 @@ def positions(
 
 def preset_like(config: ModelConfig) -> str | None:
     """The model=NAME of configs/ whose weights have these shapes, but for the context length."""
-    for file in sorted(PRESETS.glob("*.yaml")):
-        preset = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for name in choices_of_groups()["model"]:
+        preset = preset_values("model", name)
         if all(preset[key] == getattr(config, key) for key in SHAPE):
-            return file.stem
+            return name
     return None

@@ -23,11 +23,11 @@ from training.checkpoint.run_directory import (
     settings_of,
     was_cut_off,
 )
-from training.config.schema import OF_THE_MACHINE, complete, different_settings
+from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
 from training.distributed.strategy import Strategy
 
 if TYPE_CHECKING:
-    from training.config.schema import Settings
+    from training.config.schema import Config
 
 # Part of a model's tensors: no override makes the weights of a checkpoint fit another one.
 FIXED = {
@@ -38,6 +38,7 @@ OVERRIDE = "trainer.resume_override=true to continue anyway"
 FREE_TO_CHANGE = {
     "name",
     "debug",
+    "runs_dir",
     "parallel",
     "lens",
     "wandb",
@@ -80,8 +81,8 @@ class Start:
 
 
 def resume_settings(
-    config: "Settings", strategy: Strategy, notes: list[str]
-) -> tuple["Settings", bool]:
+    config: "Config", strategy: Strategy, notes: list[str]
+) -> tuple["Config", bool]:
     """(The settings, whether they are those of the run that trainer.resume names, on top of which
     come those of the command line.) On all ranks; rank 0 reads the run."""
     stored = strategy.broadcast(strategy.on_rank_0(lambda: stored_settings(config)))
@@ -94,16 +95,16 @@ def resume_settings(
     return config, True
 
 
-def check_same_settings(config: "Settings", strategy: Strategy) -> None:
+def check_same_settings(config: "Config", strategy: Strategy) -> None:
     """Raises ConfigError on all ranks where they were started with different settings."""
-    mine = json.loads(json.dumps(asdict(config)))
+    mine = json.loads(json.dumps(config.model_dump()))
     of_rank_0 = strategy.broadcast(mine)
     with strategy.raise_on_all_ranks():
         refuse(different_settings(mine, of_rank_0, strategy.rank))
 
 
 def find_start(
-    config: "Settings", strategy: Strategy, lock: Callable[[Path], None], notes: list[str]
+    config: "Config", strategy: Strategy, lock: Callable[[Path], None], notes: list[str]
 ) -> Start:
     """What the run starts from; rank 0 looks, and locks the run directory if there is one.
 
@@ -132,10 +133,10 @@ def find_start(
     shared = strategy.broadcast(strategy.on_rank_0(look))
     found, values, in_place, run = shared or (None, None, False, None)
     state = State(**values) if values else None
-    choose(config, state.settings if state else {})
+    resolve_auto(config, state.settings if state else {})
     if state is None:
         return Start(locked=locked)
-    problems = changed_settings(state.settings, asdict(config), Path(run))
+    problems = changed_settings(state.settings, config.model_dump(), Path(run))
     if config.trainer.resume_override:
         notes += [f"{key}={value}: {reason}" for key, value, reason, _ in problems]
         problems = [problem for problem in problems if problem[0] in FIXED]
@@ -148,15 +149,7 @@ def find_start(
     return Start(Path(found), state, in_place, locked)
 
 
-def choose(config: "Settings", before: dict) -> None:
-    """Settings that follow from others: those of the run before, else chosen."""
-    config.trainer.choose(before.get("trainer", {}))
-    if config.lens.every is None:
-        known = before.get("lens", {}).get("every")  # 0: it was off, and now is asked for
-        config.lens.every = known or config.lens.interval(config.trainer.max_steps)
-
-
-def own_directory(settings: "Settings") -> Path | None:
+def own_directory(settings: "Config") -> Path | None:
     """The directory that this start will write to, None for a new one named by the clock."""
     if name := settings.name or name_before_restart():
         return RUNS / name
@@ -168,7 +161,7 @@ def own_directory(settings: "Settings") -> Path | None:
     return path if listing.has_checkpoint(path) else None
 
 
-def goes_on(found: Path | None, settings: "Settings") -> bool:
+def goes_on(found: Path | None, settings: "Config") -> bool:
     """Whether the run of a checkpoint goes on where it is; else this is a branch, or a new run."""
     own = own_directory(settings)
     if found is None or own is None:
@@ -177,7 +170,7 @@ def goes_on(found: Path | None, settings: "Settings") -> bool:
     return found.resolve().parent == (own / "checkpoints").resolve()
 
 
-def stored_settings(settings: "Settings") -> tuple[str, dict] | None:
+def stored_settings(settings: "Config") -> tuple[str, dict] | None:
     """(Checkpoint, its settings) of the run that trainer.resume names; None where it names none.
 
     Raises CheckpointError when there is no checkpoint, or its settings cannot be read.
@@ -197,7 +190,7 @@ def stored_settings(settings: "Settings") -> tuple[str, dict] | None:
     return str(found), stored
 
 
-def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]:
+def find_checkpoint(settings: "Config") -> tuple[Path | None, list["Problem"]]:
     """The checkpoint to go on from, None for a new run, and what is wrong with the wish.
 
     trainer.resume=auto: go on when runs/<name> has a checkpoint. must: it has to have one.
@@ -235,7 +228,7 @@ def find_checkpoint(settings: "Settings") -> tuple[Path | None, list["Problem"]]
     return None, holds_another(run, settings)
 
 
-def holds_another(run: Path | None, settings: "Settings") -> list["Problem"]:
+def holds_another(run: Path | None, settings: "Config") -> list["Problem"]:
     """What is in the way where a run is to begin: another that came to no checkpoint yet, or
     something that is no run at all. The same one, begun again, is written over."""
     if run is None or was_cut_off(run):
@@ -244,7 +237,7 @@ def holds_another(run: Path | None, settings: "Settings") -> list["Problem"]:
         return [("name", run.name, f"{run} holds something else than a run", "give another name")]
     if (before := settings_of(run)) is None:
         return []
-    now = asdict(settings)
+    now = settings.model_dump()
     if settings.trainer.warmup_steps is None:  # follows from others
         del now["trainer"]["warmup_steps"]
     found = changed_settings(before, now, run)
@@ -252,7 +245,7 @@ def holds_another(run: Path | None, settings: "Settings") -> list["Problem"]:
     return [(key, value, f"{cause}, and has no checkpoint", fix) for key, value, cause, _ in found]
 
 
-def going_back(found: Path, settings: "Settings") -> list["Problem"]:
+def going_back(found: Path, settings: "Config") -> list["Problem"]:
     """The problem of going on, in place, from a checkpoint that is not its run's newest.
 
     It would overwrite what the run did since.

@@ -136,15 +136,6 @@ def settings_of(run: Path) -> dict | None:
     return None
 
 
-def flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    """Settings by dotted name, as on the command line; lists as they are."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        leaves |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return leaves
-
-
 def is_occupied(folder: Path) -> bool:
     """Whether something else than a run is there: something, and no settings of a run."""
     if not folder.is_dir() or settings_of(folder) is not None:

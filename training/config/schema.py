@@ -1,538 +1,506 @@
-"""What a training run can be told, as typed dataclasses, and every problem with it at once.
+"""The settings of a training run: types, ranges, choices, and what has to fit together.
 
-Each group of settings has a dataclass beside the code that it configures; `build` fills them all
-from plain values. A problem is a tuple (key, value, reason, hint) and is shown as the line
-`key=value: reason; hint`. How the values get here from the command line:
-training/config/command_line.py.
+One pydantic model for each group of configs/; default values and meanings are in the YAML files.
+`validate` makes a model from plain values and returns every problem as (key, value, reason, hint).
 """
 
-import copy
-import dataclasses
-import difflib
-import importlib
-import math
+import os
 import re
-import types
-import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
 
-from errors import NO_VALUE, CheckpointError, Problem, UnknownSetting, refuse, shorten, show
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-if typing.TYPE_CHECKING:
-    from data import DataConfig
-    from lens import LensConfig
-    from model import ModelConfig
-    from training.distributed.launch import ParallelConfig
-    from training.optim.optimizers import OptimizerConfig
-    from training.reporting.wandb_run import WandbConfig
+from errors import NO_VALUE, Problem, refuse, show
+from training.config.other_names import unknown_key
+from training.config.yaml_files import default_values, defaults_and_meanings
 
-from training.checkpoint.run_directory import flat
-from training.config.other_names import same_purpose
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIGS = REPOSITORY / "configs"
-SAMPLE = ("corpus", "sample.txt")  # the text of data=sample
-
-LARGEST = 10**15  # of every number but a seed
-MOST_PARAMETERS = 10**13
+VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
+MOST_PARAMETERS = 10**13  # of a model; no machine holds more
+MOST_PROMPTS = 20  # of the lens: every page holds all prompts
+MOST_PICTURE_FILES = 900  # of a run: dashboards become slow beyond a thousand files
 
 
-@dataclass
-class TrainerConfig:
-    """The loop: how long, in what portions, how often it looks up, and on what it runs."""
+# ------------------------------------------------------------------------------ types of values
 
-    max_steps: int = 120  # optimizer steps
-    batch_size: int = 2  # windows per optimizer step, over all ranks
-    # windows at once on a device; null: the whole share; auto: the most that fit (GPU)
-    micro_batch_size: int | str | None = None
-    activation_checkpointing: bool = False  # compute activations again in backward: less memory
-    # the learning rate rises; null: a tenth of the run, 24 to 2000 steps, at most a fifth of it
-    warmup_steps: int | None = None
-    grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
-    # steps between validations; 0: only at the start and end; null: a tenth of the run, 40 to 1000
-    eval_every: int | None = None
-    # at most so many windows, always the same; null: 2 % of what is trained on between, 8 to 400
-    eval_windows: int | None = None
-    log_every: int | None = None  # steps between lines in the log; null: some 500 lines in a run
-    save_every: int = 500  # steps between checkpoints, besides the best and last; 0: only those
-    keep: int = 2  # how many of the newest checkpoints stay, besides the best
-    precision: str = "auto"  # auto | fp32 | bf16 | fp16
-    compile: str | bool = "auto"  # auto | true | false
-    device: str = "auto"  # auto | cpu | cuda | mps
-    profile: bool = False  # true: where the time of a step goes, into runs/<name>/profile/
-    on_nonfinite: str = "skip"  # skip | stop: a step whose loss or gradient is no number
-    max_skips: int = 10  # so many in a row end the run
-    resume: str | bool = "auto"  # auto | must | false | the directory of a run or checkpoint
-    resume_override: bool = False  # true: continue although a setting or the data changed
-    init_from: str | None = None  # weights to start from: a run, a Hugging Face directory, hub:NAME
-    sample_prompt: str = "The"  # what the sample text at each validation continues
-    sample_tokens: int = 40  # its length; 0: no samples
 
-    def problems(self) -> list[Problem]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        for key in ("max_steps", "batch_size", "eval_windows", "log_every", "keep", "max_skips"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                found.append((key, value, "must be at least 1", "use 1 or more"))
-        for key in ("warmup_steps", "eval_every", "save_every", "sample_tokens"):
-            if (getattr(self, key) or 0) < 0:
-                found.append((key, getattr(self, key), "must not be negative", "use 0 or more"))
-        if not 0 <= self.grad_clip < math.inf:
-            found.append(
-                ("grad_clip", self.grad_clip, "must not be negative", "use 1.0, or 0 for none")
-            )
-        micro, batch = self.micro_batch_size, self.batch_size
-        if isinstance(micro, str) and micro != "auto":
-            fix = "use a whole number, auto, or null for the whole share"
-            found.append(("micro_batch_size", micro, "no such choice", fix))
-        elif isinstance(micro, int) and not 1 <= micro <= max(1, batch):
-            cause = f"must be from 1 to batch_size={batch}"
-            found.append(("micro_batch_size", micro, cause, "use a part of the batch, or null"))
-        if self.batch_size > 2**24:
-            fix = "use at most 16777216 windows a step"
-            found.append(("batch_size", self.batch_size, "no memory holds such a batch", fix))
-        if self.sample_tokens > 100_000:
-            fix = "use at most 100000"
-            found.append(("sample_tokens", self.sample_tokens, "such a sample never ends", fix))
-        if (self.warmup_steps or 0) > self.max_steps > 0:
-            cause = f"the run ends after max_steps={self.max_steps}"
-            found.append(("warmup_steps", self.warmup_steps, cause, "use fewer"))
-        choices = {
-            "precision": ("auto", "fp32", "bf16", "fp16"),
-            "compile": ("auto", True, False),
-            "device": ("auto", "cpu", "cuda", "mps"),
-            "on_nonfinite": ("skip", "stop"),
-        }
-        for key, allowed in choices.items():
-            if (value := getattr(self, key)) not in allowed:
-                names = ", ".join(str(choice).lower() for choice in allowed)
-                found.append((key, value, "no such choice", f"use one of {names}"))
-        if self.resume is True or self.resume == "":
-            found.append(
-                ("resume", self.resume, "no such choice", "use auto, must, false or a path")
-            )
-        return found
+def rejected(reason: str, hint: str, key: str = "") -> PydanticCustomError:
+    """The error of a validator. key: the setting, where it is not the one being validated."""
+    return PydanticCustomError("rejected", "{reason}", {"reason": reason, "hint": hint, "key": key})
 
-    def choose(self, before: dict) -> None:
-        """Settles what is left open. `before` has the settings of the run that goes on: one that
-        is made longer keeps its warmup, and validates on the windows it had."""
-        tenth = self.max_steps // 10
-        # With 12 steps of warm-up the loss of GPT-2 small jumps by four nats (docs/benchmarks.md).
-        warmup = min(max(tenth, 24), 2000, self.max_steps // 5)
-        self._settle("warmup_steps", before, warmup)
-        self._settle("eval_every", before, min(max(tenth, 40), 1000))
-        # A window costs a third of what it costs in training, or less: so it takes below 1 % of the
-        # time, except in the smallest runs, where fewer windows would tell too little.
-        between = self.batch_size * (self.eval_every or self.max_steps)
-        self._settle("eval_windows", before, min(max(between * 2 // 100, 8), 400))
-        self._settle("log_every", before, max(self.max_steps // 500, 1))
 
-    def _settle(self, key: str, before: dict, value: int) -> None:
-        if getattr(self, key) is None:
-            known = isinstance(before.get(key), int)
-            setattr(self, key, before[key] if known else value)
+def _whole(value: object) -> object:
+    """1e5 steps are 100000."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _not_boolean(value: object) -> object:
+    if isinstance(value, bool):
+        raise rejected("must be a number", "use digits")
+    return value
+
+
+def _as_text(value: object) -> object:
+    """A name may be a number: name=2026."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return show(value) if is_number else value
+
+
+def _no_zero_character(value: str) -> str:
+    if "\0" in value:
+        raise rejected("has a zero character", "remove it")
+    return value
+
+
+def _filled(value: str) -> str:
+    if not value.strip():
+        raise rejected("is empty", "give some text")
+    return value
+
+
+Whole = BeforeValidator(_whole)
+Number = BeforeValidator(_not_boolean)
+Count = Annotated[int, Whole, Number, Field(ge=0, le=10**15)]
+Positive = Annotated[int, Whole, Number, Field(ge=1, le=10**15)]
+Seed = Annotated[int, Whole, Number, Field(ge=0, lt=2**63)]
+NonNegative = Annotated[float, Number, Field(ge=0, le=1e15, allow_inf_nan=False)]
+AboveZero = Annotated[float, Number, Field(gt=0, le=1e15, allow_inf_nan=False)]
+Fractional = Annotated[float, Number, Field(ge=0, lt=1, allow_inf_nan=False)]
+Text = Annotated[str, BeforeValidator(_as_text)]
+Name = Annotated[Text, AfterValidator(_no_zero_character), Field(min_length=1)]
+Sentence = Annotated[Text, AfterValidator(_filled)]
+Paths = Name | Annotated[list[Name], Field(min_length=1)]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+AutoOrBool = StrictBool | Literal["auto"]
+
+
+class Rejected(Problem):
+    """A problem that a validator found; it may depend on other settings."""
+
+
+class Settings(BaseModel):
+    """A group of settings. Unknown ones are refused; values keep their type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def with_defaults(cls, **values: object) -> Self:
+        """The group with the default values of configs/ and these. Raises ConfigError."""
+        group = next(name for name, schema in GROUPS.items() if schema is cls)
+        group_values = default_values()[group] | values
+        made, problems = validate(cls, group_values)
+        refuse([p._replace(key=f"{group}.{p.key.removeprefix(f'{group}.')}") for p in problems])
+        return made
+
+
+# --------------------------------------------------------------------------------------- groups
+
+
+class ModelSettings(Settings):
+    """The model's shape; model.ModelConfig has the same fields."""
+
+    vocab_size: Positive
+    context_length: Positive
+    emb_dim: Positive
+    num_layers: Positive
+    dropout: Fractional
+    num_heads: Positive
+    qkv_bias: StrictBool
+    attention: Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
+
+    @field_validator("num_heads")
+    @classmethod
+    def _divides_width(cls, heads: int, info: ValidationInfo) -> int:
+        width = info.data.get("emb_dim", heads)
+        if width % heads:
+            nearest = min(_divisors(width), key=lambda divisor: abs(divisor - heads))
+            reason = f"emb_dim={width} cannot be split into {heads} equal heads"
+            raise rejected(reason, f"use a divisor of {width}, such as {nearest}")
+        return heads
+
+    @field_validator("attention")
+    @classmethod
+    def _has_dropout(cls, kernel: str, info: ValidationInfo) -> str:
+        if kernel == "flex" and info.data.get("dropout", 0) > 0:
+            reason = "FlexAttention has no dropout on attention weights"
+            raise rejected(reason, "set model.dropout=0 or use model.attention=sdpa")
+        return kernel
+
+
+def _divisors(number: int) -> list[int]:
+    """Some divisors, 1 among them; the small ones and their counterparts."""
+    small = [n for n in range(1, min(number, 10_000) + 1) if number % n == 0]
+    return small + [number // n for n in small]
+
+
+class DataConfig(Settings):
+    """Which text or token files, and how they are cut into windows."""
+
+    synthetic: Literal["induction"] | None
+    tokenizer: Literal["gpt2", "byte"]
+    max_length: Positive
+    path: Paths | None
+    weights: Annotated[list[AboveZero], Field(min_length=1)] | None
+    val_path: Paths | None
+    text_key: Name
+    stride: Positive | None
+    within_documents: StrictBool
+    val_fraction: Fractional
+    endoftext: Literal["token", "text"]
+    verify: AutoOrBool
+
+    @field_validator("path")
+    @classmethod
+    def _one_source(cls, path: object, info: ValidationInfo) -> object:
+        synthetic = info.data.get("synthetic")
+        if path is None and not synthetic and "synthetic" in info.data:
+            hint = "set data.path=FILE, or the folder that scripts.prepare_data wrote"
+            raise rejected("no text given", hint)
+        if path is not None and synthetic:
+            hint = "give one of the two: data=induction, or data.synthetic=null"
+            raise rejected("data.synthetic makes its own sequences", hint)
+        length = info.data.get("max_length", 64)
+        if synthetic and (info.data.get("tokenizer") != "byte" or not 16 <= length <= 124):
+            reason = "needs data.tokenizer=byte and data.max_length from 16 to 124"
+            raise rejected(reason, "use data=induction as it is", "data.synthetic")
+        return path
+
+    @field_validator("weights")
+    @classmethod
+    def _one_per_path(cls, weights: list[float] | None, info: ValidationInfo) -> object:
+        path = info.data.get("path")
+        entries = len(path) if isinstance(path, list) else 1
+        if weights is not None and "path" in info.data and len(weights) != entries:
+            hint = "give one weight for each, such as [0.7,0.3]"
+            raise rejected(f"data.path has {entries} entries", hint)
+        return weights
+
+
+class OptimizerConfig(Settings):
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "muon"]
+    lr: AboveZero
+    weight_decay: NonNegative
+    betas: Annotated[list[Fractional], Field(min_length=2, max_length=2)]
+    eps: AboveZero
+    schedule: Literal["wsd", "cosine", "constant"]
+    min_lr_ratio: Annotated[NonNegative, Field(le=1)]
+    decay_fraction: Annotated[AboveZero, Field(le=1)]
+    matrix_lr: AboveZero | None
+    momentum: Fractional
+    nesterov: StrictBool
+    ns_steps: Annotated[Positive, Field(le=20)]
+
+
+class TrainerConfig(Settings):
+    """The loop: how long, in which portions, how often it evaluates, and on what it runs."""
+
+    max_steps: Positive
+    batch_size: Annotated[Positive, Field(le=2**24)]
+    micro_batch_size: Positive | Literal["auto"] | None
+    activation_checkpointing: StrictBool
+    warmup_steps: Count | None
+    grad_clip: NonNegative
+    eval_every: Count | None
+    eval_windows: Positive | None
+    log_every: Positive | None
+    save_every: Count
+    keep: Positive
+    precision: Precision
+    compile: AutoOrBool
+    device: Device
+    profile: StrictBool
+    on_nonfinite: Literal["skip", "stop"]
+    max_skips: Positive
+    resume: StrictBool | Name
+    resume_override: StrictBool
+    init_from: Name | None
+    sample_prompt: Text
+    sample_tokens: Annotated[Count, Field(le=100_000)]
+
+    @field_validator("micro_batch_size")
+    @classmethod
+    def _within_batch(cls, micro: int | str | None, info: ValidationInfo) -> object:
+        batch = info.data.get("batch_size")
+        if isinstance(micro, int) and batch and micro > batch:
+            hint = "use a part of the batch, or null for the whole"
+            raise rejected(f"must be at most batch_size={batch}", hint)
+        return micro
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _within_run(cls, warmup: int | None, info: ValidationInfo) -> object:
+        steps = info.data.get("max_steps")
+        if warmup and steps and warmup > steps:
+            raise rejected(f"the run ends after max_steps={steps}", "use fewer, or null")
+        return warmup
+
+    @field_validator("resume")
+    @classmethod
+    def _is_a_choice(cls, resume: bool | str) -> bool | str:
+        if resume is True:
+            raise rejected("is not a choice", "use auto, must, false or a path")
+        return resume
+
+
+class LensSettings(Settings):
+    """What the lens shows, and how often; lens.LensConfig has the same fields."""
+
+    every: Count | None
+    max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
+    repeated: Annotated[Count, Field(le=127)]
+    prompts: Annotated[list[Sentence], Field(max_length=MOST_PROMPTS)]
+    layers: list[Count]
+    frames: Annotated[Positive, Field(ge=2, le=200)]
+
+    @field_validator("repeated")
+    @classmethod
+    def _repeats(cls, repeated: int) -> int:
+        if repeated == 1:
+            raise rejected("must be 0, or from 2 to 127", "use 24")
+        return repeated
+
+    @field_validator("prompts")
+    @classmethod
+    def _has_something_to_show(cls, prompts: list[str], info: ValidationInfo) -> list[str]:
+        known = {"every": 0, "repeated": 0, "max_tokens": 64} | info.data
+        repeats = known["repeated"] > 0 and known["max_tokens"] >= 5
+        if known["every"] != 0 and not prompts and not repeats:
+            raise rejected("there is nothing to show", "give a prompt, or use lens=off")
+        return prompts
+
+    @field_validator("layers")
+    @classmethod
+    def _few_files(cls, layers: list[int], info: ValidationInfo) -> list[int]:
+        sequences = len(info.data.get("prompts", [])) + (info.data.get("repeated", 0) > 0)
+        pictures = sequences * (1 + len(layers))
+        if 2 * (pictures + 1) > MOST_PICTURE_FILES:  # with their pages, at the start and the end
+            reason = f"{pictures} pictures at each step; a run may have {MOST_PICTURE_FILES} files"
+            raise rejected(reason, "use fewer layers or fewer lens.prompts")
+        return layers
+
+
+class ParallelConfig(Settings):
+    """How several processes share the work."""
+
+    strategy: Literal["auto", "single", "ddp", "fsdp"]
+    timeout: Annotated[Positive, Field(lt=1800)]
+    reshard_after_forward: StrictBool
+
+
+Label = Annotated[Name, Field(max_length=128)]
+
+
+class WandbConfig(Settings):
+    """The run on Weights & Biases. Lengths are those that W&B accepts."""
+
+    mode: Literal["auto", "online", "offline", "disabled"]
+    entity: Name | None
+    project: Label
+    name: Label | None
+    group: Label | None
+    job_type: Annotated[Name, Field(max_length=64)]
+    tags: list[Annotated[Sentence, Field(max_length=64)]]
+    notes: Name | None
+    log_model: StrictBool | Literal["best", "last"]
+    alerts: StrictBool
+
+    @field_validator("project")
+    @classmethod
+    def _no_separators(cls, project: str) -> str:
+        if bad := sorted(set(project) & set("/\\#?%:")):
+            hint = "a team is wandb.entity=TEAM" if bad == ["/"] else "use - or _"
+            raise rejected(f"W&B accepts no {' '.join(bad)} in it", hint)
+        return project
+
+    @field_validator("log_model")
+    @classmethod
+    def _is_a_choice(cls, log_model: bool | str) -> bool | str:
+        if log_model is True:
+            raise rejected("is not a choice", "use best, last, or false for none")
+        return log_model
+
+    def wanted(self) -> str:
+        """The mode; with auto, the one in the environment if there is one."""
+        return os.environ.get("WANDB_MODE", "auto") if self.mode == "auto" else self.mode
+
+    def ignored(self) -> list[str]:
+        """A note for each setting that has no effect because W&B is off."""
+        asked = {"log_model": self.log_model, "alerts": self.alerts}
+        is_off = self.wanted() == "disabled"
+        return [
+            f"wandb.{key}={show(value)}: no effect, because W&B is off"
+            for key, value in asked.items()
+            if value and is_off
+        ]
+
+
+# ------------------------------------------------------------------------------------ the whole
 
 
 @dataclass
 class Overrides:
-    """What the command line says on top of the settings of the run that trainer.resume names."""
+    """A command line that resumes a run by its path, until the settings of that run are known."""
 
     values: dict  # all settings, as composed from configs/ and the command line
     keys: list[str]  # settings and groups that the command line names
 
 
-@dataclass
-class Settings:
-    """Everything a training run is told. The order is that of configs/config.yaml."""
+class Config(Settings):
+    """All settings of a training run, in the order of configs/config.yaml."""
 
-    # Set where trainer.resume names a directory: until `complete` has put the settings of
-    # that run under them, only those in OF_THE_LAUNCH are valid.
-    overrides: typing.ClassVar[Overrides | None] = None
-
-    seed: int
-    name: str | None  # the run's directory is runs/<name>; null: date, time and model
-    debug: bool  # true: errors come with their traceback
-    model: "ModelConfig"
-    data: "DataConfig"
-    optimizer: "OptimizerConfig"
+    seed: Seed
+    name: Name | None
+    debug: StrictBool
+    runs_dir: Name
+    model: ModelSettings
+    data: DataConfig
+    optimizer: OptimizerConfig
     trainer: TrainerConfig
-    lens: "LensConfig"
-    parallel: "ParallelConfig"
-    wandb: "WandbConfig"
+    lens: LensSettings
+    parallel: ParallelConfig
+    wandb: WandbConfig
+
+    # Set where trainer.resume is a path, until `stored.complete` has merged that run's settings.
+    _overrides: Overrides | None = PrivateAttr(None)
+
+    @property
+    def overrides(self) -> Overrides | None:
+        """What the command line adds to the settings of the run that trainer.resume names."""
+        return self._overrides
+
+    @overrides.setter
+    def overrides(self, overrides: Overrides) -> None:
+        self._overrides = overrides
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str | None) -> str | None:
+        if name and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}", name):
+            hint = "use letters, digits and . _ - only, at most 128"
+            raise rejected("becomes the folder runs/<name>", hint)
+        return name
+
+    @field_validator("model")
+    @classmethod
+    def _can_exist(cls, model: ModelSettings) -> ModelSettings:
+        rows = model.vocab_size + model.context_length + 12 * model.num_layers * model.emb_dim
+        if (parameters := rows * model.emb_dim) > MOST_PARAMETERS:
+            hint = "use a smaller model.emb_dim, num_layers or vocab_size"
+            raise rejected(f"has {parameters:.0e} parameters, which no machine holds", hint)
+        return model
+
+    @field_validator("data")
+    @classmethod
+    def _fits_model(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
+        if not (model := info.data.get("model")):
+            return data
+        if data.max_length > (most := model.context_length):
+            reason = f"the model reads at most model.context_length={most} tokens"
+            raise rejected(reason, f"use data.max_length={most} or less", "data.max_length")
+        if model.vocab_size < (needed := VOCABULARIES[data.tokenizer]):
+            reason = f"data.tokenizer={data.tokenizer} has {needed} ids"
+            raise rejected(reason, f"use {needed} or more", "model.vocab_size")
+        return data
+
+    @field_validator("lens")
+    @classmethod
+    def _layers_exist(cls, lens: LensSettings, info: ValidationInfo) -> LensSettings:
+        model = info.data.get("model")
+        if model and any(layer >= model.num_layers for layer in lens.layers):
+            reason = f"the model has layers 0 to {model.num_layers - 1}"
+            raise rejected(reason, "leave the others out", "lens.layers")
+        return lens
 
 
-# Where each group's dataclass lives. Loaded when needed: model and data bring torch along.
-GROUPS = {
-    "model": ("model", "ModelConfig"),
-    "data": ("data", "DataConfig"),
-    "optimizer": ("training.optim.optimizers", "OptimizerConfig"),
-    "trainer": ("training.config.schema", "TrainerConfig"),
-    "lens": ("lens", "LensConfig"),
-    "parallel": ("training.distributed.launch", "ParallelConfig"),
-    "wandb": ("training.reporting.wandb_run", "WandbConfig"),
-}
-PLAIN = {"seed": int, "name": str | None, "debug": bool}
-# Settings of one launch on one machine, and those that say which run it is. A run that is resumed
-# by its path has all others from its checkpoint.
-OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
-OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "trainer.resume", "trainer.resume_override")
-
-# They follow from other settings where they are null, and a longer run keeps them:
-# TrainerConfig.choose.
-FOLLOWING = (
-    "trainer.warmup_steps",
-    "trainer.eval_every",
-    "trainer.eval_windows",
-    "trainer.log_every",
-)
-# What may differ between the ranks of a run. Data are compared by their checksums.
-OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
+def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The fields of a schema that are groups of settings themselves."""
+    annotations = {name: info.annotation for name, info in schema.model_fields.items()}
+    return {
+        name: annotation
+        for name, annotation in annotations.items()
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    }
 
 
-# -------------------------------------------------------------------- values -> settings
+GROUPS = groups_of(Config)
+PLAIN = tuple(key for key in Config.model_fields if key not in GROUPS)
 
 
-def fill(schema: type, values: dict, prefix: str = "") -> tuple[object | None, list[Problem]]:
-    """An instance of the dataclass `schema` from plain values, or None, and every problem found.
+# ----------------------------------------------------------------------------------- validation
 
-    Fields that are absent keep their defaults; the dataclass's own `problems()` is asked last.
-    """
-    hints = typing.get_type_hints(schema)
-    merged = {}  # the defaults, then what was given
-    for field in dataclasses.fields(schema):
-        if field.default is not dataclasses.MISSING:
-            merged[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            merged[field.name] = field.default_factory()
-    found = []
-    for key, value in values.items():
-        if key not in hints:
-            known = [prefix + name for name in hints]
-            found.append(unknown_key(f"{prefix}{key}", value, known))  # in YAML a key may be 1
-            continue
-        try:
-            merged[key] = coerce(value, hints[key])
-        except TypeError as error:
-            default = merged.get(key)
-            fix = "see --help" if default in (None, "") else f"such as {show(default)}"
-            if isinstance(default, list):  # as a shell passes it on, without blanks
-                fix = f"such as [{','.join(map(show, default or [value]))}]"
-            found.append((prefix + key, value, str(error), fix))
-            merged.setdefault(key, value)
-    missing = [name for name in hints if name not in merged]
-    found += [
-        (prefix + name, NO_VALUE, "missing", f"give it as {prefix}{name}=...") for name in missing
-    ]
-    defaults = {f.name: f.default for f in dataclasses.fields(schema)}
-    for name, value in merged.items():
-        if name != "seed" and any(LARGEST < abs(v) < math.inf for v in _numbers(value)):
-            cause, fix = "is too large a number", f"use at most {LARGEST:g}"
-            found.append((prefix + name, value, cause, fix))
-            if defaults[name] is not dataclasses.MISSING:
-                merged[name] = defaults[name]  # what follows may count up to it
-    if not missing:
-        named = {problem[0] for problem in found}
-        # Asked of a look-alike: an instance with problems may refuse to exist.
-        for key, *rest in schema.problems(types.SimpleNamespace(**merged)):
-            if prefix + key not in named:
-                found.append((prefix + key, *rest))
-    named = {problem[0] for problem in found}
-    for name, value in merged.items():
-        if prefix + name not in named and not all(map(_is_finite, _numbers(value))):
-            found.append((prefix + name, value, "must be a finite number", "see --help"))
-    return (None if found else schema(**merged)), found
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
-def _numbers(value: object) -> list[int | float]:
-    """The numbers in a setting's value."""
-    values = value if isinstance(value, list | tuple) else [value]
-    return [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+def validate(schema: type[Schema], values: Mapping) -> tuple[Schema | None, list[Problem]]:
+    """An instance of the schema, or None, and every problem: one for each key."""
+    try:
+        return schema.model_validate(values), []
+    except ValidationError as error:
+        found: dict[str, Problem] = {}
+        for details in error.errors(include_url=False):
+            problem = _problem(schema, values, details)
+            before = found.setdefault(problem.key, problem)
+            if before is not problem and problem.reason.startswith(MUST_BE):  # of a union
+                reason = f"{before.reason} or {problem.reason.removeprefix(MUST_BE)}"
+                found[problem.key] = before._replace(reason=reason)
+        return None, list(found.values())
 
 
-def _is_finite(value: int | float) -> bool:
-    return isinstance(value, int) or math.isfinite(value)  # an int may be too large for a float
+MUST_BE = "must be "
 
 
-def coerce(value: object, hint: object) -> object:
-    """The value as the type that the dataclass asks for; TypeError says what it should be."""
-    if isinstance(hint, types.UnionType):
-        choices = typing.get_args(hint)
-        for choice in sorted(choices, key=lambda choice: choice is not type(value)):
-            try:
-                return coerce(value, choice)
-            except TypeError:
-                if choice is type(value):  # nearly right: what is wrong is not its type
-                    raise
-        raise TypeError(f"must be {_name(hint)}")
-    if value is None and hint is type(None):
-        return None
-    if dataclasses.is_dataclass(hint) and isinstance(value, hint):
-        return value
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is int and not isinstance(value, bool):
-        if isinstance(value, int):
-            return value
-        if isinstance(value, float) and value.is_integer():
-            return int(value)  # 1e5 steps
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
-    if hint is str and isinstance(value, str | int | float):
-        text = show(value) if isinstance(value, int) else str(value)
-        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-            raise TypeError("must be text in UTF-8")
-        return text
-    if typing.get_origin(hint) is list and isinstance(value, list | tuple):
-        return [coerce(item, typing.get_args(hint)[0]) for item in value]
-    raise TypeError(f"must be {_name(hint)}")
+def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) -> Problem:
+    """pydantic's error as a line for the user."""
+    path, context = details["loc"], details.get("ctx", {})
+    # The rest of the path is an element of a list or of a union.
+    length = 2 if path[0] in groups_of(schema) else 1
+    key = context.get("key") or ".".join(map(str, path[:length]))
+    if details["type"] == "extra_forbidden":
+        return unknown_key(key, details["input"], known_settings(schema))
+    if details["type"] == "missing":
+        return Problem(key, NO_VALUE, "missing", f"give it as {key}=VALUE")
+    reason = details["msg"].replace("Input should be ", MUST_BE)
+    default = defaults_and_meanings().get(key, (None, ""))[0] if schema is Config else None
+    hint = "see --help" if default in (None, "", []) else f"the default is {show(default)}"
+    kind = Rejected if details["type"] == "rejected" else Problem
+    return kind(key, _value(values, key), reason, context.get("hint") or hint)
 
 
-def _name(hint: object) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_name(choice) for choice in typing.get_args(hint))
-    if hint is type(None):
-        return "null"
-    if typing.get_origin(hint) is list:
-        return f"a list of {_name(typing.get_args(hint)[0]).removeprefix('a ')}s"
-    return names[hint]
+def _value(values: object, key: str) -> object:
+    """The value that was given for a key; NO_VALUE for a whole group."""
+    for part in key.split("."):
+        values = values.get(part, NO_VALUE) if isinstance(values, Mapping) else NO_VALUE
+    return NO_VALUE if isinstance(values, Mapping) else values
 
 
-def unknown_key(key: str, value: object, known: list[str]) -> UnknownSetting:
-    """The problem of a key that does not exist. The hint: the setting that another project calls
-    so, else one of the same name in another group, else the nearest name, its own group first."""
-    group, _, last = key.rpartition(".")
-    if found := same_purpose(last, known):
-        setting, remark = found
-        return UnknownSetting(
-            key, value, "no such setting", f"use {setting}{remark and f' ({remark})'}"
-        )
-    there = [name for name in known if name.rpartition(".")[0] == group]
-    near = [name for name in known if name.rpartition(".")[2] == last]
-    near += [name for name in there if last and name.rpartition(".")[2].startswith(last)]
-    for names in (there, known):
-        # Without their groups: a group that two names share makes any two of them look alike.
-        by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
-        hits = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
-        near += [by_last[hit] for hit in hits]
-    if near:
-        return UnknownSetting(key, value, "no such setting", f"did you mean {near[0]}?")
-    names = ", ".join(name.rpartition(".")[2] for name in there)
-    fix = f"{group} has {names}" if group and there else "--help lists all settings"
-    return UnknownSetting(key, value, "no such setting", fix)
+def known_settings(schema: type[BaseModel] = Config) -> list[str]:
+    """The keys of all settings, and of Config the groups."""
+    groups = groups_of(schema)
+    found = [key for key in schema.model_fields if key not in groups]
+    found += [f"{group}.{key}" for group in groups for key in groups[group].model_fields]
+    return [*found, *groups, "experiment"] if schema is Config else found
 
 
-def schema_of(group: str) -> type:
-    """The dataclass of a group of settings."""
-    module, name = GROUPS[group]
-    return getattr(importlib.import_module(module), name)
-
-
-def build(values: dict, touched: set[str] | None = None) -> tuple[Settings | None, list[Problem]]:
-    """Typed settings from the composed plain values, and every problem found.
-
-    With `touched`, only those groups are checked and no settings returned: the others are as
-    shipped, and some of them would load torch.
-    """
-    parts, problems = {}, []
-    for key, value in values.items():
-        if key in PLAIN:
-            try:
-                parts[key] = coerce(value, PLAIN[key])
-            except TypeError as error:
-                problems.append((key, value, str(error), "see configs/config.yaml"))
-        elif key in GROUPS:
-            if touched is None or key in touched:
-                if not isinstance(value, dict):
-                    problems.append((key, value, "is a group of settings", f"use {key}.NAME=VALUE"))
-                    continue
-                parts[key], found = fill(schema_of(key), value, f"{key}.")
-                problems += found + _unusable_texts(key, value)
-        else:
-            problems.append(unknown_key(str(key), value, [*PLAIN, *GROUPS]))
-    name = parts.get("name")
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}", name):
-        cause = "becomes the folder runs/<name>"
-        fix = "use letters, digits and . _ - only, at most 128"
-        problems.append(("name", name, cause, fix))
-    if not 0 <= (seed := parts.get("seed", 0)) < 2**63:
-        problems.append(("seed", seed, "must be from 0 to 2^63 - 1", "use seed=0"))
-    problems += cross_problems(parts)
-    return (Settings(**parts) if not problems and touched is None else None), problems
-
-
-def names_a_run(values: dict) -> bool:
-    """Whether trainer.resume is the path of a run or checkpoint, whose settings are the base."""
-    trainer = values.get("trainer")
-    resume = trainer.get("resume") if isinstance(trainer, dict) else None
-    return isinstance(resume, str) and resume not in ("", "auto", "must")
-
-
-def build_launch(
-    values: dict, keys: list[str], shipped: dict
-) -> tuple[Settings | None, list[Problem]]:
-    """As `build`, of a command line that resumes a run by its path: settings to be completed.
-
-    keys: what the command line names. shipped: the values without a command line. Whether the
-    others fit can be said only when they are combined with those of the run.
-    """
-    launch = copy.deepcopy(shipped)
-    for key in OF_THE_LAUNCH:
-        copy_setting(key, values, launch)
-    settings, problems = build(launch)
-    for key in keys:
-        group, _, name = key.partition(".")
-        if group in GROUPS and name in values[group] and key not in OF_THE_LAUNCH:
-            try:
-                coerce(values[group][name], typing.get_type_hints(schema_of(group))[name])
-            except TypeError as error:
-                problems.append((key, values[group][name], str(error), "see --help"))
-    if settings:
-        settings.overrides = Overrides(values, keys)
-    return settings, problems
-
-
-def copy_setting(key: str, source: dict, target: dict) -> None:
-    """Copies a setting (trainer.device) or a whole group (trainer) of plain values."""
-    group, _, name = key.partition(".")
-    if not name:
-        target[group] = copy.deepcopy(source[group])
-    elif name in source[group]:  # a file of the user's own may lack it
-        target[group][name] = source[group][name]
-
-
-def complete(settings: Settings, found: str, stored: dict) -> tuple[Settings, list[str]]:
-    """The stored settings of a run with the command line's on top, and which ones have changed.
-
-    found, stored: as of `training.checkpoint.resume.stored_settings`. Unknown stored settings are
-    ignored. Raises CheckpointError for stored values that cannot be used, ConfigError for what the
-    command line makes of them.
-    """
-    overrides, own_run = settings.overrides, Path(found).parent.parent
-    base = copy.deepcopy(overrides.values)
-    for key in PLAIN.keys() & stored.keys():
-        base[key] = stored[key]
-    for group in GROUPS:
-        values = stored.get(group, {})
-        if not isinstance(values, dict):
-            cause = f"settings.{group} is not a group of settings"
-            raise CheckpointError("checkpoint", found, cause, "use another checkpoint")
-        known = {field.name for field in dataclasses.fields(schema_of(group))}
-        base[group] |= {key: value for key, value in values.items() if key in known}
-    _find_sample(base["data"])
-    ours = dataclasses.asdict(settings)  # a sweep has named its job there
-    for key in OF_THE_LAUNCH:
-        copy_setting(key, ours, base)
-    merged = copy.deepcopy(base)
-    for key in FOLLOWING:
-        group, _, name = key.partition(".")
-        merged[group][name] = None
-    if settings.name not in (None, own_run.name):  # a branch is another run on W&B
-        merged["wandb"]["name"] = None
-    merged["wandb"]["group"] = settings.wandb.group or merged["wandb"]["group"]
-    named = [key for key in overrides.keys if not key.startswith("hydra")]
-    if "experiment" in named:
-        named = [*(key for key in named if key != "experiment"), *GROUPS]
-    for key in named:
-        copy_setting(key, overrides.values, merged)
-    result, problems = build(merged)
-    of_the_run = [p for p in problems if not any(f"{p[0]}.".startswith(f"{k}.") for k in named)]
-    if len(of_the_run) == len(problems) > 0:
-        key, value, cause, _ = problems[0]
-        cause = f"{key}={shorten(show(value))}: {cause}"
-        fix = f"give another {key}, or use another checkpoint"
-        raise CheckpointError("checkpoint", found, cause, fix)
-    refuse(problems)
-    before = flat(base)
-    changed = [
-        f"{key}={shorten(show(value))} (was {shorten(show(before.get(key)))})"
-        for key, value in flat(merged).items()
-        if value != before.get(key) and not (value is None and key in FOLLOWING)
-    ]
-    return result, changed
-
-
-def _find_sample(data: dict) -> None:
-    """Replaces the path of the sample text in settings of `data` where this repository was in
-    another folder, or on another machine."""
-    path = data["path"]
-    if isinstance(path, str) and Path(path).parts[-2:] == SAMPLE and not Path(path).exists():
-        data["path"] = str(REPOSITORY.joinpath(*SAMPLE))
-
-
-def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:
-    """The problem of a rank that was started with other settings than rank 0; both plain."""
-    theirs = flat(of_rank_0)
-    found = [
-        (key, f"{show(theirs.get(key))} on rank 0, {show(value)} on rank {rank}")
-        for key, value in flat(settings).items()
-        if key not in OF_ONE_RANK and value != theirs.get(key)
-    ]
-    if not found:
-        return []
-    (key, cause), *more = found[:3]
-    cause = "; ".join([cause, *(f"{key}: {values}" for key, values in more)])
-    return [(key, NO_VALUE, cause, "start all ranks with the same settings")]
-
-
-# Texts that name something. Empty, each would quietly mean what null says aloud.
-NAMES = {
-    "data.path": None,
-    "data.val_path": "use null to validate on a part of data.path",
-    "data.text_key": "use data.text_key=text",
-    "trainer.resume": None,
-    "trainer.init_from": "name a run, a directory or hub:NAME; null for random weights",
-    "wandb.name": "use null for the run's name",
-    "wandb.entity": "use null for the one of your key",
-    "wandb.group": "use null for none",
-    "wandb.job_type": "use wandb.job_type=train",
-    "wandb.notes": "use null for none",
-}
-
-
-def _unusable_texts(group: str, values: dict) -> list[Problem]:
-    """What is wrong with the names among a group's texts."""
-    found = []
-    for key, fix_empty in NAMES.items():
-        value = values.get(key.partition(".")[2]) if key.startswith(f"{group}.") else None
-        if value == "" and fix_empty:
-            found.append((key, value, "is empty", fix_empty))
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and "\0" in text:
-                found.append((key, text, "no name has a zero character", "check the name"))
-    return found
-
-
-def cross_problems(parts: dict) -> list[Problem]:
-    """What does not fit together across groups."""
-    from_data, from_model = parts.get("data"), parts.get("model")
-    if from_data is None or from_model is None:
-        return []
-    from tokens.tokenizers import TOKENIZERS
-    from training.planning.memory import oversized
-
-    found = []
-    m = from_model
-    parameters = (m.vocab_size + m.context_length) * m.emb_dim + 12 * m.num_layers * m.emb_dim**2
-    if parameters > MOST_PARAMETERS:
-        key = oversized(m)
-        cause = f"makes a model of {parameters:.0e} parameters, which no machine holds"
-        found.append((f"model.{key}", vars(m)[key], cause, "use less, or model=gpt2-small"))
-    for layer in parts["lens"].layers if parts.get("lens") else ():
-        if layer >= from_model.num_layers:
-            cause = f"the model has layers 0 to {from_model.num_layers - 1}"
-            found.append(("lens.layers", layer, cause, "leave it out"))
-    if from_data.max_length > from_model.context_length:
-        cause = f"the model reads at most model.context_length={from_model.context_length} tokens"
-        fix = f"use data.max_length={from_model.context_length} or less"
-        found.append(("data.max_length", from_data.max_length, cause, fix))
-    needed = TOKENIZERS[from_data.tokenizer]
-    if from_model.vocab_size < needed:
-        cause = f"data.tokenizer={from_data.tokenizer} has {needed} ids"
-        found.append(("model.vocab_size", from_model.vocab_size, cause, f"use {needed} or more"))
-    return found
+def flat(tree: Mapping, prefix: str = "") -> dict[str, object]:
+    """Settings by dotted name, as on the command line; lists as they are."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return leaves

@@ -4,31 +4,10 @@ Reads the environment variables that torchrun sets for each process; needs no to
 """
 
 import os
-from dataclasses import dataclass
 
-STRATEGIES = ("auto", "single", "ddp", "fsdp")
-LONGEST_TIMEOUT = 1800  # seconds; a run that hangs should not hold its machines for longer
+from training.config.schema import ParallelConfig
+
 TORCHRUN = "start it with torchrun --nproc_per_node=N train.py"
-
-
-@dataclass
-class ParallelConfig:
-    """How several processes share the work."""
-
-    strategy: str = "auto"  # auto | single | ddp | fsdp
-    timeout: int = 600  # seconds until a rank that does not answer ends the run
-    reshard_after_forward: bool = True  # fsdp: false keeps gathered weights until backward
-
-    def problems(self) -> list[tuple[str, object, str, str]]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if self.strategy not in STRATEGIES:
-            fix = f"use one of {', '.join(STRATEGIES)}"
-            found.append(("strategy", self.strategy, "no such strategy", fix))
-        if not 1 <= self.timeout < LONGEST_TIMEOUT:
-            cause = f"must be from 1 to below {LONGEST_TIMEOUT} seconds"
-            found.append(("timeout", self.timeout, cause, "use 600"))
-        return found
 
 
 def launched() -> bool:

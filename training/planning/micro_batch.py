@@ -21,7 +21,7 @@ from training.optim.optimizers import matrices_of
 from training.planning.memory import USABLE, Memory, estimate, largest_micro_batch, oversized
 
 if TYPE_CHECKING:
-    from training.config.schema import Settings
+    from training.config.schema import Config
 
 CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 
@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_would_fit(
-    settings: "Settings", strategy: Strategy, windows: int, intact: str
+    settings: "Config", strategy: Strategy, windows: int, intact: str
 ) -> OutOfMemoryError:
     """The error of a step that ran out of memory, with a suggestion that keeps the batch.
 
@@ -76,7 +76,7 @@ def smaller_micro_batch(
 # ---------------------------------------------------------------------------- before a run
 
 
-def check_memory(settings: "Settings", strategy: Strategy) -> tuple[list[tuple], list[str]]:
+def check_memory(settings: "Config", strategy: Strategy) -> tuple[list[tuple], list[str]]:
     """Compares what a run needs with the memory of its device, before anything is allocated.
 
     Returns problems (key, value, reason, hint) and notes. It is a problem when weights, gradients
@@ -133,7 +133,7 @@ def check_memory(settings: "Settings", strategy: Strategy) -> tuple[list[tuple],
     return [], []
 
 
-def estimate_step(settings: "Settings", strategy: Strategy, windows: int, compiled: bool) -> Memory:
+def estimate_step(settings: "Config", strategy: Strategy, windows: int, compiled: bool) -> Memory:
     """The estimate for a step of a run with micro-batches of `windows`."""
     return estimate(
         settings.model,
@@ -158,7 +158,7 @@ def _gb(number: float) -> str:
 # ---------------------------------------------------------------- trainer.micro_batch_size=auto
 
 
-def find_micro_batch(settings: "Settings", strategy: Strategy, model: GPT, compiled: bool) -> int:
+def find_micro_batch(settings: "Config", strategy: Strategy, model: GPT, compiled: bool) -> int:
     """The largest micro-batch that fits, in windows, of those that divide a rank's share evenly.
 
     By estimate; on a GPU that holds the whole model the search starts at the estimate and tries
@@ -195,7 +195,7 @@ def search(sizes: list[int], start: int, fits: Callable[[int], bool]) -> int:
     return sizes[start]
 
 
-def _fits(windows: int, settings: "Settings", strategy: Strategy, model: GPT) -> bool:
+def _fits(windows: int, settings: "Config", strategy: Strategy, model: GPT) -> bool:
     """Whether a step with micro-batches of this size runs through on all ranks' GPUs."""
     shape = windows, settings.data.max_length
     torch.cuda.set_per_process_memory_fraction(USABLE, strategy.device)

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from errors import visible
 from files import read_rows
-from training.checkpoint.run_directory import flat, settings_of
+from training.checkpoint.run_directory import settings_of
+from training.config.schema import flat
 from training.reporting.charts import number
 
 VARIES = ("seed", "name")  # between runs of one row

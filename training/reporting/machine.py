@@ -6,7 +6,7 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
-from training.config.schema import REPOSITORY
+from training.config.yaml_files import REPOSITORY
 
 PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from training.checkpoint.format import State
 
 if TYPE_CHECKING:
-    from training.config.schema import Settings
+    from training.config.schema import Config
 
 
-def windows(config: "Settings", train: int, val: int, evaluated: int) -> str:
+def windows(config: "Config", train: int, val: int, evaluated: int) -> str:
     """How many windows there are to train on, to validate on, and how many of those are used."""
     used = f" ({evaluated:,} of them each time)" if evaluated < val else ""
     length = config.data.max_length

@@ -36,7 +36,7 @@ from training.reporting import comparison as results
 from training.signals import handled, take_no_notice
 
 if TYPE_CHECKING:
-    from training.config.schema import Settings
+    from training.config.schema import Config
 
 METRICS = ("val/loss", "train/loss")  # the first that the runs have is what they are compared by
 LONGEST_NAME = 128  # characters of a run's, and of a group's; W&B takes no more
@@ -151,7 +151,7 @@ class Sweep:
         if self.stopped or self.lost:
             raise SystemExit(self.exit_code)
 
-    def settle(self, job: Job, settings: "Settings") -> None:
+    def settle(self, job: Job, settings: "Config") -> None:
         """Names a job's run by its values, and has W&B show the sweep's runs together."""
         if settings.name is None:
             settings.name = self._name(job)

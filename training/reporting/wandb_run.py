@@ -11,11 +11,11 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from errors import visible
+from training.config.schema import WandbConfig
 from training.reporting.report import sample_page
 from training.reporting.timeout import call_with_timeout
 
@@ -33,64 +33,9 @@ ALERT_SECONDS = 3600  # between two alerts of the same title
 MODES = ("auto", "online", "offline", "disabled")
 LENGTHS = {"project": 128, "name": 128, "group": 128, "job_type": 64}  # characters W&B takes
 TAG_LENGTH = 64
-
-
-@dataclass
-class WandbConfig:
-    """The run as Weights & Biases shows it."""
-
-    mode: str = "auto"  # auto (online with an API key, else offline) | online | offline | disabled
-    entity: str | None = None  # the team or user whose project it is; null: the key's own
-    project: str = "clearhead"
-    name: str | None = None  # null: the run's name
-    group: str | None = None
-    job_type: str = "train"
-    tags: list[str] = field(default_factory=list)
-    notes: str | None = None
-    log_model: str | bool = False  # false | best | last: the model that is uploaded at the end
-    alerts: bool = False  # true: a message when the loss diverges, or the run fails
-
-    def problems(self) -> list[tuple[str, object, str, str]]:
-        """The problems, as (key, value, reason, hint); empty when there are none."""
-        found = []
-        if self.mode not in MODES:
-            found.append(("mode", self.mode, "no such mode", f"use one of {', '.join(MODES)}"))
-        if not self.project:
-            found.append(("project", self.project, "needs a name", "use wandb.project=clearhead"))
-        elif bad := sorted(set(self.project) & set("/\\#?%:")):
-            cause = f"W&B takes no {' '.join(bad)} in it"
-            fix = "a team is named with wandb.entity=TEAM" if bad == ["/"] else "use - or _"
-            found.append(("project", self.project, cause, fix))
-        for key, most in LENGTHS.items():
-            if len(getattr(self, key) or "") > most:
-                cause = f"is longer than the {most} characters that W&B takes"
-                fix = "say more in wandb.notes" if key != "project" else "use a shorter one"
-                found.append((key, getattr(self, key), cause, fix))
-        for tag in self.tags:
-            if not tag.strip():
-                found.append(("tags", repr(tag), "an empty tag", "use tags such as [a,b]"))
-            elif len(tag) > TAG_LENGTH:
-                cause = f"W&B takes tags of at most {TAG_LENGTH} characters"
-                found.append(("tags", tag, cause, "say more in wandb.notes"))
-        if self.log_model not in (False, "best", "last"):
-            fix = "use best, last, or false for none"
-            found.append(("log_model", self.log_model, "no such choice", fix))
-        return found
-
-    def wanted(self) -> str:
-        """The mode; where it is left open, what the environment says."""
-        return os.environ.get("WANDB_MODE", "auto") if self.mode == "auto" else self.mode
-
-    def ignored(self) -> list[str]:
-        """In words, what is asked for and will not be done, as W&B is off."""
-        if self.wanted() != "disabled":
-            return []
-        asked = {"log_model": self.log_model, "alerts": self.alerts}
-        return [
-            f"wandb.{key}={str(value).lower()}: without effect, as W&B is off"
-            for key, value in asked.items()
-            if value
-        ]
+# The parts of W&B's own process that carry data, as its log names them.
+CARRIERS = ("filestream:", "runfiles:", "runupserter:", "writer:", "fileTransfer:", "sender:")
+ON_DISK = "metrics are in metrics.jsonl"
 
 
 class WandbRun:

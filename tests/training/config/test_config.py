@@ -1,45 +1,44 @@
-"""Settings: what is accepted, the hints about unknown names, defaults, sweeps, the command.
+"""Settings: what is accepted, the hints about unknown names, defaults, Hydra's features.
 
 What is refused: test_problems.py.
 """
 
-import dataclasses
-import gc
 import itertools
+import json
 import re
 import subprocess
 import sys
 
+import hydra
 import pytest
 import yaml
-from helpers import REPOSITORY
+from helpers import REPOSITORY, TINY
+from helpers.settings import settings
+from hydra.core.global_hydra import GlobalHydra
+from hydra.version import VersionBase
+from omegaconf import OmegaConf
 
+import attention
 import train
 from errors import ConfigError
 from generate import GenerateConfig
-from training.config.command_line import check_sweep, command, compose, parse
-from training.config.other_names import OTHER_NAMES
-from training.config.schema import (
-    CONFIGS,
-    GROUPS,
-    PLAIN,
-    TrainerConfig,
-    coerce,
-    schema_of,
-    unknown_key,
-)
+from lens import LensConfig
+from model import ModelConfig
+from scripts.plan import PlanConfig
+from tokens.tokenizers import TOKENIZERS
+from training.config import Config, compose
+from training.config.application import sweep_variants
+from training.config.command_line import parse
+from training.config.other_names import OTHER_NAMES, unknown_key
+from training.config.schema import GROUPS, VOCABULARIES, known_settings, validate
+from training.config.stored import resolve_auto
+from training.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
 
 
 def suggested(known, key) -> set[str]:
     """The settings among `known` that the hint about an unknown key names."""
     hint = unknown_key(key, "1", known).hint
     return {name for name in known if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", hint)}
-
-
-@pytest.fixture(scope="module")
-def of_training() -> list[str]:
-    fields = [f"{group}.{f.name}" for group in GROUPS for f in dataclasses.fields(schema_of(group))]
-    return [*PLAIN, *GROUPS, *fields]
 
 
 # What is typed=what is suggested, if anything.
@@ -50,17 +49,15 @@ modle=model max_step=trainer.max_steps model.num_head=model.num_heads verbose= g
 """
 
 
-def test_hints_name_the_setting_that_was_meant(of_training):
+def test_hints_name_the_setting_that_was_meant():
     for key, _, setting in (text.partition("=") for text in MEANT.split()):
-        found = suggested(of_training, key)
+        found = suggested(known_settings(), key)
         assert (setting in found) if setting else (found == set()), key
 
 
-def test_names_of_other_projects_lead_to_settings_that_exist(of_training):
-    from scripts.plan import PlanConfig
-
-    others = ([f.name for f in dataclasses.fields(c)] for c in (GenerateConfig, PlanConfig))
-    commands = [of_training, *others]
+def test_names_of_other_projects_lead_to_settings_that_exist():
+    of_training = known_settings()
+    commands = [of_training, *map(known_settings, (GenerateConfig, PlanConfig))]
     for setting, names, remark in OTHER_NAMES:
         named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
         assert named <= set(of_training)
@@ -71,7 +68,7 @@ def test_names_of_other_projects_lead_to_settings_that_exist(of_training):
 
 
 def test_accepted_forms():
-    given = ["model=gpt2-nano", "+experiment=laptop", "lens=off", "optimizer.lr=3e-4", "name=2026"]
+    given = ["model=gpt2-nano", "experiment=laptop", "lens=off", "optimizer.lr=3e-4", "name=2026"]
     given += ["lens.prompts=[one prompt,another]", "data.path=[a.txt,b.txt]"]
     given += ["++trainer.max_steps=1e3", "trainer.compile=false", "wandb.group=null"]
     found = compose(given)
@@ -81,30 +78,19 @@ def test_accepted_forms():
     assert found.data.path == ["a.txt", "b.txt"]
     assert (found.trainer.compile, found.wandb.group) == (False, None)
     assert (found.trainer.batch_size, found.lens.every) == (8, 0)  # of the experiment, without lens
-    text = compose(["data=text", "data.path=x.txt", "model=gpt2-nano", "wandb=off"])
+    text = compose(["data=text", "data.path=my text.txt", "model=gpt2-nano", "wandb=off"])
     assert text.data.max_length == text.model.context_length == 256
-    assert text.wandb.mode == "disabled"
+    assert (text.data.path, text.wandb.mode) == ("my text.txt", "disabled")
 
 
-FREE_TEXTS = ["Hello, world, so he ran", "a=b", "[INST", "1e3", "it's", 'say "x"', "{c}", "ü (1)"]
-FREE_TEXTS += ["\\", '\\"', "a\\\\b \\\\", "cost ${x} ${", "\\${oc.env:HOME}", "\\\\${seed}"]
-
-
-def test_free_text_is_taken_as_typed():
-    for text in FREE_TEXTS:
-        found = compose([f"trainer.sample_prompt={text}", f"lens.prompts={text}"])
-        assert found.trainer.sample_prompt == text
-        assert found.lens.prompts == [text]
+def test_free_text():
+    """A text that Hydra's grammar would read otherwise is quoted; scripts take it as typed."""
+    for text in ("Hello, world", "a=b", "[INST", "it's", "{c}", "ü (1)", "\\", "a\\\\b"):
+        quoted = json.dumps(text, ensure_ascii=False) if "\\" not in text else f"'{text} '"
+        found = compose([f"trainer.sample_prompt={quoted}"]).trainer.sample_prompt
+        assert found.strip() == text
         found = parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} ", "top_k=null"])
         assert (found.prompt, found.top_k) == (f" {text} ", None)
-
-
-def test_types_are_checked_strictly():
-    for value, hint in [(True, int), (1, bool), ("1", int), (1.5, int), ([1, "x"], list[float])]:
-        with pytest.raises(TypeError):
-            coerce(value, hint)
-    assert coerce(True, str | bool) is True
-    assert coerce("auto", str | bool) == "auto"
 
 
 def problems_of(read, *given) -> list[tuple[str, str]]:
@@ -114,30 +100,46 @@ def problems_of(read, *given) -> list[tuple[str, str]]:
     return [(problem.key, problem.value) for problem in caught.value.problems]
 
 
-def test_every_problem_is_listed():
-    given = ["optimizer.lrr=1", "seed=x", "optimizer.lr=-1", "model.num_heads=5", "name=a\nb"]
-    given += ["trainer.max_steps=0"]
+def test_every_problem_is_listed(in_process, tmp_path):
+    given = ["optimizer.lrr=1", "seed=x", "optimizer.lr=-1", "model.num_heads=5", "name=a/b"]
+    given += ["trainer.max_steps=0", "model=gpt3", "+data.typo=1"]
     found = [key for key, _ in problems_of(compose, given)]
-    assert sorted(found) == sorted(text.partition("=")[0] for text in given)
+    assert sorted(found) == sorted(text.partition("=")[0].lstrip("+") for text in given)
     found = problems_of(parse, GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
-    assert found == [("promt", "x"), ("temperature", -1)]
+    assert found == [("promt", "x"), ("temperature", "-1")]
     # Types are checked before the run to resume is read.
     given = ["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"]
-    assert problems_of(compose, given) == [("trainer.max_steps", "abc"), ("optimizer.lr", [1])]
+    assert problems_of(compose, given) == [("optimizer.lr", [1]), ("trainer.max_steps", "abc")]
     # Of a sweep before its first job.
-    given = ["optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"]
-    found = problems_of(check_sweep, given, None)
-    assert sorted(found) == [("optimizer.lr", "abc"), ("optimizer.lrr", "1"), ("seed", "x")]
+    given = ["-m", "optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"]
+    code, _, err = in_process(train.main, tmp_path, *given)
+    assert (code, len(err.splitlines()), list(tmp_path.iterdir())) == (2, 3, [])
 
 
-def test_yaml_files_and_dataclasses_have_the_same_settings_and_defaults():
-    shipped = {"model": "gpt2-small", "data": "sample", "optimizer": "adamw", "parallel": "auto"}
-    for group in GROUPS:
-        path = CONFIGS / group / f"{shipped.get(group, 'default')}.yaml"
-        values = yaml.safe_load(path.read_text())
-        if group == "data":
-            values["path"] = None  # the sample's
-        assert list(values.items()) == list(vars(schema_of(group)()).items())
+def test_values_of_a_sweep_that_are_checked():
+    given = ["seed=1,2", "optimizer.lr=interval(1e-4,1e-3)", "name=a", "model=glob(*)"]
+    assert sweep_variants(given) == [
+        ["seed=1", "optimizer.lr=0.0001", "name=a"],
+        ["seed=2", "optimizer.lr=0.0001", "name=a"],
+        ["seed=1", "optimizer.lr=0.001", "name=a"],
+    ]
+
+
+def test_every_setting_has_a_default_and_a_meaning():
+    """Of training in configs/, of scripts in their schema."""
+    found = defaults_and_meanings()
+    assert set(found) == set(known_settings()) - {*GROUPS, "experiment"}
+    assert [key for key, (_, meaning) in found.items() if not meaning] == []
+    assert validate(Config, default_values())[1] == []
+
+
+def test_schema_and_components_agree():
+    defaults = default_values()
+    assert vars(ModelConfig()) == defaults["model"]
+    assert vars(LensConfig()) == defaults["lens"]
+    (kernels,) = (GROUPS["model"].model_fields["attention"].annotation.__args__,)
+    assert set(kernels) == set(attention.KERNELS)
+    assert VOCABULARIES == TOKENIZERS
 
 
 def test_every_shipped_choice_is_valid():
@@ -162,16 +164,87 @@ def test_a_mistake_is_answered_without_torch_and_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_garbage_collection_is_on_in_a_run(in_process, tmp_path):
-    """A command starts without it."""
-    found = []
-    start = command(lambda settings: found.append(gc.isenabled()))
-    gc.disable()
-    try:
-        assert in_process(start, tmp_path, "lens=off")[0] == 0
-    finally:
-        gc.enable()
-    assert found == [True]
+def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):
+    code, out, err = in_process(train.main, tmp_path, "--help", "optimizer.lr=0.125")
+    assert (code, err) == (0, "")
+    for key, (_, meaning) in defaults_and_meanings().items():
+        assert re.search(rf"^ *{re.escape(key)} +{re.escape(meaning)}", out, re.MULTILINE), key
+    assert "[0.125]" in out
+
+
+def test_compose_leaves_the_process_as_it_was():
+    """Also within a Hydra application."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.2"):
+        application, version = GlobalHydra.instance().hydra, VersionBase.instance().getbase()
+        environment = OmegaConf.create({"home": "${oc.env:HOME}"}).home
+        compose(["model=gpt2-nano"])
+        with pytest.raises(ConfigError):
+            compose(["model=gpt3"])
+        assert GlobalHydra.instance().hydra is application
+        assert VersionBase.instance().getbase() == version
+        assert OmegaConf.create({"home": "${oc.env:HOME}"}).home == environment
+
+
+MINE = """# @package _global_
+defaults: [override /model: gpt2-nano]
+trainer: {max_steps: 7}
+name: run-${seed}
+"""
+CALLBACK = """
+from pathlib import Path
+from hydra.experimental.callback import Callback
+
+class Note(Callback):
+    def on_job_end(self, config, job_return, **_):
+        Path("note").write_text(f"{job_return.status.name} {config.seed}")
+"""
+
+
+def test_features_of_hydra(in_process, tmp_path, monkeypatch):
+    folder = tmp_path / """it's "mine", [all] {of} it"""
+    (folder / "experiment").mkdir(parents=True)
+    (folder / "experiment" / "mine.yaml").write_text(MINE)
+    (folder / "studies").mkdir()
+    (folder / "studies" / "small.yaml").write_text("# @package _global_\ndata: {max_length: 16}\n")
+    (folder / "whole.yaml").write_text("defaults: [config, _self_]\nseed: 5\n")
+    monkeypatch.setenv("WHERE", "texts/a.txt")
+
+    def shown(*arguments):
+        code, out, err = in_process(train.main, tmp_path, *arguments, "--cfg", "job", "--resolve")
+        assert (code, err) == (0, ""), arguments
+        return yaml.safe_load(out)
+
+    config_dir = ("--config-dir", str(folder))
+    mine = shown(*config_dir, "experiment=mine")
+    assert (mine["trainer"]["max_steps"], mine["model"]["emb_dim"]) == (7, 128)
+    assert mine["name"] == "run-0"
+    assert compose(["experiment=mine"], config_dir=str(folder)).name == "run-0"
+    assert shown(*config_dir, "+studies=small")["data"]["max_length"] == 16
+    assert shown(*config_dir, "--config-name", "whole")["seed"] == 5
+    (tmp_path / "plain").symlink_to(folder)
+    path = f"hydra.searchpath=[file://{tmp_path}/plain]"
+    assert shown("seed=7", path, "+studies=small")["data"]["max_length"] == 16
+    assert shown("data.path=${oc.env:WHERE}")["data"]["path"] == "texts/a.txt"
+    for option in (["--info", "searchpath"], ["--hydra-help"], ["--version"]):
+        code, out, err = in_process(train.main, tmp_path, *option)
+        assert (code, err, bool(out)) == (0, "", True), option
+
+
+def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    (tmp_path / "mycallbacks.py").write_text(CALLBACK)
+    monkeypatch.syspath_prepend(tmp_path)
+    tiny = [*TINY, "data.path=text.txt", "trainer.max_steps=2", "trainer.sample_tokens=0"]
+    given = [*tiny, "name=a", "hydra.run.dir=out/${seed}", "hydra.output_subdir=hydra"]
+    given += ["+hydra.callbacks.note._target_=mycallbacks.Note"]
+    code, _, err = in_process(train.main, tmp_path, *given)
+    assert code == 0, err
+    assert (tmp_path / "note").read_text() == "COMPLETED 0"
+    saved = yaml.safe_load((tmp_path / "out" / "0" / "hydra" / "config.yaml").read_text())
+    assert saved["name"] == "a"
+    monkeypatch.setenv("RANK", "1")  # another rank makes no directories
+    code, out, err = in_process(train.main, tmp_path, *given, "hydra.run.dir=other", "--cfg", "job")
+    assert (code, out, (tmp_path / "other").exists()) == (0, "", False)
 
 
 def test_cfg_prints_the_settings(in_process, tmp_path):
@@ -183,8 +256,9 @@ def test_cfg_prints_the_settings(in_process, tmp_path):
 
 
 def chosen(before=None, **values):
-    trainer = TrainerConfig(**values)
-    trainer.choose(before or {})
+    config = settings(*(f"trainer.{key}={value}" for key, value in values.items()))
+    resolve_auto(config, {"trainer": before or {}})
+    trainer = config.trainer
     return trainer.warmup_steps, trainer.eval_every, trainer.eval_windows, trainer.log_every
 
 

@@ -44,13 +44,16 @@ def launched(monkeypatch):
 
 
 def problem_keys(strategy: str, device: str = "auto", batch_size: int = 8) -> list[str]:
-    return [key for key, *_ in check(ParallelConfig(strategy), device, batch_size)]
+    return [
+        key
+        for key, *_ in check(ParallelConfig.with_defaults(strategy=strategy), device, batch_size)
+    ]
 
 
 def test_one_process_has_no_strategy():
     assert problem_keys("auto", "mps", 7) == problem_keys("single") == []
     assert problem_keys("ddp") == problem_keys("fsdp") == ["parallel"]
-    strategy = build_strategy(ParallelConfig("auto"), "cpu", "fp32", seed=3)
+    strategy = build_strategy(ParallelConfig.with_defaults(strategy="auto"), "cpu", "fp32", seed=3)
     assert type(strategy) is Strategy
     assert (strategy.rank, strategy.world_size, strategy.is_rank_0) == (0, 1, True)
     assert not torch.distributed.is_initialized()
@@ -68,7 +71,7 @@ def test_several_ranks_need_a_strategy_and_a_divisible_batch(launched, ranks):
 def test_the_hint_has_the_nearest_divisible_batch_size(launched):
     launched(4)
     for batch_size, nearest in [(9, 12), (1, 4), (5, 8)]:
-        ((*_, hint),) = check(ParallelConfig(), "cpu", batch_size)
+        ((*_, hint),) = check(ParallelConfig.with_defaults(), "cpu", batch_size)
         assert str(nearest) in hint.split(), batch_size
 
 
@@ -79,7 +82,7 @@ def test_the_hint_has_the_nearest_divisible_batch_size(launched):
 def test_an_incomplete_environment_is_refused(launched, key, value):
     launched(2, **{key: value})
     with refused(ConfigError, key, value or "", exit_code=2):
-        refuse(check(ParallelConfig(), "cpu", 8))
+        refuse(check(ParallelConfig.with_defaults(), "cpu", 8))
 
 
 def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):

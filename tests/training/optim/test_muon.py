@@ -30,7 +30,7 @@ tiny = functools.partial(tiny_model, std=None)
 
 
 def built(model: torch.nn.Module, dtype: torch.dtype = torch.float32, **values) -> muon.Muon:
-    return build_optimizer(model, OptimizerConfig(name="muon", **values), dtype)
+    return build_optimizer(model, OptimizerConfig.with_defaults(name="muon", **values), dtype)
 
 
 def give_gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> None:
@@ -99,7 +99,7 @@ def test_steps_are_those_of_torchs_own():
     mine, theirs = matrices_of(model), matrices_of(other)
     rates = {"lr": 1e-2, "weight_decay": 0.1}
     oracle = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", ns_steps=5, **rates)
-    adamw = build_optimizer(other, OptimizerConfig(**rates))
+    adamw = build_optimizer(other, OptimizerConfig.with_defaults(**rates))
     for seed in range(3):
         step(model, optimizer, seed, scale=8.0)
         give_gradients(other, seed)

@@ -11,7 +11,7 @@ from training.optim.schedule import learning_rate
 
 
 def rates_of(schedule, warmup=10, steps=100, **settings):
-    config = OptimizerConfig(lr=1.0, schedule=schedule, **settings)
+    config = OptimizerConfig.with_defaults(lr=1.0, schedule=schedule, **settings)
     return [learning_rate(step, config, warmup, steps) for step in range(steps)]
 
 
@@ -44,7 +44,7 @@ def test_update_is_adamw_by_the_formula():
     """Two steps against Loshchilov and Hutter's algorithm 2, written out."""
     torch.manual_seed(1)
     layer = torch.nn.Linear(3, 2)
-    config = OptimizerConfig(lr=0.1, weight_decay=0.5, betas=[0.9, 0.95], eps=1e-8)
+    config = OptimizerConfig.with_defaults(lr=0.1, weight_decay=0.5, betas=[0.9, 0.95], eps=1e-8)
     optimizer = build_optimizer(layer, config)
     expected = {name: p.detach().clone() for name, p in layer.named_parameters()}
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in expected.items()}

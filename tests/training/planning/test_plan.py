@@ -11,7 +11,7 @@ from helpers.refusals import printed_keys, refused
 
 from errors import ConfigError
 from scripts import plan
-from training.config.schema import REPOSITORY
+from training.config.yaml_files import REPOSITORY
 from training.planning.devices import KINDS, kind_named
 
 XL = ("model=gpt2-xl", "data=text", "model.dropout=0", "trainer.batch_size=512", "data.path=any")

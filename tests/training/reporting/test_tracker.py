@@ -27,7 +27,7 @@ from training.reporting.report import sample_page
 from training.reporting.tracker import NoTracker, Tracker
 from training.reporting.wandb_run import MAX_SAMPLES, WandbConfig
 
-OFFLINE = WandbConfig(mode="offline")
+OFFLINE = WandbConfig.with_defaults(mode="offline")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def recorded(tmp_path, monkeypatch):
 
 
 def test_rows_are_on_disk_at_once(tmp_path):
-    tracker = Tracker(WandbConfig(mode="disabled"), tmp_path, {})
+    tracker = Tracker(WandbConfig.with_defaults(mode="disabled"), tmp_path, {})
     tracker.log({"train/loss": 1.5, "train/grad_norm": math.inf, "val/loss": math.nan}, step=1)
     expected = {"step": 1, "train/loss": 1.5, "train/grad_norm": "inf", "val/loss": "nan"}
     assert rows(tmp_path) == [expected]
@@ -89,12 +89,12 @@ def test_tracker_of_other_ranks_has_all_methods():
 def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
     """WANDB_MODE decides where wandb.mode is auto."""
     for mode, expected in (("auto", None), ("offline", "x")):
-        tracker = Tracker(WandbConfig(mode=mode), tmp_path, {})
+        tracker = Tracker(WandbConfig.with_defaults(mode=mode), tmp_path, {})
         assert tracker.run_id == expected  # the environment of tests has W&B disabled
         tracker.finish()
     monkeypatch.setenv("WANDB_MODE", "offline")
     for run_id, resume in ((None, None), ("known", "allow")):
-        tracker = Tracker(WandbConfig(), tmp_path, {}, run_id)
+        tracker = Tracker(WandbConfig.with_defaults(), tmp_path, {}, run_id)
         options = recorded.init.call_args.kwargs
         assert [options[key] for key in ("mode", "id", "resume")] == ["offline", run_id, resume]
         tracker.finish(4)
@@ -217,7 +217,7 @@ def test_which_model_is_uploaded(watched, recorded, monkeypatch):
         ("last", 2, ["step_4", "last"]),
         (False, 2, None),
     ):
-        tracker = Tracker(WandbConfig(mode="offline", log_model=kind), folder, {})
+        tracker = Tracker(WandbConfig.with_defaults(mode="offline", log_model=kind), folder, {})
         monkeypatch.setattr(tracker.wandb, "log_model", lambda files, names, facts: names)
         assert tracker.log_model(best) == names
         tracker.finish()

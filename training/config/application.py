@@ -1,0 +1,217 @@
+"""The command line of train.py: Hydra's, with every problem named before anything starts.
+
+    @hydra_main
+    def main(config: Config) -> None: ...
+
+`hydra_main` composes and checks the settings once, so that all mistakes are reported together in
+one line each, and then calls `hydra.main` with the same arguments: launchers, sweepers, callbacks
+and all of Hydra's own options work as documented by Hydra.
+
+Exit codes: 0 finished, 2 configuration, 3 data or checkpoint, 4 failed while running, 130 and 143
+stopped by SIGINT and SIGTERM.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from errors import NO_VALUE, ClearheadError, ConfigError, Problem, refuse
+from training.config.command_line import errors_in_one_line, show_settings, unknown_option
+from training.config.compose import compose, register_resolver
+from training.config.schema import Config, known_settings
+from training.config.stored import config_from
+from training.config.yaml_files import CONFIGS, REPOSITORY
+
+# The options of hydra.main; unknown ones are refused before Hydra starts.
+FLAGS = "-h/--help --hydra-help --version -r/--run -m/--multirun -sc/--shell-completion --resolve"
+WITH_VALUE = "-p/--package -cp/--config-path -cn/--config-name -cd/--config-dir"
+WITH_VALUE += " --experimental-rerun"
+# Overrides of ranks other than 0: Hydra makes no directories there and logs nothing.
+OTHER_RANKS = {
+    "hydra.run.dir": ".",
+    "hydra.output_subdir": "null",
+    "hydra/job_logging": "none",
+    "hydra/hydra_logging": "none",
+}
+MOST_VALUES = 1000  # of one swept setting that are checked before the sweep starts
+
+
+class JobError(Exception):
+    """The error of one job of a sweep, which has been printed already."""
+
+    def __init__(self, exit_code: int):
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
+    """Makes run(config) a Hydra application whose errors are one line each."""
+
+    @functools.wraps(run)
+    def task(values: DictConfig) -> object:
+        register_resolver()  # a launcher may have started this process
+        hydra_config = HydraConfig.get()
+        with _job_errors(hydra_config), errors_in_one_line(debug=values.get("debug") is True):
+            keys = [text.partition("=")[0].lstrip("+") for text in hydra_config.overrides.task]
+            config, problems = config_from(OmegaConf.to_container(values, resolve=True), keys)
+            refuse(problems)
+            if hydra_config.mode == RunMode.MULTIRUN and config.name is None:
+                config.name = f"{Path(hydra_config.sweep.dir).name}_{hydra_config.job.num}"
+            return run(config)
+
+    @functools.wraps(run)
+    def main() -> None:
+        with errors_in_one_line(debug="debug=true" in sys.argv):
+            options = parse_options(sys.argv[1:])
+            config = check(options)
+            if os.environ.get("RANK", "0") != "0" and _prints_only(options):
+                return
+            if options.help:
+                show_settings(config, options.config_dir)
+                return
+            with _arguments_of_hydra(options):
+                start = hydra.main(str(CONFIGS), "config", version_base="1.3")
+                start(task)()
+
+    return main
+
+
+@contextlib.contextmanager
+def _job_errors(hydra_config: DictConfig) -> Iterator[None]:
+    """In a sweep, where SystemExit would end the other jobs too, a failed job raises JobError."""
+    try:
+        yield
+    except SystemExit as stopped:
+        if hydra_config.mode != RunMode.MULTIRUN or stopped.code in (None, 0, 130, 143):
+            raise
+        raise JobError(stopped.code) from None
+
+
+@contextlib.contextmanager
+def _arguments_of_hydra(options: argparse.Namespace) -> Iterator[None]:
+    """sys.argv as Hydra takes it, options first; its errors become ConfigError."""
+    before, full_error = sys.argv[:], os.environ.get("HYDRA_FULL_ERROR")
+    overrides = options.overrides
+    if os.environ.get("RANK", "0") != "0":
+        overrides = [o for o in overrides if o.partition("=")[0].lstrip("+") not in OTHER_RANKS]
+        overrides += [f"{key}={value}" for key, value in OTHER_RANKS.items()]
+    sys.argv[1:] = [text for text in sys.argv[1:] if text not in options.overrides] + overrides
+    if options.config_path:  # relative to train.py, as Hydra documents it
+        sys.argv += ["--config-path", str(REPOSITORY / options.config_path)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    try:
+        yield
+    except JobError as error:
+        sys.exit(error.exit_code)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if isinstance(error, ClearheadError):
+            raise
+        cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        problem = Problem("command line", " ".join(options.overrides), cause, "see --hydra-help")
+        raise ConfigError([problem]) from error
+    finally:
+        sys.argv[:] = before
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _prints_only(options: argparse.Namespace) -> bool:
+    """Whether nothing is trained: --help, --cfg and the like."""
+    asked = (options.help, options.cfg, options.info, options.hydra_help, options.version)
+    return any(asked) or options.shell_completion
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Hydra's options and the overrides, in any order. Raises ConfigError for unknown options."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = lambda message: refuse(
+        [Problem("command line", NO_VALUE, message, "see --hydra-help")]
+    )
+    for flags in FLAGS.split():
+        parser.add_argument(*flags.split("/"), action="store_true")
+    for flags in WITH_VALUE.split():
+        parser.add_argument(*flags.split("/"))
+    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+    parser.add_argument("-i", "--info", const="all", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    problems = []
+    for text in unknown:
+        after = arguments[arguments.index(text) + 1 :][:1]
+        if "=" not in text and after and after[0] in options.overrides and "=" not in after[0]:
+            options.overrides.remove(after[0])
+            text = f"{text}={after[0]}"
+        problems.append(unknown_option(text, known_settings()))
+    refuse(problems)
+    return options
+
+
+def check(options: argparse.Namespace) -> Config | None:
+    """The config, or that of the first job of a sweep, once every value has been checked; None
+    where nothing is composed. Raises ConfigError with every problem."""
+    if options.shell_completion or options.hydra_help or options.version or options.info:
+        return None
+    if options.experimental_rerun:
+        return None
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if options.multirun and ranks != "1":
+        fix = "start it without torchrun, or leave out -m"
+        refuse([Problem("WORLD_SIZE", ranks, "a sweep runs in one process", fix)])
+    variants = sweep_variants(options.overrides) if options.multirun else [options.overrides]
+    config, problems = None, []
+    path = REPOSITORY / options.config_path if options.config_path else CONFIGS
+    for overrides in variants:
+        try:
+            found = compose(
+                overrides,
+                config_dir=options.config_dir,
+                config_name=options.config_name or "config",
+                config_path=path,
+            )
+            config = config or found
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    refuse(problems)
+    return config
+
+
+def sweep_variants(overrides: list[str]) -> list[list[str]]:
+    """Single runs that together have every value of a sweep: the first of each setting's values,
+    and each other one with the first ones of the rest. Of an interval its two ends."""
+    values = [texts for texts in map(_values, overrides) if texts]
+    first = [texts[0] for texts in values]
+    others = [(place, text) for place, texts in enumerate(values) for text in texts[1:]]
+    return [first] + [[*first[:place], text, *first[place + 1 :]] for place, text in others]
+
+
+def _values(text: str) -> list[str]:
+    """The overrides of single runs that an override of a sweep stands for."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+        key = text.partition("=")[0]
+        if override.is_interval_sweep():
+            ends = override.value()
+            return [f"{key}={ends.start}", f"{key}={ends.end}"]
+        if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+            return []  # Hydra finds the choices
+        if override.is_choice_sweep() or override.is_range_sweep():
+            choices = itertools.islice(override.sweep_string_iterator(), MOST_VALUES)
+            return [f"{key}={choice}" for choice in choices]
+    except (HydraException, TypeError, ValueError, RecursionError, AssertionError):
+        pass  # composing reports it
+    return [text]

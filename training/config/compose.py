@@ -1,0 +1,197 @@
+"""compose(["model=gpt2-nano", ...]): configs/ and overrides, composed by Hydra and checked.
+
+Works in scripts, notebooks and inside a Hydra application: Hydra's global state is restored.
+"""
+
+import contextlib
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.version import VersionBase
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from errors import NO_VALUE, ConfigError, Problem, refuse, shorten
+from training.config.command_line import meant
+from training.config.schema import Config, known_settings
+from training.config.stored import config_from
+from training.config.yaml_files import CONFIGS, REPOSITORY
+
+# What Hydra raises for overrides and files that it cannot compose.
+COMPOSITION_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    YAMLError,
+    OSError,
+    ValueError,
+    RecursionError,
+    AssertionError,
+)
+PLUGINS = {
+    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+    "hydra/launcher/joblib": "hydra-joblib-launcher",
+    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
+    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
+}
+
+
+def compose(
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | None = None,
+    config_name: str = "config",
+    config_path: str | Path = CONFIGS,
+) -> Config:
+    """The config that these overrides make, as on the command line of train.py.
+
+    config_dir: a folder of more YAML files (--config-dir). Raises ConfigError with every problem.
+    """
+    problems: list[Problem] = []
+    if config_dir is not None and not os.path.isdir(config_dir):
+        raise ConfigError([("--config-dir", config_dir, "no such folder", "check the path")])
+    with _hydra_state(config_path, config_dir):
+        texts = _checked(list(overrides), problems)
+        values = _composed(config_name, texts, problems)
+    refuse([] if values is not None else problems)
+    config, more = config_from(values, [_key(text) for text in texts])
+    refuse(problems + more)
+    return config
+
+
+def register_resolver() -> None:
+    """`${repository:}` in a YAML file is the folder of this repository."""
+    if not OmegaConf.has_resolver("repository"):
+        OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY))
+
+
+class ConfigDir(SearchPathPlugin):
+    """Adds the folder of --config-dir to Hydra's search path, as hydra.main does it."""
+
+    folder: ClassVar[str | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.folder is not None:
+            search_path.append("command-line", f"file://{os.path.abspath(self.folder)}")
+
+
+@contextlib.contextmanager
+def _hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[None]:
+    """Hydra initialised for these folders; its global state is restored afterwards."""
+    register_resolver()
+    Plugins.instance().register(ConfigDir)
+    ConfigDir.folder = config_dir
+    application, settings = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    version = VersionBase.instance().version_base
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(os.path.abspath(config_path), version_base="1.3"):
+            yield
+    finally:
+        ConfigDir.folder = None
+        GlobalHydra.instance().hydra = application
+        HydraConfig.instance().cfg = settings
+        VersionBase.instance().version_base = version
+
+
+def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
+    """The overrides without those that cannot be composed, which are added to the problems.
+
+    An unknown key is added to the config, where the schema reports it with all other problems:
+    Hydra would stop at the first one.
+    """
+    parser, known, texts = OverridesParser.create(), known_settings(), []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except (HydraException, ValueError, RecursionError):
+            fix = _quoted(text) if "=" in text else meant(text, "data.path")
+            cause = "is not of the form key=value"
+            problems.append(Problem(text if text.strip() else repr(text), NO_VALUE, cause, fix))
+            continue
+        key = override.key_or_group
+        if override.is_sweep_override():
+            fix = f"-m trains once for each value; a list has brackets; {_quoted(text)}"
+            problems.append(Problem(text, NO_VALUE, "several values for one run", fix))
+            continue
+        is_plain = override.type.name == "CHANGE" and override.package is None
+        if is_plain and key not in known and not key.startswith(("hydra.", "hydra/")):
+            text = f"+{text}"
+        texts.append(text)
+    return texts
+
+
+def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
+    """The plain values of a composition; None where there is none. Adds to the problems.
+
+    A choice that does not exist is left out, so that the rest is checked too.
+    """
+    try:
+        # hydra.job has these in jobs only, and ${hydra:job.num} may name a run.
+        jobs = ["hydra.job.num=0", "hydra.job.id='0'"]
+        config = hydra.compose(config_name, [*jobs, *overrides], return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+        return OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
+    except MissingConfigException as error:
+        for text in overrides:
+            key, _, value = text.lstrip("+").partition("=")
+            if f"{key}/{value}" == error.missing_cfg_file:
+                problems.append(_unknown_choice(key, value, list(error.options or [])))
+                rest = [other for other in overrides if other != text]
+                return _composed(config_name, rest, problems)
+        problems.append(_of_composition(error, overrides))
+    except COMPOSITION_ERRORS as error:
+        problems.append(_of_composition(error, overrides))
+    return None
+
+
+def _of_composition(error: Exception, overrides: list[str]) -> Problem:
+    """What Hydra or OmegaConf reports, with the setting where that is known."""
+    said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
+    cause, guilty = said.splitlines()[0].rstrip("."), getattr(error, "full_key", None)
+    if missing := getattr(error, "missing_cfg_file", None):
+        return Problem("command line", missing, "no such config file", "see --help")
+    if guilty:
+        given = {_key(text): text.partition("=")[2] for text in overrides}
+        return Problem(guilty, given.get(guilty, NO_VALUE), cause, "see --help")
+    return Problem("command line", " ".join(overrides), cause, "see --help")
+
+
+def _unknown_choice(group: str, choice: str, choices: list[str]) -> Problem:
+    if package := PLUGINS.get(f"{group}/{choice}"):
+        return Problem(group, choice, "is not installed", f"pip install {package}")
+    near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.8)
+    fix = f"did you mean {group}={near[0]}?" if near else f"use one of {', '.join(choices)}"
+    if group == "data" and (os.path.exists(choice) or Path(choice).suffix):
+        fix = f"did you mean {shlex.quote(f'data.path={choice}')}?"
+    return Problem(group, choice, f"no such {group}", fix)
+
+
+def quote(text: str) -> str:
+    """The text in quotes, as Hydra's grammar reads it."""
+    text = re.sub(r"(\\*)\"", r'\1\1\\"', text)
+    return '"' + re.sub(r"(\\+)\Z", r"\1\1", text) + '"'
+
+
+def _quoted(text: str) -> str:
+    """The hint to quote the value of an override for Hydra, and the whole for the shell."""
+    key, _, value = text.partition("=")
+    return f"a text is quoted: {shlex.quote(f'{key}={quote(shorten(value))}')}"
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
