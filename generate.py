@@ -25,6 +25,7 @@ from training.config.schema import (
     Positive,
     Precision,
     Seed,
+    Text,
     rejected,
 )
 
@@ -43,7 +44,7 @@ class GenerateConfig(ScriptConfig):
         description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
     )
     interactive: bool = Field(False, description="true: ask for prompts")
-    prompt: str | Annotated[list[str], Field(min_length=1)] = Field(
+    prompt: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         "The", description='the text to continue; several: \'["one","two"]\''
     )
     max_new_tokens: Annotated[Positive, Field(le=MOST)] = Field(

@@ -23,8 +23,8 @@ SETTINGS = {
     "modle=gpt2-small": "no such setting; did you mean model?",
     "trainer.epochs=3": "no such setting; use trainer.max_steps (a run has a number of steps, each "
     "of trainer.batch_size windows)",
-    "optimizer.lr=abc": "must be a number; such as 0.0003",
-    "optimizer.lr=-1.0": "must be a positive number; use 3e-4 or so",
+    "optimizer.lr=abc": "must be a valid number; the default is 0.0003",
+    "optimizer.lr=-1.0": "must be greater than 0; the default is 0.0003",
     "foo": "is not of the form key=value; write key=value without blanks, or with quotes around "
     "it: 'key=some words'",
 }
@@ -52,7 +52,7 @@ def test_settings():
 
 def test_several_problems_with_control_characters_and_a_secret():
     with pytest.raises(errors.ConfigError) as caught:
-        compose(["name=a\x1b[31m\nb\u202e", "wandb.api_key=s3cret"])
+        compose(["name='a\x1b[31m\nb\u202e'", "wandb.api_key=s3cret"])
     assert str(caught.value).splitlines() == [
         "wandb.api_key=(not shown): no such setting; keys and passwords are no settings; programs "
         "read them from the environment",

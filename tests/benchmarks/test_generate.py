@@ -55,7 +55,7 @@ def test_figures_are_printed_though_the_disk_is_full(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("files.atomic_write", full)
+    monkeypatch.setattr("training.config.command_line.atomic_write", full)
     code, out, err = run("out=figures.json", "batch_sizes=[1]", "rounds=1")
     assert (code, printed_keys(err)) == (2, ["out"])
     assert "clearhead, bf16" in out

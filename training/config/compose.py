@@ -17,6 +17,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -27,6 +28,7 @@ from yaml import YAMLError
 
 from errors import NO_VALUE, ConfigError, Problem, refuse, shorten
 from training.config.command_line import meant
+from training.config.other_names import unknown_key
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
@@ -108,11 +110,8 @@ def _hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[No
 
 
 def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
-    """The overrides without those that cannot be composed, which are added to the problems.
-
-    An unknown key is added to the config, where the schema reports it with all other problems:
-    Hydra would stop at the first one.
-    """
+    """The overrides without those that cannot be composed, which are added to the problems: Hydra
+    would stop at the first one. Keys that are added (+key=value) are left to the schema."""
     parser, known, texts = OverridesParser.create(), known_settings(), []
     for text in overrides:
         try:
@@ -127,10 +126,11 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
             fix = f"-m trains once for each value; a list has brackets; {_quoted(text)}"
             problems.append(Problem(text, NO_VALUE, "several values for one run", fix))
             continue
-        is_plain = override.type.name == "CHANGE" and override.package is None
-        if is_plain and key not in known and not key.startswith(("hydra.", "hydra/")):
-            text = f"+{text}"
-        texts.append(text)
+        is_hydras = key.startswith(("hydra.", "hydra/")) or override.package is not None
+        if override.type is OverrideType.CHANGE and key not in known and not is_hydras:
+            problems.append(unknown_key(key, text.partition("=")[2], known))
+        else:
+            texts.append(text)
     return texts
 
 

@@ -59,6 +59,13 @@ def _as_text(value: object) -> object:
     return show(value) if is_number else value
 
 
+def _encodable(value: str) -> str:
+    """A shell passes bytes that are not UTF-8 as lone surrogates."""
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise rejected("must be text in UTF-8", "check the characters")
+    return value
+
+
 def _no_zero_character(value: str) -> str:
     if "\0" in value:
         raise rejected("has a zero character", "remove it")
@@ -79,7 +86,7 @@ Seed = Annotated[int, Whole, Number, Field(ge=0, lt=2**63)]
 NonNegative = Annotated[float, Number, Field(ge=0, le=1e15, allow_inf_nan=False)]
 AboveZero = Annotated[float, Number, Field(gt=0, le=1e15, allow_inf_nan=False)]
 Fractional = Annotated[float, Number, Field(ge=0, lt=1, allow_inf_nan=False)]
-Text = Annotated[str, BeforeValidator(_as_text)]
+Text = Annotated[str, BeforeValidator(_as_text), AfterValidator(_encodable)]
 Name = Annotated[Text, AfterValidator(_no_zero_character), Field(min_length=1)]
 Sentence = Annotated[Text, AfterValidator(_filled)]
 Paths = Name | Annotated[list[Name], Field(min_length=1)]

@@ -65,8 +65,8 @@ seed=99999999999999999999
 optimizer.schedule=linear model.attention=flash data.tokenizer=x data.endoftext=maybe
 trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu trainer.resume=true
 trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strategy=many
-data.path= name= data.val_path= wandb.group= lens.prompts=[''] name=../x name=.. name=a\0b name=-rf
-name=\udce9 data.path=a\0b data.path=\udce9 trainer.sample_prompt=\udce9 wandb.project=team/a
+data.path= name= data.val_path= wandb.group= lens.prompts=[''] name=../x name=.. name=-rf
+wandb.project=team/a
 model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=1000
 trainer.warmup_steps=121 trainer.micro_batch_size=3 data.weights=[1,2] lens.layers=[12]
 model.emb_dim=12000000 data.synthetic=induction
@@ -83,11 +83,26 @@ def test_values():
 # Unknown names and choices; references.
 NAMES = """
 modle=gpt2-small model=gpt2-smal max_step=1 +model.typo=1 ++model.num_head=1 =1
-data=../model/gpt2-nano +optimizer._target_=os.system data=mine.txt hydra/launcher=none
+data=../model/gpt2-nano +optimizer._target_=os.system hydra/launcher=none
 """
-SYNTAX = ["seed=${sead}", "name=${model}", "seed=${nope:1}", "data.path=[]", "hydra.ouput=x"]
+SYNTAX = [
+    "seed=${sead}",
+    "name=${model}",
+    "seed=${nope:1}",
+    "data.path=[]",
+    "hydra.ouput=x",
+    "data=mine.txt",
+]
 # Whose problem has the whole argument as its key.
-WHOLE = ["foo", "wandb.tags=[a,", "seed=1,2", "trainer.device=a(b", "seed=" + "9" * 5000]
+WHOLE = [
+    "foo",
+    "name=a\0b",
+    "data.path=a\0b",
+    "wandb.tags=[a,",
+    "seed=1,2",
+    "trainer.device=a(b",
+    "seed=" + "9" * 5000,
+]
 WHOLE += ["model=" + "{a:" * 300 + "1" + "}" * 300]
 KEYS = dict(zip(WHOLE, WHOLE, strict=True))
 KEYS |= {"data=text": "data.path", "": "''", "~seed": "seed", "+seed=1": "command line"}
@@ -151,7 +166,7 @@ CONTENTS = [  # of a file of the user's own; the key of the problem
     ("seed: 1\nseed: 2", "command line"),
     ("traner:\n  max_steps: 1", "traner"),
     ("optimizer: {lr: .nan}", "optimizer.lr"),
-    ("just words", "command line"),
+    ("just words", "just words"),
     ("model: [1, 2", "command line"),
     (b"name: \xe9", "command line"),
     ("seed: !!python/object/apply:os.mkdir [made]", "command line"),
