@@ -129,40 +129,6 @@ def test_a_pickle_in_the_files_of_a_run_and_as_text(in_process, command_refused,
         command_refused(train.main, [*TINY, f"data.path={name}", "name=new"], 3)
 
 
-CALL = "{{_target_: os.mkdir, _args_: ['{mark}']}}"
-OVERRIDES = """
-+model._target_=os.mkdir +model._args_=[{mark}]
-wandb.tags=[{call}]
-+hydra.callbacks.x={call}
-hydra.launcher={call}
-hydra.launcher._target_=os.mkdir +hydra.launcher.path={mark}
-hydra.launcher=${{oc.create:${{oc.decode:'{call}'}}}}
-model@hydra.launcher=gpt2-nano
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize("way", ["", "-m", "--cfg job", "--help"])
-def test_code_in_overrides(in_process, folder, mark, way):
-    """All in a sweep, which has use for some of Hydra's own settings; a part in other modes."""
-    for text in OVERRIDES[:: 1 if way == "-m" else 4]:
-        text = text.format(mark=mark, call=CALL.format(mark=mark))
-        attack = re.split(r" (?=\+)", text)
-        code, _, err = in_process(train.main, folder, *way.split(), *attack)
-        assert code == 2, (text, err)
-        assert printed_keys(err), text
-        tally(FAULT)
-
-
-def test_code_in_files_of_settings(command_refused, folder, mark):
-    """In every mode. Kinds of such files: training/config/test_problems.py."""
-    path = folder / "mine" / "hydra" / "launcher" / "basic.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(CALL.format(mark=mark))
-    for way in ([], ["-m", "seed=1,2"], ["--cfg", "all"], ["--help"]):
-        err = command_refused(train.main, [*way, "--config-dir=mine"], 2)
-        assert printed_keys(err) == ["--config-dir"]
-
-
 @pytest.fixture
 def evil(folder, mark, monkeypatch):
     """A module that could be imported and must not be."""
@@ -214,7 +180,6 @@ FORBIDDEN = re.compile(
 )
 ALLOWED = {
     "tokens/parts.py": {"importlib.import_module(module)"},
-    "training/config/schema.py": {"importlib.import_module(module)"},
     "interop/huggingface.py": {
         "torch.load(file, map_location='cpu', weights_only=True, mmap=is_zip)"
     },
@@ -346,8 +311,3 @@ def test_no_secret_is_written_or_printed(keeps_secrets):
     assert keeps_secrets("lens=often", "lens.prompts=[a word]") == 0
     assert keeps_secrets("-m", "seed=1,2") == 0
     assert keeps_secrets("debug=true", "data.path=no") == 3
-    for way in ([], ["-m", "seed=1,2"], ["--cfg", "job", "--resolve"]):
-        assert keeps_secrets(*way, "wandb.group=x-${oc.env:WANDB_API_KEY}-y") == 2
-        assert keeps_secrets(*way, "data.text_key=${oc.env:DATABASE_URL,none}") == 2
-        # A prompt is text: in a single run it is taken literally.
-        assert keeps_secrets(*way, 'lens.prompts=["${oc.env:HF_TOKEN}"]') in (0, 2)

@@ -71,19 +71,19 @@ model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=100
 trainer.warmup_steps=121 trainer.micro_batch_size=3 data.weights=[1,2] lens.layers=[12]
 model.emb_dim=12000000 data.synthetic=induction
 """
-LONG_VALUES = ["name=a\nb", "name=" + "a" * 129, "optimizer.lr=1" + "0" * 400]
+LONG_VALUES = ["name=" + "a" * 129, "optimizer.lr=1" + "0" * 400]
 LONG_VALUES += [f"wandb.group={'g' * 129}", f"wandb.tags=[a,{'t' * 65}]"]
 
 
 def test_values():
-    keys = {"data.synthetic=induction": "data.path"}
+    keys = {"data.synthetic=induction": "data.path", "model.emb_dim=12000000": "model"}
     check_each(lambda given: settings(*given), [*VALUES.split(), *LONG_VALUES], keys)
 
 
 # Unknown names and choices; references.
 NAMES = """
 modle=gpt2-small model=gpt2-smal max_step=1 +model.typo=1 ++model.num_head=1 =1
-data=../model/gpt2-nano +optimizer._target_=os.system hydra/launcher=none
+data=none +optimizer._target_=os.system hydra/launcher=none
 """
 SYNTAX = [
     "seed=${sead}",
@@ -97,6 +97,7 @@ SYNTAX = [
 WHOLE = [
     "foo",
     "name=a\0b",
+    "name=a\nb",
     "data.path=a\0b",
     "wandb.tags=[a,",
     "seed=1,2",
@@ -106,7 +107,7 @@ WHOLE = [
 WHOLE += ["model=" + "{a:" * 300 + "1" + "}" * 300]
 KEYS = dict(zip(WHOLE, WHOLE, strict=True))
 KEYS |= {"data=text": "data.path", "": "''", "~seed": "seed", "+seed=1": "command line"}
-KEYS |= {"model={emb_dim:3}": "command line", "hydra.ouput=x": "command line"}
+KEYS |= {"model={emb_dim:3}": "model.num_heads", "hydra.ouput=x": "command line"}
 KEYS |= {"seed=${nope:1}": "seed"}
 
 
