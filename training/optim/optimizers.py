@@ -1,6 +1,5 @@
 """Builds the optimizer: AdamW, or Muon with AdamW (training/optim/muon.py)."""
 
-import math
 from typing import TYPE_CHECKING
 
 from training.config.schema import OptimizerConfig

@@ -30,12 +30,6 @@ FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT=600 overrides 
 MODEL_SECONDS = 600  # for the upload of the model: GPT-2 small has 0.5 GB
 TEARDOWN_SECONDS = 5  # for W&B's own process to end
 ALERT_SECONDS = 3600  # between two alerts of the same title
-MODES = ("auto", "online", "offline", "disabled")
-LENGTHS = {"project": 128, "name": 128, "group": 128, "job_type": 64}  # characters W&B takes
-TAG_LENGTH = 64
-# The parts of W&B's own process that carry data, as its log names them.
-CARRIERS = ("filestream:", "runfiles:", "runupserter:", "writer:", "fileTransfer:", "sender:")
-ON_DISK = "metrics are in metrics.jsonl"
 
 
 class WandbRun:
