@@ -101,8 +101,8 @@ def test_checkpoints(make_run, in_process, tmp_path):
     for path, message in (
         (
             "nowhere",
-            "no such directory; give a run or a checkpoint; hub:nowhere fetches it from the Hugging "
-            "Face hub",
+            "no such directory; give a run or a checkpoint; hub:nowhere fetches it from the "
+            "Hugging Face hub",
         ),
         (f"{tmp_path}/copied/model.safetensors", "is not what SHA256SUMS says; use another one"),
     ):
