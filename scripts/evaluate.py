@@ -34,6 +34,8 @@ from training.config.schema import (
     Precision,
     rejected,
 )
+from training.reporting.console import duration
+from training.reporting.machine import machine
 
 if TYPE_CHECKING:
     from inference.perplexity import Rule
@@ -106,7 +108,7 @@ def _skips(stride: int, max_length: int) -> Problem:
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from inference.perplexity import Windows, evaluate, perplexity
+    from inference.perplexity import Rule, Windows, evaluate, perplexity
     from interop.pretrained import load_pretrained
     from tokens.encoding import token_sizes
     from training.distributed import device
@@ -114,7 +116,7 @@ def main(settings: EvaluateConfig) -> None:
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)
-    rule = rule_for(settings, pretrained)
+    rule = Rule(*window_sizes(settings, pretrained), settings.data.within_documents)
     tokens, what = read(settings, pretrained)
     windows = Windows(tokens, rule)
     if not windows.num_targets:
@@ -143,11 +145,9 @@ def main(settings: EvaluateConfig) -> None:
         print(visible(f"written to {settings.out}"), file=sys.stderr)
 
 
-def rule_for(settings: EvaluateConfig, pretrained: "PretrainedModel") -> "Rule":
-    """The rule of the settings, by default the windows of training. Raises ConfigError when
+def window_sizes(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple[int, int]:
+    """max_length and stride of the windows, by default those of training. Raises ConfigError when
     max_length exceeds the model's context."""
-    from inference.perplexity import Rule
-
     max_length = settings.max_length or pretrained.window
     if max_length > (most := pretrained.model.config.context_length):
         reason = f"the model reads {most} tokens at most"
@@ -158,7 +158,7 @@ def rule_for(settings: EvaluateConfig, pretrained: "PretrainedModel") -> "Rule":
     if max_length > pretrained.window:
         reason = f"the model was trained on windows of {pretrained.window} only"
         print(f"note: max_length={max_length}: {reason}", file=sys.stderr)
-    return Rule(max_length, stride, settings.data.within_documents)
+    return max_length, stride
 
 
 def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["TokenStream", str]:
@@ -166,7 +166,7 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
 
     Raises DataError when they cannot be read or split.
     """
-    from data import load_stream
+    from data import load_stream, split_tokens
 
     own = pretrained.state.settings["data"] if pretrained.state else {}
     given = {key: getattr(settings.data, key) for key in FROM_RUN}
@@ -183,31 +183,22 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
         reason = f"holds the tokens of another tokenizer than the checkpoint's, {config.tokenizer}"
         hint = f"prepare the text with data.tokenizer={config.tokenizer}, or give the text itself"
         raise DataError("data.path", config.path, reason, hint) from error
-    tokens, what = part_of(streams, settings.split, config, notes)
+    split, tokens, what = settings.split, streams["train"], "all of it"
+    if split == "auto" and "val" in streams:
+        tokens, what = streams["val"], "the files named val"
+    elif split != "auto" and "val" in streams:
+        tokens, what = streams[split], f"its {split} files"
+    elif split != "auto":
+        held_back = len(tokens) * config.val_fraction
+        if held_back < 4:
+            reason = f"{held_back:.0f} of {len(tokens)} tokens would be held back"
+            hint = "use a longer text, a larger data.val_fraction, or split=auto for all of it"
+            raise DataError("split", split, reason, hint)
+        tokens = split_tokens(config, config.path, tokens, notes)[split == "val"]
+        what = f"its {split} part, data.val_fraction={config.val_fraction:g}"
     for note in notes:
         print(visible(f"note: {note}"), file=sys.stderr)
     return tokens, what
-
-
-def part_of(streams: dict, split: str, config, notes: list[str]) -> tuple["TokenStream", str]:
-    """The part of the streams that split=auto|val|train means, and its description."""
-    from data import split_tokens
-
-    if "val" in streams:
-        if split == "auto":
-            return streams["val"], "the files named val"
-        return streams[split], f"its {split} files"
-    tokens = streams["train"]
-    if split == "auto":
-        return tokens, "all of it"
-    held_back = len(tokens) * config.val_fraction
-    if held_back < 4:
-        reason = f"{held_back:.0f} of {len(tokens)} tokens would be held back"
-        hint = "use a longer text, a larger data.val_fraction, or split=auto for all of it"
-        raise DataError("split", split, reason, hint)
-    parts = split_tokens(config, config.path, tokens, notes)
-    what = f"its {split} part, data.val_fraction={config.val_fraction:g}"
-    return parts[split == "val"], what
 
 
 class Progress:
@@ -229,8 +220,6 @@ class Progress:
 
     def show(self, done: int, nats: float) -> None:
         """done: tokens so far. nats: the sum of their losses."""
-        from training.reporting.console import duration
-
         now = time.monotonic()
         if now - self.shown < self.every:
             return
@@ -265,8 +254,6 @@ def report(
     strategy: "Strategy",
 ) -> dict:
     """The figures with all that they depend on, for out=."""
-    from training.reporting.machine import machine
-
     return {
         "checkpoint": settings.checkpoint,
         "step": pretrained.state.step if pretrained.state else None,
