@@ -49,7 +49,7 @@ OUTSIDE = {
 }
 PROJECTIONS = ("W_query", "W_key", "W_value")  # their order inside c_attn
 
-# What a GPT-2 config.json must say (or leave to its default) for our model to be the same function.
+# What a GPT-2 config.json must have (or leave to its default) for our model to compute the same.
 REQUIRED = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",  # the tanh form
@@ -62,9 +62,9 @@ REQUIRED = {
 
 
 def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
-    """The model in a Hugging Face GPT-2 directory (config.json and weights), eval mode.
+    """The model of a Hugging Face GPT-2 directory (config.json and weights), in eval mode.
 
-    Raises CheckpointError when it is no GPT-2, or one that computes something else.
+    Raises CheckpointError when it is not a GPT-2, or a variant that computes something else.
     """
     folder = Path(folder)
     config = model_config(folder / CONFIG, attention)
@@ -72,7 +72,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     theirs = {
         name.removeprefix("transformer."): value
         for name, value in tensors.items()
-        # The tied head comes twice in some files; masks were saved as buffers by old versions.
+        # Some files have the tied head twice; old versions saved masks as buffers.
         if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
     try:
@@ -83,7 +83,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
         ) from error
     if theirs:
         raise CheckpointError(
-            "checkpoint", file, f"unknown tensor {min(theirs):.80}", "it is no plain GPT-2"
+            "checkpoint", file, f"unknown tensor {min(theirs):.80}", "use a plain GPT-2"
         )
     return model_of(config, ours, file)
 
@@ -135,9 +135,9 @@ def usual_tokenizer(vocab_size: int) -> str | None:
 
 
 def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
-    """The weights under Hugging Face's names and in their layout, fp32 on the device.
+    """The weights by Hugging Face's names and in their layout, fp32 on the device.
 
-    Without q/k/v biases, which GPT-2 always has, there are zeros for them.
+    GPT-2 always has biases of queries, keys and values: zeros for a model without them.
     """
     ours = {name: value.detach().to(device).float() for name, value in model.named_parameters()}
     c = model.config
@@ -156,11 +156,11 @@ def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def read_config(file: Path) -> dict:
-    """What a config.json holds; CheckpointError when it is none."""
+    """The content of a config.json. Raises CheckpointError when it is unreadable."""
     try:
         theirs = read_json(file, LARGEST_STATE)
         if not isinstance(theirs, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             "checkpoint", file, f"unreadable ({message_of(error)})", "use another one"
@@ -169,8 +169,8 @@ def read_config(file: Path) -> dict:
 
 
 def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file that names a directory's weights, and these by their names in it. They stay in
-    their files until they are copied, wherever the operating system can map files."""
+    """The file that lists a directory's weights, and the weights by name. They are memory-mapped
+    where the operating system can."""
     if (folder / WHOLE).is_file():
         return folder / WHOLE, read_tensors(folder / WHOLE)
     if (folder / INDEX).is_file():
@@ -183,55 +183,59 @@ def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """The tensors of all the files that an index names."""
+    """The tensors of all files that an index lists."""
     places = read_config(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
-        raise CheckpointError("checkpoint", index, "has no weight_map of texts", "use another one")
+        raise CheckpointError(
+            "checkpoint", index, "its weight_map is not a map of strings", "use another one"
+        )
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(places.values())):
         if not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
-            cause = f"names {shard!r:.80}, which is no safetensors file beside it"
-            raise CheckpointError("checkpoint", index, cause, "use another one")
+            reason = f"lists {shard!r:.80}, which is not a safetensors file next to it"
+            raise CheckpointError("checkpoint", index, reason, "use another one")
         found = read_tensors(index.with_name(shard))
         if twice := found.keys() & tensors.keys():
-            cause = f"{min(twice):.80} is in two of its files"
-            raise CheckpointError("checkpoint", index, cause, "use another one")
+            reason = f"{min(twice):.80} is in two of its files"
+            raise CheckpointError("checkpoint", index, reason, "use another one")
         tensors |= found
     if missing := places.keys() - tensors.keys():
-        cause = f"{min(missing):.80} is in none of its files"
-        raise CheckpointError("checkpoint", index, cause, "use another one")
+        reason = f"{min(missing):.80} is in none of its files"
+        raise CheckpointError("checkpoint", index, reason, "use another one")
     return tensors
 
 
 def _read_old(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pytorch_model.bin, which is a pickle: torch's own reader makes tensors of
-    it and runs nothing else. What comes of that is looked at before anything is done with it."""
+    """The tensors of a pytorch_model.bin, which is a pickle. torch.load(weights_only=True) executes
+    nothing from it; the result is checked before it is used."""
     try:
         with open_regular(file) as opened:
-            is_zip = opened.read(4) == b"PK\3\4"  # since torch 1.6; the older form is not mapped
+            is_zip = (
+                opened.read(4) == b"PK\3\4"
+            )  # since torch 1.6; the older format cannot be mapped
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             values = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})") from error
-    except Exception as error:  # damage shows in many ways
-        # Not in torch's own words, which tell how to run the code.
+    except Exception as error:  # a damaged file raises many types
+        # torch's own message explains how to execute the code: do not show it.
         if type(error).__name__ == "UnpicklingError":
-            raise is_pickle(file, ", and holds more than weights") from error
+            raise is_pickle(file, ", and has more than weights") from error
         raise DamagedCheckpointError(file, f"is unreadable ({type(error).__name__})") from error
     if not isinstance(values, dict):
-        raise CheckpointError("checkpoint", file, "holds no weights by name", "use another one")
+        raise CheckpointError("checkpoint", file, "has no weights by name", "use another one")
     tensors = {}
     for name, value in values.items():
         if not isinstance(name, str) or not _is_plain(value):
-            cause = f"under {name!r:.80} is no plain tensor of numbers"
-            raise CheckpointError("checkpoint", file, cause, "use another one")
+            reason = f"{name!r:.80} is not a plain tensor of numbers"
+            raise CheckpointError("checkpoint", file, reason, "use another one")
         tensors[name] = value.detach()
     return tensors
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is a tensor of numbers (or a mask) that its storage holds all of."""
+    """Whether it is a tensor of numbers (or a mask) whose storage is complete."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8)
     return (
         type(value) in (Tensor, torch.nn.Parameter)
@@ -246,12 +250,12 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     theirs = read_config(file)
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:
-            cause = f"{key} is {theirs[key]!r:.80}, and our model computes {needed!r} only"
-            raise CheckpointError("checkpoint", file, cause, "use a plain GPT-2")
+            reason = f"{key} is {theirs[key]!r:.80}, and our model supports only {needed!r}"
+            raise CheckpointError("checkpoint", file, reason, "use a plain GPT-2")
     try:
         for key in ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer"):
-            if type(theirs[key]) is not int:  # 12.0 would pass for 12, and fail somewhere later
-                raise ValueError(f"{key} is {theirs[key]!r:.80}, which is no whole number")
+            if type(theirs[key]) is not int:  # 12.0 == 12, and would fail later
+                raise ValueError(f"{key} is {theirs[key]!r:.80}, which is not an integer")
         if theirs.get("n_inner") not in (None, 4 * theirs["n_embd"]):
             raise ValueError("n_inner is not 4 n_embd")
         return ModelConfig(
@@ -271,7 +275,7 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
 
 
 def _to_ours(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Takes every tensor it knows out of `theirs` and returns them under our names."""
+    """Removes every known tensor from `theirs` and returns them by our names."""
     ours = {key: theirs.pop(name) for key, name in OUTSIDE.items()}
     for layer in range(num_layers):
         for key, (name, transposed) in BLOCK.items():
