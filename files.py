@@ -6,7 +6,6 @@ the file system does at one stroke. A rename lasts once the folder is handed to 
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -15,9 +14,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
-
-# What flock fails with where the file system has no locks.
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def temporary_name(path: Path) -> Path:
@@ -138,19 +134,3 @@ def read_rows(path: Path) -> list[dict]:
             if type(step) is int and 0 <= step < 2**53:
                 rows.append(row)
     return sorted(rows, key=lambda row: row["step"])
-
-
-def lock(path: Path) -> IO[str]:
-    """The file, made if need be and locked until it is closed or its process ends in any way.
-
-    Raises BlockingIOError when another process has it, OSError where it cannot be locked: a link
-    is not followed, since its target would be overwritten.
-    """
-    number = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    file = open(number, "a+", encoding="utf-8")  # noqa: SIM115 closed by whoever asked for it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
-    return file

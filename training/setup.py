@@ -26,6 +26,7 @@ from training.checkpoint.init_from import initial_weights
 from training.checkpoint.resume import (
     Start,
     check_same_settings,
+    continue_after_restart,
     find_start,
     own_directory,
     resume_settings,
@@ -34,6 +35,7 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.tensors import empty_model, load_optimizer, load_parameters
 from training.config.schema import Config
 from training.distributed import device, launch
+from training.distributed.restart import remember_run, restarted_run
 from training.distributed.strategy import Strategy, build_strategy
 from training.evaluation import Evaluator, Validation
 from training.optim.nonfinite import NonFiniteCheck
@@ -85,6 +87,7 @@ def start_strategy(config: Config) -> Strategy:
 
 def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Closing) -> Run:
     notes: list[str] = []
+    continue_after_restart(config, strategy)
     config, is_resumed = resume_settings(config, strategy, notes)
     if is_resumed:  # the precision and the seed are those of the run
         with strategy.raise_on_all_ranks():
@@ -305,14 +308,13 @@ def create_directory(config: Config, start: Start, state: State, closing: Closin
         directory = own_directory(config)
     else:
         shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
-        name = config.name or run_directory.name_before_restart()
-        directory = run_directory.create(name, shape)
-        if run_directory.was_cut_off(directory):  # before its first checkpoint
+        directory = run_directory.create(config.name, shape)
+        if restarted_run() == str(directory):  # before its first checkpoint
             state.wandb_id = last_wandb_id(directory)
     if directory != start.locked:  # it did not exist before
         lock(directory, closing)
         run_directory.check_new(directory)
-    run_directory.mark_launch(directory)
+    remember_run(str(directory))
     return directory
 
 

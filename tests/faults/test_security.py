@@ -118,7 +118,7 @@ def test_a_pickle_in_a_checkpoint(command_refused, checkpoint, mark, name):
 
 
 def test_a_pickle_in_the_files_of_a_run_and_as_text(in_process, command_refused, folder, mark):
-    for name in ("launch.json", "metrics.jsonl", "samples.jsonl", "config.yaml"):
+    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
         place = shutil.copytree(folder, folder.parent / name, symlinks=True)
         (place / "runs" / "run" / name).write_bytes(pickles(mark)[1] + b"\n")
         code, _, err = in_process(train.main, place, *continued())

@@ -19,11 +19,10 @@ from training.checkpoint.format import State
 from training.checkpoint.run_directory import (
     RUNS,
     is_occupied,
-    name_before_restart,
     settings_of,
-    was_cut_off,
 )
 from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
+from training.distributed.restart import restarted_run
 from training.distributed.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -78,6 +77,21 @@ class Start:
     state: State | None = None  # of that checkpoint
     in_place: bool = False  # whether its run continues in its own directory; else this is a branch
     locked: Path | None = None  # the run directory, where rank 0 has locked it already
+
+
+def continue_after_restart(config: "Config", strategy: Strategy) -> None:
+    """Changes the settings where torchrun has restarted the ranks: the run that they began
+    continues in its directory, whatever trainer.resume says. On all ranks."""
+
+    def restarted() -> tuple[str, bool] | None:
+        run = restarted_run()
+        return run and (run, listing.has_checkpoint(Path(run)))
+
+    run, has_checkpoint = strategy.broadcast(strategy.on_rank_0(restarted)) or (None, False)
+    if run and config.overrides is None:
+        config.name, config.trainer.resume = Path(run).name, "auto"
+    elif run and has_checkpoint:  # the checkpoint that trainer.resume names was its beginning
+        config.trainer.resume = config.overrides.values["trainer"]["resume"] = run
 
 
 def resume_settings(
@@ -151,8 +165,8 @@ def find_start(
 
 def own_directory(settings: "Config") -> Path | None:
     """The directory that this start will write to, None for a new one named by the clock."""
-    if name := settings.name or name_before_restart():
-        return RUNS / name
+    if settings.name:
+        return RUNS / settings.name
     if (resume := settings.trainer.resume) in ("auto", "must", False):
         return None
     path = Path(resume)
@@ -177,10 +191,7 @@ def stored_settings(settings: "Config") -> tuple[str, dict] | None:
     """
     if settings.overrides is None:
         return None
-    name = settings.name or name_before_restart()
-    run = RUNS / name if name else None
-    restarted = run is not None and was_cut_off(run) and listing.has_checkpoint(run)
-    path = run if restarted else settings.trainer.resume
+    path = settings.trainer.resume
     # Damage is reported when the checkpoint itself is read.
     found = listing.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
     stored = checkpoint.load_state(found).settings
@@ -197,11 +208,9 @@ def find_checkpoint(settings: "Config") -> tuple[Path | None, list["Problem"]]:
     false: there must be no such run. A path: that one. Of a run, damaged checkpoints are passed
     over. Raises CheckpointError when none can be read.
     """
-    resume, name = settings.trainer.resume, settings.name or name_before_restart()
+    resume, name = settings.trainer.resume, settings.name
     run = RUNS / name if name else None
     has_any = run is not None and listing.has_checkpoint(run)
-    if run and was_cut_off(run) and (has_any or resume in ("must", False)):
-        resume = "auto"  # a path was the beginning of this run
     if resume not in ("auto", "must", False):
         path = Path(resume).resolve()
         is_copy = listing.is_checkpoint(path) and listing.run_of(path) is None
@@ -231,7 +240,7 @@ def find_checkpoint(settings: "Config") -> tuple[Path | None, list["Problem"]]:
 def holds_another(run: Path | None, settings: "Config") -> list["Problem"]:
     """What is in the way where a run is to begin: another that came to no checkpoint yet, or
     something that is no run at all. The same one, begun again, is written over."""
-    if run is None or was_cut_off(run):
+    if run is None:
         return []
     if is_occupied(run):
         return [("name", run.name, f"{run} holds something else than a run", "give another name")]

@@ -1,30 +1,31 @@
-"""A run's directory: whose it is, who may write to it, and what started it.
+"""The run directory: its name, its lock and its settings.
 
-runs/<name>/.lock          held while a process writes there; says which
-            launch.json    what has started the run, to know a restart of it
+runs/<name>/.lock          locked while a process writes there; says which
             run.json       the settings, for programs
             config.yaml    the settings, for people: no program reads them from there
 """
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from errors import NO_VALUE, RunDirectoryError, RunFileError
-from files import NO_LOCKS, atomic_write, lock, make_folder, read_json, sync
+from files import atomic_write, make_folder, read_json, sync
 
 RUNS = Path("runs")
-LOCK, MARK, RECORD, CONFIG = ".lock", "launch.json", "run.json", "config.yaml"
+LOCK, RECORD, CONFIG = ".lock", "run.json", "config.yaml"
 # Opened in place; all other files are replaced by rename.
-REGULAR = (LOCK, MARK, "metrics.jsonl", "samples.jsonl")
-WAIT_FOR_PREDECESSOR = 30  # seconds
-started_here: list[Path] = []  # the runs of this process; a multirun has several
+REGULAR = (LOCK, "metrics.jsonl", "samples.jsonl")
+# What flock fails with where the file system has no locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+WAIT_FOR_PREDECESSOR = 30  # seconds; torchrun restarts processes while the others end
 
 
 # ------------------------------------------------------------------------------------- having it
@@ -69,8 +70,8 @@ def writable(folder: Path):
         raise RunDirectoryError(key, value, cause, fix) from error
 
 
-def take(folder: Path) -> IO[str] | None:
-    """Locks a run's directory until the file that is returned is closed or the process ends.
+def take(folder: Path) -> AcquireReturnProxy | None:
+    """Locks a run directory; the lock ends with the context that is returned, or with the process.
 
     None where the file system has no locks. Raises RunDirectoryError when another process has it
     or it cannot be written to, RunFileError when it has a link, a FIFO or a device among its files.
@@ -80,33 +81,24 @@ def take(folder: Path) -> IO[str] | None:
         if file.is_symlink() or (file.exists() and not file.is_file()):
             cause = f"{file} is not a regular file"
             raise RunFileError("name", folder.name, cause, "remove it, or give another name")
-    patience = WAIT_FOR_PREDECESSOR if is_restart() else 0  # it is being ended just now
-    until = time.monotonic() + patience
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    path, timeout = folder / LOCK, WAIT_FOR_PREDECESSOR if restarted else 0
     with writable(folder):
-        while True:
-            try:
-                file = lock(folder / LOCK)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    holder = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip()
-                    raise RunDirectoryError(
-                        "name",
-                        folder.name,
-                        f"{folder} is being written by another process ({holder or 'unknown'})",
-                        "wait for it, or give another name",
-                    ) from None
-                time.sleep(0.1)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                words = f"{folder}: its file system has no locks ({error.strerror}); start one run"
-                print(f"{words} at a time there", file=sys.stderr)
-                return None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-    return file
+        try:
+            lock = FileLock(path).acquire(timeout=timeout)
+        except Timeout:
+            holder = path.read_text(encoding="utf-8", errors="replace").strip()
+            cause = f"{folder} is being written by another process ({holder or 'unknown'})"
+            fix = "wait for it, or give another name"
+            raise RunDirectoryError("name", folder.name, cause, fix) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            words = f"{folder}: its file system has no locks ({error.strerror}); start one run"
+            print(f"{words} at a time there", file=sys.stderr)
+            return None
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    return lock
 
 
 def write_settings(run: Path, settings: dict) -> None:
@@ -140,7 +132,7 @@ def is_occupied(folder: Path) -> bool:
     """Whether something else than a run is there: something, and no settings of a run."""
     if not folder.is_dir() or settings_of(folder) is not None:
         return False
-    ours = {LOCK, MARK, RECORD, CONFIG}  # and what they are called in the making
+    ours = {LOCK, RECORD, CONFIG}  # and what they are called in the making
     return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
 
 
@@ -149,72 +141,3 @@ def check_new(folder: Path) -> None:
     if settings_of(folder) is not None or (folder / "checkpoints").exists():
         cause = f"another process has begun {folder} just now"
         raise RunDirectoryError("name", folder.name, cause, "give another name")
-
-
-# --------------------------------------------------------------------------- what has started it
-
-
-def is_restart() -> bool:
-    """Whether torchrun has started these processes after earlier ones."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
-def _launch() -> dict[str, str]:
-    """What tells this start of a run from any other, and stays when it is started anew.
-
-    torchrun starts its processes again when one has died: with the same parent, which began at
-    the same time. Slurm starts a job again that it has put back into the queue.
-    """
-    found = {}
-    if job := os.environ.get("TORCHELASTIC_RUN_ID"):
-        agent = os.getppid()
-        began = ""
-        with contextlib.suppress(OSError):  # not everywhere; clock ticks since boot
-            began = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-        found["torchrun"] = f"{job} {socket.gethostname()} {agent} {began} {len(started_here)}"
-    if job := os.environ.get("SLURM_JOB_ID"):
-        found["slurm"] = job
-    return found
-
-
-def mark_launch(folder: Path) -> None:
-    """Notes in a run's directory what has started it."""
-    if launch := _launch():
-        atomic_write(folder / MARK, json.dumps(launch).encode())
-    started_here.append(folder)
-
-
-def was_cut_off(run: Path, by_slurm: bool = True) -> bool:
-    """Whether this very start made the run before, so that it has to go on, whatever the settings
-    say: they were fulfilled then."""
-    try:
-        before = read_json(run / MARK)
-    except (OSError, ValueError):
-        return False
-    if not isinstance(before, dict):
-        return False
-    now = _launch()
-    requeued = by_slurm and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    keys = {"torchrun", "slurm"} if requeued else {"torchrun"}
-    return any(before.get(key) == now[key] for key in keys & now.keys())
-
-
-def mark_sweep(folder: Path) -> None:
-    """Notes in a sweep's directory what has started it; before its first run."""
-    if launch := _launch():
-        atomic_write(folder / MARK, json.dumps(launch).encode())
-
-
-def sweep_before_restart(sweeps: Path) -> Path | None:
-    """The sweep's directory that torchrun began this one in before, if it did."""
-    marks = sorted(sweeps.glob(f"*/{MARK}"))
-    return next((m.parent for m in marks if was_cut_off(m.parent, by_slurm=False)), None)
-
-
-def name_before_restart() -> str | None:
-    """The name of the run that this one was before torchrun started the processes anew.
-
-    For runs without a name of their own, which is chosen by the clock.
-    """
-    runs = (mark.parent for mark in RUNS.glob(f"*/{MARK}"))
-    return next((run.name for run in runs if was_cut_off(run, by_slurm=False)), None)

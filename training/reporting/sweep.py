@@ -11,7 +11,6 @@ multirun/<sweep>/multirun.yaml   what was asked for (Hydra)
                  results.md      table, failed jobs and the commands to repeat them
                  results.json    the same as figures, with every curve
                  results.png     the curves
-                 launch.json     what has started the sweep, to know a restart of it
 """
 
 import contextlib
@@ -91,7 +90,6 @@ class Sweep:
             try:
                 self.folder = self._own_folder()
                 make_folder(self.folder)
-                directory.mark_sweep(self.folder)
             except OSError as error:
                 cause = f"cannot be made ({error.strerror})"
                 raise RunDirectoryError(
@@ -99,13 +97,11 @@ class Sweep:
                 ) from error
 
     def _own_folder(self) -> Path:
-        """As asked for; by the clock one that is new, unless torchrun has begun this sweep anew."""
+        """As asked for; by the clock one that is new."""
         folder = self.plan.folder
         if self.plan.is_chosen:
             self._check_names(folder)
             return folder
-        if before := directory.sweep_before_restart(folder.parent):
-            return before
         return directory.make_new(folder)
 
     def _check_names(self, folder: Path) -> None:
