@@ -42,10 +42,7 @@ class History:
         self.file = file
         self.rows = [row for row in _read(file) if row.step < step]
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.unlink(missing_ok=True)  # a link would be followed
-        temporary.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
-        os.replace(temporary, file)
+        atomic_write(file, "".join(_line(row) for row in self.rows))
 
     def add(self, row: Row) -> None:
         line = _line(row)
@@ -98,6 +95,14 @@ def strongest(row: Row, most: int = 5) -> dict[str, list[tuple[int, int, float]]
                 (int(layer), int(head), float(values[layer, head])) for layer, head in places[:most]
             ]
     return found
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Writes a file under a temporary name and renames it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # a link would be followed
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def evenly_spaced(items: list, most: int) -> list:

@@ -81,15 +81,15 @@ def repeated_prompt(
     The tokens of R are distinct if the vocabulary is large enough. The sequence depends on the
     vocabulary and the period only. None when the period is below two or the vocabulary is empty.
     """
-    vocabulary = np.asarray(vocabulary)
-    vocabulary = vocabulary[vocabulary != bos]
-    if period < 2 or not len(vocabulary):
+    tokens = np.asarray(vocabulary)
+    tokens = tokens[tokens != bos]
+    if period < 2 or not len(tokens):
         return None
-    drawn = np.random.default_rng(0).choice(vocabulary, period, replace=len(vocabulary) < period)
+    drawn = np.random.default_rng(0).choice(tokens, period, replace=len(tokens) < period)
     token_ids = [bos, *drawn.tolist(), *drawn.tolist()]
-    tokens = token_texts(token_ids, token_bytes)
     text = f"{period} random tokens, written twice"
-    return Prompt(f"{number}-repeated", text, token_ids, tokens, period=period)
+    texts = token_texts(token_ids, token_bytes)
+    return Prompt(f"{number}-repeated", text, token_ids, texts, period=period)
 
 
 def probe(capture_attention: CaptureAttention, prompts: Sequence[Prompt], step: int) -> Frame:
@@ -150,11 +150,13 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
     for token in token_ids:
         try:
             raw = token_bytes(token)
+        except (KeyError, OverflowError):
+            texts.append(f"<id {token}>")
+            continue
+        try:
             texts.append(raw.decode("utf-8"))
         except UnicodeDecodeError:
             texts.append("".join(f"<0x{byte:02X}>" for byte in raw))
-        except (KeyError, OverflowError):
-            texts.append(f"<id {token}>")
     return texts
 
 

@@ -8,17 +8,19 @@ page is the one that training makes (docs/lens.md); the strongest heads of each 
 The repeated sequence is drawn from the whole vocabulary; in training, from frequent tokens.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator
 
 from errors import refuse, visible
+from lens.config import LensConfig
 from training.config.command_line import ScriptConfig, settings_command
 from training.config.schema import Count, Device, Name, Positive, rejected
 
 if TYPE_CHECKING:
-    from lens import LensConfig
+    import torch
 
 
 class InspectConfig(ScriptConfig):
@@ -63,14 +65,6 @@ class InspectConfig(ScriptConfig):
         return repeated
 
 
-def lens_config(text: str, max_tokens: int, repeated: int) -> "LensConfig":
-    """The settings of the lens: its own prompts when there is no text."""
-    from lens import LensConfig
-
-    prompts = {"prompts": [text]} if text else {}
-    return LensConfig(max_tokens=max_tokens, repeated=repeated, **prompts)
-
-
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
     from lens.page import page
@@ -89,41 +83,37 @@ def main(settings: InspectConfig) -> None:
     print(visible(f"open {out} in a browser ({out.stat().st_size / 1e6:.1f} MB)"))
 
 
-def inspect(path: str, key: str, settings: InspectConfig, device) -> dict:
+def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device") -> dict:
     """One model's data for the page; prints its strongest heads of each kind."""
     import torch
 
     from interop.pretrained import load_pretrained
-    from lens import Lens
-    from lens.history import strongest
-    from lens.page import frame_data, run_data
-    from lens.probe import probe, uniform_values
-    from lens.statistics import STATISTICS
+    from lens.snapshots import Lens
     from tokens.synthetic import SYMBOLS
 
-    reader = load_pretrained(path, key)
-    model, tokenizer, state = reader.model.to(device), reader.tokenizer, reader.state
+    trained = load_pretrained(path, key)
+    model, tokenizer, state = trained.model.to(device), trained.tokenizer, trained.state
     is_synthetic = bool(state and state.settings["data"].get("synthetic"))
+    config = LensConfig(max_tokens=settings.max_tokens, repeated=settings.repeated)
+    if settings.text:
+        config.prompts = [settings.text]
     lens = Lens(
-        lens_config(settings.text, settings.max_tokens, settings.repeated),
+        config,
         encode=tokenizer.encode_ordinary,
         token_bytes=tokenizer.decode_single_token_bytes,
-        context_length=reader.window,
-        vocabulary=SYMBOLS if is_synthetic else range(tokenizer.n_vocab),
+        context_length=trained.window,
+        vocabulary=SYMBOLS.tolist() if is_synthetic else range(tokenizer.n_vocab),
         bos=tokenizer.eot_token,
     )
 
-    def capture_attention(token_ids, capture) -> None:
+    def capture_attention(token_ids: list[int], capture: Callable) -> None:
         model.capture_attention(torch.tensor([token_ids], device=device), capture)
 
-    frame = probe(capture_attention, lens.prompts, step=state.step if state else 0)
+    step = state.step if state else 0
+    data, strongest = lens.page_data(capture_attention, step, Path(path).resolve().name)
     print(visible(f"{path}: strongest heads (in brackets: uniform attention)"))
-    uniform = uniform_values(lens.prompts)
-    for key, heads in strongest(frame.row).items():
-        kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
-        print(f"  {kind:<24}", "   ".join(f"L{la} H{h} {value:.2f}" for la, h, value in heads))
-    name = Path(path).resolve().name
-    return run_data(name, lens.prompts, [frame_data(frame)], [frame.row])
+    print("\n".join(f"  {line}" for line in strongest))
+    return data
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ except SystemExit as exit:
 """
 COPIED = """
 import attention, model, torch
-import lens, lens.heatmap, lens.history, lens.page, lens.probe, lens.statistics
+import lens.config, lens.page, lens.snapshots
 gpt = model.GPT(model.ModelConfig(17, 8, 16, 2, 2))
 print(tuple(gpt(torch.zeros(1, 8, dtype=torch.long))[0].shape))
 """

@@ -14,7 +14,8 @@ import torch
 from data import Loaded, load_datasets, training_batches
 from errors import DataError, best_effort, exit_code_of, refuse
 from files import clear
-from lens import Lens, LensConfig
+from lens.config import LensConfig
+from lens.snapshots import Lens
 from model import GPT, ModelConfig
 from tokens.checksums import check_same, check_unchanged
 from tokens.mixture import evenly

@@ -40,7 +40,7 @@ export function onKey(event) {
   const typing = target.matches("select, input:not([type=range], [type=checkbox], [type=radio])");
   if (typing && key !== "Escape") return;
   const onTile = target.matches(".head");
-  if (key === " " && target.matches("button:not(.head), input, [type=file]")) return; // its own
+  if (key === " " && target.matches("button:not(.head), input, [type=file]")) return; // theirs
   if (key in ARROWS) {
     if (target.matches("input")) return;
     if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {

@@ -16,7 +16,7 @@ function linkText() {
   if (state.filter) parts.set("filter", `${state.filter}:${+state.threshold.toPrecision(4)}`);
   put("scale", state.scale, "sqrt");
   if (state.hideFirst) parts.set("first", "hidden");
-  put("compare", state.compare, other ? null : "off"); // of two runs it is "run" unless said
+  put("compare", state.compare, other ? null : "off"); // default: "run" if there are two runs
   if (state.compare !== "off") parts.set("show", state.show);
   put("theme", state.theme, "auto");
   return "#" + parts;
@@ -62,7 +62,7 @@ export function keepLink() {
     try {
       history.replaceState(null, "", linkText());
     } catch {
-      // A sandboxed frame has no address of its own; "link" shows the text instead.
+      // A sandboxed frame has no address; the button "link" shows the text instead.
     }
   }, 250);
 }

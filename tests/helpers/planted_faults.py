@@ -333,7 +333,7 @@ def slow(seconds: float) -> None:
         on_call(f"training.{name}", lambda *_: time.sleep(seconds))
     for name in ("training.checkpoint.format.write", "training.setup.load_parameters"):
         on_call(name, lambda *_: time.sleep(seconds))
-    on_call("lens.Lens.snapshot", lambda *_: time.sleep(seconds))
+    on_call("lens.snapshots.Lens.snapshot", lambda *_: time.sleep(seconds))
 
 
 def compiler(backend: str) -> None:

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from data import get_tokenizer
 from errors import ConfigError
-from lens import MOST_FILES, Lens, LensConfig
+from lens.config import LensConfig
 from lens.history import COLUMNS, KINDS, Row
 from lens.page import END, START, frame_data, page, read, run_data, unpacked
 from lens.probe import Frame, Prompt
+from lens.snapshots import MOST_FILES, Lens
 from lens.statistics import STATISTICS
 from train import fit
 from training.config.schema import LensSettings
@@ -303,7 +304,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         run = watched_run(make_run, f"name={name}", "lens.layers=[1]")
         run.trained_model = lambda *batch, model=run.model: model(*batch)  # not a module
         if name == "failing":
-            monkeypatch.setattr("lens.page.page", fails)
+            monkeypatch.setattr("lens.snapshots.page", fails)
         found_losses, found = result(run)
         assert found_losses == losses
         assert_same(found, expected)

@@ -266,7 +266,7 @@ class TrainerConfig(Settings):
 
 
 class LensSettings(Settings):
-    """What the lens shows, and how often; lens.LensConfig has the same fields."""
+    """What the lens shows, and how often; lens.config.LensConfig has the same fields."""
 
     every: Count | None
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lens import Lens, Snapshot
+from lens.snapshots import Lens, Snapshot
 from model import GPT
 from training.distributed.strategy import Strategy
 

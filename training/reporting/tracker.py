@@ -14,7 +14,7 @@ from training.reporting.jsonl import RowFile
 from training.reporting.wandb_run import WandbConfig, WandbRun
 
 if TYPE_CHECKING:
-    from lens import Snapshot
+    from lens.snapshots import Snapshot
 
 
 class Tracker:

@@ -20,7 +20,7 @@ from training.reporting.report import sample_page
 from training.reporting.timeout import call_with_timeout
 
 if TYPE_CHECKING:
-    from lens import Snapshot
+    from lens.snapshots import Snapshot
 
 MAX_FILES = 950  # of a run on W&B, which becomes slow beyond a thousand; the lens logs up to 900
 MAX_SAMPLES = 40  # of these

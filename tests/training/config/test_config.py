@@ -22,7 +22,7 @@ import attention
 import train
 from errors import ConfigError
 from generate import GenerateConfig
-from lens import LensConfig
+from lens.config import LensConfig
 from model import ModelConfig
 from scripts.plan import PlanConfig
 from tokens.tokenizers import TOKENIZERS

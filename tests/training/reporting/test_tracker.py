@@ -19,7 +19,7 @@ from helpers.runs import contents, repeatable_rows, rows, train_in
 
 from errors import DamagedCheckpointError
 from interop.pretrained import load_pretrained
-from lens import Snapshot
+from lens.snapshots import Snapshot
 from lens.statistics import STATISTICS
 from training.checkpoint.format import FILES
 from training.checkpoint.listing import find

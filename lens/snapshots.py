@@ -1,0 +1,207 @@
+"""Attention snapshots: what Lens.snapshot records at a step, and the files that it writes."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .config import LensConfig
+from .heatmap import draw_grid, draw_layer
+from .history import COLUMNS, KINDS, History, Row, atomic_write, evenly_spaced, strongest
+from .page import frame_data, page, read, run_data
+from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
+from .statistics import STATISTICS
+
+MOST_FILES = 900  # pictures and pages of a run: dashboards become slow beyond a thousand
+MOST_HISTORY = 60  # steps in the charts of a page
+
+
+@dataclass
+class Snapshot:
+    """The results of one snapshot, under their names on a dashboard."""
+
+    metrics: dict[str, float]  # statistics, the mean over each layer's heads
+    heads: dict[str, float]  # statistics of each head: many, so dashboards hide them at first
+    histograms: dict[str, np.ndarray]  # for each statistic its values for all heads
+    pictures: dict[str, Path] = field(default_factory=dict)  # PNG
+    pages: dict[str, Path] = field(default_factory=dict)  # HTML
+    tables: dict[str, tuple[Sequence, Sequence]] = field(default_factory=dict)  # columns, rows
+
+
+class Lens:
+    """Takes attention snapshots on a fixed set of prompts and writes pictures and pages.
+
+    encode(text) returns token ids, token_bytes(id) the bytes of a token (KeyError if it has none).
+    The repeated sequence is drawn from `vocabulary` and begins with `bos`; without a vocabulary
+    there is none.
+    """
+
+    def __init__(
+        self,
+        config: LensConfig,
+        encode: Callable[[str], list[int]],
+        token_bytes: Callable[[int], bytes],
+        context_length: int,
+        vocabulary: Sequence[int] = (),
+        bos: int = 0,
+    ):
+        self.config = config
+        limit = min(config.max_tokens, context_length)
+        self.prompts = [
+            make_prompt(number, text, encode, token_bytes, limit)
+            for number, text in enumerate(config.prompts, start=1)
+        ]
+        if config.repeated and len(vocabulary):
+            number = len(self.prompts) + 1
+            period = min(config.repeated, (limit - 1) // 2)
+            repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
+            self.prompts += [repeated] if repeated else []
+        self.history: History | None = None  # opened at the first snapshot
+        self.table: list[tuple] = []  # all heads ranked by each statistic; set at the end
+
+    def due(self, step: int, max_steps: int) -> bool:
+        """Whether to take a snapshot at this step: at the start, each interval and the end."""
+        every = self.config.interval(max_steps)
+        return every > 0 and bool(self.prompts) and (step % every == 0 or step == max_steps)
+
+    def draws(self, step: int, max_steps: int) -> bool:
+        """Whether the snapshot at this step has pictures and a page: all, unless too many."""
+        return step % self._drawn_every(max_steps) == 0 or step == max_steps
+
+    def snapshot(
+        self,
+        capture_attention: CaptureAttention,
+        step: int,
+        max_steps: int,
+        folder: Path,
+        run_name: str = "",
+        write: bool = True,
+    ) -> Snapshot | None:
+        """Runs the model on every prompt; writes statistics, pictures and pages into `folder`.
+
+        capture_attention: see probe.py. run_name is the run's name on the pages. write=False only
+        runs the model and returns None: for ranks other than 0 of a sharded model.
+        """
+        frame = probe(capture_attention, self.prompts, step)
+        if not write:
+            return None
+        if self.history is None:
+            _drop_from(folder, step)
+            self.history = History(folder / "statistics.jsonl", step)
+        self.history.add(frame.row)
+        snapshot = _numbers(frame.row)
+        if self.draws(step, max_steps):
+            self._draw(frame, folder, run_name, snapshot)
+            if step > 0 and self._is_milestone(step, max_steps):
+                path = self._write_timelapse(folder, run_name, self.history)
+                snapshot.pages["attention/timelapse"] = path
+        if step == max_steps:
+            self.table = self.history.write_table(folder / "heads.csv")
+            snapshot.tables["attention/table"] = (COLUMNS, self.table)
+        return snapshot
+
+    def page_data(
+        self, capture_attention: CaptureAttention, step: int, run_name: str
+    ) -> tuple[dict, list[str]]:
+        """One step without files: the data of a page, and a line for each kind of head with the
+        strongest heads and, in brackets, the value of uniform attention.
+        """
+        frame = probe(capture_attention, self.prompts, step)
+        uniform = uniform_values(self.prompts)
+        lines = []
+        for key, heads in strongest(frame.row).items():
+            kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
+            values = [f"L{layer} H{head} {value:.2f}" for layer, head, value in heads]
+            lines.append(f"{kind:<24} {'   '.join(values)}")
+        return run_data(run_name, self.prompts, [frame_data(frame)], [frame.row]), lines
+
+    def findings(self) -> list[str]:
+        """The strongest head of each kind, if its value is 0.25 or more:
+        "induction L5 H1: 0.83 (halfway there at step 400)". Empty before the last snapshot.
+        """
+        found = []
+        for key, rank, layer, head, value, _, step in self.table:
+            if rank == 1 and key in KINDS and value >= 0.25:
+                title = STATISTICS[key].title
+                found.append(
+                    f"{title} L{layer} H{head}: {value:.2f} (halfway there at step {step})"
+                )
+        return found
+
+    def _drawn_every(self, max_steps: int) -> int:
+        """Steps between snapshots with pictures: a multiple of the interval, for MOST_FILES."""
+        files = len(self.prompts) * (1 + len(self.config.layers)) + 1
+        drawn = max(2, MOST_FILES // files)  # including those at the start and the end
+        every = max(1, self.config.interval(max_steps))
+        return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
+
+    def _is_milestone(self, step: int, max_steps: int) -> bool:
+        """Whether a quarter of the run, or all of it, was completed since the last pictures."""
+        before = max(0, step - self._drawn_every(max_steps))
+        return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
+
+    def _draw(self, frame: Frame, folder: Path, run_name: str, snapshot: Snapshot) -> None:
+        step = frame.row.step
+        for prompt, codes in zip(self.prompts, frame.codes, strict=True):
+            path = folder / f"step_{step:08d}_{prompt.name}.png"
+            draw_grid(codes, prompt, step, path)
+            snapshot.pictures[f"attention/heatmap/{prompt.name}"] = path
+            for layer in self.config.layers:
+                path = folder / f"step_{step:08d}_{prompt.name}_L{layer:02d}.png"
+                draw_layer(codes[layer], prompt, step, layer, path)
+                snapshot.pictures[f"attention/layer/L{layer:02d}/{prompt.name}"] = path
+        path = folder / f"step_{step:08d}.html"
+        self._write_page(path, [frame_data(frame)], [frame.row], run_name)
+        snapshot.pages["attention/viewer"] = path
+
+    def _write_timelapse(self, folder: Path, run_name: str, history: History) -> Path:
+        """Writes one page of many steps from the pages of single steps with the same prompts."""
+        tokens = [prompt.tokens[: prompt.shown] for prompt in self.prompts]
+        frames = []
+        pages = sorted(path for path in folder.glob("step_*.html") if path.is_file())
+        for path in evenly_spaced(pages, self.config.frames):
+            with contextlib.suppress(ValueError, KeyError):  # not a page of this version
+                (run,) = read(path)
+                if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
+                    frames += run["frames"]
+        path = folder / "timelapse.html"
+        self._write_page(path, frames, history.thinned(MOST_HISTORY), run_name)
+        return path
+
+    def _write_page(
+        self, path: Path, frames: list[dict], history: list[Row], run_name: str
+    ) -> None:
+        data = run_data(run_name, self.prompts, frames, history)
+        # Atomic, because time-lapses read pages.
+        atomic_write(path, page([data], title=f"{run_name}: {path.stem}"))
+
+
+def _numbers(row: Row) -> Snapshot:
+    """The row's numbers under their dashboard keys; undefined statistics are omitted.
+
+    The part of a key before the first slash is a section of the dashboard. Pictures and pages are
+    in "attention"; the many curves have other sections, so that the pictures are easy to find.
+    """
+    metrics, heads, histograms = {}, {}, {}
+    for key, values in row.values.items():
+        if not np.isfinite(values).all():
+            continue
+        histograms[f"attention_histograms/{key}"] = values.ravel()
+        for layer, of_heads in enumerate(values):
+            metrics[f"attention_layers/{key}/L{layer:02d}"] = float(of_heads.mean())
+            for head, value in enumerate(of_heads):
+                heads[f"attention_heads/{key}/L{layer:02d}H{head:02d}"] = float(value)
+    return Snapshot(metrics, heads, histograms)
+
+
+def _drop_from(folder: Path, step: int) -> None:
+    """Removes pictures and pages of `step` and later: the run was resumed before them."""
+    for path in folder.glob("step_*"):
+        if path.name[5:13].isdigit() and int(path.name[5:13]) >= step:
+            path.unlink()
+    if not any(folder.glob("step_*")):
+        for name in ("timelapse.html", "heads.csv"):
+            (folder / name).unlink(missing_ok=True)
