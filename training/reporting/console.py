@@ -1,4 +1,4 @@
-"""What a person sees while training: a progress bar on a terminal, plain lines elsewhere."""
+"""Progress of training on stdout: a bar on a terminal, plain lines elsewhere."""
 
 import collections
 import sys
@@ -11,23 +11,23 @@ from errors import visible
 
 
 class Console:
-    """Prints on the main rank; does nothing on the others."""
+    """Prints on rank 0; does nothing on the others."""
 
-    def __init__(self, is_main: bool, first_step: int, max_steps: int):
-        self.is_main = is_main
+    def __init__(self, is_rank_0: bool, first_step: int, max_steps: int):
+        self.is_rank_0 = is_rank_0
         self.max_steps = max_steps
-        # (step, time) of the last lines: how long is left goes by how fast it goes now.
+        # (step, seconds) of the last lines: the time left is estimated from the current speed.
         self.marks = collections.deque([(first_step, time.monotonic())], maxlen=20)
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
-        if is_main and self.rich.is_terminal:
+        if is_rank_0 and self.rich.is_terminal:
             columns = (BarColumn(24), TaskProgressColumn(), TextColumn("{task.description}"))
             self.bar = Progress(*columns, console=self.rich, transient=True)
             self.task = self.bar.add_task("", total=max_steps, completed=first_step)
             self.bar.start()
 
     def step(self, step: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
-        """One line of progress: loss in nats per token, learning rate, speed, time left."""
+        """Shows progress: loss in nats per token, learning rate, speed, time left."""
         since, started = self.marks[0]
         now = time.monotonic()
         left = (now - started) / (step - since) * (self.max_steps - step)
@@ -42,9 +42,9 @@ class Console:
             self.print(line)
 
     def print(self, text: str = "") -> None:
-        """A line of its own, above the bar where there is one. The text is never read as markup,
-        and what a terminal would obey in it is written out: samples may hold anything."""
-        if self.is_main:
+        """Prints a line, above the bar if there is one. Markup is not interpreted and control
+        characters are escaped: a sample may have any text."""
+        if self.is_rank_0:
             self.rich.print(visible(text.replace("\r", "")), markup=False)
             sys.stdout.flush()
 
@@ -54,8 +54,8 @@ class Console:
 
 
 def rich_console(**options) -> RichConsole:
-    """A rich console on stdout, which is a terminal only if it is one: by FORCE_COLOR alone, a file
-    or a pipe would be filled with a bar's control codes."""
+    """A rich console on stdout. FORCE_COLOR does not make a file or a pipe a terminal: it would
+    get the control codes of a progress bar."""
     return RichConsole(force_terminal=None if sys.stdout.isatty() else False, **options)
 
 

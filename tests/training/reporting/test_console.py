@@ -48,7 +48,7 @@ def test_a_terminal_has_a_bar_that_is_cleared(monkeypatch):
 def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(console_file.time, "monotonic", lambda: now[0])
-    shown = Console(is_main=True, first_step=0, max_steps=1000)
+    shown = Console(is_rank_0=True, first_step=0, max_steps=1000)
     for step, seconds in [(1, 3600), *((n, 1) for n in range(2, 40))]:
         now[0] += seconds
         shown.step(step, 1.0, 1e-3, 100.0)
