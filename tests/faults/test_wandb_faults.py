@@ -31,12 +31,13 @@ KEY = "k" * 40
 WORKER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
+from training.config.schema import WandbConfig
 from training.reporting import tracker, wandb_run
 
 plan = json.loads(sys.argv[1])
 for name, seconds in plan["seconds"].items():
     setattr(wandb_run, name, seconds)
-config = wandb_run.WandbConfig.with_defaults(mode=plan["mode"], alerts=True)
+config = WandbConfig.with_defaults(mode=plan["mode"], alerts=True)
 made = tracker.Tracker(config, Path.cwd(), {"seed": 1}, plan["run_id"])
 print(made.where())
 wandb_run.CALL_SECONDS = plan["call_seconds"]

@@ -5,13 +5,13 @@ histograms, the table of heads (attention/heads.csv) and the samples (samples.js
 """
 
 import math
-import re
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.checkpoint.run_directory import CONFIG
+from training.config.schema import WandbConfig
 from training.reporting.jsonl import RowFile
-from training.reporting.wandb_run import WandbConfig, WandbRun
 
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
@@ -29,14 +29,19 @@ class Tracker:
     ):
         self.folder = folder
         self.log_model_of = config.log_model
-        files = _count_files(folder / "metrics.jsonl")
         self.rows = RowFile(folder / "metrics.jsonl")
-        self.wandb = WandbRun(config, folder, settings, run_id, files)
+        self.wandb = NoTracker()
+        if config.wanted() != "disabled":
+            # Otherwise W&B sends reports of its own errors to its makers, in offline runs too.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+            from training.reporting.wandb_run import WandbRun  # imports wandb
+
+            self.wandb = WandbRun(config, folder, settings, run_id)
 
     @property
     def run_id(self) -> str | None:
         """The id of the W&B run, needed to resume it; None when W&B is off."""
-        return self.wandb.id
+        return self.wandb.run_id
 
     def where(self) -> str | None:
         """The URL of the dashboard, or the command that uploads an offline run."""
@@ -104,7 +109,7 @@ class Tracker:
 
 
 class NoTracker:
-    """The tracker of other ranks: accepts every call and does nothing."""
+    """Accepts every call and does nothing: the tracker of other ranks, W&B that is off."""
 
     run_id = None
 
@@ -116,7 +121,7 @@ class NoTracker:
 
     def alert(self, title, text, level) -> None: ...
 
-    def log_model(self, best_step) -> None: ...
+    def log_model(self, *_) -> None: ...
 
     def sync(self) -> None: ...
 
@@ -128,13 +133,6 @@ def last_wandb_id(folder: Path) -> str | None:
     offline-run-DATE-ID."""
     names = [path.name.removeprefix("offline-") for path in (folder / "wandb").glob("*run-*-*")]
     return max(names).split("-", 2)[2] if names else None
-
-
-def _count_files(metrics: Path) -> int:
-    """The number of pictures and pages that a run has logged before it is resumed."""
-    if not metrics.exists():
-        return 0
-    return len(re.findall(r'": "attention/', metrics.read_text(encoding="utf-8")))
 
 
 def _json_value(value: float) -> float | str:

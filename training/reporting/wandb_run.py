@@ -1,4 +1,4 @@
-"""A run on Weights & Biases. The only file that uses wandb.
+"""A run on Weights & Biases. The only file that imports wandb, which takes half a second.
 
 A failure of W&B never ends or blocks training. Each call has a timeout; after the first failure a
 line on stderr says so, and the run continues with metrics.jsonl alone. docs/wandb.md describes what
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import wandb
+
 from errors import visible
 from training.config.schema import WandbConfig
 from training.reporting.report import sample_page
@@ -22,8 +24,7 @@ from training.reporting.timeout import call_with_timeout
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
 
-MAX_FILES = 950  # of a run on W&B, which becomes slow beyond a thousand; the lens logs up to 900
-MAX_SAMPLES = 40  # of these
+MAX_SAMPLES = 40  # of a run. W&B becomes slow beyond a thousand files; the lens logs up to 900
 START_SECONDS = 20  # for the server to answer; the run is recorded offline after that
 CALL_SECONDS = 30  # for W&B's own process to answer
 FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT=600 overrides it
@@ -33,10 +34,10 @@ ALERT_SECONDS = 3600  # between two alerts of the same title
 
 
 class WandbRun:
-    """A run on W&B. When W&B is off or has failed, `run` is None and all calls do nothing.
+    """A run on W&B. After a failure `run` is None and all calls do nothing.
 
     settings: the complete configuration as plain values, shown on the dashboard.
-    run_id: the id of the run to resume, or None. files: how many it has logged before.
+    run_id: the id of the run to resume, or None.
     """
 
     def __init__(
@@ -44,18 +45,14 @@ class WandbRun:
         config: WandbConfig,
         folder: Path,
         settings: dict,
-        run_id: str | None = None,
-        files: int = 0,
+        run_id: str | None,
     ):
         self.alerts = config.alerts
-        self.files_left = MAX_FILES - files
         trainer = settings.get("trainer", {})
         self.last_step = trainer.get("max_steps") or 0
         eval_every = trainer.get("eval_every") or 1
         self.sample_every = eval_every * math.ceil(self.last_step / eval_every / MAX_SAMPLES)
         self.run = None
-        if config.wanted() == "disabled":
-            return
         try:
             self.run = _start(config, folder, settings, run_id)
         except Exception as error:
@@ -64,7 +61,7 @@ class WandbRun:
         self._call(lambda run: run.define_metric("attention_heads/*", hidden=True))
 
     @property
-    def id(self) -> str | None:
+    def run_id(self) -> str | None:
         """The run's id; None without a run."""
         return self.run.id if self.run else None
 
@@ -94,16 +91,10 @@ class WandbRun:
     ) -> dict[str, object]:
         """Pictures, pages, tables and histograms as W&B's types. One that fails is skipped with a
         line on stderr, and so are those after it; the files stay in the run's directory."""
-        import wandb
-
         media, pictures, pages, tables, histograms = {}, {}, {}, {}, {}
         if snapshot:
             media, histograms = dict(snapshot.heads), snapshot.histograms
             pictures, pages, tables = snapshot.pictures, snapshot.pages, snapshot.tables
-        if len(pictures) + len(pages) > self.files_left:  # keep the time-lapse, which has few
-            pictures = {}
-            pages = {key: path for key, path in pages.items() if key == "attention/timelapse"}
-        self.files_left -= len(pictures) + len(pages)
         try:
             media |= {key: wandb.Image(str(path)) for key, path in pictures.items()}
             # inject=False: by default W&B adds a stylesheet from its server to the page.
@@ -111,8 +102,7 @@ class WandbRun:
             for key, (columns, rows) in tables.items():
                 media[key] = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
             is_shown = step == self.last_step or step % max(1, self.sample_every) == 0
-            if sample and is_shown and self.files_left > 0:
-                self.files_left -= 1
+            if sample and is_shown:
                 page = sample_page(sample)
                 media["samples/text"] = wandb.Html(page, inject=False, data_is_not_path=True)
             # Last, since a head with NaN statistics has no histogram.
@@ -136,8 +126,6 @@ class WandbRun:
         Parameters are uploaded from where they are, without a copy. Offline, `wandb sync` uploads
         them from there.
         """
-        import wandb
-
         if (run := self.run) is None:
             return None
         name = f"model-{run.id}"
@@ -190,11 +178,7 @@ class WandbRun:
 
 def _start(config: WandbConfig, folder: Path, settings: dict, run_id: str | None):
     """The W&B run; offline without an API key or when the server cannot be reached."""
-    # Otherwise W&B sends reports of its own errors to its makers, in offline runs too.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    import wandb
-
-    options = wandb.Settings(
+    wandb_settings = wandb.Settings(
         console="off",
         quiet=True,
         show_info=False,
@@ -204,31 +188,20 @@ def _start(config: WandbConfig, folder: Path, settings: dict, run_id: str | None
         finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
         finish_timeout_raises=True,
     )
-    wandb.setup(options)
+    wandb.setup(wandb_settings)
+
+    options = config.model_dump(exclude={"mode", "log_model", "alerts"})
+    options |= {"name": config.name or folder.name, "dir": str(folder), "config": settings}
+    options |= {"id": run_id, "resume": "allow" if run_id else None}
 
     def init(mode: str):
-        return wandb.init(
-            mode=mode,
-            entity=config.entity,
-            project=config.project,
-            name=config.name or folder.name,
-            group=config.group,
-            job_type=config.job_type,
-            tags=config.tags,
-            notes=config.notes,
-            dir=str(folder),
-            config=settings,
-            id=run_id,
-            resume="allow" if run_id else None,
-        )
-
-    def online():
-        return init("online") if wandb.login(prompt=False, verify=False) else None
+        seconds = START_SECONDS + CALL_SECONDS
+        return call_with_timeout(seconds, lambda: wandb.init(mode=mode, **options))
 
     if config.wanted() != "offline":
         try:
-            if run := call_with_timeout(START_SECONDS + CALL_SECONDS, online):
-                return run
+            if call_with_timeout(CALL_SECONDS, lambda: wandb.login(prompt=False, verify=False)):
+                return init("online")
             _print(
                 "no API key found, so this run is recorded offline "
                 "(wandb login, then wandb sync; wandb=off for none)"
@@ -236,15 +209,14 @@ def _start(config: WandbConfig, folder: Path, settings: dict, run_id: str | None
         except Exception as error:
             _print(f"not reached ({_cause(error)}); recorded offline instead")
             _teardown()  # some answers of a server end W&B's own process
-            wandb.setup(options)
-    return call_with_timeout(CALL_SECONDS, lambda: init("offline"))
+            wandb.setup(wandb_settings)
+    return init("offline")
 
 
 def _teardown() -> None:
     """Ends W&B's own process. Python's exit would otherwise wait for it, without a limit."""
-    if wandb := sys.modules.get("wandb"):
-        with contextlib.suppress(Exception):
-            call_with_timeout(TEARDOWN_SECONDS, wandb.teardown)
+    with contextlib.suppress(Exception):
+        call_with_timeout(TEARDOWN_SECONDS, wandb.teardown)
 
 
 def _record(run) -> Path:

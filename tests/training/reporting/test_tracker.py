@@ -23,9 +23,10 @@ from lens.snapshots import Snapshot
 from lens.statistics import STATISTICS
 from training.checkpoint.format import FILES
 from training.checkpoint.listing import find
+from training.config.schema import WandbConfig
 from training.reporting.report import sample_page
 from training.reporting.tracker import NoTracker, Tracker
-from training.reporting.wandb_run import MAX_SAMPLES, WandbConfig
+from training.reporting.wandb_run import MAX_SAMPLES
 
 OFFLINE = WandbConfig.with_defaults(mode="offline")
 
@@ -48,25 +49,6 @@ def test_rows_are_on_disk_at_once(tmp_path):
     assert rows(tmp_path) == [expected]
     tracker.finish()
     assert (tracker.run_id, tracker.where()) == (None, None)
-
-
-def test_files_are_limited_also_after_a_resume(tmp_path, recorded, monkeypatch):
-    """On W&B; on disk all are named, and numbers are always logged."""
-    page = tmp_path / "attention" / "page.html"
-    page.parent.mkdir()
-    page.write_text("<!doctype html><p>all heads</p>")
-    numbers = {"attention_layers/entropy/L00": 0.5}
-    look = Snapshot(numbers, {}, {}, {}, {"attention/viewer": page})
-    monkeypatch.setattr("training.reporting.wandb_run.MAX_FILES", 2)
-    for steps in ((0,), (1, 2, 3)):
-        tracker = Tracker(OFFLINE, tmp_path, {})
-        for step in steps:
-            tracker.log({"train/loss": 1.0}, step, look)
-        tracker.finish()
-    with_files = [step for step, row in recorded.rows.items() if "attention/viewer" in row]
-    assert with_files == [0, 1]
-    assert all(numbers.keys() <= row.keys() for row in recorded.rows.values())
-    assert all("attention/viewer" in row for row in rows(tmp_path))
 
 
 def test_a_long_run_shows_some_of_its_samples(tmp_path, recorded):
@@ -121,7 +103,7 @@ WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
 def watched(tmp_path_factory):
     """A whole run, offline and without an account: (its folder; as W&B reads it, the rows, all
     records, the folder of files)."""
-    named = ("wandb.tags=[a,b]", "wandb.notes=What is new, [here]: nothing")
+    named = ("wandb.tags=[a,b]", "wandb.notes='What is new, [here]: nothing'")
     named += ("wandb.group=first tries", "wandb.log_model=best", "wandb.mode=offline")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
