@@ -3,8 +3,8 @@
     python -m benchmarks.data text=big.txt out=data.json
 
 Measures, on the beginning of the text, one call of tiktoken against `scripts.prepare_data` from
-file to shards, in turn; the memory of preparing all of the text; and the loader on a shard of 100
-million tokens that lies in the page cache. Needs Linux (memory is read from /proc).
+file to shards, alternating; the memory of preparing all of the text; and the loader on a shard of
+100 million tokens in the page cache. Needs Linux (memory is read from /proc).
 """
 
 import json
@@ -46,7 +46,7 @@ class BenchmarkConfig(ScriptConfig):
 def main(settings: BenchmarkConfig) -> None:
     results = {"machine": machine(), "text_megabytes": os.path.getsize(settings.text) / 1e6}
     with tempfile.TemporaryDirectory() as folder:
-        results["tokenising"] = tokenising(settings, Path(folder))
+        results["tokenizing"] = tokenizing(settings, Path(folder))
         results["memory"] = preparing_memory(Path(settings.text), Path(folder))
         results["loader"] = loader(Path(folder))
     print(json.dumps(results, indent=1))
@@ -54,8 +54,8 @@ def main(settings: BenchmarkConfig) -> None:
         write_out(settings.out, results)
 
 
-def tokenising(settings: BenchmarkConfig, folder: Path) -> dict:
-    """Megabytes a second, in turn: one call of tiktoken, and file to shards with all cores."""
+def tokenizing(settings: BenchmarkConfig, folder: Path) -> dict:
+    """Megabytes per second: one call of tiktoken and file to shards with all cores, alternating."""
     from tokens.encoding import character_end
     from tokens.tokenizers import get_tokenizer
 

@@ -5,7 +5,7 @@
     python train.py data=shards data.path=web
 
 Text, JSON lines and Parquet become shards in llm.c's layout and a manifest (docs/data.md). All
-cores work, memory stays flat, and after a stop the same command goes on where it was.
+cores work, memory stays flat, and after a stop the same command resumes.
 """
 
 import os
@@ -94,7 +94,7 @@ def main(settings: PrepareConfig) -> None:
     tasks = preparation.unfinished(*part)
     mine = preparation.share(*part)
     if len(tasks) < len(mine):
-        print(f"going on: {len(mine) - len(tasks)} of {len(mine)} tasks were done before")
+        print(f"resuming: {len(mine) - len(tasks)} of {len(mine)} tasks were done before")
     if tasks:
         workers = settings.workers or cores()
         started = time.perf_counter()
@@ -103,7 +103,7 @@ def main(settings: PrepareConfig) -> None:
             try:
                 preparation.run(tasks, workers, progress.show, part)
             except KeyboardInterrupt:
-                print("stopped; the same command goes on from here", file=sys.stderr)
+                print("stopped; to resume, rerun the same command", file=sys.stderr)
                 raise
         seconds = time.perf_counter() - started
         print(

@@ -33,8 +33,8 @@ TEXTS = {
     "no.txt": (None, "no such file; check the path; relative ones start at {here}"),
     "a.jsonl": (
         b'{"text": "x"}\nno\n',
-        "the line at byte 14 is not JSON (Expecting value: line 1 column 1 (char 0)); mend it or "
-        "leave it out",
+        "the line at byte 14 is not JSON (Expecting value: line 1 column 1 (char 0)); correct "
+        "it or remove it",
     ),
     "a.txt": (
         b"caf\xe9",

@@ -42,7 +42,8 @@ def read_ahead(batches: Iterator) -> Iterator:
 def split_batch(
     dataset, batch: Sequence[Tensor], micro_batch_size: int | None
 ) -> list[tuple[Sequence[Tensor], int]]:
-    """A stored batch as micro-batches of at most so many windows, each with its target count."""
+    """A stored batch as micro-batches of at most micro_batch_size windows, each with the number of
+    its targets. None: the whole batch."""
     size = micro_batch_size or len(batch[0])
     parts = zip(*(tensor.split(size) for tensor in batch), strict=True)
     return [(part, dataset.num_targets(*part)) for part in parts]

@@ -7,30 +7,30 @@ from tokens.stream import BLOCK_BYTES, Checksums
 
 
 def check_unchanged(before: Checksums | None, now: Checksums, path: object) -> None:
-    """Raises DataError when the tokens are others than those that a checkpoint was trained on."""
+    """Raises DataError when the tokens differ from those that a checkpoint was trained on."""
     if before is None:
-        cause = "the checkpoint is of an earlier version, whose tokens were others"
-        fix = "begin a new run; trainer.init_from= starts it from these weights"
+        cause = "the checkpoint is of an earlier version, which made other tokens"
+        fix = "start a new run; trainer.init_from= starts it from these weights"
         raise DataError("data.path", path, cause, fix)
     fix = (
-        "restore the data, or give another name= for a new run; trainer.resume_override=true goes "
-        "on all the same"
+        "restore the data, or give another name= for a new run; trainer.resume_override=true "
+        "resumes anyway"
     )
     for (old_file, old), (file, new) in itertools.zip_longest(before, now, fillvalue=("none", [])):
         if old_file != file:
             cause = f"the checkpoint was trained on {old_file} where there is {file} now"
             raise DataError("data.path", path, cause, fix)
         if (byte := _first_difference(old, new)) is not None:
-            cause = f"{file} is another from byte {byte} on than the one that"
+            cause = f"{file} differs from byte {byte} on from the one that"
             raise DataError("data.path", path, f"{cause} the checkpoint was trained on", fix)
 
 
-def check_same(main_has: Checksums, here: Checksums, path: object) -> None:
-    """Raises DataError when this rank's tokens are others than those of the main one."""
+def check_same(of_rank_0: Checksums, here: Checksums, path: object) -> None:
+    """Raises DataError when this rank's tokens differ from those of rank 0."""
     fix = "give every machine the same data"
-    for (_, theirs), (file, ours) in itertools.zip_longest(main_has, here, fillvalue=("none", [])):
+    for (_, theirs), (file, ours) in itertools.zip_longest(of_rank_0, here, fillvalue=("none", [])):
         if (byte := _first_difference(theirs, ours)) is not None:
-            cause = f"{file} is another from byte {byte} on than what rank 0 has"
+            cause = f"{file} differs from byte {byte} on from that of rank 0"
             raise DataError("data.path", path, cause, fix)
 
 

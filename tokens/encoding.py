@@ -41,8 +41,8 @@ from tokens.gigatoken_engine import gigatoken
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
 PIECE = 2**18  # bytes; gigatoken is fastest with pieces from a quarter of a megabyte to one
-CHECK_EVERY = 128  # of one piece in so many, and of the first, the beginning goes to tiktoken too
-CHECKED = 2**15  # bytes of it
+CHECK_EVERY = 128  # pieces: the beginning of every 128th, and of the first, is checked by tiktoken
+CHECKED = 2**15  # bytes of such a beginning
 
 # Where the pattern always cuts, in UTF-8, as far as it is seen without knowing all of Unicode: the
 # end of what is visible; a change of kind in ASCII; a letter of Chinese, Japanese or Korean before
@@ -72,7 +72,7 @@ CUT = re.compile(
 )
 
 
-# Four separators that are white space to Python alone, and what stands in the end-of-text token.
+# Four separators that only Python takes for white space, and a character of the end-of-text token.
 UNCERTAIN = "\x1c\x1d\x1e\x1f|"
 
 # gigatoken 0.10 takes 4,657 characters for letters or digits, as Unicode 17 does, that tiktoken,
@@ -231,7 +231,7 @@ class StreamEncoder:
         """Refuses two tokens of a run that are not the encoding of their text. (Not seen yet.)"""
         word = b"".join(self.tokenizer.decode_tokens_bytes([left, right]))
         if byte_pair_encode(word, self.tokenizer) != [left, right]:
-            cause = f"a run without a break at byte {offset} cannot be tokenised in parts"
+            cause = f"a run without a break at byte {offset} cannot be tokenized in parts"
             raise DataError("data.path", what, cause, "put a line break into it")
 
     def _by_gigatoken(self, text: bytes) -> np.ndarray:
@@ -330,7 +330,7 @@ def character_end(text: bytes | bytearray, end: int) -> int:
 
 @functools.cache
 def token_sizes(tokenizer: str) -> np.ndarray:
-    """How many bytes of text each id stands for."""
+    """The bytes of text of each id."""
     encoding = get_tokenizer(tokenizer)
     words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
     return np.array([len(word) for word in words])

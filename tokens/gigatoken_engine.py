@@ -24,7 +24,7 @@ class Gigatoken:
     """GPT-2's encoding by gigatoken, of the vocabulary that tiktoken has loaded and checked.
 
     gigatoken remembers every word that it has seen, and would grow by gigabytes on a long text:
-    it is made anew whenever the process has grown by MOST_GROWTH.
+    it is created again whenever the process has grown by MOST_GROWTH.
     """
 
     MOST_GROWTH = 2**25  # bytes

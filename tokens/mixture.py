@@ -13,7 +13,7 @@ from tokens.windows import Windows
 
 
 class MixedDataset(Dataset):
-    """The windows of several data sets, those of the second numbered behind the first's, ...
+    """The windows of several data sets, numbered consecutively from data set to data set.
 
     `weights` tells how often each is to be used; WindowOrder mixes them.
     """
@@ -59,7 +59,7 @@ def order_of(dataset, batch_size: int, seed: int) -> WindowOrder:
 
 
 def evenly(dataset, most: int) -> np.ndarray:
-    """At most so many windows, evenly spread; of a mixture from each source by its weight."""
+    """At most `most` windows, evenly spread; of a mixture from each source by its weight."""
     if not isinstance(dataset, MixedDataset):
         count = min(len(dataset), most)
         return np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)

@@ -60,7 +60,7 @@ def _cut_from(part: Part, place: int, before: int | None = None) -> int | None:
         while before is None or base < before:
             block = read(file.read, part.path, WINDOW)
             window += block
-            # Of the last places, what stands behind them is not seen yet.
+            # What follows the last places is not read yet.
             stop = len(window) - SIDE if block else len(window)
             if part.kind == "jsonl":  # a line begins where there is a line end before
                 found = window.find(b"\n", SIDE - 1, stop - 1) + 1 or None

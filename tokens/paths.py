@@ -41,8 +41,8 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
     """The files that data.path names: a file, a folder (its texts, at any depth), a glob, a list.
 
     In sorted order for each entry, so that the same folder is always the same text. Links are
-    followed; within an entry each file is named once. `notes` are added to when a folder has files
-    besides, which are not taken.
+    followed; within an entry each file is named once. A note is added to
+    `notes` when a folder has other files, which are skipped.
     Raises DataError when an entry names nothing, or for a folder that cannot be listed.
     """
     files: list[str] = []
@@ -63,7 +63,7 @@ def find_files(path: str | list[str], notes: list[str] | None = None) -> list[st
             if others and notes is not None:
                 files_are = "a file is" if len(others) == 1 else f"{len(others):,} files are"
                 note = (
-                    f"data.path={entry}: {files_are} passed over, such as {others[0].name}; "
+                    f"data.path={entry}: {files_are} skipped, such as {others[0].name}; "
                     f"a folder's texts are *.txt, *.jsonl and *.parquet, a glob takes all"
                 )
                 notes.append(visible(note, keep=""))

@@ -5,7 +5,7 @@ one is done again. When every record is there, they become the manifest. The out
 depend on the number of workers or machines.
 
     DIR/shard_00000_00.bin, shard_00000_00.documents, ...   the shards (tokens/shards.py)
-    DIR/preparing/plan.json, 00000.json, ...                while it goes on
+    DIR/preparing/plan.json, 00000.json, ...                until it is complete
     DIR/manifest.json                                       when it is complete
 """
 
@@ -34,23 +34,23 @@ from tokens.tasks import Recipe, Task, hash_of, make_tasks, record_file, run_tas
 
 
 class Preparation:
-    """A folder of shards in the making."""
+    """The preparation of a folder of shards."""
 
     def __init__(self, files: list[str], folder: Path, text_key: str, recipe: Recipe):
         self.folder = folder
         self.recipe = recipe
-        for file in files:  # rather now than after hours
+        for file in files:  # an error now, not after hours
             if kind_of(file) == "text" and os.path.isfile(file) and not os.path.getsize(file):
                 fix = "leave it out, or give a text of some length"
                 raise DataError("data.path", file, "the file is empty", fix)
         self.tasks = make_tasks(files, text_key, recipe.shard_tokens)
-        # The same texts by name and the same settings: the same preparation. Whether a text has
-        # changed since, each task sees for itself.
+        # The same names of texts and the same settings are the same preparation. Each task checks
+        # whether its texts have changed.
         names = [os.path.basename(file) for file in files]
         self.plan = hash_of([names, text_key, recipe.settings()])
 
     def begin(self) -> bool:
-        """Takes possession of the folder; False when all is done already.
+        """Starts or resumes the preparation in the folder; False when it is complete.
 
         Raises DataError when the folder holds something else.
         """
@@ -64,7 +64,7 @@ class Preparation:
                 raise DataError("out", self.folder, cause, fix)
             entries = self._entries(manifest, self.folder / MANIFEST)
             if missing := [entry.file for entry in entries if not self._whole(entry)]:
-                cause = f"{missing[0]} or its .documents is not whole any more"
+                cause = f"{missing[0]} or its .documents is missing or truncated"
                 raise DataError("out", self.folder, cause, "delete the folder to begin again")
             self._clear_away(manifest)
             return False
@@ -175,7 +175,7 @@ class Preparation:
         progress: Callable[[int], None],
         part: tuple[int, int] = (1, 1),
     ) -> None:
-        """Does these tasks with so many processes; progress(bytes of text so far) now and then."""
+        """Runs these tasks in `workers` processes; calls progress(bytes of text so far)."""
         with self._locked(*part):
             tasks = [task for task in tasks if not self._finished(task)]
             if self._manifest() or not tasks:
@@ -232,8 +232,8 @@ class Preparation:
             min(workers, len(tasks)), context, _begin_worker, (counts, self.folder, self.recipe)
         )
         try:
-            # Ctrl-C reaches all processes; it is for this one to answer it, even while the workers
-            # are being started, which inherit what is blocked here.
+            # Ctrl-C reaches all processes. Only this one handles it: the workers inherit the
+            # blocked signal.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 waiting = {pool.submit(_work, place, task) for place, task in enumerate(tasks)}
@@ -282,7 +282,7 @@ class Preparation:
         )
 
     def _clear_away(self, manifest: dict) -> None:
-        """Removes what the making left, of texts that have changed since perhaps."""
+        """Removes the files of the preparation, and shards of texts that have changed since."""
         ours = {Path(shard["file"]).stem for shard in manifest["shards"]}
         for path, _ in shard_files(self.folder):
             if path.name.split(".")[0] not in ours or ".part-" in path.name:
@@ -307,7 +307,7 @@ def _begin_worker(counts, folder: Path, recipe: Recipe) -> None:
 
 
 def _end_with_parent() -> None:
-    """Leaves when the main process is gone, killed perhaps: nobody waits for the shards."""
+    """Ends the worker when the main process has ended, for example by SIGKILL."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 

@@ -47,7 +47,7 @@ def documents(part: Part) -> Iterator[Iterable[bytes]]:
 
 def encode_part(part: Part, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     """The token ids of a file or part of one, uint16; each document begins with the end-of-text
-    token. One that stands there already is not doubled; a document without a text is none."""
+    token, which is not added where it is there already. A document without a text is skipped."""
     end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
     continues = part.kind == "text" and part.start > 0
     begin = bounds(part)[0] if continues else 0
@@ -140,7 +140,7 @@ def _check_beginning(path: str, raw: bytes) -> None:
 
 
 def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
-    """The texts of the lines; a blank line is passed over."""
+    """The texts of the lines; blank lines are skipped."""
     begin, end = bounds(part)
     with opened(part.path) as file:
         if begin:
@@ -167,7 +167,7 @@ def _json_text(line: bytes, part: Part, offset: int) -> str:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         cause = f"{where} is not JSON ({message_of(error)})"
-        raise DataError("data.path", part.path, cause, "mend it or leave it out") from error
+        raise DataError("data.path", part.path, cause, "correct it or remove it") from error
     text = record.get(part.text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise _no_text(part, record, f"{where} ")
@@ -180,7 +180,7 @@ def _no_text(part: Part, record: object, where: str = "") -> DataError:
     if isinstance(record, dict) and key in record:
         kind = "null" if record[key] is None else f"of type {type(record[key]).__name__}"
         cause = f"{where}has under {key!r} what is {kind}, not a text"
-        return DataError("data.path", part.path, cause, "mend it or leave it out")
+        return DataError("data.path", part.path, cause, "correct it or remove it")
     keys = "no keys"
     if isinstance(record, dict):
         keys = ", ".join(f"{name!r:.60}" for name in itertools.islice(record, 10))
@@ -257,7 +257,7 @@ def row_groups(path: str) -> list[int]:
 
 
 def _hub_rows(part: Part) -> Iterator[Iterable[bytes]]:
-    """The texts of part `start` of `stop`; a hub data set is stored in so many."""
+    """The texts of part `start` of `stop` parts, as the hub stores the data set."""
     rows = hub_data(part.path)
     if part.stop:
         rows = rows.shard(num_shards=part.stop, index=part.start)

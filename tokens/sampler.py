@@ -90,7 +90,7 @@ class StepSampler:
 
 
 def shuffled(places: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """Places of an endless sequence of epochs -> which of n items stands there."""
+    """Places of an endless sequence of epochs -> the one of n items at each place."""
     epochs = places // n
     items = np.empty_like(places)
     for epoch in np.unique(epochs):

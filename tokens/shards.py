@@ -125,8 +125,8 @@ def _shard_files(entry: str) -> list[Path]:
         if MANIFEST in names:
             return [folder / shard.file for shard in read_manifest(folder).shards]
         if os.path.lexists(folder / "preparing" / "plan.json"):
-            fix = "the command that prepares it goes on where it was"
-            raise DataError("data.path", entry, "is not prepared to the end", fix)
+            fix = "rerun the command that prepares it"
+            raise DataError("data.path", entry, "is not completely prepared", fix)
         return each_once(folder / name for name in names if name.endswith(".bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
@@ -185,7 +185,7 @@ def open_shards(
 
 
 def allow_open_files(count: int) -> None:
-    """Asks the system for so many more open files than usual: a mapped one counts as one."""
+    """Raises the limit of open files by `count`: each mapped file is one."""
     if importlib.util.find_spec("resource"):  # not on Windows
         import resource
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from errors import DataError
 
-NO_TOKEN = 2**16 - 1  # fills up a window behind its document's end; no id of GPT-2's
+NO_TOKEN = 2**16 - 1  # padding of a window behind its document's end; no id of GPT-2's
 BLOCK_BYTES = 2**22  # of one checksum
 Checksums = list[tuple[str, list[str]]]  # (file, checksum of each of its blocks)
 
@@ -53,7 +53,7 @@ class TokenStream:
     def gather(self, starts: np.ndarray, size: int) -> np.ndarray:
         """The ids from each start on: (B,) int64 -> (B, N = size), in the stream's own dtype.
 
-        Behind the stream's end stands NO_TOKEN. Raises DataError for an id that the vocabulary
+        Behind the stream's end is NO_TOKEN. Raises DataError for an id that the vocabulary
         does not have, with its place.
         """
         ids = np.empty((len(starts), size), self.dtype)
@@ -101,7 +101,7 @@ class TokenStream:
             name, first_byte = self.names[number]
             where = f"byte {first_byte + local * self.dtype.itemsize}"
         cause = f"id {token} at {where} is beyond the vocabulary of {self.vocab_size}"
-        return DataError("data.path", name, cause, "make the file anew, or use its own tokenizer")
+        return DataError("data.path", name, cause, "create the file again, or use its tokenizer")
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """The stream before a position, and from it on; nothing is copied."""
@@ -129,7 +129,7 @@ class TokenStream:
         return starts
 
     def document_starts(self) -> np.ndarray:
-        """Where documents begin, int64: 0, and wherever else the end-of-text token stands."""
+        """Where documents begin, int64: 0, and every place of the end-of-text token."""
         found = [np.zeros(1, np.int64)]
         for begin, array, known in zip(self.begins, self.arrays, self._starts, strict=False):
             local = known() if known else self._search(array)
@@ -138,7 +138,7 @@ class TokenStream:
         return starts[1:] if len(starts) > 1 and starts[1] == 0 else starts
 
     def _search(self, array: np.ndarray) -> np.ndarray:
-        """Where the end-of-text token stands, looked for a million ids at a time."""
+        """The places of the end-of-text token; a million ids are searched at a time."""
         size, found, mapping = 2**20, [np.zeros(0, np.int64)], _mapping(array)
         for first in range(0, len(array), size):
             found.append(np.flatnonzero(array[first : first + size] == self.end_of_text) + first)

@@ -92,7 +92,7 @@ def _gpt2_encoding() -> tiktoken.Encoding:
 
 
 def bytes_per_token(tokenizer: tiktoken.Encoding, tokens: np.ndarray) -> float:
-    """How many bytes of text one token stands for on average; end-of-text tokens count as none."""
+    """The mean number of bytes of text of a token; end-of-text tokens count as 0 bytes."""
     sizes = np.zeros(tokenizer.n_vocab)
     for token, count in zip(*np.unique(tokens, return_counts=True), strict=True):
         if token != tokenizer.eot_token:
