@@ -107,7 +107,7 @@ def _divided(file: str, size: int, text_key: str, most: int) -> Iterator[tuple[P
             if size >= most or number == len(groups) - 1:
                 yield Part(file, first, number + 1, text_key), size
                 first, size = number + 1, 0
-    elif size <= most or file.endswith(COMPRESSED):
+    elif size <= most or kind not in ("text", "jsonl") or file.endswith(COMPRESSED):
         yield Part(file, text_key=text_key), size
     else:
         bounds = np.linspace(0, size, -(-size // most) + 1).astype(np.int64).tolist()
