@@ -22,8 +22,9 @@ from training.config.command_line import write_out
 from training.config.schema import OptimizerConfig, ParallelConfig
 from training.config.yaml_files import REPOSITORY
 from training.distributed import device as devices
+from training.distributed.build import build_strategy
 from training.distributed.launch import check
-from training.distributed.strategy import Strategy, build_strategy
+from training.distributed.strategy import Strategy
 from training.reporting.machine import git, machine
 
 BATCHES = 4  # used in rotation

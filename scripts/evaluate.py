@@ -112,7 +112,7 @@ def main(settings: EvaluateConfig) -> None:
     from interop.pretrained import load_pretrained
     from tokens.encoding import token_sizes
     from training.distributed import device
-    from training.distributed.strategy import build_strategy
+    from training.distributed.build import build_strategy
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)

@@ -14,6 +14,7 @@ import torch
 from data import Loaded, load_datasets, training_batches
 from errors import DataError, best_effort, exit_code_of, refuse
 from files import clear
+from interop.init_from import initial_weights
 from lens.config import LensConfig
 from lens.snapshots import Lens
 from model import GPT, ModelConfig
@@ -23,7 +24,6 @@ from tokens.tokenizers import bytes_per_token, get_tokenizer
 from training.checkpoint import run_directory
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
-from training.checkpoint.init_from import initial_weights
 from training.checkpoint.resume import (
     Start,
     check_same_settings,
@@ -36,8 +36,9 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.tensors import empty_model, load_optimizer, load_parameters
 from training.config.schema import Config
 from training.distributed import device, launch
+from training.distributed.build import build_strategy
 from training.distributed.restart import remember_run, restarted_run
-from training.distributed.strategy import Strategy, build_strategy
+from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator, Validation
 from training.optim.nonfinite import NonFiniteCheck
 from training.optim.optimizers import build_optimizer

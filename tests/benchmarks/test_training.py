@@ -18,8 +18,8 @@ from errors import ConfigError
 from model import GPT, ModelConfig
 from tokens.mixture import order_of
 from train import train_step
+from training.distributed.build import build_strategy
 from training.distributed.launch import ParallelConfig
-from training.distributed.strategy import build_strategy
 from training.optim.optimizers import OptimizerConfig
 
 TINY = ["model=gpt2-nano", "model.vocab_size=257", "model.context_length=16", "model.emb_dim=16"]

@@ -11,9 +11,9 @@ from helpers.runs import rows, run_command, train_in
 import train
 from errors import CheckpointError, ConfigError
 from interop.huggingface import from_hf, to_hf
+from interop.init_from import positions
 from model import GPT, ModelConfig
 from scripts import export_hf
-from training.checkpoint.init_from import positions
 from training.checkpoint.listing import find
 from training.checkpoint.tensors import load_model
 

@@ -8,9 +8,10 @@ from helpers.refusals import printed_keys, refused
 import train
 from errors import ConfigError, DataError, RunDirectoryError, refuse
 from tokens.checksums import check_same
+from training.distributed.build import build_strategy
 from training.distributed.ddp import DDP
 from training.distributed.launch import ParallelConfig, check
-from training.distributed.strategy import Strategy, build_strategy
+from training.distributed.strategy import Strategy
 from training.reporting.tracker import last_wandb_id
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

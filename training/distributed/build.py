@@ -1,0 +1,31 @@
+"""Builds the distributed strategy of a run: one process, DDP or FSDP."""
+
+from training.config.schema import ParallelConfig
+from training.distributed import device as devices
+from training.distributed.launch import rank_count
+from training.distributed.strategy import Strategy
+
+
+def build_strategy(config: ParallelConfig, device: str, precision: str, seed: int) -> Strategy:
+    """Chooses the device, the precision and the strategy; joins the other ranks.
+
+    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. The checks of launch.py
+    and device.py have found them available.
+    """
+    name = config.strategy
+    if name == "auto":
+        name = "ddp" if rank_count() > 1 else "single"
+    if name != "single" and device == "auto" and devices.best_device() == "mps":
+        device = "cpu"
+    chosen = devices.prepare(device, seed)
+    dtype = devices.DTYPES.get(precision) or devices.best_dtype(chosen)
+    if name == "single":
+        return Strategy(chosen, dtype)
+    # Importing these takes 0.6 s, which one process need not spend.
+    from training.distributed.ddp import DDP
+    from training.distributed.fsdp import FSDP
+
+    if name == "ddp":
+        return DDP(chosen, dtype, timeout=config.timeout)
+    reshard = config.reshard_after_forward
+    return FSDP(chosen, dtype, timeout=config.timeout, reshard_after_forward=reshard)
