@@ -1,6 +1,8 @@
-"""Imports: what can be copied out, and heavy libraries only when they are needed."""
+"""Imports: what can be copied out, no cycles, and heavy libraries only when they are needed."""
 
 import ast
+import graphlib
+import json
 import shutil
 import subprocess
 import sys
@@ -49,3 +51,10 @@ def test_attention_model_and_lens_can_be_copied_out(tmp_path):
         assert roots <= {"torch", "attention"}
     shutil.copytree(REPOSITORY / "lens", tmp_path / "lens")
     assert run_python(COPIED, tmp_path).strip() == "(1, 8, 17)"
+
+
+def test_no_file_imports_itself_through_others(tmp_path):
+    command = [sys.executable, "-m", "tach", "map", "-o", str(tmp_path / "map.json")]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    graph = json.loads((tmp_path / "map.json").read_text())
+    assert "train.py" in list(graphlib.TopologicalSorter(graph).static_order())
