@@ -1,4 +1,4 @@
-"""Checkpoints: what a run needs to go on, as safetensors and JSON. No pickle, read or written.
+"""Checkpoint format and integrity checks: safetensors and JSON. No pickle is read or written.
 
     runs/<name>/checkpoints/step_00000100/model.safetensors      parameters, by the model's names
                                           optimizer.safetensors  moments, momentum
@@ -6,31 +6,27 @@
                                           SHA256SUMS             of the three: sha256sum -c
     runs/<name>/checkpoints/last, best                           links to two of them
 
-How they come to be there whole or not at all: training/checkpoint/saver.py. Here is what they hold,
-how it is checked and read. The main rank writes and reads; the files are the same whatever the
-number of ranks and the way they share the model, so any other may go on from them.
+Each checkpoint is written to a temporary name and renamed (saver.py), so it is complete or absent.
+Rank 0 writes and reads. The files do not depend on the number of ranks or the distributed strategy:
+any other may resume from them.
 """
 
 import hashlib
 import json
 import math
 import re
-import types
-import typing
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, NotRequired, Self
 
 import torch
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors.torch import save_file
+from typing_extensions import TypedDict
 
 from errors import CheckpointError, DamagedCheckpointError, message_of
 from files import open_regular, read_bounded, read_json, sync
-from training.optim.nonfinite import LossSpikes
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT = 3  # of state.json; raised when an older reader would misunderstand
 SUMMED_SINCE = 3  # the format
@@ -39,7 +35,6 @@ FILES = (MODEL, OPTIMIZER, STATE)
 SUMS = "SHA256SUMS"
 OF_MODEL = (MODEL, STATE, SUMS)  # what makes a model, without the moments
 LARGEST_STATE, LARGEST_SUMS = 2**28, 2**12  # bytes
-LARGEST_INT, LARGEST_FLOAT = 2**53, 1e100  # in a state; a float's square is finite
 NAME = re.compile(r"step_(\d{8,})")  # of a checkpoint that was written completely
 
 Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
@@ -54,35 +49,99 @@ def unreadable(file: Path, error: OSError) -> CheckpointError:
     return DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})")
 
 
-@dataclass
-class Scaler:
-    """The loss scale of fp16, as torch.amp.GradScaler.state_dict() has it."""
+def _nonfinite(loss: float) -> float:
+    if math.isfinite(loss):
+        raise ValueError("is too large")
+    return loss
 
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    _growth_tracker: int
+
+# Types of the values in state.json, which may have been changed by anybody.
+Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Number = Annotated[float, Field(strict=True, ge=-1e100, le=1e100)]  # with a finite square
+Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_nonfinite)]  # of skipped steps
+Id = Annotated[str, Field(pattern=r"\A[\w-]{1,128}\Z")]
+
+
+@dataclass
+class Spikes:
+    """LossSpikes of training/optim/nonfinite.py."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    seen: Count = 0
+    mean: Number = 0.0
+    variance: Annotated[Number, Field(ge=0)] = 0.0
+    count: Count = 0
+    recent: Number = 0.0
+
+
+# The loss scale of fp16, as torch.amp.GradScaler.state_dict() has it.
+class Scaler(TypedDict):
+    scale: Number
+    growth_factor: Number
+    backoff_factor: Number
+    growth_interval: Count
+    _growth_tracker: Count
+
+
+class TrainerBefore(TypedDict, total=False):
+    """The settings of the trainer that a resumed run takes from its checkpoint."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+
+    warmup_steps: Count | None
+    eval_every: Count | None
+    eval_windows: Annotated[Count, Field(ge=1)] | None
+    log_every: Annotated[Count, Field(ge=1)] | None
+
+
+class LensBefore(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")
+
+    every: Count | None
+
+
+class SettingsBefore(TypedDict):
+    """The settings of the run; their other values are checked when they are used."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+
+    model: dict
+    data: dict
+    trainer: TrainerBefore
+    lens: NotRequired[LensBefore]
 
 
 @dataclass
 class State:
-    """Where a run stands, besides its tensors."""
+    """The state of a run, besides its tensors: state.json."""
 
-    step: int  # optimizer steps done
-    settings: dict  # the resolved configuration
-    tokens: int = 0  # tokens trained on
-    val_loss: float | None = None  # nats per token, at this step
-    best_loss: float | None = None
-    best_step: int | None = None
-    wandb_id: str | None = None
-    scaler: dict | None = None  # Scaler, with fp16
-    data: list | None = None  # checksums of the tokens: (file, of each block)
-    losses: list | None = None  # of the steps since the last line of the log
-    skipped: int = 0  # steps left out because their gradient was no number
-    skipped_in_a_row: int = 0  # of them, up to this step
-    spikes: dict = field(default_factory=dict)  # LossSpikes, see training/optim/nonfinite.py
-    format: int = FORMAT
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: Count  # optimizer steps done
+    settings: SettingsBefore  # the resolved configuration
+    tokens: Count = 0  # tokens trained on
+    val_loss: Number | None = None  # nats per token, at this step
+    best_loss: Number | None = None
+    best_step: Count | None = None
+    wandb_id: Id | None = None
+    scaler: Scaler | None = None  # with fp16
+    data: list[tuple[str, list[str]]] | None = None  # (file, checksum of each block) of the tokens
+    losses: list[Loss] | None = None  # of the steps since the last row of the log
+    skipped: Count = 0  # steps skipped because the loss or gradient was not finite
+    skipped_in_a_row: Count = 0  # of them, up to this step
+    spikes: Spikes = field(default_factory=Spikes)
+    format: Count = FORMAT
+
+    @classmethod
+    def from_values(cls, values: object) -> Self:
+        """A state from plain values. Raises ValueError, naming the first wrong field."""
+        try:
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"][:3])) or "it"
+            raise ValueError(f"{name}: {first['msg']}") from None
 
 
 def write(folder: Path, tensors: Tensors, state: dict) -> None:
@@ -154,8 +213,7 @@ def load_state(folder: Path) -> State:
         if isinstance(newer, int) and newer > FORMAT:
             fix = "update this repository"
             raise CheckpointError("checkpoint", file, f"of newer format {newer}", fix)
-        state = typed(State, values)
-        _check_values(state)
+        state = State.from_values(values)
         if (found := NAME.fullmatch(folder.name)) and state.step != int(found[1]):
             raise ValueError(f"step is {state.step}")
         return state
@@ -165,62 +223,3 @@ def load_state(folder: Path) -> State:
         raise unreadable(file, error) from error
     except (ValueError, TypeError) as error:
         raise DamagedCheckpointError(file, f"is unreadable ({message_of(error)})") from error
-
-
-def _check_values(state: State) -> None:
-    """Raises TypeError or ValueError, naming the field, for values that no run writes."""
-
-    def need(fits: bool, name: str) -> None:
-        if not fits:
-            raise ValueError(f"wrong value of {name}")
-
-    for loss in state.losses or []:
-        # Those of skipped steps are not finite; of the others the squares are needed.
-        skipped = type(loss) is float and not math.isfinite(loss)
-        need(skipped or (type(loss) in (int, float) and abs(loss) <= LARGEST_FLOAT), "losses")
-    for pair in state.data or []:
-        is_pair = isinstance(pair, list) and [type(value) for value in pair] == [str, list]
-        need(is_pair and all(isinstance(block, str) for block in pair[1]), "data")
-    need(not state.wandb_id or re.fullmatch(r"[\w-]{1,128}", state.wandb_id), "wandb_id")
-    need(typed(LossSpikes, state.spikes, "spikes.").variance >= 0, "spikes.variance")
-    if state.scaler:
-        typed(Scaler, state.scaler, "scaler.")
-    lens, trainer = state.settings.get("lens", {}), state.settings.get("trainer")
-    for group, values in {"lens": lens, "trainer": trainer}.items():
-        need(isinstance(values, dict), f"settings.{group}")
-    for group in ("model", "data"):
-        need(isinstance(state.settings.get(group), dict), f"settings.{group}")
-    # The settings that a run takes from its checkpoint.
-    taken = [("trainer", "warmup_steps", 0), ("trainer", "eval_every", 0), ("lens", "every", 0)]
-    taken += [("trainer", "eval_windows", 1), ("trainer", "log_every", 1)]
-    for group, key, least in taken:
-        value = (lens if group == "lens" else trainer).get(key)
-        fits = value is None or (type(value) is int and least <= value <= LARGEST_INT)
-        need(fits, f"settings.{group}.{key}")
-
-
-def typed(schema: type, values: object, prefix: str = ""):
-    """An instance of a dataclass from plain values of the right types, all of them known.
-
-    Whole numbers are not negative. Raises TypeError, naming prefix + field.
-    """
-    if not isinstance(values, dict):
-        raise TypeError("it is not a JSON object")
-    hints = typing.get_type_hints(schema)
-    if unknown := values.keys() - hints.keys():
-        raise TypeError(f"{prefix}{min(unknown)} is unknown")
-    for place in fields(schema):
-        if place.name not in values:
-            if place.default is MISSING and place.default_factory is MISSING:
-                raise TypeError(f"{prefix}{place.name} is missing")
-            continue
-        value, hint = values[place.name], hints[place.name]
-        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        fits = type(value) in allowed or (type(value) is int and float in allowed)
-        if type(value) is int:
-            fits &= 0 <= value <= LARGEST_INT
-        elif type(value) is float:
-            fits &= abs(value) <= LARGEST_FLOAT  # not for NaN either
-        if not fits:
-            raise TypeError(f"{prefix}{place.name} is {value!r:.40}")
-    return schema(**values)

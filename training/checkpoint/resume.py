@@ -146,7 +146,7 @@ def find_start(
     # Other ranks may not see the directory.
     shared = strategy.broadcast(strategy.on_rank_0(look))
     found, values, in_place, run = shared or (None, None, False, None)
-    state = State(**values) if values else None
+    state = State.from_values(values) if values else None
     resolve_auto(config, state.settings if state else {})
     if state is None:
         return Start(locked=locked)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from errors import AGAINST_DIVERGENCE, DivergedError
-from training.checkpoint.format import State
+from training.checkpoint.format import Spikes, State
 from training.distributed.strategy import Strategy
 from training.optim.nonfinite import LossSpikes, NonFiniteCheck
 
@@ -53,13 +53,13 @@ class Metrics:
         skipped steps at 0, because a setting was changed that may help."""
         in_a_row = 0 if forget_skipped else state.skipped_in_a_row
         self.nonfinite.restore(state.skipped, in_a_row)
-        self.spikes = LossSpikes(**state.spikes)
+        self.spikes = LossSpikes(**dataclasses.asdict(state.spikes))
 
     def store(self, state: State) -> None:
         """Writes what a resumed run needs into the state of a checkpoint; waits for the device."""
         state.losses = list(self.losses())
         self.check_skipped(state)
-        state.spikes = dataclasses.asdict(self.spikes)
+        state.spikes = Spikes(**dataclasses.asdict(self.spikes))
 
     def start(self, losses: list[float] | None = None) -> None:
         """Starts the next row. losses: of the steps since the last row before a resume."""
