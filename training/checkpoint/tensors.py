@@ -22,9 +22,9 @@ from training.checkpoint.format import (
     State,
     Tensors,
     load_state,
-    typed,
     unreadable,
 )
+from training.config.schema import ModelSettings, validate
 from training.optim.optimizers import STATE as KEPT
 from training.optim.optimizers import state_keys
 
@@ -51,16 +51,11 @@ def collect(
 def load_model(folder: Path, device: str | torch.device = "cpu") -> tuple[GPT, State]:
     """The model of a checkpoint that `find` has found, in eval mode, and its state."""
     state = load_state(folder)
-    try:
-        config = typed(ModelConfig, state.settings["model"])
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            "checkpoint",
-            folder,
-            f"its model settings do not fit ({message_of(error)})",
-            "use another",
-        ) from error
-    file = folder / MODEL
+    settings, problems = validate(ModelSettings, state.settings["model"])
+    if problems:
+        reason = f"its model settings do not fit ({problems[0].key}: {problems[0].reason})"
+        raise CheckpointError("checkpoint", folder, reason, "use another one")
+    file, config = folder / MODEL, ModelConfig(**settings.model_dump())
     return model_of(config, read_tensors(file), file, device), state
 
 
