@@ -61,7 +61,7 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     strategy, state = run.strategy, run.state
     strategy.reseed(run.config.seed, state.step)  # dropout is a function of (seed, step, rank)
     mean_loss = 0.0
-    micro_batches = run.next_micro_batches()
+    micro_batches = next(run.batches)
     (targets,) = strategy.all_reduce_sum(sum(count for _, count in micro_batches))
     for number, (tensors, count) in enumerate(micro_batches, start=1):
         input_ids, target_ids = run.data.train.expand(*strategy.to_device(*tensors))  # (B, T)

@@ -15,7 +15,6 @@ import torch
 from data import Loaded
 from errors import DivergedError, best_effort, exit_code_of, format_error
 from model import GPT
-from tokens.batches import split_batch
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
 from training.checkpoint.resume import resume_command
@@ -53,7 +52,8 @@ class Run:
     state: State  # what state.json of a checkpoint holds: step, tokens, best loss
     directory: Path
     data: Loaded
-    batches: Iterator[list[torch.Tensor]]  # this rank's part of each step's batch, as stored
+    # Of each step, this rank's micro-batches: (tensors as stored, number of targets) each.
+    batches: Iterator[list[tuple[Sequence[torch.Tensor], int]]]
     model: GPT  # evaluated, saved and looked into
     trained_model: torch.nn.Module  # the same parameters, possibly wrapped and compiled
     optimizer: torch.optim.Optimizer
@@ -79,11 +79,6 @@ class Run:
         """Whether something that happens every N steps, and at the last one, happens now."""
         step = self.state.step
         return step == self.config.trainer.max_steps or (every > 0 and step % every == 0)
-
-    def next_micro_batches(self) -> list[tuple[Sequence[torch.Tensor], int]]:
-        """This rank's part of the next batch: (tensors as stored, number of targets) each."""
-        size = self.config.trainer.micro_batch_size
-        return split_batch(self.data.train, next(self.batches), size)
 
     def __enter__(self) -> "Run":
         self.signals.phase = "training"

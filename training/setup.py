@@ -6,7 +6,7 @@ its state and receives what it needs as arguments; none of them knows the run.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from interop.init_from import initial_weights
 from lens.config import LensConfig
 from lens.snapshots import Lens
 from model import GPT, ModelConfig
+from tokens.batches import split_batch
 from tokens.checksums import check_same, check_unchanged
 from tokens.mixture import evenly
 from tokens.tokenizers import bytes_per_token, get_tokenizer
@@ -190,8 +191,9 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
 
 def build_batches(
     config: Config, strategy: Strategy, data: Loaded, first_step: int
-) -> Iterator[list[torch.Tensor]]:
-    return training_batches(
+) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
+    """Of each step, this rank's micro-batches: (tensors as stored, number of targets) each."""
+    batches = training_batches(
         data.train,
         config.trainer.batch_size,
         config.seed,
@@ -200,6 +202,8 @@ def build_batches(
         strategy.world_size,
         pin_memory=strategy.device.type == "cuda",
     )
+    size = config.trainer.micro_batch_size
+    return (split_batch(data.train, batch, size) for batch in batches)
 
 
 def build_model(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> GPT:

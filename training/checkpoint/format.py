@@ -59,7 +59,7 @@ def _nonfinite(loss: float) -> float:
 Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Number = Annotated[float, Field(strict=True, ge=-1e100, le=1e100)]  # with a finite square
 Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_nonfinite)]  # of skipped steps
-Id = Annotated[str, Field(pattern=r"\A[\w-]{1,128}\Z")]
+Id = Annotated[str, Field(pattern=r"^[\w-]{1,128}$")]
 
 
 @dataclass
