@@ -192,6 +192,8 @@ def stored_settings(settings: "Config") -> tuple[str, dict] | None:
     if settings.overrides is None:
         return None
     path = settings.trainer.resume
+    if settings.name and is_this_branch(RUNS / settings.name, path):
+        path = RUNS / settings.name
     # Damage is reported when the checkpoint itself is read.
     found = listing.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
     stored = checkpoint.load_state(found).settings
@@ -211,6 +213,8 @@ def find_checkpoint(settings: "Config") -> tuple[Path | None, list["Problem"]]:
     resume, name = settings.trainer.resume, settings.name
     run = RUNS / name if name else None
     has_any = run is not None and listing.has_checkpoint(run)
+    if has_any and is_this_branch(run, resume):
+        resume = "auto"
     if resume not in ("auto", "must", False):
         path = Path(resume).resolve()
         is_copy = listing.is_checkpoint(path) and listing.run_of(path) is None
@@ -235,6 +239,19 @@ def find_checkpoint(settings: "Config") -> tuple[Path | None, list["Problem"]]:
         fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
         return None, [("trainer.resume", "must", "there is nothing to resume", fix)]
     return None, holds_another(run, settings)
+
+
+def is_this_branch(run: Path, resume: str | bool) -> bool:
+    """Whether a run began as a branch of what trainer.resume names: it continues when the same
+    command is rerun, as Slurm does after a requeue."""
+    if not isinstance(resume, str) or resume in ("auto", "must"):
+        return False
+    trainer = (settings_of(run) or {}).get("trainer")
+    return (
+        isinstance(trainer, dict)
+        and trainer.get("resume") == resume
+        and listing.has_checkpoint(run)
+    )
 
 
 def holds_another(run: Path | None, settings: "Config") -> list["Problem"]:
