@@ -99,9 +99,9 @@ def test_reading_an_enlarged_head(shown):
 
     for query, key in ((8, 3), (11, 0), (5, 5)):
         lens.mouse.move(*pages.cell(lens, query, key))
-        looking, looked_at, (weight,) = pages.readout(lens)
-        assert looking == (WORDS[query], query)
-        assert looked_at == (WORDS[key], key)
+        found_query, found_key, (weight,) = pages.readout(lens)
+        assert found_query == (WORDS[query], query)
+        assert found_key == (WORDS[key], key)
         assert weight == pytest.approx(weights[query, key], abs=1 / 255 + 0.0005)
 
     tokens = lens.locator("#text [data-token]")
@@ -279,8 +279,8 @@ def test_two_steps_are_compared(shown):
         pages.assert_drawn(lens, np.sqrt(weights))
     assert compared_steps(lens) == [40, 120]
     lens.mouse.move(*pages.cell(lens, 8, 3, "#map-b"))
-    looking, looked_at, weights = pages.readout(lens)
-    assert (looking, looked_at) == ((" river", 8), (" the", 3))
+    query, key, weights = pages.readout(lens)
+    assert (query, key) == ((" river", 8), (" the", 3))
     true = [a[1, 0, 8, 3], b[1, 0, 8, 3], b[1, 0, 8, 3] - a[1, 0, 8, 3]]
     assert weights == pytest.approx(true, abs=2 / 255 + 0.001)
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NO_NETWORK = REPOSITORY / "tests" / "no_network"  # on PYTHONPATH: blocks connections
-FOLDERS = (".", "training", "training/*", "tokens", "lens", "inference", "interop", "scripts")
-SOURCES = sorted(
-    path for folder in (*FOLDERS, "benchmarks") for path in REPOSITORY.glob(f"{folder}/*.py")
-)
+FOLDERS = (".", "training", "training/*", "tokens", "lens", "lens/*", "inference", "interop")
+FOLDERS += ("scripts", "benchmarks")
+SOURCES = sorted(path for folder in FOLDERS for path in REPOSITORY.glob(f"{folder}/*.py"))
 
 # Settings of a run that takes a second: two layers of two heads over bytes.
 TINY = (

@@ -117,7 +117,7 @@ def pixels(canvases):
 
 
 def tint(lens):
-    """The colour of cells that a token cannot look at."""
+    """The colour of masked cells."""
     html = lens.locator("html")
     pair = html.evaluate("node => getComputedStyle(node).getPropertyValue('--tint')")
     hexes = dict(zip(("light", "dark"), re.findall("#(......)", pair), strict=True))

@@ -83,7 +83,7 @@ def test_the_table_has_every_statistic_in_order_and_leaves_out_the_undefined(tmp
     assert written == [[str(value) for value in line] for line in rows]
 
 
-def test_halfway_is_the_first_look_past_half_of_the_change(tmp_path):
+def test_halfway_is_the_first_snapshot_past_half_of_the_change(tmp_path):
     for values, halfway in (
         ((0.25, 0.5, 0.625, 1), 20),  # half of the change, reached; not half of the value
         ((0, 0.9, 0.1, 0.8), 10),  # the first time counts

@@ -103,7 +103,7 @@ def test_prompts():
         assert len(lens_on("x", **without).prompts) == 1
 
 
-def test_steps_of_looks():
+def test_steps_of_snapshots():
     usual = [(None, 120, [0, 40, 80, 120]), (None, 2000, [*range(0, 2001, 100)])]
     for every, max_steps, snapshots in [(40, 100, [0, 40, 80, 100]), *usual]:
         lens = lens_on("x", every=every)
@@ -134,7 +134,7 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, rep
         assert drawn == steps
 
 
-def test_files_and_numbers_of_a_look(tmp_path):
+def test_files_and_numbers_of_a_snapshot(tmp_path):
     folder = tmp_path / "attention"
     lens = lens_on("the bank", "<b>$x$ & \u202e\x00 ß 漢字</b>", every=7, layers=[1], max_tokens=9)
     snapshot = lens.snapshot(model_at(7), 7, 100, folder, run_name="mine")
@@ -298,7 +298,7 @@ def result(run):
 
 
 def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_path, monkeypatch):
-    """Dropout on; the model that is looked into is not the one that may be compiled."""
+    """Dropout on; the model of snapshots is not the one that may be compiled."""
     losses, expected = result(make_run("model.dropout=0.1", "name=without"))
     for name in ("with", "failing"):
         run = watched_run(make_run, f"name={name}", "lens.layers=[1]")

@@ -117,7 +117,7 @@ def random_states():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_looking_changes_nothing(training):
+def test_a_snapshot_changes_nothing(training):
     """Random states, mode, parameters, gradients and what the model computes: all as before."""
     model = byte_model(dropout=0.5).train(training)
     ids = torch.tensor([text_prompt().token_ids])

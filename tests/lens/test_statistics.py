@@ -14,14 +14,14 @@ from lens.statistics import STATISTICS, measure, uniform_attention
 T, P = 21, 10  # number of tokens, [BOS] + R + R, and length of R, random tokens that repeat
 
 
-def looking(at):
-    """One head, (1, T, T), whose token q looks at token at(q) alone."""
+def attending(at):
+    """One head, (1, T, T), whose query q attends to key at(q) alone."""
     return torch.eye(T)[[at(q) for q in range(T)]][None]
 
 
 def back(n):
     """Looks n tokens back; the first ones, which cannot, at themselves."""
-    return looking(lambda q: q - n if q >= n else q)
+    return attending(lambda q: q - n if q >= n else q)
 
 
 def random_weights(num_heads, num_tokens, seed):
@@ -53,9 +53,9 @@ PATTERNS = {
     "uniform": (uniform_attention(T), UNIFORM),
     "itself": (back(0), (0, 0, 0, 1, 0, 0, 0)),
     "previous": (back(1), (0, 20 / 21, 1 / 20, 0, 1, 0, 0)),
-    # Token 0 precedes token 1 alone; induction and duplicate count looks at tokens 1 to P + 1.
-    "first": (looking(lambda q: 0), (0, 10, 1, 0, 1 / 20, 0, 0)),
-    # Queries from 9 on look 9 back: 12 of them; 8 of the 20 after the first look at themselves.
+    # Token 0 precedes token 1 alone; induction and duplicate count weight on tokens 1 to P + 1.
+    "first": (attending(lambda q: 0), (0, 10, 1, 0, 1 / 20, 0, 0)),
+    # Queries from 9 on attend 9 back: 12 of them; the other 8 of 20 attend to themselves.
     "induction": (back(P - 1), (0, 9 * 12 / 21, 1 / 20, 8 / 20, 0, 1, 0)),
     "duplicate": (back(P), (0, 10 * 11 / 21, 1 / 20, 9 / 20, 0, 0, 1)),
 }
