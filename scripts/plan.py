@@ -10,15 +10,15 @@ training/planning/devices.py has a figure for the device, else assumed, and prin
 """
 
 import dataclasses
-import difflib
 import math
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from datetime import timedelta
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from errors import NO_VALUE, ConfigError, Problem, UnknownSetting, refuse
+from errors import ConfigError, UnknownSetting, refuse
 from training.config import Config, compose
 from training.config.command_line import (
     OutFile,
@@ -28,9 +28,10 @@ from training.config.command_line import (
     show_help,
     write_out,
 )
-from training.config.other_names import same_purpose
-from training.config.schema import AboveZero, NonNegative, Positive, rejected
+from training.config.other_names import nearest, unknown_key
+from training.config.schema import AboveZero, NonNegative, Positive
 from training.config.stored import complete
+from training.distributed.launch import check_ranks
 from training.planning import memory
 from training.planning.devices import ASSUMED_UTILISATION, KINDS, WORTH_COMPILING, Kind
 
@@ -41,7 +42,9 @@ class PlanConfig(ScriptConfig):
     """python -m scripts.plan [SETTING OF train.py ...] [KEY=VALUE ...]"""
 
     devices: Positive = Field(1, description="number of devices, one rank on each")
-    kind: str = Field("h100", description=f"kind of device: {', '.join(KINDS)}")
+    kind: Literal["b200", "h200", "h100", "a100", "a100-40gb", "l40s", "l4", "rtx4090", "cpu"] = (
+        Field("h100", description=f"kind of device: {', '.join(KINDS)}")
+    )
     tokens: AboveZero | None = Field(
         None, description="tokens to train on; null: trainer.max_steps times the batch"
     )
@@ -52,15 +55,6 @@ class PlanConfig(ScriptConfig):
         None, description="US dollars per device and hour; null: a round figure"
     )
     out: OutFile = Field("", description="a JSON file for all figures")
-
-    @field_validator("kind")
-    @classmethod
-    def _is_known(cls, kind: str) -> str:
-        if kind not in KINDS:
-            near = difflib.get_close_matches(kind.lower(), KINDS, n=1)
-            hint = f"did you mean kind={near[0]}?" if near else f"use one of {', '.join(KINDS)}"
-            raise rejected("no such kind of device", hint)
-        return kind
 
 
 @dataclass(frozen=True)
@@ -123,8 +117,6 @@ def flops_per_token(settings: Config) -> float:
 def job_of(settings: Config, plan: PlanConfig) -> Job:
     """The job of these settings, with the largest micro-batch that fits where trainer.
     micro_batch_size is null or auto. Raises ConfigError as training would."""
-    from training.distributed.launch import check_ranks  # imports torch
-
     trainer, kind = settings.trainer, KINDS[plan.kind]
     strategy = settings.parallel.strategy
     if strategy == "auto":
@@ -246,13 +238,6 @@ def rounded(number: float) -> str:
     return f"{round(number, places):,.{max(0, places)}f}"
 
 
-def duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{rounded(seconds / size)} {unit}"
-    return f"{rounded(seconds)} seconds"
-
-
 PARTS = {
     "weights": "fp32",
     "gradients": "fp32",
@@ -265,17 +250,11 @@ PARTS = {
     "slack": "lost by the allocator",
     "libraries": "the process without a model",
 }
-MOMENTS = {
-    "loss": "when the loss is computed",
-    "head": "when the backward begins",
-    "last block": "when the backward is in the last block",
-    "end": "when the backward ends",
-}
 
 
 def memory_lines(job: Job, plan: dict) -> list[str]:
     needed = plan["memory"]
-    lines = [f"{'Memory of a device, ' + MOMENTS[needed['moment']]:<68}{'GB':>8}"]
+    lines = [f"{'Peak memory of a device':<68}{'GB':>8}"]
     sharded = ("weights", "optimizer") if job.strategy == "fsdp" else ()
     for name, words in PARTS.items():
         if needed[name] > 0:
@@ -299,6 +278,7 @@ def text_of(job: Job, plan: dict) -> str:
     """The plan as text, at most 100 columns wide."""
     model, length = job.settings.model, job.settings.data.max_length
     batch, steps = plan["batch_size"], plan["tokens"] / (plan["batch_size"] * length)
+    time = timedelta(seconds=round(plan["seconds"]))
     how = [job.strategy, job.precision, "compiled" if job.compiled else "not compiled"]
     how += ["activation checkpointing"] if job.checkpointing else []
     lines = [
@@ -315,8 +295,7 @@ def text_of(job: Job, plan: dict) -> str:
         lines += [
             f"Speed    {rounded(plan['tokens_per_second'])} tokens/s with "
             f"utilisation={plan['utilisation']:.2f} ({plan['utilisation_source']})",
-            f"Time     {duration(plan['seconds'])} for {plan['tokens']:,.0f} tokens, "
-            f"{steps:,.0f} steps",
+            f"Time     {time} for {plan['tokens']:,.0f} tokens, {steps:,.0f} steps",
             f"Cost     ${rounded(plan['cost'])} at ${plan['price']:.2f} per device and hour",
             "",
         ]
@@ -334,13 +313,10 @@ def text_of(job: Job, plan: dict) -> str:
 
 def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     """The settings of training and those of the plan; ConfigError with the problems of both."""
-    own = set(PlanConfig.model_fields)
-    mine = [text for text in arguments if text.partition("=")[0] in own]
+    own = list(PlanConfig.model_fields)
+    mine = [text for text in arguments if text.startswith("-") or text.partition("=")[0] in own]
     others = [text for text in arguments if text not in mine]
     problems, settings, plan = [], None, None
-    for option in [text for text in others if text.startswith("-")]:
-        others.remove(option)
-        problems.append((option, NO_VALUE, "no such option", "see --help"))
     try:
         plan = parse(PlanConfig, mine)
     except ConfigError as error:
@@ -348,7 +324,9 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     try:
         settings = of_training(others)
     except ConfigError as error:
-        problems += [_own_key(problem, own) for problem in error.problems]
+        for problem in error.problems:
+            meant = isinstance(problem, UnknownSetting) and nearest(problem.key, own)
+            problems.append(unknown_key(problem.key, problem.value, own) if meant else problem)
     refuse(problems)
     return settings, plan
 
@@ -366,16 +344,6 @@ def of_training(overrides: list[str]) -> Config:
 
         settings, _ = complete(settings, *stored_settings(settings))
     return settings
-
-
-def _own_key(problem: Problem, own: set[str]) -> Problem:
-    """A misspelt key of the plan's own gets one of those as its hint, not one of training's."""
-    key, value, reason, _ = problem
-    found = same_purpose(key, sorted(own))
-    near = [found[0]] if found else difflib.get_close_matches(key, sorted(own), n=1, cutoff=0.7)
-    if isinstance(problem, UnknownSetting) and near:
-        return Problem(key, value, reason, f"did you mean {near[0]}?")
-    return problem
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -35,6 +34,7 @@ from training.config.compose import compose, register_resolver
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
+from training.reporting.sweep import run_job
 
 # The options of hydra.main; unknown ones are refused before Hydra starts.
 FLAGS = "-h/--help --hydra-help --version -r/--run -m/--multirun -sc/--shell-completion --resolve"
@@ -50,14 +50,6 @@ OTHER_RANKS = {
 MOST_VALUES = 1000  # of one swept setting that are checked before the sweep starts
 
 
-class JobError(Exception):
-    """The error of one job of a sweep, which has been printed already."""
-
-    def __init__(self, exit_code: int):
-        super().__init__(exit_code)
-        self.exit_code = exit_code
-
-
 def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     """Makes run(config) a Hydra application whose errors are one line each."""
 
@@ -65,13 +57,17 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     def task(values: DictConfig) -> object:
         register_resolver()  # a launcher may have started this process
         hydra_config = HydraConfig.get()
-        with _job_errors(hydra_config), errors_in_one_line(debug=values.get("debug") is True):
+
+        def config_of_job() -> Config:
             keys = [text.partition("=")[0].lstrip("+") for text in hydra_config.overrides.task]
             config, problems = config_from(OmegaConf.to_container(values, resolve=True), keys)
             refuse(problems)
-            if hydra_config.mode == RunMode.MULTIRUN and config.name is None:
-                config.name = f"{Path(hydra_config.sweep.dir).name}_{hydra_config.job.num}"
-            return run(config)
+            return config
+
+        if hydra_config.mode == RunMode.MULTIRUN:
+            return run_job(hydra_config, config_of_job, run)
+        with errors_in_one_line(debug=values.get("debug") is True):
+            return run(config_of_job())
 
     @functools.wraps(run)
     def main() -> None:
@@ -91,17 +87,6 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _job_errors(hydra_config: DictConfig) -> Iterator[None]:
-    """In a sweep, where SystemExit would end the other jobs too, a failed job raises JobError."""
-    try:
-        yield
-    except SystemExit as stopped:
-        if hydra_config.mode != RunMode.MULTIRUN or stopped.code in (None, 0, 130, 143):
-            raise
-        raise JobError(stopped.code) from None
-
-
-@contextlib.contextmanager
 def _arguments_of_hydra(options: argparse.Namespace) -> Iterator[None]:
     """sys.argv as Hydra takes it, options first; its errors become ConfigError."""
     before, full_error = sys.argv[:], os.environ.get("HYDRA_FULL_ERROR")
@@ -115,8 +100,6 @@ def _arguments_of_hydra(options: argparse.Namespace) -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
         yield
-    except JobError as error:
-        sys.exit(error.exit_code)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if isinstance(error, ClearheadError):
             raise

@@ -1,8 +1,8 @@
 """The plan of a run: arithmetic by hand, the measured utilisation, the command."""
 
-import dataclasses
 import functools
 import json
+import typing
 from statistics import median
 
 import pytest
@@ -28,8 +28,8 @@ def figures(*arguments) -> dict:
 
 
 def test_flops_are_those_of_the_model():
-    model, settings = tiny_model(), job().settings
-    settings = dataclasses.replace(settings, model=model.config)
+    model = tiny_model()
+    settings = job().settings.model_copy(update={"model": model.config})
     length = settings.data.max_length
     assert plan.flops_per_token(settings) == model.flops_per_token(length)
 
@@ -143,6 +143,7 @@ def test_mistakes(in_process, tmp_path):
 
 def test_kinds_are_plausible():
     """A wrong digit in the table would change these ratios."""
+    assert typing.get_args(plan.PlanConfig.model_fields["kind"].annotation) == tuple(KINDS)
     for name, kind in KINDS.items():
         assert 2 <= kind.flops / kind.fp32 <= 30
         if name != "cpu":
