@@ -241,8 +241,10 @@ def draw(rows: list[dict], names: list[str], metric: str) -> bytes:
             _draw_ends(axes[1], rows, varied, colours)
             axes[1].set_xlabel(heading(varied, names))
             axes[1].set_ylabel(f"{label} at the end")
+        low, high = limits(rows)
         for axis in axes:
-            axis.set_ylim(*limits(rows))
+            bottom, top = axis.get_ylim()
+            axis.set_ylim(max(bottom, low), min(top, high))
         title = _plain(", ".join(heading(name, names) for name in names))
         figure.legend(loc="outside right upper", fontsize=9, title=title)
         picture = io.BytesIO()
