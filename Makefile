@@ -13,7 +13,7 @@ MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/i
     tests/training/distributed/test_ranks.py
 
 # What the type checker checks with its preset `default`; the rest has `basic`.
-STRICT := tests/budgets.py lens
+STRICT := tests/budgets.py lens model.py attention.py inference interop
 
 .PHONY: train test campaign extras audit lint format clean
 

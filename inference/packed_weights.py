@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import MultiHeadAttention
-from model import GPT
+from model import GPT, Block
 
 
 def pack_weights(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool = False) -> GPT:
@@ -31,26 +31,29 @@ def pack_weights(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool
     pack = on_cpu and not to_compile and can_pack(dtype)
     linear = functools.partial(PackedLinear, rows=rows) if pack else Linear
     for block in model.blocks:
+        assert isinstance(block, Block)
         attn, mlp = block.attn, block.mlp
         parts = [attn.W_query, attn.W_key, attn.W_value]
         weight = torch.cat([part.weight for part in parts])  # (3 C, C)
         has_bias = attn.W_query.bias is not None
         bias = torch.cat([part.bias for part in parts]) if has_bias else None  # (3 C,)
-        attn.W_query = attn.W_key = attn.W_value = None
-        attn.W_qkv = linear(weight, bias)
-        attn.project = functools.partial(_project, attn)
+        del attn.W_query, attn.W_key, attn.W_value
+        attn.W_qkv = W_qkv = linear(weight, bias)
+        attn.project = functools.partial(_project, attn, W_qkv)
         for module, name in ((attn, "out_proj"), (mlp, "fc"), (mlp, "out_proj")):
             layer = getattr(module, name)
             setattr(module, name, linear(layer.weight, layer.bias))
-    model.head = linear(model.token_emb.weight, None)  # the embedding keeps its own matrix
-    model.logits = model.head.forward  # a module of this name would not replace the method
+    model.head = head = linear(model.token_emb.weight, None)  # the embedding keeps its matrix
+    model.logits = head.forward  # a module of this name would not replace the method
     return model
 
 
-def _project(attn: MultiHeadAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _project(
+    attn: MultiHeadAttention, W_qkv: nn.Module, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """MultiHeadAttention.project with one product: x (B, T, C) -> queries, keys and values,
     (B, H, T, D) each."""
-    queries, keys, values = attn.W_qkv(x).chunk(3, dim=-1)  # (B, T, C) each
+    queries, keys, values = W_qkv(x).chunk(3, dim=-1)  # (B, T, C) each
     return attn.split_heads(queries), attn.split_heads(keys), attn.split_heads(values)
 
 

@@ -50,7 +50,7 @@ OUTSIDE = {
 PROJECTIONS = ("W_query", "W_key", "W_value")  # their order inside c_attn
 
 # What a GPT-2 config.json must have (or leave to its default) for our model to compute the same.
-REQUIRED = {
+REQUIRED: dict[str, object] = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",  # the tanh form
     "layer_norm_epsilon": 1e-5,
@@ -238,7 +238,8 @@ def _is_plain(value: object) -> bool:
     """Whether it is a tensor of numbers (or a mask) whose storage is complete."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8)
     return (
-        type(value) in (Tensor, torch.nn.Parameter)
+        isinstance(value, Tensor)
+        and type(value) in (Tensor, torch.nn.Parameter)
         and value.layout == torch.strided
         and value.device.type == "cpu"
         and value.dtype in dtypes

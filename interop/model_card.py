@@ -56,7 +56,7 @@ def model_card(pretrained: PretrainedModel, bits_per_byte: float | None = None) 
     of = f" of {config.context_length:,}" if pretrained.window < config.context_length else ""
     biases = "" if config.qkv_bias else " Its queries, keys and values have no biases: zeros here."
     rows = figures(pretrained, bits_per_byte)
-    run = state and run_of(pretrained.folder)
+    run = run_of(pretrained.folder) if state else None
     return CARD.format(
         base=f'base_model: "{name}"\n' if of_hub else "",
         new=max(1, min(40, pretrained.window - 8)),
@@ -95,7 +95,8 @@ def figures(pretrained: PretrainedModel, bits_per_byte: float | None) -> dict[st
         }
         for group, keys in wanted.items():
             values = state.settings.get(group)
-            for key in keys if isinstance(values, dict) else ():
+            values = values if isinstance(values, dict) else {}
+            for key in keys:
                 value = values.get(key)
                 is_place = key in ("path", "init_from")
                 found[f"`{group}.{key}`"] = bare(value) if is_place else value

@@ -61,8 +61,9 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
         ours = ours if isinstance(ours, dict) else {}
         name, window = ours.get("tokenizer"), ours.get("window")
         given = f"its {CONFIG} has under {OURS} tokenizer {name!r:.40} and window {window!r:.40}"
-    known = isinstance(name, str) and name in TOKENIZERS
-    if not known or type(window) is not int or not 1 <= window <= context:
+    if not isinstance(name, str) or name not in TOKENIZERS:
+        raise CheckpointError(key, path, given, "use another one")
+    if type(window) is not int or not 1 <= window <= context:
         raise CheckpointError(key, path, given, "use another one")
     if vocab_size < (needed := TOKENIZERS[name]):
         reason = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"

@@ -101,9 +101,11 @@ def bits_per_byte(pretrained: "PretrainedModel") -> float | None:
     from training.checkpoint.listing import run_of
     from training.reporting.report import read_rows
 
-    run = pretrained.state and run_of(pretrained.folder)
-    for row in read_rows(run / "metrics.jsonl") if run else ():
-        if row["step"] == pretrained.state.step and "val/bits_per_byte" in row:
+    state, run = pretrained.state, run_of(pretrained.folder)
+    if state is None or run is None:
+        return None
+    for row in read_rows(run / "metrics.jsonl"):
+        if row["step"] == state.step and "val/bits_per_byte" in row:
             return row["val/bits_per_byte"]
     return None
 
