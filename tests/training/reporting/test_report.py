@@ -183,14 +183,9 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
     assert "name: long" in write_report(folder).read_text()
     monkeypatch.setattr(report, "MAX_CONFIG", 10)
     assert "name: long" not in write_report(folder).read_text()
+    pages = ["attention/step_0.html"]
     for make in SPECIAL_FILES.values():
-        for name in (
-            "run.json",
-            "metrics.jsonl",
-            "samples.jsonl",
-            "config.yaml",
-            "attention/step_0.html",
-        ):
+        for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", *pages):
             make(folder / name)
         with not_waiting():
             assert write_report(folder).stat().st_size < 100_000
