@@ -16,8 +16,12 @@ import time
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 from pydantic import Field, field_validator
 
+from tokens.encoding import character_end
+from tokens.shards import ShardWriter
+from tokens.tokenizers import get_tokenizer
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from training.config.schema import DataConfig, Name, Positive, rejected
 from training.config.yaml_files import REPOSITORY
@@ -56,9 +60,6 @@ def main(settings: BenchmarkConfig) -> None:
 
 def tokenizing(settings: BenchmarkConfig, folder: Path) -> dict:
     """Megabytes per second: one call of tiktoken and file to shards with all cores, alternating."""
-    from tokens.encoding import character_end
-    from tokens.tokenizers import get_tokenizer
-
     most = min(settings.megabytes * 10**6, os.path.getsize(settings.text))
     with open(settings.text, "rb") as file:
         raw = file.read(most + 4)
@@ -118,11 +119,8 @@ def resident(pid: int | str) -> float:
 
 def loader(folder: Path) -> dict:
     """Tokens a second of 10,000 batches of 64 windows of 1,024 tokens, in training's order."""
-    import numpy as np
-
     from data import load_datasets, training_batches
     from tokens.mixture import order_of
-    from tokens.shards import ShardWriter
 
     shard = folder / "loader" / "shard.bin"
     shard.parent.mkdir()

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
 
 from errors import ConfigError, visible
 from training.config.command_line import ScriptConfig, settings_command
 from training.config.schema import Count, Name, Paths, Positive, rejected
+from training.reporting.console import rich_console
 
 
 class SourceConfig(BaseModel):
@@ -142,16 +145,6 @@ class Progress:
     """Megabytes, speed and time left: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, total: int):
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.progress import Progress as Bar
-
-        from training.reporting.console import rich_console
-
         self.total, self.done, self.told = total, 0, time.monotonic()
         self.bar = None
         console = rich_console()

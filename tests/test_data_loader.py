@@ -17,8 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from data import GPTDatasetV1, training_batches
-from tokens.batches import read_ahead, split_batch
+from data import GPTDatasetV1, read_ahead, split_batch, training_batches
 from tokens.mixture import MixedDataset, order_of
 from tokens.sampler import WindowOrder
 from tokens.stream import TokenStream

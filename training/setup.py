@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from data import Loaded, load_datasets, training_batches
+from data import Loaded, load_datasets, split_batch, training_batches
 from errors import DataError, best_effort, exit_code_of, refuse
 from files import clear
 from interop.init_from import initial_weights
 from lens.config import LensConfig
 from lens.snapshots import Lens
 from model import GPT, ModelConfig
-from tokens.batches import split_batch
 from tokens.checksums import check_same, check_unchanged
 from tokens.mixture import evenly
 from tokens.tokenizers import bytes_per_token, get_tokenizer

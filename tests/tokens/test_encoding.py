@@ -25,14 +25,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from errors import DataError
 from tokens import END_OF_TEXT
 from tokens import encoding as module
-from tokens.encoding import (
-    CUT,
-    StreamEncoder,
-    byte_pair_encode,
-    character_end,
-    find_cut,
-    text_blocks,
-)
+from tokens.encoding import CUT, StreamEncoder, character_end, find_cut, text_blocks
 from tokens.gigatoken_engine import Gigatoken
 from tokens.tokenizers import get_tokenizer
 
@@ -269,7 +262,9 @@ def test_byte_pair_encoding_is_tiktokens(text, name):
     tokenizer = get_tokenizer(name)
     for word in {match.group() for match in regex.finditer(r50k_pat_str, text)}:
         if len(word) < 100:
-            assert byte_pair_encode(word.encode(), tokenizer) == tokenizer.encode_ordinary(word)
+            assert module.byte_pair_encode(word.encode(), tokenizer) == tokenizer.encode_ordinary(
+                word
+            )
 
 
 def test_the_engine_that_is_used(monkeypatch):
