@@ -33,3 +33,7 @@ def test_example(title, tmp_path):
                 subprocess.run([sys.executable, *arguments], cwd=copy, check=True)
                 commands += 1
     assert commands
+
+
+def test_there_are_five_examples():
+    assert len(EXAMPLES) == 5
