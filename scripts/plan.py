@@ -258,7 +258,11 @@ def memory_lines(job: Job, plan: dict) -> list[str]:
     sharded = ("weights", "optimizer") if job.strategy == "fsdp" else ()
     for name, words in PARTS.items():
         if needed[name] > 0:
-            words = words if isinstance(words, str) else words[job.settings.optimizer.name]
+            words = (
+                words
+                if isinstance(words, str)
+                else words.get(job.settings.optimizer.name, words["adamw"])
+            )
             words += f", 1/{job.devices} of them" if name in sharded else ""
             lines.append(f"  {name:<13} {words:<52}{gigabytes(needed[name]):>8}")
     verdict = "fits" if plan["fits"] else "does NOT fit"

@@ -15,31 +15,30 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 TRUNK = ("train.py", "model.py", "attention.py", "data.py")
-# What a reader opens to follow one training step on a CPU, in the order of the calls.
+# The files whose functions compute or move data in one training step on a CPU, in the order of the
+# calls. The profiler, the metrics and the dataclass of the run are called too, and left out.
 STEP = (
     "train.py",
-    "tokens/sampler.py",
-    "data.py",
+    "tokens/batches.py",
+    "tokens/windows.py",
     "training/distributed/strategy.py",
-    "training/distributed/device.py",
     "model.py",
     "attention.py",
     "training/ops/cpu.py",
     "training/ops/cross_entropy.py",
+    "training/optim/schedule.py",
     "training/optim/nonfinite.py",
-    "training/optim/optimizers.py",
-    "training/reporting/metrics.py",
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # what is measured: (target, limit)
 BUDGETS = {
-    "all": (12_500, 19_455),
-    "train + model + attention + data": (1_200, 1_979),
-    "command line, schema, validation": (600, 2_037),
-    "largest file": (400, 836),
-    "longest function": (60, 117),
-    "imports inside functions": (40, 200),
-    "files to follow one training step": (6, 12),
+    "all": (12_500, 18_700),
+    "train + model + attention + data": (1_200, 1_200),
+    "command line, schema, validation": (600, 1_581),
+    "largest file": (400, 513),
+    "longest function": (60, 65),
+    "imports inside functions": (40, 64),
+    "files to follow one training step": (6, 10),
 }
 
 

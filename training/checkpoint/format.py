@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, NotRequired, Self
 
 import torch
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from safetensors.torch import save_file
 from typing_extensions import TypedDict
 
@@ -84,10 +84,9 @@ class Scaler(TypedDict):
     _growth_tracker: Count
 
 
+@with_config(ConfigDict(extra="allow"))
 class TrainerBefore(TypedDict, total=False):
     """The settings of the trainer that a resumed run takes from its checkpoint."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")
 
     warmup_steps: Count | None
     eval_every: Count | None
@@ -95,16 +94,14 @@ class TrainerBefore(TypedDict, total=False):
     log_every: Annotated[Count, Field(ge=1)] | None
 
 
+@with_config(ConfigDict(extra="allow"))
 class LensBefore(TypedDict, total=False):
-    __pydantic_config__ = ConfigDict(extra="allow")
-
     every: Count | None
 
 
+@with_config(ConfigDict(extra="allow"))
 class SettingsBefore(TypedDict):
     """The settings of the run; their other values are checked when they are used."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")
 
     model: dict
     data: dict
