@@ -1,21 +1,30 @@
 """What one process can check of training on several ranks: settings, the launcher's environment and
 seeds. test_ranks.py starts real ranks."""
 
+import datetime
+from pathlib import Path
+
 import pytest
 import torch
+from helpers import TINY
+from helpers.ranks import last
 from helpers.refusals import printed_keys, refused
+from helpers.runs import train_in
 
 import train
 from errors import ConfigError, DataError, RunDirectoryError, refuse
 from tokens.checksums import check_same
+from training.checkpoint.resume import continue_after_restart
+from training.config import compose
 from training.distributed.build import build_strategy
 from training.distributed.ddp import DDP
 from training.distributed.launch import ParallelConfig, check
+from training.distributed.restart import remember_run
 from training.distributed.strategy import Strategy
 from training.reporting.tracker import last_wandb_id
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LAUNCHERS += ("SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RESTART_COUNT")
+LAUNCHERS += ("SLURM_STEP_NUM_TASKS", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +135,32 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank():
     first = [drawn(*case) for case in cases]
     assert [drawn(*case) for case in reversed(cases)] == first[::-1]
     assert len(set(first)) == len(cases)
+
+
+def test_a_restarted_run_continues_whatever_the_command_says(launched, text_file):
+    """torchrun's store, here a store of this process, knows what the ranks began before."""
+    run = train_in(Path(), *TINY, "name=old")
+    limit = datetime.timedelta(seconds=30)
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, timeout=limit)
+    launched(2, MASTER_PORT=store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    strategy = Strategy(torch.device("cpu"), torch.float32)
+    path = f"trainer.resume={last(run, 4)}"
+    commands = ((), ("trainer.resume=false",), ("name=other", "trainer.resume=must"))
+
+    def continued(*typed):
+        config = compose([*TINY, *typed])
+        continue_after_restart(config, strategy)
+        return config.name, str(config.trainer.resume)
+
+    assert continued() == (None, "auto")
+    assert continued(path, "name=new") == ("new", str(last(run, 4)))
+    remember_run("runs/new")  # which has no checkpoint yet
+    assert [continued(*typed) for typed in commands] == [("new", "auto")] * 3
+    assert continued(path, "name=new") == ("new", str(last(run, 4)))
+    remember_run(str(run))
+    assert continued(path) == (None, str(run))
+    launched(1)  # one process is not recorded
+    assert continued("trainer.resume=must") == (None, "must")
 
 
 def test_the_newest_wandb_run_is_the_one_to_resume(tmp_path):
