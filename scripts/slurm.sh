@@ -3,14 +3,15 @@
 #
 #   sbatch --nodes=2 --gpus-per-node=8 scripts/slurm.sh name=big model=gpt2-xl parallel=fsdp ...
 #
-# The arguments are those of train.py; name= is needed, so that the run goes on after it was cut
-# off. Options of sbatch go before the script and win over those below. Each machine runs one
-# torchrun, which starts a process for each of its GPUs (PROCESSES= sets another number, as for
-# machines without). A process that dies is started anew with all others, from the last checkpoint,
-# up to RESTARTS times. Before the time limit, and when Slurm preempts the job, training saves and
-# stops, and the job is put back into the queue. The environment (venv, modules) is that of the
-# shell that calls sbatch. Give --exclusive or --cpus-per-task= too: some clusters lend one core
-# else. Machines need to see the same folder, or at least the same data; the first one writes.
+# The arguments are those of train.py. name= is needed: a requeued job resumes the run of that name.
+# Do not give trainer.resume=PATH: a requeued job would start from that path again and be refused.
+# Options of sbatch go before the script and override those below. Each machine runs one torchrun,
+# which starts a process for each of its GPUs (PROCESSES= sets another number, as for machines
+# without GPUs). When a process dies, torchrun restarts all of them from the last checkpoint, up to
+# RESTARTS times. Before the time limit, and when Slurm preempts the job, training saves and stops,
+# and the job is requeued. The environment (venv, modules) is that of the shell that calls sbatch.
+# Give --exclusive or --cpus-per-task= too: some clusters give one core otherwise. Machines need to
+# see the same folder, or at least the same data; the first one writes.
 #SBATCH --job-name=clearhead
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
@@ -25,11 +26,11 @@ port=$((20000 + SLURM_JOB_ID % 20000))
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 if [[ " $* " != *" name="* ]]; then
-  echo "name=: missing, and without it a run that was cut off begins anew; give name=NAME" >&2
+  echo "name=: is missing; a requeued job resumes the run of that name; give name=NAME" >&2
   exit 2
 fi
 
-# torchrun hands a SIGTERM on to the processes and gives them this long.
+# torchrun passes a SIGTERM on to the processes and gives them this long.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$grace
 
 # One torchrun on each machine. The processes of a machine share its cores.
@@ -56,7 +57,7 @@ while kill -0 "$step" 2>/dev/null; do
 done
 
 if [[ -n $stopped && $code -ne 0 ]]; then
-  echo "stopped by Slurm; back into the queue, to go on from the last checkpoint" >&2
+  echo "stopped by Slurm; requeued, to resume from the last checkpoint" >&2
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

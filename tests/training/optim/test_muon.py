@@ -159,7 +159,7 @@ def test_both_rates_follow_one_schedule(make_run):
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_update_of_the_loop_clips_and_skips(fused):
     """A skipped step changes no bit. Not fused: as on Apple's GPUs."""
-    parallel, guard = Strategy(CPU, torch.float32), NonFiniteCheck(9, CPU)
+    strategy, check = Strategy(CPU, torch.float32), NonFiniteCheck(9, CPU)
     model, expected = tiny(), tiny()
     optimizer, by_hand = built(model), built(expected)
     for values in (optimizer.defaults, *optimizer.param_groups):
@@ -167,7 +167,7 @@ def test_the_update_of_the_loop_clips_and_skips(fused):
     for seed, scale in enumerate((math.nan, 100.0, math.nan, 1e-4)):
         give_gradients(model, seed, scale)
         before = everything(model, optimizer)
-        norm = parallel.update(model, optimizer, 0.5, guard)
+        norm = strategy.update(model, optimizer, 0.5, check)
         if math.isfinite(scale):
             give_gradients(expected, seed, scale * min(1.0, 0.5 / float(norm)))
             by_hand.step()

@@ -89,10 +89,10 @@ def test_an_optimizer_without_a_kernel_for_it_skips_the_step_too():
     for fused in (True, False):
         layer = torch.nn.Linear(3, 3)
         optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
-        parallel, guard, seen = Strategy(CPU, torch.float32), NonFiniteCheck(9, CPU), []
+        strategy, check, seen = Strategy(CPU, torch.float32), NonFiniteCheck(9, CPU), []
         for factor in (1.0, NAN, 1.0):
-            parallel.backward(factor * layer(torch.ones(1, 3)).sum())
-            parallel.update(layer, optimizer, 1.0, guard)
+            strategy.backward(factor * layer(torch.ones(1, 3)).sum())
+            strategy.update(layer, optimizer, 1.0, check)
             seen.append(layer.weight.detach().clone())
         assert torch.equal(seen[0], seen[1])
         assert not torch.equal(seen[1], seen[2])
