@@ -179,6 +179,7 @@ FORBIDDEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 ALLOWED = {
+    "inference/cache.py": {"compile(self.read_token)"},
     "tokens/parts.py": {"importlib.import_module(module)"},
     "interop/huggingface.py": {
         "torch.load(file, map_location='cpu', weights_only=True, mmap=is_zip)"
@@ -221,7 +222,7 @@ def marked_up(tmp_path_factory):
     folder = tmp_path_factory.mktemp("marked")
     name = "<img src=x onerror=window.hacked=1>.txt"
     (folder / name).write_text("\n".join(MARKUP.values()) * 12, encoding="utf-8")
-    given = settings(*TINY, f"data.path={name}", "name=run", "trainer.max_steps=2", "lens=often")
+    given = settings(*TINY, f"data.path='{name}'", "name=run", "trainer.max_steps=2", "lens=often")
     given.trainer.sample_prompt = "\n".join(MARKUP.values())
     given.lens.prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
     printed = io.StringIO()

@@ -37,7 +37,7 @@ from errors import (
 )
 from files import atomic_write
 from training.config.other_names import nearest, same_purpose, unknown_key
-from training.config.schema import flat, groups_of, known_settings, rejected, validate
+from training.config.values import flat, flat_fields, groups_of, rejected, validate
 from training.config.yaml_files import choices_of_groups, defaults_and_meanings
 
 WAIT_FOR_RANK_0 = 10  # seconds
@@ -91,17 +91,17 @@ def settings_command(schema: type[Schema]) -> Callable:
 
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     """key=value arguments as an instance of the schema; ConfigError lists every problem."""
-    fields, known, values, problems = _flat_fields(schema), known_settings(schema), {}, []
+    fields, values, problems = flat_fields(schema), {}, []
     for text in arguments:
         key, equals, raw = text.partition("=")
         if text.startswith("-"):
-            problems.append(unknown_option(text, known))
+            problems.append(unknown_option(text, list(fields)))
         elif not equals or not re.fullmatch(r"[\w.]+", key):
-            likely = next((key for key in ("checkpoint", "data.path", "runs") if key in known), "")
+            likely = next((key for key in ("checkpoint", "data.path", "runs") if key in fields), "")
             hint = meant(text, likely)
             problems.append(Problem(text, NO_VALUE, "is not of the form key=value", hint))
-        elif key not in known:
-            problems.append(unknown_key(key, raw, known))
+        elif key not in fields:
+            problems.append(unknown_key(key, raw, list(fields)))
         else:
             group, _, name = key.rpartition(".")
             owner = values.setdefault(group, {}) if group else values
@@ -118,7 +118,7 @@ def _value(raw: str, field: FieldInfo) -> object:
     kinds = _kinds(field.annotation)
     if raw == "null" and type(None) in kinds:
         return None
-    if raw in ("true", "false") and str not in kinds:
+    if raw in ("true", "false") and bool in kinds:
         return raw == "true"
     if list in kinds and raw.startswith("[") and raw.endswith("]"):
         with contextlib.suppress(yaml.YAMLError, RecursionError, ValueError):
@@ -136,19 +136,10 @@ def _kinds(annotation: object) -> set:
     return {origin or annotation}
 
 
-def _flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a schema by dotted key, those of its groups too."""
-    found, groups = {}, groups_of(schema)
-    for name, field in schema.model_fields.items():
-        inner = _flat_fields(groups[name]) if name in groups else {}
-        found |= {f"{name}.{key}": f for key, f in inner.items()} or {name: field}
-    return found
-
-
 def show_help(schema: type[BaseModel]) -> None:
     """Prints what a script takes: its usage line, each setting with its meaning and default."""
     print(inspect.cleandoc(schema.__doc__), end="\n\n")
-    fields = _flat_fields(schema)
+    fields = flat_fields(schema)
     rows = []
     for key, field in sorted(fields.items(), key=lambda item: item[0] == "debug"):
         required = field.is_required()

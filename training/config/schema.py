@@ -1,32 +1,39 @@
 """The settings of a training run: types, ranges, choices, and what has to fit together.
 
 One pydantic model for each group of configs/; default values and meanings are in the YAML files.
-`validate` makes a model from plain values and returns every problem as (key, value, reason, hint).
+The types are in values.py, with `validate`, which returns every problem.
 """
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    StrictBool,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
+from pydantic import Field, PrivateAttr, StrictBool, ValidationInfo, field_validator
+
+from errors import refuse, show
+from training.config.values import (  # noqa: F401 other modules import the types from here
+    AboveZero,
+    AutoOrBool,
+    Count,
+    Device,
+    Fractional,
+    Name,
+    NonNegative,
+    Paths,
+    Positive,
+    Precision,
+    Seed,
+    Sentence,
+    Settings,
+    Text,
+    flat,
+    flat_fields,
+    groups_of,
+    rejected,
+    validate,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
-
-from errors import NO_VALUE, Problem, refuse, show
-from training.config.other_names import unknown_key
-from training.config.yaml_files import default_values, defaults_and_meanings
+from training.config.yaml_files import default_values
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
 MOST_PARAMETERS = 10**13  # of a model; no machine holds more
@@ -34,90 +41,19 @@ MOST_PROMPTS = 20  # of the lens: every page holds all prompts
 MOST_PICTURE_FILES = 900  # of a run: dashboards become slow beyond a thousand files
 
 
-# ------------------------------------------------------------------------------ types of values
-
-
-def rejected(reason: str, hint: str, key: str = "") -> PydanticCustomError:
-    """The error of a validator. key: the setting, where it is not the one being validated."""
-    return PydanticCustomError("rejected", "{reason}", {"reason": reason, "hint": hint, "key": key})
-
-
-def _whole(value: object) -> object:
-    """1e5 steps are 100000."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _not_boolean(value: object) -> object:
-    if isinstance(value, bool):
-        raise rejected("must be a number", "use digits")
-    return value
-
-
-def _as_text(value: object) -> object:
-    """A name may be a number: name=2026."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return show(value) if is_number else value
-
-
-def _encodable(value: str) -> str:
-    """A shell passes bytes that are not UTF-8 as lone surrogates."""
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise rejected("must be text in UTF-8", "check the characters")
-    return value
-
-
-def _no_zero_character(value: str) -> str:
-    if "\0" in value:
-        raise rejected("has a zero character", "remove it")
-    return value
-
-
-def _filled(value: str) -> str:
-    if not value.strip():
-        raise rejected("is empty", "give some text")
-    return value
-
-
-Whole = BeforeValidator(_whole)
-Number = BeforeValidator(_not_boolean)
-Count = Annotated[int, Whole, Number, Field(ge=0, le=10**15)]
-Positive = Annotated[int, Whole, Number, Field(ge=1, le=10**15)]
-Seed = Annotated[int, Whole, Number, Field(ge=0, lt=2**63)]
-NonNegative = Annotated[float, Number, Field(ge=0, le=1e15, allow_inf_nan=False)]
-AboveZero = Annotated[float, Number, Field(gt=0, le=1e15, allow_inf_nan=False)]
-Fractional = Annotated[float, Number, Field(ge=0, lt=1, allow_inf_nan=False)]
-Text = Annotated[str, BeforeValidator(_as_text), AfterValidator(_encodable)]
-Name = Annotated[Text, AfterValidator(_no_zero_character), Field(min_length=1)]
-Sentence = Annotated[Text, AfterValidator(_filled)]
-Paths = Name | Annotated[list[Name], Field(min_length=1)]
-Device = Literal["auto", "cpu", "cuda", "mps"]
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-AutoOrBool = StrictBool | Literal["auto"]
-
-
-class Rejected(Problem):
-    """A problem that a validator found; it may depend on other settings."""
-
-
-class Settings(BaseModel):
-    """A group of settings. Unknown ones are refused; values keep their type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Group(Settings):
+    """One group of settings."""
 
     @classmethod
     def with_defaults(cls, **values: object) -> Self:
         """The group with the default values of configs/ and these. Raises ConfigError."""
         group = next(name for name, schema in GROUPS.items() if schema is cls)
-        group_values = default_values()[group] | values
-        made, problems = validate(cls, group_values)
+        made, problems = validate(cls, default_values()[group] | values)
         refuse([p._replace(key=f"{group}.{p.key.removeprefix(f'{group}.')}") for p in problems])
         return made
 
 
-# --------------------------------------------------------------------------------------- groups
-
-
-class ModelSettings(Settings):
+class ModelSettings(Group):
     """The model's shape; model.ModelConfig has the same fields."""
 
     vocab_size: Positive
@@ -154,7 +90,7 @@ def _divisors(number: int) -> list[int]:
     return small + [number // n for n in small]
 
 
-class DataConfig(Settings):
+class DataConfig(Group):
     """Which text or token files, and how they are cut into windows."""
 
     synthetic: Literal["induction"] | None
@@ -197,7 +133,7 @@ class DataConfig(Settings):
         return weights
 
 
-class OptimizerConfig(Settings):
+class OptimizerConfig(Group):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "muon"]
@@ -214,7 +150,7 @@ class OptimizerConfig(Settings):
     ns_steps: Annotated[Positive, Field(le=20)]
 
 
-class TrainerConfig(Settings):
+class TrainerConfig(Group):
     """The loop: how long, in which portions, how often it evaluates, and on what it runs."""
 
     max_steps: Positive
@@ -265,7 +201,7 @@ class TrainerConfig(Settings):
         return resume
 
 
-class LensSettings(Settings):
+class LensSettings(Group):
     """What the lens shows, and how often; lens.config.LensConfig has the same fields."""
 
     every: Count | None
@@ -302,7 +238,7 @@ class LensSettings(Settings):
         return layers
 
 
-class ParallelConfig(Settings):
+class ParallelConfig(Group):
     """How several processes share the work."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"]
@@ -313,7 +249,7 @@ class ParallelConfig(Settings):
 Label = Annotated[Name, Field(max_length=128)]
 
 
-class WandbConfig(Settings):
+class WandbConfig(Group):
     """The run on Weights & Biases. Lengths are those that W&B accepts."""
 
     mode: Literal["auto", "online", "offline", "disabled"]
@@ -435,79 +371,10 @@ class Config(Settings):
         return lens
 
 
-def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The fields of a schema that are groups of settings themselves."""
-    annotations = {name: info.annotation for name, info in schema.model_fields.items()}
-    return {
-        name: annotation
-        for name, annotation in annotations.items()
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    }
-
-
 GROUPS = groups_of(Config)
 PLAIN = tuple(key for key in Config.model_fields if key not in GROUPS)
 
 
-# ----------------------------------------------------------------------------------- validation
-
-Schema = TypeVar("Schema", bound=BaseModel)
-
-
-def validate(schema: type[Schema], values: Mapping) -> tuple[Schema | None, list[Problem]]:
-    """An instance of the schema, or None, and every problem: one for each key."""
-    try:
-        return schema.model_validate(values), []
-    except ValidationError as error:
-        found: dict[str, Problem] = {}
-        for details in error.errors(include_url=False):
-            problem = _problem(schema, values, details)
-            before = found.setdefault(problem.key, problem)
-            if before is not problem and problem.reason.startswith(MUST_BE):  # of a union
-                reason = f"{before.reason} or {problem.reason.removeprefix(MUST_BE)}"
-                found[problem.key] = before._replace(reason=reason)
-        return None, list(found.values())
-
-
-MUST_BE = "must be "
-
-
-def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) -> Problem:
-    """pydantic's error as a line for the user."""
-    path, context = details["loc"], details.get("ctx", {})
-    # The rest of the path is an element of a list or of a union.
-    length = 2 if path[0] in groups_of(schema) else 1
-    key = context.get("key") or ".".join(map(str, path[:length]))
-    if details["type"] == "extra_forbidden":
-        return unknown_key(key, details["input"], known_settings(schema))
-    if details["type"] == "missing":
-        return Problem(key, NO_VALUE, "missing", f"give it as {key}=VALUE")
-    reason = details["msg"].replace("Input should be ", MUST_BE)
-    default = defaults_and_meanings().get(key, (None, ""))[0] if schema is Config else None
-    hint = "see --help" if default in (None, "", []) else f"the default is {show(default)}"
-    kind = Rejected if details["type"] == "rejected" else Problem
-    return kind(key, _value(values, key), reason, context.get("hint") or hint)
-
-
-def _value(values: object, key: str) -> object:
-    """The value that was given for a key; NO_VALUE for a whole group."""
-    for part in key.split("."):
-        values = values.get(part, NO_VALUE) if isinstance(values, Mapping) else NO_VALUE
-    return NO_VALUE if isinstance(values, Mapping) else values
-
-
-def known_settings(schema: type[BaseModel] = Config) -> list[str]:
-    """The keys of all settings, and of Config the groups."""
-    groups = groups_of(schema)
-    found = [key for key in schema.model_fields if key not in groups]
-    found += [f"{group}.{key}" for group in groups for key in groups[group].model_fields]
-    return [*found, *groups, "experiment"] if schema is Config else found
-
-
-def flat(tree: Mapping, prefix: str = "") -> dict[str, object]:
-    """Settings by dotted name, as on the command line; lists as they are."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return leaves
+def known_settings() -> list[str]:
+    """The keys of all settings, and the groups."""
+    return [*flat_fields(Config), *GROUPS, "experiment"]

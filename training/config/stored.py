@@ -17,17 +17,8 @@ from errors import (
     shorten,
     show,
 )
-from training.config.schema import (
-    GROUPS,
-    PLAIN,
-    Config,
-    Overrides,
-    Rejected,
-    Settings,
-    flat,
-    known_settings,
-    validate,
-)
+from training.config.schema import GROUPS, PLAIN, Config, Overrides, known_settings
+from training.config.values import Rejected, Settings, flat, validate
 from training.config.yaml_files import REPOSITORY, default_values
 
 SAMPLE = ("corpus", "sample.txt")  # the text of data=sample

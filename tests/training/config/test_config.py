@@ -24,14 +24,20 @@ from errors import ConfigError
 from generate import GenerateConfig
 from lens.config import LensConfig
 from model import ModelConfig
+from scripts.compare import CompareConfig
+from scripts.evaluate import EvaluateConfig
+from scripts.export_hf import ExportConfig
+from scripts.inspect_attention import InspectConfig
 from scripts.plan import PlanConfig
+from scripts.prepare_data import PrepareConfig
 from tokens.tokenizers import TOKENIZERS
 from training.config import Config, compose
 from training.config.application import sweep_variants
 from training.config.command_line import parse
-from training.config.other_names import OTHER_NAMES, unknown_key
-from training.config.schema import GROUPS, VOCABULARIES, known_settings, validate
+from training.config.other_names import other_names, unknown_key
+from training.config.schema import GROUPS, VOCABULARIES, known_settings
 from training.config.stored import resolve_auto
+from training.config.values import flat_fields, validate
 from training.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
 
 
@@ -57,8 +63,8 @@ def test_hints_name_the_setting_that_was_meant():
 
 def test_names_of_other_projects_lead_to_settings_that_exist():
     of_training = known_settings()
-    commands = [of_training, *map(known_settings, (GenerateConfig, PlanConfig))]
-    for setting, names, remark in OTHER_NAMES:
+    commands = [of_training, *map(list, map(flat_fields, (GenerateConfig, PlanConfig)))]
+    for setting, names, remark in other_names():
         named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
         assert named <= set(of_training)
         (known, *_) = (keys for keys in commands if setting in keys)
@@ -131,6 +137,9 @@ def test_every_setting_has_a_default_and_a_meaning():
     assert set(found) == set(known_settings()) - {*GROUPS, "experiment"}
     assert [key for key, (_, meaning) in found.items() if not meaning] == []
     assert validate(Config, default_values())[1] == []
+    scripts = [GenerateConfig, PlanConfig, CompareConfig, EvaluateConfig, ExportConfig]
+    for schema in (*scripts, InspectConfig, PrepareConfig):
+        assert [key for key, f in flat_fields(schema).items() if not f.description] == []
 
 
 def test_schema_and_components_agree():

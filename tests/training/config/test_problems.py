@@ -23,7 +23,7 @@ from generate import GenerateConfig
 from scripts import inspect_attention, prepare_data
 from training.config import Config, compose
 from training.config.command_line import parse
-from training.config.schema import validate
+from training.config.values import validate
 from training.config.yaml_files import default_values, defaults_and_meanings
 
 FAULT = "the bad-input table"
