@@ -19,7 +19,7 @@ TRUNK = ("train.py", "model.py", "attention.py", "data.py")
 # calls. The profiler, the metrics and the dataclass of the run are called too, and left out.
 STEP = (
     "train.py",
-    "tokens/batches.py",
+    "data.py",
     "tokens/windows.py",
     "training/distributed/strategy.py",
     "model.py",
@@ -32,12 +32,12 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # what is measured: (target, limit)
 BUDGETS = {
-    "all": (12_500, 18_700),
+    "all": (12_500, 18_500),
     "train + model + attention + data": (1_200, 1_200),
-    "command line, schema, validation": (600, 1_581),
+    "command line, schema, validation": (600, 1_564),
     "largest file": (400, 513),
     "longest function": (60, 65),
-    "imports inside functions": (40, 64),
+    "imports inside functions": (40, 56),
     "files to follow one training step": (6, 10),
 }
 
