@@ -24,6 +24,7 @@ def initial_weights(settings: "Config") -> tuple[GPT | None, list[Problem], list
     keys and values that the weights lack begin as zeros; for positions see `positions`.
     """
     source = settings.trainer.init_from
+    assert source is not None
     wanted = ModelConfig(**settings.model.model_dump())
     pretrained = load_pretrained(source, "trainer.init_from")
     given, theirs = pretrained.model.config, f"the weights of trainer.init_from={source}"
@@ -37,10 +38,10 @@ def initial_weights(settings: "Config") -> tuple[GPT | None, list[Problem], list
             have = str(getattr(given, key)).lower()
             fix = f"use model={preset}" if preset else f"use model.{key}={have}"
             cause = f"{theirs} have {have}"
-            problems.append((f"model.{key}", getattr(wanted, key), cause, fix))
+            problems.append(Problem(f"model.{key}", getattr(wanted, key), cause, fix))
     if (name := settings.data.tokenizer) != (needed := pretrained.tokenizer_name):
         cause = f"{theirs} were trained with {needed}"
-        problems.append(("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
+        problems.append(Problem("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
     if problems:
         return None, problems, []
     weights = pretrained.model.state_dict()

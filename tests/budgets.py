@@ -32,10 +32,10 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # what is measured: (target, limit)
 BUDGETS = {
-    "all": (12_500, 18_500),
+    "all": (12_500, 18_383),
     "train + model + attention + data": (1_200, 1_200),
-    "command line, schema, validation": (600, 1_564),
-    "largest file": (400, 513),
+    "command line, schema, validation": (600, 1_490),
+    "largest file": (400, 414),
     "longest function": (60, 65),
     "imports inside functions": (40, 56),
     "files to follow one training step": (6, 10),
