@@ -286,6 +286,15 @@ def test_resume_is_bit_exact(make_run, run, resumed, whole):
         assert (folder / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
+def test_runs_are_in_runs_dir(make_run, tmp_path):
+    elsewhere = (f"runs_dir={tmp_path}/elsewhere", "name=a")
+    fit(make_run(*elsewhere, "trainer.max_steps=2"))
+    again = make_run(*elsewhere, "trainer.max_steps=4")
+    assert again.state.step == 2
+    assert again.directory == tmp_path / "elsewhere" / "a"
+    assert not (tmp_path / "runs").exists()
+
+
 def test_longer_run_keeps_warmup_and_intervals(make_run, resumed):
     """They are chosen by the number of steps where nothing else is given."""
     open_settings = ("trainer.warmup_steps=null", "trainer.eval_every=null")

@@ -17,7 +17,7 @@ from errors import DivergedError, best_effort, exit_code_of, format_error
 from model import GPT
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
-from training.checkpoint.resume import resume_command
+from training.checkpoint.resume import Start, resume_command
 from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
@@ -177,3 +177,31 @@ class Run:
             text = f"stopped by {name} after step {self.state.step}; saved in {self.directory}"
             hint = resume_command(self.strategy.command, self.directory, is_saved=True)
             print(f"{text}; {hint}", file=sys.stderr)
+
+
+def introduction(run: Run, start: Start, is_compiled: bool, notes: list[str]) -> list[str]:
+    """The lines that a run prints before its first step."""
+    config, strategy, trainer, state = run.config, run.strategy, run.config.trainer, run.state
+    compiled = ", compiled" if is_compiled else ""
+    extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
+    val, validation = run.data.val, run.evaluator.validation
+    counts = (len(run.data.train), len(val or ()), len(validation.windows) if validation else 0)
+    size = run.evaluator.batch_size
+    division = summary.division(trainer.batch_size, strategy.world_size, size)
+    lines = [
+        f"{run.model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}",
+        f"{summary.windows(config, *counts)}; {trainer.batch_size} a step{division}",
+        *(f"note: {note}" for note in (*run.data.notes, *notes)),
+        f"run directory: {run.directory}",
+    ]
+    if where := run.tracker.where():
+        lines.append(f"W&B: {where}")
+    if state.step >= trainer.max_steps:
+        more = "a larger trainer.max_steps continues it"
+        lines.append(f"finished already, after step {state.step}; {more}")
+    elif state.step > 0:
+        lines.append(f"resumed after step {state.step}")
+    if start.state and run.lens.lens:
+        before = start.state.settings.get("lens", {})
+        lines += summary.changed_lens(state.settings["lens"], before)
+    return lines

@@ -44,14 +44,13 @@ from training.optim.nonfinite import NonFiniteCheck
 from training.optim.optimizers import build_optimizer
 from training.optim.schedule import learning_rate
 from training.planning.micro_batch import check_memory, find_micro_batch
-from training.reporting import summary
 from training.reporting.console import Console
 from training.reporting.jsonl import NoRows, RowFile, drop_rows_after
 from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import build_profiler
 from training.reporting.tracker import NoTracker, Tracker, last_wandb_id
-from training.run import Closing, Run
+from training.run import Closing, Run, introduction
 from training.signals import StopSignals
 from training.translate_errors import translate_errors
 
@@ -87,8 +86,10 @@ def start_strategy(config: Config) -> Strategy:
     return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
 
 
-def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Closing) -> Run:
-    notes: list[str] = []
+def complete_settings(
+    config: Config, strategy: Strategy, notes: list[str]
+) -> tuple[Config, Strategy]:
+    """The settings and the strategy after those of the run that trainer.resume names are known."""
     continue_after_restart(config, strategy)
     config, is_resumed = resume_settings(config, strategy, notes)
     if is_resumed:  # the precision and the seed are those of the run
@@ -96,6 +97,12 @@ def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Cl
             check_machine(config)
         strategy = start_strategy(config)
     check_same_settings(config, strategy)
+    return config, strategy
+
+
+def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Closing) -> Run:
+    notes: list[str] = []
+    config, strategy = complete_settings(config, strategy, notes)
     start = find_start(config, strategy, functools.partial(lock, closing=closing), notes)
     with strategy.raise_on_all_ranks():  # another machine may have less
         problems, more = check_memory(config, strategy)
@@ -157,7 +164,7 @@ def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Cl
 def lock(directory: Path, closing: Closing) -> None:
     """Keeps other processes out of a run directory until the run is closed, and removes what a
     killed process left unfinished there."""
-    locked = run_directory.take(directory)
+    locked = run_directory.lock_directory(directory)
     if locked:
         closing.enter_context(locked)
     clear(directory)
@@ -286,7 +293,7 @@ def open_directory(
 
     def open_on_rank_0() -> str:
         nonlocal saver, tracker, samples
-        with run_directory.writable(run_directory.RUNS / (config.name or "")):
+        with run_directory.writable(Path(config.runs_dir)):
             directory = create_directory(config, start, state, closing)
             saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
             closing.callback(saver.close)
@@ -313,7 +320,7 @@ def create_directory(config: Config, start: Start, state: State, closing: Closin
         directory = own_directory(config)
     else:
         shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
-        directory = run_directory.create(config.name, shape)
+        directory = run_directory.create(Path(config.runs_dir), config.name, shape)
         if restarted_run() == str(directory):  # before its first checkpoint
             state.wandb_id = last_wandb_id(directory)
     if directory != start.locked:  # it did not exist before
@@ -384,31 +391,3 @@ def build_lens(config: Config, strategy: Strategy, data: Loaded, directory: Path
         if strategy.all_reduce_max(lens is None):
             lens = None
     return LensRunner(lens, strategy, directory, config.trainer.max_steps, show_only)
-
-
-def introduction(run: Run, start: Start, is_compiled: bool, notes: list[str]) -> list[str]:
-    """The lines that a run prints before its first step."""
-    config, strategy, trainer, state = run.config, run.strategy, run.config.trainer, run.state
-    compiled = ", compiled" if is_compiled else ""
-    extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
-    val, validation = run.data.val, run.evaluator.validation
-    counts = (len(run.data.train), len(val or ()), len(validation.windows) if validation else 0)
-    size = run.evaluator.batch_size
-    division = summary.division(trainer.batch_size, strategy.world_size, size)
-    lines = [
-        f"{run.model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}",
-        f"{summary.windows(config, *counts)}; {trainer.batch_size} a step{division}",
-        *(f"note: {note}" for note in (*run.data.notes, *notes)),
-        f"run directory: {run.directory}",
-    ]
-    if where := run.tracker.where():
-        lines.append(f"W&B: {where}")
-    if state.step >= trainer.max_steps:
-        more = "a larger trainer.max_steps continues it"
-        lines.append(f"finished already, after step {state.step}; {more}")
-    elif state.step > 0:
-        lines.append(f"resumed after step {state.step}")
-    if start.state and run.lens.lens:
-        before = start.state.settings.get("lens", {})
-        lines += summary.changed_lens(state.settings["lens"], before)
-    return lines

@@ -1,7 +1,6 @@
-"""How a run begins: new, from a checkpoint of its own or another's, or from given weights.
+"""Where a run starts: new, from its own checkpoint, or as a branch of another run.
 
-Nothing here changes anything on disk. What does not fit comes back as a list of problems, each
-(key, value, reason, hint), and the caller refuses it (see training/config/schema.py).
+Nothing here changes anything on disk except for locking the run directory.
 """
 
 import json
@@ -12,16 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from errors import Problem, refuse
+from errors import Problem, refuse, show
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State
-from training.checkpoint.run_directory import (
-    RUNS,
-    is_occupied,
-    settings_of,
-)
+from training.checkpoint.run_directory import is_occupied, settings_of
 from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
+from training.config.values import flat
 from training.distributed.restart import restarted_run
 from training.distributed.strategy import Strategy
 
@@ -139,7 +135,7 @@ def find_start(
         refuse(problems)
         if not found:
             return None
-        in_place = goes_on(found, config)
+        in_place = is_in_place(found, config)
         run = own if in_place else listing.run_of(found) or found
         return str(found), asdict(checkpoint.load_state(found)), in_place, str(run)
 
@@ -163,11 +159,11 @@ def find_start(
     return Start(Path(found), state, in_place, locked)
 
 
-def own_directory(settings: "Config") -> Path | None:
-    """The directory that this start will write to, None for a new one named by the clock."""
-    if settings.name:
-        return RUNS / settings.name
-    if (resume := settings.trainer.resume) in ("auto", "must", False):
+def own_directory(config: "Config") -> Path | None:
+    """The run directory that the settings name; None for a new one, named by the clock."""
+    if config.name:
+        return Path(config.runs_dir) / config.name
+    if (resume := config.trainer.resume) in ("auto", "must", False):
         return None
     path = Path(resume)
     if listing.is_checkpoint(path):
@@ -175,25 +171,23 @@ def own_directory(settings: "Config") -> Path | None:
     return path if listing.has_checkpoint(path) else None
 
 
-def goes_on(found: Path | None, settings: "Config") -> bool:
-    """Whether the run of a checkpoint goes on where it is; else this is a branch, or a new run."""
-    own = own_directory(settings)
-    if found is None or own is None:
-        return False
+def is_in_place(found: Path, config: "Config") -> bool:
+    """Whether a checkpoint belongs to the run directory that the settings name."""
+    own = own_directory(config)
     # Either may be a link to another disk.
-    return found.resolve().parent == (own / "checkpoints").resolve()
+    return own is not None and found.resolve().parent == (own / "checkpoints").resolve()
 
 
-def stored_settings(settings: "Config") -> tuple[str, dict] | None:
+def stored_settings(config: "Config") -> tuple[str, dict] | None:
     """(Checkpoint, its settings) of the run that trainer.resume names; None where it names none.
 
     Raises CheckpointError when there is no checkpoint, or its settings cannot be read.
     """
-    if settings.overrides is None:
+    if config.overrides is None:
         return None
-    path = settings.trainer.resume
-    if settings.name and is_this_branch(RUNS / settings.name, path):
-        path = RUNS / settings.name
+    path, own = config.trainer.resume, own_directory(config)
+    if own and is_this_branch(own, path):
+        path = own
     # Damage is reported when the checkpoint itself is read.
     found = listing.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
     stored = checkpoint.load_state(found).settings
@@ -203,42 +197,47 @@ def stored_settings(settings: "Config") -> tuple[str, dict] | None:
     return str(found), stored
 
 
-def find_checkpoint(settings: "Config") -> tuple[Path | None, list["Problem"]]:
-    """The checkpoint to go on from, None for a new run, and what is wrong with the wish.
+def find_checkpoint(config: "Config") -> tuple[Path | None, list[Problem]]:
+    """(The checkpoint to resume, None for a new run; problems with the settings).
 
-    trainer.resume=auto: go on when runs/<name> has a checkpoint. must: it has to have one.
-    false: there must be no such run. A path: that one. Of a run, damaged checkpoints are passed
-    over. Raises CheckpointError when none can be read.
+    trainer.resume=auto: resume when the run has a checkpoint. must: it has to have one. false: the
+    run must not exist. A path: resume that one. Damaged checkpoints of a run are skipped. Raises
+    CheckpointError when none can be read.
     """
-    resume, name = settings.trainer.resume, settings.name
-    run = RUNS / name if name else None
-    has_any = run is not None and listing.has_checkpoint(run)
+    resume, run = config.trainer.resume, config.name and own_directory(config)
+    has_any = bool(run) and listing.has_checkpoint(run)
     if has_any and is_this_branch(run, resume):
         resume = "auto"
     if resume not in ("auto", "must", False):
-        path = Path(resume).resolve()
-        is_copy = listing.is_checkpoint(path) and listing.run_of(path) is None
-        if is_copy and not (path / checkpoint.OPTIMIZER).exists():
-            cause = f"has no {checkpoint.OPTIMIZER}, as a model from W&B"
-            fix = f"{shlex.quote(f'trainer.init_from={resume}')} begins a new run with its weights"
-            return None, [("trainer.resume", resume, cause, fix)]
-        found = listing.find(resume, "trainer.resume", checkpoint.FILES)
-        if not goes_on(found, settings):
-            if not has_any:
-                return found, holds_another(run, settings)
-            fix = f"trainer.resume={run} continues it, or give a new name"
-            return None, [("name", name, f"{run} holds a run of its own", fix)]
-        # Of a run that is named, the newest usable checkpoint was found.
-        return found, going_back(found, settings) if listing.is_checkpoint(Path(resume)) else []
+        return _find_named(config, resume, run, has_any)
     if resume is False and (has_any or (run and settings_of(run))):
-        fix = "give another name, or trainer.resume=auto to go on"
-        return None, [("name", name, f"{run} holds a run", fix)]
+        hint = "give another name, or trainer.resume=auto to continue it"
+        return None, [Problem("name", config.name, f"{run} holds a run", hint)]
     if has_any:
         return listing.find(run, "name", checkpoint.FILES), []
     if resume == "must":
-        fix = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
-        return None, [("trainer.resume", "must", "there is nothing to resume", fix)]
-    return None, holds_another(run, settings)
+        hint = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
+        return None, [Problem("trainer.resume", "must", "there is nothing to resume", hint)]
+    return None, other_content(run, config)
+
+
+def _find_named(
+    config: "Config", resume: str, run: Path | None, has_any: bool
+) -> tuple[Path | None, list[Problem]]:
+    """find_checkpoint for trainer.resume=PATH: in place, or as a branch in the directory `run`."""
+    path = Path(resume).resolve()
+    is_copy = listing.is_checkpoint(path) and listing.run_of(path) is None
+    if is_copy and not (path / checkpoint.OPTIMIZER).exists():
+        reason = f"has no {checkpoint.OPTIMIZER}, like a model from W&B"
+        hint = f"{shlex.quote(f'trainer.init_from={resume}')} starts a new run with its weights"
+        return None, [Problem("trainer.resume", resume, reason, hint)]
+    found = listing.find(resume, "trainer.resume", checkpoint.FILES)
+    if is_in_place(found, config):
+        return found, older_than_newest(found, config) if listing.is_checkpoint(path) else []
+    if has_any:
+        hint = f"trainer.resume={run} continues it, or give a new name"
+        return None, [Problem("name", config.name, f"{run} holds another run", hint)]
+    return found, other_content(run, config)
 
 
 def is_this_branch(run: Path, resume: str | bool) -> bool:
@@ -247,66 +246,55 @@ def is_this_branch(run: Path, resume: str | bool) -> bool:
     if not isinstance(resume, str) or resume in ("auto", "must"):
         return False
     trainer = (settings_of(run) or {}).get("trainer")
-    return (
-        isinstance(trainer, dict)
-        and trainer.get("resume") == resume
-        and listing.has_checkpoint(run)
-    )
+    began_so = isinstance(trainer, dict) and trainer.get("resume") == resume
+    return began_so and listing.has_checkpoint(run)
 
 
-def holds_another(run: Path | None, settings: "Config") -> list["Problem"]:
-    """What is in the way where a run is to begin: another that came to no checkpoint yet, or
-    something that is no run at all. The same one, begun again, is written over."""
+def other_content(run: Path | None, config: "Config") -> list[Problem]:
+    """The problem of a directory for a new run that holds something else, or a run of other
+    settings that has no checkpoint yet. The same run is started again there."""
     if run is None:
         return []
     if is_occupied(run):
-        return [("name", run.name, f"{run} holds something else than a run", "give another name")]
+        reason = f"{run} holds something other than a run"
+        return [Problem("name", run.name, reason, "give another name")]
     if (before := settings_of(run)) is None:
         return []
-    now = settings.model_dump()
-    if settings.trainer.warmup_steps is None:  # follows from others
+    now = config.model_dump()
+    if config.trainer.warmup_steps is None:  # follows from others
         del now["trainer"]["warmup_steps"]
-    found = changed_settings(before, now, run)
-    fix = f"give another name, or remove {run}"
-    return [(key, value, f"{cause}, and has no checkpoint", fix) for key, value, cause, _ in found]
+    hint = f"give another name, or remove {run}"
+    return [
+        problem._replace(reason=f"{problem.reason}, and has no checkpoint", hint=hint)
+        for problem in changed_settings(before, now, run)
+    ]
 
 
-def going_back(found: Path, settings: "Config") -> list["Problem"]:
-    """The problem of going on, in place, from a checkpoint that is not its run's newest.
-
-    It would overwrite what the run did since.
-    """
+def older_than_newest(found: Path, config: "Config") -> list[Problem]:
+    """The problem of resuming in place from a checkpoint that is not the newest: what the run did
+    since would be overwritten."""
     run = listing.run_of(found)
     newest = listing.newest_step(run)
-    if checkpoint.load_state(found).step >= newest:
+    if listing.step_of(found) >= newest:
         return []
-    cause = f"{run} has gone on to step {newest}"
-    fix = "give name=NEW to branch off there, or resume the run itself"
-    return [("trainer.resume", settings.trainer.resume, cause, fix)]
+    hint = "give name=NEW to branch off there, or resume the run itself"
+    reason = f"{run} has a newer checkpoint, of step {newest}"
+    return [Problem("trainer.resume", config.trainer.resume, reason, hint)]
 
 
-def changed_settings(saved: dict, now: dict, run: Path) -> list["Problem"]:
-    """A problem for each setting that would make the continuation another run."""
+def changed_settings(saved: dict, now: dict, run: Path) -> list[Problem]:
+    """A problem for each setting that would make the resumed run another one."""
     problems = []
-    for group, values in now.items():
-        if group in FREE_TO_CHANGE:
+    saved, now = flat(BEFORE_THERE_WAS_A_CHOICE) | flat(saved), flat(now)
+    for key, value in now.items():
+        # A setting that the checkpoint does not have came later and left things as they were.
+        is_free = key in FREE_TO_CHANGE or key.partition(".")[0] in FREE_TO_CHANGE
+        if is_free or key not in saved or value == saved[key]:
             continue
-        if not isinstance(values, dict):
-            pairs = [(group, values, saved.get(group))]
-        else:
-            before = saved.get(group) if isinstance(saved.get(group), dict) else {}
-            # A setting that the checkpoint does not know came later, and left things as they were.
-            before = BEFORE_THERE_WAS_A_CHOICE.get(group, {}) | before
-            known = {key: value for key, value in values.items() if key in before}
-            pairs = [(f"{group}.{key}", value, before[key]) for key, value in known.items()]
-        for key, value, before in pairs:
-            if key not in FREE_TO_CHANGE and value != before:
-                cause = f"{run} was trained with {before}"
-                as_typed = "null" if before is None else before
-                fix = f"use {key}={as_typed}, or start a new run with another name="
-                if key not in FIXED:
-                    fix += f", or {OVERRIDE}"
-                problems.append((key, value, cause, fix))
+        hint = f"use {key}={show(saved[key])}, or start a new run with another name="
+        if key not in FIXED:
+            hint += f", or {OVERRIDE}"
+        problems.append(Problem(key, value, f"{run} was trained with {show(saved[key])}", hint))
     return problems
 
 

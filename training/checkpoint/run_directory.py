@@ -7,19 +7,20 @@ runs/<name>/.lock          locked while a process writes there; says which
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from errors import NO_VALUE, RunDirectoryError, RunFileError
+from errors import RunDirectoryError, RunFileError
 from files import atomic_write, make_folder, read_json, sync
 
-RUNS = Path("runs")
 LOCK, RECORD, CONFIG = ".lock", "run.json", "config.yaml"
 # Opened in place; all other files are replaced by rename.
 REGULAR = (LOCK, "metrics.jsonl", "samples.jsonl")
@@ -28,49 +29,33 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 WAIT_FOR_PREDECESSOR = 30  # seconds; torchrun restarts processes while the others end
 
 
-# ------------------------------------------------------------------------------------- having it
-
-
-def create(name: str | None, model_name: str, runs: Path | None = None) -> Path:
-    """Makes runs/<name>, if need be; by default a new one named after date and model."""
-    runs = runs or RUNS
+def create(runs: Path, name: str | None, model_name: str) -> Path:
+    """Creates runs/<name>, which may exist; without a name a new one named by date and model."""
     if name is not None:
-        folder = runs / name
-        make_folder(folder)
-        return folder
-    return make_new(runs / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model_name}")
-
-
-def make_new(wanted: Path) -> Path:
-    """Makes a folder of this name that was not there, with a number after it if need be: several
-    processes may start within a second."""
-    for number in range(1, 10_000):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
-        try:
-            make_folder(wanted.parent)
+        make_folder(runs / name)
+        return runs / name
+    make_folder(runs)
+    wanted = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model_name}"
+    for number in itertools.count(1):  # several runs may start within a second
+        folder = runs / (wanted if number == 1 else f"{wanted}_{number}")
+        with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            sync(wanted.parent)
-        except FileExistsError:
-            if not wanted.parent.is_dir():
-                raise
-            continue
-        return folder
-    raise RunDirectoryError("name", wanted.name, "thousands of runs have it", "give another name")
+            sync(runs)
+            return folder
 
 
 @contextlib.contextmanager
-def writable(folder: Path):
-    """Tells in one line that a run's directory cannot be written to."""
+def writable(runs: Path) -> Iterator[None]:
+    """Raises RunDirectoryError for an OSError inside."""
     try:
         yield
     except OSError as error:
-        key, value = ("runs/", NO_VALUE) if folder == RUNS else ("name", folder.name)
-        cause = f"{error.filename or folder} cannot be written ({error.strerror})"
-        fix = "start where runs/ can be written, or give another name"
-        raise RunDirectoryError(key, value, cause, fix) from error
+        reason = f"{error.filename or runs} cannot be written ({error.strerror})"
+        hint = "give a folder that can be written, or another name"
+        raise RunDirectoryError("runs_dir", runs, reason, hint) from error
 
 
-def take(folder: Path) -> AcquireReturnProxy | None:
+def lock_directory(folder: Path) -> AcquireReturnProxy | None:
     """Locks a run directory; the lock ends with the context that is returned, or with the process.
 
     None where the file system has no locks. Raises RunDirectoryError when another process has it
@@ -83,7 +68,7 @@ def take(folder: Path) -> AcquireReturnProxy | None:
             raise RunFileError("name", folder.name, cause, "remove it, or give another name")
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     path, timeout = folder / LOCK, WAIT_FOR_PREDECESSOR if restarted else 0
-    with writable(folder):
+    with writable(folder.parent):
         try:
             lock = FileLock(path).acquire(timeout=timeout)
         except Timeout:
