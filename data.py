@@ -15,8 +15,6 @@ Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 
 import itertools
 import os
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,38 +41,23 @@ from training.config.schema import DataConfig
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
 
-LARGE = 10**9  # bytes of text
-
 
 # ------------------------------------------------------------------------------ text -> tokens
 
 
-def load_stream(
-    config: DataConfig, path: str | list[str], notes: list[str] | None = None
-) -> dict[str, TokenStream]:
+def load_stream(config: DataConfig, path: str | list[str]) -> dict[str, TokenStream]:
     """The text or token files that a path names, as one stream: {"train": ...}.
 
-    With a "val" where token files have it in their names. Notes for the user are added to `notes`.
+    With a "val" where token files have it in their names.
     """
     if is_shards(path):
         return open_shards(path, config.tokenizer, config.verify)
-    files = find_files(path, notes)
-    _announce(path, sum(os.path.getsize(file) for file in files if os.path.isfile(file)))
+    files = find_files(path)
     encoder = StreamEncoder(config.tokenizer, config.endoftext)
     parts = [Part(file, text_key=config.text_key) for file in files]
     tokens = collected(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
     tokenizer = encoder.tokenizer
     return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
-
-
-def _announce(path: str | list[str], size: int) -> None:
-    """Prints, before a large text is tokenized, how to do that only once."""
-    if size > LARGE and os.environ.get("RANK", "0") == "0":
-        paths = shlex.quote(f"data.path={path}")
-        command = f"python -m scripts.prepare_data {paths} out=DIR"
-        what = f"{size / 1e9:.1f} GB of text will be tokenized into memory at each start"
-        note = visible(f"note: {what}; to tokenize it only once: {command}", keep="")
-        print(note, file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------- tokens -> windows
@@ -244,7 +227,7 @@ def load_datasets(config: DataConfig) -> Loaded:
 def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
     """The windows of one source."""
     notes: list[str] = []
-    streams = load_stream(config, path, notes)
+    streams = load_stream(config, path)
     train, val = streams["train"], streams.get("val")
     checksums = [pair for stream in streams.values() for pair in stream.checksums()]
     if config.val_path:

@@ -80,10 +80,7 @@ def main(settings: PrepareConfig) -> None:
     data = settings.data
     recipe = Recipe(data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens)
     folder = Path(settings.out)
-    notes: list[str] = []
-    preparation = Preparation(find_files(data.path, notes), folder, data.text_key, recipe)
-    for note in notes:
-        print(f"note: {note}")
+    preparation = Preparation(find_files(data.path), folder, data.text_key, recipe)
     try:
         complete = not preparation.begin()
     except OSError as error:

@@ -5,7 +5,7 @@ import gzip
 import importlib
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -40,25 +40,24 @@ class Part:
 
 def bounds(part: Part) -> tuple[int, int | None]:
     """From which byte to which a part of a text or of JSON lines is; None: to the file's end."""
+    begin = _cut_from(part, part.start) if part.start else 0
     if part.stop is None:
-        return (_cut_from(part, part.start) if part.start else 0), None
-    begin = _cut_from(part, part.start, part.stop) if part.start else 0
-    if begin is None or begin >= part.stop:
-        return 0, 0  # nothing, or the inside of a run, which belongs to the part where it began
+        return begin, None
+    if begin >= part.stop:
+        return 0, 0  # nothing: the inside of a run, which belongs to the part where it began
     return begin, _cut_from(part, part.stop)
 
 
-def _cut_from(part: Part, place: int, before: int | None = None) -> int | None:
+def _cut_from(part: Part, place: int) -> int:
     """The first place from `place` on where the file may be cut: in a text where the tokens stay
-    the same, in JSON lines at the beginning of a line. The file's end when there is none; None
-    when there is none before `before`."""
+    the same, in JSON lines at the beginning of a line. The file's end when there is none."""
     place = max(place, SIDE)  # behind a byte-order mark
     with opened(part.path) as file:
         base = place - SIDE  # of the window in the file
         file.seek(base)
         window = b""
-        while before is None or base < before:
-            block = read(file.read, part.path, WINDOW)
+        while True:
+            block = read(file, part.path, WINDOW)
             window += block
             # What follows the last places is not read yet.
             stop = len(window) - SIDE if block else len(window)
@@ -70,7 +69,6 @@ def _cut_from(part: Part, place: int, before: int | None = None) -> int | None:
                 return base + (len(window) if found is None else found)
             if stop > SIDE:
                 base, window = base + stop - SIDE, window[stop - SIDE :]
-        return None
 
 
 @contextlib.contextmanager
@@ -78,9 +76,6 @@ def opened(path: str) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked where its name says so."""
     check_regular(path)
     try:
-        if path.lower().endswith((".bz2", ".xz", ".zstd", ".lz4", ".7z")):
-            fix = "unpack it, or pack it as .gz or .zst"
-            raise DataError("data.path", path, "this kind of compression is not read", fix)
         if path.lower().endswith(".gz"):
             file = gzip.open(path)  # noqa: SIM115 closed below
         elif path.lower().endswith(".zst"):
@@ -94,20 +89,17 @@ def opened(path: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def read(read: Callable[[int], bytes], path: str, size: int) -> bytes:
-    """What a file's `read` or `readline` gives, at most `size` bytes."""
+def read(file: BinaryIO, path: str, size: int) -> bytes:
+    """At most `size` bytes of a file."""
     try:
-        return read(size)
+        return file.read(size)
     except (OSError, EOFError, zlib.error) as error:
         raise damaged(path, error) from error
 
 
 def damaged(path: str, error: Exception) -> DataError:
-    cause = message_of(error) or type(error).__name__
-    fix = "create or download it again"
-    if isinstance(error, MemoryError):
-        cause, fix = f"out of memory: {cause}", "use fewer processes or shorter texts"
-    return DataError("data.path", path, f"cannot be read ({cause})", fix)
+    cause = f"cannot be read ({message_of(error) or type(error).__name__})"
+    return DataError("data.path", path, cause, "create or download it again")
 
 
 def needed(module: str, path: str, what: str, package: str):

@@ -15,6 +15,7 @@ shards, and beside them
     streams["train"].gather(np.array([5]), 1024)  # ids from the fifth on (tokens/stream.py)
 """
 
+import glob
 import hashlib
 import importlib.util
 import os
@@ -29,7 +30,7 @@ from errors import DataError
 from files import atomic_write, read_bounded, rename, temporary_name
 from tokens import SHARD_MAGIC
 from tokens.manifest import MANIFEST, Manifest, ShardEntry, read_manifest
-from tokens.paths import each_once, expand, find_files, list_folder
+from tokens.paths import find_files, list_folder
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
@@ -127,10 +128,10 @@ def _shard_files(entry: str) -> list[Path]:
         if os.path.lexists(folder / "preparing" / "plan.json"):
             fix = "rerun the command that prepares it"
             raise DataError("data.path", entry, "is not completely prepared", fix)
-        return each_once(folder / name for name in names if name.endswith(".bin"))
+        return [folder / name for name in names if name.endswith(".bin")]
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
-    return each_once(sorted(Path(p) for p in expand(entry) if p.endswith(".bin")))
+    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
 
 
 def open_shards(

@@ -6,7 +6,6 @@ import glob
 import itertools
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -107,7 +106,7 @@ def test_find_files(tmp_path, monkeypatch):
     texts = "A.TXT B.Jsonl.GZ a.ndjson.zst b/b.txt.gz b/d.jsonl c.ndjson e.txt.zst i.parquet"
     texts = [f"all/{name}" for name in texts.split()]
     others = "b.txt a.txt c.md deep/z.txt deep/er/y.txt a[1].txt x.txt.bak"
-    ignored = "all/j.bin all/k.json all/l.gz all/m.zip all/n.parquet.gz notes/a.md"
+    ignored = "all/j.bin all/k.json all/l.gz all/m.zip notes/a.md"
     ignored += " .git/x.txt .hidden .x.txt all/.git/y.txt"
     for name in (*texts, *others.split(), *ignored.split()):
         write(tmp_path / name)
@@ -133,22 +132,14 @@ def test_find_files(tmp_path, monkeypatch):
                 find_files(pattern)
 
 
-def test_each_file_is_read_once_and_links_are_not_circular(tmp_path):
+def test_links_are_followed_and_not_circular(tmp_path):
     top = tmp_path / "outside" / "texts"
     a = write(top / "a.txt")
     write(tmp_path / "elsewhere" / "b.txt")
-    write(top / "deep" / "c.txt")
-    (top / "before").symlink_to(top / "deep")  # its own name comes first
-    for n, target in enumerate([top, top.parent, top / "deep", top / "gone"]):
-        (top / "deep" / f"link{n}").symlink_to(target)
-    (top / "hard.txt").hardlink_to(a)
-    (top / "link.txt").symlink_to(a)
-    for name in ("another", "one"):
-        (top / name).symlink_to(tmp_path / "elsewhere")
-    for path in (top, top / "**/*.txt"):
-        with not_waiting():
-            found = find_files(str(path))
-        assert found == [str(a), f"{top}/another/b.txt", f"{top}/deep/c.txt"], path
+    for n, target in enumerate([top, top.parent, tmp_path / "elsewhere", top / "gone"]):
+        (top / f"link{n}").symlink_to(target)
+    with not_waiting():
+        assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
 
 
 @pytest.mark.parametrize(("ending", "bounds"), [("", [9, 10**6]), (".gz", []), (".zst", [])])
@@ -165,25 +156,17 @@ def test_text_is_read_and_encoded_in_little_memory(line, ending, bounds, tmp_pat
 
 
 def test_unusable_text_is_refused(tmp_path):
-    for content, numbers, words in (  # numbers of the reason; programs and endings of the hint
-        (b"", (), ""),
-        (b"x" * 2_000_000 + b"\0", (2_000_000,), ""),
-        ("café".encode("latin1"), (0xE9, 3), "iconv LATIN1"),
-        (b"\xff\xfe" + "text".encode("utf-16-le"), (), "iconv UTF-16"),  # UTF-16 LE
-        (b"\xff\xfe\0\0t\0\0\0", (), "iconv UTF-32"),  # UTF-32 LE
-        (b"\x1f\x8b\x08", (), ".gz"),  # gzip
-        (b"PK\x03\x04\x14", (), ""),  # zip
-        (b"\x28\xb5\x2f\xfd", (), ".zst"),  # zstd
-        (b"PAR1\x15", (), ".parquet"),  # Parquet
-        (b"\x88\xd8\x34\x01\1\0\0\0", (), "data=shards"),  # token file
+    for content, numbers in (  # of the reason
+        (b"", ()),
+        (b"x" * 2_000_000 + b"\0", (2_000_000,)),
+        ("café".encode("latin1"), (0xE9, 3)),
+        ("text".encode("utf-16"), ()),
+        (b"PK\x03\x04\x14\0", (5,)),  # zip
+        (b"\x88\xd8\x34\x01\1\0\0\0", ()),  # token file
     ):
         for ending in ("", ".gz", ".zst"):
-            path = write(tmp_path / "it's mine" / f"bad.txt{ending}", content)
-            error = check_refused(path)
-            assert set(numbers) <= numbers_in(error), content[:9]
-            assert all(word in error.hint for word in words.split()), content[:9]
-            assert "iconv" not in words or str(path) in shlex.split(error.hint)
-    check_refused(write(tmp_path / "a.jsonl.xz"))
+            path = write(tmp_path / f"bad.txt{ending}", content)
+            assert set(numbers) <= numbers_in(check_refused(path)), content[:9]
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -212,27 +195,14 @@ def test_json_lines(tmp_path):
     assert read(write(tmp_path / "a.jsonl", "\ufeff" + json_line("é") * 2)) == ["é".encode()] * 2
 
 
-def test_line_above_the_limit_is_refused_without_reading_it(tmp_path, monkeypatch):
-    limit = 2**17
-    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", limit)
-    monkeypatch.setattr(readers, "BLOCK", 2**14)
-    longest = json_line("x" * (limit - len(json_line(""))))
-    good = write(tmp_path / "good.jsonl", longest * 2 + longest[:-1])  # no line end
-    assert [len(text) for text in read(good)] == [limit - len(json_line(""))] * 3
-    path = write(tmp_path / "bad.jsonl.gz", longest + json_line("x" * 40 * limit))
-    error, peak = peak_memory(lambda: check_refused(path))
-    assert limit in numbers_in(error)
-    assert peak < 10 * limit
-
-
 def test_unusable_json_line_is_refused(tmp_path):
     good = b'{"text": "good"}\n'
     for line, words in (  # keys, types and programs in the message
         (b"some text", ""),
         (b'{"text": "a\xff"}', "0xff"),
         (b'{"id": 1, "a\\nb": ""}', "'id' 'a\\nb' data.text_key"),
-        (b'{"text": 5}', "int"),
-        (b'[{"text": "a"}]', "jq"),
+        (b'{"text": 5}', "'text'"),
+        (b'[{"text": "a"}]', ""),
         (b'{"a":' * 100_000, ""),
     ):
         path = write(tmp_path / "a.jsonl", good + b"\n" + line + b"\n" + good)
@@ -250,17 +220,13 @@ def test_parquet(tmp_path):
         assert read(write_parquet(tmp_path / "a.parquet", column)) == [t.encode() for t in texts]
 
 
-def test_unusable_parquet_is_refused(tmp_path, monkeypatch):
+def test_unusable_parquet_is_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["a"], "content")
     assert "'content'" in check_refused(path).reason
     check_refused(write_parquet(path, [b"a", b"b"]))
     write_parquet(path, ["a", "b", "c", None], row_group_size=2)
     assert numbers_in(check_refused(path)) == {3, 0}
     assert numbers_in(check_refused(path, 1, 2)) == {1}
-    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 1000)
-    assert len(read(write_parquet(path, ["x" * 1000, "é" * 1000, "one"]))) == 3
-    write_parquet(path, ["x" * 1000, "é" * 1001, "one"])
-    assert {1, 0, 1000} <= numbers_in(check_refused(path))
     write_parquet(path, [f"text {n}" for n in range(60)])
     whole = path.read_bytes()
     for content in [whole[:end] for end in range(0, len(whole), 23)]:
@@ -268,27 +234,6 @@ def test_unusable_parquet_is_refused(tmp_path, monkeypatch):
         check_refused(path)
         with refused(DataError, "data.path", path):
             row_groups(str(path))
-
-
-def test_parquet_that_unpacks_to_much_takes_little_memory(tmp_path, monkeypatch):
-    text, size = "long " * 40_000, 200_000
-    monkeypatch.setattr(readers, "ROWS_SIZE", 4 * size)
-    column = pyarrow.array([text] * 100).dictionary_encode()
-    options = {"compression": "zstd", "store_schema": False}
-    repeated = write_parquet(tmp_path / "a.parquet", column, **options)
-    single = write_parquet(tmp_path / "b.parquet", [text], use_dictionary=False, **options)
-    default = pyarrow.default_memory_pool()
-    pool = pyarrow.proxy_memory_pool(default)
-    pyarrow.set_memory_pool(pool)
-    try:
-        assert [len(b"".join(blocks)) for blocks in documents(Part(str(repeated)))] == [size] * 100
-        assert pool.max_memory() < 12 * size
-        before = pool.max_memory()
-        monkeypatch.setattr(readers, "LONGEST_DOCUMENT", size - 1)
-        check_refused(single)
-        assert pool.max_memory() == before
-    finally:
-        pyarrow.set_memory_pool(default)
 
 
 DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three " * 99]
@@ -384,7 +329,7 @@ def test_parts_of_parquet_give_the_ids_of_the_whole(folder, encoder, texts, size
 def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):
     """root may read everything, so the calls of the system are replaced."""
     path = write(tmp_path / "a.txt.gz")
-    denied = mock.Mock(side_effect=PermissionError(errno.EACCES, "denied"))
+    denied = mock.Mock(side_effect=PermissionError(errno.EACCES, "denied", str(tmp_path)))
     monkeypatch.setattr("gzip.open", denied)
     check_refused(path)
     monkeypatch.setattr(os, "scandir", denied)
