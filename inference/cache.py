@@ -27,17 +27,17 @@ class KVCache:
     Position p of a row has index p, whatever the lengths of the other rows. Behind its end a row
     has padding, which a mask hides and later tokens overwrite.
 
-    capacity: how many tokens a row can have. compile: compiles `read_token`, for example
+    capacity: how many tokens a row can have. compiler: compiles `read_token`, for example
     torch.compile; then every step attends to the whole capacity, so that no shape changes.
     Memory is allocated by the first call and used again by later ones with as many rows: CUDA
     graphs need fixed addresses.
     """
 
-    def __init__(self, capacity: int, compile: Callable | None = None):
+    def __init__(self, capacity: int, compiler: Callable | None = None):
         self.capacity = capacity
-        self.is_static = compile is not None
-        if compile is not None:
-            self.read_token = compile(self.read_token)
+        self.is_static = compiler is not None
+        if compiler is not None:
+            self.read_token = compiler(self.read_token)
         self.keys: dict[int, Tensor] = {}  # by layer, (B, H, capacity, D)
         self.values: dict[int, Tensor] = {}
         self.lengths = torch.empty(0)  # (B,)
