@@ -179,7 +179,6 @@ FORBIDDEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 ALLOWED = {
-    "inference/cache.py": {"compile(self.read_token)"},
     "tokens/parts.py": {"importlib.import_module(module)"},
     "interop/huggingface.py": {
         "torch.load(file, map_location='cpu', weights_only=True, mmap=is_zip)"
