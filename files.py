@@ -1,7 +1,7 @@
-"""Files and folders that are there whole or not at all, also after a crash or a loss of power.
+"""Atomic writes and bounded reads.
 
-What is written goes to another name first, is handed to the disk (fsync) and then renamed, which
-the file system does at one stroke. A rename lasts once the folder is handed to the disk too.
+A file is written to a temporary name, flushed to disk (fsync) and renamed: after a crash or a loss
+of power it is either complete or absent. A rename is durable once its folder is flushed too.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from typing import IO
 
 
 def temporary_name(path: Path) -> Path:
-    """What a file is called until it is complete; another name on every machine and every time."""
+    """The name of a file until it is complete; a new one each time."""
     return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
 
 
 def atomic_write(path: Path, content: bytes) -> None:
-    """Writes a file that no reader ever sees half of."""
+    """Writes a file that no reader sees incomplete."""
     part = temporary_name(path)
     try:
         with open(part, "wb") as file:
@@ -36,14 +36,13 @@ def atomic_write(path: Path, content: bytes) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Removes what a process that was killed had not written to the end; for whoever is alone in
-    writing to the folder."""
+    """Removes what killed processes left unfinished. No other process may write to the folder."""
     for part in folder.glob("*.part-" + "[0-9a-f]" * 16):
         remove(part)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with all that is in it."""
+    """Removes a file, a link, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -51,13 +50,13 @@ def remove(path: Path) -> None:
 
 
 def rename(part: Path, path: Path) -> None:
-    """Gives a finished file, folder or link its name, for good."""
+    """Renames a complete file, folder or link, durably."""
     os.replace(part, path)
     sync(path.parent)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, and those above it where need be, for good."""
+    """Makes a folder and its parents, durably."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

@@ -11,12 +11,12 @@ from training.checkpoint.format import MODEL, NAME, STATE, verify
 
 
 def run_of(folder: Path) -> Path | None:
-    """The run's directory that a checkpoint stands in; None for one that was copied elsewhere."""
+    """The run directory of a checkpoint; None for one that was copied elsewhere."""
     return folder.parent.parent if folder.parent.name == "checkpoints" else None
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run that were written to the end, the newest first."""
+    """The complete checkpoints of a run, the newest first."""
     found = [p for p in (run / "checkpoints").glob("step_*") if NAME.fullmatch(p.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -26,7 +26,7 @@ def step_of(folder: Path) -> int:
 
 
 def newest_step(run: Path) -> int:
-    """The step of a run's newest whole checkpoint, 0 when there is none."""
+    """The step of a run's newest checkpoint, 0 when there is none."""
     return max((step_of(folder) for folder in list_checkpoints(run)), default=0)
 
 
@@ -46,11 +46,11 @@ def find(
     names: tuple[str, ...] = (STATE, MODEL),
     warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Path:
-    """The checkpoint that a path means: itself, or the newest usable one of a run's directory.
+    """The checkpoint that a path means: itself, or the newest intact one of a run directory.
 
-    names: the files that are wanted of it; they are read once, to compare their checksums. Of a
-    run, a damaged checkpoint is passed over for the one before, with a warning; one that is named
-    is refused. Raises CheckpointError, naming the setting `key`, when there is none.
+    names: the files that are needed; their checksums are verified. A damaged checkpoint of a run is
+    skipped with a warning; a damaged one that the path names is refused. Raises CheckpointError for
+    the setting `key` when there is none.
     """
     path = Path(path)
     if is_checkpoint(path):
@@ -64,7 +64,7 @@ def find(
         return folder
     damage, last = None, path / "checkpoints" / "last"
     if last.is_symlink() and not last.exists():
-        damage = DamagedCheckpointError(last, "what it leads to is gone")
+        damage = DamagedCheckpointError(last, "its target is missing")
     for folder in list_checkpoints(path):
         try:
             verify(folder, names)
@@ -74,7 +74,7 @@ def find(
             damage = damage or error
             continue
         if damage:
-            warn(f"{damage.without_hint}; going on from {folder.name}, the one before")
+            warn(f"{damage.without_hint}; resuming from {folder.name} instead")
         return folder.resolve()
     if damage:
         raise damage
@@ -90,7 +90,7 @@ def find(
 
 
 def nearest_run(path: Path) -> Path | None:
-    """The run that somebody may mean by a path that is none: its name alone, or nearly right."""
+    """The run in runs/ that a wrong path may mean: its name alone, or misspelt."""
     runs = {folder.name: folder for folder in Path("runs").glob("*/") if folder.is_dir()}
     near = difflib.get_close_matches(path.name, runs, n=1, cutoff=0.7)
     return runs[near[0]] if near else None

@@ -1,9 +1,9 @@
-"""How checkpoints come to be there whole or not at all, while training goes on.
+"""Writing checkpoints atomically in the background.
 
-A checkpoint is written as step_00000100.part, handed to the disk and renamed; then `last` (and
-`best`) are switched to it, and only then are older ones removed, which are renamed first, too. So
-whatever is called step_... is whole, at every moment, and one of them is always there. What ended
-in between is cleared away by the next start.
+A checkpoint is written as step_00000100.part, flushed to disk (fsync) and renamed; then the links
+`last` and `best` are switched, and only then are older ones renamed to .part and removed. So every
+folder called step_... is complete at every moment, and after the first one there always is one.
+What a killed process left unfinished is removed by the next start.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ RETRY_AFTER = 2  # seconds until a checkpoint that could not be written is tried
 
 
 class Saver:
-    """Writes the checkpoints of a run, one after the other, while training goes on.
+    """Writes the checkpoints of a run, one at a time.
 
-    run: its directory, which no other process writes to. keep: how many of the newest stay, besides
-    the best. resumed: the state of the checkpoint in there that the run goes on from.
+    run: its directory, locked by this process. keep: how many of the newest stay, besides the best.
+    resumed: the state of the run's checkpoint that is resumed.
     """
 
     def __init__(self, run: Path, keep: int, resumed: State | None = None):
@@ -55,36 +55,34 @@ class Saver:
             self._prune(resumed.best_step)
 
     def _clear(self) -> None:
-        """Removes what was left half done, and sets aside what the run has gone back behind."""
+        """Removes unfinished checkpoints, and renames those after the resumed one, which are
+        damaged."""
         for part in self.folder.glob("*.part"):
             remove(part)
         for folder in listing.list_checkpoints(self.folder.parent):
             if self.newest is None:
-                fix = "give the command again, or another name"
-                raise RunDirectoryError(
-                    "name", self.folder.parent.name, f"{folder} is another run's", fix
-                )
-            if listing.step_of(folder) > self.newest:  # and could not be used, then
+                reason, hint = f"{folder} is another run's", "rerun the command, or change the name"
+                raise RunDirectoryError("name", self.folder.parent.name, reason, hint)
+            if listing.step_of(folder) > self.newest:
                 aside = _free(folder.with_name(folder.name + ".damaged"))
                 rename(folder, aside)
-                what = f"not used, as the run goes on from step {self.newest}; now {aside.name}"
+                what = f"not used, the run resumes from step {self.newest}; now {aside.name}"
                 print(f"checkpoint={folder}: {what}", file=sys.stderr)
 
     def save(self, tensors: Tensors, state: State) -> None:
-        """Begins to write the checkpoint of a step. The tensors must not change before `wait`."""
+        """Starts writing the checkpoint of a step. The tensors must not change before `wait`."""
         self.wait()
-        # A thread for each, which ends with it. Computing gives it OpenMP threads of its own, and
-        # while these exist, those of training sleep where else they would spin: that leaves the
-        # processors to the writing, but would slow every step from then on, by a tenth
+        # One thread for each checkpoint: computing checksums gives a thread OpenMP threads of its
+        # own, and while those exist, each step of training takes a tenth longer
         # (benchmarks/results/2026-11-22-saving-cpu.json).
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing = state.step, self._thread.submit(self._save, tensors, asdict(state))
         self._thread.shutdown(wait=False)  # it ends when it has done this
 
     def wait(self) -> NotSavedError | None:
-        """Until the checkpoint in the making is there; returns what hindered it, if anything.
+        """Waits for the pending checkpoint; returns the error if it could not be written.
 
-        Raises DivergedError when its numbers are none.
+        Raises DivergedError when its tensors are not finite.
         """
         if self._writing is None:
             return None
@@ -97,12 +95,12 @@ class Saver:
         return None
 
     def close(self) -> None:
-        """Lets what is being written come to its end."""
+        """Waits for the pending checkpoint, whatever becomes of it."""
         if self._thread:
             self._thread.shutdown()
 
     def too_large(self, size: float) -> list[str]:
-        """In words, when the disk has no room for the checkpoints of a run. size: bytes of one."""
+        """A note when the disk has no room for the checkpoints of a run. size: bytes of one."""
         beside = max(0, self.keep - len(listing.list_checkpoints(self.folder.parent))) + 2
         free = shutil.disk_usage(self.folder.parent).free
         if free > beside * size:
@@ -114,20 +112,20 @@ class Saver:
 
     def _save(self, tensors: Tensors, state: dict) -> None:
         for name, tensor in (tensors[0] | tensors[1]).items():
-            if not all_finite(tensor):  # nothing broken replaces a good checkpoint
-                cause = f"is no finite number after step {state['step']}"
-                raise DivergedError(name, NO_VALUE, cause, AGAINST_DIVERGENCE)
+            if not all_finite(tensor):  # it must not replace a good checkpoint
+                reason = f"is not finite after step {state['step']}"
+                raise DivergedError(name, NO_VALUE, reason, AGAINST_DIVERGENCE)
         folder = self.folder / _name(state["step"])
         try:
             self._write(folder, tensors, state)
         except (OSError, SafetensorError):
-            time.sleep(RETRY_AFTER)  # somebody may be making room, or a server be starting
+            time.sleep(RETRY_AFTER)  # space may be freed, or a file server may return
             self._write(folder, tensors, state)
         self._link(state["best_step"])
         self._prune(state["best_step"])
 
     def _write(self, folder: Path, tensors: Tensors, state: dict) -> None:
-        if folder.exists():  # whole, then; but whether the disk has its name, nobody knows
+        if folder.exists():  # complete; its name may not be on disk yet
             sync(self.folder)
             return
         part = folder.with_name(folder.name + ".part")
@@ -142,9 +140,9 @@ class Saver:
             raise
 
     def _link(self, best_step: int | None) -> None:
-        """Points `last` at the newest checkpoint and `best` at the best, where these are there.
+        """Links `last` to the newest checkpoint and `best` to the best, if there is one.
 
-        Nothing depends on the links but people: not every file system knows them.
+        Only users need the links; some file systems have none.
         """
         whole = listing.list_checkpoints(self.folder.parent)
         names = {folder.name for folder in whole}
@@ -169,10 +167,8 @@ class Saver:
                 print(f"checkpoint={old}: not removed ({error.strerror or error})", file=sys.stderr)
 
     def _not_saved(self, step: int, error: Exception) -> NotSavedError:
-        """In words: the disk, what it has left, what there is to go on from."""
-        cause = (
-            error.strerror if isinstance(error, OSError) and error.strerror else message_of(error)
-        )
+        """The error, with the free space of the disk and the checkpoint that is intact."""
+        reason = getattr(error, "strerror", None) or message_of(error)
         free = ""
         with contextlib.suppress(OSError):
             free = f", {_size(shutil.disk_usage(self.folder.parent).free)} free on its disk"
@@ -182,7 +178,7 @@ class Saver:
         return NotSavedError(
             "checkpoint",
             f"{self.folder}/step_{step:08d}",
-            f"could not be written ({cause}{free})",
+            f"could not be written ({reason}{free})",
             f"make room there: {intact}",
         )
 
@@ -196,7 +192,7 @@ def _name(step: int) -> str:
 
 
 def _point(link: Path, target: str | None) -> None:
-    """Makes `link` a relative link to its neighbour `target`, at one stroke; None: no link."""
+    """Makes `link` a relative link to `target` in the same folder, atomically; None: no link."""
     if target is None:
         link.unlink(missing_ok=True)
     elif not link.is_symlink() or os.readlink(link) != target:
@@ -207,7 +203,7 @@ def _point(link: Path, target: str | None) -> None:
 
 
 def _free(path: Path) -> Path:
-    """The path, with a number where something has that name."""
+    """The path, with a number if it exists."""
     number = 1
     while (numbered := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
         number += 1
