@@ -30,7 +30,10 @@ SETTINGS = {
 }
 # Of a single text file.
 TEXTS = {
-    "no.txt": (None, "no such file; check the path; relative ones start at {here}; a list is [a,b]"),
+    "no.txt": (
+        None,
+        "no such file; check the path; relative ones start at {here}; a list is [a,b]",
+    ),
     "a.jsonl": (
         b'{"text": "x"}\nno\n',
         "the line at byte 14 is not JSON (Expecting value: line 1 column 1 (char 0)); correct "
