@@ -6,10 +6,8 @@ import shlex
 
 import torch
 from helpers import REPOSITORY
-from helpers.models import tiny_model
 
 import train
-from interop.huggingface import to_hf
 from lens.page import read
 
 
@@ -43,12 +41,13 @@ def test_files_of_the_tour_and_targets_of_links_exist():
             assert (page.parent / target).exists(), (page.name, target)
 
 
-def test_the_notebook_example_runs(tmp_path):
-    (code,) = blocks("README.md", "python")
-    to_hf(tiny_model(vocab_size=50257, context_length=32, num_layers=3), tmp_path / "gpt2")
-    names = {}
-    exec(code.replace("runs/NAME", str(tmp_path / "gpt2")), names)
-    assert [layer.shape[:2] for layer in names["layers"]] == [(1, 4)] * 3
+def test_the_notebook_example_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, quick = {}, ["wandb=off", "lens=off", "model.num_layers=2", "model.emb_dim=16"]
+    for code in blocks("README.md", "python"):
+        exec(code.replace("max_steps=20", f'max_steps=2", *{quick}, "debug=true'), names)
+    assert names["run"].state.step == 2
+    assert [layer.shape[:2] for layer in names["layers"]] == [(1, 4)] * 2
 
 
 def test_the_lens_beside_another_model(tmp_path, monkeypatch):
