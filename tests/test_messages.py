@@ -41,7 +41,7 @@ TEXTS = {
     ),
     "a.txt": (
         b"caf\xe9",
-        "not UTF-8 (0xe9 at byte 3); convert it: iconv -f LATIN1 -t UTF-8 a.txt > utf8.txt",
+        "not UTF-8 (0xe9 at byte 3); convert it: iconv -f LATIN1 -t UTF-8 FILE > utf8.txt",
     ),
 }
 
