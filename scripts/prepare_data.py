@@ -13,13 +13,18 @@ import re
 import shlex
 import signal
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from errors import ConfigError, visible
 from training.config.command_line import ScriptConfig, settings_command
@@ -78,38 +83,30 @@ def main(settings: PrepareConfig) -> None:
     from tokens.prepare import Preparation, Recipe
 
     data = settings.data
-    recipe = Recipe(data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens)
-    folder = Path(settings.out)
-    preparation = Preparation(find_files(data.path), folder, data.text_key, recipe)
+    recipe = Recipe(
+        data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens, data.text_key
+    )
+    preparation = Preparation(find_files(data.path), Path(settings.out), recipe)
     try:
-        complete = not preparation.begin()
+        preparation.begin()
     except OSError as error:
         cause = f"cannot be written ({error.strerror})"
         raise ConfigError([("out", settings.out, cause, "give another folder")]) from error
-    if complete:
-        print(visible(f"{folder} is complete already", keep=""))
-        report(preparation.finish(), settings)
-        return
     part = tuple(map(int, settings.part.split("/")))
     tasks = preparation.unfinished(*part)
-    mine = preparation.share(*part)
-    if len(tasks) < len(mine):
-        print(f"resuming: {len(mine) - len(tasks)} of {len(mine)} tasks were done before")
+    if done := len(preparation.share(*part)) - len(tasks):
+        print(f"{done} of {done + len(tasks)} tasks were done before")
     if tasks:
-        workers = settings.workers or cores()
-        started = time.perf_counter()
+        workers = settings.workers or len(os.sched_getaffinity(0))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers end, too
-        with Progress(sum(task.size for task in tasks)) as progress:
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=rich_console()) as progress:
+            bar = progress.add_task("", total=sum(task.size for task in tasks) or None)
             try:
-                preparation.run(tasks, workers, progress.show, part)
+                preparation.run(tasks, workers, partial(progress.advance, bar), part)
             except KeyboardInterrupt:
                 print("stopped; to resume, rerun the same command", file=sys.stderr)
                 raise
-        seconds = time.perf_counter() - started
-        print(
-            f"{progress.done / 1e6:,.1f} MB of text in {seconds:,.1f} s: "
-            f"{progress.done / seconds / 1e6:,.1f} MB/s"
-        )
     manifest = preparation.finish()
     if manifest is None:
         left = len(preparation.unfinished())
@@ -120,65 +117,12 @@ def main(settings: PrepareConfig) -> None:
 
 def report(manifest: dict, settings: PrepareConfig) -> None:
     """Says what there is now, and how to train on it."""
-    shards = manifest["shards"]
-    counts = {noun: sum(s[f"{noun}s"] for s in shards) for noun in ("token", "document")}
-    counts["shard"] = len(shards)
-    words = [f"{n:,} {noun}{'' if n == 1 else 's'}" for noun, n in counts.items()]
-    print(visible(f"{', '.join(words)} in {settings.out}", keep=""))
+    counts = f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents"
+    print(visible(f"{counts}, {len(manifest['shards']):,} shards in {settings.out}", keep=""))
     name = settings.data.tokenizer
     tokenizer = "" if name == "gpt2" else f" data.tokenizer={name}"
     path = shlex.quote(f"data.path={settings.out}")
     print(visible(f"train on them: python train.py data=shards {path}{tokenizer}", keep=""))
-
-
-def cores() -> int:
-    """How many this process may use, where the system tells; else how many there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-class Progress:
-    """Megabytes, speed and time left: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, total: int):
-        self.total, self.done, self.told = total, 0, time.monotonic()
-        self.bar = None
-        console = rich_console()
-        if console.is_terminal:
-            columns = (
-                BarColumn(32),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-            )
-            self.bar = Bar(*columns, console=console, transient=True)
-            self.task = self.bar.add_task("", total=total or None)
-        self.started = self.told
-
-    def __enter__(self) -> "Progress":
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def show(self, done: int) -> None:
-        """So many bytes of text so far; of compressed files more come than were announced."""
-        self.done, now = done, time.monotonic()
-        if self.bar:
-            self.bar.update(self.task, completed=done, total=max(self.total, done) or None)
-        elif now - self.told >= 10:
-            self.told = now
-            speed = done / (now - self.started)
-            left = max(0, self.total - done) / speed if speed else 0
-            print(
-                f"{done / 1e6:,.0f} MB of {self.total / 1e6:,.0f}, {speed / 1e6:,.1f} MB/s, "
-                f"about {left:,.0f} s left",
-                flush=True,
-            )
 
 
 if __name__ == "__main__":

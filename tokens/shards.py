@@ -6,10 +6,7 @@ A shard, as llm.c published the layout and modded-nanogpt reads it, all little-e
     n x uint16    token ids
 
 nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
-shards, and beside them
-
-    manifest.json          tokenizer, counts and checksums (tokens/manifest.py)
-    <shard>.documents      uint32 for each document of the shard: where its first token is
+shards, and beside them manifest.json: tokenizer, counts and checksums (tokens/manifest.py).
 
     streams = open_shards("fineweb/", "gpt2")     # maps the files
     streams["train"].gather(np.array([5]), 1024)  # ids from the fifth on (tokens/stream.py)
@@ -17,9 +14,9 @@ shards, and beside them
 
 import glob
 import hashlib
-import importlib.util
 import os
 import re
+import resource
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from errors import DataError
-from files import atomic_write, read_bounded, rename, temporary_name
+from files import rename, temporary_name
 from tokens import SHARD_MAGIC
 from tokens.manifest import MANIFEST, Manifest, ShardEntry, read_manifest
 from tokens.paths import find_files, list_folder
@@ -51,8 +48,7 @@ class ShardWriter:
         self.end_of_text = end_of_text
         self.tokens = 0
         self._waiting: list[np.ndarray] = []  # to be written
-        self._starts: list[np.ndarray] = []
-        self._written = 0
+        self._written = self._documents = 0
         self._part = temporary_name(path)
         self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
         self._file.write(bytes(HEADER_BYTES))
@@ -66,7 +62,7 @@ class ShardWriter:
 
     def _write(self) -> None:
         ids = np.concatenate([np.zeros(0, TOKEN), *self._waiting])
-        self._starts.append(np.flatnonzero(ids == self.end_of_text) + self._written)
+        self._documents += int((ids == self.end_of_text).sum())
         self._file.write(ids.astype(TOKEN, copy=False).tobytes())
         self._waiting, self._written = [], self.tokens
 
@@ -77,30 +73,19 @@ class ShardWriter:
         header[:3] = SHARD_MAGIC, VERSION, self.tokens
         self._file.seek(0)
         self._file.write(header.tobytes())
-        starts = np.concatenate([np.zeros(0, np.int64), *self._starts]).astype("<u4")
-        documents = documents_file(self.path)
-        atomic_write(documents, starts.tobytes())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         checksums = list(block_checksums(self._part))
         rename(self._part, self.path)
         return ShardEntry(
-            self.path.name,
-            self.tokens,
-            len(starts),
-            checksums,
-            hashlib.sha256(starts.tobytes()).hexdigest(),
+            file=self.path.name, tokens=self.tokens, documents=self._documents, sha256=checksums
         )
 
     def abandon(self) -> None:
         """Removes what was written."""
         self._file.close()
         self._part.unlink(missing_ok=True)
-
-
-def documents_file(shard: Path) -> Path:
-    return shard.with_suffix(".documents")
 
 
 def block_checksums(path: Path) -> Iterator[str]:
@@ -125,7 +110,7 @@ def _shard_files(entry: str) -> list[Path]:
         folder, names = Path(entry), list_folder(entry)
         if MANIFEST in names:
             return [folder / shard.file for shard in read_manifest(folder).shards]
-        if os.path.lexists(folder / "preparing" / "plan.json"):
+        if "preparing" in names:
             fix = "rerun the command that prepares it"
             raise DataError("data.path", entry, "is not completely prepared", fix)
         return [folder / name for name in names if name.endswith(".bin")]
@@ -187,15 +172,10 @@ def open_shards(
 
 def allow_open_files(count: int) -> None:
     """Raises the limit of open files by `count`: each mapped file is one."""
-    if importlib.util.find_spec("resource"):  # not on Windows
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = count + 256
-        if hard != resource.RLIM_INFINITY:
-            wanted = min(wanted, hard)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < (wanted := count + 256):
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _stream(shards: list["_Shard"]) -> TokenStream:
@@ -205,7 +185,6 @@ def _stream(shards: list["_Shard"]) -> TokenStream:
         first.vocab_size,
         first.vocab_size - 1,
         [(str(shard.path), shard.first_byte) for shard in shards],
-        [shard.documents if shard.entry else None for shard in shards],
         [(shard.path.name, shard.checksums) for shard in shards],
     )
 
@@ -243,25 +222,6 @@ class _Shard:
                         f"vocabulary of {self.vocab_size}"
                     )
                     raise _bad_file(self.path, cause, "use its own tokenizer, or prepare it again")
-
-    def documents(self) -> np.ndarray:
-        """Where documents begin in it, from the file beside it, which is checked."""
-        path = documents_file(self.path)
-        try:
-            size = path.stat().st_size
-            raw = read_bounded(path, size) if size == 4 * self.entry.documents else b""
-        except OSError as error:
-            raise _bad_file(path, f"cannot be read ({error.strerror})") from error
-        if size != 4 * self.entry.documents:
-            cause = f"ends at byte {size}, and {4 * self.entry.documents} are to be there"
-            raise _bad_file(path, cause)
-        if hashlib.sha256(raw).hexdigest() != self.entry.documents_sha256:
-            cause = f"checksum mismatch in the {len(raw)} bytes from byte 0 on ({MANIFEST})"
-            raise _bad_file(path, cause)
-        starts = np.frombuffer(raw, "<u4").astype(np.int64)
-        if np.any(np.diff(starts, prepend=-1, append=self.entry.tokens) <= 0):
-            raise _bad_file(path, "does not ascend, or leaves the shard")
-        return starts
 
 
 def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> DataError:

@@ -8,7 +8,6 @@ Shapes: B windows of a batch, N ids in each.
 
 import hashlib
 import mmap
-from collections.abc import Callable
 
 import numpy as np
 
@@ -23,9 +22,8 @@ class TokenStream:
     """Arrays of token ids, one after the other.
 
     names: what the arrays are called in errors, with the byte where their ids begin in the file;
-    None for what is in memory only. starts: for each array a function that returns where its
-    documents begin, where that is known without a search. checksums: (name, of each block) of
-    each array, "" where a block was not read.
+    None for what is in memory only. checksums: (name, of each block) of each array, "" where a
+    block was not read.
     """
 
     def __init__(
@@ -34,14 +32,12 @@ class TokenStream:
         vocab_size: int,
         end_of_text: int,
         names: list[tuple[str, int]] | None = None,
-        starts: list[Callable[[], np.ndarray] | None] | None = None,
         checksums: Checksums | None = None,
     ):
         self.arrays = arrays
         self.vocab_size = vocab_size
         self.end_of_text = end_of_text
         self.names = names
-        self._starts = starts or [None] * len(arrays)
         self._checksums = checksums
         self.begins = np.cumsum([0, *map(len, arrays)])  # of each array, and the end of all
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
@@ -108,7 +104,7 @@ class TokenStream:
         return self._part(0, position), self._part(position, len(self))
 
     def _part(self, begin: int, end: int) -> "TokenStream":
-        arrays, names, starts = [], [], []
+        arrays, names = [], []
         for n, array in enumerate(self.arrays):
             first = int(self.begins[n])
             low, high = max(0, begin - first), min(len(array), end - first)
@@ -118,22 +114,13 @@ class TokenStream:
             if self.names:
                 name, byte = self.names[n]
                 names.append((name, byte + low * self.dtype.itemsize))
-            starts.append(self._starts_between(n, low, high) if self._starts[n] else None)
-        return TokenStream(arrays, self.vocab_size, self.end_of_text, names or None, starts)
-
-    def _starts_between(self, n: int, low: int, high: int) -> Callable[[], np.ndarray]:
-        def starts() -> np.ndarray:
-            known = self._starts[n]()
-            return known[np.searchsorted(known, low) : np.searchsorted(known, high)] - low
-
-        return starts
+        return TokenStream(arrays, self.vocab_size, self.end_of_text, names or None)
 
     def document_starts(self) -> np.ndarray:
         """Where documents begin, int64: 0, and every place of the end-of-text token."""
         found = [np.zeros(1, np.int64)]
-        for begin, array, known in zip(self.begins, self.arrays, self._starts, strict=False):
-            local = known() if known else self._search(array)
-            found.append(local.astype(np.int64) + begin)
+        for begin, array in zip(self.begins, self.arrays, strict=False):
+            found.append(self._search(array) + begin)
         starts = np.concatenate(found)
         return starts[1:] if len(starts) > 1 and starts[1] == 0 else starts
 

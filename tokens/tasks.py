@@ -8,19 +8,18 @@ import hashlib
 import itertools
 import json
 import os
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from errors import DataError
 from files import atomic_write
 from tokens.encoding import StreamEncoder
 from tokens.manifest import ShardEntry
 from tokens.parts import Part
-from tokens.paths import COMPRESSED, HUB, kind_of
+from tokens.paths import COMPRESSED, HUB, kind_of, unreadable
 from tokens.readers import encode_part, hub_data, row_groups
 from tokens.shards import ShardWriter
 
@@ -36,10 +35,11 @@ class Recipe:
     endoftext: str
     engine: str
     shard_tokens: int
+    text_key: str
 
     def settings(self) -> list:
         """What the outcome depends on."""
-        return [self.tokenizer, self.endoftext, self.shard_tokens]
+        return [self.tokenizer, self.endoftext, self.shard_tokens, self.text_key]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Task:
     parts: tuple[Part, ...]
     size: int  # bytes to read, about; rows of a hub data set count as none
 
-    def fingerprint(self, recipe: Recipe) -> str:
-        """Changes when a text does, or what is done with it."""
+    def fingerprint(self) -> str:
+        """Changes when a text does."""
         texts = []
         for part in self.parts:
             changed = None
@@ -59,12 +59,21 @@ class Task:
                 try:
                     state = os.stat(part.path)
                 except OSError as error:
-                    cause = f"cannot be read any more ({error.strerror})"
-                    raise DataError("data.path", part.path, cause, "put it back") from error
+                    raise unreadable(part.path, error) from error
                 changed = [state.st_size, state.st_mtime_ns]
-            name = os.path.basename(part.path)
-            texts.append([name, part.start, part.stop, part.text_key, changed])
-        return hash_of([recipe.settings(), texts])
+            texts.append([os.path.basename(part.path), part.start, part.stop, changed])
+        return hash_of(texts)
+
+
+class TaskRecord(BaseModel):
+    """What a finished task leaves."""
+
+    model_config = ConfigDict(strict=True)
+
+    plan: str  # what it belongs to
+    made_of: str  # the fingerprint of its texts
+    text_bytes: NonNegativeInt
+    shards: list[ShardEntry]
 
 
 def hash_of(values: list) -> str:
@@ -119,58 +128,33 @@ def _divided(file: str, size: int, text_key: str, most: int) -> Iterator[tuple[P
 # ------------------------------------------------------------------------------------- one task
 
 
-def run_task(task: Task, folder: Path, recipe: Recipe, progress: Callable[[int], None]) -> int:
-    """Makes the shards of a task and leaves its record; returns the bytes of its text.
-
-    progress(bytes of text so far) is called now and then.
-    """
+def run_task(task: Task, folder: Path, recipe: Recipe, plan: str) -> int:
+    """Makes the shards of a task and leaves its record; returns the bytes of its text."""
     encoder = StreamEncoder(recipe.tokenizer, recipe.endoftext, recipe.engine)
-    record_file(folder, task.number).unlink(missing_ok=True)  # it would tell of other shards
-    for path, number in shard_files(folder):
-        if number == task.number:
-            path.unlink(missing_ok=True)  # of a run that was interrupted
-    made_of = task.fingerprint(recipe)
-    entries: list[ShardEntry] = []
+    record_file = folder / "preparing" / f"{task.number:05d}.json"
+    record_file.unlink(missing_ok=True)  # it would tell of other shards
+    for path in folder.glob(f"shard_{task.number:05d}_*.bin*"):
+        path.unlink(missing_ok=True)  # of a run that was interrupted
+    made_of = task.fingerprint()
+    shards: list[ShardEntry] = []
     writer: ShardWriter | None = None
     try:
-        arrays = itertools.chain.from_iterable(encode_part(part, encoder) for part in task.parts)
-        for number, ids in enumerate(arrays):
-            if number % 64 == 0:
-                progress(encoder.text_bytes)
+        for ids in itertools.chain.from_iterable(encode_part(p, encoder) for p in task.parts):
             while len(ids):
                 if writer is None:
-                    name = f"shard_{task.number:05d}_{len(entries):02d}.bin"
+                    name = f"shard_{task.number:05d}_{len(shards):02d}.bin"
                     writer = ShardWriter(folder / name, encoder.tokenizer.eot_token)
                 room = recipe.shard_tokens - writer.tokens
                 writer.append(ids[:room])
                 ids = ids[room:]
                 if writer.tokens == recipe.shard_tokens:
-                    entries.append(writer.close())
+                    shards.append(writer.close())
                     writer = None
-        if writer is not None:
-            entries.append(writer.close())
-            writer = None
+        if writer:
+            shards.append(writer.close())
     finally:
-        if writer is not None:
+        if writer:
             writer.abandon()
-    progress(encoder.text_bytes)
-    record = {
-        "made_of": made_of,
-        "text_bytes": encoder.text_bytes,
-        "shards": [asdict(entry) for entry in entries],
-    }
-    atomic_write(record_file(folder, task.number), json.dumps(record).encode())
+    record = TaskRecord(plan=plan, made_of=made_of, text_bytes=encoder.text_bytes, shards=shards)
+    atomic_write(record_file, record.model_dump_json().encode())
     return encoder.text_bytes
-
-
-def shard_files(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Our shards in a folder and what was to become one, each with its task's number; no other
-    file, however alike its name: the texts may be in the same folder."""
-    ours = re.compile(r"shard_(\d{5,})_\d{2,}\.(?:bin|documents)(?:\.part-[0-9a-f]{16})?")
-    for path in sorted(folder.iterdir()):
-        if found := ours.fullmatch(path.name):
-            yield path, int(found[1])
-
-
-def record_file(folder: Path, number: int) -> Path:
-    return folder / "preparing" / f"{number:05d}.json"

@@ -107,7 +107,7 @@ def read(folder) -> tuple:
 def test_a_damaged_token_file_is_refused(tokens):
     folder, whole = tokens
     files = sorted(name for name, raw in whole.items() if raw and name != "manifest.json")
-    assert {name.partition(".")[2] for name in files} == {"bin", "documents"}
+    assert len(files) > 1
     for name in files:
         for what, damaged in damages(whole[name], RANDOM, random.Random(name)):
             error = outcome(folder / name, damaged, whole[name], lambda: read(folder))

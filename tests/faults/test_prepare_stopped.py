@@ -130,7 +130,7 @@ def test_killed_before_each_file_operation(here, tmp_path):
         if exit_code != 9:
             break
     assert exit_code == 0
-    assert number > 30
+    assert number > 20
 
 
 @pytest.mark.parametrize(
@@ -162,11 +162,10 @@ def test_stopped_by_a_signal(start, resumed, number, whom, codes):
 
 
 def test_two_at_the_same_time(start, here, resumed, tmp_path):
-    """The same part and another division are refused; another part is not."""
+    """The same part is refused; another part is not."""
     process = start("part=1/2")
-    for part in ("1/2", "1/1", "2/3"):
-        code, _, errors = here(*ARGUMENTS, f"part={part}")
-        assert (code, printed_keys(errors)) == (3, ["out"]), part
+    code, _, errors = here(*ARGUMENTS, "part=1/2")
+    assert (code, printed_keys(errors)) == (3, ["out"])
     assert here(*ARGUMENTS, "part=2/2")[0] == 0
     (tmp_path / "hold").unlink()
     assert ended(process) == 0

@@ -111,24 +111,25 @@ def varied_text(size: int, seed: int = 0) -> str:
     return "".join(random.Random(seed).choices([*characters, END_OF_TEXT], k=size))
 
 
-def preparation(path: object, folder: Path, text_key: str = "text", **changes) -> Preparation:
-    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto"}
+def preparation(path: object, folder: Path, **changes) -> Preparation:
+    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto", "text_key": "text"}
     recipe = Recipe(**values | {"shard_tokens": 10**8} | changes)
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
-    return Preparation(find_files(path), folder, text_key, recipe)
+    return Preparation(find_files(path), folder, recipe)
 
 
 def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1, **changes):
     """What the command does with part=i/n: the manifest; None while other parts are missing."""
     made = preparation(path, folder, **changes)
-    if made.begin():
-        made.run(made.unfinished(i, n), workers, lambda count: None, (i, n))
+    made.begin()
+    made.run(made.unfinished(i, n), workers, lambda count: None, (i, n))
     return made.finish()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file under a folder."""
-    files = filter(Path.is_file, sorted(folder.rglob("*")))
+    """Every file under a folder, but for the records of a preparation."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [path for path in files if path.parent.name != "preparing"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -151,8 +152,7 @@ def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: i
     assert manifest["documents"] == len(starts) == sum(s["documents"] for s in manifest["shards"])
     assert all(1 <= shard["tokens"] <= shard_tokens for shard in manifest["shards"])
     named = {shard["file"] for shard in manifest["shards"]}
-    beside = {Path(file).with_suffix(".documents").name for file in named}
-    assert {path.name for path in folder.iterdir()} == named | beside | {"manifest.json"}
+    assert {path.name for path in folder.iterdir()} == named | {"manifest.json", "preparing"}
 
 
 def finished_shards(folder: Path) -> dict[str, tuple]:

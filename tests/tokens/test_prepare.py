@@ -37,7 +37,6 @@ from hypothesis import strategies as st
 from errors import ConfigError, DataError
 from scripts.prepare_data import PrepareConfig, main
 from tokens import END_OF_TEXT, encoding, readers, tasks
-from tokens import prepare as prepare_module
 from tokens.paths import find_files
 from tokens.tasks import make_tasks
 from training.config.command_line import parse
@@ -170,59 +169,6 @@ def test_parts_in_any_order_make_the_same_files(draw, collection, n, smallest):
         assert files_of(shared) == files_of(whole)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(os, "replace"), (prepare_module, "read_json")])
-def test_two_machines_finish_at_once(tmp_path, monkeypatch, owner, name):
-    """The other one just before this one writes or reads a file."""
-    path = write_source(tmp_path / "a.txt", [TEXT])
-    one, other = (preparation(path, tmp_path / "out") for _ in range(2))
-    for number, made in enumerate((one, other), 1):
-        assert made.begin()
-        made.run(made.unfinished(number, 2), 1, lambda count: None, (number, 2))
-    real, finished = getattr(owner, name), []
-
-    def call(*arguments):
-        if not finished:
-            finished.append(1)
-            other.finish()
-        return real(*arguments)
-
-    monkeypatch.setattr(owner, name, call)
-    assert one.finish() == json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert finished
-
-
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(Path, "mkdir"), (prepare_module, "atomic_write"), (prepare_module.FileLock, "acquire")],
-)
-def test_another_process_finishes_while_this_one_begins(tmp_path, monkeypatch, owner, name, number):
-    """Before or after each of the first steps from the folder to the lock."""
-    path = write_source(tmp_path / "a.txt", [TEXT])
-    real, calls = getattr(owner, name), []
-
-    def finish(moment: int):
-        if moment == number:
-            with monkeypatch.context() as patch:
-                patch.setattr(owner, name, real)
-                prepare(path, tmp_path / "out")
-
-    def call(*arguments, **more):
-        calls.append(1)
-        finish(2 * len(calls) - 2)
-        if owner is prepare_module.FileLock and number == 1 == len(calls):
-            finish(1)
-            raise FileNotFoundError  # the folder, while the lock's file is made
-        result = real(*arguments, **more)
-        finish(2 * len(calls) - 1)
-        return result
-
-    monkeypatch.setattr(owner, name, call)
-    manifest = prepare(path, tmp_path / "out")
-    assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert not (tmp_path / "out" / "preparing").exists()
-
-
 def test_other_texts_or_settings_are_refused(tmp_path, subtests):
     path = write_source(tmp_path / "a.txt", [TEXT])
     other = str(write_source(tmp_path / "other.txt", [TEXT.replace("text", "test")]))
@@ -244,39 +190,30 @@ def test_other_texts_or_settings_are_refused(tmp_path, subtests):
         prepare(path, out)
 
 
-def test_damaged_files_of_a_preparation_are_refused(tmp_path, subtests):
-    """More of what a list of shards can be: test_shards.py."""
+def test_task_with_a_damaged_record_is_done_again(tmp_path):
     path = write_source(tmp_path / "a.txt", [TEXT])
-    begun, complete = tmp_path / "begun", tmp_path / "complete"
-    prepare(path, begun, 1, 2)
-    prepare(path, complete)
-    record = begun / "preparing/00000.json"
+    prepare(path, tmp_path / "out", 1, 2)
+    record = tmp_path / "out/preparing/00000.json"
     sound = json.loads(record.read_text())
-    for folder, file, contents in (
-        (begun, begun / "preparing/plan.json", ["{", "null", '{"plan": 5}', '{"plan": "other"}']),
-        (begun, record, [sound | {"text_bytes": -5}, sound | {"shards": [{}]}]),
-        (complete, complete / "manifest.json", ["{", "null", "{}"]),
-    ):
-        whole = file.read_text()
-        for content in contents:
-            file.write_text(content if isinstance(content, str) else json.dumps(content))
-            with subtests.test(file.name, content=content), refused(DataError, "out", folder, 3):
-                prepare(path, folder)
-        file.write_text(whole)
+    for content in ("{", "null", json.dumps(sound | {"text_bytes": -5, "shards": [{}]})):
+        record.write_text(content)
+        prepare(path, tmp_path / "out", 1, 2)
+        assert json.loads(record.read_text()) == sound
+    prepare(path, tmp_path / "out")
+    assert ids_of(tmp_path / "out") == expected_ids([("txt", [TEXT])])
 
 
-def test_other_files_in_the_folder(here, tmp_path, subtests):
-    """They stay as they are. Token files of another origin and source code are refused."""
+def test_other_files_in_the_folder(here, tmp_path):
+    """They stay as they are. Token files of another origin are refused."""
     write_source(tmp_path / "a.txt", [TEXT])
     write_source(tmp_path / "out" / "film.part-1.rar", ["mine"])
     prepare(tmp_path / "a.txt", tmp_path / "out")
     assert files_of(tmp_path / "out")["film.part-1.rar"] == b"mine"
-    for name in ("fineweb_train_000001.bin", "__init__.py"):
-        out = tmp_path / name.replace(".", "_")
-        write_source(out / name, ["mine"])
-        with subtests.test(name), refused(DataError, "out", out, 3):
-            prepare(tmp_path / "a.txt", out)
-        assert files_of(out) == {name: b"mine"}
+    out = tmp_path / "fineweb"
+    write_source(out / "fineweb_train_000001.bin", ["mine"])
+    with refused(DataError, "out", out, 3):
+        prepare(tmp_path / "a.txt", out)
+    assert files_of(out) == {"fineweb_train_000001.bin": b"mine"}
     for out in ("a.txt", "a.txt/below"):
         code, _, errors = here("data.path=a.txt", f"out={out}")
         assert (code, printed_keys(errors)) == (2, ["out"])

@@ -19,7 +19,7 @@ from helpers.texts import numbers_in, peak_memory, write_packed, write_source
 from errors import DataError
 from tokens import shards as module
 from tokens.manifest import MANIFEST, write_manifest
-from tokens.shards import ShardWriter, documents_file, is_shards, open_shards
+from tokens.shards import ShardWriter, is_shards, open_shards
 from tokens.stream import TokenStream
 from tokens.tokenizers import TOKENIZERS
 
@@ -85,7 +85,6 @@ HAND_MADE = (
     + b"\x50\xc4\x0d\x00"  # 50256, 13
 )
 HAND_MADE_IDS = [50256, 15496, 11, 995, 0, 50256, 13]
-HAND_MADE_DOCUMENTS = b"\x00\x00\x00\x00\x05\x00\x00\x00"
 
 
 def shard(*header: int, ids: list[int]) -> bytes:
@@ -108,10 +107,8 @@ def test_format_is_frozen(tmp_path):
     assert llm_c_bytes(HAND_MADE_IDS) == HAND_MADE
     path = write_shards(tmp_path, {"a.bin": HAND_MADE_IDS}) / "a.bin"
     assert path.read_bytes() == HAND_MADE
-    assert documents_file(path).read_bytes() == HAND_MADE_DOCUMENTS
     entry = {"file": "a.bin", "tokens": 7, "documents": 2}
     entry["sha256"] = [hashlib.sha256(HAND_MADE).hexdigest()]
-    entry["documents_sha256"] = hashlib.sha256(HAND_MADE_DOCUMENTS).hexdigest()
     expected = {"format": "clearhead-shards", "version": 1, "tokenizer": "gpt2"}
     expected |= {"vocab_size": 50257, "tokens": 7, "documents": 2, "block_bytes": 4194304}
     assert json.loads((tmp_path / MANIFEST).read_bytes()) == expected | {"shards": [entry]}
@@ -142,7 +139,7 @@ def test_shard_of_several_blocks(tmp_path):
 
 
 def test_files_are_renamed_after_fsync(tmp_path, monkeypatch):
-    """Each file: fsync, rename, fsync of the directory. A shard is renamed after its .documents."""
+    """Each file: fsync, rename, fsync of the directory."""
     done, replace = [], os.replace
 
     def sync(descriptor):
@@ -157,8 +154,7 @@ def test_files_are_renamed_after_fsync(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", rename)
     write_shards(tmp_path, {"a.bin": HAND_MADE_IDS})
     size = os.path.getsize(tmp_path / MANIFEST)
-    of_shard = [8, "a.documents", "folder", len(HAND_MADE), "a.bin", "folder"]
-    assert done == [*of_shard, size, MANIFEST, "folder"]
+    assert done == [len(HAND_MADE), "a.bin", "folder", size, MANIFEST, "folder"]
 
 
 IDS = ids_of(3000)
@@ -192,14 +188,8 @@ NOT_FILES = SPECIAL_FILES | {"missing": Path.unlink}
 
 @pytest.mark.parametrize("kind", NOT_FILES)
 def test_what_is_not_a_regular_file_is_refused_without_waiting(kind, tmp_path):
-    """In the place of each file of a preparation. Reading some of them would not end. Training
-    across documents needs no .documents."""
+    """In the place of each file of a preparation. Reading some of them would not end."""
     file = write_shards(tmp_path, {"a.bin": [EOT, 1]}) / "a.bin"
-    NOT_FILES[kind](documents_file(file))
-    stream = opened(tmp_path)["train"]
-    assert ids_in(stream) == [EOT, 1]
-    with not_waiting(), refuses(documents_file(file)):
-        stream.document_starts()
     for path in [file] if kind == "missing" else [file, tmp_path / MANIFEST]:
         NOT_FILES[kind](path)
         with not_waiting(), refuses(path):
@@ -219,7 +209,6 @@ BAD_SHARD_VALUES = {
     "file": (5, "../b.bin", "a\nb.bin", "a.bin"),  # the last one twice
     "tokens": ("70", True, 69, 2**64),
     "sha256": ("00", [5], []),
-    "documents_sha256": (None,),
 }
 NOT_OBJECTS = (b"", b"{", b"\xff\xfe\xff", b"9" * 5000, b"[" * 100_000, b"[]", b"{}")
 
