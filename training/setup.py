@@ -105,16 +105,14 @@ def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Cl
     config, strategy = complete_settings(config, strategy, notes)
     start = find_start(config, strategy, functools.partial(lock, closing=closing), notes)
     with strategy.raise_on_all_ranks():  # another machine may have less
-        problems, more = check_memory(config, strategy)
-        refuse(problems)
-    notes += more
+        refuse(check_memory(config, strategy))
     data = load_data(config, strategy, start, notes)
     model = build_model(config, strategy, start, notes)
     trained_model, is_compiled = wrap_model(config, strategy, model)
     muon_dtype = device.best_dtype(strategy.device)
     optimizer = build_optimizer(model, config.optimizer, muon_dtype)
     if config.trainer.micro_batch_size == "auto":
-        config.trainer.micro_batch_size = find_micro_batch(config, strategy, model, is_compiled)
+        config.trainer.micro_batch_size = find_micro_batch(config, strategy, is_compiled)
     state = restore(config, strategy, start, data, model, optimizer)
     directory, saver, tracker, samples = open_directory(
         config, strategy, start, state, model, notes, closing

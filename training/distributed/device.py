@@ -3,7 +3,6 @@
 Used by every command; the processes of one run are in training/distributed/strategy.py.
 """
 
-import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -12,13 +11,11 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from training.planning.devices import WORTH_COMPILING, kind_named
 
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
 STEPS_WORTH_COMPILING = 2_000  # of decoding: compiling takes as long as some thousand steps without
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -95,14 +92,12 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
     is 10 to 20 s, for up to a tenth of each step, almost nothing with dropout (docs/benchmarks.md);
     on a GPU half a minute of training is enough.
     """
-    if choice == "auto":
-        worth = WORTH_COMPILING.get(device.type, float("inf"))
-        if training_flops < worth or not can_compile(device):
-            return False
-        fall_back_to_eager()
-    elif not choice:
+    if choice != "auto":
+        return bool(choice)
+    worth = WORTH_COMPILING.get(device.type, float("inf"))
+    if training_flops < worth or not can_compile(device):
         return False
-    keep_compiled_code()
+    torch._dynamo.config.suppress_errors = True  # runs uncompiled when the compiler fails
     return True
 
 
@@ -114,32 +109,9 @@ def compiled_step(choice: str | bool, device: torch.device, steps: int) -> Calla
     if choice is False or (choice == "auto" and not worth):
         return None
     if choice == "auto":
-        fall_back_to_eager()
-    keep_compiled_code()
+        torch._dynamo.config.suppress_errors = True
     graphs = {"mode": "reduce-overhead"} if device.type == "cuda" else {}
     return functools.partial(torch.compile, dynamic=False, **graphs)
-
-
-def fall_back_to_eager() -> None:
-    """When the compiler fails, runs uncompiled: for compile=auto, which nobody asked for."""
-    torch._dynamo.config.suppress_errors = True
-
-
-def keep_compiled_code() -> None:
-    """Has torch keep compiled code in ~/.cache/clearhead/inductor for the next run.
-
-    Torch's default is a folder in /tmp, which is lost at the next boot and whose name another user
-    can take first. Not when TORCHINDUCTOR_CACHE_DIR is set, the home directory is not writable, or
-    there are several machines, which often share a slow home directory.
-    """
-    ranks, local = (int(os.environ.get(k, "1")) for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if CACHE in os.environ or ranks > local:
-        return
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
-        folder = Path.home() / ".cache" / "clearhead" / "inductor"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ[CACHE] = str(folder)
 
 
 def can_compile(device: torch.device) -> bool:

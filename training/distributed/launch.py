@@ -37,8 +37,6 @@ def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[t
 
     batch_size: windows per optimizer step over all ranks; None while it is not known.
     """
-    if problems := check_environment():
-        return problems
     strategy, key, ranks = config.strategy, "parallel", rank_count()
     if not launched() and strategy in ("ddp", "fsdp"):
         hint = f"{TORCHRUN} parallel={strategy} ..."
@@ -52,22 +50,6 @@ def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[t
         reason = "several processes cannot share it"
         problems.append(("trainer.device", device, reason, "use trainer.device=cpu"))
     return problems
-
-
-def check_environment() -> list[tuple]:
-    """Variables that the launcher did not set or set wrongly, as (key, value, reason, hint)."""
-    if not launched():
-        return []
-    numbers = ["WORLD_SIZE", "RANK", "MASTER_PORT", *({"LOCAL_RANK"} & os.environ.keys())]
-    for key in (*numbers, "MASTER_ADDR"):
-        value = os.environ.get(key, "")
-        if not value or (key in numbers and not value.isdecimal()):
-            reason = f"is {'not a number' if value else 'missing'}; the launcher sets it"
-            return [(key, value, reason, TORCHRUN)]
-    if not int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
-        reason = f"must be less than WORLD_SIZE={os.environ['WORLD_SIZE']}"
-        return [("RANK", os.environ["RANK"], reason, TORCHRUN)]
-    return []
 
 
 def check_ranks(strategy: str, ranks: int, batch_size: int | None) -> list[tuple]:

@@ -26,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from training.config.yaml_files import default_values
 from training.ops.piece_sizes import CACHED, LOGITS_AT_ONCE
 
 USABLE = 0.92  # of a device's memory; the rest is left for fragments and other programs
@@ -177,13 +176,6 @@ def root_parameters(model: Model) -> int:
 
 def num_parameters(model: Model) -> int:
     return model.num_layers * block_parameters(model) + root_parameters(model)
-
-
-def oversized(model: Model) -> str:
-    """The setting of a ModelConfig that is furthest above its default, GPT-2 small's."""
-    keys = ("vocab_size", "context_length", "emb_dim", "num_layers")
-    default = default_values()["model"]
-    return max(keys, key=lambda key: getattr(model, key) / default[key])
 
 
 def width(precision: str) -> int:

@@ -12,7 +12,7 @@ from helpers.refusals import printed_keys, refused
 from helpers.runs import train_in
 
 import train
-from errors import ConfigError, DataError, RunDirectoryError, refuse
+from errors import DataError, RunDirectoryError
 from tokens.checksums import check_same
 from training.checkpoint.resume import continue_after_restart
 from training.config import compose
@@ -78,16 +78,6 @@ def test_the_hint_has_the_nearest_divisible_batch_size(launched):
     for batch_size, nearest in [(9, 12), (1, 4), (5, 8)]:
         ((*_, hint),) = check(ParallelConfig.with_defaults(), "cpu", batch_size)
         assert str(nearest) in hint.split(), batch_size
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("MASTER_ADDR", None), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"), ("RANK", "2")],
-)
-def test_an_incomplete_environment_is_refused(launched, key, value):
-    launched(2, **{key: value})
-    with refused(ConfigError, key, value or "", exit_code=2):
-        refuse(check(ParallelConfig.with_defaults(), "cpu", 8))
 
 
 def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):

@@ -21,9 +21,8 @@ from training.distributed.strategy import Strategy
 from training.optim import muon
 from training.optim.muon import newton_schulz
 from training.optim.nonfinite import NonFiniteCheck
-from training.optim.optimizers import OptimizerConfig, build_optimizer
+from training.optim.optimizers import OptimizerConfig, build_optimizer, matrices_of
 from training.planning import memory
-from training.planning.micro_batch import matrices_of
 
 CPU = torch.device("cpu")
 tiny = functools.partial(tiny_model, std=None)
