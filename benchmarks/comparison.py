@@ -62,7 +62,7 @@ def compare(settings: TrainingBenchmark, training: Config, arguments: list[str])
 def start_strategy(settings: TrainingBenchmark) -> Strategy:
     """One process on the device of the settings, with the best precision of that device."""
     single = ParallelConfig.with_defaults(strategy="single")
-    refuse(check(single, settings.device, settings.batch_size))
+    refuse(check(single, settings.batch_size))
     refuse(devices.check(settings.device, settings.precision))
     strategy = build_strategy(single, settings.device, "auto", settings.seed)
     interleaved.return_freed_memory(strategy.device.type)

@@ -66,7 +66,8 @@ class Validation:
                 if self.bytes_per_token is None:
                     logits, _ = model(input_ids)  # (B, T, V)
                     right += counts * int((logits.argmax(-1) == target_ids).sum())
-        total, right, count = strategy.all_reduce_sum(strategy.item(total), right, count)
+        strategy.synchronize()
+        total, right, count = strategy.all_reduce_sum(float(total), right, count)
         return total / count, (right / count if self.bytes_per_token is None else None)
 
     def metrics(self, loss: float, accuracy: float | None) -> dict[str, float]:

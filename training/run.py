@@ -175,7 +175,7 @@ class Run:
         if self.strategy.is_rank_0:
             name = signal.Signals(self.signals.received).name
             text = f"stopped by {name} after step {self.state.step}; saved in {self.directory}"
-            hint = resume_command(self.strategy.command, self.directory, is_saved=True)
+            hint = resume_command(self.directory, is_saved=True)
             print(f"{text}; {hint}", file=sys.stderr)
 
 

@@ -27,7 +27,6 @@ from training.checkpoint.format import State
 from training.checkpoint.resume import (
     Start,
     check_same_settings,
-    continue_after_restart,
     find_start,
     own_directory,
     resume_settings,
@@ -37,7 +36,6 @@ from training.checkpoint.tensors import empty_model, load_optimizer, load_parame
 from training.config.schema import Config
 from training.distributed import device, launch
 from training.distributed.build import build_strategy
-from training.distributed.restart import remember_run, restarted_run
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator, Validation
 from training.optim.nonfinite import NonFiniteCheck
@@ -49,7 +47,7 @@ from training.reporting.jsonl import NoRows, RowFile, drop_rows_after
 from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import build_profiler
-from training.reporting.tracker import NoTracker, Tracker, last_wandb_id
+from training.reporting.tracker import NoTracker, Tracker
 from training.run import Closing, Run, introduction
 from training.signals import StopSignals
 from training.translate_errors import translate_errors
@@ -76,7 +74,10 @@ def check_machine(config: Config) -> None:
     """Raises ConfigError when this machine, or the way the command was started, does not fit."""
     trainer = config.trainer
     batch_size = None if config.overrides else trainer.batch_size  # of the run that is resumed
-    refuse(launch.check(config.parallel, trainer.device, batch_size))
+    refuse(launch.check(config.parallel, batch_size))
+    if launch.max_restarts() and not config.name and trainer.resume in ("auto", "must", False):
+        reason = "torchrun restarts the ranks with the same command, which would begin a new run"
+        refuse([("name", config.name, reason, "give name=...")])
     refuse(device.check(trainer.device, trainer.precision, "trainer."))
 
 
@@ -90,7 +91,6 @@ def complete_settings(
     config: Config, strategy: Strategy, notes: list[str]
 ) -> tuple[Config, Strategy]:
     """The settings and the strategy after those of the run that trainer.resume names are known."""
-    continue_after_restart(config, strategy)
     config, is_resumed = resume_settings(config, strategy, notes)
     if is_resumed:  # the precision and the seed are those of the run
         with strategy.raise_on_all_ranks():
@@ -292,7 +292,7 @@ def open_directory(
     def open_on_rank_0() -> str:
         nonlocal saver, tracker, samples
         with run_directory.writable(Path(config.runs_dir)):
-            directory = create_directory(config, start, state, closing)
+            directory = create_directory(config, start, closing)
             saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
             closing.callback(saver.close)
             if state.step < config.trainer.max_steps:  # else there is nothing to train or log
@@ -312,19 +312,16 @@ def open_directory(
     return directory, saver, tracker, samples
 
 
-def create_directory(config: Config, start: Start, state: State, closing: Closing) -> Path:
+def create_directory(config: Config, start: Start, closing: Closing) -> Path:
     """The run directory, locked: the one of the checkpoint, that of `name`, or a new one."""
     if start.in_place:
         directory = own_directory(config)
     else:
         shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
         directory = run_directory.create(Path(config.runs_dir), config.name, shape)
-        if restarted_run() == str(directory):  # before its first checkpoint
-            state.wandb_id = last_wandb_id(directory)
     if directory != start.locked:  # it did not exist before
         lock(directory, closing)
         run_directory.check_new(directory)
-    remember_run(str(directory))
     return directory
 
 

@@ -39,7 +39,7 @@ def translate_errors(
         text = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
         hint = "rerun the same command"
         if checkpointer and checkpointer.has_checkpoint():
-            hint = resume_command(strategy.command, checkpointer.directory)
+            hint = resume_command(checkpointer.directory)
         raise RankLostError(
             "parallel.timeout",
             config.parallel.timeout,

@@ -21,8 +21,6 @@ from helpers.runs import rows as logged
 from helpers.tally import CAMPAIGN, tally
 from helpers.wandb_server import FAULTS, WandbServer
 
-from training.reporting.tracker import last_wandb_id
-
 FAULT = "W&B unreachable, killed, disk full"
 FAULT_OF_MODEL = "W&B's server fails over the upload of a model"
 KEY = "k" * 40
@@ -152,11 +150,11 @@ def test_an_offline_run_resumed_online_is_one_run(worker):
         assert worker(server, mode="offline", **plan) == []
         assert server.requests == []
         (record,) = (worker.folder / "wandb").glob("offline-run-*")
-        known = last_wandb_id(worker.folder)
+        known = record.name.split("-")[-1]  # offline-run-DATE-ID
         worker.sync(server, str(record))
         (worker.folder / "metrics.jsonl").unlink()
         assert worker(server, run_id=known, **plan) == []
-        assert last_wandb_id(worker.folder) == known
+        assert list((worker.folder / "wandb").glob(f"run-*-{known}"))
         address = f"{server.url}/me/clearhead/runs/{known}"
         assert worker.out.splitlines() == [address, f"model-{known}"]
         files = [path for path in worker.folder.parent.rglob("*") if path.is_file()]

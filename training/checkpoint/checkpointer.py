@@ -91,7 +91,7 @@ class Checkpointer:
         if newest != state.step:
             then = "rerun the same command"
             if newest is not None:
-                then = resume_command(self.strategy.command, self.directory)
+                then = resume_command(self.directory)
             raise NotSavedError(failed.key, failed.value, failed.reason, f"{failed.hint}; {then}")
 
     def _wait(self, state: checkpoint.State) -> tuple[int | None, NotSavedError | None]:

@@ -18,7 +18,7 @@ from training.checkpoint.format import State
 from training.checkpoint.run_directory import is_occupied, settings_of
 from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
 from training.config.values import flat
-from training.distributed.restart import restarted_run
+from training.distributed.launch import launch_command
 from training.distributed.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -73,21 +73,6 @@ class Start:
     state: State | None = None  # of that checkpoint
     in_place: bool = False  # whether its run continues in its own directory; else this is a branch
     locked: Path | None = None  # the run directory, where rank 0 has locked it already
-
-
-def continue_after_restart(config: "Config", strategy: Strategy) -> None:
-    """Changes the settings where torchrun has restarted the ranks: the run that they began
-    continues in its directory, whatever trainer.resume says. On all ranks."""
-
-    def restarted() -> tuple[str, bool] | None:
-        run = restarted_run()
-        return run and (run, listing.has_checkpoint(Path(run)))
-
-    run, has_checkpoint = strategy.broadcast(strategy.on_rank_0(restarted)) or (None, False)
-    if run and config.overrides is None:
-        config.name, config.trainer.resume = Path(run).name, "auto"
-    elif run and has_checkpoint:  # the checkpoint that trainer.resume names was its beginning
-        config.trainer.resume = config.overrides.values["trainer"]["resume"] = run
 
 
 def resume_settings(
@@ -298,10 +283,9 @@ def changed_settings(saved: dict, now: dict, run: Path) -> list[Problem]:
     return problems
 
 
-def resume_command(start_command: list[str], directory: Path, is_saved: bool = False) -> str:
+def resume_command(directory: Path, is_saved: bool = False) -> str:
     """How to resume a run after a stop: "resume with: COMMAND".
 
-    start_command: how the processes were started, such as python or torchrun with its options.
     is_saved: whether the checkpoint has the settings of this command; then only those of this
     machine are repeated.
     """
@@ -313,5 +297,5 @@ def resume_command(start_command: list[str], directory: Path, is_saved: bool = F
         of_the_machine = "=" not in text or key.startswith(("config-dir=", *OF_THE_MACHINE))
         if of_the_machine or not (is_saved or key.startswith("trainer.resume=")):
             kept.append(text)
-    command = [*start_command, sys.argv[0], *kept, f"trainer.resume={directory}"]
+    command = [*launch_command(), sys.argv[0], *kept, f"trainer.resume={directory}"]
     return f"resume with: {shlex.join(command)}"

@@ -48,9 +48,6 @@ class DDP(Strategy):
         self.cpu_group = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
         self.wrapped: DistributedDataParallel | None = None
 
-    def describe(self) -> str:
-        return f"{super().describe()}, {self.world_size} ranks ({self.name})"
-
     def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
         """Calls build() on rank 0 and sends the parameters to the other ranks."""
         source = self.on_rank_0(build)
@@ -71,9 +68,9 @@ class DDP(Strategy):
         """Sets this rank's part of a parameter from rank 0's whole one; None on other ranks."""
         parameter.copy_(self.scatter(whole, parameter))
 
-    def _wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
+    def _wrap(self, model: GPT) -> torch.nn.Module:
         self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return self.compile(model, self.wrapped) if compiled else self.wrapped
+        return self.wrapped
 
     def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()
@@ -101,12 +98,8 @@ class DDP(Strategy):
         dist.all_reduce(numbers, operation, group=self.cpu_group)
         return numbers.tolist()
 
-    def item(self, value: Tensor | float) -> float:
-        # A GPU that waits for a rank that died cannot be interrupted: the CPUs meet first.
-        self.all_reduce_max(0)
-        return super().item(value)
-
     def synchronize(self) -> None:
+        # A GPU that waits for a rank that died cannot be interrupted: the CPUs meet first.
         self.all_reduce_max(0)
         super().synchronize()
 

@@ -23,6 +23,7 @@ class FSDP(DDP):
 
     reshard_after_forward: bool = True
     name: ClassVar[str] = "fsdp"
+    compiles_blocks: ClassVar[bool] = True  # between the all-gathers
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,11 +52,8 @@ class FSDP(DDP):
     def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
         parameter.to_local().copy_(self.scatter(whole, parameter).to_local())
 
-    def _wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
-        """The model itself; each block is compiled by itself, between the all-gathers."""
+    def _wrap(self, model: GPT) -> torch.nn.Module:
         self.model = model
-        if compiled:
-            self.compile_blocks(model)
         return model
 
     def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:

@@ -27,17 +27,21 @@ def launch_command() -> list[str]:
     ranks = rank_count()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     nodes = [f"--nnodes={ranks // local}", "..."] if local < ranks else []
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    max_restarts = [f"--max-restarts={restarts}"] if restarts != "0" else []
-    return ["torchrun", *nodes, f"--nproc_per_node={local}", *max_restarts]
+    restarts = [f"--max-restarts={max_restarts()}"] if max_restarts() else []
+    return ["torchrun", *nodes, f"--nproc_per_node={local}", *restarts]
 
 
-def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[tuple]:
+def max_restarts() -> int:
+    """How often torchrun starts all ranks again after one has died."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def check(config: ParallelConfig, batch_size: int | None) -> list[tuple]:
     """Settings that do not fit the number of processes: (key, value, reason, hint) for each.
 
     batch_size: windows per optimizer step over all ranks; None while it is not known.
     """
-    strategy, key, ranks = config.strategy, "parallel", rank_count()
+    strategy, key = config.strategy, "parallel"
     if not launched() and strategy in ("ddp", "fsdp"):
         hint = f"{TORCHRUN} parallel={strategy} ..."
         return [(key, strategy, "started as one process, without torchrun", hint)]
@@ -45,11 +49,7 @@ def check(config: ParallelConfig, device: str, batch_size: int | None) -> list[t
         reason = "srun started several processes that do not know of each other"
         hint = "let srun start one torchrun per machine, as scripts/slurm.sh does"
         return [(key, strategy, reason, hint)]
-    problems = check_ranks(strategy, ranks, batch_size)
-    if ranks > 1 and device == "mps":
-        reason = "several processes cannot share it"
-        problems.append(("trainer.device", device, reason, "use trainer.device=cpu"))
-    return problems
+    return check_ranks(strategy, rank_count(), batch_size)
 
 
 def check_ranks(strategy: str, ranks: int, batch_size: int | None) -> list[tuple]:

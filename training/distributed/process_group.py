@@ -43,9 +43,6 @@ def _rendezvous(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
         return _new_prefix(store, rank, world_size, limit), rank, world_size
     except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
-            hint = "use another, as in torchrun --master-port=29501"
-            raise RankLostError("MASTER_PORT", port, "is used by another program", hint) from error
         said = message_of(error).partition(". ")[0].rstrip(".")
         reason = f"the ranks did not find each other at {address}:{port} ({said})"
         hint = f"start all {os.environ['WORLD_SIZE']} of them, with the same address and port"

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from model import GPT, ModelConfig
 from training.distributed import device as devices
-from training.distributed.launch import launch_command
 from training.ops import cpu
 from training.ops.cross_entropy import head_loss
 from training.optim.nonfinite import NonFiniteCheck
@@ -40,6 +39,7 @@ class Strategy:
     rank: int = 0
     world_size: int = 1
     name: ClassVar[str] = "single"
+    compiles_blocks: ClassVar[bool] = False  # on a GPU too, not the model as a whole
 
     def __post_init__(self):
         # Does nothing unless the matrix products are in fp16.
@@ -61,14 +61,10 @@ class Strategy:
         """Prefix of this rank's messages; empty on rank 0."""
         return "" if self.is_rank_0 else f"rank {self.rank}: "
 
-    @property
-    def command(self) -> list[str]:
-        """The program that started the processes, with its options."""
-        return launch_command()
-
     def describe(self) -> str:
         """Device, precision and number of ranks, for the summary of a run."""
-        return f"on {self.device} in {str(self.dtype).removeprefix('torch.')}"
+        ranks = f", {self.world_size} ranks ({self.name})" if self.name != "single" else ""
+        return f"on {self.device} in {str(self.dtype).removeprefix('torch.')}{ranks}"
 
     # ------------------------------------------------------------------ model and precision
 
@@ -78,29 +74,27 @@ class Strategy:
         return build().to(self.device).train()
 
     def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
-        """The module to train: it shares the parameters of a prepared model and may be compiled."""
+        """The module to train: it shares the parameters of a prepared model and may be compiled.
+
+        On a GPU it is compiled as a whole; on a CPU each block of the model is: blocks share
+        compiled code, which takes seconds, and embeddings and loss are faster without
+        (docs/benchmarks.md).
+        """
         model.head_loss = head_loss
         if self.device.type == "cpu":
             cpu.speed_up(model, self.dtype, compiled)
-        return self._wrap(model, compiled)
-
-    def _wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
-        return self.compile(model, model) if compiled else model
-
-    def compile(self, model: GPT, wrapped: torch.nn.Module) -> torch.nn.Module:
-        """The module to train instead of `wrapped`. On a GPU it is compiled as a whole; on a CPU
-        each block of the model is: blocks share compiled code, which takes seconds, and embeddings
-        and loss are faster without (docs/benchmarks.md)."""
-        if self.device.type != "cpu":
+        wrapped = self._wrap(model)
+        if not compiled:
+            return wrapped
+        if self.device.type != "cpu" and not self.compiles_blocks:
             return torch.compile(wrapped)
-        self.compile_blocks(model)
+        for block in model.blocks:
+            block.compile()  # in place; only training runs the compiled code
+        self.eager = functools.partial(torch.compiler.set_stance, "force_eager")
         return wrapped
 
-    def compile_blocks(self, model: GPT) -> None:
-        """Compiles in place; only training runs the compiled code."""
-        for block in model.blocks:
-            block.compile()
-        self.eager = functools.partial(torch.compiler.set_stance, "force_eager")
+    def _wrap(self, model: GPT) -> torch.nn.Module:
+        return model
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Matrix products in `dtype`, the rest in fp32; does nothing for fp32."""
@@ -230,10 +224,6 @@ class Strategy:
         self.synchronize()
         totals = self.all_reduce_sum(*torch.stack(values).tolist())
         return [total / self.world_size for total in totals]
-
-    def item(self, value: Tensor | float) -> float:
-        """The value of a scalar on the device; waits for the device."""
-        return float(value)
 
     def broadcast(self, value: object) -> object:
         """Rank 0's value on every rank: any value that JSON can hold."""

@@ -3,8 +3,8 @@
     from training.planning.memory import estimate
     estimate(ModelConfig(), windows=8, length=1024).total        # bytes
 
-Used before a run, by scripts/plan.py, and when memory has run out. Tests compare the formulas with
-what autograd keeps and what is allocated; docs/scaling.md compares the totals with measured peaks.
+Tests compare the formulas with what autograd keeps and what is allocated; docs/scaling.md compares
+the totals with measured peaks.
 
 What is alive is followed through four moments of a step, and the largest sum is the peak. With
 `accumulating`, the step is the second of several micro-batches: the first left gradients behind.
@@ -23,10 +23,16 @@ and fp16.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from training.ops.piece_sizes import CACHED, LOGITS_AT_ONCE
+
+if TYPE_CHECKING:
+    from model import ModelConfig
+    from training.config.schema import ModelSettings
+
+    Model = ModelConfig | ModelSettings
 
 USABLE = 0.92  # of a device's memory; the rest is left for fragments and other programs
 # Memory that the allocator holds and cannot use, as a share of all that is allocated. On a CPU,
@@ -42,24 +48,11 @@ NCCL = 0.6e9
 PARTS = ("gradients", "casts", "gathered", "activations", "logits", "working")
 
 
-class Model(Protocol):
-    """The fields of model.ModelConfig that are read here."""
-
-    vocab_size: int
-    context_length: int
-    emb_dim: int
-    num_heads: int
-    num_layers: int
-    dropout: float
-    qkv_bias: bool
-    attention: str
-
-
 @dataclass(frozen=True)
 class Step:
     """A training step on one device: all that its memory depends on."""
 
-    model: Model
+    model: "Model"
     windows: int  # B, of one micro-batch on this device
     length: int  # T
     precision: str = "bf16"  # fp32 | bf16 | fp16
@@ -75,7 +68,12 @@ class Step:
     @property
     def c(self) -> int:
         """Bytes of a number in the matrix products."""
-        return width(self.precision)
+        return {"fp32": 4, "bf16": 2, "fp16": 2}[self.precision]
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the parameters, gradients and moments."""
+        return self.world_size if self.strategy == "fsdp" else 1
 
     @property
     def sharded(self) -> bool:
@@ -90,6 +88,14 @@ class Step:
     def channels(self) -> int:
         """B T C."""
         return self.positions * self.model.emb_dim
+
+    @property
+    def writes_weights(self) -> bool:
+        """Whether attention forms its (B, H, T, T) weights. PyTorch's fused kernel for CPUs does
+        not support dropout; its general one, which does, forms them."""
+        if self.model.attention == "sdpa":
+            return self.device == "cpu" and self.model.dropout > 0
+        return self.model.attention != "flex"
 
 
 @dataclass(frozen=True)
@@ -114,73 +120,71 @@ class Memory:
 
     def parts(self) -> dict[str, float]:
         """The parts by name, in bytes."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+        return {name: value for name, value in asdict(self).items() if name != "moment"}
 
 
-def estimate(model: Model, windows: int, length: int, **options) -> Memory:
+def estimate(model: "Model", windows: int, length: int, **options) -> Memory:
     """The peak of a training step on one device. options: the other fields of Step."""
     step = Step(model, windows, length, **options)
     weights, moments = weights_and_moments(step)
     moment, parts = max(_peaks(step).items(), key=lambda item: sum(item[1]))
     kind = "cpu" if step.device == "cpu" else "cuda"
-    slack = SLACK[kind] * (weights + moments + sum(parts))
-    libraries = LIBRARIES[kind]
-    if step.device == "cuda" and step.world_size > 1:
-        libraries += NCCL
-    fixed = {"weights": weights, "optimizer": moments, "slack": slack, "libraries": libraries}
-    return Memory(**fixed, **dict(zip(PARTS, parts, strict=True)), moment=moment)
+    return Memory(
+        weights=weights,
+        optimizer=moments,
+        slack=SLACK[kind] * (weights + moments + sum(parts)),
+        libraries=LIBRARIES[kind] + NCCL * (step.device == "cuda" and step.world_size > 1),
+        moment=moment,
+        **dict(zip(PARTS, parts, strict=True)),
+    )
 
 
 def _peaks(step: Step) -> dict[str, tuple[float, ...]]:
-    """For each moment of a step, the bytes of the PARTS, which come and go."""
-    gradients, everything = gradients_before(step), num_parameters(step.model)
-    all_gradients = 4 * everything / (step.world_size if step.sharded else 1)
+    """For each moment of a step, the bytes of the PARTS, which come and go.
+
+    Gradients are None after a step and grow in the backward. Before it they exist with DDP, whose
+    buckets they are views of, and when accumulating: with DDP in addition to the buckets, as only
+    the last micro-batch makes views of them. FSDP reduces in the last micro-batch only; until then
+    every rank holds all of them unsharded.
+    """
+    of_parameters = 4 * num_parameters(step.model)
+    before = of_parameters * (step.accumulating + (step.strategy == "ddp"))
     of_blocks, of_head, again = casts(step)
-    for_backward = 0 if step.activation_checkpointing else of_blocks
     root, in_flight = gathered_parameters(step)
-    kept = activations(step)
-    recomputed = block_activations(step) if step.activation_checkpointing else 0
+    kept, recomputed, for_backward = activations(step), 0, of_blocks
+    if step.activation_checkpointing:
+        recomputed, for_backward = block_activations(step), 0
+    logits, gradients_of_head = head(step)
+    in_block, at_end = working_of_block(step), working_at_end(step, before > 0)
+    all_gathered = root + in_flight
     return {
-        "loss": (gradients, of_blocks + of_head, root, kept, head_at_loss(step), 0),
-        "head": (gradients, for_backward, root, kept, 0, head_at_backward(step)),
-        "last block": (
-            gradients,
-            for_backward + again,
-            root + in_flight,
-            kept + recomputed,
-            0,
-            working_of_block(step),
-        ),
-        "end": (gradients or all_gradients, again, root + in_flight, 0, 0, working_at_end(step)),
+        "loss": (before, of_blocks + of_head, root, kept, logits, 0),
+        "head": (before, for_backward, root, kept, 0, gradients_of_head),
+        "last block": (before, for_backward + again, all_gathered, kept + recomputed, 0, in_block),
+        "end": (before or of_parameters / step.shards, again, all_gathered, 0, 0, at_end),
     }
 
 
 # ------------------------------------------------------------------------------- parameters
 
 
-def block_matrices(model: Model) -> int:
+def block_matrices(model: "Model") -> int:
     """Numbers in the six matrices of one block: four of (C, C), two of (C, 4 C)."""
     return 12 * model.emb_dim**2
 
 
-def block_parameters(model: Model) -> int:
+def block_parameters(model: "Model") -> int:
     """Parameters of one block: those of its six matrices, the biases, two norms of 2 C."""
-    c = model.emb_dim
-    return block_matrices(model) + (3 if model.qkv_bias else 0) * c + 6 * c + 4 * c
+    return block_matrices(model) + (13 if model.qkv_bias else 10) * model.emb_dim
 
 
-def root_parameters(model: Model) -> int:
+def root_parameters(model: "Model") -> int:
     """Parameters outside the blocks: (V, C) tokens, (context, C) positions, the last norm."""
     return (model.vocab_size + model.context_length + 2) * model.emb_dim
 
 
-def num_parameters(model: Model) -> int:
+def num_parameters(model: "Model") -> int:
     return model.num_layers * block_parameters(model) + root_parameters(model)
-
-
-def width(precision: str) -> int:
-    """Bytes of a number in the matrix products. precision: fp32 | bf16 | fp16."""
-    return {"fp32": 4, "bf16": 2, "fp16": 2}[precision]
 
 
 def weights_and_moments(step: Step) -> tuple[float, float]:
@@ -189,23 +193,11 @@ def weights_and_moments(step: Step) -> tuple[float, float]:
     4 P and 8 P; of the blocks' matrices 4 with Muon, which updates few of them at a time. With
     FSDP each rank's shard of them (ZeRO, Rajbhandari et al. 2020, section 3.1).
     """
-    model, everything = step.model, num_parameters(step.model)
-    share = everything / step.world_size if step.sharded else everything
+    share = num_parameters(step.model) / step.shards
     weights, moments = 4 * share, 8 * share
     if step.optimizer == "muon":
-        moments -= 4 * block_matrices(model) * model.num_layers * share / everything
+        moments -= 4 * block_matrices(step.model) * step.model.num_layers / step.shards
     return weights, moments
-
-
-def gradients_before(step: Step) -> float:
-    """Bytes of gradients that exist before the backward.
-
-    They are None after a step and grow in the backward. Before it they exist with DDP, whose
-    buckets they are views of, and when accumulating: with DDP in addition to the buckets, as only
-    the last micro-batch makes views of them. FSDP reduces in the last micro-batch only; until then
-    every rank holds all of them unsharded.
-    """
-    return 4 * num_parameters(step.model) * (step.accumulating + (step.strategy == "ddp"))
 
 
 def casts(step: Step) -> tuple[float, float, float]:
@@ -259,42 +251,24 @@ def block_activations(step: Step) -> float:
         mask x 2  dropout of both branches: 1 byte on a GPU and compiled, c on a CPU
 
     and 16 B T for the norms' means and deviations. Fused attention also keeps 4 B H T sums. What
-    writes the weights out keeps numbers by B H T T, see `_bytes_per_weight`; sdpa with dropout on a
-    CPU is one of these and computes in fp32 whatever the inputs are.
+    writes the weights out keeps for each the softmax's result in fp32, with dropout its mask, and
+    what is multiplied by the values; sdpa with dropout on a CPU is one of these and computes in
+    fp32 whatever the inputs are.
     """
     model, c, heads = step.model, step.c, step.windows * step.model.num_heads
     casts_of_input = 1 if step.precision == "fp32" or step.compiled else 3
-    if writes_weights(step):
-        of_attention = 4 if model.attention == "sdpa" else c
-        of_heads = _bytes_per_weight(step) * heads * step.length**2
-        of_heads += step.length**2 if model.attention != "sdpa" else 0  # the mask, bool
-    else:
-        of_attention, of_heads = c, 4 * heads * step.length
+    of_attention, of_heads = c, 4 * heads * step.length
+    if step.writes_weights and model.attention == "sdpa":
+        of_attention, of_heads = 4, (4 + 4 + 4) * heads * step.length**2
+    elif step.writes_weights:
+        mask = (1 if step.device == "cuda" else 4) if model.dropout > 0 else 0
+        multiplied = 0 if step.precision == "fp32" and model.dropout == 0 else c
+        # And the causal mask, bool.
+        of_heads = (4 + mask + multiplied) * heads * step.length**2 + step.length**2
     per_channel = 4 + casts_of_input * c + 3 * of_attention + c + 4 + c + 8 * c
     if model.dropout > 0:
         per_channel += 2 * (1 if step.device == "cuda" or step.compiled else c)
     return per_channel * step.channels + 16 * step.positions + of_heads
-
-
-def writes_weights(step: Step) -> bool:
-    """Whether attention forms its (B, H, T, T) weights. PyTorch's fused kernel for CPUs does not
-    support dropout; its general one, which does, forms them."""
-    if step.model.attention == "sdpa":
-        return step.device == "cpu" and step.model.dropout > 0
-    return step.model.attention != "flex"
-
-
-def _bytes_per_weight(step: Step) -> float:
-    """Bytes kept for each attention weight, where the weights are formed.
-
-    The softmax's result in fp32; with dropout its mask and the dropped weights. The formula's
-    kernels cast them to the precision of the products; sdpa stays in fp32.
-    """
-    if step.model.attention == "sdpa":
-        return 4 + 4 + 4
-    mask = 1 if step.device == "cuda" else 4
-    dropped = 0 if step.precision == "fp32" and step.model.dropout == 0 else step.c
-    return 4 + (mask if step.model.dropout > 0 else 0) + dropped
 
 
 def activations(step: Step) -> float:
@@ -305,44 +279,33 @@ def activations(step: Step) -> float:
     """
     of_block = 4 * step.channels if step.activation_checkpointing else block_activations(step)
     mask = 1 if step.device == "cuda" or step.compiled else 4  # of the residual stream, fp32
-    mask = mask if step.model.dropout > 0 else 0
-    around = (4 + mask) * step.channels + 8 * step.positions
-    ids = 8 * step.positions + 8 * step.length
-    return step.model.num_layers * of_block + around + ids
+    around = (4 + (mask if step.model.dropout > 0 else 0)) * step.channels
+    return step.model.num_layers * of_block + around + 16 * step.positions + 8 * step.length
 
 
 # ------------------------------------------------------------- the head, and temporary tensors
 
 
-def _gradient_of_head(step: Step) -> tuple[float, float]:
-    """Bytes of the head's gradient from one piece of the positions, and of its sum over pieces in
-    fp32, when there are several."""
-    v_c = step.model.vocab_size * step.model.emb_dim
-    several = step.positions > LOGITS_AT_ONCE // step.model.vocab_size
-    return step.c * v_c, 4 * v_c if several else 0
-
-
-def head_at_loss(step: Step) -> float:
-    """Bytes of logits and the head's gradients while the loss is computed.
+def head(step: Step) -> tuple[float, float]:
+    """Bytes of (logits and the head's gradients while the loss is computed, the gradients of the
+    head's matrix and of its input when they are scaled in the backward).
 
     A piece of n positions at a time (training/ops/cross_entropy.py): logits c n V, which become
     their gradient. On a GPU also their log-softmax, 4 n V, compiled c n V; on a CPU that of a few
-    rows, and in autocast their copy in fp32. Then what the head reads, and its gradient.
+    rows, and in autocast their copy in fp32. Then what the head reads, and its gradient. The
+    gradient of the matrix from one piece has c V C bytes, the sum over several 4 V C.
     """
-    model, (of_part, of_sum) = step.model, _gradient_of_head(step)
-    logits = min(step.positions, LOGITS_AT_ONCE // model.vocab_size) * model.vocab_size
+    c, vocab_size = step.c, step.model.vocab_size
+    matrix = vocab_size * step.model.emb_dim
+    at_once = LOGITS_AT_ONCE // vocab_size  # positions of a piece
+    logits = min(step.positions, at_once) * vocab_size
+    of_sum = 4 * matrix if step.positions > at_once else 0
     if step.device == "cpu":
         in_fp32 = (8 if step.precision != "fp32" else 4) * min(logits, CACHED)
     else:  # FSDP compiles blocks only
-        in_fp32 = (step.c if step.compiled and not step.sharded else 4) * logits
-    return step.c * logits + max(in_fp32, of_part) + of_sum + (4 + 2 * step.c) * step.channels
-
-
-def head_at_backward(step: Step) -> float:
-    """Bytes of the head's gradients when they are scaled: of its matrix and of its input."""
-    of_part, of_sum = _gradient_of_head(step)
-    of_matrix = 4 * step.model.vocab_size * step.model.emb_dim
-    return (of_sum or of_part) + of_matrix + (step.c + 4) * step.channels
+        in_fp32 = (c if step.compiled and not step.sharded else 4) * logits
+    at_loss = c * logits + max(in_fp32, c * matrix) + of_sum + (4 + 2 * c) * step.channels
+    return at_loss, (of_sum or c * matrix) + 4 * matrix + (c + 4) * step.channels
 
 
 def working_of_block(step: Step) -> float:
@@ -356,19 +319,16 @@ def working_of_block(step: Step) -> float:
     """
     model, c = step.model, step.c
     of_mlp = (4 + 9 * c) * step.channels
-    weights = step.windows * model.num_heads * step.length**2
-    of_attention = 12 * weights if writes_weights(step) else 0
+    of_attention = 12 * step.windows * model.num_heads * step.length**2 * step.writes_weights
     of_matrix = 4 * model.emb_dim**2 * (c + 4 if step.precision != "fp32" else 4)
     reduced = (c + 4 + 4) * block_parameters(model) if step.sharded else 0
-    of_head = 4 * model.vocab_size * model.emb_dim
-    return of_head + max(of_mlp, of_attention) + of_matrix + reduced
+    return 4 * model.vocab_size * model.emb_dim + max(of_mlp, of_attention) + of_matrix + reduced
 
 
-def working_at_end(step: Step) -> float:
+def working_at_end(step: Step, has_gradients: bool) -> float:
     """Bytes of the two parts of the tied embedding's gradient, of which one may be a gradient that
     is counted already; FSDP: the root's gradient and its buffer."""
-    of_embedding = 4 * step.model.vocab_size * step.model.emb_dim
-    needed = 2 * of_embedding if gradients_before(step) else of_embedding
+    needed = 4 * step.model.vocab_size * step.model.emb_dim * (2 if has_gradients else 1)
     return max(needed, 8 * root_parameters(step.model)) if step.sharded else needed
 
 

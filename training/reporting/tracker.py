@@ -128,13 +128,6 @@ class NoTracker:
     def finish(self, exit_code: int = 0) -> None: ...
 
 
-def last_wandb_id(folder: Path) -> str | None:
-    """The id of the run's last W&B run, or None: wandb names its folders run-DATE-ID and
-    offline-run-DATE-ID."""
-    names = [path.name.removeprefix("offline-") for path in (folder / "wandb").glob("*run-*-*")]
-    return max(names).split("-", 2)[2] if names else None
-
-
 def _json_value(value: float) -> float | str:
     """NaN and infinity as text: JSON has no numbers for them."""
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)

@@ -80,8 +80,7 @@ def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(server, whole, t
     """torchrun restarts all ranks, and they resume from the last checkpoint. Then torchrun is
     stopped, and the printed command completes the run."""
     chance, way, kills = random.Random(number), ("fsdp", "ddp")[number % 2], 1 + number % 4
-    settings = [*LONG, f"parallel={way}", f"trainer.max_steps={STEPS}"]
-    settings += ["name=mine"] * (number % 2)
+    settings = [*LONG, f"parallel={way}", f"trainer.max_steps={STEPS}", "name=mine"]
     agent = [*TORCHRUN, "--standalone", f"--max-restarts={kills}", REPOSITORY / "train.py"]
 
     def lines() -> int:

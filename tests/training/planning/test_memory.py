@@ -56,8 +56,9 @@ def test_activations_are_what_autograd_keeps():
         config = tiny(dropout=dropout, attention=attention)
         kept = kept_by_forward(config, precision, checkpointing)
         options = {"precision": precision, "activation_checkpointing": checkpointing}
-        expected = memory.activations(memory.Step(config, B, T, device="cpu", **options))
-        expected += memory.width(precision) * (B * T + V) * config.emb_dim  # gradients of the head
+        step = memory.Step(config, B, T, device="cpu", **options)
+        expected = memory.activations(step)
+        expected += step.c * (B * T + V) * config.emb_dim  # gradients of the head
         if precision == "bf16" and not checkpointing:  # copies of the matrices; biases are not kept
             expected += 2 * 12 * config.num_layers * config.emb_dim**2
         assert kept == pytest.approx(expected, rel=0.005), (config, checkpointing, precision)
