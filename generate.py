@@ -12,7 +12,7 @@ import sys
 import typing
 from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from errors import refuse, visible
 from training.config.command_line import ScriptConfig, settings_command
@@ -26,12 +26,10 @@ from training.config.schema import (
     Precision,
     Seed,
     Text,
-    rejected,
 )
 
 if typing.TYPE_CHECKING:
     from inference.text import TextGenerator
-    from interop.pretrained import PretrainedModel
 
 MOST = 1_000_000  # tokens, samples
 BETWEEN = "\n---\n"  # two samples
@@ -69,20 +67,6 @@ class GenerateConfig(ScriptConfig):
     precision: Precision = Field("auto", description="auto | fp32 | bf16 | fp16")
     compile: AutoOrBool = Field("auto", description="auto (long texts on a GPU) | true | false")
 
-    @field_validator("prompt")
-    @classmethod
-    def _not_both(cls, prompt: str | list[str], info: ValidationInfo) -> str | list[str]:
-        if info.data.get("interactive"):
-            raise rejected("interactive=true asks for prompts", "leave one of them out")
-        return prompt
-
-    @field_validator("temperature")
-    @classmethod
-    def _not_tiny(cls, temperature: float) -> float:
-        if 0 < temperature < 0.001:
-            raise rejected("must be 0, or from 0.001 to 1000", "use 0.8")
-        return temperature
-
     @property
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
@@ -90,6 +74,7 @@ class GenerateConfig(ScriptConfig):
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
+    from inference.text import Sampling, TextGenerator
     from interop.pretrained import load_pretrained
     from training.distributed import device
 
@@ -100,37 +85,25 @@ def main(settings: GenerateConfig) -> None:
     place = device.prepare(settings.device, settings.seed)
     pretrained = load_pretrained(settings.checkpoint)
     pretrained.model.to(place)
-    generator = text_generator(pretrained, settings)
-    if settings.interactive:
-        converse(generator, settings.num_samples)
-        return
-    try:
-        write(generator, [p for p in settings.prompts for _ in range(settings.num_samples)])
-    except KeyboardInterrupt:
-        show("\n")  # the shell's prompt begins on its own line
-        raise
-
-
-def text_generator(pretrained: "PretrainedModel", settings: GenerateConfig) -> "TextGenerator":
-    from inference.text import Sampling, TextGenerator
-    from training.distributed.device import DTYPES, best_dtype, compiled_step
-
     num_texts = settings.num_samples * len(settings.prompts)
     batch_size = min(settings.batch_size, num_texts)
     steps = settings.max_new_tokens * -(-num_texts // batch_size)
-    place = pretrained.model.token_emb.weight.device
     auto = settings.precision == "auto"
-    return TextGenerator(
+    generator = TextGenerator(
         pretrained.model,
         pretrained.tokenizer,
         pretrained.window,
         settings.max_new_tokens,
         batch_size,
         Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed),
-        best_dtype(place) if auto else DTYPES[settings.precision],
+        device.best_dtype(place) if auto else device.DTYPES[settings.precision],
         settings.ignore_end,
-        compiled_step(settings.compile, place, MOST if settings.interactive else steps),
+        device.compiled_step(settings.compile, place, MOST if settings.interactive else steps),
     )
+    if settings.interactive:
+        converse(generator, settings.num_samples)
+    else:
+        write(generator, [p for p in settings.prompts for _ in range(settings.num_samples)])
 
 
 def write(generator: "TextGenerator", prompts: list[str]) -> None:
@@ -153,19 +126,16 @@ def write(generator: "TextGenerator", prompts: list[str]) -> None:
 def converse(generator: "TextGenerator", num_samples: int) -> None:
     """Asks for prompts until there are no more. Ctrl-C ends a text, or the command where no text is
     being generated."""
-    asks = sys.stdin is not None and sys.stdin.isatty()
-    if asks:
+    if asks := sys.stdin.isatty():
         print("One prompt per line; Ctrl-C ends a text, Ctrl-D the program.", file=sys.stderr)
     while True:
         if asks:
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline() if sys.stdin is not None else ""
-        if not line:
+        if not (line := sys.stdin.readline()):
             return
-        if not (prompt := line.removesuffix("\n").removesuffix("\r")):
-            continue
         try:
-            write(generator, [prompt] * num_samples)
+            if prompt := line.rstrip("\r\n"):
+                write(generator, [prompt] * num_samples)
         except KeyboardInterrupt:
             show("\n")
 

@@ -11,13 +11,14 @@ after all that there are.
 Shapes: B windows of a batch, T positions of the longest one, C emb_dim, N scored positions.
 """
 
-import hashlib
 import math
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from model import GPT
 from tokens.stream import TokenStream
@@ -31,15 +32,6 @@ class Rule:
     max_length: int
     stride: int
     within_documents: bool = False
-
-    def __str__(self) -> str:
-        least = self.max_length - self.stride + 1
-        context = f"{least:,} to {self.max_length:,} tokens" if self.stride > 1 else f"{least:,}"
-        of = "document" if self.within_documents else "text"
-        return (
-            f"windows of {self.max_length:,} tokens, {self.stride:,} apart; each token of a {of} "
-            f"is scored once, after {context}, or after all that the {of} has before it"
-        )
 
 
 class Windows:
@@ -85,43 +77,36 @@ class Windows:
 
 
 def evaluate(
-    model: GPT,
-    windows: Windows,
-    token_sizes: np.ndarray,
-    batch_size: int,
-    show_progress: Callable[[int, float], None] = lambda num_tokens, nats: None,
-) -> dict[str, float | int | str | None]:
-    """The figures of a model in eval mode: tokens, bytes, loss (nats per token), perplexity,
-    bits_per_byte, and the SHA-256 of the scored tokens (uint16, little-endian).
+    model: GPT, windows: Windows, token_sizes: np.ndarray, batch_size: int
+) -> dict[str, float | int | None]:
+    """The figures of a model in eval mode: tokens, bytes, loss (nats per token), perplexity and
+    bits_per_byte. Shows its progress where stderr is a terminal.
 
-    token_sizes: the bytes of text of each token. show_progress(tokens, nats) is called after each
-    batch with the sums so far.
+    token_sizes: the bytes of text of each token.
     """
     device = model.token_emb.weight.device
-    counts = np.zeros(len(token_sizes), np.int64)  # how often each token was scored
-    digest, nats = hashlib.sha256(), 0.0
-    for first in range(0, len(windows), batch_size):
+    num_tokens, num_bytes, nats = 0, 0, 0.0
+    batches = track(
+        range(0, len(windows), batch_size),
+        "evaluating",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    for first in batches:
         numbers = np.arange(first, min(first + batch_size, len(windows)))
         input_ids, target_ids = windows.batch(numbers)  # (B, T)
         scored = target_ids != IGNORED  # (B, T)
         targets = target_ids[scored]  # (N,), in the order of the text
-        counts += np.bincount(targets.numpy(), minlength=len(counts))
-        digest.update(targets.numpy().astype("<u2").tobytes())
         x = model.hidden_states(input_ids.to(device))[scored.to(device)]  # (N, C)
-        loss = model.head_loss(x, model.token_emb.weight, targets.to(device))
-        nats += float(loss) * len(targets)
-        show_progress(int(counts.sum()), nats)
-    num_tokens, num_bytes = int(counts.sum()), int(counts @ token_sizes)
+        nats += float(model.head_loss(x, model.token_emb.weight, targets.to(device))) * len(targets)
+        num_tokens += len(targets)
+        num_bytes += int(token_sizes[targets.numpy()].sum())
+    loss = nats / num_tokens
     return {
         "tokens": num_tokens,
         "bytes": num_bytes,
-        "loss": nats / num_tokens,
-        "perplexity": perplexity(nats / num_tokens),
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else None,  # above the largest float
         "bits_per_byte": nats / math.log(2) / num_bytes if num_bytes else None,
-        "sha256": digest.hexdigest(),
     }
-
-
-def perplexity(loss: float) -> float | None:
-    """e^loss; None where that exceeds the largest float."""
-    return math.exp(loss) if loss < 700 else None

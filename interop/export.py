@@ -2,30 +2,65 @@
 
     config.json, model.safetensors    by interop/huggingface.py, which reads them back
     generation_config.json            the tokens that begin and end a text
-    tokenizer.json, tokenizer_config.json; for GPT-2's also vocab.json, merges.txt
-    README.md                         the model card, with the run's figures
+    vocab.json, merges.txt, tokenizer_config.json    a tokenizer with the same ids as ours
+    README.md                         the model card: numbers of the model and of its training
 
-The files are text and safetensors only, and have no paths of this machine.
+The files are text and safetensors only, and have no text of the run: no paths, no names.
 """
 
 import json
+import math
 from pathlib import Path
 
+from interop import hub
 from interop.huggingface import to_hf
-from interop.model_card import model_card
 from interop.pretrained import PretrainedModel
 from tokens import END_OF_TEXT
 from tokens.tokenizers import vocabulary_files
 
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- gpt2
+- clearhead
+{base}---
 
-def write(pretrained: PretrainedModel, folder: Path, bits_per_byte: float | None = None) -> None:
-    """Writes all files into an empty folder. bits_per_byte: a figure for the model card."""
+# GPT-2, trained with clearhead
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="PATH/OF/THIS/FOLDER")
+print(generate("The", max_new_tokens={new})[0]["generated_text"])
+```
+
+It was trained on {window:,} positions: a prompt and its continuation should not exceed that many
+tokens together. Its tokenizer is {tokenizer}.
+
+| | |
+|---|---|
+{rows}
+"""
+TOKENIZER_WORDS = {
+    "gpt2": "GPT-2's byte-pair encoding",
+    "byte": "of bytes: 256 ids, and one for the end of a text",
+}
+SHOWN = {  # settings in the model card, where they are numbers
+    "optimizer": ("lr", "weight_decay"),
+    "trainer": ("batch_size", "warmup_steps", "max_steps"),
+    "model": ("dropout",),
+}
+
+
+def write(pretrained: PretrainedModel, folder: Path) -> None:
+    """Writes all files into an empty folder."""
     end_of_text = pretrained.tokenizer.eot_token
     to_hf(pretrained.model, folder, pretrained.tokenizer_name, pretrained.window)
     ends = {f"{name}_token_id": end_of_text for name in ("bos", "eos", "pad")}
     write_json(folder / "generation_config.json", ends)
     write_tokenizer(pretrained, folder)
-    (folder / "README.md").write_text(model_card(pretrained, bits_per_byte), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(pretrained), encoding="utf-8")
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -35,57 +70,22 @@ def write_json(file: Path, content: dict) -> None:
 def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
     """Writes the files from which AutoTokenizer makes a tokenizer with the same ids as ours.
 
-    It reads <|endoftext|> in a text as the token, as data.endoftext=token does.
+    Bytes are GPT-2's tokenizer without merges. It reads <|endoftext|> in a text as the token, as
+    data.endoftext=token does.
     """
     if pretrained.tokenizer_name == "gpt2":
-        merges_file, ids_file = vocabulary_files()
-        (folder / "merges.txt").write_bytes(merges_file.read_bytes())
-        (folder / "vocab.json").write_bytes(ids_file.read_bytes())
-        ids = json.loads(ids_file.read_text(encoding="utf-8"))
-        lines = merges_file.read_text(encoding="utf-8").splitlines()
-        merges = [line.split(" ") for line in lines[1:]]  # without the version
-        kind = "GPT2Tokenizer"
+        for file, name in zip(vocabulary_files(), ("merges.txt", "vocab.json"), strict=True):
+            (folder / name).write_bytes(file.read_bytes())
     else:
         ids = {letter: byte for byte, letter in enumerate(byte_letters())}
-        merges, kind = [], "PreTrainedTokenizerFast"
-    end_of_text = pretrained.tokenizer.eot_token
-    spaces = {"add_prefix_space": False, "trim_offsets": True, "type": "ByteLevel"}
-    special = ("single_word", "lstrip", "rstrip", "normalized")
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": end_of_text, "content": END_OF_TEXT, "special": True}
-            | dict.fromkeys(special, False)
-        ],
-        "normalizer": None,
-        # Words, if there are merges, which never cross the end of a word.
-        "pre_tokenizer": spaces | {"use_regex": bool(merges)},
-        "post_processor": spaces | {"use_regex": False},
-        "decoder": spaces | {"use_regex": False},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": ids,
-            "merges": merges,
-        },
-    }
-    write_json(folder / "tokenizer.json", content)
+        write_json(folder / "vocab.json", ids | {END_OF_TEXT: pretrained.tokenizer.eot_token})
+        (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     settings = {
-        "tokenizer_class": kind,
+        "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": pretrained.window,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "unk_token": END_OF_TEXT,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
     }
     write_json(folder / "tokenizer_config.json", settings)
 
@@ -96,3 +96,39 @@ def byte_letters() -> list[str]:
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + number) for number in range(256))
     return [chr(byte) if byte in visible else next(others) for byte in range(256)]
+
+
+def model_card(pretrained: PretrainedModel) -> str:
+    """The card in Markdown. Texts of the run's files are not shown: they could be Markdown."""
+    model, config, state = pretrained.model, pretrained.model.config, pretrained.state
+    figures = {
+        "parameters": model.num_parameters(),
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "embedding dimension": config.emb_dim,
+        "vocabulary": config.vocab_size,
+        "context length": config.context_length,
+        "trained positions": pretrained.window,
+    }
+    base = ""
+    if state:
+        figures |= {"steps": state.step, "tokens trained on": state.tokens}
+        figures["validation loss (nats per token)"] = state.val_loss
+        for group, keys in SHOWN.items():
+            values = state.settings.get(group, {})
+            figures |= {f"`{group}.{key}`": values.get(key) for key in keys}
+        source = str(state.settings.get("trainer", {}).get("init_from"))
+        if hub.is_named(source) and hub.NAME.fullmatch(name := source.removeprefix("hub:")):
+            base = f'base_model: "{name}"\n'
+    shown = {key: value for key, value in figures.items() if type(value) in (int, float)}
+    return CARD.format(
+        base=base,
+        new=max(1, min(40, pretrained.window - 8)),
+        window=pretrained.window,
+        tokenizer=TOKENIZER_WORDS[pretrained.tokenizer_name],
+        rows="\n".join(
+            f"| {key} | {value:{',' if type(value) is int else '.4g'}} |"
+            for key, value in shown.items()
+            if math.isfinite(value)
+        ),
+    )

@@ -4,12 +4,11 @@ The only file with Hugging Face's parameter names. Their layout differs from our
 queries, keys and values are concatenated in one matrix `c_attn`; every projection is a `Conv1D`,
 whose weight is the transpose of a Linear's; and files may have a `transformer.` prefix and old
 causal-mask buffers. The files are safetensors and JSON, read and written here without the
-transformers library. Weights may also be in shards, or in a pytorch_model.bin.
+transformers library. Weights may also be in shards.
 """
 
 import json
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -17,15 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import CheckpointError, DamagedCheckpointError, message_of
-from files import open_regular, read_json
-from interop import hub
+from files import read_json
+from interop.hub import CONFIG
 from model import GPT, ModelConfig
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 from training.checkpoint.format import LARGEST_STATE
 from training.checkpoint.tensors import is_pickle, model_of, read_tensors
 
-CONFIG = "config.json"
-WHOLE, INDEX, OLD = "model.safetensors", "model.safetensors.index.json", hub.OLD
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OURS = "clearhead"  # the key of config.json for what GPT-2's settings lack: tokenizer and window
 
 # ours: (theirs, transposed)
@@ -175,8 +173,6 @@ def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         return folder / WHOLE, read_tensors(folder / WHOLE)
     if (folder / INDEX).is_file():
         return folder / INDEX, _read_shards(folder / INDEX)
-    if (folder / OLD).is_file():
-        return folder / OLD, _read_old(folder / OLD)
     if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
         raise is_pickle(pickles[0], f", and there is no {WHOLE}")
     raise DamagedCheckpointError(folder / WHOLE, "is missing")
@@ -185,66 +181,14 @@ def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """The tensors of all files that an index lists."""
     places = read_config(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
-        raise CheckpointError(
-            "checkpoint", index, "its weight_map is not a map of strings", "use another one"
-        )
+    names = set(map(str, places.values())) if isinstance(places, dict) else {"nothing"}
     tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(places.values())):
-        if not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
-            reason = f"lists {shard!r:.80}, which is not a safetensors file next to it"
+    for name in sorted(names):
+        if not name.endswith(".safetensors") or os.path.basename(name) != name:
+            reason = f"lists {name!r:.80}, which is not a safetensors file next to it"
             raise CheckpointError("checkpoint", index, reason, "use another one")
-        found = read_tensors(index.with_name(shard))
-        if twice := found.keys() & tensors.keys():
-            reason = f"{min(twice):.80} is in two of its files"
-            raise CheckpointError("checkpoint", index, reason, "use another one")
-        tensors |= found
-    if missing := places.keys() - tensors.keys():
-        reason = f"{min(missing):.80} is in none of its files"
-        raise CheckpointError("checkpoint", index, reason, "use another one")
+        tensors |= read_tensors(index.with_name(name))
     return tensors
-
-
-def _read_old(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pytorch_model.bin, which is a pickle. torch.load(weights_only=True) executes
-    nothing from it; the result is checked before it is used."""
-    try:
-        with open_regular(file) as opened:
-            is_zip = (
-                opened.read(4) == b"PK\3\4"
-            )  # since torch 1.6; the older format cannot be mapped
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            values = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except OSError as error:
-        raise DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})") from error
-    except Exception as error:  # a damaged file raises many types
-        # torch's own message explains how to execute the code: do not show it.
-        if type(error).__name__ == "UnpicklingError":
-            raise is_pickle(file, ", and has more than weights") from error
-        raise DamagedCheckpointError(file, f"is unreadable ({type(error).__name__})") from error
-    if not isinstance(values, dict):
-        raise CheckpointError("checkpoint", file, "has no weights by name", "use another one")
-    tensors = {}
-    for name, value in values.items():
-        if not isinstance(name, str) or not _is_plain(value):
-            reason = f"{name!r:.80} is not a plain tensor of numbers"
-            raise CheckpointError("checkpoint", file, reason, "use another one")
-        tensors[name] = value.detach()
-    return tensors
-
-
-def _is_plain(value: object) -> bool:
-    """Whether it is a tensor of numbers (or a mask) whose storage is complete."""
-    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8)
-    return (
-        isinstance(value, Tensor)
-        and type(value) in (Tensor, torch.nn.Parameter)
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-        and value.dtype in dtypes
-        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
-    )
 
 
 def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:

@@ -7,7 +7,6 @@ import torch
 from errors import Problem
 from interop.pretrained import load_pretrained
 from model import GPT, ModelConfig
-from training.config.yaml_files import choices_of_groups, preset_values
 
 if TYPE_CHECKING:
     from training.config.schema import Config
@@ -28,17 +27,13 @@ def initial_weights(settings: "Config") -> tuple[GPT | None, list[Problem], list
     wanted = ModelConfig(**settings.model.model_dump())
     pretrained = load_pretrained(source, "trainer.init_from")
     given, theirs = pretrained.model.config, f"the weights of trainer.init_from={source}"
-    differing = {key for key in SHAPE if getattr(given, key) != getattr(wanted, key)}
-    if wanted.qkv_bias:
-        differing.discard("qkv_bias")
-    preset = preset_like(given) if len(differing) > 1 else None
     problems = []
     for key in SHAPE:
-        if key in differing:
-            have = str(getattr(given, key)).lower()
-            fix = f"use model={preset}" if preset else f"use model.{key}={have}"
-            cause = f"{theirs} have {have}"
-            problems.append(Problem(f"model.{key}", getattr(wanted, key), cause, fix))
+        have, want = getattr(given, key), getattr(wanted, key)
+        if have != want and not (key == "qkv_bias" and want):
+            have = str(have).lower()
+            fix = f"use model.{key}={have}"
+            problems.append(Problem(f"model.{key}", want, f"{theirs} have {have}", fix))
     if (name := settings.data.tokenizer) != (needed := pretrained.tokenizer_name):
         cause = f"{theirs} were trained with {needed}"
         problems.append(Problem("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
@@ -78,12 +73,3 @@ def positions(
         within = f"data.max_length={window} stays within them"
         return rows, [f"model.context_length={context_length}: {known}; {again}; {within}"]
     return rows, []
-
-
-def preset_like(config: ModelConfig) -> str | None:
-    """The model=NAME of configs/ whose weights have these shapes, but for the context length."""
-    for name in choices_of_groups()["model"]:
-        preset = preset_values("model", name)
-        if all(preset[key] == getattr(config, key) for key in SHAPE):
-            return name
-    return None

@@ -14,17 +14,15 @@ perplexity (docs/models.md).
 
 import math
 import sys
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from errors import CheckpointError, ConfigError, DataError, Problem, refuse, visible
+from errors import CheckpointError, DataError, Problem, refuse, visible
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from training.config.schema import (
     AboveZero,
-    Count,
     DataConfig,
     Device,
     Name,
@@ -32,18 +30,13 @@ from training.config.schema import (
     Paths,
     Positive,
     Precision,
-    rejected,
 )
-from training.reporting.console import duration
 from training.reporting.machine import machine
 
 if TYPE_CHECKING:
-    from inference.perplexity import Rule
     from interop.pretrained import PretrainedModel
     from tokens.stream import TokenStream
-    from training.distributed.strategy import Strategy
 
-PROGRESS_EVERY = 10  # seconds
 FROM_RUN = ("text_key", "endoftext", "val_fraction")  # data settings that default to the run's
 
 
@@ -83,7 +76,6 @@ class EvaluateConfig(ScriptConfig):
     stride: Positive | None = Field(
         None, description="tokens from window to window; null: max_length, no overlap"
     )
-    words: Count = Field(0, description="words of the text; with it, perplexity per word too")
     batch_size: Positive = Field(8, description="windows at once")
     precision: Precision = Field(
         "fp32", description="fp32 | bf16 | fp16 | auto (what training would take)"
@@ -91,24 +83,10 @@ class EvaluateConfig(ScriptConfig):
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
     out: OutFile = Field("", description="a JSON file for the figures")
 
-    @field_validator("stride")
-    @classmethod
-    def _skips_nothing(cls, stride: int | None, info: ValidationInfo) -> int | None:
-        max_length = info.data.get("max_length")
-        if stride and max_length and stride > max_length:
-            _, _, reason, hint = _skips(stride, max_length)
-            raise rejected(reason, hint)
-        return stride
-
-
-def _skips(stride: int, max_length: int) -> Problem:
-    reason = f"windows of max_length={max_length} would skip the tokens between them"
-    return ("stride", stride, reason, f"use at most {max_length}")
-
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from inference.perplexity import Rule, Windows, evaluate, perplexity
+    from inference.perplexity import Rule, Windows, evaluate
     from interop.pretrained import load_pretrained
     from tokens.encoding import token_sizes
     from training.distributed import device
@@ -128,33 +106,45 @@ def main(settings: EvaluateConfig) -> None:
     strategy.wrap(model, compiled=False)  # the fastest operations for this device
     sizes = token_sizes(pretrained.tokenizer_name).copy()
     sizes[pretrained.tokenizer.eot_token] = 0  # it is not part of the text
-    with Progress(windows.num_targets) as progress, strategy.inference(model):
-        figures = evaluate(model, windows, sizes, settings.batch_size, progress.show)
+    with strategy.inference(model):
+        figures = evaluate(model, windows, sizes, settings.batch_size)
     if not math.isfinite(figures["loss"]):
         hint = "use another one, or precision=fp32"
         raise CheckpointError("checkpoint", settings.checkpoint, "its loss is NaN or inf", hint)
-    if settings.words:
-        loss_of_word = figures["loss"] * figures["tokens"] / settings.words
-        figures |= {"words": settings.words, "word_perplexity": perplexity(loss_of_word)}
-    step = f", step {pretrained.state.step}" if pretrained.state else ""
-    print(visible(f"{settings.checkpoint}{step}, in {strategy.precision}, on {what}"))
-    print(f"{rule}\n")
-    print_figures(figures)
+    step = pretrained.state.step if pretrained.state else None
+    print(visible(f"{settings.checkpoint}, step {step}, in {strategy.precision}, on {what}"))
+    print(f"windows of {rule.max_length:,} tokens, {rule.stride:,} apart\n")
+    for name, value in figures.items():
+        shown = f"{value:.4f}" if isinstance(value, float) else value
+        print(f"{name:<14} {shown}")
     if settings.out:
-        write_out(settings.out, report(figures, rule, pretrained, settings, what, strategy))
-        print(visible(f"written to {settings.out}"), file=sys.stderr)
+        report = {
+            "checkpoint": settings.checkpoint,
+            "step": step,
+            "parameters": model.num_parameters(),
+            "tokenizer": pretrained.tokenizer_name,
+            "path": settings.data.path,
+            "part": what,
+            "rule": asdict(rule),
+            **figures,
+            "precision": strategy.precision,
+            "device": str(strategy.device),
+            **machine(("torch", "numpy", "tiktoken")),
+        }
+        write_out(settings.out, report)
 
 
 def window_sizes(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple[int, int]:
     """max_length and stride of the windows, by default those of training. Raises ConfigError when
-    max_length exceeds the model's context."""
+    the model reads fewer tokens, or windows would skip tokens between them."""
     max_length = settings.max_length or pretrained.window
-    if max_length > (most := pretrained.model.config.context_length):
-        reason = f"the model reads {most} tokens at most"
-        raise ConfigError([("max_length", max_length, reason, f"use at most {most}")])
     stride = settings.stride or max_length
-    if stride > max_length:
-        raise ConfigError([_skips(stride, max_length)])
+    for key, value, most in (
+        ("max_length", max_length, pretrained.model.config.context_length),
+        ("stride", stride, max_length),
+    ):
+        if value > most:
+            refuse([Problem(key, value, f"must be at most {most}", f"use {most}")])
     if max_length > pretrained.window:
         reason = f"the model was trained on windows of {pretrained.window} only"
         print(f"note: max_length={max_length}: {reason}", file=sys.stderr)
@@ -169,104 +159,22 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
     from data import load_stream, split_tokens
 
     own = pretrained.state.settings["data"] if pretrained.state else {}
-    given = {key: getattr(settings.data, key) for key in FROM_RUN}
     values = {key: own[key] for key in FROM_RUN if key in own}
-    values |= {key: value for key, value in given.items() if value is not None}
-    values |= {"path": settings.data.path, "tokenizer": pretrained.tokenizer_name, "max_length": 1}
-    config = DataConfig.with_defaults(**values)
-    notes: list[str] = []
-    try:
-        streams = load_stream(config, config.path, notes)
-    except DataError as error:
-        if error.key != "data.tokenizer":
-            raise
-        reason = f"holds the tokens of another tokenizer than the checkpoint's, {config.tokenizer}"
-        hint = f"prepare the text with data.tokenizer={config.tokenizer}, or give the text itself"
-        raise DataError("data.path", config.path, reason, hint) from error
-    split, tokens, what = settings.split, streams["train"], "all of it"
-    if split == "auto" and "val" in streams:
-        tokens, what = streams["val"], "the files named val"
-    elif split != "auto" and "val" in streams:
+    values |= settings.data.model_dump(exclude_none=True, exclude={"within_documents"})
+    values |= {"tokenizer": pretrained.tokenizer_name, "max_length": 1}
+    config, notes = DataConfig.with_defaults(**values), []
+    streams, split = load_stream(config, config.path), settings.split
+    if "val" in streams:
+        split = "val" if split == "auto" else split
         tokens, what = streams[split], f"its {split} files"
-    elif split != "auto":
-        held_back = len(tokens) * config.val_fraction
-        if held_back < 4:
-            reason = f"{held_back:.0f} of {len(tokens)} tokens would be held back"
-            hint = "use a longer text, a larger data.val_fraction, or split=auto for all of it"
-            raise DataError("split", split, reason, hint)
-        tokens = split_tokens(config, config.path, tokens, notes)[split == "val"]
+    elif split == "auto":
+        tokens, what = streams["train"], "all of it"
+    else:
+        tokens = split_tokens(config, config.path, streams["train"], notes)[split == "val"]
         what = f"its {split} part, data.val_fraction={config.val_fraction:g}"
     for note in notes:
         print(visible(f"note: {note}"), file=sys.stderr)
     return tokens, what
-
-
-class Progress:
-    """Progress on stderr: on a terminal one line that is removed at the end, else a line now and
-    then."""
-
-    def __init__(self, total: int):
-        self.total = total
-        self.started = self.shown = time.monotonic()
-        self.on_terminal = sys.stderr.isatty()
-        self.every = 0.5 if self.on_terminal else PROGRESS_EVERY
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.on_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def show(self, done: int, nats: float) -> None:
-        """done: tokens so far. nats: the sum of their losses."""
-        now = time.monotonic()
-        if now - self.shown < self.every:
-            return
-        self.shown = now
-        left = (now - self.started) / done * (self.total - done)
-        line = f"{done:,} of {self.total:,} tokens, loss {nats / done:.4f}, {duration(left)} left"
-        start, end = ("\r\x1b[K", "") if self.on_terminal else ("", "\n")
-        print(start + line, end=end, file=sys.stderr, flush=True)
-
-
-def print_figures(figures: dict) -> None:
-    show = lambda value: "none" if value is None else f"{value:.4f}"  # noqa: E731
-    lines = [
-        ("tokens scored", f"{figures['tokens']:,}"),
-        ("bytes of text", f"{figures['bytes']:,}"),
-        ("loss", f"{figures['loss']:.4f} nats per token"),
-        ("perplexity", show(figures["perplexity"])),
-        ("bits per byte", show(figures["bits_per_byte"])),
-    ]
-    if "words" in figures:
-        lines.append(("word perplexity", show(figures["word_perplexity"])))
-    for name, value in lines:
-        print(f"{name:<16} {value}")
-
-
-def report(
-    figures: dict,
-    rule: "Rule",
-    pretrained: "PretrainedModel",
-    settings: EvaluateConfig,
-    what: str,
-    strategy: "Strategy",
-) -> dict:
-    """The figures with all that they depend on, for out=."""
-    return {
-        "checkpoint": settings.checkpoint,
-        "step": pretrained.state.step if pretrained.state else None,
-        "parameters": pretrained.model.num_parameters(),
-        "tokenizer": pretrained.tokenizer_name,
-        "path": settings.data.path,
-        "part": what,
-        "rule": {**asdict(rule), "words": str(rule)},
-        **figures,
-        "precision": strategy.precision,
-        "device": str(strategy.device),
-        **machine(("torch", "numpy", "tiktoken")),
-    }
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 
 from errors import refuse, visible
 from lens.config import LensConfig
-from training.config.command_line import ScriptConfig, settings_command
+from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from training.config.schema import Count, Device, Name, Positive, rejected
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class InspectConfig(ScriptConfig):
         description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
     )
     text: str = Field("", description="the prompt to show; empty: three sentences")
-    out: str = Field("attention.html", description="the page to write")
+    out: OutFile = Field("attention.html", description="the page to write")
     compare: str = Field("", description="a second model, side by side")
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)] = Field(
         64, description="longer texts are truncated, and marked"
@@ -39,23 +39,6 @@ class InspectConfig(ScriptConfig):
         24, description="length of a random token sequence shown twice; 0: none"
     )
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
-
-    @field_validator("text")
-    @classmethod
-    def _not_blank(cls, text: str) -> str:
-        if text and not text.strip():
-            raise rejected("is an empty prompt", "give it some words")
-        return text
-
-    @field_validator("out")
-    @classmethod
-    def _is_a_page(cls, out: str) -> str:
-        if not out.endswith(".html"):
-            raise rejected("must be a page", "use a name that ends in .html")
-        above = next((p for p in Path(out).parents if p.exists()), Path("."))
-        if Path(out).is_dir() or not above.is_dir():
-            raise rejected("cannot be written there", "give the name of a file")
-        return out
 
     @field_validator("repeated")
     @classmethod
@@ -72,15 +55,11 @@ def main(settings: InspectConfig) -> None:
 
     refuse(check(settings.device))
     device = prepare(settings.device, seed=0)
-    runs = []
-    for key in ("checkpoint", "compare"):
-        if path := getattr(settings, key):
-            runs.append(inspect(path, key, settings, device))
-    out = Path(settings.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    given = {"checkpoint": settings.checkpoint, "compare": settings.compare}
+    runs = [inspect(path, key, settings, device) for key, path in given.items() if path]
     names = " and ".join(run["name"] for run in runs)
-    out.write_text(page(runs, title=f"attention of {names}"), encoding="utf-8")
-    print(visible(f"open {out} in a browser ({out.stat().st_size / 1e6:.1f} MB)"))
+    write_out(settings.out, page(runs, title=f"attention of {names}").encode())
+    print(visible(f"open {settings.out} in a browser"))
 
 
 def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device") -> dict:

@@ -180,9 +180,6 @@ FORBIDDEN = re.compile(
 )
 ALLOWED = {
     "tokens/parts.py": {"importlib.import_module(module)"},
-    "interop/huggingface.py": {
-        "torch.load(file, map_location='cpu', weights_only=True, mmap=is_zip)"
-    },
 }
 
 

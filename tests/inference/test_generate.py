@@ -89,7 +89,7 @@ def test_ctrl_c_ends_the_printing_of_a_text_and_not_the_loop(in_process, folder,
     arguments = ["checkpoint=runs/run", "interactive=true"]
     assert in_process(generate.main, folder, *arguments) == (0, "onea\ntwoa\n", "")
     code, out, err = in_process(generate.main, folder, "checkpoint=runs/run", "prompt=one")
-    assert (code, out, err) == (130, "onea\n", "")
+    assert (code, out, err) == (130, "onea", "")
 
 
 def test_compiled_on_request(written, monkeypatch):

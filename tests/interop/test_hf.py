@@ -2,7 +2,6 @@
 fetched."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -112,12 +111,9 @@ def as_old_versions_wrote(weights, prefix):
 
 def test_other_names_and_precisions(folder, place, weights):
     expected = from_hf(folder)
-    for prefix, is_zip in (("transformer.", True), ("", False), ("", True)):
+    for prefix in ("transformer.", ""):
         old = as_old_versions_wrote(weights, prefix)
         new = place(weights={name: value.clone() for name, value in old.items()})
-        assert_same_weights(from_hf(new), expected)
-        new = place()  # the same as a pytorch_model.bin; before torch 1.6 that was no zip file
-        torch.save(old, new / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
         assert_same_weights(from_hf(new), expected)
     in_bf16 = from_hf(place(weights={name: value.bfloat16() for name, value in weights.items()}))
     for name, parameter in expected.named_parameters():
@@ -130,23 +126,18 @@ def test_shards(theirs, folder, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
     assert_same_weights(from_hf(tmp_path), from_hf(folder))
-    shutil.copy(tmp_path / places[min(places)], tmp_path / "again.safetensors")
     for change, refused_file in (
         ({"x": "../model.safetensors"}, index.name),
         ({"x": "model-9.safetensors"}, "model-9.safetensors"),  # which is missing
-        ({min(places): "again.safetensors"}, index.name),  # a tensor is in two files
     ):
         index.write_text(json.dumps({"weight_map": places | change}))
         refusal(tmp_path, refused_file)
 
 
-def test_bad_old_files(place):
+def test_pickles_are_not_read(place):
     new = place()
-    file = new / "pytorch_model.bin"
-    for is_zip in (True, False):
-        for value in (torch.zeros(1, dtype=torch.int64), torch.zeros(1).expand(10**6, 10**6)):
-            torch.save({"odd.weight": value}, file, _use_new_zipfile_serialization=is_zip)
-            assert "odd.weight" in refusal(new, file.name)  # for it, not for what is missing
+    torch.save({}, new / "pytorch_model.bin")
+    refusal(new, "pytorch_model.bin")
 
 
 # (n_layer, n_head, n_embd, parameters) of the published models; all have n_positions = 1024 and

@@ -27,7 +27,7 @@ def home(tmp_path_factory):
 
 
 def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
-    out = tmp_path / "made" / "a\x1b[31m.html"
+    out = tmp_path / "a\x1b[31m.html"
     code, told, err = in_process(main, home, "checkpoint=runs/one", "text=The fox.", f"out={out}")
     assert (code, err) == (0, "")
     assert len(re.findall(r" L\d H\d \d\.\d\d", told)) == 16  # four heads of each kind
@@ -65,7 +65,7 @@ def test_bad_values(in_process, home):
     to_hf(tiny_model(vocab_size=61), home / "other")  # of another tokenizer than GPT-2's
     before = sorted(home.iterdir())
     for code, keys, arguments in (
-        (2, ["max_tokens", "out", "text"], ["max_tokens=1", "out=page.png", "text= "]),
+        (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
         (3, ["compare"], ["compare=runs/none"]),
         (3, ["checkpoint"], ["checkpoint=other", "text=The fox"]),
