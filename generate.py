@@ -5,11 +5,15 @@
     python generate.py checkpoint=DIR interactive=true
 
 `checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory, or hub:NAME. How text
-is generated: inference/text.py and the other files there.
+is generated: inference/decoding.py.
 """
 
+import codecs
+import functools
+import itertools
 import sys
 import typing
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field
@@ -29,7 +33,7 @@ from training.config.schema import (
 )
 
 if typing.TYPE_CHECKING:
-    from inference.text import TextGenerator
+    from interop.pretrained import PretrainedModel
 
 MOST = 1_000_000  # tokens, samples
 BETWEEN = "\n---\n"  # two samples
@@ -74,7 +78,9 @@ class GenerateConfig(ScriptConfig):
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    from inference.text import Sampling, TextGenerator
+    from inference.cache import KVCache
+    from inference.decoding import Sampling
+    from inference.packed_weights import pack_weights
     from interop.pretrained import load_pretrained
     from training.distributed import device
 
@@ -84,58 +90,86 @@ def main(settings: GenerateConfig) -> None:
     refuse(device.check(settings.device, settings.precision))
     place = device.prepare(settings.device, settings.seed)
     pretrained = load_pretrained(settings.checkpoint)
-    pretrained.model.to(place)
     num_texts = settings.num_samples * len(settings.prompts)
     batch_size = min(settings.batch_size, num_texts)
     steps = settings.max_new_tokens * -(-num_texts // batch_size)
+    steps = MOST if settings.interactive else steps
+    compiler = device.compiled_step(settings.compile, place, steps)
     auto = settings.precision == "auto"
-    generator = TextGenerator(
-        pretrained.model,
-        pretrained.tokenizer,
-        pretrained.window,
-        settings.max_new_tokens,
+    dtype = device.best_dtype(place) if auto else device.DTYPES[settings.precision]
+    model = pretrained.model.to(place)
+    pack_weights(model, dtype, batch_size, to_compile=compiler is not None)
+    write = functools.partial(
+        write_texts,
+        pretrained,
         batch_size,
-        Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed),
-        device.best_dtype(place) if auto else device.DTYPES[settings.precision],
-        settings.ignore_end,
-        device.compiled_step(settings.compile, place, MOST if settings.interactive else steps),
+        cache=KVCache(pretrained.window, compiler) if compiler else None,
+        max_new_tokens=settings.max_new_tokens,
+        sampling=Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed),
+        end=None if settings.ignore_end else pretrained.tokenizer.eot_token,
     )
     if settings.interactive:
-        converse(generator, settings.num_samples)
+        converse(write, settings.num_samples)
     else:
-        write(generator, [p for p in settings.prompts for _ in range(settings.num_samples)])
+        write([p for p in settings.prompts for _ in range(settings.num_samples)])
 
 
-def write(generator: "TextGenerator", prompts: list[str]) -> None:
-    """Prints each prompt with its continuation, the first of a batch while it is generated."""
-    for start in range(0, len(prompts), generator.batch_size):
-        batch = prompts[start : start + generator.batch_size]
-        longest = max(len(generator.encode(prompt)) for prompt in batch)
-        if longest > generator.window:
-            reason = f"has {longest:,} tokens, and the model reads {generator.window:,}"
+def write_texts(
+    pretrained: "PretrainedModel", batch_size: int, prompts: list[str], first: int = 0, **options
+) -> None:
+    """Prints each prompt with its continuation, the first of a batch while it is generated.
+
+    first: the number of the first text, for its random draws. options: those of `generate`.
+    """
+    from inference import decoding
+
+    tokenizer, window, end = pretrained.tokenizer, pretrained.window, options["end"]
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        # An empty prompt begins a text.
+        ids = [tokenizer.encode(p, allowed_special="all") or [tokenizer.eot_token] for p in batch]
+        if (longest := max(map(len, ids))) > window:
+            reason = f"has {longest:,} tokens, and the model reads {window:,}"
             print(f"prompt: {reason}; its beginning is not read", file=sys.stderr)
-        for number, pieces in enumerate(generator.continuations(batch)):
-            if start + number > 0:
-                show(BETWEEN)
-            show(batch[number])
-            for piece in pieces:
-                show(piece)
-            show("\n")
+        if options["cache"]:  # compiled code has one shape
+            ids += ids[:1] * (batch_size - len(ids))
+        # A character of several tokens comes with the last one.
+        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
+        texts = list(batch)
+        show((BETWEEN if start else "") + batch[0])
+        for tokens in decoding.generate(
+            pretrained.model,
+            ids,
+            window=window,
+            known=tokenizer.n_vocab,
+            first=first + start,
+            **options,
+        ):
+            for row, (token, decoder) in enumerate(zip(tokens, decoders, strict=False)):
+                if token not in (None, end):
+                    piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
+                    texts[row] += piece
+                    if row == 0:
+                        show(piece)
+        rest = [decoder.decode(b"", final=True) + "\n" for decoder in decoders]
+        show(rest[0])
+        for text, ending in zip(texts[1:], rest[1:], strict=True):
+            show(BETWEEN + text + ending)
 
 
-def converse(generator: "TextGenerator", num_samples: int) -> None:
+def converse(write: Callable, num_samples: int) -> None:
     """Asks for prompts until there are no more. Ctrl-C ends a text, or the command where no text is
     being generated."""
     if asks := sys.stdin.isatty():
         print("One prompt per line; Ctrl-C ends a text, Ctrl-D the program.", file=sys.stderr)
-    while True:
+    for number in itertools.count():
         if asks:
             print("> ", end="", file=sys.stderr, flush=True)
         if not (line := sys.stdin.readline()):
             return
         try:
             if prompt := line.rstrip("\r\n"):
-                write(generator, [prompt] * num_samples)
+                write([prompt] * num_samples, first=number * num_samples)
         except KeyboardInterrupt:
             show("\n")
 

@@ -25,8 +25,8 @@ def pack_weights(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool
             for name, layer in list(module.named_children()):
                 if isinstance(layer, nn.Linear):
                     setattr(module, name, PackedLinear(layer.weight, layer.bias, rows))
-        model.head = PackedLinear(model.token_emb.weight, None, rows)  # the embedding keeps its own
-        model.logits = model.head.forward  # a module of this name would not replace the method
+        model.head = head = PackedLinear(model.token_emb.weight, None, rows)
+        model.logits = head.forward  # a module of this name would not replace the method
     return model
 
 

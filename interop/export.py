@@ -17,6 +17,7 @@ from interop.huggingface import to_hf
 from interop.pretrained import PretrainedModel
 from tokens import END_OF_TEXT
 from tokens.tokenizers import vocabulary_files
+from training.config.schema import flat
 
 CARD = """---
 library_name: transformers
@@ -46,11 +47,10 @@ TOKENIZER_WORDS = {
     "gpt2": "GPT-2's byte-pair encoding",
     "byte": "of bytes: 256 ids, and one for the end of a text",
 }
-SHOWN = {  # settings in the model card, where they are numbers
-    "optimizer": ("lr", "weight_decay"),
-    "trainer": ("batch_size", "warmup_steps", "max_steps"),
-    "model": ("dropout",),
-}
+SHOWN = (  # settings in the model card, where they are numbers
+    *("optimizer.lr", "optimizer.weight_decay", "trainer.batch_size", "trainer.warmup_steps"),
+    *("trainer.max_steps", "model.dropout"),
+)
 
 
 def write(pretrained: PretrainedModel, folder: Path) -> None:
@@ -101,7 +101,7 @@ def byte_letters() -> list[str]:
 def model_card(pretrained: PretrainedModel) -> str:
     """The card in Markdown. Texts of the run's files are not shown: they could be Markdown."""
     model, config, state = pretrained.model, pretrained.model.config, pretrained.state
-    figures = {
+    figures: dict[str, object] = {
         "parameters": model.num_parameters(),
         "layers": config.num_layers,
         "heads": config.num_heads,
@@ -114,13 +114,12 @@ def model_card(pretrained: PretrainedModel) -> str:
     if state:
         figures |= {"steps": state.step, "tokens trained on": state.tokens}
         figures["validation loss (nats per token)"] = state.val_loss
-        for group, keys in SHOWN.items():
-            values = state.settings.get(group, {})
-            figures |= {f"`{group}.{key}`": values.get(key) for key in keys}
-        source = str(state.settings.get("trainer", {}).get("init_from"))
+        settings = flat(dict(state.settings))
+        figures |= {f"`{key}`": settings.get(key) for key in SHOWN}
+        source = str(settings.get("trainer.init_from"))
         if hub.is_named(source) and hub.NAME.fullmatch(name := source.removeprefix("hub:")):
             base = f'base_model: "{name}"\n'
-    shown = {key: value for key, value in figures.items() if type(value) in (int, float)}
+    shown = {key: value for key, value in figures.items() if isinstance(value, int | float)}
     return CARD.format(
         base=base,
         new=max(1, min(40, pretrained.window - 8)),
