@@ -16,8 +16,8 @@ leaves its last one to it. No alternative looks back, so two neighbours are alwa
 - they are of two different kinds among letters, digits and others, the left one not being an
   apostrophe, which a letter may follow in a contraction.
 
-A run of one kind without any such place, a gigabyte of one letter say, is a single match of the
-pattern. There byte-pair encoding itself is continued from piece to piece; see `StreamEncoder`.
+A run where CUT finds no such place, such as a gigabyte of one letter, is continued from piece to
+piece by a property of byte-pair encoding; see `StreamEncoder`.
 
 Bulk encoding is gigatoken's (some ten to thirty times the speed of tiktoken); tiktoken stays the
 tokenizer of record: a sample of the pieces is encoded by both, and a difference ends the work. One
@@ -25,11 +25,8 @@ difference is known, of the versions of Unicode that they are built on; see NEWE
 """
 
 import functools
-import importlib.util
 import itertools
-import math
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -45,20 +42,13 @@ CHECK_EVERY = 128  # pieces: the beginning of every 128th, and of the first, is 
 CHECKED = 2**15  # bytes of such a beginning
 
 # Where the pattern always cuts, in UTF-8, as far as it is seen without knowing all of Unicode: the
-# end of what is visible; a change of kind in ASCII; a letter of Chinese, Japanese or Korean before
-# that script's punctuation. "|" is on no side, so the end-of-text token is never cut in two.
+# end of what is visible; a change of kind in ASCII. "|" is on no side, so the end-of-text token is
+# never cut in two.
 _END_OF_VISIBLE = (
     rb"(?=[\t-\r ])(?<![\t-\r\x1c-\x20])(?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)"
     rb"(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)"
 )
 _OTHERS = rb"\x00-\x08\x0e-\x1b\x7f!-/:-@\[-`{}~"
-_CJK_LETTER = (
-    rb"(?:(?<=[\xe5-\xe8][\x80-\xbf]{2})|(?<=[\xeb\xec][\x80-\xbf]{2})|(?<=\xe3\x81[\x81-\xbf])"
-    rb"|(?<=\xe3\x82[\x80-\x96\xa1-\xbf])|(?<=\xe3\x83[\x80-\xba]))"
-)
-_CJK_OTHER = (
-    rb"(?=\xe3\x80[\x81\x82\x8c\x8d]|\xef\xbc[\x81\x8c\x9a\x9b\x9f]|\xe2\x80[\x9c\x9d\xa6])"
-)
 CUT = re.compile(
     rb"|".join(
         (
@@ -66,14 +56,10 @@ CUT = re.compile(
             rb"(?<=[A-Za-z])(?=[0-9%s])" % _OTHERS,
             rb"(?<=[0-9])(?=[A-Za-z%s])" % _OTHERS,
             rb"(?<=[%s])(?<!')(?=[A-Za-z0-9])" % _OTHERS,
-            _CJK_OTHER + _CJK_LETTER,
         )
     )
 )
 
-
-# Four separators that only Python takes for white space, and a character of the end-of-text token.
-UNCERTAIN = "\x1c\x1d\x1e\x1f|"
 
 # gigatoken 0.10 takes 4,657 characters for letters or digits, as Unicode 17 does, that tiktoken,
 # of an older version, takes for others. It shows before a contraction: "\u088f's" is two matches of
@@ -87,46 +73,9 @@ NEWER = re.compile(
 
 
 def find_cut(text: bytes | bytearray, start: int, stop: int) -> int | None:
-    """The first place from `start` > 0 to before `stop` where the pattern always cuts, or None."""
-    found = CUT.search(text, start, min(len(text), stop + 3))  # a character may reach behind stop
-    if found and found.start() >= stop:
-        found = None
-    other = _find_cut_anywhere(text, start, found.start() if found else stop)
-    return found.start() if found and other is None else other
-
-
-def _find_cut_anywhere(text: bytes | bytearray, start: int, stop: int) -> int | None:
-    """The same for all of Unicode, character by character: for texts without blanks or ASCII."""
-    place = character_end(text, start - 1)  # a cut shows in the characters on its two sides
-    part = text[place : stop + 3]
-    if part.isascii():
-        return None
-    last_kind = None
-    for character in part.decode("utf-8", "surrogateescape"):
-        kind = _kind(character)
-        if place >= stop:
-            return None
-        if place >= start and last_kind in ("L", "N", "O") and kind not in (None, last_kind):
-            return place
-        # An apostrophe may begin a contraction with what follows.
-        last_kind = None if character == "'" else kind
-        place += len(character.encode("utf-8", "surrogateescape"))
-    return None
-
-
-@functools.cache
-def _kind(character: str) -> str | None:
-    """L letter, N number, S white space, O any other; None where it is not certain.
-
-    That is: versions of Unicode differ (that of 3.2 and today's agree on the rest, and so whatever
-    version a tokenizer is built on); a character is not whole; UNCERTAIN.
-    """
-    old = unicodedata.ucd_3_2_0.category(character)
-    if old != unicodedata.category(character) or old in ("Cn", "Cs") or character in UNCERTAIN:
-        return None
-    if character.isspace():
-        return "S"
-    return old[0] if old[0] in "LN" else "O"
+    """The first place from `start` > 0 to before `stop` where CUT finds a cut, or None."""
+    found = CUT.search(text, start, min(len(text), stop + 1))  # it looks at the byte behind
+    return found.start() if found and found.start() < stop else None
 
 
 # --------------------------------------------------------------------------------- the encoder
@@ -136,7 +85,7 @@ class StreamEncoder:
     """Encodes texts of any length, piece by piece, in a few megabytes.
 
     tokenizer: gpt2 | byte. endoftext: what "<|endoftext|>" in the text is, token | text.
-    engine: auto | gigatoken | tiktoken; auto takes gigatoken where it is installed.
+    engine: auto (gigatoken) | gigatoken | tiktoken.
 
     A run without a cut. Byte-pair encoding has this property: a sequence of tokens is the
     encoding of its text exactly when each two neighbours are the encoding of theirs (van Antwerpen
@@ -159,7 +108,7 @@ class StreamEncoder:
         self.pieces = self.text_bytes = 0  # encoded so far
         special = {END_OF_TEXT} if endoftext == "token" else set()
         if engine == "auto":
-            engine = "gigatoken" if importlib.util.find_spec("gigatoken") else "tiktoken"
+            engine = "gigatoken"
         self._reference = functools.partial(
             self.tokenizer.encode_to_numpy, allowed_special=special, disallowed_special=()
         )
@@ -167,9 +116,6 @@ class StreamEncoder:
             engine = "numpy"
             self._encode = functools.partial(_bytes_as_ids, special=bool(special))
         elif engine == "gigatoken":
-            if not importlib.util.find_spec("gigatoken"):
-                fix = "pip install gigatoken, or engine=tiktoken"
-                raise DataError("engine", "gigatoken", "is not installed", fix)
             self._gigatoken = gigatoken(bool(special))
             self._encode = self._by_gigatoken
         else:
@@ -186,8 +132,7 @@ class StreamEncoder:
         """
         rest = bytearray()  # the text from `offset` on, as far as it was read
         span = 2 * self.piece  # a stretch without a cut is encoded so far at once
-        before: int | None = None  # in a run: the last id given out
-        follows: int | None = None  # and the one that is to come next
+        follows: int | None = None  # in a run: the id that is to come next
         for block in itertools.chain(blocks, [None]):
             rest += block or b""
             while len(rest) > span or (block is None and rest):
@@ -197,17 +142,18 @@ class StreamEncoder:
                 with memoryview(rest) as view:
                     text = bytes(view[:end])
                 ids = self._piece(text, what, offset)
-                if ids[0] != follows and before is not None:
-                    self._check_neighbours(before, int(ids[0]), what, offset)
+                if follows not in (None, ids[0]):  # not seen yet
+                    cause = f"a run without a break at byte {offset} cannot be tokenized in parts"
+                    raise DataError("data.path", what, cause, "put a line break into it")
                 if cut is None:
                     count = self._settled(text, ids)
                     if count is None:
                         span *= 2
                         continue
-                    before, follows, ids = int(ids[count - 1]), int(ids[count]), ids[:count]
+                    follows, ids = int(ids[count]), ids[:count]
                     end = int(token_sizes(self.tokenizer.name)[ids].sum())
                 else:
-                    before, follows, span = None, None, 2 * self.piece
+                    follows, span = None, 2 * self.piece
                 self.text_bytes += end
                 yield ids
                 offset += end
@@ -226,13 +172,6 @@ class StreamEncoder:
             if text[begin] & 0xC0 != 0x80 and self._encode(text[begin:])[0] == ids[count]:
                 return count
         return None
-
-    def _check_neighbours(self, left: int, right: int, what: str, offset: int) -> None:
-        """Refuses two tokens of a run that are not the encoding of their text. (Not seen yet.)"""
-        word = b"".join(self.tokenizer.decode_tokens_bytes([left, right]))
-        if byte_pair_encode(word, self.tokenizer) != [left, right]:
-            cause = f"a run without a break at byte {offset} cannot be tokenized in parts"
-            raise DataError("data.path", what, cause, "put a line break into it")
 
     def _by_gigatoken(self, text: bytes) -> np.ndarray:
         # The search is a hundred times as slow as the rest of the test.
@@ -261,30 +200,6 @@ class StreamEncoder:
                 )
         self.pieces += 1
         return ids
-
-
-def byte_pair_encode(word: bytes, tokenizer: tiktoken.Encoding) -> list[int]:
-    """The ids of one match of GPT-2's pattern, which need not be whole characters.
-
-    The neighbours whose union has the lowest id are merged until no union is a token (Sennrich et
-    al. 2016; tiktoken's ids are in the order of the merges). Slow: for a few hundred bytes.
-    """
-
-    def id_of(part: bytes) -> float:
-        try:
-            return tokenizer.encode_single_token(part)
-        except KeyError:
-            return math.inf
-
-    parts = [word[place : place + 1] for place in range(len(word))]
-    while len(parts) > 1:
-        ids = [id_of(left + right) for left, right in itertools.pairwise(parts)]
-        best = min(ids)
-        if best == math.inf:
-            break
-        place = ids.index(best)
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-    return [tokenizer.encode_single_token(part) for part in parts]
 
 
 def encode_text(txt: str, tokenizer: tiktoken.Encoding, endoftext: str = "token") -> np.ndarray:

@@ -4,7 +4,6 @@ The pieces are tens of bytes here instead of a quarter of a megabyte, so that a 
 """
 
 import functools
-import importlib.util
 import itertools
 import random
 from collections.abc import Iterable
@@ -27,7 +26,6 @@ from tokens import END_OF_TEXT
 from tokens import encoding as module
 from tokens.encoding import CUT, StreamEncoder, character_end, find_cut, text_blocks
 from tokens.gigatoken_engine import Gigatoken
-from tokens.tokenizers import get_tokenizer
 
 some = trials(30, 400)
 
@@ -179,14 +177,12 @@ def test_cuts_between_two_characters_are_those_of_tiktoken():
     cuts = {pair for pair in neighbours if is_cut(*pair)}
     parted = {pair for pair in neighbours if len(pairs.encode_ordinary("".join(pair))) > 1}
     assert cuts <= parted
-    # All of them, where the kind of the left one is certain, and between visible ASCII characters.
-    certain = {left for left, _ in cuts if left > "\x7f"}
-    assert len(certain) > 8000
+    # All of them between visible ASCII characters.
     skipped = {*"|'\x1c\x1d\x1e\x1f"}
     assert cuts >= {
         (left, right)
         for left, right in parted
-        if left in certain or (" " < left <= "\x7f" and not {left, right} & skipped)
+        if " " < left <= "\x7f" >= right and not {left, right} & skipped
     }
 
 
@@ -255,19 +251,7 @@ def test_a_difference_from_tiktoken_is_refused(monkeypatch):
         assert "engine=tiktoken" in caught.value.hint
 
 
-@some
-@given(mixes, st.sampled_from(["gpt2", "byte"]))
-def test_byte_pair_encoding_is_tiktokens(text, name):
-    """Of each match of the pattern."""
-    tokenizer = get_tokenizer(name)
-    for word in {match.group() for match in regex.finditer(r50k_pat_str, text)}:
-        if len(word) < 100:
-            assert module.byte_pair_encode(word.encode(), tokenizer) == tokenizer.encode_ordinary(
-                word
-            )
-
-
-def test_the_engine_that_is_used(monkeypatch):
+def test_the_engine_that_is_used():
     for tokenizer, engine, used in (
         ("gpt2", "auto", "gigatoken"),
         ("gpt2", "tiktoken", "tiktoken"),
@@ -276,10 +260,6 @@ def test_the_engine_that_is_used(monkeypatch):
         encoder = StreamEncoder(tokenizer, engine=engine)
         assert encoder.engine == used
         check_ids(encoder, WORDS * 100, text_blocks(WORDS * 100))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # not installed
-    assert StreamEncoder("gpt2").engine == "tiktoken"
-    with refused(DataError, "engine", "gigatoken"):
-        StreamEncoder("gpt2", engine="gigatoken")
 
 
 def test_gigatoken_is_made_anew_when_the_process_has_grown(monkeypatch):
