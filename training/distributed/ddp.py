@@ -57,16 +57,12 @@ class DDP(Strategy):
         parameters = dict(source.named_parameters()) if source else {}
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                self.fill(parameter, parameters.get(name))
+                parameter.copy_(self.scatter(parameters.get(name), parameter))
         return model
 
     def shard(self, model: GPT) -> GPT:
         """A model on the meta device, as this rank will hold it."""
         return model
-
-    def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
-        """Sets this rank's part of a parameter from rank 0's whole one; None on other ranks."""
-        parameter.copy_(self.scatter(whole, parameter))
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
         self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)

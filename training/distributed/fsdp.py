@@ -49,9 +49,6 @@ class FSDP(DDP):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**fp32))
 
-    def fill(self, parameter: Tensor, whole: Tensor | None) -> None:
-        parameter.to_local().copy_(self.scatter(whole, parameter).to_local())
-
     def _wrap(self, model: GPT) -> torch.nn.Module:
         self.model = model
         return model

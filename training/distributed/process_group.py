@@ -27,13 +27,7 @@ def join(backend: str, timeout: int) -> None:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=limit + grace
     )
-    atexit.register(leave)
-
-
-def leave() -> None:
-    """Destroys the process group; ranks that wait for this one get an error."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(dist.destroy_process_group)  # ranks that wait for this one get an error
 
 
 def _rendezvous(limit: datetime.timedelta) -> tuple[dist.Store, int, int]:

@@ -1,18 +1,16 @@
 """Builds the optimizer: AdamW, or Muon with AdamW (training/optim/muon.py)."""
 
-from typing import TYPE_CHECKING
+import torch
 
 from training.config.schema import OptimizerConfig
-
-if TYPE_CHECKING:
-    import torch
+from training.optim.muon import Muon
 
 STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}  # of a parameter
 
 
 def build_optimizer(
-    model: "torch.nn.Module", config: OptimizerConfig, muon_dtype: "torch.dtype | None" = None
-) -> "torch.optim.Optimizer":
+    model: torch.nn.Module, config: OptimizerConfig, muon_dtype: torch.dtype | None = None
+) -> torch.optim.Optimizer:
     """AdamW over the model's parameters; matrices and embeddings have weight decay, vectors none.
 
     With muon, Muon updates the matrices of the blocks in products of muon_dtype (None: fp32), and
@@ -20,8 +18,6 @@ def build_optimizer(
     a kernel: one pass over the parameters instead of ten. Each group has the peak of its learning
     rate as "peak_lr".
     """
-    import torch
-
     parameters = [p for p in model.parameters() if p.requires_grad]
     of_muon = set(matrices_of(model)) if config.name == "muon" else set()
     matrices = [p for p in parameters if p.dim() >= 2 and p not in of_muon]
@@ -39,8 +35,6 @@ def build_optimizer(
     }
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **settings)
-    from training.optim.muon import Muon
-
     peak = config.lr if config.matrix_lr is None else config.matrix_lr
     of_blocks = {
         "params": [p for p in parameters if p in of_muon],
@@ -54,7 +48,7 @@ def build_optimizer(
     return Muon(groups, of_blocks, muon_dtype or torch.float32, **settings)
 
 
-def matrices_of(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
+def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The weight matrices inside the blocks: of each W_query, W_key, W_value, out_proj, mlp.fc and
     mlp.out_proj. The other 2-D parameters are embeddings or the head."""
     return [p for p in model.blocks.parameters() if p.requires_grad and p.dim() == 2]

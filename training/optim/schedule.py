@@ -4,15 +4,13 @@ A plain function of the step: it has no state to save and can be plotted without
 """
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from training.optim.optimizers import OptimizerConfig
+from training.config.schema import OptimizerConfig
 
 
 def learning_rate(
     step: int,
-    config: "OptimizerConfig",
+    config: OptimizerConfig,
     warmup_steps: int,
     max_steps: int,
     peak: float | None = None,

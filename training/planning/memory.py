@@ -71,13 +71,13 @@ class Step:
         return {"fp32": 4, "bf16": 2, "fp16": 2}[self.precision]
 
     @property
-    def shards(self) -> int:
-        """Ranks that share the parameters, gradients and moments."""
-        return self.world_size if self.strategy == "fsdp" else 1
-
-    @property
     def sharded(self) -> bool:
         return self.strategy == "fsdp"
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the parameters, gradients and moments."""
+        return self.world_size if self.sharded else 1
 
     @property
     def positions(self) -> int:
