@@ -18,7 +18,4 @@ def settings(*overrides: str) -> Config:
     says_which = ("data=", "data.path=", "experiment=", "trainer.resume=")
     if not any(text.startswith(says_which) for text in overrides):
         overrides = ("data.path=none", *overrides)
-    config = _composed(overrides)
-    copy = config.model_copy(deep=True)
-    copy.overrides = config.overrides
-    return copy
+    return _composed(overrides).model_copy(deep=True)

@@ -16,8 +16,8 @@ from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State
 from training.checkpoint.run_directory import is_occupied, settings_of
+from training.config.schema import flat
 from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
-from training.config.values import flat
 from training.distributed.launch import launch_command
 from training.distributed.strategy import Strategy
 

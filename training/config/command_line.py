@@ -37,7 +37,7 @@ from errors import (
 )
 from files import atomic_write
 from training.config.other_names import nearest, same_purpose, unknown_key
-from training.config.values import flat, flat_fields, groups_of, rejected, validate
+from training.config.schema import flat, flat_fields, groups_of, rejected, validate
 from training.config.yaml_files import choices_of_groups, defaults_and_meanings
 
 WAIT_FOR_RANK_0 = 10  # seconds

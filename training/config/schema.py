@@ -1,44 +1,68 @@
 """The settings of a training run: types, ranges, choices, and what has to fit together.
 
 One pydantic model for each group of configs/; default values and meanings are in the YAML files.
-The types are in values.py, with `validate`, which returns every problem.
+`validate` returns every problem as a line for the user.
 """
 
 import os
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, PrivateAttr, StrictBool, ValidationInfo, field_validator
-
-from errors import refuse, show
-from training.config.values import (  # noqa: F401 other modules import the types from here
-    AboveZero,
-    AutoOrBool,
-    Count,
-    Device,
-    Fractional,
-    Name,
-    NonNegative,
-    Paths,
-    Positive,
-    Precision,
-    Seed,
-    Sentence,
-    Settings,
-    Text,
-    flat,
-    flat_fields,
-    groups_of,
-    rejected,
-    validate,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
 )
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from errors import NO_VALUE, Problem, refuse, show
+from training.config.other_names import unknown_key
 from training.config.yaml_files import default_values
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
-MOST_PARAMETERS = 10**13  # of a model; no machine holds more
 MOST_PROMPTS = 20  # of the lens: every page holds all prompts
-MOST_PICTURE_FILES = 900  # of a run: dashboards become slow beyond a thousand files
+MUST_BE = "must be "
+FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
+
+
+def rejected(reason: str, hint: str, key: str = "") -> PydanticCustomError:
+    """The error of a validator. key: the setting, where it is not the one being validated."""
+    return PydanticCustomError("rejected", "{reason}", {"reason": reason, "hint": hint, "key": key})
+
+
+def _whole(value: object) -> object:
+    """1e5 steps are 100000."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=10**15)]
+Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=10**15)]
+Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
+NonNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+AboveZero = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
+Fractional = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+# A name may be a number: name=2026. The length makes pydantic refuse what is not UTF-8.
+Text = Annotated[str, Field(strict=False, coerce_numbers_to_str=True, min_length=0)]
+Name = Annotated[Text, Field(min_length=1)]
+Sentence = Annotated[Text, Field(pattern=r"\S")]
+Paths = Name | Annotated[list[Name], Field(min_length=1)]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+AutoOrBool = StrictBool | Literal["auto"]
+
+
+class Settings(BaseModel):
+    """Settings of a training run. Unknown ones are refused; values keep their type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Group(Settings):
@@ -70,9 +94,8 @@ class ModelSettings(Group):
     def _divides_width(cls, heads: int, info: ValidationInfo) -> int:
         width = info.data.get("emb_dim", heads)
         if width % heads:
-            nearest = min(_divisors(width), key=lambda divisor: abs(divisor - heads))
             reason = f"emb_dim={width} cannot be split into {heads} equal heads"
-            raise rejected(reason, f"use a divisor of {width}, such as {nearest}")
+            raise rejected(reason, f"use a divisor of {width}")
         return heads
 
     @field_validator("attention")
@@ -82,12 +105,6 @@ class ModelSettings(Group):
             reason = "FlexAttention has no dropout on attention weights"
             raise rejected(reason, "set model.dropout=0 or use model.attention=sdpa")
         return kernel
-
-
-def _divisors(number: int) -> list[int]:
-    """Some divisors, 1 among them; the small ones and their counterparts."""
-    small = [n for n in range(1, min(number, 10_000) + 1) if number % n == 0]
-    return small + [number // n for n in small]
 
 
 class DataConfig(Group):
@@ -170,7 +187,7 @@ class TrainerConfig(Group):
     profile: StrictBool
     on_nonfinite: Literal["skip", "stop"]
     max_skips: Positive
-    resume: StrictBool | Name
+    resume: Literal[False] | Name
     resume_override: StrictBool
     init_from: Name | None
     sample_prompt: Text
@@ -193,30 +210,16 @@ class TrainerConfig(Group):
             raise rejected(f"the run ends after max_steps={steps}", "use fewer, or null")
         return warmup
 
-    @field_validator("resume")
-    @classmethod
-    def _is_a_choice(cls, resume: bool | str) -> bool | str:
-        if resume is True:
-            raise rejected("is not a choice", "use auto, must, false or a path")
-        return resume
-
 
 class LensSettings(Group):
     """What the lens shows, and how often; lens.config.LensConfig has the same fields."""
 
     every: Count | None
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
-    repeated: Annotated[Count, Field(le=127)]
+    repeated: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
     prompts: Annotated[list[Sentence], Field(max_length=MOST_PROMPTS)]
     layers: list[Count]
     frames: Annotated[Positive, Field(ge=2, le=200)]
-
-    @field_validator("repeated")
-    @classmethod
-    def _repeats(cls, repeated: int) -> int:
-        if repeated == 1:
-            raise rejected("must be 0, or from 2 to 127", "use 24")
-        return repeated
 
     @field_validator("prompts")
     @classmethod
@@ -226,16 +229,6 @@ class LensSettings(Group):
         if known["every"] != 0 and not prompts and not repeats:
             raise rejected("there is nothing to show", "give a prompt, or use lens=off")
         return prompts
-
-    @field_validator("layers")
-    @classmethod
-    def _few_files(cls, layers: list[int], info: ValidationInfo) -> list[int]:
-        sequences = len(info.data.get("prompts", [])) + (info.data.get("repeated", 0) > 0)
-        pictures = sequences * (1 + len(layers))
-        if 2 * (pictures + 1) > MOST_PICTURE_FILES:  # with their pages, at the start and the end
-            reason = f"{pictures} pictures at each step; a run may have {MOST_PICTURE_FILES} files"
-            raise rejected(reason, "use fewer layers or fewer lens.prompts")
-        return layers
 
 
 class ParallelConfig(Group):
@@ -254,29 +247,14 @@ class WandbConfig(Group):
 
     mode: Literal["auto", "online", "offline", "disabled"]
     entity: Name | None
-    project: Label
+    project: Annotated[Label, Field(pattern=r"^[^/\\#?%:]+$")]
     name: Label | None
     group: Label | None
     job_type: Annotated[Name, Field(max_length=64)]
     tags: list[Annotated[Sentence, Field(max_length=64)]]
     notes: Name | None
-    log_model: StrictBool | Literal["best", "last"]
+    log_model: Literal[False, "best", "last"]
     alerts: StrictBool
-
-    @field_validator("project")
-    @classmethod
-    def _no_separators(cls, project: str) -> str:
-        if bad := sorted(set(project) & set("/\\#?%:")):
-            hint = "a team is wandb.entity=TEAM" if bad == ["/"] else "use - or _"
-            raise rejected(f"W&B accepts no {' '.join(bad)} in it", hint)
-        return project
-
-    @field_validator("log_model")
-    @classmethod
-    def _is_a_choice(cls, log_model: bool | str) -> bool | str:
-        if log_model is True:
-            raise rejected("is not a choice", "use best, last, or false for none")
-        return log_model
 
     def wanted(self) -> str:
         """The mode; with auto, the one in the environment if there is one."""
@@ -308,7 +286,7 @@ class Config(Settings):
     """All settings of a training run, in the order of configs/config.yaml."""
 
     seed: Seed
-    name: Name | None
+    name: Annotated[Text, Field(pattern=FOLDER_NAME)] | None
     debug: StrictBool
     runs_dir: Name
     model: ModelSettings
@@ -319,34 +297,13 @@ class Config(Settings):
     parallel: ParallelConfig
     wandb: WandbConfig
 
-    # Set where trainer.resume is a path, until `stored.complete` has merged that run's settings.
     _overrides: Overrides | None = PrivateAttr(None)
 
     @property
     def overrides(self) -> Overrides | None:
-        """What the command line adds to the settings of the run that trainer.resume names."""
+        """What the command line adds to the settings of the run whose path is trainer.resume; None
+        once `stored.complete` has merged the two."""
         return self._overrides
-
-    @overrides.setter
-    def overrides(self, overrides: Overrides) -> None:
-        self._overrides = overrides
-
-    @field_validator("name")
-    @classmethod
-    def _is_a_folder_name(cls, name: str | None) -> str | None:
-        if name and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}", name):
-            hint = "use letters, digits and . _ - only, at most 128"
-            raise rejected("becomes the folder runs/<name>", hint)
-        return name
-
-    @field_validator("model")
-    @classmethod
-    def _can_exist(cls, model: ModelSettings) -> ModelSettings:
-        rows = model.vocab_size + model.context_length + 12 * model.num_layers * model.emb_dim
-        if (parameters := rows * model.emb_dim) > MOST_PARAMETERS:
-            hint = "use a smaller model.emb_dim, num_layers or vocab_size"
-            raise rejected(f"has {parameters:.0e} parameters, which no machine holds", hint)
-        return model
 
     @field_validator("data")
     @classmethod
@@ -371,8 +328,71 @@ class Config(Settings):
         return lens
 
 
+# --------------------------------------------------------------------------------- validation
+
+
+class Rejected(Problem):
+    """A problem that a validator found; it may depend on other settings."""
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def validate(schema: type[Schema], values: Mapping) -> tuple[Schema | None, list[Problem]]:
+    """An instance of the schema, or None, and every problem: one for each key."""
+    try:
+        return schema.model_validate(values), []
+    except ValidationError as error:
+        found: dict[str, Problem] = {}
+        for details in error.errors(include_url=False):
+            problem = _problem(schema, values, details)
+            before = found.setdefault(problem.key, problem)
+            if before is not problem and problem.reason.startswith(MUST_BE):  # of a union
+                reason = f"{before.reason} or {problem.reason.removeprefix(MUST_BE)}"
+                found[problem.key] = before._replace(reason=reason)
+        return None, list(found.values())
+
+
+def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) -> Problem:
+    """pydantic's error as a line for the user."""
+    path, context, fields = details["loc"], details.get("ctx", {}), flat_fields(schema)
+    # The rest of the path is an element of a list or of a union.
+    length = 2 if path[0] in groups_of(schema) else 1
+    key = context.get("key") or ".".join(map(str, path[:length]))
+    if details["type"] == "extra_forbidden":
+        return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
+    if details["type"] == "missing":
+        return Problem(key, NO_VALUE, "missing", f"give it as {key}=VALUE")
+    reason = details["msg"].replace("Input should be ", MUST_BE)
+    hint = context.get("hint") or "see --help"
+    kind = Rejected if details["type"] == "rejected" else Problem
+    return kind(key, flat(values).get(key, NO_VALUE), reason, hint)
+
+
+def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The fields of a schema that are groups of settings themselves."""
+    return {
+        name: info.annotation
+        for name, info in schema.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+    }
+
+
+def flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a schema by dotted key, those of its groups too."""
+    return flat(schema.model_fields | {n: g.model_fields for n, g in groups_of(schema).items()})
+
+
+def flat(tree: Mapping, prefix: str = "") -> dict[str, object]:
+    """Settings by dotted name, as on the command line; lists as they are."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return leaves
+
+
 GROUPS = groups_of(Config)
-PLAIN = tuple(key for key in Config.model_fields if key not in GROUPS)
 
 
 def known_settings() -> list[str]:

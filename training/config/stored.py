@@ -11,14 +11,21 @@ from errors import (
     NO_VALUE,
     CheckpointError,
     Problem,
-    UnknownSetting,
     format_problem,
     refuse,
     shorten,
     show,
 )
-from training.config.schema import GROUPS, PLAIN, Config, Overrides, known_settings
-from training.config.values import Rejected, Settings, flat, validate
+from training.config.schema import (
+    GROUPS,
+    Config,
+    Overrides,
+    Rejected,
+    Settings,
+    flat,
+    known_settings,
+    validate,
+)
 from training.config.yaml_files import REPOSITORY, default_values
 
 SAMPLE = ("corpus", "sample.txt")  # the text of data=sample
@@ -83,14 +90,10 @@ def config_from(values: dict, keys: list[str]) -> tuple[Config | None, list[Prob
     for key in OF_THE_LAUNCH:
         copy_setting(key, values, launch)
     config, problems = validate(Config, launch)
-    named = {problem.key for problem in problems}
-    for problem in validate(Config, values)[1]:
-        is_typed = problem.key in keys or isinstance(problem, UnknownSetting)
-        if is_typed and problem.key not in named and not isinstance(problem, Rejected):
-            problems.append(problem)
-    if problems:
+    others = [p for p in validate(Config, values)[1] if not isinstance(p, Rejected)]
+    if problems := others + [p for p in problems if p not in others]:
         return None, problems
-    config.overrides = Overrides(values, keys)
+    config._overrides = Overrides(values, keys)
     return config, []
 
 
@@ -138,7 +141,7 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
 def _with_stored(values: dict, found: str, stored: dict) -> dict:
     """Plain values with the stored settings of a run on top."""
     base = copy.deepcopy(values)
-    for key in PLAIN:
+    for key in base.keys() - GROUPS.keys():
         base[key] = stored.get(key, base[key])
     for group, schema in GROUPS.items():
         known = stored.get(group, {})

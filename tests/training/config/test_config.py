@@ -35,9 +35,8 @@ from training.config import Config, compose
 from training.config.application import sweep_variants
 from training.config.command_line import parse
 from training.config.other_names import other_names, unknown_key
-from training.config.schema import GROUPS, VOCABULARIES, known_settings
+from training.config.schema import GROUPS, VOCABULARIES, flat_fields, known_settings, validate
 from training.config.stored import resolve_auto
-from training.config.values import flat_fields, validate
 from training.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
 
 
