@@ -11,10 +11,10 @@ import math
 import statistics
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import DirectoryPath, Field
 
 from errors import message_of, refuse
-from training.config.command_line import Folder, ScriptConfig, settings_command
+from training.config.command_line import ScriptConfig, settings_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -43,8 +43,8 @@ class PlotsConfig(ScriptConfig):
     Draws the pictures of docs/benchmarks.md from the figures in benchmarks/results.
     """
 
-    out: Folder = Field(str(REPOSITORY / "docs"), description="the folder to write them to")
-    results: Folder = Field(str(RESULTS), description="the folder of the figures")
+    out: DirectoryPath = Field(str(REPOSITORY / "docs"), description="the folder to write them to")
+    results: DirectoryPath = Field(str(RESULTS), description="the folder of the figures")
 
 
 @settings_command(PlotsConfig)

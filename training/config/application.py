@@ -12,12 +12,11 @@ stopped by SIGINT and SIGTERM.
 """
 
 import argparse
-import contextlib
 import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -79,17 +78,13 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
             if options.help:
                 show_settings(config, options.config_dir)
                 return
-            with _arguments_of_hydra(options):
-                start = hydra.main(str(CONFIGS), "config", version_base="1.3")
-                start(task)()
+            run_hydra(task, options)
 
     return main
 
 
-@contextlib.contextmanager
-def _arguments_of_hydra(options: argparse.Namespace) -> Iterator[None]:
-    """sys.argv as Hydra takes it, options first; its errors become ConfigError."""
-    before, full_error = sys.argv[:], os.environ.get("HYDRA_FULL_ERROR")
+def run_hydra(task: Callable, options: argparse.Namespace) -> None:
+    """hydra.main with sys.argv as Hydra takes it, options first; its errors become ConfigError."""
     overrides = options.overrides
     if os.environ.get("RANK", "0") != "0":
         overrides = [o for o in overrides if o.partition("=")[0].lstrip("+") not in OTHER_RANKS]
@@ -99,18 +94,13 @@ def _arguments_of_hydra(options: argparse.Namespace) -> Iterator[None]:
         sys.argv += ["--config-path", str(REPOSITORY / options.config_path)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
-        yield
+        hydra.main(str(CONFIGS), "config", version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if isinstance(error, ClearheadError):
             raise
         cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
         problem = Problem("command line", " ".join(options.overrides), cause, "see --hydra-help")
         raise ConfigError([problem]) from error
-    finally:
-        sys.argv[:] = before
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full_error is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full_error
 
 
 def _prints_only(options: argparse.Namespace) -> bool:
@@ -133,23 +123,15 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("-i", "--info", const="all", nargs="?")
     parser.add_argument("overrides", nargs="*")
     options, unknown = parser.parse_known_intermixed_args(arguments)
-    problems = []
-    for text in unknown:
-        after = arguments[arguments.index(text) + 1 :][:1]
-        if "=" not in text and after and after[0] in options.overrides and "=" not in after[0]:
-            options.overrides.remove(after[0])
-            text = f"{text}={after[0]}"
-        problems.append(unknown_option(text, known_settings()))
-    refuse(problems)
+    refuse([unknown_option(text, known_settings()) for text in unknown])
     return options
 
 
 def check(options: argparse.Namespace) -> Config | None:
     """The config, or that of the first job of a sweep, once every value has been checked; None
     where nothing is composed. Raises ConfigError with every problem."""
-    if options.shell_completion or options.hydra_help or options.version or options.info:
-        return None
-    if options.experimental_rerun:
+    shown = (options.hydra_help, options.version, options.info, options.shell_completion)
+    if any(shown) or options.experimental_rerun:
         return None
     ranks = os.environ.get("WORLD_SIZE", "1")
     if options.multirun and ranks != "1":
@@ -175,7 +157,7 @@ def check(options: argparse.Namespace) -> Config | None:
 
 def sweep_variants(overrides: list[str]) -> list[list[str]]:
     """Single runs that together have every value of a sweep: the first of each setting's values,
-    and each other one with the first ones of the rest. Of an interval its two ends."""
+    and each other one with the first ones of the rest. Of an interval its lower end."""
     values = [texts for texts in map(_values, overrides) if texts]
     first = [texts[0] for texts in values]
     others = [(place, text) for place, texts in enumerate(values) for text in texts[1:]]
@@ -186,15 +168,14 @@ def _values(text: str) -> list[str]:
     """The overrides of single runs that an override of a sweep stands for."""
     try:
         override = OverridesParser.create().parse_override(text)
-        key = text.partition("=")[0]
-        if override.is_interval_sweep():
-            ends = override.value()
-            return [f"{key}={ends.start}", f"{key}={ends.end}"]
+        if not override.is_sweep_override():
+            return [text]
         if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
             return []  # Hydra finds the choices
-        if override.is_choice_sweep() or override.is_range_sweep():
+        if override.is_interval_sweep():
+            choices = [override.value().start]
+        else:
             choices = itertools.islice(override.sweep_string_iterator(), MOST_VALUES)
-            return [f"{key}={choice}" for choice in choices]
+        return [f"{text.partition('=')[0]}={choice}" for choice in choices]
     except (HydraException, TypeError, ValueError, RecursionError, AssertionError):
-        pass  # composing reports it
-    return [text]
+        return [text]  # composing reports it

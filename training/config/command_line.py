@@ -17,7 +17,7 @@ import time
 import traceback
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -36,7 +36,7 @@ from errors import (
     show,
 )
 from files import atomic_write
-from training.config.other_names import nearest, same_purpose, unknown_key
+from training.config.other_names import unknown_key
 from training.config.schema import flat, flat_fields, groups_of, rejected, validate
 from training.config.yaml_files import choices_of_groups, defaults_and_meanings
 
@@ -53,20 +53,11 @@ class ScriptConfig(BaseModel):
 
 def _writable_file(path: str) -> str:
     """Refuses a path that is a folder, or in a folder that does not exist."""
-    if path and os.path.isdir(path):
-        raise rejected("is a folder", "give the name of a file in it")
-    if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise rejected("its folder does not exist", "make it, or name another")
+    if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path)))):
+        raise rejected("cannot be written there", "give the name of a file in an existing folder")
     return path
 
 
-def _existing_folder(path: str) -> str:
-    if not os.path.isdir(path):
-        raise rejected("is not a folder", "give the path of one that exists")
-    return path
-
-
-Folder = Annotated[str, AfterValidator(_existing_folder)]
 OutFile = Annotated[str, AfterValidator(_writable_file)]  # "" for none
 Schema = TypeVar("Schema", bound=ScriptConfig)
 
@@ -91,7 +82,8 @@ def settings_command(schema: type[Schema]) -> Callable:
 
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     """key=value arguments as an instance of the schema; ConfigError lists every problem."""
-    fields, values, problems = flat_fields(schema), {}, []
+    fields, problems = flat_fields(schema), []
+    values: dict = {group: {} for group in groups_of(schema)}
     for text in arguments:
         key, equals, raw = text.partition("=")
         if text.startswith("-"):
@@ -104,10 +96,7 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
             problems.append(unknown_key(key, raw, list(fields)))
         else:
             group, _, name = key.rpartition(".")
-            owner = values.setdefault(group, {}) if group else values
-            owner[name] = _value(raw, fields[key])
-    for group in groups_of(schema):
-        values.setdefault(group, {})
+            (values[group] if group else values)[name] = _value(raw, fields[key])
     config, more = validate(schema, values)
     refuse(problems + more)
     return config
@@ -190,12 +179,9 @@ def meant(text: str, key: str) -> str:
 
 def unknown_option(text: str, known: Sequence[str]) -> Problem:
     """The problem of an option that does not exist: --max-steps=2 is trainer.max_steps=2."""
-    option, equals, value = text.partition("=")
-    name = option.lstrip("-").replace("-", "_")
-    found = same_purpose(name, known)
-    setting = name if name in known else found[0] if found else nearest(name, known)
-    hint = f"settings have no dashes: {setting}={value if equals else 'VALUE'}"
-    return Problem(option, NO_VALUE, "no such option", hint if setting else "see --help")
+    option, _, value = text.partition("=")
+    hint = unknown_key(option.lstrip("-").replace("-", "_"), value, known).hint
+    return Problem(option, NO_VALUE, "no such option", f"settings have no dashes; {hint}")
 
 
 @contextlib.contextmanager
@@ -221,31 +207,22 @@ def write_out(path: str, content: bytes | dict, key: str = "out") -> None:
         refuse([Problem(key, str(path), reason, "write it to another place")])
 
 
-class errors_in_one_line:
-    """Turns an exception into its one line on stderr and its exit code; debug: the traceback."""
+@contextlib.contextmanager
+def errors_in_one_line(debug: bool = False) -> Iterator[None]:
+    """Turns an exception into its one line on stderr and its exit code; debug: the traceback.
 
-    def __init__(self, debug: bool = False):
-        self.debug = debug
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, trace) -> bool:
-        if error is None or isinstance(error, SystemExit):
-            return False
-        if self.debug:
+    Ranks other than 0 print only what that rank alone knows.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        rank, expected = os.environ.get("RANK", "0"), isinstance(error, ClearheadError)
+        if debug:
             traceback.print_exception(error)
         elif not isinstance(error, KeyboardInterrupt):
-            self.tell(error)
+            if rank != "0" and expected:  # rank 0 has it too; torchrun ends all ranks soon
+                time.sleep(WAIT_FOR_RANK_0)
+            if rank == "0" or not expected or error.of_one_rank:
+                prefix = "" if rank == "0" else f"rank {rank}: "
+                print(f"{prefix}{format_error(error, DEBUG)}", file=sys.stderr)
         sys.exit(exit_code_of(error))
-
-    def tell(self, error: BaseException) -> None:
-        """Prints it on rank 0; on other ranks only what that rank alone knows."""
-        rank = os.environ.get("RANK", "0")
-        expected = isinstance(error, ClearheadError)
-        if rank != "0" and expected:  # most likely rank 0 has it too; torchrun ends all ranks soon
-            time.sleep(WAIT_FOR_RANK_0)
-        if rank == "0":
-            print(format_error(error, DEBUG), file=sys.stderr)
-        elif not expected or error.of_one_rank:
-            print(f"rank {rank}: {format_error(error, DEBUG)}", file=sys.stderr)

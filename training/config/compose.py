@@ -4,10 +4,7 @@ Works in scripts, notebooks and inside a Hydra application: Hydra's global state
 """
 
 import contextlib
-import difflib
 import os
-import re
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from errors import NO_VALUE, ConfigError, Problem, refuse, shorten
+from errors import NO_VALUE, ConfigError, Problem, refuse
 from training.config.command_line import meant
 from training.config.other_names import unknown_key
 from training.config.schema import Config, known_settings
@@ -43,12 +40,7 @@ COMPOSITION_ERRORS = (
     RecursionError,
     AssertionError,
 )
-PLUGINS = {
-    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
-    "hydra/launcher/joblib": "hydra-joblib-launcher",
-    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
-    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
-}
+QUOTES = """text with a comma, bracket or quote needs two pairs of quotes: 'key="some, text"'"""
 
 
 def compose(
@@ -117,17 +109,16 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError):
-            fix = _quoted(text) if "=" in text else meant(text, "data.path")
+            fix = QUOTES if "=" in text else meant(text, "data.path")
             cause = "is not of the form key=value"
             problems.append(Problem(text if text.strip() else repr(text), NO_VALUE, cause, fix))
             continue
         key = override.key_or_group
-        if override.is_sweep_override():
-            fix = f"-m trains once for each value; a list has brackets; {_quoted(text)}"
-            problems.append(Problem(text, NO_VALUE, "several values for one run", fix))
-            continue
         is_hydras = key.startswith(("hydra.", "hydra/")) or override.package is not None
-        if override.type is OverrideType.CHANGE and key not in known and not is_hydras:
+        if override.is_sweep_override():
+            fix = f"-m trains once for each value; a list has brackets; {QUOTES}"
+            problems.append(Problem(text, NO_VALUE, "several values for one run", fix))
+        elif override.type is OverrideType.CHANGE and key not in known and not is_hydras:
             problems.append(unknown_key(key, text.partition("=")[2], known))
         else:
             texts.append(text)
@@ -150,7 +141,10 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
         for text in overrides:
             key, _, value = text.lstrip("+").partition("=")
             if f"{key}/{value}" == error.missing_cfg_file:
-                problems.append(_unknown_choice(key, value, list(error.options or [])))
+                is_file = key == "data" and os.path.exists(value)
+                fix = f"use one of {', '.join(error.options or [])}"
+                fix = meant(value, "data.path") if is_file else fix
+                problems.append(Problem(key, value, f"no such {key}", fix))
                 rest = [other for other in overrides if other != text]
                 return _composed(config_name, rest, problems)
         problems.append(_of_composition(error, overrides))
@@ -162,35 +156,10 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
 def _of_composition(error: Exception, overrides: list[str]) -> Problem:
     """What Hydra or OmegaConf reports, with the setting where that is known."""
     said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
-    cause, guilty = said.splitlines()[0].rstrip("."), getattr(error, "full_key", None)
-    if missing := getattr(error, "missing_cfg_file", None):
-        return Problem("command line", missing, "no such config file", "see --help")
-    if guilty:
-        given = {_key(text): text.partition("=")[2] for text in overrides}
-        return Problem(guilty, given.get(guilty, NO_VALUE), cause, "see --help")
+    key, cause = getattr(error, "full_key", None), said.splitlines()[0].rstrip(".")
+    if key:
+        return Problem(key, NO_VALUE, cause, "see --help")
     return Problem("command line", " ".join(overrides), cause, "see --help")
-
-
-def _unknown_choice(group: str, choice: str, choices: list[str]) -> Problem:
-    if package := PLUGINS.get(f"{group}/{choice}"):
-        return Problem(group, choice, "is not installed", f"pip install {package}")
-    near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.8)
-    fix = f"did you mean {group}={near[0]}?" if near else f"use one of {', '.join(choices)}"
-    if group == "data" and (os.path.exists(choice) or Path(choice).suffix):
-        fix = f"did you mean {shlex.quote(f'data.path={choice}')}?"
-    return Problem(group, choice, f"no such {group}", fix)
-
-
-def quote(text: str) -> str:
-    """The text in quotes, as Hydra's grammar reads it."""
-    text = re.sub(r"(\\*)\"", r'\1\1\\"', text)
-    return '"' + re.sub(r"(\\+)\Z", r"\1\1", text) + '"'
-
-
-def _quoted(text: str) -> str:
-    """The hint to quote the value of an override for Hydra, and the whole for the shell."""
-    key, _, value = text.partition("=")
-    return f"a text is quoted: {shlex.quote(f'{key}={quote(shorten(value))}')}"
 
 
 def _key(override: str) -> str:

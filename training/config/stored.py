@@ -8,7 +8,6 @@ import copy
 from pathlib import Path
 
 from errors import (
-    NO_VALUE,
     CheckpointError,
     Problem,
     format_problem,
@@ -32,13 +31,7 @@ SAMPLE = ("corpus", "sample.txt")  # the text of data=sample
 # Settings of one launch on one machine, and those that say which run it is. A run that is resumed
 # by its path has all others from its checkpoint.
 OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
-OF_THE_LAUNCH = (
-    *OF_THE_MACHINE,
-    "name",
-    "runs_dir",
-    "trainer.resume",
-    "trainer.resume_override",
-)
+OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume", "trainer.resume_override")
 # They follow from other settings where they are null; a longer run keeps them: resolve_auto.
 FOLLOWING = (
     "trainer.warmup_steps",
@@ -166,15 +159,10 @@ def copy_setting(key: str, source: dict, target: dict) -> None:
 
 
 def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:
-    """The problem of a rank that was started with other settings than rank 0; both plain."""
-    theirs = flat(of_rank_0)
-    found = [
-        (key, f"{show(theirs.get(key))} on rank 0, {show(value)} on rank {rank}")
+    """The problems of a rank that was started with other settings than rank 0; both plain."""
+    theirs, fix = flat(of_rank_0), "start all ranks with the same settings"
+    return [
+        Problem(key, value, f"on rank {rank}, {show(theirs.get(key))} on rank 0", fix)
         for key, value in flat(settings).items()
         if key not in OF_ONE_RANK and value != theirs.get(key)
     ]
-    if not found:
-        return []
-    (key, cause), *more = found[:3]
-    cause = "; ".join([cause, *(f"{key}: {values}" for key, values in more)])
-    return [Problem(key, NO_VALUE, cause, "start all ranks with the same settings")]

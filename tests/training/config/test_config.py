@@ -126,7 +126,6 @@ def test_values_of_a_sweep_that_are_checked():
     assert sweep_variants(given) == [
         ["seed=1", "optimizer.lr=0.0001", "name=a"],
         ["seed=2", "optimizer.lr=0.0001", "name=a"],
-        ["seed=1", "optimizer.lr=0.001", "name=a"],
     ]
 
 
