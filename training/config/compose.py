@@ -20,8 +20,6 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.version import VersionBase
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from errors import NO_VALUE, ConfigError, Problem, refuse
 from training.config.command_line import meant
@@ -30,16 +28,6 @@ from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
 
-# What Hydra raises for overrides and files that it cannot compose.
-COMPOSITION_ERRORS = (
-    HydraException,
-    OmegaConfBaseException,
-    YAMLError,
-    OSError,
-    ValueError,
-    RecursionError,
-    AssertionError,
-)
 QUOTES = """text with a comma, bracket or quote needs two pairs of quotes: 'key="some, text"'"""
 
 
@@ -148,7 +136,7 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
                 rest = [other for other in overrides if other != text]
                 return _composed(config_name, rest, problems)
         problems.append(_of_composition(error, overrides))
-    except COMPOSITION_ERRORS as error:
+    except Exception as error:  # Hydra, OmegaConf and YAML raise many types
         problems.append(_of_composition(error, overrides))
     return None
 

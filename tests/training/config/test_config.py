@@ -254,14 +254,6 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
     assert (code, out, (tmp_path / "other").exists()) == (0, "", False)
 
 
-def test_cfg_prints_the_settings(in_process, tmp_path):
-    """In any order; Hydra itself wants its options first."""
-    code, out, err = in_process(train.main, tmp_path, "seed=7", "--cfg", "job", "name=x")
-    assert (code, err) == (0, "")
-    shown = yaml.safe_load(out)
-    assert (shown["seed"], shown["name"]) == (7, "x")
-
-
 def chosen(before=None, **values):
     config = settings(*(f"trainer.{key}={value}" for key, value in values.items()))
     resolve_auto(config, {"trainer": before or {}})
