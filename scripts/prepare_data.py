@@ -97,7 +97,9 @@ def main(settings: PrepareConfig) -> None:
     if done := len(preparation.share(*part)) - len(tasks):
         print(f"{done} of {done + len(tasks)} tasks were done before")
     if tasks:
-        workers = settings.workers or len(os.sched_getaffinity(0))
+        can_tell = hasattr(os, "sched_getaffinity")  # how many cores this process may use
+        cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+        workers = settings.workers or cores
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers end, too
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=rich_console()) as progress:

@@ -84,20 +84,18 @@ class TokenStream:
         return ids
 
     def _check(self, starts: np.ndarray, ids: np.ndarray) -> None:
+        """Raises DataError for the first id beyond the vocabulary, if it is not padding."""
         for row, column in np.argwhere(ids >= self.vocab_size):
-            if starts[row] + column < len(self):
-                raise self.bad_id(int(starts[row] + column), int(ids[row, column]))
-
-    def bad_id(self, position: int, token: int) -> DataError:
-        number = int(np.searchsorted(self.begins, position, side="right")) - 1
-        local = position - int(self.begins[number])
-        where = f"token {local}"
-        name = "the text"
-        if self.names:
-            name, first_byte = self.names[number]
-            where = f"byte {first_byte + local * self.dtype.itemsize}"
-        cause = f"id {token} at {where} is beyond the vocabulary of {self.vocab_size}"
-        return DataError("data.path", name, cause, "create the file again, or use its tokenizer")
+            position = int(starts[row] + column)
+            if position >= len(self):
+                continue
+            number = int(np.searchsorted(self.begins, position, side="right")) - 1
+            local = position - int(self.begins[number])
+            name, first_byte = self.names[number] if self.names else ("the text", 0)
+            byte = first_byte + local * self.dtype.itemsize
+            cause = f"id {ids[row, column]} at byte {byte} is beyond the vocabulary of "
+            fix = "create the file again, or use its tokenizer"
+            raise DataError("data.path", name, f"{cause}{self.vocab_size}", fix)
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """The stream before a position, and from it on; nothing is copied."""
