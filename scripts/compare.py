@@ -4,9 +4,9 @@
     python -m scripts.compare runs='runs/*' target=1.9
 
 Runs that differ by their seed alone are one row. The settings in which any two runs differ are the
-columns; the best row comes first. Runs of different texts or tokenizers are in separate tables:
-their losses cannot be compared (metric=val/bits_per_byte can, between tokenizers). Reads run.json
-and metrics.jsonl, changes nothing.
+columns; the best row comes first. Losses of different texts or tokenizers cannot be compared
+(metric=val/bits_per_byte can, between tokenizers). Reads run.json and metrics.jsonl, changes
+nothing.
 """
 
 import datetime
@@ -22,6 +22,8 @@ from training.config.command_line import OutFile, ScriptConfig, settings_command
 from training.config.schema import Name, Paths
 from training.reporting import comparison as results
 from training.reporting.machine import machine
+
+TEXTS = {"data.path", "data.val_path", "data.synthetic", "data.tokenizer"}
 
 
 class CompareConfig(ScriptConfig):
@@ -43,10 +45,10 @@ class CompareConfig(ScriptConfig):
 def main(settings: CompareConfig) -> None:
     runs = found(settings)
     names = results.differing(runs)
-    rows = results.summaries(runs, names, settings.metric, settings.target)
+    rows = results.summaries(runs, names, settings.target)
     print(results.table(rows, names, settings.metric, settings.target))
-    if any(row["table"] for row in rows):
-        say("the tables are of different texts or tokenizers; their losses cannot be compared")
+    if texts := sorted(TEXTS.intersection(names)):
+        say(f"the runs differ in {', '.join(texts)}: losses of different texts cannot be compared")
     if settings.out:
         written = {
             "date": datetime.date.today().isoformat(),
@@ -58,7 +60,7 @@ def main(settings: CompareConfig) -> None:
         }
         write("out", settings.out, results.as_json(written))
     if settings.plot:
-        write("plot", settings.plot, results.draw(rows, names, settings.metric))
+        write("plot", settings.plot, results.draw(rows, settings.metric))
 
 
 def write(key: str, path: str, content: bytes) -> None:
@@ -80,10 +82,7 @@ def found(settings: CompareConfig) -> list[results.Run]:
         paths = [pattern] if os.path.isdir(pattern) else sorted(glob.glob(pattern))
         folders = [folder for folder in map(Path, paths) if folder.is_dir()]
         if not folders:
-            several = (
-                "; several are a list, in quotes: runs=\"['A','B']\"" if "," in pattern else ""
-            )
-            say(f"{pattern}: no such folder{several}")
+            say(f"{pattern}: no such folder")
         for folder in folders:
             try:
                 run, names = results.read(folder, settings.metric)

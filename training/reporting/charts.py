@@ -1,4 +1,4 @@
-"""Line charts of a run's metrics as SVG for report.html: linear or logarithmic, with gaps.
+"""Line charts of a run's metrics as SVG for report.html.
 
     figure(Chart("Loss", "nats per token", ("train/loss", "val/loss")), rows)
 
@@ -9,7 +9,6 @@ values at the cursor. A finished picture of a plotting library could not do that
 
 import math
 from dataclasses import dataclass
-from urllib.parse import quote
 
 POINTS_PER_LINE = 1000  # a screen shows no more
 SMOOTH_FROM = 60  # points; below that a line is readable as it is
@@ -34,7 +33,6 @@ class Chart:
     unit: str
     keys: tuple[str, ...]
     from_zero: bool = False
-    log: bool = False  # whether the reader can choose a logarithmic axis
     wide: bool = False
 
 
@@ -55,7 +53,7 @@ def finite(points: Points) -> Points:
 
 
 def figure(chart: Chart, rows: list[dict]) -> str:
-    """A chart with its title, the values at the cursor and, for positive values, two scales."""
+    """A chart with its title and the values at the cursor; "" without values."""
     metrics = {key: points for key in chart.keys if (points := points_of(rows, key))}
     if not metrics:
         return ""
@@ -63,15 +61,12 @@ def figure(chart: Chart, rows: list[dict]) -> str:
     lines = [line for key in metrics for line in lines_of(chart, key, metrics[key])]
     note = f'<p class="note">{gaps(broken)}</p>' if broken else ""
     unit = f' <span class="unit">{chart.unit}</span>' if chart.unit else ""
-    wide, body, choice = ' class="wide"' if chart.wide else "", "", ""
+    wide, body = ' class="wide"' if chart.wide else "", ""
     if lines:
         body = f'<div class="readout" aria-live="polite">{last_values(lines)}</div>'
         steps = (rows[0]["step"], rows[-1]["step"])  # of the run: the same axis in all charts
         body += plot(chart, lines, steps)
-        if chart.log and all(value > 0 for line in lines for _, value in finite(line.points)):
-            body += plot(chart, lines, steps, log=True)
-            choice = scale_choice(chart)
-    caption = f"<figcaption><h3>{chart.title}{unit}</h3>{choice}</figcaption>"
+    caption = f"<figcaption><h3>{chart.title}{unit}</h3></figcaption>"
     return f"<figure{wide}>{caption}{body}{note}</figure>\n"
 
 
@@ -112,10 +107,8 @@ def smooth(points: Points) -> Points:
 
 
 def thin(points: Points, limit: int = POINTS_PER_LINE) -> Points:
-    """At most `limit` points: the lowest and highest of each interval, so that spikes stay.
-
-    An interval with gaps keeps one; these are not counted in the limit.
-    """
+    """At most `limit` points: the lowest and highest of each interval, so that spikes stay; and one
+    gap of each interval that has any."""
     if len(points) <= limit:
         return points
     size = math.ceil(len(points) / ((limit - 3) // 2))
@@ -143,17 +136,6 @@ def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """About three to eight round values between low and high, for a logarithmic axis."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in ("1", "125", "123468"):
-        found = [float(f"{m}e{power}") for power in powers for m in digits]
-        found = [tick for tick in found if low <= tick <= high]
-        if len(found) >= 3:
-            return found[:: math.ceil(len(found) / 8)]
-    return [tick for tick in round_ticks(low, high, 8) if low <= tick <= high]
-
-
 def tick_text(value: float, largest: float) -> str:
     """A tick of an axis whose largest tick is given: 0.25, 12,000, 1.5M, 3e-4."""
     for size, letter in ((1e9, "G"), (1e6, "M")):
@@ -165,28 +147,23 @@ def tick_text(value: float, largest: float) -> str:
     return f"{value:,.10g}"
 
 
-def plot(chart: Chart, lines: list[Line], steps: tuple[int, int], log: bool = False) -> str:
+def plot(chart: Chart, lines: list[Line], steps: tuple[int, int]) -> str:
     """The SVG: ticks, lines, markers. All positions are percentages of the plot."""
     values = [value for line in lines for _, value in finite(line.points)]
     x0, x1 = steps[0], max(steps[1], steps[0] + 1)
-    if log:
-        y0, y1 = min(values) / 1.05, max(values) * 1.05
-        y_ticks = log_ticks(y0, y1)
-    else:
-        y_ticks = round_ticks(min(0, *values) if chart.from_zero else min(values), max(values))
-        y0, y1 = y_ticks[0], y_ticks[-1]
-    scale = math.log if log else float
+    y_ticks = round_ticks(min(0, *values) if chart.from_zero else min(values), max(values))
+    y0, y1 = y_ticks[0], y_ticks[-1]
 
     def across(step: float) -> float:
         return 100 * (step - x0) / (x1 - x0)
 
     def down(value: float) -> float:
-        return 100 * (scale(y1) - scale(value)) / (scale(y1) - scale(y0))
+        return 100 * (y1 - value) / (y1 - y0)
 
     x_ticks = [t for t in round_ticks(x0, x1, min(6, x1 - x0)) if x0 <= t <= x1]
     label = f"{chart.title} {chart.unit}, {', '.join(line.name for line in lines)}, over steps"
     return (
-        f'<svg class="plot {"log" if log else "linear"}" role="img" tabindex="0" '
+        '<svg class="plot" role="img" tabindex="0" '
         f'aria-label="{label}" data-x0="{x0}" data-x1="{x1}" data-y0="{y0!r}" data-y1="{y1!r}">'
         '<rect class="area" width="100%" height="100%"/>'
         + "".join(
@@ -248,16 +225,6 @@ def last_values(lines: list[Line]) -> str:
         when = "" if step == newest else f" at step {step:,}"
         spans.append(f'<span class="{line.classes}">{line.name} {value:.6g}{when}</span>')
     return "".join(spans)
-
-
-def scale_choice(chart: Chart) -> str:
-    name = f"scale-{quote(chart.title.lower().replace(' ', '-'))}"
-    return (
-        '<fieldset aria-label="vertical axis">'
-        f'<label><input type="radio" name="{name}" checked>linear</label>'
-        f'<label><input type="radio" name="{name}" class="choose-log">logarithmic</label>'
-        "</fieldset>"
-    )
 
 
 def gaps(count: int) -> str:

@@ -1,17 +1,15 @@
 """Comparison of runs: read from their directories, as a table and a picture.
 
     runs = [read(folder, "val/loss")[0] for folder in folders]
-    rows = summaries(runs, names := differing(runs), "val/loss")
+    rows = summaries(runs, names := differing(runs))
     print(table(rows, names, "val/loss"))
     Path("results.png").write_bytes(draw(rows, names, "val/loss"))
 
-Runs that differ by their seed alone are one row, the lowest metric first. Losses of different texts
-or tokenizers cannot be compared, so those runs are in separate tables. Used after a sweep
+Runs that differ by their seed alone are one row, the lowest metric first. Used after a sweep
 (training/reporting/sweep.py) and by scripts/compare.py. Reads run.json and metrics.jsonl.
 """
 
 import io
-import itertools
 import json
 import math
 import statistics
@@ -29,9 +27,8 @@ from training.reporting.charts import number
 VARIES = ("seed", "name")  # between runs of one row
 # Settings that a resumed run may change and that still change what a run learns.
 LEARNING = ("seed", "data.path", "data.val_path", "trainer.max_steps", "trainer.init_from")
-AXIS_LABELS = {"val/loss": "validation loss", "train/loss": "training loss"}
+HIGHEST = 1.5  # times the median of the first values: above it a curve is cut off
 IN_LEGEND = 10  # rows that get a line of the legend
-LOG_RATIO = 8  # largest / smallest value from which a setting's axis is logarithmic
 
 
 @dataclass
@@ -101,34 +98,14 @@ def shared(runs: list[Run], names: list[str]) -> dict[str, object]:
     }
 
 
-def summaries(
-    runs: list[Run], names: list[str], metric: str, target: float | None = None
-) -> list[dict]:
-    """A row for the runs that differ by their seed alone, the best row first.
-
-    row["table"]: number of its table, from 0; rows of different tables cannot be compared.
-    """
-    groups: dict[tuple[str, str], list[Run]] = {}
+def summaries(runs: list[Run], names: list[str], target: float | None = None) -> list[dict]:
+    """A row for the runs that differ by their seed alone, the best row first."""
+    groups: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps([run.settings.get(n) for n in names], default=str)
-        groups.setdefault((measured_on(run, metric), key), []).append(run)
-    tables = list(dict.fromkeys(measured for measured, _ in groups))
-    rows = [
-        {"table": tables.index(measured)} | summary(group, names, target)
-        for (measured, _), group in groups.items()
-    ]
-    return sorted(rows, key=lambda row: (row["table"], math.isnan(row["mean"]), row["mean"]))
-
-
-def measured_on(run: Run, metric: str) -> str:
-    """The text and the tokenizer of a metric: runs can be compared where both are the same, and
-    bits per byte also between tokenizers."""
-    validation = run.settings.get("data.val_path") if metric.startswith("val/") else None
-    training = [run.settings.get(f"data.{key}") for key in ("path", "synthetic")]
-    tokenizer = run.settings.get("data.tokenizer")
-    if metric.endswith("/bits_per_byte"):
-        tokenizer = None
-    return json.dumps([validation or None, None if validation else training, tokenizer])
+        groups.setdefault(key, []).append(run)
+    rows = [summary(group, names, target) for group in groups.values()]
+    return sorted(rows, key=lambda row: (math.isnan(row["mean"]), row["mean"]))
 
 
 def summary(group: list[Run], names: list[str], target: float | None) -> dict:
@@ -151,29 +128,16 @@ def summary(group: list[Run], names: list[str], target: float | None) -> dict:
 
 def as_json(value: object) -> bytes:
     """The value as JSON, NaN and infinity as null."""
-    return (json.dumps(_without_nan(value), indent=1, default=str) + "\n").encode()
-
-
-def _without_nan(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    value = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+    return (json.dumps(value, indent=1) + "\n").encode()
 
 
 # ----------------------------------------------------------------------------------- the table
 
 
 def table(rows: list[dict], names: list[str], metric: str, target: float | None = None) -> str:
-    """Markdown that is also readable in a terminal; a blank line between tables."""
-    numbers = dict.fromkeys(row["table"] for row in rows)
-    parts = [[row for row in rows if row["table"] == number] for number in numbers]
-    return "\n\n".join(_table(part, names, metric, target) for part in parts)
-
-
-def _table(rows: list[dict], names: list[str], metric: str, target: float | None) -> str:
-    head = [*(heading(name, names) for name in names), "runs", "tokens", metric, "min–max"]
+    """Markdown that is also readable in a terminal."""
+    head = [*names, "runs", "tokens", metric, "min–max"]
     if target is not None:
         head.append(f"tokens to {target:g}")
     lines = [[*head, "run"]]
@@ -199,14 +163,6 @@ def _table(rows: list[dict], names: list[str], metric: str, target: float | None
     return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
 
 
-def heading(name: str, names: list[str]) -> str:
-    """The shortest name of a setting that is clear among `names`."""
-    first, last = name.split(".")[0], name.split(".")[-1]
-    if last == "name":  # optimizer.name is shown as optimizer
-        return first
-    return name if sum(other.split(".")[-1] == last for other in names) > 1 else last
-
-
 def shown(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
@@ -218,105 +174,40 @@ def shown(value: object) -> str:
 # --------------------------------------------------------------------------------- the picture
 
 
-def draw(rows: list[dict], names: list[str], metric: str) -> bytes:
-    """A PNG: the metric over tokens, a colour for each row, a line for each seed. Where one number
-    varies, a second chart has the last metric over its values. Values far above those at the start
-    are cut off."""
+def draw(rows: list[dict], metric: str) -> bytes:
+    """A PNG: the metric over tokens, a colour for each row, a line for each seed. Values far above
+    the first ones are cut off, so that a diverged run does not set the scale."""
     import matplotlib.style
     from matplotlib import colormaps
     from matplotlib.figure import Figure
-
-    varied = numeric(rows, names)
-    if varied:
-        rows = sorted(rows, key=lambda row: row["settings"][varied])
-    colours = colormaps["viridis" if varied else "tab10"]
-    colours = [colours(0.9 * i / len(rows) if varied else i % 10) for i in range(len(rows))]
-    label = AXIS_LABELS.get(metric, metric)
-    with matplotlib.style.context("seaborn-v0_8-whitegrid"):
-        figure = Figure(figsize=(10 if varied else 7.5, 4.4), layout="constrained")
-        axes = figure.subplots(1, 2 if varied else 1, squeeze=False)[0]
-        _draw_curves(axes[0], rows, colours)
-        axes[0].set_ylabel(label)
-        if varied:
-            _draw_ends(axes[1], rows, varied, colours)
-            axes[1].set_xlabel(heading(varied, names))
-            axes[1].set_ylabel(f"{label} at the end")
-        low, high = limits(rows)
-        for axis in axes:
-            bottom, top = axis.get_ylim()
-            axis.set_ylim(max(bottom, low), min(top, high))
-        title = _plain(", ".join(heading(name, names) for name in names))
-        figure.legend(loc="outside right upper", fontsize=9, title=title)
-        picture = io.BytesIO()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph")  # letters that the font lacks
-            figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
-    return picture.getvalue()
-
-
-def numeric(rows: list[dict], names: list[str]) -> str | None:
-    """The setting whose values are numbers and differ, if there is exactly one."""
-
-    def is_number(value: object) -> bool:
-        return type(value) in (int, float) and math.isfinite(value)
-
-    found = [n for n in names if all(is_number(row["settings"][n]) for row in rows)]
-    if len(found) != 1 or len({row["settings"][found[0]] for row in rows}) < 2:
-        return None
-    return found[0]
-
-
-def limits(rows: list[dict]) -> tuple[float, float]:
-    """(lowest, highest value that is drawn): a diverged run does not set the scale."""
-    curves = [[value for _, value in points] for row in rows for points in row["curves"]]
-    finite = [[value for value in curve if math.isfinite(value)] for curve in curves]
-    values = [value for curve in finite for value in curve]
-    if not values:
-        return 0.0, 1.0
-    starts = [curve[0] for curve in finite if curve]
-    start = max(value for value in starts if value <= 2 * abs(statistics.median(starts)))
-    low = min(values)
-    high = min(max(values), start + 0.5 * max(start - low, 1e-3))
-    margin = 0.04 * (high - low) or 1e-3
-    return low - margin, high + margin
-
-
-def _draw_curves(axis, rows: list[dict], colours: list) -> None:
     from matplotlib.ticker import EngFormatter
 
-    for index, (row, colour) in enumerate(zip(rows, colours, strict=True)):
-        text = ", ".join(shown(value)[-28:] for value in row["settings"].values())
-        label = _plain(f"{text or 'all'}:  {row['mean']:.4f}") if index < IN_LEGEND else None
-        for points in row["curves"]:
-            marker = "o" if len(points) <= 12 else None
-            axis.plot(*zip(*points, strict=True), color=colour, marker=marker, ms=3, label=label)
-            label = None
-    axis.set_xlabel("tokens")
-    axis.set_xlim(left=0)
-    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-
-
-def _draw_ends(axis, rows: list[dict], varied: str, colours: list) -> None:
-    """The last metric over the varied number: a point for each seed, a line through the means for
-    each combination of the other settings."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row, colour in zip(rows, colours, strict=True):
-        place = row["settings"][varied]
-        axis.plot([place] * len(row["values"]), row["values"], "o", color=colour, ms=4.5)
-        others = ", ".join(shown(v) for name, v in row["settings"].items() if name != varied)
-        lines.setdefault(others, []).append((place, row["mean"]))
-    for (others, points), style in zip(lines.items(), itertools.cycle(("-", "--", ":", "-."))):
-        label = _plain(f"mean, {others}") if len(lines) > 1 else None
-        axis.plot(*zip(*points, strict=True), style, color="0.2", lw=0.9, label=label)
-    values = sorted({row["settings"][varied] for row in rows})
-    if values[0] > 0 and values[-1] / values[0] >= LOG_RATIO:
-        axis.set_xscale("log")
-    if len(values) <= 8:
-        axis.set_xticks(values, [f"{value:g}" for value in values])
-        axis.minorticks_off()
-
-
-def _plain(text: str) -> str:
-    """A text that matplotlib shows as it is: `$` begins a formula, `_` hides a label."""
-    text = visible(text, keep="").replace("$", "\\$")
-    return f" {text}" if text.startswith("_") else text
+    style = ["seaborn-v0_8-whitegrid", {"text.parse_math": False}]
+    with matplotlib.style.context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # letters that the font lacks
+        figure = Figure(figsize=(7.5, 4.4), layout="constrained")
+        axis = figure.subplots()
+        for index, row in enumerate(rows):
+            settings = ", ".join(shown(value)[-28:] for value in row["settings"].values())
+            label = visible(f"{row['mean']:.4f}  {settings}", keep="")
+            for seed, points in enumerate(row["curves"]):
+                axis.plot(
+                    *zip(*points, strict=True),
+                    color=colormaps["tab10"](index % 10),
+                    marker="o" if len(points) <= 12 else None,
+                    ms=3,
+                    label=label if seed == 0 and index < IN_LEGEND else None,
+                )
+        axis.set_xlabel("tokens")
+        axis.set_xlim(left=0)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.set_ylabel(metric)
+        starts = [points[0][1] for row in rows for points in row["curves"]]
+        starts = [value for value in starts if math.isfinite(value)]
+        bottom, top = axis.get_ylim()
+        if starts and bottom < (highest := HIGHEST * statistics.median(starts)) < top:
+            axis.set_ylim(top=highest)
+        figure.legend(loc="outside right upper", fontsize=9)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+    return picture.getvalue()

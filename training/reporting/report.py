@@ -20,29 +20,13 @@ from training.checkpoint.run_directory import settings_of
 from training.reporting.charts import Chart, Points, figure, finite, points_of
 
 PAGE = Path(__file__).parent / "report_page"
-# What else a run's directory may have: pattern, description.
-FILES = (
-    ("metrics.jsonl", "losses, learning rate, speed, statistics of layers; a line for each step"),
-    ("samples.jsonl", "what the model wrote after each validation; a line for each"),
-    ("config.yaml", "all settings of the run, with default values"),
-    ("attention/timelapse.html", "the attention of every head over the whole run, interactive"),
-    ("attention/step_*.html", "the attention of every head at one step, interactive"),
-    ("attention/heads.csv", "every head ranked by each statistic"),
-    ("attention/statistics.jsonl", "the statistics of every head; a line for each snapshot"),
-    ("attention/step_*.png", "pictures of every head, one for each prompt and snapshot"),
-    ("checkpoints/last", "the newest checkpoint: safetensors and JSON"),
-    ("checkpoints/best", "the checkpoint with the lowest validation loss"),
-    ("checkpoints/step_*", "all checkpoints"),
-    ("wandb", "the record for Weights & Biases; wandb sync uploads it"),
-)
-
 CHARTS = (
-    Chart("Loss", "nats per token", ("train/loss", "val/loss"), log=True, wide=True),
+    Chart("Loss", "nats per token", ("train/loss", "val/loss"), wide=True),
     Chart("Validation", "bits per byte", ("val/bits_per_byte",)),
     Chart("Validation accuracy", "share of targets", ("val/accuracy",)),
     Chart("Learning rate", "", ("train/learning_rate",), from_zero=True),
     Chart("Throughput", "tokens per second", ("train/tokens_per_second",), from_zero=True),
-    Chart("Gradient norm", "before clipping", ("train/grad_norm",), from_zero=True, log=True),
+    Chart("Gradient norm", "before clipping", ("train/grad_norm",), from_zero=True),
 )
 
 MAX_CONFIG, MAX_PAGE = 2**20, 2**30  # bytes that are read
@@ -64,7 +48,6 @@ def write_report(folder: Path) -> Path:
         "SAMPLES": samples_section(samples),
         "ATTENTION": attention_section(folder, attention, embedded),
         "SETTINGS": settings_section(config),
-        "FILES": files_section(folder),
     }
 
     def part(found: re.Match) -> bytes:
@@ -185,10 +168,7 @@ def attention_page(folder: Path) -> Path | None:
 def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:
     """The attention page in a frame that may run its own script and nothing else."""
     if not embedded:
-        pictures = sorted((folder / "attention").glob("step_*.png"))
-        newest = [p for p in pictures if p.name[:13] == pictures[-1].name[:13]]
-        links = ", ".join(link(folder, picture) for picture in newest)
-        return f"<p>No interactive page yet.{f' Newest pictures: {links}.' if links else ''}</p>"
+        return "<p>No attention page yet.</p>"
     where = quote(page.relative_to(folder).as_posix())
     start = (
         f'<p class="quiet">Every head of every layer. <a href="{where}">Open it on its own page</a>'
@@ -205,35 +185,3 @@ def settings_section(config: str) -> str:
     if not config.strip():
         return "<p>No config.yaml yet.</p>"
     return f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>"
-
-
-def files_section(folder: Path) -> str:
-    """A table of the files in the directory; several of a kind are one row."""
-    lines = []
-    for pattern, about in FILES:
-        found = sorted(folder.glob(pattern))
-        if not found:
-            continue
-        is_folder = any(path.is_dir() for path in found)
-        size = "" if is_folder else bytes_text(sum(path.stat().st_size for path in found))
-        name = link(folder, found[0]) if len(found) == 1 else several(folder, found)
-        lines.append(f'<tr><td>{name}<td>{about}<td class="size">{size}')
-    return f"<table>{''.join(lines)}</table>"
-
-
-def several(folder: Path, paths: list[Path]) -> str:
-    """The number of files and a link to the newest."""
-    return f"{len(paths):,} files, the newest {link(folder, paths[-1])}"
-
-
-def link(folder: Path, path: Path) -> str:
-    where = path.relative_to(folder).as_posix()
-    return f'<a href="{quote(where)}">{escape(where)}</a>'
-
-
-def bytes_text(count: int) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -144,10 +144,10 @@ def write_results(folder: Path, jobs: list[dict], varied: list[str], failed: lis
         names = [key for key in varied if all(key in run.settings for run in runs)]
         names = list(dict.fromkeys([*names, *comparison.differing(runs)]))
         names = [name for name in names if name not in comparison.VARIES]
-        rows = comparison.summaries(runs, names, metric)
+        rows = comparison.summaries(runs, names)
         table = comparison.table(rows, names, metric)
         print(f"\n{table}\n\nresults          {folder}/results.md, .json, .png", flush=True)
-        atomic_write(folder / "results.png", comparison.draw(rows, names, metric))
+        atomic_write(folder / "results.png", comparison.draw(rows, metric))
         parts += [table, "![metric over tokens](results.png)"]
         shared = comparison.shared(runs, names)
         figures |= {"metric": metric, "settings": shared, "rows": rows}

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from errors import best_effort
 from training.checkpoint.run_directory import CONFIG
 from training.config.schema import WandbConfig
 from training.reporting.jsonl import RowFile
@@ -34,9 +35,10 @@ class Tracker:
         if config.wanted() != "disabled":
             # Otherwise W&B sends reports of its own errors to its makers, in offline runs too.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-            from training.reporting.wandb_run import WandbRun  # imports wandb
+            with best_effort("W&B: not started; metrics are in metrics.jsonl"):
+                from training.reporting.wandb_run import WandbRun  # imports wandb
 
-            self.wandb = WandbRun(config, folder, settings, run_id)
+                self.wandb = WandbRun(config, folder, settings, run_id)
 
     @property
     def run_id(self) -> str | None:

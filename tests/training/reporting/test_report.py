@@ -16,7 +16,7 @@ from lens.page import frame_data, page, run_data
 from lens.probe import Frame, Prompt
 from lens.statistics import STATISTICS
 from training.reporting import report
-from training.reporting.charts import log_ticks, round_ticks, smooth, thin, tick_text
+from training.reporting.charts import round_ticks, smooth, thin, tick_text
 from training.reporting.report import sample_page, write_report
 
 NAN = math.nan
@@ -82,7 +82,7 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     assert numbers(tiles) == expected
     figures = opened_page.locator("figure")
     assert figures.count() == 5  # loss, bits per byte, learning rate, speed, gradient norm
-    loss = figures.nth(0).locator(".plot.linear")
+    loss = figures.nth(0).locator(".plot")
     assert drawn(loss, "training") == near([(10, 8), (20, 6), (30, 5)])
     assert drawn(loss, "validation") == near([(0, 10), (10, 7), (30, 7.5)])
     assert loss.locator("circle.validation").count() == 3
@@ -93,9 +93,6 @@ def test_figures_and_charts_show_the_logged_values(run, opened):
     box = loss.locator(".area").bounding_box()
     opened_page.mouse.move(box["x"] + box["width"] * 0.64, box["y"] + 50)
     assert numbers(spans.all_inner_texts()) == [["20"], ["6"], ["7", "10"]]  # 7 at step 10
-    figures.nth(0).locator("input.choose-log").check()
-    assert not loss.is_visible()
-    assert figures.nth(0).locator(".plot.log").is_visible()
 
 
 def test_text_with_markup_is_escaped(run, opened, tmp_path):
@@ -154,14 +151,14 @@ def test_missing_and_empty_files_and_a_single_point(run, tmp_path, opened):
         opened_page = opened(write_report(folder))
         assert opened_page.locator("figure, .facts, iframe, details, article").count() == 0
     opened_page = opened(write_report(run([{"step": 0, "val/loss": 10.8}], name="second")))
-    assert opened_page.locator(".plot.linear circle").count() == 1
+    assert opened_page.locator(".plot circle").count() == 1
 
 
 def test_values_that_are_not_finite_are_gaps_and_counted(run, opened):
     losses = [9.0, 8.0, "nan", 7.0, "inf", "-inf", 6.0, 5.0, NAN, 10**400]
     rows = [row(step, loss) | validation("nan", 1.0) for step, loss in enumerate(losses)]
     figure = opened(write_report(run(rows))).locator("figure").first
-    line = figure.locator(".plot.linear path")
+    line = figure.locator(".plot path")
     assert line.count() == 1  # validation has nothing to draw
     d = line.get_attribute("d")
     assert d.count("M") == 3
@@ -194,9 +191,6 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
 def test_ticks():
     assert round_ticks(0, 97) == pytest.approx([0, 20, 40, 60, 80, 100])
     assert round_ticks(0, 0) == pytest.approx([-0.6, -0.4, -0.2, 0, 0.2, 0.4, 0.6])
-    assert log_ticks(0.5, 2000) == pytest.approx([1, 10, 100, 1000])
-    assert log_ticks(2.4, 11.8) == pytest.approx([3, 4, 6, 8, 10])
-    assert log_ticks(1e-30, 1) == pytest.approx([10.0**power for power in range(-30, 1, 4)])
     values = {0: 10, 0.1 + 0.2: 1, 12000: 20000, 500_000: 2e6, 0.0003: 0.0006, 1e15: 2e15}
     texts = ["0", "0.3", "12,000", "0.5M", "3e-4", "1e15"]
     assert [tick_text(value, largest) for value, largest in values.items()] == texts

@@ -51,6 +51,16 @@ def test_rows_are_on_disk_at_once(tmp_path):
     assert (tracker.run_id, tracker.where()) == (None, None)
 
 
+def test_a_broken_installation_of_wandb_does_not_end_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # its import fails
+    monkeypatch.delitem(sys.modules, "training.reporting.wandb_run", raising=False)
+    tracker = Tracker(OFFLINE, tmp_path, {})
+    tracker.log({"train/loss": 1.5}, step=1)
+    tracker.finish()
+    assert (rows(tmp_path), tracker.run_id) == ([{"step": 1, "train/loss": 1.5}], None)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_a_long_run_shows_some_of_its_samples(tmp_path, recorded):
     trainer = {"max_steps": 10_500, "eval_every": 10}
     tracker = Tracker(OFFLINE, tmp_path, {"trainer": trainer})

@@ -26,7 +26,6 @@ function readLine(path) {
 
 function readable(plot) {
   const {x0, x1, y0, y1} = plot.dataset;
-  const scale = plot.classList.contains("log") ? Math.log : (value) => value;
   const readout = plot.closest("figure").querySelector(".readout");
   const atRest = [...readout.childNodes];
   const lines = [...plot.querySelectorAll("[data-points]")].map(readLine);
@@ -34,7 +33,7 @@ function readable(plot) {
   let cursor = null, at = steps.length - 1;
 
   const acrossOf = (step) => `${100 * (step - x0) / (x1 - x0)}%`;
-  const downOf = (value) => `${100 * (scale(y1) - scale(value)) / (scale(y1) - scale(y0))}%`;
+  const downOf = (value) => `${100 * (y1 - value) / (y1 - y0)}%`;
 
   function leave() {
     cursor?.remove();
