@@ -28,7 +28,7 @@ from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
 from training.reporting.report import write_report
-from training.reporting.tracker import NoTracker, Tracker
+from training.reporting.tracker import Tracker
 from training.signals import StopSignals
 from training.translate_errors import translate_errors
 
@@ -62,7 +62,7 @@ class Run:
     evaluator: Evaluator
     lens: LensRunner
     checkpointer: Checkpointer
-    tracker: Tracker | NoTracker
+    tracker: Tracker
     samples: RowFile | NoRows  # samples.jsonl
     console: Console
     profiler: Profiler

@@ -284,10 +284,11 @@ def open_directory(
     model: GPT,
     notes: list[str],
     closing: Closing,
-) -> tuple[Path, Saver | None, Tracker | NoTracker, RowFile | NoRows]:
+) -> tuple[Path, Saver | None, Tracker, RowFile | NoRows]:
     """Creates or continues the run directory, on rank 0: (its path, the saver of checkpoints, the
     tracker, samples.jsonl)."""
-    saver, tracker, samples = None, NoTracker(), NoRows()
+    saver, samples = None, NoRows()
+    tracker: Tracker = NoTracker()
 
     def open_on_rank_0() -> str:
         nonlocal saver, tracker, samples

@@ -30,15 +30,15 @@ WORKER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
 from training.config.schema import WandbConfig
-from training.reporting import tracker, wandb_run
+from training.reporting import tracker
 
 plan = json.loads(sys.argv[1])
 for name, seconds in plan["seconds"].items():
-    setattr(wandb_run, name, seconds)
+    setattr(tracker, name, seconds)
 config = WandbConfig.with_defaults(mode=plan["mode"], alerts=True)
 made = tracker.Tracker(config, Path.cwd(), {"seed": 1}, plan["run_id"])
 print(made.where())
-wandb_run.CALL_SECONDS = plan["call_seconds"]
+tracker.CALL_SECONDS = plan["call_seconds"]
 pids = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True).stdout
 Path("core.pid").write_bytes(pids)
 for step in range(plan["rows"]):
@@ -52,7 +52,7 @@ if plan["model"]:
     made.alert("Loss spike", "the loss rose", "WARN")
     file = Path("model.safetensors")
     file.write_bytes(bytes(range(256)) * 4000)
-    print(made.wandb.log_model([file], ["best", "step_5"], {"step": 5}))
+    print(made.upload([file], ["best", "step_5"], {"step": 5}))
 made.summary({"best_val_loss": 1.0})
 made.finish(0)
 """

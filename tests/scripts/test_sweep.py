@@ -231,6 +231,6 @@ def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
     config = compose(["data.path=none", "wandb=offline"])
     tracker = Tracker(config.wandb, tmp_path, {"optimizer": {"lr": 1e-3}})
     try:
-        assert (tracker.run_id, tracker.wandb.run.sweep_id) == ("thetrial", "thesweep")
+        assert (tracker.run_id, tracker.run.sweep_id) == ("thetrial", "thesweep")
     finally:
         tracker.finish()

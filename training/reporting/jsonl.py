@@ -77,6 +77,8 @@ class NoRows:
 
     def sync(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def drop_rows_after(folder: Path, step: int) -> None:
     """Removes later and damaged rows from metrics.jsonl and samples.jsonl before a run resumes at

@@ -2,20 +2,39 @@
 
 Only W&B gets the statistics of every head (on disk in attention/statistics.jsonl), their
 histograms, the table of heads (attention/heads.csv) and the samples (samples.jsonl).
+
+A failure of W&B never ends or blocks training. Each call has a timeout; after the first failure a
+line on stderr says so, and the run continues with metrics.jsonl alone. docs/wandb.md describes what
+appears on the dashboard.
 """
 
+import contextlib
 import math
 import os
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from errors import best_effort
+from errors import visible
 from training.checkpoint.run_directory import CONFIG
 from training.config.schema import WandbConfig
-from training.reporting.jsonl import RowFile
+from training.reporting.jsonl import NoRows, RowFile
+from training.reporting.report import sample_page
+from training.reporting.timeout import call_with_timeout
 
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
+
+MAX_SAMPLES = 40  # of a run. W&B becomes slow beyond a thousand files; the lens logs up to 900
+START_SECONDS = 20  # for the server to answer; the run is recorded offline after that
+CALL_SECONDS = 30  # for W&B's own process to answer
+FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT=600 overrides it
+MODEL_SECONDS = 600  # for the upload of the model: GPT-2 small has 0.5 GB
+TEARDOWN_SECONDS = 5  # for W&B's own process to end
+ALERT_SECONDS = 3600  # between two alerts of the same title
 
 
 class Tracker:
@@ -23,31 +42,47 @@ class Tracker:
 
     settings: the complete configuration as plain values, shown on the dashboard.
     run_id: the id of the W&B run to resume, or None for a new one.
+    run: the W&B run; None when W&B is off or after a failure, and then nothing is sent to it.
     """
 
     def __init__(
         self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
     ):
         self.folder = folder
-        self.log_model_of = config.log_model
-        self.rows = RowFile(folder / "metrics.jsonl")
-        self.wandb = NoTracker()
-        if config.wanted() != "disabled":
-            # Otherwise W&B sends reports of its own errors to its makers, in offline runs too.
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-            with best_effort("W&B: not started; metrics are in metrics.jsonl"):
-                from training.reporting.wandb_run import WandbRun  # imports wandb
+        self.log_model_of, self.alerts = config.log_model, config.alerts
+        self.rows: RowFile | NoRows = RowFile(folder / "metrics.jsonl")
+        trainer = settings.get("trainer", {})
+        self.last_step = trainer.get("max_steps") or 0
+        eval_every = trainer.get("eval_every") or 1
+        self.sample_every = eval_every * math.ceil(self.last_step / eval_every / MAX_SAMPLES)
+        self.run = None
+        if config.wanted() == "disabled":
+            return
+        # Otherwise W&B sends reports of its own errors to its makers, in offline runs too.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        try:
+            import wandb  # takes half a second; a broken installation must not end a run
 
-                self.wandb = WandbRun(config, folder, settings, run_id)
+            self.wandb = wandb
+            self.run = _start(wandb, config, folder, settings, run_id)
+        except Exception as error:
+            self._give_up(error)
+        # Hidden: a thousand curves would fill the workspace. A panel of the user's can show any.
+        self._call(lambda run: run.define_metric("attention_heads/*", hidden=True))
 
     @property
     def run_id(self) -> str | None:
-        """The id of the W&B run, needed to resume it; None when W&B is off."""
-        return self.wandb.run_id
+        """The id of the W&B run, needed to resume it; None without one."""
+        return self.run.id if self.run else None
 
     def where(self) -> str | None:
         """The URL of the dashboard, or the command that uploads an offline run."""
-        return self.wandb.where()
+        if self.run is None:
+            return None
+        if self.run.offline:
+            folder = shlex.quote(str(_record(self.run).parent))
+            return f"offline; to upload it: wandb sync {folder}/offline-run-*"
+        return self.run.url
 
     def log(
         self,
@@ -68,15 +103,44 @@ class Tracker:
         row |= {key: str(path.relative_to(self.folder)) for key, path in files.items()}
         if len(row) > 1:
             self.rows.append(row)
-        self.wandb.log(metrics, step, snapshot, sample)
+        if self.run:
+            for_wandb = metrics | self._media(step, snapshot, sample)
+            self._call(lambda run: run.log(for_wandb, step=step))
+
+    def _media(
+        self, step: int, snapshot: "Snapshot | None", sample: dict | None
+    ) -> dict[str, object]:
+        """Pictures, pages, tables and histograms as W&B's types. One that fails is skipped with a
+        line on stderr, and so are those after it; the files stay in the run's directory."""
+        wandb = self.wandb
+        media, pictures, pages, tables, histograms = {}, {}, {}, {}, {}
+        if snapshot:
+            media, histograms = dict(snapshot.heads), snapshot.histograms
+            pictures, pages, tables = snapshot.pictures, snapshot.pages, snapshot.tables
+        try:
+            media |= {key: wandb.Image(str(path)) for key, path in pictures.items()}
+            # inject=False: by default W&B adds a stylesheet from its server to the page.
+            media |= {key: wandb.Html(str(path), inject=False) for key, path in pages.items()}
+            for key, (columns, rows) in tables.items():
+                media[key] = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+            is_shown = step == self.last_step or step % max(1, self.sample_every) == 0
+            if sample and is_shown:
+                page = sample_page(sample)
+                media["samples/text"] = wandb.Html(page, inject=False, data_is_not_path=True)
+            # Last, since a head with NaN statistics has no histogram.
+            media |= {key: wandb.Histogram(values) for key, values in histograms.items()}
+        except Exception as error:
+            _print(f"a picture or page was skipped ({_cause(error)})")
+        return media
 
     def summary(self, values: dict[str, float]) -> None:
         """Sets values of the dashboard's table of runs."""
-        self.wandb.summary(values)
+        self._call(lambda run: run.summary.update(values))
 
     def alert(self, title: str, text: str, level: str) -> None:
-        """Sends a message through W&B if wandb.alerts is set. level: WARN or ERROR."""
-        self.wandb.alert(title, text, level)
+        """Sends a message if wandb.alerts is set. level: WARN or ERROR."""
+        if self.alerts:
+            self._call(lambda run: run.alert(title, text, level, wait_duration=ALERT_SECONDS))
 
     def log_model(self, best_step: int | None) -> str | None:
         """Uploads the model that wandb.log_model asks for; returns its name on W&B, or None.
@@ -97,37 +161,139 @@ class Tracker:
         metadata = {key: getattr(state, key) for key in ("step", "tokens", "val_loss")}
         metadata |= {"settings": {key: state.settings[key] for key in ("model", "data")}}
         files = [found[step] / name for name in checkpoint.OF_MODEL] + [self.folder / CONFIG]
-        return self.wandb.log_model(files, aliases, metadata)
+        return self.upload(files, aliases, metadata)
+
+    def upload(self, files: list[Path], aliases: list[str], metadata: dict) -> str | None:
+        """Uploads a version of the run's model and waits for it; returns its name, or None.
+
+        Parameters are uploaded from where they are, without a copy. Offline, `wandb sync` uploads
+        them from there.
+        """
+        if (run := self.run) is None:
+            return None
+        name = f"model-{run.id}"
+        seconds = max(MODEL_SECONDS, run.settings.finish_timeout)
+
+        def upload() -> None:
+            artifact = self.wandb.Artifact(name, type="model", metadata=metadata)
+            for file in files:
+                policy = "immutable" if file.suffix == ".safetensors" else "mutable"
+                artifact.add_file(str(file.resolve()), policy=policy, skip_cache=True)
+            logged = run.log_artifact(artifact, aliases=aliases)
+            if not run.offline:
+                logged.wait(timeout=seconds)
+
+        try:
+            call_with_timeout(seconds + CALL_SECONDS, upload)
+        except Exception as error:
+            command = f"wandb artifact put --type model --name {run.entity}/{run.project}/{name}"
+            folder = shlex.quote(str(files[0].parent))
+            _print(f"the model was not uploaded ({_cause(error)}); to do it: {command} {folder}")
+            return None
+        return name
 
     def sync(self) -> None:
         """Flushes the rows to disk."""
         self.rows.sync()
 
     def finish(self, exit_code: int = 0) -> None:
-        """Closes the log and the W&B run; W&B marks it as failed when the code is not 0."""
+        """Closes the log, uploads what is left and ends the W&B run; with another code than 0 W&B
+        marks it as failed."""
         self.rows.close()
         self.summary({"exit_code": exit_code})
-        self.wandb.finish(exit_code)
+        if self.run:
+            seconds = CALL_SECONDS + self.run.settings.finish_timeout
+            self._call(lambda run: run.finish(exit_code=exit_code), seconds)
+        if self.run:  # finish has not failed
+            self.run = None
+            _teardown()
+
+    def _call(self, action: Callable, seconds: float = CALL_SECONDS) -> None:
+        """Calls action(run). After a failure the run is not used again."""
+        if self.run:
+            try:
+                call_with_timeout(seconds, lambda: action(self.run))
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        run, self.run = self.run, None
+        what = f"logging stopped ({_cause(error)}); metrics are in metrics.jsonl"
+        if run:
+            record = shlex.quote(str(_record(run)))
+            what += f"; to upload what was recorded: wandb sync --include-online {record}"
+        _print(what)
+        _teardown()
 
 
-class NoTracker:
-    """Accepts every call and does nothing: the tracker of other ranks, W&B that is off."""
+class NoTracker(Tracker):
+    """The tracker of the other ranks: logs nothing."""
 
-    run_id = None
+    def __init__(self):
+        self.rows, self.run, self.log_model_of, self.alerts = NoRows(), None, False, False
 
-    def where(self) -> None: ...
+    def log(self, *_: object) -> None: ...
 
-    def log(self, metrics, step, snapshot=None, sample=None) -> None: ...
 
-    def summary(self, values) -> None: ...
+def _start(
+    wandb: ModuleType, config: WandbConfig, folder: Path, settings: dict, run_id: str | None
+):
+    """The W&B run; offline without an API key or when the server cannot be reached."""
+    wandb_settings = wandb.Settings(
+        console="off",
+        quiet=True,
+        show_info=False,
+        disable_git=True,
+        save_code=False,
+        init_timeout=START_SECONDS,
+        finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
+        finish_timeout_raises=True,
+    )
+    wandb.setup(wandb_settings)
 
-    def alert(self, title, text, level) -> None: ...
+    options = config.model_dump(exclude={"mode", "log_model", "alerts"})
+    options |= {"name": config.name or folder.name, "dir": str(folder), "config": settings}
+    options |= {"id": run_id, "resume": "allow" if run_id else None}
 
-    def log_model(self, *_) -> None: ...
+    def init(mode: str):
+        seconds = START_SECONDS + CALL_SECONDS
+        return call_with_timeout(seconds, lambda: wandb.init(mode=mode, **options))
 
-    def sync(self) -> None: ...
+    if config.wanted() != "offline":
+        try:
+            if call_with_timeout(CALL_SECONDS, lambda: wandb.login(prompt=False, verify=False)):
+                return init("online")
+            _print(
+                "no API key found, so this run is recorded offline "
+                "(wandb login, then wandb sync; wandb=off for none)"
+            )
+        except Exception as error:
+            _print(f"not reached ({_cause(error)}); recorded offline instead")
+            _teardown()  # some answers of a server end W&B's own process
+            wandb.setup(wandb_settings)
+    return init("offline")
 
-    def finish(self, exit_code: int = 0) -> None: ...
+
+def _teardown() -> None:
+    """Ends W&B's own process. Python's exit would otherwise wait for it, without a limit."""
+    with contextlib.suppress(Exception):
+        import wandb
+
+        call_with_timeout(TEARDOWN_SECONDS, wandb.teardown)
+
+
+def _record(run) -> Path:
+    """The folder of a W&B run: below the run's directory, or temporary if that failed."""
+    return Path(run.dir).parent
+
+
+def _cause(error: Exception) -> str:
+    """The first line of the message: the others give advice about W&B's own settings."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def _print(text: str) -> None:
+    print(visible(f"W&B: {text}"), file=sys.stderr)
 
 
 def _json_value(value: float) -> float | str:

@@ -25,8 +25,7 @@ from training.checkpoint.format import FILES
 from training.checkpoint.listing import find
 from training.config.schema import WandbConfig
 from training.reporting.report import sample_page
-from training.reporting.tracker import NoTracker, Tracker
-from training.reporting.wandb_run import MAX_SAMPLES
+from training.reporting.tracker import MAX_SAMPLES, NoTracker, Tracker
 
 OFFLINE = WandbConfig.with_defaults(mode="offline")
 
@@ -53,7 +52,6 @@ def test_rows_are_on_disk_at_once(tmp_path):
 
 def test_a_broken_installation_of_wandb_does_not_end_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)  # its import fails
-    monkeypatch.delitem(sys.modules, "training.reporting.wandb_run", raising=False)
     tracker = Tracker(OFFLINE, tmp_path, {})
     tracker.log({"train/loss": 1.5}, step=1)
     tracker.finish()
@@ -73,9 +71,14 @@ def test_a_long_run_shows_some_of_its_samples(tmp_path, recorded):
     assert len({b - a for a, b in itertools.pairwise(shown[:-1])}) == 1
 
 
-def test_tracker_of_other_ranks_has_all_methods():
-    ours = {name for name in vars(Tracker) if not name.startswith("_")}
-    assert ours <= {name for name in vars(NoTracker) if not name.startswith("_")}
+def test_the_tracker_of_other_ranks_does_nothing():
+    tracker = NoTracker()
+    tracker.log({"train/loss": 1.5}, 1, None, None)
+    tracker.summary({"parameters": 1})
+    tracker.alert("a", "b", "WARN")
+    tracker.sync()
+    assert (tracker.run_id, tracker.where(), tracker.log_model(1)) == (None, None, None)
+    tracker.finish()
 
 
 def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
@@ -100,7 +103,7 @@ def test_media_that_cannot_be_read_are_left_out(tmp_path, recorded, capsys):
     number = {"attention_layers/entropy/L00": 0.5}
     tracker.log({"train/loss": 1.0}, 1, Snapshot(number, {}, {}, missing))
     tracker.log({"train/loss": 1.0}, 2, Snapshot({}, {}, {"h": [math.nan, 1.0]}))
-    assert tracker.wandb.log_model([tmp_path / "missing.safetensors"], ["last"], {}) is None
+    assert tracker.upload([tmp_path / "missing.safetensors"], ["last"], {}) is None
     tracker.finish()
     assert recorded.rows == {1: {"train/loss": 1.0, **number}, 2: {"train/loss": 1.0}}
     assert len(capsys.readouterr().err.splitlines()) == 3
@@ -210,7 +213,7 @@ def test_which_model_is_uploaded(watched, recorded, monkeypatch):
         (False, 2, None),
     ):
         tracker = Tracker(WandbConfig.with_defaults(mode="offline", log_model=kind), folder, {})
-        monkeypatch.setattr(tracker.wandb, "log_model", lambda files, names, facts: names)
+        monkeypatch.setattr(tracker, "upload", lambda files, names, facts: names)
         assert tracker.log_model(best) == names
         tracker.finish()
 
