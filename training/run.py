@@ -17,7 +17,7 @@ from errors import DivergedError, best_effort, exit_code_of, format_error
 from model import GPT
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
-from training.checkpoint.resume import Start, resume_command
+from training.checkpoint.resume import resume_command
 from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
@@ -179,7 +179,7 @@ class Run:
             print(f"{text}; {hint}", file=sys.stderr)
 
 
-def introduction(run: Run, start: Start, is_compiled: bool, notes: list[str]) -> list[str]:
+def introduction(run: Run, is_compiled: bool, notes: list[str]) -> list[str]:
     """The lines that a run prints before its first step."""
     config, strategy, trainer, state = run.config, run.strategy, run.config.trainer, run.state
     compiled = ", compiled" if is_compiled else ""
@@ -201,7 +201,4 @@ def introduction(run: Run, start: Start, is_compiled: bool, notes: list[str]) ->
         lines.append(f"finished already, after step {state.step}; {more}")
     elif state.step > 0:
         lines.append(f"resumed after step {state.step}")
-    if start.state and run.lens.lens:
-        before = start.state.settings.get("lens", {})
-        lines += summary.changed_lens(state.settings["lens"], before)
     return lines

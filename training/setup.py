@@ -46,7 +46,7 @@ from training.reporting.console import Console
 from training.reporting.jsonl import NoRows, RowFile, drop_rows_after
 from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
-from training.reporting.profiler import build_profiler
+from training.reporting.profiler import Profiler
 from training.reporting.tracker import NoTracker, Tracker
 from training.run import Closing, Run, introduction
 from training.signals import StopSignals
@@ -128,9 +128,8 @@ def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Cl
     metrics = build_metrics(config, strategy, model, notify, checkpointer.describe)
     if start.state:
         metrics.restore(state, forget_skipped=config.trainer.resume_override)
-    profiler = build_profiler(
-        config.trainer.profile, directory / "profile", strategy, state.step + 1
-    )
+    profiled = config.trainer.profile and strategy.is_rank_0
+    profiler = Profiler(profiled, directory / "profile", strategy.device)
     closing.callback(profiler.close)
     run = Run(
         config=config,
@@ -155,7 +154,7 @@ def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Cl
         introduction=[],
         closing=closing,
     )
-    run.introduction = introduction(run, start, is_compiled, notes)
+    run.introduction = introduction(run, is_compiled, notes)
     return run
 
 

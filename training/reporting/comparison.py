@@ -178,7 +178,6 @@ def draw(rows: list[dict], metric: str) -> bytes:
     """A PNG: the metric over tokens, a colour for each row, a line for each seed. Values far above
     the first ones are cut off, so that a diverged run does not set the scale."""
     import matplotlib.style
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -193,7 +192,7 @@ def draw(rows: list[dict], metric: str) -> bytes:
             for seed, points in enumerate(row["curves"]):
                 axis.plot(
                     *zip(*points, strict=True),
-                    color=colormaps["tab10"](index % 10),
+                    color=f"C{index % 10}",
                     marker="o" if len(points) <= 12 else None,
                     ms=3,
                     label=label if seed == 0 and index < IN_LEGEND else None,

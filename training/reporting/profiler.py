@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import profile, record_function, schedule
@@ -23,29 +22,19 @@ from torch.profiler import profile, record_function, schedule
 from errors import format_error
 from files import atomic_write, make_folder
 
-if TYPE_CHECKING:
-    from training.distributed.strategy import Strategy
-
 SKIPPED, WARMUP, PROFILED = 3, 1, 3  # steps
 ROWS = 30  # of each table
 logger = logging.getLogger(__name__)
 
 
-def build_profiler(
-    enabled: bool, directory: Path, strategy: "Strategy", first_step: int
-) -> "Profiler":
-    """The profiler of a run; on ranks other than 0 and when not enabled it does nothing.
-
-    directory: receives the files. first_step: the number of the first step of this process.
-    """
-    return Profiler(enabled and strategy.is_rank_0, directory, strategy.device, first_step)
-
-
 class Profiler:
-    """Profiles the fifth to seventh step. A failure of the profiler does not end training."""
+    """Profiles the fifth to seventh step. A failure of the profiler does not end training.
 
-    def __init__(self, enabled: bool, directory: Path, device: torch.device, first_step: int = 1):
-        self.directory, self.device, self.first_step = directory, device, first_step
+    directory: receives the files.
+    """
+
+    def __init__(self, enabled: bool, directory: Path, device: torch.device):
+        self.directory, self.device = directory, device
         self.torch_profiler: profile | None = None
         if enabled:
             # torch.profiler logs to stderr without this.
@@ -90,18 +79,16 @@ class Profiler:
             logger.warning(f"trainer.profile: failed and is off: {format_error(error)}")
 
     def _write(self, torch_profiler: profile) -> None:
-        first = self.first_step + SKIPPED + WARMUP
-        last = self.first_step + torch_profiler.step_num - 1
-        if last < first:
+        if (steps := torch_profiler.step_num - SKIPPED - WARMUP) <= 0:
             return
         averages = torch_profiler.key_averages(group_by_input_shape=True)
         clock = "cuda_time_total" if self.device.type == "cuda" else "cpu_time_total"
         tables = [
-            f"steps {first} to {last} on {self.device}; times are sums over these steps",
+            f"{steps} steps on {self.device}; times are sums over these steps",
             torch_profiler.key_averages().table(sort_by=clock, row_limit=ROWS),
             averages.table(sort_by=f"self_{clock}", row_limit=ROWS),
         ]
         make_folder(self.directory)
         atomic_write(self.directory / "table.txt", "\n".join(tables).encode())
         torch_profiler.export_chrome_trace(str(self.directory / "trace.json.gz"))
-        logger.info(f"profile of steps {first} to {last}: {self.directory}")
+        logger.info(f"profile of {steps} steps: {self.directory}")

@@ -8,6 +8,7 @@ sandboxed frame, so it can be sent as one file.
 """
 
 import re
+import statistics
 import time
 from html import escape
 from pathlib import Path
@@ -17,7 +18,7 @@ from errors import visible
 from files import atomic_write, read_bounded, read_rows
 from lens.assemble import assemble, content_security_policy
 from training.checkpoint.run_directory import settings_of
-from training.reporting.charts import Chart, Points, figure, finite, points_of
+from training.reporting.charts import Chart, figure, finite, points_of
 
 PAGE = Path(__file__).parent / "report_page"
 CHARTS = (
@@ -102,20 +103,17 @@ def facts(rows: list[dict]) -> str:
                 shown.append((name, format(there[step], form), f"at step {step:,}"))
     if tokens := finite(points_of(rows, "train/tokens")):
         shown.append(("Tokens seen", f"{tokens[-1][1]:,.0f}", ""))
-    if (speed := median(points_of(rows, "train/tokens_per_second"))) is not None:
-        shown.append(("Tokens per second", f"{speed:,.0f}", "median"))
-    if (share := median(points_of(rows, "train/mfu"))) is not None:
-        shown.append(("FLOPs utilisation", f"{share:.1%}", "median"))
+    for key, name, form in (
+        ("train/tokens_per_second", "Tokens per second", ",.0f"),
+        ("train/mfu", "FLOPs utilisation", ".1%"),
+    ):
+        if values := [value for _, value in finite(points_of(rows, key))]:
+            shown.append((name, format(statistics.median_high(values), form), "median"))
     tiles = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
         for name, value, more in shown
     )
     return f'<dl class="facts">{tiles}</dl>' if shown else ""
-
-
-def median(points: Points) -> float | None:
-    values = sorted(value for _, value in finite(points))
-    return values[len(values) // 2] if values else None
 
 
 def charts(rows: list[dict]) -> str:

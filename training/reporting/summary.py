@@ -19,30 +19,13 @@ def windows(config: "Config", train: int, val: int, evaluated: int) -> str:
 
 
 def division(batch_size: int, ranks: int, micro_batch_size: int) -> str:
-    """How the windows of a step are divided: ", 4 x 2 on each of 2 ranks"; "" if they are not.
+    """How the windows of a step are divided, such as ", 8 on each of 2 ranks, 4 at a time".
 
     batch_size: over all ranks. micro_batch_size: windows at a time on a rank.
     """
     share = batch_size // ranks
-    if ranks == 1 and micro_batch_size == share:
-        return ""
-    times = f"{share}"
-    if micro_batch_size < share:
-        times = f"{-(-share // micro_batch_size)} x {micro_batch_size}"
-    if share % micro_batch_size:
-        times = f"{share} in micro-batches of at most {micro_batch_size}"
-    return f", {times} on each of {ranks} ranks" if ranks > 1 else f", {times}"
-
-
-def changed_lens(now: dict, before: dict) -> list[str]:
-    """A line for each setting of the lens that changes what its curves mean. now, before: the
-    settings of the lens of this run and of the one it resumes."""
-    note = "the lens has other prompts than before, and its curves join the two"
-    return [
-        f"lens.{key}: {note}; it was {before[key]}"
-        for key in ("prompts", "repeated", "max_tokens")
-        if key in before and before[key] != now[key]
-    ]
+    text = f", {share} on each of {ranks} ranks" if ranks > 1 else ""
+    return f"{text}, {micro_batch_size} at a time" if micro_batch_size < share else text
 
 
 def results(state: State, train_loss: float | None, sample: str) -> Iterable[str]:
