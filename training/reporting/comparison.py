@@ -57,11 +57,10 @@ def read(folder: Path, metric: str, also: Collection[str] = ()) -> tuple[Run, se
 
     try:
         found = settings_of(folder)
-        trainer, leaves = found["trainer"], flat(found)
-        sizes = trainer["batch_size"], found["data"]["max_length"], trainer["max_steps"]
+        max_steps, leaves = found["trainer"]["max_steps"], flat(found)
     except (KeyError, TypeError, RecursionError):
-        sizes = ()
-    if not sizes or not all(type(size) is int for size in sizes):
+        max_steps = None
+    if type(max_steps) is not int:
         raise ValueError("run.json is missing or damaged")
     settings = {
         name: value
@@ -69,15 +68,12 @@ def read(folder: Path, metric: str, also: Collection[str] = ()) -> tuple[Run, se
         if name in (*LEARNING, *also) or not FREE_TO_CHANGE & {name, name.split(".")[0]}
     }
     points, names = [], set()
-    tokens_per_step, max_steps = sizes[0] * sizes[1], sizes[2]
     for row in (rows := read_rows(folder / "metrics.jsonl")):
         if row["step"] == 0:
             continue  # before training
         names |= row.keys() - {"step"}
-        if metric in row:
-            tokens = row.get("train/tokens")
-            if type(tokens) is not int or not 0 <= tokens < 2**63:  # a row of version 1
-                tokens = row["step"] * tokens_per_step
+        tokens = row.get("train/tokens")
+        if metric in row and type(tokens) is int and 0 <= tokens < 2**63:
             points.append((tokens, number(row[metric])))
     last = rows[-1]["step"] if rows else 0
     return Run(folder.name, settings, points, max_steps, last), names

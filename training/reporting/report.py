@@ -71,9 +71,6 @@ def read(path: Path, limit: int) -> bytes:
         return b""
 
 
-# ------------------------------------------------------------------------------------- numbers
-
-
 def progress(folder: Path, rows: list[dict]) -> str:
     """The last step that was logged, and of how many if the settings are there."""
     if not rows:
@@ -120,9 +117,6 @@ def charts(rows: list[dict]) -> str:
     """The charts of the metrics that were logged."""
     drawn = "".join(figure(chart, rows) for chart in CHARTS)
     return f'<div class="charts">{drawn}</div>' if drawn else "<p>No metrics yet.</p>"
-
-
-# ------------------------------------------------------------------------- samples, attention
 
 
 def samples_section(samples: list[dict]) -> str:

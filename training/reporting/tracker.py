@@ -13,7 +13,9 @@ import math
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -23,7 +25,6 @@ from training.checkpoint.run_directory import CONFIG
 from training.config.schema import WandbConfig
 from training.reporting.jsonl import NoRows, RowFile
 from training.reporting.report import sample_page
-from training.reporting.timeout import call_with_timeout
 
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
@@ -294,6 +295,31 @@ def _cause(error: Exception) -> str:
 
 def _print(text: str) -> None:
     print(visible(f"W&B: {text}"), file=sys.stderr)
+
+
+def call_with_timeout(seconds: float, function: Callable):
+    """What function() returns or raises. Raises TimeoutError when it takes longer than `seconds`.
+
+    It runs in a daemon thread. A call that never returns keeps that thread and nothing else: it
+    does not delay the end of the process.
+    """
+    future = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        except BaseException as error:  # wandb.teardown() calls sys.exit
+            future.set_exception(RuntimeError(repr(error)))
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        if future.done():  # function() itself raised it
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
 def _json_value(value: float) -> float | str:
