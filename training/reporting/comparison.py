@@ -202,7 +202,8 @@ def draw(rows: list[dict], metric: str) -> bytes:
         bottom, top = axis.get_ylim()
         if starts and bottom < (highest := HIGHEST * statistics.median(starts)) < top:
             axis.set_ylim(top=highest)
-        figure.legend(loc="outside right upper", fontsize=9)
+        names = visible(", ".join(rows[0]["settings"]), keep="")
+        figure.legend(loc="outside right upper", fontsize=9, title=names)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
     return picture.getvalue()
