@@ -39,7 +39,8 @@ def log(config):
     folder.mkdir(parents=True)
     settings = config.model_dump(mode="json")
     (folder / "run.json").write_text(json.dumps({"settings": settings}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "train/loss": 3.0}))
+    row = {"step": 2, "train/loss": 3.0, "train/tokens": 2}
+    (folder / "metrics.jsonl").write_text(json.dumps(row))
 
 
 def results_of(folder):
