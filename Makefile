@@ -19,7 +19,7 @@ STRICT := attention.py model.py files.py lens inference interop tests/budgets.py
     $(addprefix training/optim/,nonfinite.py schedule.py) \
     $(addprefix training/planning/,memory.py devices.py) training/checkpoint/listing.py \
     $(addprefix training/reporting/,console.py machine.py profiler.py summary.py timeout.py tracker.py) \
-    $(addprefix benchmarks/,attention_ladder.py equivalence.py generate.py roofline.py tables.py training.py)
+    $(addprefix benchmarks/,attention_ladder.py equivalence.py generate.py timing.py training.py)
 
 .PHONY: train test campaign extras audit lint format clean
 

@@ -1,18 +1,15 @@
 """The comparison of benchmarks/generate.py: equivalence check and interleaved timing."""
 
 import copy
-import datetime
-import shlex
-import sys
 import time
 from collections.abc import Callable
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 
-from benchmarks.implementations import Transformers
-from benchmarks.runner import NotEquivalent
-from benchmarks.settings import GenerationBenchmark
+from benchmarks.generate import GenerationBenchmark
+from benchmarks.implementations import NotEquivalent, Transformers
+from benchmarks.timing import interleave, origin, show_speedup, speedup
 from errors import NO_VALUE, refuse
 from inference.cache import KVCache
 from inference.decoding import Sampling, generate
@@ -21,8 +18,8 @@ from model import GPT, ModelConfig
 from training.config import compose
 from training.config.command_line import write_out
 from training.distributed import device as devices
-from training.reporting.machine import machine
 
+SEED = 0  # of the weights and the prompts
 Generator = Callable[[torch.Tensor], list[list[int]]]  # prompts (B, T) -> new ids of each
 
 
@@ -31,22 +28,14 @@ def compare(settings: GenerationBenchmark) -> None:
     refuse(devices.check(settings.device))
     config = ModelConfig(**compose([f"model={settings.model}"]).model.model_dump())
     if (needed := settings.prompt_tokens + settings.num_tokens) > config.context_length:
-        reason = f"prompt_tokens={settings.prompt_tokens} and these are {needed} tokens, more than"
-        reason += f" the model's context_length={config.context_length}"
+        reason = f"with the prompt {needed} tokens, more than the {config.context_length} "
+        reason += "of the model's context"
         refuse([("num_tokens", settings.num_tokens, reason, "use fewer")])
-    device = devices.prepare(settings.device, settings.seed)
+    device = devices.prepare(settings.device, SEED)
     weights = GPT(config).eval()
-    random = torch.Generator().manual_seed(settings.seed)
-    results = {
-        "what": "tokens a second of greedy generation: the same weights and prompts",
-        "command": shlex.join(["python", "-m", "benchmarks.generate", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        **machine(("torch", "transformers")),
-        "threads": torch.get_num_threads(),
-        "device": str(device),
-        "tables": {},
-    }
+    results = origin("benchmarks.generate", device, ("torch", "transformers")) | {"tables": {}}
     for batch_size in settings.batch_sizes:
+        random = torch.Generator().manual_seed(SEED)
         shape = (batch_size, settings.prompt_tokens)
         prompts = torch.randint(config.vocab_size, shape, generator=random)
         generators = build_generators(weights, device, batch_size, settings.num_tokens)
@@ -54,10 +43,12 @@ def compare(settings: GenerationBenchmark) -> None:
         if theirs != ours:
             reason = "the tokens of clearhead and transformers differ in fp32"
             raise NotEquivalent("generation", NO_VALUE, reason, "no speed is measured")
-        measured = time_interleaved(generators, prompts, settings.rounds)
-        rows = table(measured, batch_size * settings.num_tokens)
+        rows = measure(generators, prompts, settings.rounds, batch_size * settings.num_tokens)
         results["tables"][str(batch_size)] = rows
-        print(text_table(batch_size, settings, rows), flush=True)
+        print(f"texts at once: {batch_size}; tokens/s, times as fast as the first")
+        for row in rows:
+            figures = f"{row['tokens_per_second']:>10.1f}  {show_speedup(row['ratio'])}"
+            print(f"  {row['name']:<22}{figures}", flush=True)
     if settings.out:
         write_out(settings.out, results)
 
@@ -115,53 +106,26 @@ def our_generator(
     return generate_ids
 
 
-def time_interleaved(
-    generators: dict[str, Generator], prompts: torch.Tensor, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each run, by implementation; one untimed run before them."""
-    seconds = {name: [] for name in generators}
-    for number in range(rounds + 1):
-        for name in list(generators)[:: 1 if number % 2 else -1]:
-            started = time.perf_counter()
-            generators[name](prompts)  # returns lists, so the device has finished
-            if number > 0:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+def measure(
+    generators: dict[str, Generator], prompts: torch.Tensor, rounds: int, tokens: int
+) -> list[dict]:
+    """Tokens per second of each implementation, and how many times as fast as the first it is."""
 
+    def timed(generator: Generator) -> float:
+        started = time.perf_counter()
+        generator(prompts)  # returns lists, so the device has finished
+        return time.perf_counter() - started
 
-def table(seconds: dict[str, list[float]], tokens: int) -> list[dict]:
-    """Tokens per second, and the ratio to the first implementation with its quartiles."""
+    work = {name: lambda each=each: timed(each) for name, each in generators.items()}
+    interleave(work, rounds=1)  # not counted: caches are made, code is compiled
+    seconds = interleave(work, rounds)
     first = next(iter(seconds.values()))
-    rows = []
-    for name, each in seconds.items():
-        ratios = [before / now for before, now in zip(first, each, strict=True)]
-        rows.append(
-            {
-                "name": name,
-                "tokens_per_second": median(tokens / s for s in each),
-                "ratio": median(ratios),
-                "quartiles": spread(ratios),
-                "seconds": each,
-            }
-        )
-    return rows
-
-
-def spread(values: list[float]) -> tuple[float, float]:
-    low, _, high = quantiles(values, n=4) if len(values) > 1 else values * 3
-    return low, high
-
-
-def text_table(batch_size: int, settings: GenerationBenchmark, rows: list[dict]) -> str:
-    lines = [
-        f"texts at once: {batch_size}; new tokens: {settings.num_tokens}, after "
-        f"{settings.prompt_tokens} each",
-        f"  {'':<22}{'tokens/s':>10}{'x the first':>13}   quartiles",
+    return [
+        {
+            "name": name,
+            "tokens_per_second": tokens / median(own),
+            "ratio": speedup(own, first),
+            "seconds": own,
+        }
+        for name, own in seconds.items()
     ]
-    for row in rows:
-        low, high = row["quartiles"]
-        lines.append(
-            f"  {row['name']:<22}{row['tokens_per_second']:>10.1f}{row['ratio']:>13.2f}   "
-            f"{low:.2f} to {high:.2f}"
-        )
-    return "\n".join(lines) + "\n"

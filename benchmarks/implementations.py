@@ -1,10 +1,11 @@
 """The implementations that benchmarks/training.py compares: clearhead and other projects.
 
     Variant          a row of a table: an implementation and the options it runs with
-    Implementation   its model, loss and optimizer, and our weights under its names
+    variants         the rows of both tables
+    Implementation   a project's model, loss and optimizer, and our weights under its names
 
-transformers is used where it is installed. nanoGPT and LLMs-from-scratch are used from checkouts
-whose folders the user names; their files run unchanged. benchmarks/runner.py makes the steps.
+transformers is used where it is installed, nanoGPT from a checkout whose folder the user names;
+its model.py runs unchanged. benchmarks/runner.py makes the steps.
 
 Shapes: B batch, T query positions, V vocabulary.
 """
@@ -16,14 +17,12 @@ import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import ClassVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from errors import ConfigError, message_of
+from errors import ClearheadError, message_of
 from interop.huggingface import hf_tensors
 from model import GPT, ModelConfig
 from training.config.schema import OptimizerConfig
@@ -31,17 +30,11 @@ from training.distributed.device import DTYPES
 from training.optim.optimizers import build_optimizer
 from training.reporting.machine import git
 
-GPT2_VOCABULARY = 50257  # nanoGPT pads it to 50304, a multiple of 64, by default
+HINT = "check its version, or leave it out"
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the variants of all implementations depend on."""
-
-    device: str  # cpu | cuda | mps
-    dtype: torch.dtype  # of matrix products
-    can_compile: bool
-    vocab_size: int
+class NotEquivalent(ClearheadError):
+    """An implementation that computes something else; its speed would mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +45,8 @@ class Variant:
     implementation: str  # its key
     dtype: torch.dtype  # of matrix products; all else is fp32
     compiled: bool = False
-    keeps_memory: bool = False  # freed memory is not returned to the system (device.py)
+    keeps_memory: bool = False  # on a CPU, freed memory is not returned to the system
     fused: bool = False  # fused AdamW, although the project does not ask for it
-    padded: bool = False  # vocabulary padded to a multiple of 64
-    tf32: bool = False  # fp32 products in TF32 on a GPU that has it
 
     @property
     def precision(self) -> str:
@@ -63,11 +54,40 @@ class Variant:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
 
+def variants(device: str, dtype: torch.dtype, compiles: bool) -> dict[str, list[Variant]]:
+    """The rows of both tables. device: cpu | cuda | mps.
+
+    As shipped: ours eager as in short runs and compiled as in long ones; nanoGPT on a CPU with
+    --device=cpu --compile=False, as its README says, which is fp32; transformers as its Trainer
+    runs by default, and with bf16=True.
+    """
+    fp32 = torch.float32
+    defaults = (dtype, compiles) if device == "cuda" else (fp32, False)
+    shipped = [Variant("ours", "ours", dtype, keeps_memory=True)]
+    if compiles:
+        shipped.append(Variant("ours, compiled", "ours", dtype, True, keeps_memory=True))
+    shipped.append(Variant("nanoGPT", "nanogpt", *defaults))
+    shipped.append(Variant("transformers", "transformers", fp32))
+    if dtype == torch.bfloat16:
+        shipped.append(Variant("transformers, bf16=True", "transformers", dtype))
+    every = {"keeps_memory": True, "fused": device != "mps"}
+    equalised = [
+        Variant("ours", "ours", dtype, compiles, keeps_memory=True),
+        Variant("nanoGPT", "nanogpt", dtype, compiles),
+        Variant("nanoGPT, all switched on", "nanogpt", dtype, compiles, **every),
+        Variant("transformers", "transformers", dtype, compiles),
+    ]
+    return {"shipped": shipped, "equalised": equalised}
+
+
 class Implementation:
     """A project: its model and how its own training script uses it."""
 
-    key: str  # its name in the settings
-    title: str
+    key: str
+
+    def prepare(self, weights: GPT) -> GPT:
+        """Our weights with the vocabulary size that the project trains."""
+        return weights
 
     def build(self, config: ModelConfig) -> nn.Module:
         """Its model of this shape, without dropout."""
@@ -79,39 +99,21 @@ class Implementation:
 
     def loss(self, model: nn.Module, input_ids: Tensor, target_ids: Tensor) -> Tensor:
         """Mean cross-entropy. input_ids, target_ids: (B, T)."""
-        raise NotImplementedError
+        return model(input_ids, target_ids)[1]
 
     def optimizer(self, model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
         """AdamW as the project constructs it, with weight decay for matrices only."""
-        return torch.optim.AdamW(decay_groups(model, config), lr=config.lr, betas=config.betas)
+        raise NotImplementedError
 
-    def shipped(self, target: Target) -> list[Variant]:
-        """How the project itself runs on this device by default."""
-        return [Variant(self.title, self.key, torch.float32)]
-
-    def equalised(self, target: Target) -> list[Variant]:
-        """The same precision for all, compiled; the optimizer as the project constructs it."""
-        return [Variant(self.title, self.key, target.dtype, target.can_compile)]
-
-    def source(self) -> dict[str, str]:
+    def source(self) -> str:
         """The version or commit of the project."""
-        return {}
-
-
-def decay_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.dim() >= 2]
-    vectors = [p for p in parameters if p.dim() < 2]
-    return [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+        return ""
 
 
 class Ours(Implementation):
     """This repository."""
 
-    key = title = "ours"
+    key = "ours"
 
     def build(self, config: ModelConfig) -> GPT:
         return GPT(config)
@@ -119,37 +121,22 @@ class Ours(Implementation):
     def convert(self, weights: GPT) -> dict[str, Tensor]:
         return weights.state_dict()
 
-    def loss(self, model: nn.Module, input_ids: Tensor, target_ids: Tensor) -> Tensor:
-        return model(input_ids, target_ids)[1]
-
     def optimizer(self, model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
         return build_optimizer(model, config)
-
-    def shipped(self, target: Target) -> list[Variant]:
-        """Eager and compiled: short runs are not compiled, long ones are."""
-        eager = Variant("ours", self.key, target.dtype, keeps_memory=target.device == "cpu")
-        compiled = dataclasses.replace(eager, name="ours, compiled", compiled=True)
-        return [eager, compiled] if target.can_compile else [eager]
-
-    def equalised(self, target: Target) -> list[Variant]:
-        keeps = target.device == "cpu"
-        return [Variant("ours", self.key, target.dtype, target.can_compile, keeps)]
 
 
 class Transformers(Implementation):
     """GPT2LMHeadModel of Hugging Face transformers, with the defaults of its Trainer."""
 
-    key = title = "transformers"
+    key = "transformers"
 
     def __init__(self):
         import transformers
 
         transformers.logging.set_verbosity_error()  # warns of special tokens outside a vocabulary
         self.library = transformers
-        self.defaults = {
-            name: field.default
-            for name, field in transformers.TrainingArguments.__dataclass_fields__.items()
-        }
+        fields = transformers.TrainingArguments.__dataclass_fields__
+        self.fused = str(fields["optim"].default).endswith("adamw_torch_fused")
 
     def build(self, config: ModelConfig) -> nn.Module:
         shape = self.library.GPT2Config(
@@ -161,8 +148,8 @@ class Transformers(Implementation):
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            use_cache=False,  # as the Trainer sets it
         )
-        shape.use_cache = bool(self.defaults.get("use_cache"))  # the Trainer's, not the model's
         return self.library.GPT2LMHeadModel(shape)
 
     def convert(self, weights: GPT) -> dict[str, Tensor]:
@@ -174,72 +161,43 @@ class Transformers(Implementation):
         return model(input_ids=input_ids, labels=target_ids, shift_labels=target_ids).loss
 
     def optimizer(self, model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-        fused = str(self.defaults.get("optim", "")).endswith("adamw_torch_fused")
-        groups = decay_groups(model, config)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        values = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        return torch.optim.AdamW(groups, **values, fused=self.fused)
 
-    def shipped(self, target: Target) -> list[Variant]:
-        variants = [Variant(self.title, self.key, torch.float32)]
-        if target.dtype == torch.bfloat16:
-            variants.append(Variant("transformers, bf16=True", self.key, target.dtype))
-        return variants
-
-    def source(self) -> dict[str, str]:
-        return {"version": self.library.__version__}
+    def source(self) -> str:
+        return self.library.__version__
 
 
-class Checkout(Implementation):
-    """A project that is not a package: a folder with its files."""
+class NanoGPT(Implementation):
+    """github.com/karpathy/nanoGPT, from a checkout."""
 
-    files: ClassVar[tuple[str, ...]] = ()  # files that may define its model; the first found counts
-    classes: ClassVar[tuple[str, ...]] = ()  # that the file has to define
+    key = "nanogpt"
+    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
-        self.module = self.load_module()
-
-    @classmethod
-    def find_file(cls, folder: str) -> Path | None:
-        """The file that defines its model; None when the folder is not a checkout of it."""
-        return next((path for name in cls.files if (path := Path(folder) / name).is_file()), None)
-
-    def load_module(self) -> ModuleType:
-        """Imports the file that defines its model; ConfigError when that fails."""
-        file = self.find_file(str(self.folder))
         # An own module name: our model.py has the same file name.
-        spec = importlib.util.spec_from_file_location(f"_checkout_of_{self.key}", file)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses need it there
-        folder = str(file.parent)
-        sys.path.insert(0, folder)  # for imports of other files of the same folder
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {message_of(error)}"
-            raise self.config_error(f"{file.name} cannot be imported ({reason})") from error
-        finally:
-            sys.path.remove(folder)
-        if missing := [name for name in self.classes if not hasattr(module, name)]:
-            raise self.config_error(f"{file.name} does not define {missing[0]}")
-        return module
+        spec = importlib.util.spec_from_file_location("_nanogpt_model", self.folder / "model.py")
+        self.module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = self.module  # dataclasses need it there
+        spec.loader.exec_module(self.module)
 
-    def config_error(self, reason: str) -> ConfigError:
-        hint = f"name the folder of a checkout of {self.title}"
-        return ConfigError([(self.key, str(self.folder), reason, hint)])
-
-    def source(self) -> dict[str, str]:
-        # Without a .git of its own git would describe a repository around it.
-        is_repository = (self.folder / ".git").exists()
-        commit = git(self.folder, "rev-parse", "--short", "HEAD") if is_repository else "unknown"
-        return {"commit": commit}
-
-
-class NanoGPT(Checkout):
-    """github.com/karpathy/nanoGPT."""
-
-    key, title = "nanogpt", "nanoGPT"
-    files, classes = ("model.py",), ("GPT", "GPTConfig")
-    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    def prepare(self, weights: GPT) -> GPT:
+        """A copy whose vocabulary is a multiple of 64, as in its train.py; the added embedding
+        rows are zero."""
+        padded = -(-weights.config.vocab_size // 64) * 64
+        larger = GPT(dataclasses.replace(weights.config, vocab_size=padded))
+        tensors = weights.state_dict()
+        rows = tensors["token_emb.weight"]  # (V, C)
+        zeros = rows.new_zeros(padded - len(rows), rows.shape[1])
+        larger.load_state_dict(tensors | {"token_emb.weight": torch.cat([rows, zeros])})
+        return larger
 
     def build(self, config: ModelConfig) -> nn.Module:
         shape = self.module.GPTConfig(
@@ -261,94 +219,30 @@ class NanoGPT(Checkout):
         }
         return theirs | {"lm_head.weight": theirs["transformer.wte.weight"]}
 
-    def loss(self, model: nn.Module, input_ids: Tensor, target_ids: Tensor) -> Tensor:
-        return model(input_ids, target_ids)[1]
-
     def optimizer(self, model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
         device = next(model.parameters()).device.type
+        values = (config.weight_decay, config.lr, tuple(config.betas), device)
         with contextlib.redirect_stdout(io.StringIO()):
-            return model.configure_optimizers(
-                config.weight_decay, config.lr, tuple(config.betas), device
-            )
+            optimizer = model.configure_optimizers(*values)
+        for group in optimizer.param_groups:
+            group["eps"] = config.eps
+        return optimizer
 
-    def shipped(self, target: Target) -> list[Variant]:
-        """On a CPU --device=cpu --compile=False, as its README says, without autocast. On a GPU the
-        defaults of its train.py."""
-        padded = target.vocab_size == GPT2_VOCABULARY
-        if target.device != "cuda":
-            return [Variant(self.title, self.key, torch.float32, padded=padded)]
-        half = torch.bfloat16 if target.dtype == torch.bfloat16 else torch.float16
-        compiled = target.can_compile
-        return [Variant(self.title, self.key, half, compiled, padded=padded, tf32=True)]
-
-    def equalised(self, target: Target) -> list[Variant]:
-        """And once more with every option that makes it faster."""
-        plain = Variant(self.title, self.key, target.dtype, target.can_compile)
-        options = {"fused": target.device in ("cpu", "cuda"), "tf32": target.device == "cuda"}
-        options |= {"keeps_memory": target.device == "cpu", "padded": True}
-        return [plain, dataclasses.replace(plain, name="nanoGPT, all switched on", **options)]
+    def source(self) -> str:
+        return git(self.folder, "rev-parse", "--short", "HEAD")
 
 
-class LLMsFromScratch(Checkout):
-    """github.com/rasbt/LLMs-from-scratch: the GPTModel of chapters 4 and 5."""
-
-    key, title = "llms_from_scratch", "LLMs-from-scratch"
-    files = (
-        "ch05/01_main-chapter-code/previous_chapters.py",
-        "ch04/01_main-chapter-code/gpt.py",
-        "previous_chapters.py",
-        "gpt.py",
-    )
-    classes = ("GPTModel",)
-    names: ClassVar = {  # ours: theirs
-        "token_emb.weight": "tok_emb.weight",
-        "pos_emb.weight": "pos_emb.weight",
-        "final_norm.weight": "final_norm.scale",
-        "final_norm.bias": "final_norm.shift",
-    }
-    names_in_block: ClassVar = {
-        "attn_norm.weight": "norm1.scale",
-        "attn_norm.bias": "norm1.shift",
-        "mlp_norm.weight": "norm2.scale",
-        "mlp_norm.bias": "norm2.shift",
-        "mlp.fc": "ff.layers.0",
-        "mlp.out_proj": "ff.layers.2",
-        "attn": "att",
-    }
-
-    def build(self, config: ModelConfig) -> nn.Module:
-        model = self.module.GPTModel(
-            {
-                "vocab_size": config.vocab_size,
-                "context_length": config.context_length,
-                "ctx_len": config.context_length,  # its name in early versions
-                "emb_dim": config.emb_dim,
-                "n_heads": config.num_heads,
-                "n_layers": config.num_layers,
-                "drop_rate": 0.0,
-                "qkv_bias": True,
-            }
-        )
-        # The book's head has its own matrix. GPT-2 shares it with the embedding, and all
-        # implementations have to train the same model.
-        model.out_head.weight = model.tok_emb.weight
-        return model
-
-    def convert(self, weights: GPT) -> dict[str, Tensor]:
-        def renamed(name: str) -> str:
-            if name in self.names:
-                return self.names[name]
-            _, layer, rest = name.split(".", 2)
-            ours = next(key for key in self.names_in_block if rest.startswith(key))
-            return f"trf_blocks.{layer}.{self.names_in_block[ours]}{rest.removeprefix(ours)}"
-
-        theirs = {renamed(name): value for name, value in weights.state_dict().items()}
-        return theirs | {"out_head.weight": theirs["tok_emb.weight"]}
-
-    def loss(self, model: nn.Module, input_ids: Tensor, target_ids: Tensor) -> Tensor:
-        logits = model(input_ids)  # (B, T, V)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), target_ids.flatten())
-
-
-IMPLEMENTATIONS = {each.key: each for each in (Ours, Transformers, NanoGPT, LLMsFromScratch)}
-CHECKOUTS = {key: each for key, each in IMPLEMENTATIONS.items() if issubclass(each, Checkout)}
+def load_weights(implementation: Implementation, weights: GPT) -> nn.Module:
+    """A project's model with a copy of our weights; NotEquivalent if its parameters differ."""
+    model, theirs = implementation.build(weights.config), implementation.convert(weights)
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if different := sorted(own ^ theirs.keys()):
+        name = different[0]
+        reason = f"has {'a' if name in own else 'no'} parameter {name}, unlike GPT-2"
+        raise NotEquivalent("implementations", implementation.key, reason, HINT)
+    try:
+        model.load_state_dict(theirs, strict=False)  # buffers, such as masks, stay
+    except RuntimeError as error:
+        reason = f"parameters have other shapes ({message_of(error)})"
+        raise NotEquivalent("implementations", implementation.key, reason, HINT) from error
+    return model

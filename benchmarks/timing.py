@@ -1,0 +1,48 @@
+"""Interleaved timing and the origin of figures, for benchmarks/training.py and generate.py."""
+
+import datetime
+import shlex
+import sys
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from training.config.yaml_files import REPOSITORY
+from training.reporting.machine import git, machine
+
+
+def interleave(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds that each call returns, by name. Every round calls all of them, in the order
+    A B C, then C B A, so that changes of the machine's speed affect all of them."""
+    seconds = {name: [] for name in work}
+    for number in range(rounds):
+        for name in list(work)[:: -1 if number % 2 else 1]:
+            seconds[name].append(work[name]())
+    return seconds
+
+
+def speedup(own: list[float], other: list[float]) -> dict[str, float]:
+    """How many times as fast `own` is as `other`: median, least and most of the ratios within
+    each round, whose measurements are from the same minute."""
+    ratios = [theirs / ours for ours, theirs in zip(own, other, strict=True)]
+    return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def show_speedup(found: dict[str, float]) -> str:
+    return "{median:.2f} ({least:.2f}-{most:.2f})".format(**found)
+
+
+def origin(module: str, device: torch.device, packages: tuple[str, ...]) -> dict:
+    """Command, date, commit, hardware and versions."""
+    found = {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        **machine(packages),
+        "uncommitted_changes": bool(git(REPOSITORY, "status", "--porcelain")),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
