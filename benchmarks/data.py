@@ -1,10 +1,9 @@
-"""How fast texts become tokens and tokens batches, and in how much memory, on this machine.
+"""How fast texts become tokens and tokens batches on this machine.
 
     python -m benchmarks.data text=big.txt out=data.json
 
 Measures, on the beginning of the text, one call of tiktoken against `scripts.prepare_data` from
-file to shards, alternating; the memory of preparing all of the text; and the loader on a shard of
-100 million tokens in the page cache. Needs Linux (memory is read from /proc).
+file to shards, alternating, and the loader on a shard of 100 million tokens in the page cache.
 """
 
 import json
@@ -51,7 +50,6 @@ def main(settings: BenchmarkConfig) -> None:
     results = {"machine": machine(), "text_megabytes": os.path.getsize(settings.text) / 1e6}
     with tempfile.TemporaryDirectory() as folder:
         results["tokenizing"] = tokenizing(settings, Path(folder))
-        results["memory"] = preparing_memory(Path(settings.text), Path(folder))
         results["loader"] = loader(Path(folder))
     print(json.dumps(results, indent=1))
     if settings.out:
@@ -74,7 +72,9 @@ def tokenizing(settings: BenchmarkConfig, folder: Path) -> dict:
         encode(text, disallowed_special=())
         one_call.append(size / (time.perf_counter() - started))
         started = time.perf_counter()
-        prepare(path, folder / f"sample-{turn}").wait()
+        out = folder / f"sample-{turn}"
+        command = [sys.executable, "-m", "scripts.prepare_data", f"data.path={path}", f"out={out}"]
+        subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
         file_to_shards.append(size / (time.perf_counter() - started))
     return {
         "megabytes": size,
@@ -82,39 +82,6 @@ def tokenizing(settings: BenchmarkConfig, folder: Path) -> dict:
         "prepare_data": file_to_shards,
         "times_as_fast": median(file_to_shards) / median(one_call),
     }
-
-
-def prepare(text: Path, out: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "scripts.prepare_data", f"data.path={text}", f"out={out}"]
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-
-
-def preparing_memory(text: Path, folder: Path) -> dict:
-    """Resident memory of all processes together while all of the text is prepared, ten times a
-    second, in megabytes: the most in each quarter of the time."""
-    process = prepare(text, folder / "whole")
-    seen = []
-    while process.poll() is None:
-        processes = [process.pid, *children(process.pid)]
-        seen.append(sum(map(resident, processes)))
-        time.sleep(0.1)
-    quarters = [seen[len(seen) * i // 4 : len(seen) * (i + 1) // 4] for i in range(4)]
-    return {"megabytes_of_text": text.stat().st_size / 1e6, "most": [max(q) for q in quarters if q]}
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def resident(pid: int | str) -> float:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def loader(folder: Path) -> dict:
@@ -132,22 +99,18 @@ def loader(folder: Path) -> dict:
     config = DataConfig.with_defaults(path=str(shard), max_length=LENGTH, val_fraction=0.0)
     dataset = load_datasets(config).train  # verifies it, and so reads it into the page cache
     order = order_of(dataset, BATCH, seed=0)
-    memory, seconds = [], []
+    started = time.perf_counter()
     for step in range(BATCHES):
-        started = time.perf_counter()
         dataset.gather(order.windows(step))
-        seconds.append(time.perf_counter() - started)
-        if step % 1000 == 100 or step == BATCHES - 1:
-            memory.append(resident("self"))
+    seconds = time.perf_counter() - started
     batches = training_batches(dataset, BATCH, seed=0)
     started = time.perf_counter()
     for _ in range(1000):
         dataset.expand(*next(batches))
     widened = BATCH * LENGTH * 1000 / (time.perf_counter() - started)
     return {
-        "tokens_per_second": BATCH * LENGTH * BATCHES / sum(seconds),
+        "tokens_per_second": BATCH * LENGTH * BATCHES / seconds,
         "as_int64_on_the_device": widened,
-        "resident_megabytes": memory,
     }
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plots [out=FOLDER]
 
-Of each kind of figures the newest file is drawn: *-others-cpu.json (scripts/benchmark) and
+Of each kind of figures the newest file is drawn: *-others-cpu.json (benchmarks/training.py) and
 *-muon-NAME.json, *-muon-sweep-NAME.json (scripts/compare).
 """
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pydantic import DirectoryPath, Field
 
-from errors import message_of, refuse
 from training.config.command_line import ScriptConfig, settings_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -44,45 +43,29 @@ class PlotsConfig(ScriptConfig):
     """
 
     out: DirectoryPath = Field(str(REPOSITORY / "docs"), description="the folder to write them to")
-    results: DirectoryPath = Field(str(RESULTS), description="the folder of the figures")
 
 
 @settings_command(PlotsConfig)
 def main(settings: PlotsConfig) -> None:
-    results = Path(settings.results)
-    drawings = {
-        "benchmarks-speed.png": (speed, {"others": newest(results, "others-cpu")}),
-        "benchmarks-muon.png": (
-            learning,
-            {
-                kind: {name: newest(results, f"{kind}-{name}") for name in ("nano", "medium")}
-                for kind in ("muon", "muon-sweep")
-            },
-        ),
-    }
     plt = pyplot()
-    for name, (draw, figures) in drawings.items():
+    muon, sweeps = (
+        {name: newest(f"{kind}-{name}") for name in ("nano", "medium")}
+        for kind in ("muon", "muon-sweep")
+    )
+    figures = {
+        "benchmarks-speed.png": speed(plt, newest("others-cpu")),
+        "benchmarks-muon.png": learning(plt, muon, sweeps),
+    }
+    for name, figure in figures.items():
         path = Path(settings.out) / name
-        try:
-            figure = draw(plt, **{key.replace("-", "_"): found for key, found in figures.items()})
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            cause = f"the figures of {name} lack something ({message_of(error)})"
-            refuse([("results", settings.results, cause, "write them anew")])
         figure.savefig(path, dpi=110, metadata={"Software": None})
-        plt.close(figure)
         print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
 
 
-def newest(results: Path, what: str) -> dict:
+def newest(what: str) -> dict:
     """The figures of one kind whose file is dated last."""
-    files = sorted(results.glob(f"20??-??-??-{what}.json"))
-    if not files:
-        cause = f"has no DATE-{what}.json"
-        refuse([("results", results, cause, "measure it first, see docs/benchmarks.md")])
-    try:
-        return json.loads(files[-1].read_text(encoding="utf-8"))
-    except ValueError:
-        refuse([("results", files[-1], "is no JSON", "write it anew")])
+    file = max(RESULTS.glob(f"20??-??-??-{what}.json"))
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def pyplot():
@@ -96,7 +79,7 @@ def pyplot():
 
 
 def speed(plt, others: dict):
-    """Tokens per second of each contender, as shipped and equalised."""
+    """Tokens per second of each implementation, as shipped and equalised."""
     tables = {name: others["tables"][name]["rows"] for name in ("shipped", "equalised")}
     titles = {"shipped": "as shipped", "equalised": "equalised: bf16, compiled"}
     heights = [len(rows) for rows in tables.values()]
