@@ -11,8 +11,8 @@ import torch
 from benchmarks.equivalence import check_first_step, check_implementations, reference
 from benchmarks.implementations import NanoGPT, Ours, Transformers, Variant, variants
 from benchmarks.runner import Batch, OurRunner, Runner, set_freed_memory
+from benchmarks.settings import TrainingBenchmark
 from benchmarks.timing import interleave, origin, show_speedup, speedup
-from benchmarks.training import TrainingBenchmark
 from errors import refuse
 from model import GPT, ModelConfig
 from training.config import Config, compose

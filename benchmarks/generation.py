@@ -7,8 +7,8 @@ from statistics import median
 
 import torch
 
-from benchmarks.generate import GenerationBenchmark
 from benchmarks.implementations import NotEquivalent, Transformers
+from benchmarks.settings import GenerationBenchmark
 from benchmarks.timing import interleave, origin, show_speedup, speedup
 from errors import NO_VALUE, refuse
 from inference.cache import KVCache

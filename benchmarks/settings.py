@@ -1,0 +1,45 @@
+"""Settings of benchmarks/training.py and benchmarks/generate.py."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from training.config.command_line import OutFile, ScriptConfig
+from training.config.schema import Device, Name, Positive, rejected
+
+
+class TrainingBenchmark(ScriptConfig):
+    """python -m benchmarks.training [model=NAME] [nanogpt=FOLDER] [KEY=VALUE ...]"""
+
+    model: Name = Field("gpt2-small", description="as in training")
+    batch_size: Positive = Field(4, description="windows per step")
+    length: Positive = Field(256, description="tokens per window")
+    nanogpt: str = Field("", description="the folder of a checkout of nanoGPT")
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto | fp32 | bf16")
+    compile: bool = Field(True, description="false: nothing is compiled")
+    rounds: Positive = Field(5, description="in each, every row of a table runs some steps")
+    steps: Positive = Field(3, description="timed steps of a round")
+    out: OutFile = Field("", description="a JSON file for everything measured")
+
+    @field_validator("nanogpt")
+    @classmethod
+    def _is_a_checkout(cls, folder: str) -> str:
+        if folder and not (Path(folder) / "model.py").is_file():
+            raise rejected("has no file model.py", "name the folder of a checkout of nanoGPT")
+        return folder
+
+
+class GenerationBenchmark(ScriptConfig):
+    """python -m benchmarks.generate [model=NAME] [KEY=VALUE ...]"""
+
+    model: Name = Field("gpt2-small", description="as in training")
+    batch_sizes: Annotated[list[Positive], Field(min_length=1)] = Field(
+        [1, 8], description="texts at once, one table each"
+    )
+    prompt_tokens: Positive = Field(64, description="tokens per prompt")
+    num_tokens: Positive = Field(64, description="new tokens per text")
+    rounds: Positive = Field(5, description="runs of each implementation")
+    device: Device = Field("auto", description="auto | cpu | cuda | mps")
+    out: OutFile = Field("", description="a JSON file for everything measured")
