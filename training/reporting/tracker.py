@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from errors import visible
 from training.checkpoint.run_directory import CONFIG
@@ -50,7 +50,8 @@ class Tracker:
         self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
     ):
         self.folder = folder
-        self.log_model_of, self.alerts = config.log_model, config.alerts
+        self.log_model_of: str | bool = config.log_model
+        self.alerts: bool = config.alerts
         self.rows: RowFile | NoRows = RowFile(folder / "metrics.jsonl")
         trainer = settings.get("trainer", {})
         self.last_step = trainer.get("max_steps") or 0
@@ -114,10 +115,12 @@ class Tracker:
         """Pictures, pages, tables and histograms as W&B's types. One that fails is skipped with a
         line on stderr, and so are those after it; the files stay in the run's directory."""
         wandb = self.wandb
-        media, pictures, pages, tables, histograms = {}, {}, {}, {}, {}
+        media: dict[str, Any] = {}
+        pictures, pages, tables, histograms = {}, {}, {}, {}
         if snapshot:
-            media, histograms = dict(snapshot.heads), snapshot.histograms
+            media |= snapshot.heads
             pictures, pages, tables = snapshot.pictures, snapshot.pages, snapshot.tables
+            histograms: dict[str, Any] = snapshot.histograms
         try:
             media |= {key: wandb.Image(str(path)) for key, path in pictures.items()}
             # inject=False: by default W&B adds a stylesheet from its server to the page.
@@ -233,7 +236,7 @@ class NoTracker(Tracker):
     def __init__(self):
         self.rows, self.run, self.log_model_of, self.alerts = NoRows(), None, False, False
 
-    def log(self, *_: object) -> None: ...
+    def log(self, metrics, step, snapshot=None, sample=None) -> None: ...
 
 
 def _start(
