@@ -187,7 +187,7 @@ def test_a_disk_that_is_full_at_the_start_is_refused(faults, small_disk):
         before = usable(small_disk / "runs" / "run")
         fill_up(small_disk / BALLAST)
         training = faults.run(small_disk, "short", code=2)
-        assert printed_keys(training.err) == ["name"]
+        assert printed_keys(training.err) == ["runs_dir"]
         (small_disk / BALLAST).unlink()
         assert usable(small_disk / "runs" / "run") == before
     faults.complete(small_disk, "short")

@@ -47,7 +47,7 @@ SHORT = {
 }
 # Not run: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate"}
-ELSEWHERE |= {"tests/mutations.py", "wandb", "lm_eval"}
+ELSEWHERE |= {"tests/mutations.py", "tests.budgets", "wandb", "lm_eval"}
 REFUSED = re.compile(r"modle=|num_heads=5$|optuna")  # see test_readme.py, campaign/extras.py
 
 # What stands for names in the pages.

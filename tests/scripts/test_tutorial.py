@@ -64,7 +64,7 @@ def test_it_runs(tmp_path):
         assert [kind for kind, _ in cell] == [kind for kind, _ in before]
     *_, sample, figures = ("".join(text) for (_, text), *_ in now)
     assert sample.startswith("The bell")
-    assert re.search(r"bits per byte +\d\.\d{4}\n", figures)
+    assert re.search(r"bits_per_byte +\d\.\d{4}\n", figures)
 
 
 def test_its_outputs_are_complete_and_name_no_machine():
