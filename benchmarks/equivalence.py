@@ -32,7 +32,7 @@ class Figures:
     loss: float
     grad_norm: float
     loss_after: float  # on the same batch, after one optimizer step
-    own_gelu: str = "tanh"  # of its own training; the check is made with tanh, as in GPT-2
+    own_gelu: str = "tanh"  # in the project's training; the check uses tanh, as GPT-2 does
 
 
 def check_implementations(

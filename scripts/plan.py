@@ -3,7 +3,7 @@
     python -m scripts.plan model=gpt2-xl data=text trainer.batch_size=512 parallel=fsdp \\
         devices=64 kind=h100 tokens=10e9
 
-Takes the settings of train.py and some of its own. Nothing is trained and no GPU is needed. Memory
+Takes the settings of train.py and those below. Nothing is trained and no GPU is needed. Memory
 comes from the formulas of training/planning/memory.py, time from the FLOPs of the model and
 `utilisation`, the share of the device's peak FLOP/s that training reaches: measured where
 training/planning/devices.py has a figure for the device, else assumed, and printed as such.

@@ -16,7 +16,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 TRUNK = ("train.py", "model.py", "attention.py", "data.py")
 # The files whose functions compute or move data in one training step on a CPU, in the order of the
-# calls. The profiler, the metrics and the dataclass of the run are called too, and left out.
+# calls. The profiler, the metrics and the dataclass of the run are called too; they are not listed.
 STEP = (
     "train.py",
     "data.py",

@@ -264,7 +264,7 @@ def restore(
     state = dataclasses.replace(
         start.state, settings=new.settings, data=new.data, format=new.format
     )
-    if not start.in_place:  # a branch has a W&B run and a best checkpoint of its own
+    if not start.in_place:  # a branch has another W&B run and best checkpoint
         state.wandb_id = state.best_loss = state.best_step = None
     load_optimizer(start.checkpoint, model, optimizer, strategy)
     if state.scaler:

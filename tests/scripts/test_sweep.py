@@ -192,7 +192,7 @@ def test_a_sweep_of_several_ranks_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_launchers_of_hydra(tmp_path, text_file, launcher):
-    """Each job in a process of its own, started from another folder than the repository."""
+    """Each job in a separate process, started from another folder than the repository."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     arguments = [*SHORT, "optimizer.lr=1e9,1e-2", f"hydra/launcher={launcher}"]
     arguments += ["hydra.launcher.n_jobs=1"] * (launcher == "joblib")

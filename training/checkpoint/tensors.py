@@ -108,13 +108,13 @@ def load_parameters(folder: Path, model: GPT) -> None:
 def load_optimizer(
     folder: Path, model: GPT, optimizer: torch.optim.Optimizer, parallel: "Strategy"
 ) -> None:
-    """Restores the optimizer's state. On all ranks; the main one reads.
+    """Restores the optimizer's state. On all ranks; rank 0 reads.
 
-    What another optimizer has kept of a parameter is left out, and its moments begin anew: who goes
-    on with another one has asked for that.
+    The state that another optimizer kept for a parameter is skipped, and its moments start at zero:
+    resuming with another optimizer is allowed only on request (trainer.resume_override).
 
-    Raises CheckpointError for what none keeps, DamagedCheckpointError for a negative number of
-    steps or second moment, which would become NaN.
+    Raises CheckpointError for a state that no optimizer has, DamagedCheckpointError for a negative
+    number of steps or second moment, which would lead to NaN.
     """
 
     def read() -> dict[str, dict[str, torch.Tensor]]:

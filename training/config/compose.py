@@ -116,7 +116,7 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
 def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
     """The plain values of a composition; None where there is none. Adds to the problems.
 
-    A choice that does not exist is left out, so that the rest is checked too.
+    A choice that does not exist is skipped, so that the rest is checked too.
     """
     try:
         # hydra.job has these in jobs only, and ${hydra:job.num} may name a run.
