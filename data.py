@@ -27,16 +27,22 @@ from torch.utils.data import DataLoader, Dataset
 
 from errors import ConfigError, DataError, visible
 from tokens.encoding import StreamEncoder, collected, encode_text
-from tokens.mixture import MixedDataset, order_of
 from tokens.parts import Part
 from tokens.paths import find_files
 from tokens.readers import encode_part
-from tokens.sampler import StepSampler, WindowOrder, shares
+from tokens.sampler import WindowOrder, shares
 from tokens.shards import is_shards, open_shards
 from tokens.stream import Checksums, TokenStream
 from tokens.synthetic import CycleWalks, RepeatedSequences
 from tokens.tokenizers import get_tokenizer
-from tokens.windows import DocumentWindows, Windows
+from tokens.windows import (
+    IGNORED,
+    DocumentWindows,
+    MixedDataset,
+    WindowDataset,
+    Windows,
+    order_of,
+)
 from training.config.schema import DataConfig
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
@@ -80,19 +86,6 @@ class GPTDatasetV1(Windows):
         super().__init__(TokenStream([ids], tokenizer.n_vocab, end_of_text), max_length, stride)
 
 
-class StoredBatches(Dataset):
-    """A dataset whose batches stay as they are stored, two bytes a token."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, windows: np.ndarray) -> tuple[Tensor, ...]:
-        return self.dataset.gather(windows)
-
-
 def create_dataloader(
     txt: str | None = None,
     batch_size: int = 4,
@@ -102,28 +95,21 @@ def create_dataloader(
     drop_last: bool = True,
     num_workers: int = 0,
     *,
-    dataset=None,
+    dataset: Dataset | None = None,
     batch_sampler: Iterable[np.ndarray] | None = None,
     pin_memory: bool = False,
 ) -> DataLoader:
     """A torch DataLoader over the windows of a text in GPT-2's tokens, or of a dataset.
 
-    Without batch_sampler the batches are [input_ids (B, T), target_ids (B, T)], int64.
-    With one, which says which windows each batch has, the batches are [tensors as they are
-    stored]: dataset.expand(*batch) makes input_ids and target_ids of them, on any device, and
-    dataset.num_targets(*batch) counts the targets. train.py trains on these.
+    The batches are [input_ids (B, T), target_ids (B, T)], int64. batch_sampler: which windows each
+    batch has, instead of batch_size, shuffle and drop_last; train.py trains on such batches.
     """
     if dataset is None:
         dataset = GPTDatasetV1(txt, get_tokenizer("gpt2"), max_length, stride)
     options = {"num_workers": num_workers, "pin_memory": pin_memory}
     if batch_sampler is not None:
-        return DataLoader(
-            StoredBatches(dataset),
-            batch_sampler=batch_sampler,
-            collate_fn=list,
-            generator=torch.Generator(),  # otherwise iter() draws from torch's global one
-            **options,
-        )
+        generator = torch.Generator()  # otherwise iter() draws from torch's global one
+        return DataLoader(dataset, batch_sampler=batch_sampler, generator=generator, **options)
     if drop_last and len(dataset) < batch_size:
         raise DataError(
             "batch_size",
@@ -135,7 +121,7 @@ def create_dataloader(
 
 
 def training_batches(
-    dataset,
+    dataset: WindowDataset,
     batch_size: int,
     seed: int,
     first_step: int = 0,
@@ -143,12 +129,13 @@ def training_batches(
     world_size: int = 1,
     pin_memory: bool = False,
 ) -> Iterator[list[Tensor]]:
-    """This rank's part of the batch of each step from first_step on, as it is stored; endless.
+    """This rank's part of the batch of each step from first_step on, [input_ids, target_ids].
 
-    The windows depend on nothing but (seed, step, rank, world size). One batch is read ahead.
+    Endless. The windows depend on nothing but (seed, step, rank, world size). One batch is read
+    ahead.
     """
-    sampler = StepSampler(order_of(dataset, batch_size, seed), first_step, rank, world_size)
-    loader = create_dataloader(dataset=dataset, batch_sampler=sampler, pin_memory=pin_memory)
+    windows = order_of(dataset, batch_size, seed).steps(first_step, rank, world_size)
+    loader = create_dataloader(dataset=dataset, batch_sampler=windows, pin_memory=pin_memory)
     return read_ahead(iter(loader))
 
 
@@ -170,13 +157,13 @@ def read_ahead(batches: Iterator) -> Iterator:
 
 
 def split_batch(
-    dataset, batch: Sequence[Tensor], micro_batch_size: int | None
+    batch: Sequence[Tensor], micro_batch_size: int | None
 ) -> list[tuple[Sequence[Tensor], int]]:
-    """A stored batch as micro-batches of at most micro_batch_size windows, each with the number of
-    its targets. None: the whole batch."""
+    """A batch as micro-batches of at most micro_batch_size windows, each with the number of its
+    targets. None: the whole batch."""
     size = micro_batch_size or len(batch[0])
     parts = zip(*(tensor.split(size) for tensor in batch), strict=True)
-    return [(part, dataset.num_targets(*part)) for part in parts]
+    return [(part, int((part[1] != IGNORED).sum())) for part in parts]
 
 
 # ----------------------------------------------------------------- settings -> training, validation
@@ -187,7 +174,7 @@ class Loaded:
     """What training reads."""
 
     train: Windows | MixedDataset | CycleWalks
-    val: Windows | MixedDataset | RepeatedSequences | None
+    val: WindowDataset | None
     checksums: Checksums  # of the tokens; what a checkpoint remembers
     notes: list[str]  # what the user should be told
 

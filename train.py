@@ -64,7 +64,7 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     micro_batches = next(run.batches)
     (targets,) = strategy.all_reduce_sum(sum(count for _, count in micro_batches))
     for number, (tensors, count) in enumerate(micro_batches, start=1):
-        input_ids, target_ids = run.data.train.expand(*strategy.to_device(*tensors))  # (B, T)
+        input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
         with strategy.no_sync(number < len(micro_batches)):  # gradients are exchanged at the last
             with run.profiler.phase("forward"), strategy.autocast():
                 _, loss = run.trained_model(input_ids, target_ids)

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from data import GPTDatasetV1, read_ahead, split_batch, training_batches
-from tokens.mixture import MixedDataset, order_of
 from tokens.sampler import WindowOrder
 from tokens.stream import TokenStream
-from tokens.synthetic import IGNORED, CycleWalks
+from tokens.synthetic import CycleWalks
 from tokens.tokenizers import bytes_per_token, get_tokenizer
-from tokens.windows import DocumentWindows
+from tokens.windows import IGNORED, DocumentWindows, MixedDataset, order_of
 from training.distributed.strategy import Strategy
 from training.evaluation import Validation
 
@@ -45,9 +44,9 @@ class Numbers:
     def __len__(self):
         return self.size
 
-    def gather(self, windows):
+    def __getitems__(self, windows):
         self.read.append(windows.tolist())
-        return (torch.from_numpy(windows.astype(np.int16)),)
+        return [(torch.tensor(window), torch.tensor(0)) for window in windows.tolist()]
 
 
 def numbers(batches: Iterator, steps: int) -> list[list[int]]:
@@ -70,7 +69,7 @@ def test_batches_are_each_ranks_part_of_every_step_from_any_step_on(first_step, 
 def test_batches_of_a_mixture_follow_its_weights():
     texts = [GPTDatasetV1(letter * 41, get_tokenizer("byte"), 4, 4) for letter in "ab"]
     batches = training_batches(MixedDataset(texts, [0.75, 0.25]), 8, seed=0, first_step=5)
-    for (ids,) in itertools.islice(batches, 4):
+    for ids, _ in itertools.islice(batches, 4):
         assert sorted(ids[:, 0].tolist()).count(ord("a")) == 6
 
 
@@ -79,11 +78,11 @@ def test_the_next_batch_is_read_while_this_one_is_used():
     go_on, is_ready = threading.Event(), threading.Event()
 
     class Slow(Numbers):
-        def gather(self, windows):
+        def __getitems__(self, windows):
             if self.read:
                 assert go_on.wait(AT_MOST)
                 is_ready.set()
-            return super().gather(windows)
+            return super().__getitems__(windows)
 
     dataset, order = Slow(), WindowOrder(100, 4, 0)
     num_threads = torch.get_num_threads()
@@ -120,22 +119,20 @@ def documents_of(lengths: list[int]) -> DocumentWindows:
     ],
     ids=["plain", "documents", "walks"],
 )
-def test_batches_expand_to_those_of_the_data_set_and_their_targets_are_counted(dataset):
-    order = order_of(dataset, 12, 0)
-    expected_inputs, expected_targets = dataset.batch(order.windows(2))
+def test_batches_are_those_of_the_data_set_and_their_targets_are_counted(dataset):
+    expected_inputs, expected_targets = dataset.batch(order_of(dataset, 12, 0).windows(2))
     batch = next(training_batches(dataset, 12, 0, first_step=2))
-    assert dataset.num_targets(*batch) == int((expected_targets != IGNORED).sum())
-    input_ids, target_ids = dataset.expand(*batch)
+    input_ids, target_ids = batch
     assert torch.equal(input_ids, expected_inputs)
     assert torch.equal(target_ids, expected_targets)
-    parts = split_batch(dataset, batch, 5)
+    parts = split_batch(batch, 5)
     assert [len(tensors[0]) for tensors, _ in parts] == [5, 5, 2]
-    for (tensors, count), first in zip(parts, (0, 5, 10), strict=True):
-        _, targets = dataset.expand(*tensors)
+    for ((inputs, targets), count), first in zip(parts, (0, 5, 10), strict=True):
+        assert torch.equal(inputs, expected_inputs[first : first + 5])
         assert torch.equal(targets, expected_targets[first : first + 5])
         assert count == int((targets != IGNORED).sum())
-    ((whole, _),) = split_batch(dataset, batch, None)
-    assert [*map(len, whole)] == [12] * len(batch)
+    ((whole, _),) = split_batch(batch, None)
+    assert [*map(len, whole)] == [12, 12]
 
 
 class Table(torch.nn.Module):
@@ -172,10 +169,10 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(
     expected = float(expected.detach())
     expected_gradient, model.table.grad = model.table.grad, None
     total = 0.0
-    parts = split_batch(dataset, dataset.gather(order.windows(step)), micro_batch_size)
+    parts = split_batch(dataset.batch(order.windows(step)), micro_batch_size)
     num_targets = sum(count for _, count in parts)
     for tensors, count in parts:
-        _, loss = model(*dataset.expand(*tensors))
+        _, loss = model(*tensors)
         (loss * count / num_targets).backward()
         total += float(loss.detach()) * count / num_targets
     assert total == pytest.approx(expected, rel=1e-5)

@@ -9,6 +9,7 @@
     stream.py      token ids of many files as one long array
     shards.py      token files: llm.c's layout and nanoGPT's; manifest.py: what they are
     prepare.py     texts -> a folder of shards, by many processes and machines; tasks.py: a task
+    windows.py     windows of a stream of tokens, and mixtures of them
     sampler.py     which windows each step trains on
     synthetic.py   sequences made on the spot
 

@@ -76,17 +76,12 @@ class WindowOrder:
             windows[mine] = self.offsets[source] + shuffled(turns[mine], self.sizes[source], key)
         return windows
 
-
-class StepSampler:
-    """A batch sampler for torch's DataLoader: a rank's windows of each step from first_step on."""
-
-    def __init__(self, order: WindowOrder, first_step: int = 0, rank: int = 0, world_size: int = 1):
-        self.order, self.first_step = order, first_step
-        self.rank, self.world_size = rank, world_size
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        for step in itertools.count(self.first_step):
-            yield self.order.windows(step, self.rank, self.world_size)
+    def steps(
+        self, first_step: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[np.ndarray]:
+        """This rank's windows of each step from first_step on: a batch sampler for DataLoader."""
+        for step in itertools.count(first_step):
+            yield self.windows(step, rank, world_size)
 
 
 def shuffled(places: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:

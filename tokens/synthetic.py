@@ -18,29 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokens.windows import IGNORED, WindowDataset
+
 SYMBOLS = np.frombuffer((string.ascii_letters + string.digits).encode(), np.uint8)  # 62 ids
 BOS = 256  # the byte tokenizer's <|endoftext|>, which every sequence begins with
-IGNORED = -100  # a target that the loss leaves out (torch.nn.functional.cross_entropy)
 JUMP = 0.05  # how often a walk leaves its cycle for a random symbol of it
 
 
-class MadeOnTheSpot:
-    """What both data sets share: a batch is ready as it is made."""
-
-    def gather(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The same as `batch`: there is no shorter way to store it."""
-        return self.batch(windows)
-
-    def expand(self, input_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What `gather` gave, as it is."""
-        return input_ids, target_ids
-
-    def num_targets(self, input_ids: Tensor, target_ids: Tensor) -> int:
-        """How many targets count in what `gather` gave."""
-        return int((target_ids >= 0).sum())
-
-
-class CycleWalks(MadeOnTheSpot):
+class CycleWalks(WindowDataset):
     """Training windows: walks around a random cycle of symbols, now and then with a jump.
 
     Each window draws K from 4 to T / 2 - 1 symbols and puts them into a random cycle. The next
@@ -63,7 +48,6 @@ class CycleWalks(MadeOnTheSpot):
         return SYMBOLS.astype(np.int64)
 
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Windows (B,) -> (input_ids (B, T), target_ids (B, T)), int64; some targets IGNORED."""
         length = self.max_length
         order, rest = _draws(windows, "walk", length)
         sizes = 4 + (rest[:, 0] * (length // 2 - 4)).astype(np.int64)[:, None]  # K of each window
@@ -87,7 +71,7 @@ class CycleWalks(MadeOnTheSpot):
         return torch.from_numpy(ids[:, :-1]), torch.from_numpy(targets)
 
 
-class RepeatedSequences(MadeOnTheSpot):
+class RepeatedSequences(WindowDataset):
     """Windows to validate on: [BOS] + R + R, R of T / 2 different random symbols.
 
     Never seen in training, where no window is such a sequence. The targets of the first copy, which
@@ -101,7 +85,6 @@ class RepeatedSequences(MadeOnTheSpot):
         return 1000
 
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Windows (B,) -> (input_ids (B, T), target_ids (B, T)), int64."""
         order, _ = _draws(windows, "repeat", 0)
         half = (self.max_length + 1) // 2
         copy = SYMBOLS[np.resize(order.T, (half, len(windows))).T].astype(np.int64)  # (B, T / 2)

@@ -19,8 +19,8 @@ from lens.config import LensConfig
 from lens.snapshots import Lens
 from model import GPT, ModelConfig
 from tokens.checksums import check_same, check_unchanged
-from tokens.mixture import evenly
 from tokens.tokenizers import bytes_per_token, get_tokenizer
+from tokens.windows import evenly
 from training.checkpoint import run_directory
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
@@ -195,7 +195,7 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
 def build_batches(
     config: Config, strategy: Strategy, data: Loaded, first_step: int
 ) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
-    """Of each step, this rank's micro-batches: (tensors as stored, number of targets) each."""
+    """Of each step, this rank's micro-batches: ((input_ids, target_ids), number of targets)."""
     batches = training_batches(
         data.train,
         config.trainer.batch_size,
@@ -206,7 +206,7 @@ def build_batches(
         pin_memory=strategy.device.type == "cuda",
     )
     size = config.trainer.micro_batch_size
-    return (split_batch(data.train, batch, size) for batch in batches)
+    return (split_batch(batch, size) for batch in batches)
 
 
 def build_model(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> GPT:

@@ -16,7 +16,7 @@ from benchmarks import comparison, equivalence, training
 from benchmarks.implementations import NanoGPT, NotEquivalent, Ours, Variant
 from benchmarks.runner import OurRunner
 from benchmarks.timing import interleave, speedup
-from tokens.mixture import order_of
+from tokens.windows import order_of
 from train import train_step
 from training.config.schema import OptimizerConfig, ParallelConfig
 from training.distributed.build import build_strategy
