@@ -4,9 +4,9 @@
     python -m scripts.compare runs='runs/*' target=1.9
 
 Runs that differ by their seed alone are one row. The settings in which any two runs differ are the
-columns; the best row comes first. Losses of different texts or tokenizers cannot be compared
-(metric=val/bits_per_byte can, between tokenizers). Reads run.json and metrics.jsonl, changes
-nothing.
+columns; the best row comes first. Runs of different texts or tokenizers are in separate tables:
+their losses cannot be compared (metric=val/bits_per_byte can, between tokenizers). Reads run.json
+and metrics.jsonl, changes nothing.
 """
 
 import datetime
@@ -23,13 +23,11 @@ from training.config.schema import Name, Paths
 from training.reporting import comparison as results
 from training.reporting.machine import machine
 
-TEXTS = {"data.path", "data.val_path", "data.synthetic", "data.tokenizer"}
-
 
 class CompareConfig(ScriptConfig):
     """python -m scripts.compare runs='runs/*' [target=LOSS] [KEY=VALUE ...]
 
-    A table of runs: one row for each setting that differs, seeds together, the lowest metric first.
+    Tables of runs: one row for each setting that differs, seeds together, the lowest metric first.
     """
 
     runs: Paths = Field("runs/*", description="run directories: a pattern, or [A,B,...]")
@@ -44,63 +42,52 @@ class CompareConfig(ScriptConfig):
 @settings_command(CompareConfig)
 def main(settings: CompareConfig) -> None:
     runs = found(settings)
-    names = results.differing(runs)
-    rows = results.summaries(runs, names, settings.target)
-    print(results.table(rows, names, settings.metric, settings.target))
-    if texts := sorted(TEXTS.intersection(names)):
-        say(f"the runs differ in {', '.join(texts)}: losses of different texts cannot be compared")
+    rows = results.summaries(runs, settings.metric, settings.target)
+    print(results.tables(rows, settings.metric))
     if settings.out:
         written = {
             "date": datetime.date.today().isoformat(),
             **machine(("torch",)),
             "metric": settings.metric,
             "target": settings.target,
-            "settings": results.shared(runs, names),
+            "settings": results.shared(runs),
             "rows": rows,
         }
-        write("out", settings.out, results.as_json(written))
+        write_out(settings.out, results.as_json(written))
     if settings.plot:
-        write("plot", settings.plot, results.draw(rows, settings.metric))
-
-
-def write(key: str, path: str, content: bytes) -> None:
-    write_out(path, content, key)
-    say(f"written to {path}")
-
-
-def say(line: str) -> None:
-    """A line on stderr. Names of files and folders come from anywhere."""
-    print(visible(line, keep=""), file=sys.stderr)
+        write_out(settings.plot, results.draw(rows, settings.metric), "plot")
 
 
 def found(settings: CompareConfig) -> list[results.Run]:
     """The runs that have the metric; a line on stderr for each of the others."""
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
-    runs, metrics = [], set()
+    runs: list[results.Run] = []
     for pattern in patterns:
-        # A name may hold what has a meaning in a pattern.
+        # A name may contain what has a meaning in a pattern.
         paths = [pattern] if os.path.isdir(pattern) else sorted(glob.glob(pattern))
         folders = [folder for folder in map(Path, paths) if folder.is_dir()]
         if not folders:
             say(f"{pattern}: no such folder")
         for folder in folders:
             try:
-                run, names = results.read(folder, settings.metric)
-            except ValueError as error:
+                runs.append(results.read(folder, settings.metric))
+            except (ValueError, RecursionError) as error:
                 say(f"{folder}: skipped, not a run ({message_of(error)})")
                 continue
-            metrics |= names
-            if run.points:
-                runs.append(run)
-            else:
+            if not runs[-1].points:
                 say(f"{folder}: skipped, no {settings.metric} after step 0")
-    if runs:
-        return runs
-    if metrics:
-        fix = f"use one of {', '.join(sorted(metrics))}"
+    if not runs:
+        fix = "use runs='runs/*' where training has been"
+        refuse([("runs", " ".join(patterns), "no run's directory", fix)])
+    if not any(run.points for run in runs):
+        fix = f"use one of {', '.join(sorted(set().union(*(run.metrics for run in runs))))}"
         refuse([("metric", settings.metric, "none of the runs has it", fix)])
-    value = settings.runs if isinstance(settings.runs, str) else f"[{','.join(patterns)}]"
-    refuse([("runs", value, "no run's directory", "use runs='runs/*' where training has been")])
+    return [run for run in runs if run.points]
+
+
+def say(line: str) -> None:
+    """A line on stderr. Names of files and folders come from anywhere."""
+    print(visible(line, keep=""), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
     folder = Path(hydra.runtime.output_dir)
     make_folder(folder)
     atomic_write(folder / "result.json", comparison.as_json(result))
-    return math.inf if result["exit_code"] else _objective(Path(result["run"]))
+    return math.inf if result["exit_code"] else _objective(result["run"])
 
 
 def _label(config: "Config", hydra: DictConfig) -> None:
@@ -86,22 +86,29 @@ def _label(config: "Config", hydra: DictConfig) -> None:
         config.wandb.group = sweep
 
 
-def _objective(run: Path) -> float:
+def _objective(run: str) -> float:
+    runs, metric = _runs([run])
+    values = [value for run in runs for _, value in run.points if math.isfinite(value)]
+    return (min(values) if metric == "val/loss" else values[-1]) if values else math.inf
+
+
+def _runs(folders: list[str]) -> tuple[list[comparison.Run], str]:
+    """The runs, with the first one of METRICS that any of them has; none if they have neither."""
     for metric in METRICS:
-        with contextlib.suppress(ValueError):
-            values = [value for _, value in comparison.read(run, metric)[0].points]
-            if values := [value for value in values if math.isfinite(value)]:
-                return min(values) if metric == "val/loss" else values[-1]
-    return math.inf
+        runs = []
+        for folder in folders:
+            with contextlib.suppress(ValueError):
+                runs.append(comparison.read(Path(folder), metric))
+        if any(run.points for run in runs):
+            return runs, metric
+    return [], ""
 
 
 def _free_memory() -> None:
     """Frees the model and the compiled code of a job before the next one starts."""
     gc.collect()
-    if torch := sys.modules.get("torch"):
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
-        torch.cuda.empty_cache()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
 
 
 # ------------------------------------------------------------------------------ all jobs
@@ -111,76 +118,45 @@ class SweepResults(Callback):
     """Hydra calls it in the process that started the sweep."""
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if str(REPOSITORY) not in paths:  # for the processes that a launcher starts
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, paths)])
+        paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for launchers
         for path in Path(config.hydra.sweep.dir).rglob("result.json"):
             path.unlink()  # of an earlier start of this sweep
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:
         folder = Path(config.hydra.sweep.dir)
         jobs = sorted(map(read_json, folder.rglob("result.json")), key=lambda job: job["job"])
-        varied = _varied(jobs)
-        lines = [_line(job, varied) for job in jobs if job["exit_code"]]
+        failed = [job for job in jobs if job["exit_code"]]
+        lines = []
+        for job in failed:
+            error = job["error"].replace("\n", "; ")
+            lines.append(visible(f"job {job['job']}: {' '.join(job['overrides'])}: {error}", ""))
         try:
-            write_results(folder, jobs, varied, lines)
+            write_results(folder, jobs, lines)
         except Exception as error:  # such as a full disk; the runs themselves are saved
             words = f"{folder}: results not written ({format_error(error)})"
             print(visible(words, keep=""), file=sys.stderr)
-        if lines:
+        if failed:
             print(f"{len(lines)} of {len(jobs)} jobs failed:", *lines, sep="\n  ", file=sys.stderr)
-            sys.exit(next(job["exit_code"] for job in jobs if job["exit_code"]))
+            sys.exit(failed[0]["exit_code"])
 
 
-def write_results(folder: Path, jobs: list[dict], varied: list[str], failed: list[str]) -> None:
+def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
     """Prints the table of all runs; writes results.md, results.json and results.png.
 
-    varied: the keys of `jobs` that differ. failed: a line for each failed job.
+    failed: a line for each failed job.
     """
     figures: dict[str, object] = {"jobs": jobs}
     parts = [f"# {folder.absolute().name}"]
-    runs, metric = _runs(jobs, varied)
+    runs, metric = _runs([job["run"] for job in jobs if job["run"]])
     if runs:
-        names = [key for key in varied if all(key in run.settings for run in runs)]
-        names = list(dict.fromkeys([*names, *comparison.differing(runs)]))
-        names = [name for name in names if name not in comparison.VARIES]
-        rows = comparison.summaries(runs, names)
-        table = comparison.table(rows, names, metric)
-        print(f"\n{table}\n\nresults          {folder}/results.md, .json, .png", flush=True)
+        keys = {text.partition("=")[0].lstrip("+") for job in jobs for text in job["overrides"]}
+        rows = comparison.summaries(runs, metric, swept=keys)
+        tables = comparison.tables(rows, metric)
+        print(f"\n{tables}\n\nresults          {folder}/results.md, .json, .png", flush=True)
         atomic_write(folder / "results.png", comparison.draw(rows, metric))
-        parts += [table, "![metric over tokens](results.png)"]
-        shared = comparison.shared(runs, names)
-        figures |= {"metric": metric, "settings": shared, "rows": rows}
+        parts += [tables, "![metric over tokens](results.png)"]
+        figures |= {"metric": metric, "settings": comparison.shared(runs), "rows": rows}
     parts += ["## Failed jobs"] * bool(failed) + [f"- {line}" for line in failed]
     atomic_write(folder / "results.json", comparison.as_json(figures))
     atomic_write(folder / "results.md", ("\n\n".join(parts) + "\n").encode())
-
-
-def _varied(jobs: list[dict]) -> list[str]:
-    """The keys of the overrides that not all jobs have in common."""
-    common = set.intersection(*(set(job["overrides"]) for job in jobs)) if jobs else set()
-    texts = [text for job in jobs for text in job["overrides"] if text not in common]
-    return list(dict.fromkeys(map(_key, texts)))
-
-
-def _runs(jobs: list[dict], varied: list[str]) -> tuple[list[comparison.Run], str]:
-    """The runs that have a metric, and which one."""
-    runs: list[comparison.Run] = []
-    for metric in METRICS:
-        for job in jobs:
-            with contextlib.suppress(ValueError, TypeError):
-                run, _ = comparison.read(Path(job["run"]), metric, varied)
-                runs += [run] * bool(run.points)
-        if runs:
-            break
-    return runs, metric
-
-
-def _line(job: dict, varied: list[str]) -> str:
-    texts = [text for text in job["overrides"] if _key(text) in varied]
-    error = "; ".join(job["error"].splitlines())
-    return visible(f"job {job['job']}: {' '.join(texts)}: {error}", keep="")
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")

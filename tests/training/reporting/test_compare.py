@@ -5,6 +5,7 @@ import os
 
 import pytest
 from helpers.refusals import SPECIAL_FILES, not_waiting, printed_keys
+from PIL import Image
 
 from scripts import compare
 
@@ -44,16 +45,18 @@ def log(folder, *rows):
 
 @pytest.fixture
 def compared(tmp_path, in_process):
-    """compared(*arguments): (cells of each line of each table, runs named on stderr, JSON file)."""
+    """compared(*arguments): ({heading: cells of each line of its table}, runs named on stderr,
+    JSON file)."""
 
     def run_it(*arguments):
         out = tmp_path / "found.json"
         code, shown, err = in_process(compare.main, tmp_path, f"out={out}", *arguments)
         assert code == 0
-        tables = [part.splitlines() for part in shown.strip().split("\n\n")]
+        parts = shown.strip().split("\n\n")
+        tables = [part.splitlines() for part in parts[1::2]]
         cells = [[[c.strip() for c in x.strip("|").split("|")] for x in t] for t in tables]
-        *lines, _ = err.splitlines()  # the last one names the file
-        return cells, [line.partition(": ")[0] for line in lines], json.loads(out.read_text())
+        named = [line.partition(": ")[0] for line in err.splitlines()]
+        return dict(zip(parts[::2], cells, strict=True)), named, json.loads(out.read_text())
 
     return run_it
 
@@ -64,9 +67,19 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     run("b", [3.0, 2.5], seed=1)
     run("c\x1b]0;title\x07", [1.9, 1.5], name="muon", lr=0.01)
     (tmp_path / "runs" / "no\x1b run").mkdir()
-    ((head, _, *rows),), skipped, found = compared("target=2.2")
+    tables, skipped, found = compared("target=2.2")
+    ((head, _, *rows),) = tables.values()
     assert head[:5] == ["optimizer.name", "optimizer.lr", "runs", "tokens", "val/loss"]
-    assert rows[0] == ["muon", "0.01", "1", "2,000", "1.5000", "", "1,000", "c\\x1b]0;title\\x07"]
+    assert rows[0] == [
+        "muon",
+        "0.01",
+        "1",
+        "2,000",
+        "1.5000",
+        "",
+        "1,000 (1 of 1)",
+        "c\\x1b]0;title\\x07",
+    ]
     of_two = ["2", "2,000", "2.2500", "2.0000–2.5000", "2,000 (1 of 2)", "a + 1"]
     assert rows[1] == ["adamw", "0.001", *of_two]
     assert skipped == ["runs/no\\x1b run"]
@@ -79,7 +92,8 @@ def test_unfinished_runs_and_runs_without_the_metric(run, compared):
         run(f"a_seed-{seed}", [3.0], seed=seed, max_steps=40)
     run("b", [2.0, float("nan")], lr=0.1, max_steps=40)
     run("c", [], lr=0.2)
-    ((_, _, *rows),), skipped, found = compared()
+    tables, skipped, found = compared()
+    ((_, _, *rows),) = tables.values()
     assert [row["mean"] for row in found["rows"]] == [3.0, None]
     assert [len(row["unfinished"]) for row in found["rows"]] == [6, 1]
     assert rows[0][-1] == "a_seed-0 + 5"
@@ -100,8 +114,8 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
             make(run(f"bad-{kind}-{name}", [1.0]) / name)
     bad = 5 + 2 * len(SPECIAL_FILES)
     with not_waiting(60):
-        ((_, _, *rows),), skipped, _ = compared("runs=[runs/*,nowhere]")
-    assert len(rows) == 1
+        tables, skipped, _ = compared("runs=[runs/*,nowhere]")
+    assert [len(table) for table in tables.values()] == [3]
     assert [name.split("-")[0] for name in skipped] == bad * ["runs/bad"] + ["nowhere"]
 
 
@@ -115,12 +129,34 @@ def test_tokens_are_the_logged_ones(run, compared):
     assert (first["tokens"], first["tokens_to_target"]) == (1500, [1000])
 
 
-def test_a_line_says_that_texts_differ(run, compared):
-    run("a", [3.0])
-    run("b", [1.0], data={"path": "b.txt"})
-    ((_, _, *rows),), said, _ = compared()
-    assert [row[-1] for row in rows] == ["b", "a"]
-    assert len(said) == 1
+def test_each_text_and_tokenizer_has_its_table(run, compared, tmp_path):
+    """Bits per byte can be compared between tokenizers, runs validated on one text in any case."""
+    for name, value, data in (
+        ("a", 3.0, {}),
+        ("b", 1.0, {"path": "b.txt"}),
+        ("c", 2.0, {"tokenizer": "gpt2"}),
+        ("d", 2.0, {"path": "d.txt", "val_path": "v.txt"}),
+        ("e", 1.5, {"path": "e.txt", "val_path": "v.txt"}),
+    ):
+        run(name, [value], data=data, lr=value)
+    tables, _, found = compared(f"plot={tmp_path / 'all.png'}")
+    assert [[row[-1] for row in rows] for _, _, *rows in tables.values()] == [
+        ["a"],
+        ["c"],
+        ["b"],
+        ["e", "d"],
+    ]
+    names = ["data.path=a.txt", "data.path=a.txt", "data.path=b.txt", "data.val_path=v.txt"]
+    assert [heading.strip("# ").split(", ")[0] for heading in tables] == names
+    assert [row["runs"] for row in found["rows"]] == [["a"], ["c"], ["b"], ["e"], ["d"]]
+    assert len({row["text"] for row in found["rows"]}) == 4
+    with Image.open(tmp_path / "all.png") as picture:
+        assert picture.height > 2 * picture.width  # a chart for each table
+    for name, value, data in (("f", 1.0, {}), ("g", 2.0, {"tokenizer": "gpt2"})):
+        run(name, [value], data=data, metric="val/bits_per_byte")
+    tables, *_ = compared("metric=val/bits_per_byte")
+    ((head, _, *rows),) = tables.values()
+    assert (head[0], [row[-1] for row in rows]) == ("data.tokenizer", ["f", "g"])
 
 
 def test_settings_that_are_refused(run, in_process, tmp_path):

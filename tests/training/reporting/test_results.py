@@ -9,17 +9,20 @@ from matplotlib.figure import Figure
 from training.reporting import comparison as results
 
 
-def row(settings, *values, first=5.0):
+def row(settings, *values, first=5.0, text="data.path=a.txt"):
     """A row of the table whose curves begin and end in these values."""
-    return {
-        "settings": settings,
-        "runs": [f"run{n}" for n in range(len(values))],
-        "unfinished": [],
-        "values": list(values),
-        "mean": sum(values) / len(values),
-        "curves": [[(100, first), (200, value)] for value in values],
-        "tokens": 200,
-    }
+    return results.Row(
+        text,
+        settings,
+        runs=[f"run{n}" for n in range(len(values))],
+        seeds=[*range(len(values))],
+        unfinished=[],
+        tokens=200,
+        curves=[[(100, first), (200, value)] for value in values],
+        values=list(values),
+        mean=sum(values) / len(values),
+        tokens_to_target=[],
+    )
 
 
 @pytest.fixture
@@ -48,8 +51,22 @@ def test_a_colour_for_each_setting_and_a_line_for_each_seed(drawn):
     assert colours[0::2] == colours[1::2]
     assert len(set(colours)) == 3
     assert [list(line.get_ydata()) for line in lines][:2] == [[5.0, 2.0], [5.0, 2.1]]
-    texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert texts == ["2.0500  a", "3.0500  b", "4.0500  c"]
+    legend = figure.axes[0].get_legend()
+    assert [
+        text.get_text().replace("\n", " ").split(", ")
+        for text in (legend.get_title(), *legend.get_texts())
+    ] == [
+        ["mean val/loss", "optimizer.name"],
+        ["2.0500", "a"],
+        ["3.0500", "b"],
+        ["4.0500", "c"],
+    ]
+
+
+def test_a_chart_for_each_text(drawn):
+    figure = drawn([row({}, 2.0, text=text) for text in ("a.txt", "b.txt", "b.txt")])
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["a.txt", "b.txt"]
+    assert [len(axis.get_lines()) for axis in figure.axes] == [1, 2]
 
 
 def test_a_diverged_run_does_not_set_the_scale(drawn):
@@ -67,12 +84,13 @@ def test_any_settings_can_be_drawn(drawn):
         [row({"of": f"kind {n}"}, float(n)) for n in range(15)],
     ):
         figure = drawn(rows)
-        assert 1 <= len(figure.legends[0].get_texts()) <= results.IN_LEGEND, rows
+        legend = figure.axes[0].get_legend()
+        assert 1 <= len(legend.get_texts()) <= results.COLOURS, rows
         assert figure.axes[0].get_position().width > 0.3, rows  # whatever the legend's width
 
 
 def test_values_are_valid_json_and_one_cell_of_the_table():
     value = {"a": [math.inf, -math.inf, math.nan, 1.5], "b": (2,)}
     assert json.loads(results.as_json(value)) == {"a": [None, None, None, 1.5], "b": [2]}
-    table = results.table([row({"path": "a|b\nc\x1b[31m"}, 1.0)], ["path"], "val/loss")
+    table = results.table([row({"path": "a|b\nc\x1b[31m"}, 1.0)], "val/loss")
     assert table.splitlines()[2].startswith("| a\\|b\\nc\\x1b[31m |")
