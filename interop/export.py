@@ -17,7 +17,7 @@ from interop.huggingface import to_hf
 from interop.pretrained import PretrainedModel
 from tokens import END_OF_TEXT
 from tokens.tokenizers import vocabulary_files
-from training.config.schema import flat
+from training.config.yaml_files import flat
 
 CARD = """---
 library_name: transformers

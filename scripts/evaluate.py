@@ -17,10 +17,16 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from errors import CheckpointError, DataError, Problem, refuse, visible
-from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from training.config.command_line import (
+    OutFile,
+    ScriptConfig,
+    ScriptGroup,
+    settings_command,
+    write_out,
+)
 from training.config.schema import (
     AboveZero,
     DataConfig,
@@ -40,10 +46,8 @@ if TYPE_CHECKING:
 FROM_RUN = ("text_key", "endoftext", "val_fraction")  # data settings that default to the run's
 
 
-class TextConfig(BaseModel):
+class TextConfig(ScriptGroup):
     """Which text, and how it is read."""
-
-    model_config = ConfigDict(extra="forbid")
 
     path: Paths = Field(description="a text or token file, a folder, a glob, a list of these")
     within_documents: bool = Field(

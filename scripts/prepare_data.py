@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -27,15 +27,13 @@ from rich.progress import (
 )
 
 from errors import ConfigError, visible
-from training.config.command_line import ScriptConfig, settings_command
+from training.config.command_line import ScriptConfig, ScriptGroup, settings_command
 from training.config.schema import Count, Name, Paths, Positive, rejected
 from training.reporting.console import rich_console
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(ScriptGroup):
     """Which texts, and how they are tokenized."""
-
-    model_config = ConfigDict(extra="forbid")
 
     path: Paths = Field(
         description="a file, a folder, a glob, a list of these, or hub:NAME:CONFIG:SPLIT"

@@ -11,7 +11,7 @@ from helpers.models import TINY_MODEL, random_ids, tiny_model
 
 from attention import KERNELS
 from model import GPT, ModelConfig
-from training.config.yaml_files import preset_values
+from training.config import compose
 
 PRESETS = REPOSITORY / "configs" / "model"
 PUBLISHED = {  # Radford et al. 2019, counted from the released weights
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def preset(name):
-    return ModelConfig(**preset_values("model", name))
+    return ModelConfig(**compose([f"model={name}"]).model.model_dump())
 
 
 def test_presets_have_the_published_and_the_stated_number_of_parameters():

@@ -73,7 +73,7 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 def check_machine(config: Config) -> None:
     """Raises ConfigError when this machine, or the way the command was started, does not fit."""
     trainer = config.trainer
-    batch_size = None if config.overrides else trainer.batch_size  # of the run that is resumed
+    batch_size = trainer.batch_size if config.overrides is None else None  # that of a stored run
     refuse(launch.check(config.parallel, batch_size))
     if launch.max_restarts() and not config.name and trainer.resume in ("auto", "must", False):
         reason = "torchrun restarts the ranks with the same command, which would begin a new run"

@@ -16,8 +16,8 @@ from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State
 from training.checkpoint.run_directory import is_occupied, settings_of
-from training.config.schema import flat
 from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
+from training.config.yaml_files import flat
 from training.distributed.launch import launch_command
 from training.distributed.strategy import Strategy
 
@@ -81,7 +81,7 @@ def resume_settings(
     """(The settings, whether they are those of the run that trainer.resume names, on top of which
     come those of the command line.) On all ranks; rank 0 reads the run."""
     stored = strategy.broadcast(strategy.on_rank_0(lambda: stored_settings(config)))
-    if not stored or not config.overrides:
+    if not stored or config.overrides is None:
         return config, bool(stored)
     with strategy.raise_on_all_ranks():
         config, changed = complete(config, *stored)

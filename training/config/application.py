@@ -58,10 +58,8 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
         hydra_config = HydraConfig.get()
 
         def config_of_job() -> Config:
-            keys = [text.partition("=")[0].lstrip("+") for text in hydra_config.overrides.task]
-            config, problems = config_from(OmegaConf.to_container(values, resolve=True), keys)
-            refuse(problems)
-            return config
+            plain = OmegaConf.to_container(values, resolve=True)
+            return config_from(plain, hydra_config.overrides.task)
 
         if hydra_config.mode == RunMode.MULTIRUN:
             return run_job(hydra_config, config_of_job, run)
@@ -76,7 +74,7 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
             if os.environ.get("RANK", "0") != "0" and _prints_only(options):
                 return
             if options.help:
-                show_settings(config, options.config_dir)
+                show_settings(config)
                 return
             run_hydra(task, options)
 

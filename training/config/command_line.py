@@ -15,15 +15,19 @@ import shlex
 import sys
 import time
 import traceback
-import types
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic.fields import FieldInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from errors import (
     DEBUG,
@@ -37,16 +41,29 @@ from errors import (
 )
 from files import atomic_write
 from training.config.other_names import unknown_key
-from training.config.schema import flat, flat_fields, groups_of, rejected, validate
-from training.config.yaml_files import choices_of_groups, defaults_and_meanings
+from training.config.schema import flat_fields, groups_of, rejected, validate
+from training.config.yaml_files import CONFIGS, defaults_and_meanings, flat, nested
 
 WAIT_FOR_RANK_0 = 10  # seconds
 
 
-class ScriptConfig(BaseModel):
-    """The settings of a command without groups of YAML files. The docstring is the usage line."""
+class ScriptGroup(BaseModel):
+    """Settings of a command, given as text. Text settings are taken as typed."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _from_text(cls, value: object, validated: ValidatorFunctionWrapHandler) -> object:
+        """null and [a,b] are YAML where the setting takes such a value."""
+        if isinstance(value, str) and (value == "null" or value[:1] + value[-1:] == "[]"):
+            with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
+                return validated(yaml.safe_load(value))
+        return validated(value)  # pydantic reads numbers, true and false
+
+
+class ScriptConfig(ScriptGroup):
+    """The settings of a command without groups of YAML files. The docstring is the usage line."""
 
     debug: bool = Field(False, description="true: errors with their traceback")
 
@@ -71,8 +88,13 @@ def settings_command(schema: type[Schema]) -> Callable:
             if any(argument in ("-h", "--help") for argument in arguments):
                 show_help(schema)
                 return
-            with errors_in_one_line(debug="debug=true" in arguments), closed_pipe_is_no_error():
-                run(parse(schema, arguments))
+            with errors_in_one_line(debug="debug=true" in arguments):
+                try:
+                    run(parse(schema, arguments))
+                    print(end="", flush=True)
+                except BrokenPipeError:  # the reader of the output, such as `| head`, has ended
+                    # Else Python reports at exit that the rest cannot be written.
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
         main.__doc__ = schema.__doc__
         return main
@@ -83,7 +105,7 @@ def settings_command(schema: type[Schema]) -> Callable:
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     """key=value arguments as an instance of the schema; ConfigError lists every problem."""
     fields, problems = flat_fields(schema), []
-    values: dict = {group: {} for group in groups_of(schema)}
+    values: dict[str, object] = {}
     for text in arguments:
         key, equals, raw = text.partition("=")
         if text.startswith("-"):
@@ -95,34 +117,11 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
         elif key not in fields:
             problems.append(unknown_key(key, raw, list(fields)))
         else:
-            group, _, name = key.rpartition(".")
-            (values[group] if group else values)[name] = _value(raw, fields[key])
-    config, more = validate(schema, values)
+            values[key] = raw
+    empty: dict = {group: {} for group in groups_of(schema)}  # names what is missing in a group
+    config, more = validate(schema, empty | nested(values))
     refuse(problems + more)
     return config
-
-
-def _value(raw: str, field: FieldInfo) -> object:
-    """What was typed, for pydantic, which reads numbers itself. Text is taken as it is."""
-    kinds = _kinds(field.annotation)
-    if raw == "null" and type(None) in kinds:
-        return None
-    if raw in ("true", "false") and bool in kinds:
-        return raw == "true"
-    if list in kinds and raw.startswith("[") and raw.endswith("]"):
-        with contextlib.suppress(yaml.YAMLError, RecursionError, ValueError):
-            return yaml.safe_load(raw)
-    return raw
-
-
-def _kinds(annotation: object) -> set:
-    """The plain types in an annotation: of str | list[int] | None, str, list and NoneType."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return set().union(*map(_kinds, inner))
-    if origin is typing.Annotated:
-        return _kinds(inner[0])
-    return {origin or annotation}
 
 
 def show_help(schema: type[BaseModel]) -> None:
@@ -137,13 +136,13 @@ def show_help(schema: type[BaseModel]) -> None:
     _print_table(rows)
 
 
-def show_settings(config: BaseModel, config_dir: str | None = None) -> None:
+def show_settings(config: BaseModel) -> None:
     """Prints what train.py takes: groups and their choices, each setting with its meaning and the
     value that the rest of the command line gives it."""
     print(USAGE)
     print("Groups (GROUP=CHOICE)")
-    for group, choices in choices_of_groups(config_dir).items():
-        print(f"  {group:<10} {' | '.join(choices)}")
+    for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
+        print(f"  {folder.name:<10} {' | '.join(sorted(p.stem for p in folder.glob('*.yaml')))}")
     print("\nSettings (KEY=VALUE), their meaning and [value]")
     values = flat(config.model_dump())
     meanings = defaults_and_meanings().items()
@@ -182,18 +181,6 @@ def unknown_option(text: str, known: Sequence[str]) -> Problem:
     option, _, value = text.partition("=")
     hint = unknown_key(option.lstrip("-").replace("-", "_"), value, known).hint
     return Problem(option, NO_VALUE, "no such option", f"settings have no dashes; {hint}")
-
-
-@contextlib.contextmanager
-def closed_pipe_is_no_error():
-    """Ends quietly when the reader of the output, such as `| head`, has closed it."""
-    try:
-        yield
-        if sys.stdout:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # Else Python reports that the rest cannot be written at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_out(path: str, content: bytes | dict, key: str = "out") -> None:

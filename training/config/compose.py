@@ -21,7 +21,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.version import VersionBase
 from omegaconf import OmegaConf
 
-from errors import NO_VALUE, ConfigError, Problem, refuse
+from errors import NO_VALUE, ConfigError, Problem
 from training.config.command_line import meant
 from training.config.other_names import unknown_key
 from training.config.schema import Config, known_settings
@@ -48,10 +48,9 @@ def compose(
     with _hydra_state(config_path, config_dir):
         texts = _checked(list(overrides), problems)
         values = _composed(config_name, texts, problems)
-    refuse([] if values is not None else problems)
-    config, more = config_from(values, [_key(text) for text in texts])
-    refuse(problems + more)
-    return config
+    if values is None:
+        raise ConfigError(problems)
+    return config_from(values, texts, problems)
 
 
 def register_resolver() -> None:
@@ -148,7 +147,3 @@ def _of_composition(error: Exception, overrides: list[str]) -> Problem:
     if key:
         return Problem(key, NO_VALUE, cause, "see --help")
     return Problem("command line", " ".join(overrides), cause, "see --help")
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]

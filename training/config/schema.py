@@ -5,27 +5,25 @@ One pydantic model for each group of configs/; default values and meanings are i
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
-    StrictBool,
     ValidationError,
     ValidationInfo,
-    field_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from errors import NO_VALUE, Problem, refuse, show
+from errors import NO_VALUE, Problem, refuse
 from training.config.other_names import unknown_key
-from training.config.yaml_files import default_values
+from training.config.yaml_files import default_values, flat
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
 MOST_PROMPTS = 20  # of the lens: every page holds all prompts
@@ -36,6 +34,20 @@ FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
 def rejected(reason: str, hint: str, key: str = "") -> PydanticCustomError:
     """The error of a validator. key: the setting, where it is not the one being validated."""
     return PydanticCustomError("rejected", "{reason}", {"reason": reason, "hint": hint, "key": key})
+
+
+def rule(check: Callable[[Any, dict], None]) -> AfterValidator:
+    """Makes check(value, others), which raises `rejected`, a validator of a setting.
+
+    others: the valid settings above it in its class. `validate(..., rules=False)` skips it.
+    """
+
+    def checked(value: object, info: ValidationInfo) -> object:
+        if not info.context:
+            check(value, info.data)
+        return value
+
+    return AfterValidator(checked)
 
 
 def _whole(value: object) -> object:
@@ -56,7 +68,7 @@ Sentence = Annotated[Text, Field(pattern=r"\S")]
 Paths = Name | Annotated[list[Name], Field(min_length=1)]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-AutoOrBool = StrictBool | Literal["auto"]
+AutoOrBool = bool | Literal["auto"]
 
 
 class Settings(BaseModel):
@@ -77,6 +89,24 @@ class Group(Settings):
         return made
 
 
+@rule
+def _divides_width(heads: int, others: dict) -> None:
+    width = others.get("emb_dim", heads)
+    if width % heads:
+        reason = f"emb_dim={width} cannot be split into {heads} equal heads"
+        raise rejected(reason, f"use a divisor of {width}")
+
+
+@rule
+def _has_dropout(kernel: str, others: dict) -> None:
+    if kernel == "flex" and others.get("dropout", 0) > 0:
+        reason = "FlexAttention has no dropout on attention weights"
+        raise rejected(reason, "set model.dropout=0 or use model.attention=sdpa")
+
+
+Kernel = Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
+
+
 class ModelSettings(Group):
     """The model's shape; model.ModelConfig has the same fields."""
 
@@ -85,26 +115,33 @@ class ModelSettings(Group):
     emb_dim: Positive
     num_layers: Positive
     dropout: Fractional
-    num_heads: Positive
-    qkv_bias: StrictBool
-    attention: Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
+    num_heads: Annotated[Positive, _divides_width]
+    qkv_bias: bool
+    attention: Annotated[Kernel, _has_dropout]
 
-    @field_validator("num_heads")
-    @classmethod
-    def _divides_width(cls, heads: int, info: ValidationInfo) -> int:
-        width = info.data.get("emb_dim", heads)
-        if width % heads:
-            reason = f"emb_dim={width} cannot be split into {heads} equal heads"
-            raise rejected(reason, f"use a divisor of {width}")
-        return heads
 
-    @field_validator("attention")
-    @classmethod
-    def _has_dropout(cls, kernel: str, info: ValidationInfo) -> str:
-        if kernel == "flex" and info.data.get("dropout", 0) > 0:
-            reason = "FlexAttention has no dropout on attention weights"
-            raise rejected(reason, "set model.dropout=0 or use model.attention=sdpa")
-        return kernel
+@rule
+def _one_source(path: object, others: dict) -> None:
+    synthetic = others.get("synthetic")
+    if path is None and not synthetic and "synthetic" in others:
+        hint = "set data.path=FILE, or the folder that scripts.prepare_data wrote"
+        raise rejected("no text given", hint)
+    if path is not None and synthetic:
+        hint = "give one of the two: data=induction, or data.synthetic=null"
+        raise rejected("data.synthetic makes its own sequences", hint)
+    length = others.get("max_length", 64)
+    if synthetic and (others.get("tokenizer") != "byte" or not 16 <= length <= 124):
+        reason = "needs data.tokenizer=byte and data.max_length from 16 to 124"
+        raise rejected(reason, "use data=induction as it is", "data.synthetic")
+
+
+@rule
+def _one_per_path(weights: list[float] | None, others: dict) -> None:
+    path = others.get("path")
+    entries = len(path) if isinstance(path, list) else 1
+    if weights is not None and "path" in others and len(weights) != entries:
+        hint = "give one weight for each, such as [0.7,0.3]"
+        raise rejected(f"data.path has {entries} entries", hint)
 
 
 class DataConfig(Group):
@@ -113,41 +150,15 @@ class DataConfig(Group):
     synthetic: Literal["induction"] | None
     tokenizer: Literal["gpt2", "byte"]
     max_length: Positive
-    path: Paths | None
-    weights: Annotated[list[AboveZero], Field(min_length=1)] | None
+    path: Annotated[Paths | None, _one_source]
+    weights: Annotated[list[AboveZero] | None, _one_per_path]
     val_path: Paths | None
     text_key: Name
     stride: Positive | None
-    within_documents: StrictBool
+    within_documents: bool
     val_fraction: Fractional
     endoftext: Literal["token", "text"]
     verify: AutoOrBool
-
-    @field_validator("path")
-    @classmethod
-    def _one_source(cls, path: object, info: ValidationInfo) -> object:
-        synthetic = info.data.get("synthetic")
-        if path is None and not synthetic and "synthetic" in info.data:
-            hint = "set data.path=FILE, or the folder that scripts.prepare_data wrote"
-            raise rejected("no text given", hint)
-        if path is not None and synthetic:
-            hint = "give one of the two: data=induction, or data.synthetic=null"
-            raise rejected("data.synthetic makes its own sequences", hint)
-        length = info.data.get("max_length", 64)
-        if synthetic and (info.data.get("tokenizer") != "byte" or not 16 <= length <= 124):
-            reason = "needs data.tokenizer=byte and data.max_length from 16 to 124"
-            raise rejected(reason, "use data=induction as it is", "data.synthetic")
-        return path
-
-    @field_validator("weights")
-    @classmethod
-    def _one_per_path(cls, weights: list[float] | None, info: ValidationInfo) -> object:
-        path = info.data.get("path")
-        entries = len(path) if isinstance(path, list) else 1
-        if weights is not None and "path" in info.data and len(weights) != entries:
-            hint = "give one weight for each, such as [0.7,0.3]"
-            raise rejected(f"data.path has {entries} entries", hint)
-        return weights
 
 
 class OptimizerConfig(Group):
@@ -163,8 +174,23 @@ class OptimizerConfig(Group):
     decay_fraction: Annotated[AboveZero, Field(le=1)]
     matrix_lr: AboveZero | None
     momentum: Fractional
-    nesterov: StrictBool
+    nesterov: bool
     ns_steps: Annotated[Positive, Field(le=20)]
+
+
+@rule
+def _within_batch(micro: int | str | None, others: dict) -> None:
+    batch = others.get("batch_size")
+    if isinstance(micro, int) and batch and micro > batch:
+        hint = "use a part of the batch, or null for the whole"
+        raise rejected(f"must be at most batch_size={batch}", hint)
+
+
+@rule
+def _within_run(warmup: int | None, others: dict) -> None:
+    steps = others.get("max_steps")
+    if warmup and steps and warmup > steps:
+        raise rejected(f"the run ends after max_steps={steps}", "use fewer, or null")
 
 
 class TrainerConfig(Group):
@@ -172,9 +198,9 @@ class TrainerConfig(Group):
 
     max_steps: Positive
     batch_size: Annotated[Positive, Field(le=2**24)]
-    micro_batch_size: Positive | Literal["auto"] | None
-    activation_checkpointing: StrictBool
-    warmup_steps: Count | None
+    micro_batch_size: Annotated[Positive | Literal["auto"] | None, _within_batch]
+    activation_checkpointing: bool
+    warmup_steps: Annotated[Count | None, _within_run]
     grad_clip: NonNegative
     eval_every: Count | None
     eval_windows: Positive | None
@@ -184,31 +210,22 @@ class TrainerConfig(Group):
     precision: Precision
     compile: AutoOrBool
     device: Device
-    profile: StrictBool
+    profile: bool
     on_nonfinite: Literal["skip", "stop"]
     max_skips: Positive
     resume: Literal[False] | Name
-    resume_override: StrictBool
+    resume_override: bool
     init_from: Name | None
     sample_prompt: Text
     sample_tokens: Annotated[Count, Field(le=100_000)]
 
-    @field_validator("micro_batch_size")
-    @classmethod
-    def _within_batch(cls, micro: int | str | None, info: ValidationInfo) -> object:
-        batch = info.data.get("batch_size")
-        if isinstance(micro, int) and batch and micro > batch:
-            hint = "use a part of the batch, or null for the whole"
-            raise rejected(f"must be at most batch_size={batch}", hint)
-        return micro
 
-    @field_validator("warmup_steps")
-    @classmethod
-    def _within_run(cls, warmup: int | None, info: ValidationInfo) -> object:
-        steps = info.data.get("max_steps")
-        if warmup and steps and warmup > steps:
-            raise rejected(f"the run ends after max_steps={steps}", "use fewer, or null")
-        return warmup
+@rule
+def _has_something_to_show(prompts: list[str], others: dict) -> None:
+    known = {"every": 0, "repeated": 0, "max_tokens": 64} | others
+    repeats = known["repeated"] > 0 and known["max_tokens"] >= 5
+    if known["every"] != 0 and not prompts and not repeats:
+        raise rejected("there is nothing to show", "give a prompt, or use lens=off")
 
 
 class LensSettings(Group):
@@ -217,18 +234,9 @@ class LensSettings(Group):
     every: Count | None
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
     repeated: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
-    prompts: Annotated[list[Sentence], Field(max_length=MOST_PROMPTS)]
+    prompts: Annotated[list[Sentence], Field(max_length=MOST_PROMPTS), _has_something_to_show]
     layers: list[Count]
     frames: Annotated[Positive, Field(ge=2, le=200)]
-
-    @field_validator("prompts")
-    @classmethod
-    def _has_something_to_show(cls, prompts: list[str], info: ValidationInfo) -> list[str]:
-        known = {"every": 0, "repeated": 0, "max_tokens": 64} | info.data
-        repeats = known["repeated"] > 0 and known["max_tokens"] >= 5
-        if known["every"] != 0 and not prompts and not repeats:
-            raise rejected("there is nothing to show", "give a prompt, or use lens=off")
-        return prompts
 
 
 class ParallelConfig(Group):
@@ -236,7 +244,7 @@ class ParallelConfig(Group):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"]
     timeout: Annotated[Positive, Field(lt=1800)]
-    reshard_after_forward: StrictBool
+    reshard_after_forward: bool
 
 
 Label = Annotated[Name, Field(max_length=128)]
@@ -254,7 +262,7 @@ class WandbConfig(Group):
     tags: list[Annotated[Sentence, Field(max_length=64)]]
     notes: Name | None
     log_model: Literal[False, "best", "last"]
-    alerts: StrictBool
+    alerts: bool
 
     def wanted(self) -> str:
         """The mode; with auto, the one in the environment if there is one."""
@@ -262,24 +270,32 @@ class WandbConfig(Group):
 
     def ignored(self) -> list[str]:
         """A note for each setting that has no effect because W&B is off."""
-        asked = {"log_model": self.log_model, "alerts": self.alerts}
+        asked = [key for key in ("log_model", "alerts") if getattr(self, key)]
         is_off = self.wanted() == "disabled"
-        return [
-            f"wandb.{key}={show(value)}: no effect, because W&B is off"
-            for key, value in asked.items()
-            if value and is_off
-        ]
+        return [f"wandb.{key}: no effect, because W&B is off" for key in asked if is_off]
 
 
 # ------------------------------------------------------------------------------------ the whole
 
 
-@dataclass
-class Overrides:
-    """A command line that resumes a run by its path, until the settings of that run are known."""
+@rule
+def _fits_model(data: DataConfig, others: dict) -> None:
+    if not (model := others.get("model")):
+        return
+    if data.max_length > (most := model.context_length):
+        reason = f"the model reads at most model.context_length={most} tokens"
+        raise rejected(reason, f"use data.max_length={most} or less", "data.max_length")
+    if model.vocab_size < (needed := VOCABULARIES[data.tokenizer]):
+        reason = f"data.tokenizer={data.tokenizer} has {needed} ids"
+        raise rejected(reason, f"use {needed} or more", "model.vocab_size")
 
-    values: dict  # all settings, as composed from configs/ and the command line
-    keys: list[str]  # settings and groups that the command line names
+
+@rule
+def _layers_exist(lens: LensSettings, others: dict) -> None:
+    model = others.get("model")
+    if model and any(layer >= model.num_layers for layer in lens.layers):
+        reason = f"the model has layers 0 to {model.num_layers - 1}"
+        raise rejected(reason, "leave the others out", "lens.layers")
 
 
 class Config(Settings):
@@ -287,61 +303,40 @@ class Config(Settings):
 
     seed: Seed
     name: Annotated[Text, Field(pattern=FOLDER_NAME)] | None
-    debug: StrictBool
+    debug: bool
     runs_dir: Name
     model: ModelSettings
-    data: DataConfig
+    data: Annotated[DataConfig, _fits_model]
     optimizer: OptimizerConfig
     trainer: TrainerConfig
-    lens: LensSettings
+    lens: Annotated[LensSettings, _layers_exist]
     parallel: ParallelConfig
     wandb: WandbConfig
 
-    _overrides: Overrides | None = PrivateAttr(None)
+    _overrides: list[str] | None = PrivateAttr(None)
 
     @property
-    def overrides(self) -> Overrides | None:
-        """What the command line adds to the settings of the run whose path is trainer.resume; None
-        once `stored.complete` has merged the two."""
+    def overrides(self) -> list[str] | None:
+        """Settings and groups that the command line names, where trainer.resume is the path of a
+        run whose settings are not known yet; None once `stored.complete` has added them."""
         return self._overrides
-
-    @field_validator("data")
-    @classmethod
-    def _fits_model(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
-        if not (model := info.data.get("model")):
-            return data
-        if data.max_length > (most := model.context_length):
-            reason = f"the model reads at most model.context_length={most} tokens"
-            raise rejected(reason, f"use data.max_length={most} or less", "data.max_length")
-        if model.vocab_size < (needed := VOCABULARIES[data.tokenizer]):
-            reason = f"data.tokenizer={data.tokenizer} has {needed} ids"
-            raise rejected(reason, f"use {needed} or more", "model.vocab_size")
-        return data
-
-    @field_validator("lens")
-    @classmethod
-    def _layers_exist(cls, lens: LensSettings, info: ValidationInfo) -> LensSettings:
-        model = info.data.get("model")
-        if model and any(layer >= model.num_layers for layer in lens.layers):
-            reason = f"the model has layers 0 to {model.num_layers - 1}"
-            raise rejected(reason, "leave the others out", "lens.layers")
-        return lens
 
 
 # --------------------------------------------------------------------------------- validation
 
 
-class Rejected(Problem):
-    """A problem that a validator found; it may depend on other settings."""
-
-
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-def validate(schema: type[Schema], values: Mapping) -> tuple[Schema | None, list[Problem]]:
-    """An instance of the schema, or None, and every problem: one for each key."""
+def validate(
+    schema: type[Schema], values: Mapping, *, rules: bool = True
+) -> tuple[Schema | None, list[Problem]]:
+    """An instance of the schema, or None, and every problem: one for each key.
+
+    rules: whether settings have to fit together (`rule`); types and ranges are always checked.
+    """
     try:
-        return schema.model_validate(values), []
+        return schema.model_validate(values, context=None if rules else "without rules"), []
     except ValidationError as error:
         found: dict[str, Problem] = {}
         for details in error.errors(include_url=False):
@@ -365,8 +360,7 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
         return Problem(key, NO_VALUE, "missing", f"give it as {key}=VALUE")
     reason = details["msg"].replace("Input should be ", MUST_BE)
     hint = context.get("hint") or "see --help"
-    kind = Rejected if details["type"] == "rejected" else Problem
-    return kind(key, flat(values).get(key, NO_VALUE), reason, hint)
+    return Problem(key, flat(values).get(key, NO_VALUE), reason, hint)
 
 
 def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
@@ -381,15 +375,6 @@ def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
 def flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields of a schema by dotted key, those of its groups too."""
     return flat(schema.model_fields | {n: g.model_fields for n, g in groups_of(schema).items()})
-
-
-def flat(tree: Mapping, prefix: str = "") -> dict[str, object]:
-    """Settings by dotted name, as on the command line; lists as they are."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return leaves
 
 
 GROUPS = groups_of(Config)

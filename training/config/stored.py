@@ -4,28 +4,12 @@ Nothing that a run has stored is interpolated, imported or executed: its setting
 that have to pass the schema.
 """
 
-import copy
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from errors import (
-    CheckpointError,
-    Problem,
-    format_problem,
-    refuse,
-    shorten,
-    show,
-)
-from training.config.schema import (
-    GROUPS,
-    Config,
-    Overrides,
-    Rejected,
-    Settings,
-    flat,
-    known_settings,
-    validate,
-)
-from training.config.yaml_files import REPOSITORY, default_values
+from errors import CheckpointError, Problem, format_problem, refuse, shorten, show
+from training.config.schema import GROUPS, Config, validate
+from training.config.yaml_files import REPOSITORY, flat, nested
 
 SAMPLE = ("corpus", "sample.txt")  # the text of data=sample
 # Settings of one launch on one machine, and those that say which run it is. A run that is resumed
@@ -48,46 +32,43 @@ def resolve_auto(config: Config, before: dict | None = None) -> None:
 
     before: the settings of the run that is resumed, which keeps its values.
     """
-    trainer, steps = config.trainer, config.trainer.max_steps
-    before = {group: known for group, known in (before or {}).items() if isinstance(known, dict)}
-    of_trainer, of_lens = before.get("trainer", {}), before.get("lens", {})
+    trainer, steps, known = config.trainer, config.trainer.max_steps, flat(before or {})
     # With 12 steps of warm-up the loss of GPT-2 small jumps by four nats (docs/benchmarks.md).
-    _resolve(trainer, "warmup_steps", of_trainer, min(max(steps // 10, 24), 2000, steps // 5))
-    _resolve(trainer, "eval_every", of_trainer, min(max(steps // 10, 40), 1000))
+    warmup = min(max(steps // 10, 24), 2000, steps // 5)
+    _resolve(config, "trainer.warmup_steps", known, warmup)
+    _resolve(config, "trainer.eval_every", known, min(max(steps // 10, 40), 1000))
     # A validation window costs at most a third of a training window: below 1 % of the time, except
     # in the smallest runs, where fewer windows would tell too little.
     between = trainer.batch_size * (trainer.eval_every or steps)
-    _resolve(trainer, "eval_windows", of_trainer, min(max(between * 2 // 100, 8), 400))
-    _resolve(trainer, "log_every", of_trainer, max(steps // 500, 1))
-    was_off = of_lens.get("every") == 0  # and now it is asked for
-    _resolve(config.lens, "every", {} if was_off else of_lens, min(max(steps // 20, 40), 1000))
+    _resolve(config, "trainer.eval_windows", known, min(max(between * 2 // 100, 8), 400))
+    _resolve(config, "trainer.log_every", known, max(steps // 500, 1))
+    if known.get("lens.every") == 0:  # it was off, and now it is asked for
+        del known["lens.every"]
+    _resolve(config, "lens.every", known, min(max(steps // 20, 40), 1000))
 
 
-def _resolve(settings: Settings, key: str, before: dict, value: int) -> None:
-    if getattr(settings, key) is None:
-        setattr(settings, key, before[key] if type(before.get(key)) is int else value)
+def _resolve(config: Config, key: str, before: dict, value: int) -> None:
+    group, _, name = key.partition(".")
+    settings = getattr(config, group)
+    if getattr(settings, name) is None:
+        setattr(settings, name, before[key] if type(before.get(key)) is int else value)
 
 
-def config_from(values: dict, keys: list[str]) -> tuple[Config | None, list[Problem]]:
-    """The config of composed plain values, and every problem.
+def config_from(values: dict, overrides: Sequence[str], found: Sequence[Problem] = ()) -> Config:
+    """The config of composed plain values. Raises ConfigError with the problems `found` and these.
 
-    keys: settings and groups that the command line names. Where trainer.resume is a path, the
-    result has the settings of this launch and its overrides, for `complete`: whether the others fit
-    together is known once they are combined with those of the run.
+    overrides: the command line. Where trainer.resume is a path, whether the settings fit together
+    is known once `complete` has combined them with those of the run.
     """
-    trainer = values.get("trainer")
-    resume = trainer.get("resume") if isinstance(trainer, dict) else None
-    if not isinstance(resume, str) or resume in ("", "auto", "must"):
-        return validate(Config, values)
-    launch = default_values()
-    for key in OF_THE_LAUNCH:
-        copy_setting(key, values, launch)
-    config, problems = validate(Config, launch)
-    others = [p for p in validate(Config, values)[1] if not isinstance(p, Rejected)]
-    if problems := others + [p for p in problems if p not in others]:
-        return None, problems
-    config._overrides = Overrides(values, keys)
-    return config, []
+    resume = flat(values).get("trainer.resume")
+    names_run = isinstance(resume, str) and resume not in ("auto", "must")
+    config, problems = validate(Config, values, rules=not names_run)
+    refuse([*found, *problems])
+    if names_run:
+        config._overrides = [
+            text.partition("=")[0].lstrip("+~").partition("@")[0] for text in overrides
+        ]
+    return config
 
 
 def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str]]:
@@ -97,65 +78,41 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     ignored. Raises CheckpointError for stored values that cannot be used, ConfigError for what the
     command line makes of them.
     """
-    overrides, own_run = config.overrides, Path(found).parent.parent
-    base = _with_stored(overrides.values, found, stored)
-    launch = config.model_dump()  # a sweep may have named its job there
-    for key in OF_THE_LAUNCH:
-        copy_setting(key, launch, base)
-    merged = copy.deepcopy(base)
-    for key in FOLLOWING:
-        group, _, name = key.partition(".")
-        merged[group][name] = None
-    if config.name not in (None, own_run.name):  # a branch is another run on W&B
-        merged["wandb"]["name"] = None
-    merged["wandb"]["group"] = config.wandb.group or merged["wandb"]["group"]
-    known = known_settings()
-    named = [key for key in overrides.keys if key in known and key != "experiment"]
-    if "experiment" in overrides.keys:
-        named += GROUPS
-    for key in named:
-        copy_setting(key, overrides.values, merged)
-    result, problems = validate(Config, merged)
-    of_the_run = [p for p in problems if not any(f"{p.key}.".startswith(f"{k}.") for k in named)]
-    if len(of_the_run) == len(problems) > 0:
+    given, known = flat(config.model_dump()), flat(stored)
+    if broken := sorted(GROUPS.keys() & known.keys()):
+        cause = f"settings.{broken[0]} is not a group of settings"
+        raise CheckpointError("checkpoint", found, cause, "use another checkpoint")
+    before = given | {
+        key: known[key] for key in given.keys() & known.keys() if not _is_of(key, OF_THE_LAUNCH)
+    }
+    path = before["data.path"]
+    is_sample = isinstance(path, str) and Path(path).parts[-2:] == SAMPLE
+    if is_sample and not Path(path).exists():  # the repository was in another folder
+        before["data.path"] = str(REPOSITORY.joinpath(*SAMPLE))
+    merged = before | dict.fromkeys(FOLLOWING)
+    if config.name not in (None, Path(found).parent.parent.name):  # a branch: another run on W&B
+        merged["wandb.name"] = None
+    merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
+    names = [*config.overrides, *GROUPS] if "experiment" in config.overrides else config.overrides
+    named = {key: value for key, value in given.items() if _is_of(key, names)}
+    merged |= named
+    result, problems = validate(Config, nested(merged))
+    if problems and not any(problem.key in named for problem in problems):
         cause = format_problem(problems[0]._replace(hint=""))
         fix = f"give another {problems[0].key}, or use another checkpoint"
         raise CheckpointError("checkpoint", found, cause, fix)
     refuse(problems)
-    before = flat(base)
     changed = [
-        f"{key}={shorten(show(value))} (was {shorten(show(before.get(key)))})"
-        for key, value in flat(merged).items()
-        if value != before.get(key) and not (value is None and key in FOLLOWING)
+        f"{key}={shorten(show(value))} (was {shorten(show(before[key]))})"
+        for key, value in merged.items()
+        if value != before[key] and not (value is None and key in FOLLOWING)
     ]
     return result, changed
 
 
-def _with_stored(values: dict, found: str, stored: dict) -> dict:
-    """Plain values with the stored settings of a run on top."""
-    base = copy.deepcopy(values)
-    for key in base.keys() - GROUPS.keys():
-        base[key] = stored.get(key, base[key])
-    for group, schema in GROUPS.items():
-        known = stored.get(group, {})
-        if not isinstance(known, dict):
-            cause = f"settings.{group} is not a group of settings"
-            raise CheckpointError("checkpoint", found, cause, "use another checkpoint")
-        base[group] |= {key: value for key, value in known.items() if key in schema.model_fields}
-    path = base["data"]["path"]
-    is_sample = isinstance(path, str) and Path(path).parts[-2:] == SAMPLE
-    if is_sample and not Path(path).exists():  # the repository was in another folder
-        base["data"]["path"] = str(REPOSITORY.joinpath(*SAMPLE))
-    return base
-
-
-def copy_setting(key: str, source: dict, target: dict) -> None:
-    """Copies a setting (trainer.device) or a whole group (trainer) of plain values."""
-    group, _, name = key.partition(".")
-    if not name:
-        target[group] = copy.deepcopy(source[group])
-    elif name in source[group]:  # a file of the user's own may lack it
-        target[group][name] = source[group][name]
+def _is_of(key: str, names: Collection[str]) -> bool:
+    """Whether the names have this setting or its group."""
+    return key in names or key.partition(".")[0] in names
 
 
 def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -42,25 +43,23 @@ def defaults_and_meanings() -> dict[str, tuple[object, str]]:
 
 def default_values() -> dict:
     """The default settings as nested plain values."""
-    values: dict = {group: {} for group in DEFAULTS if group}
-    for key, (value, _) in defaults_and_meanings().items():
+    values = {key: value for key, (value, _) in defaults_and_meanings().items()}
+    return copy.deepcopy(nested(values))
+
+
+def flat(tree: Mapping) -> dict[str, object]:
+    """Settings by dotted name (trainer.device), as on the command line."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        is_group = isinstance(value, Mapping)
+        leaves |= {f"{key}.{name}": v for name, v in value.items()} if is_group else {key: value}
+    return leaves
+
+
+def nested(leaves: Mapping) -> dict:
+    """The reverse of flat."""
+    tree: dict = {}
+    for key, value in leaves.items():
         group, _, name = key.rpartition(".")
-        (values[group] if group else values)[name] = copy.deepcopy(value)
-    return values
-
-
-def preset_values(group: str, choice: str) -> dict:
-    """The plain values of a choice, such as model=gpt2-xl: the defaults and what its file has."""
-    text = (CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8")
-    values = default_values()[group] | yaml.safe_load(text)
-    return {key: value for key, value in values.items() if key != "defaults"}
-
-
-def choices_of_groups(config_dir: str | None = None) -> dict[str, list[str]]:
-    """The choices of each group in configs/ and in a folder of the user's own."""
-    folders = [CONFIGS, Path(config_dir)] if config_dir else [CONFIGS]
-    groups = sorted({path.parent.name for folder in folders for path in folder.glob("*/*.yaml")})
-    return {
-        group: sorted(path.stem for folder in folders for path in (folder / group).glob("*.yaml"))
-        for group in groups
-    }
+        (tree.setdefault(group, {}) if group else tree)[name] = value
+    return tree

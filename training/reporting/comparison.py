@@ -22,7 +22,7 @@ from pathlib import Path
 from errors import show, visible
 from files import read_rows
 from training.checkpoint.run_directory import settings_of
-from training.config.schema import flat
+from training.config.yaml_files import flat
 from training.reporting.charts import number
 
 # Settings that a resumed run may change and that still change what a run learns.

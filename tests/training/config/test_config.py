@@ -94,8 +94,13 @@ def test_free_text():
         quoted = json.dumps(text, ensure_ascii=False) if "\\" not in text else f"'{text} '"
         found = compose([f"trainer.sample_prompt={quoted}"]).trainer.sample_prompt
         assert found.strip() == text
-        found = parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} ", "top_k=null"])
-        assert (found.prompt, found.top_k) == (f" {text} ", None)
+        assert parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} "]).prompt == f" {text} "
+    for text in ("007", "null", "true", "[a", "[]", "1e3"):
+        found = parse(GenerateConfig, [f"checkpoint={text}", f"prompt={text}", "top_k=null"])
+        assert (found.checkpoint, found.prompt, found.top_k) == (text, text, None)
+    given = ["checkpoint=x", "prompt=[1,b]", "compile=true", "ignore_end=true"]
+    found = parse(GenerateConfig, given)
+    assert (found.prompt, found.compile, found.ignore_end) == (["1", "b"], True, True)
 
 
 def problems_of(read, *given) -> list[tuple[str, str]]:

@@ -226,7 +226,7 @@ def test_texts(make_run, tmp_path, setting):
 GENERATION = """
 max_new_tokens=many max_new_tokens=0 max_new_tokens=1000000000000 num_samples=0 temperature=-1
 temperature=nan temperature=1e400 top_n=0.5 top_k=0 top_k=1.5 top_p=0 top_p=1.1
-batch_size=0 precision=fp8 compile=maybe seed=-1 seed=${oc.env:HOME} prompt=[] prompt=\udcff
+batch_size=0 precision=fp8 compile=maybe seed=-1 seed=${oc.env:HOME} prompt=\udcff
 device=tpu
 """
 
