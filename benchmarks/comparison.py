@@ -1,6 +1,6 @@
 """The comparison of benchmarks/training.py: equivalence check, interleaved timing, tables."""
 
-import dataclasses
+import functools
 import gc
 import importlib.util
 import time
@@ -8,9 +8,16 @@ from statistics import median
 
 import torch
 
-from benchmarks.equivalence import check_first_step, check_implementations, reference
-from benchmarks.implementations import NanoGPT, Ours, Transformers, Variant, variants
-from benchmarks.runner import Batch, OurRunner, Runner, set_freed_memory
+from benchmarks import equivalence
+from benchmarks.implementations import (
+    Implementation,
+    NanoGPT,
+    Ours,
+    Transformers,
+    Variant,
+    set_freed_memory,
+    variants,
+)
 from benchmarks.settings import TrainingBenchmark
 from benchmarks.timing import interleave, origin, show_speedup, speedup
 from errors import refuse
@@ -45,16 +52,14 @@ def compare(settings: TrainingBenchmark) -> None:
         "settings": settings.model_dump(exclude={"debug", "out"}),
         "parameters": weights.num_parameters(),
         "flops_per_token": weights.flops_per_token(settings.length),
-        "projects": {name: each.source() for name, each in comparison.implementations.items()},
-        "equivalence": comparison.check_equivalence(),
+        "equivalence": comparison.check(),
         "tables": {},
     }
     print(f"{settings.model}, {results['parameters']:,} parameters, commit {results['commit']}")
     compiles = settings.compile and devices.can_compile(strategy.device)
-    tables = variants(strategy.device.type, strategy.dtype, compiles)
-    for name, rows in tables.items():
+    for name, rows in variants(strategy.device.type, strategy.dtype, compiles).items():
         measured = comparison.measure(
-            [row for row in rows if row.implementation in comparison.implementations]
+            [row for row in rows if row.implementation in comparison.kinds]
         )
         results["tables"][name] = {"rows": measured}
         print(f"\n{TITLES[name]}\n{text_table(measured)}", flush=True)
@@ -68,35 +73,34 @@ class Comparison:
     def __init__(self, settings: TrainingBenchmark, config: Config, strategy: Strategy):
         self.settings, self.optimizer, self.strategy = settings, config.optimizer, strategy
         self.weights = GPT(ModelConfig(**config.model.model_dump()))
-        self.implementations = {"ours": Ours()}
+        self.kinds = {"ours": Ours}
         if importlib.util.find_spec("transformers"):
-            self.implementations["transformers"] = Transformers()
+            self.kinds["transformers"] = Transformers
         if settings.nanogpt:
-            self.implementations["nanogpt"] = NanoGPT(settings.nanogpt)
+            self.kinds["nanogpt"] = functools.partial(NanoGPT, settings.nanogpt)
         random = torch.Generator().manual_seed(SEED)
         shape = (BATCHES, settings.batch_size, settings.length + 1)
-        ids = torch.randint(config.model.vocab_size, shape, generator=random)
+        ids = torch.randint(config.model.vocab_size, shape, generator=random).to(strategy.device)
         # input_ids and target_ids, (batch_size, length) each
-        self.batches: list[Batch] = [
-            (each[:, :-1].contiguous(), each[:, 1:].contiguous())
-            for each in ids.to(strategy.device)
-        ]
+        self.batches = [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids]
 
-    def check_equivalence(self) -> dict[str, dict]:
-        every, batch, device = self.implementations, self.batches[0], self.strategy.device
-        checked = check_implementations(every, self.weights, batch, self.optimizer, device)
-        for name, found in checked.items():
-            print(f"equivalence check in fp32, {name}: {found}")
-        return {name: dataclasses.asdict(found) for name, found in checked.items()}
+    def check(self) -> dict[str, dict]:
+        """The equivalence check; its figures for each implementation."""
+        checked = equivalence.check_implementations(
+            self.kinds, self.weights, self.batches[0], self.optimizer, self.strategy
+        )
+        for name, figures in checked.items():
+            print(f"equivalence check in fp32, {name}: {figures}")
+        return checked
 
     def measure(self, rows: list[Variant]) -> list[dict]:
         """Times the rows of one table."""
         torch.compiler.reset()  # compiled code of the table before
         figures, work = [], {}
         for row in rows:
-            runner, first = self.start(row)
+            implementation, first = self.start(row)
             figures.append(first)
-            work[row.name] = lambda runner=runner: self.time_round(runner)
+            work[row.name] = functools.partial(self.time_round, implementation)
         seconds = interleave(work, self.settings.rounds)
         ours = [seconds[row.name] for row in rows if row.implementation == "ours"][-1]
         tokens = self.settings.batch_size * self.settings.length
@@ -105,49 +109,47 @@ class Comparison:
             found["step_seconds"] = own
             found["tokens_per_second"] = tokens / median(own)
             found["ours_is_times_as_fast"] = speedup(ours, own)
-        del work, runner
+        del work, implementation
         gc.collect()
         return figures
 
-    def start(self, row: Variant) -> tuple[Runner, dict]:
-        """Runs and checks the first step of a row, which also compiles."""
-        implementation = self.implementations[row.implementation]
-        kind = OurRunner if row.implementation == "ours" else Runner
-        expected = reference(implementation.prepare(self.weights), self.batches[0], self.strategy)
+    def start(self, row: Variant) -> tuple[Implementation, dict]:
+        """Takes and checks the first step of a row, which also compiles."""
         set_freed_memory(row.keeps_memory, self.strategy.device)
-        runner = kind(row, implementation, self.weights, self.optimizer, self.strategy)
+        implementation = self.kinds[row.implementation](
+            row, self.weights, self.optimizer, self.strategy
+        )
         started = time.perf_counter()
-        loss, norm = map(float, runner.step(*self.batches[0]))
+        loss, norm = equivalence.first_step(implementation, self.batches[0])
         seconds = time.perf_counter() - started
-        check_first_step(row, loss, norm, expected)
-        return runner, {
+        equivalence.check_first_step(implementation, (loss, norm), self.batches[0])
+        return implementation, {
             "name": row.name,
             "project": row.implementation,
-            "precision": row.precision,
+            "precision": implementation.strategy.precision,
             "compiled": row.compiled,
             "freed_memory_kept": row.keeps_memory,
-            "fused_adamw": bool(runner.optimizer.defaults.get("fused")),
+            "fused_adamw": bool(implementation.optimizer.defaults.get("fused")),
             "first_step_seconds": seconds,
             "first_loss": loss,
             "first_grad_norm": norm,
         }
 
-    def time_round(self, runner: Runner) -> float:
+    def time_round(self, implementation: Implementation) -> float:
         """Mean seconds of a step, after one that is not timed."""
-        set_freed_memory(runner.variant.keeps_memory, self.strategy.device)
-        runner.step(*self.batches[runner.steps % BATCHES])
-        synchronize(self.strategy.device)
-        started = time.perf_counter()
-        for _ in range(self.settings.steps):
-            runner.step(*self.batches[runner.steps % BATCHES])
-        synchronize(self.strategy.device)
+        set_freed_memory(implementation.variant.keeps_memory, self.strategy.device)
+        for number in range(self.settings.steps + 1):
+            if number == 1:
+                self.synchronize()
+                started = time.perf_counter()
+            implementation.step(*self.batches[implementation.steps % BATCHES])
+        self.synchronize()
         return (time.perf_counter() - started) / self.settings.steps
 
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has finished its work, before a clock is read."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    def synchronize(self) -> None:
+        """Waits until the device has finished its work, before a clock is read."""
+        if self.strategy.device.type != "cpu":
+            torch.accelerator.synchronize(self.strategy.device)
 
 
 def text_table(rows: list[dict]) -> str:

@@ -1,13 +1,15 @@
 """The comparison of benchmarks/generate.py: equivalence check and interleaved timing."""
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
-from benchmarks.implementations import NotEquivalent, Transformers
+from benchmarks.equivalence import NotEquivalent
+from benchmarks.implementations import transformers_model
 from benchmarks.settings import GenerationBenchmark
 from benchmarks.timing import interleave, origin, show_speedup, speedup
 from errors import NO_VALUE, refuse
@@ -20,7 +22,7 @@ from training.config.command_line import write_out
 from training.distributed import device as devices
 
 SEED = 0  # of the weights and the prompts
-Generator = Callable[[torch.Tensor], list[list[int]]]  # prompts (B, T) -> new ids of each
+Generate = Callable[[], list[list[int]]]  # the new ids of each text
 
 
 def compare(settings: GenerationBenchmark) -> None:
@@ -37,13 +39,23 @@ def compare(settings: GenerationBenchmark) -> None:
     for batch_size in settings.batch_sizes:
         random = torch.Generator().manual_seed(SEED)
         shape = (batch_size, settings.prompt_tokens)
-        prompts = torch.randint(config.vocab_size, shape, generator=random)
-        generators = build_generators(weights, device, batch_size, settings.num_tokens)
-        theirs, ours = (generators[name](prompts) for name in list(generators)[:2])
+        prompts = torch.randint(config.vocab_size, shape, generator=random)  # (B, T)
+        work = implementations(weights, prompts, settings.num_tokens, device)
+        theirs, ours, *_ = [run() for run in work.values()]  # also makes caches, compiles
         if theirs != ours:
             reason = "the tokens of clearhead and transformers differ in fp32"
             raise NotEquivalent("generation", NO_VALUE, reason, "no speed is measured")
-        rows = measure(generators, prompts, settings.rounds, batch_size * settings.num_tokens)
+        timed = {name: functools.partial(seconds_of, run) for name, run in work.items()}
+        seconds = interleave(timed, settings.rounds)
+        rows = [
+            {
+                "name": name,
+                "tokens_per_second": batch_size * settings.num_tokens / median(own),
+                "ratio": speedup(own, seconds["transformers, fp32"]),
+                "seconds": own,
+            }
+            for name, own in seconds.items()
+        ]
         results["tables"][str(batch_size)] = rows
         print(f"texts at once: {batch_size}; tokens/s, times as fast as the first")
         for row in rows:
@@ -53,52 +65,47 @@ def compare(settings: GenerationBenchmark) -> None:
         write_out(settings.out, results)
 
 
-def build_generators(
-    weights: GPT, device: torch.device, batch_size: int, num_tokens: int
-) -> dict[str, Generator]:
-    """Both implementations in fp32, and in the best precision of the device if that is another."""
-    library = Transformers()
-    theirs = library.build(weights.config).eval()
-    theirs.load_state_dict(library.convert(weights), strict=False)
-    theirs.config.use_cache = theirs.generation_config.use_cache = True
-    theirs.to(device)
+def implementations(
+    weights: GPT, prompts: torch.Tensor, num_tokens: int, device: torch.device
+) -> dict[str, Generate]:
+    """Both in fp32, and in the best precision of the device if that is another. prompts (B, T)."""
+    theirs = transformers_model(weights, use_cache=True)
     best = devices.best_dtype(device)
     dtypes = {"fp32": torch.float32} | ({} if best == torch.float32 else {"bf16": best})
-    generators = {}
+    work: dict[str, Generate] = {}
     for name, dtype in dtypes.items():
-        model = copy.deepcopy(theirs).to(dtype)
-        generators[f"transformers, {name}"] = transformers_generator(model, num_tokens)
-        own = our_generator(weights, dtype, device, batch_size, num_tokens)
-        generators[f"clearhead, {name}"] = own
-    return generators
-
-
-def transformers_generator(model, num_tokens: int) -> Generator:
-    def generate_ids(prompts: torch.Tensor) -> list[list[int]]:
-        ids = prompts.to(model.device)
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
+        model = copy.deepcopy(theirs).to(device, dtype)
+        work[f"transformers, {name}"] = functools.partial(
+            by_transformers, model, prompts, num_tokens
         )
-        return output[:, ids.shape[1] :].tolist()
+        work[f"clearhead, {name}"] = by_clearhead(weights, prompts, num_tokens, device, dtype)
+    return work
 
-    return generate_ids
+
+def by_transformers(model, prompts: torch.Tensor, num_tokens: int) -> list[list[int]]:
+    ids = prompts.to(model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return output[:, ids.shape[1] :].tolist()
 
 
-def our_generator(
-    weights: GPT, dtype: torch.dtype, device: torch.device, batch_size: int, num_tokens: int
-) -> Generator:
-    compiled = devices.compiled_step("auto", device, 10**6)  # as for a long text
+def by_clearhead(
+    weights: GPT, prompts: torch.Tensor, num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> Generate:
+    """Generation as in generate.py, compiled where a long text would be."""
+    compiler = devices.compiled_step("auto", device, 10**6)
     model = copy.deepcopy(weights).to(device)
-    model = pack_weights(model, dtype, batch_size, to_compile=compiled is not None)
-    cache = KVCache(weights.config.context_length, compiled) if compiled else None
+    pack_weights(model, dtype, len(prompts), to_compile=compiler is not None)
+    cache = KVCache(weights.config.context_length, compiler) if compiler else None
 
-    def generate_ids(prompts: torch.Tensor) -> list[list[int]]:
+    def generate_ids() -> list[list[int]]:
         greedy = Sampling(temperature=0)
         steps = generate(model, prompts.tolist(), num_tokens, greedy, cache=cache)
         return [list(row) for row in zip(*steps, strict=True)]
@@ -106,26 +113,7 @@ def our_generator(
     return generate_ids
 
 
-def measure(
-    generators: dict[str, Generator], prompts: torch.Tensor, rounds: int, tokens: int
-) -> list[dict]:
-    """Tokens per second of each implementation, and how many times as fast as the first it is."""
-
-    def timed(generator: Generator) -> float:
-        started = time.perf_counter()
-        generator(prompts)  # returns lists, so the device has finished
-        return time.perf_counter() - started
-
-    work = {name: lambda each=each: timed(each) for name, each in generators.items()}
-    interleave(work, rounds=1)  # not counted: caches are made, code is compiled
-    seconds = interleave(work, rounds)
-    first = next(iter(seconds.values()))
-    return [
-        {
-            "name": name,
-            "tokens_per_second": tokens / median(own),
-            "ratio": speedup(own, first),
-            "seconds": own,
-        }
-        for name, own in seconds.items()
-    ]
+def seconds_of(run: Generate) -> float:
+    started = time.perf_counter()
+    run()  # returns lists, so the device has finished
+    return time.perf_counter() - started

@@ -38,8 +38,8 @@ def test_a_table_for_each_batch_size(run, tmp_path):
 
 
 def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
-    wrong = lambda *_: lambda prompts: [[0] * 4 for _ in prompts]  # noqa: E731
-    monkeypatch.setattr(generation, "our_generator", wrong)
+    wrong = lambda *_: lambda: [[0] * 4]  # noqa: E731
+    monkeypatch.setattr(generation, "by_clearhead", wrong)
     code, out, err = run("out=figures.json")
     assert (code, out, printed_keys(err)) == (4, "", ["generation"])
     assert not (tmp_path / "figures.json").exists()
