@@ -3,22 +3,20 @@
     python -m benchmarks.attention_ladder
 
 Every step says why it is taken, gives its formula and prints its tensors, so the code can be
-read beside its output. Step 8 ends with numbers to hold against published ones. Needs torch and
-attention.py.
+read next to its output. Step 8 ends with figures that can be compared with published ones.
 
 Shapes: B batch, T query positions, S key positions (here the same six words as T),
 d_in width of an input, H heads, D head_dim, d_out = H * D.
 """
 
-import argparse
 import math
-import signal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attention import MultiHeadAttention, causal_attn_weights, causal_mask, explicit
+from training.config.command_line import ScriptConfig, settings_command
 
 WORDS = ["The", "old", "ferry", "bell", "rang", "twice"]
 # Each word as three numbers. Real models learn hundreds; three fit on a line.
@@ -30,7 +28,7 @@ INPUTS = [
     [0.77, 0.25, 0.10],
     [0.05, 0.80, 0.55],
 ]
-QUERY = 1  # "old", the word that steps 1 and 2 look at
+QUERY = 1  # "old", the word that is the query of steps 1 and 2
 
 
 def explain(number: int, title: str, why: str, formula: str) -> None:
@@ -138,7 +136,7 @@ The kept ones grow by 1 / (1 - p): a row sums to one on average. After training,
 def several_heads(x: Tensor) -> None:
     why = """\
 One softmax row is one opinion. Several heads, each with its own three matrices, can look for
-different things; their context vectors stand side by side. First as a loop over the heads, then
+different things; their context vectors are concatenated. First as a loop over the heads, then
 with their matrices joined into one, whose output is viewed as heads: one big product, not many
 small ones."""
     formula = "context_vec = [head_1, ..., head_H],  head_h = step 5 with matrices of its own"
@@ -196,11 +194,15 @@ width of all heads together. Nothing fails, the numbers are just others. On its 
     show("divided by sqrt(head_dim), as the definition says", right[0, 1:2], ["right"])
 
 
-def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.error = lambda message: parser.exit(2, f"{message}; see --help\n")
-    parser.parse_args()
+class LadderConfig(ScriptConfig):
+    """python -m benchmarks.attention_ladder
+
+    Attention in eight small steps: what each is for, its formula, its tensors.
+    """
+
+
+@settings_command(LadderConfig)
+def main(settings: LadderConfig) -> None:
     x = torch.tensor(INPUTS)  # (T, d_in)
     show("x, the six words", x)
     attn_scores = one_query(x)
@@ -214,6 +216,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has seen enough
     main()

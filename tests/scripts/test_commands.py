@@ -43,7 +43,7 @@ SHORT = {
     "scripts.compare": [],
     "scripts.plan": [],
     "benchmarks.attention_ladder": [],
-    "benchmarks.plots": ["out=."],
+    "benchmarks.plots": ["out=speed.png"],
 }
 # Not run: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate"}
