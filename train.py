@@ -35,7 +35,6 @@ def fit(run: "Run") -> None:
     trainer, state = run.config.trainer, run.state
     started, first_step = time.perf_counter(), state.step
     with run, run.translate_errors():  # closes all components, also after an error
-        run.print_introduction()
         if state.step == 0:
             evaluate_and_log(run, {})
         run.metrics.start(state.losses)
@@ -141,7 +140,6 @@ def save(run: "Run") -> None:
         return  # saved already
     run.metrics.store(state)
     run.tracker.sync()  # the log up to here reaches the disk before the checkpoint does
-    run.samples.sync()
     is_last = state.step == run.config.trainer.max_steps or run.signals.received > 0
     run.checkpointer.save(state, is_last)
 
@@ -159,7 +157,7 @@ def main(config: "Config") -> None:
     """Train as the settings say."""
     from training.setup import build_run
 
-    with StopSignals.of_this_process() as signals:
+    with StopSignals() as signals:
         fit(build_run(config, signals))
 
 

@@ -63,7 +63,7 @@ def make_run(tmp_path, monkeypatch, text_file):
 
     def make(*overrides, tiny=True):
         for earlier in runs:  # whose process would have ended
-            earlier.close()
+            earlier.closing.close()
         first = [*TINY, f"data.path={text_file}"] if tiny else []
         runs.append(build_run(settings(*first, *overrides)))
         return runs[-1]
@@ -71,7 +71,7 @@ def make_run(tmp_path, monkeypatch, text_file):
     runs = []
     yield make
     for run in runs:
-        run.close()
+        run.closing.close()
 
 
 @pytest.fixture

@@ -96,7 +96,6 @@ def test_texts(make_run, tmp_path):
 def test_checkpoints(make_run, in_process, tmp_path):
     run = make_run("name=run")
     fit(run)
-    run.close(0)
     shutil.copytree((run.directory / "checkpoints" / "last").resolve(), "copied")
     with open("copied/model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -126,7 +125,7 @@ def test_while_training(make_run, in_process, tmp_path, monkeypatch):
         + intact
     )
     run.model.final_norm.weight.data.fill_(float("nan"))
-    with pytest.raises(errors.DivergedError) as caught:
+    with pytest.raises(errors.DivergedError) as caught, run.translate_errors():
         run.evaluate()
     assert str(caught.value) == (
         "optimizer.lr=0.0003: the validation loss is nan at step 4; use a smaller optimizer.lr, "

@@ -8,6 +8,7 @@ Shapes: B batch, T positions, V vocabulary.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,11 +45,9 @@ class Validation:
             _, targets = dataset.batch(windows)
             self.bytes_per_token = bytes_per_token(targets[targets >= 0].numpy())
 
-    def run(
-        self, model: torch.nn.Module, strategy: Strategy, batch_size: int
-    ) -> tuple[float, float | None]:
-        """(mean loss in nats over all targets, accuracy or None), the same on all ranks, which
-        share the windows. batch_size: windows at a time."""
+    def run(self, model: torch.nn.Module, strategy: Strategy, batch_size: int) -> dict[str, float]:
+        """The metrics of the log: the mean loss in nats over all targets, and bits per byte or the
+        accuracy. The same on all ranks, which share the windows. batch_size: windows at a time."""
         total, right, count = 0.0, 0, 0
         mine = self.windows[strategy.rank :: strategy.world_size]
         most = -(-len(self.windows) // strategy.world_size)  # of the rank that has most
@@ -68,38 +67,22 @@ class Validation:
                     right += counts * int((logits.argmax(-1) == target_ids).sum())
         strategy.synchronize()
         total, right, count = strategy.all_reduce_sum(float(total), right, count)
-        return total / count, (right / count if self.bytes_per_token is None else None)
-
-    def metrics(self, loss: float, accuracy: float | None) -> dict[str, float]:
-        """The metrics of the log. loss: in nats per token."""
-        if accuracy is not None:
-            return {"val/loss": loss, "val/accuracy": accuracy}
+        loss = total / count
+        if self.bytes_per_token is None:
+            return {"val/loss": loss, "val/accuracy": right / count}
         return {"val/loss": loss, "val/bits_per_byte": loss / math.log(2) / self.bytes_per_token}
 
 
+@dataclass
 class Evaluator:
-    """Validates the model and samples text from it.
+    """Validates the model and samples text from it."""
 
-    validation: None without validation data. batch_size: windows at a time on this rank.
-    describe_checkpoint() says which checkpoint is intact.
-    """
-
-    def __init__(
-        self,
-        config: "Config",
-        strategy: Strategy,
-        validation: Validation | None,
-        tokenizer: tiktoken.Encoding,
-        batch_size: int,
-        describe_checkpoint: Callable[[], str],
-    ):
-        self.config = config
-        self.strategy = strategy
-        self.validation = validation
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.describe_checkpoint = describe_checkpoint
-        self.last_sample = ""
+    config: "Config"
+    strategy: Strategy
+    validation: Validation | None  # None without validation data
+    tokenizer: tiktoken.Encoding
+    batch_size: int  # windows at a time on this rank
+    last_sample: str = ""
 
     def validate(self, model: GPT, step: int) -> dict[str, float]:
         """Validation metrics; empty without validation data.
@@ -108,15 +91,12 @@ class Evaluator:
         """
         if self.validation is None:
             return {}
-        loss, accuracy = self.validation.run(model, self.strategy, self.batch_size)
-        if not math.isfinite(loss):
-            raise DivergedError(
-                "optimizer.lr",
-                self.config.optimizer.lr,
-                f"the validation loss is {loss} at step {step}",
-                f"{AGAINST_DIVERGENCE}; {self.describe_checkpoint()}",
-            )
-        return self.validation.metrics(loss, accuracy)
+        row = self.validation.run(model, self.strategy, self.batch_size)
+        if not math.isfinite(loss := row["val/loss"]):
+            reason = f"the validation loss is {loss} at step {step}"
+            rate = self.config.optimizer.lr
+            raise DivergedError("optimizer.lr", rate, reason, AGAINST_DIVERGENCE)
+        return row
 
     def sample(self, model: GPT, step: int) -> dict:
         """Continues trainer.sample_prompt, with the same random numbers at every step so that

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from data import Loaded
-from errors import DivergedError, best_effort, exit_code_of, format_error
+from errors import DivergedError, best_effort, format_error
 from model import GPT
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
@@ -23,7 +23,6 @@ from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
 from training.reporting import summary
 from training.reporting.console import Console
-from training.reporting.jsonl import NoRows, RowFile
 from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
@@ -31,16 +30,6 @@ from training.reporting.report import write_report
 from training.reporting.tracker import Tracker
 from training.signals import StopSignals
 from training.translate_errors import translate_errors
-
-
-class Closing(contextlib.ExitStack):
-    """What is closed at the end of a run, the last opened first. exit_code: of the process."""
-
-    exit_code = 0
-
-    def close_with(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-        self.close()
 
 
 @dataclass
@@ -63,12 +52,10 @@ class Run:
     lens: LensRunner
     checkpointer: Checkpointer
     tracker: Tracker
-    samples: RowFile | NoRows  # samples.jsonl
     console: Console
     profiler: Profiler
     signals: StopSignals
-    introduction: list[str]  # printed before the first step
-    closing: Closing
+    closing: contextlib.ExitStack  # closes the components, the last opened first
 
     @property
     def tokens_per_step(self) -> int:
@@ -91,10 +78,7 @@ class Run:
             self.tracker.alert(title, format_error(error), "ERROR")
         if error is not None:
             self.write_report()  # a failed run is one to look at
-        self.close(exit_code_of(error))
-
-    def close(self, exit_code: int = 0) -> None:
-        self.closing.close_with(exit_code)
+        self.closing.__exit__(kind, error, trace)
 
     def translate_errors(self) -> contextlib.AbstractContextManager:
         """A context that raises errors of torch as what they mean to the user."""
@@ -120,7 +104,6 @@ class Run:
         """Samples a text, prints it, and returns its row of samples.jsonl."""
         row = self.evaluator.sample(self.model, self.state.step)
         self.console.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
-        self.samples.append(row)
         return row
 
     def write_report(self) -> None:
@@ -129,11 +112,7 @@ class Run:
             with best_effort("report.html: not written", self.config.debug):
                 write_report(self.directory)
 
-    # ----------------------------------------------------------------- start, end and stop
-
-    def print_introduction(self) -> None:
-        for line in self.introduction:
-            self.console.print(line)
+    # ------------------------------------------------------------------------ end and stop
 
     def finish(self, trained_here: bool, seconds: float) -> None:
         """After the last step: waits for the last checkpoint, uploads the model, prints a summary.
@@ -156,9 +135,9 @@ class Run:
         for line in summary.results(state, self.metrics.train_loss, self.evaluator.last_sample):
             out.print(line)
         out.print(f"run directory    {self.directory}")
-        if written := self.checkpointer.written:
+        if trained_here:
             waited = f"training waited {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
-            out.print(f"checkpoints      {written} written in the background; {waited}")
+            out.print(f"checkpoints      written in the background; {waited}")
         for finding in self.lens.findings():
             out.print(f"heads            {finding}")
         prompt = self.config.trainer.sample_prompt
@@ -179,26 +158,24 @@ class Run:
             print(f"{text}; {hint}", file=sys.stderr)
 
 
-def introduction(run: Run, is_compiled: bool, notes: list[str]) -> list[str]:
-    """The lines that a run prints before its first step."""
-    config, strategy, trainer, state = run.config, run.strategy, run.config.trainer, run.state
+def print_introduction(run: Run, is_compiled: bool, notes: list[str]) -> None:
+    """What a run prints before its first step."""
+    config, strategy, trainer, step = run.config, run.strategy, run.config.trainer, run.state.step
     compiled = ", compiled" if is_compiled else ""
     extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
     val, validation = run.data.val, run.evaluator.validation
     counts = (len(run.data.train), len(val or ()), len(validation.windows) if validation else 0)
     size = run.evaluator.batch_size
     division = summary.division(trainer.batch_size, strategy.world_size, size)
-    lines = [
-        f"{run.model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}",
-        f"{summary.windows(config, *counts)}; {trainer.batch_size} a step{division}",
-        *(f"note: {note}" for note in (*run.data.notes, *notes)),
-        f"run directory: {run.directory}",
-    ]
+    out = run.console.print
+    out(f"{run.model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}")
+    out(f"{summary.windows(config, *counts)}; {trainer.batch_size} a step{division}")
+    for note in (*run.data.notes, *notes):
+        out(f"note: {note}")
+    out(f"run directory: {run.directory}")
     if where := run.tracker.where():
-        lines.append(f"W&B: {where}")
-    if state.step >= trainer.max_steps:
-        more = "a larger trainer.max_steps continues it"
-        lines.append(f"finished already, after step {state.step}; {more}")
-    elif state.step > 0:
-        lines.append(f"resumed after step {state.step}")
-    return lines
+        out(f"W&B: {where}")
+    if step >= trainer.max_steps:
+        out(f"finished already, after step {step}; a larger trainer.max_steps continues it")
+    elif step > 0:
+        out(f"resumed after step {step}")

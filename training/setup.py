@@ -4,6 +4,7 @@
 its state and receives what it needs as arguments; none of them knows the run.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,6 @@ import torch
 
 from data import Loaded, load_datasets, split_batch, training_batches
 from errors import DataError, best_effort, exit_code_of, refuse
-from files import clear
 from interop.init_from import initial_weights
 from lens.config import LensConfig
 from lens.snapshots import Lens
@@ -43,12 +43,12 @@ from training.optim.optimizers import build_optimizer
 from training.optim.schedule import learning_rate
 from training.planning.micro_batch import check_memory, find_micro_batch
 from training.reporting.console import Console
-from training.reporting.jsonl import NoRows, RowFile, drop_rows_after
+from training.reporting.jsonl import drop_rows_after
 from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
 from training.reporting.tracker import NoTracker, Tracker
-from training.run import Closing, Run, introduction
+from training.run import Run, print_introduction
 from training.signals import StopSignals
 from training.translate_errors import translate_errors
 
@@ -58,16 +58,14 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 
     signals: what asks the run to stop early. Raises a ClearheadError.
     """
-    closing = Closing()
-    check_machine(config)
-    strategy = start_strategy(config)
-    closing.callback(lambda: strategy.close(closing.exit_code))
-    try:
+    with contextlib.ExitStack() as closing:  # after an error
+        check_machine(config)
+        strategy = start_strategy(config)
+        closing.push(lambda _, error, __: strategy.close(exit_code_of(error)))
         with translate_errors(config, strategy):
-            return _build(config, strategy, signals or StopSignals(True, False), closing)
-    except BaseException as error:
-        closing.close_with(exit_code_of(error))
-        raise
+            run = _build(config, strategy, signals or StopSignals(), closing)
+        run.closing = closing.pop_all()
+        return run
 
 
 def check_machine(config: Config) -> None:
@@ -100,10 +98,12 @@ def complete_settings(
     return config, strategy
 
 
-def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Closing) -> Run:
+def _build(
+    config: Config, strategy: Strategy, signals: StopSignals, closing: contextlib.ExitStack
+) -> Run:
     notes: list[str] = []
     config, strategy = complete_settings(config, strategy, notes)
-    start = find_start(config, strategy, functools.partial(lock, closing=closing), notes)
+    start = find_start(config, strategy, closing, notes)
     with strategy.raise_on_all_ranks():  # another machine may have less
         refuse(check_memory(config, strategy))
     data = load_data(config, strategy, start, notes)
@@ -114,20 +114,17 @@ def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Cl
     if config.trainer.micro_batch_size == "auto":
         config.trainer.micro_batch_size = find_micro_batch(config, strategy, is_compiled)
     state = restore(config, strategy, start, data, model, optimizer)
-    directory, saver, tracker, samples = open_directory(
-        config, strategy, start, state, model, notes, closing
-    )
+    opened = strategy.on_rank_0(lambda: open_directory(config, start, state, model, notes, closing))
+    directory, saver, tracker = opened or (None, None, NoTracker())
+    directory = Path(strategy.broadcast(str(directory)))
+    state.wandb_id = tracker.run_id or state.wandb_id
     console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
     closing.callback(console.close)
-    checkpointer = Checkpointer(directory, saver, strategy, model, optimizer)
 
     def notify(title: str, text: str) -> None:
         console.print(text)
         tracker.alert(title, text, "WARN")
 
-    metrics = build_metrics(config, strategy, model, notify, checkpointer.describe)
-    if start.state:
-        metrics.restore(state, forget_skipped=config.trainer.resume_override)
     profiled = config.trainer.profile and strategy.is_rank_0
     profiler = Profiler(profiled, directory / "profile", strategy.device)
     closing.callback(profiler.close)
@@ -142,29 +139,18 @@ def _build(config: Config, strategy: Strategy, signals: StopSignals, closing: Cl
         trained_model=trained_model,
         optimizer=optimizer,
         learning_rate=build_schedule(config),
-        metrics=metrics,
-        evaluator=build_evaluator(config, strategy, data, checkpointer.describe),
+        metrics=build_metrics(config, strategy, model, state, notify),
+        evaluator=build_evaluator(config, strategy, data),
         lens=build_lens(config, strategy, data, directory),
-        checkpointer=checkpointer,
+        checkpointer=Checkpointer(directory, saver, strategy, model, optimizer),
         tracker=tracker,
-        samples=samples,
         console=console,
         profiler=profiler,
         signals=signals,
-        introduction=[],
         closing=closing,
     )
-    run.introduction = introduction(run, is_compiled, notes)
+    print_introduction(run, is_compiled, notes)
     return run
-
-
-def lock(directory: Path, closing: Closing) -> None:
-    """Keeps other processes out of a run directory until the run is closed, and removes what a
-    killed process left unfinished there."""
-    locked = run_directory.lock_directory(directory)
-    if locked:
-        closing.enter_context(locked)
-    clear(directory)
 
 
 # ------------------------------------------------------------------------- data and model
@@ -277,42 +263,31 @@ def restore(
 
 def open_directory(
     config: Config,
-    strategy: Strategy,
     start: Start,
     state: State,
     model: GPT,
     notes: list[str],
-    closing: Closing,
-) -> tuple[Path, Saver | None, Tracker, RowFile | NoRows]:
-    """Creates or continues the run directory, on rank 0: (its path, the saver of checkpoints, the
-    tracker, samples.jsonl)."""
-    saver, samples = None, NoRows()
-    tracker: Tracker = NoTracker()
-
-    def open_on_rank_0() -> str:
-        nonlocal saver, tracker, samples
-        with run_directory.writable(Path(config.runs_dir)):
-            directory = create_directory(config, start, closing)
-            saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
-            closing.callback(saver.close)
-            if state.step < config.trainer.max_steps:  # else there is nothing to train or log
-                notes.extend(saver.too_large(12 * model.num_parameters()))
-                run_directory.write_settings(directory, state.settings)
-                drop_rows_after(directory, state.step if start.state else -1)
-                tracker = Tracker(config.wandb, directory, state.settings, state.wandb_id)
-                closing.callback(lambda: tracker.finish(closing.exit_code))
-                tracker.summary({"parameters": model.num_parameters()})
-                notes.extend(config.wandb.ignored())
-                samples = RowFile(directory / "samples.jsonl")
-                closing.callback(samples.close)
-        return str(directory)
-
-    directory = Path(strategy.broadcast(strategy.on_rank_0(open_on_rank_0)))
-    state.wandb_id = tracker.run_id or state.wandb_id
-    return directory, saver, tracker, samples
+    closing: contextlib.ExitStack,
+) -> tuple[Path, Saver, Tracker]:
+    """Creates or continues the run directory: its path, the saver of checkpoints, the tracker. On
+    rank 0."""
+    with run_directory.writable(Path(config.runs_dir)):
+        directory = create_directory(config, start, closing)
+        saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
+        closing.callback(saver.close)
+        if state.step >= config.trainer.max_steps:  # there is nothing to train or log
+            return directory, saver, NoTracker()
+        notes.extend(saver.too_large(12 * model.num_parameters()))
+        run_directory.write_settings(directory, state.settings)
+        drop_rows_after(directory, state.step if start.state else -1)
+        tracker = Tracker(config.wandb, directory, state.settings, state.wandb_id)
+        closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
+        tracker.summary({"parameters": model.num_parameters()})
+        notes.extend(config.wandb.ignored())
+        return directory, saver, tracker
 
 
-def create_directory(config: Config, start: Start, closing: Closing) -> Path:
+def create_directory(config: Config, start: Start, closing: contextlib.ExitStack) -> Path:
     """The run directory, locked: the one of the checkpoint, that of `name`, or a new one."""
     if start.in_place:
         directory = own_directory(config)
@@ -320,7 +295,7 @@ def create_directory(config: Config, start: Start, closing: Closing) -> Path:
         shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
         directory = run_directory.create(Path(config.runs_dir), config.name, shape)
     if directory != start.locked:  # it did not exist before
-        lock(directory, closing)
+        closing.enter_context(run_directory.lock_directory(directory))
         run_directory.check_new(directory)
     return directory
 
@@ -332,12 +307,12 @@ def build_metrics(
     config: Config,
     strategy: Strategy,
     model: GPT,
+    state: State,
     notify: Callable[[str, str], None],
-    describe_checkpoint: Callable[[], str],
 ) -> Metrics:
     trainer = config.trainer
     limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
-    return Metrics(
+    metrics = Metrics(
         strategy,
         NonFiniteCheck(limit, strategy.device),
         tokens_per_step=trainer.batch_size * config.data.max_length,
@@ -345,13 +320,12 @@ def build_metrics(
         peak_flops=device.peak_flops(strategy.device),
         learning_rate=config.optimizer.lr,
         notify=notify,
-        describe_checkpoint=describe_checkpoint,
     )
+    metrics.restore(state, forget_skipped=trainer.resume_override)
+    return metrics
 
 
-def build_evaluator(
-    config: Config, strategy: Strategy, data: Loaded, describe_checkpoint: Callable[[], str]
-) -> Evaluator:
+def build_evaluator(config: Config, strategy: Strategy, data: Loaded) -> Evaluator:
     tokenizer, validation = get_tokenizer(config.data.tokenizer), None
     if data.val:
         windows = evenly(data.val, config.trainer.eval_windows)
@@ -359,14 +333,9 @@ def build_evaluator(
         if not config.data.synthetic:
             bytes_of = functools.partial(bytes_per_token, tokenizer)
         validation = Validation(data.val, windows, bytes_of)
-    batch_size = micro_batch_size(config, strategy)
-    return Evaluator(config, strategy, validation, tokenizer, batch_size, describe_checkpoint)
-
-
-def micro_batch_size(config: Config, strategy: Strategy) -> int:
-    """Windows at a time on this rank."""
     share = config.trainer.batch_size // strategy.world_size
-    return min(share, config.trainer.micro_batch_size or share)
+    batch_size = min(share, config.trainer.micro_batch_size or share)
+    return Evaluator(config, strategy, validation, tokenizer, batch_size)
 
 
 def build_lens(config: Config, strategy: Strategy, data: Loaded, directory: Path) -> LensRunner:

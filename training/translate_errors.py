@@ -1,13 +1,12 @@
-"""Errors of torch during training, translated into what they mean to the user."""
+"""Errors during training, translated into what they mean to the user."""
 
 import contextlib
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from errors import RankLostError
+from errors import DivergedError, NotSavedError, RankLostError
 from training.checkpoint.checkpointer import Checkpointer
-from training.checkpoint.resume import resume_command
 from training.distributed.strategy import Strategy
 from training.planning.micro_batch import is_out_of_memory, what_would_fit
 
@@ -23,12 +22,18 @@ def translate_errors(
     micro_batch_size: int | None = None,
 ) -> Iterator[None]:
     """Raises OutOfMemoryError when a step did not fit into memory, RankLostError when another rank
-    died or timed out; other errors as they are.
+    died or timed out; other errors as they are. Hints say which checkpoint is intact.
 
-    micro_batch_size: of the steps inside; None where none is taken.
+    micro_batch_size: of the steps inside; None where no step is taken.
     """
     try:
         yield
+    except DivergedError as error:
+        error.hint += f"; {checkpointer.describe()}"
+        raise
+    except NotSavedError as error:
+        error.hint += f"; {checkpointer.how_to_resume()}"
+        raise
     except Exception as error:
         if micro_batch_size and is_out_of_memory(error):
             intact = checkpointer.describe()
@@ -37,12 +42,6 @@ def translate_errors(
             raise
         # The first sentence of the library's message, without its file names and addresses.
         text = re.sub(r"\[[^\]]*\](:\d+)?:?\s*", "", " ".join(str(error).split()))
-        hint = "rerun the same command"
-        if checkpointer and checkpointer.has_checkpoint():
-            hint = resume_command(checkpointer.directory)
-        raise RankLostError(
-            "parallel.timeout",
-            config.parallel.timeout,
-            f"another rank died or timed out ({text.partition('. ')[0].strip()})",
-            hint,
-        ) from error
+        reason = f"another rank died or timed out ({text.partition('. ')[0].strip()})"
+        hint = checkpointer.how_to_resume() if checkpointer else "rerun the same command"
+        raise RankLostError("parallel.timeout", config.parallel.timeout, reason, hint) from error

@@ -255,7 +255,7 @@ def happen(each: list[dict]) -> None:
                 return real(*arguments, **options)
             one = left.pop(0)
             if one["when"] == "saved":
-                arguments[0].checkpointer.wait(arguments[0].state, warn=False)
+                arguments[0].checkpointer.wait(arguments[0].state)
             if one["when"] != "after":
                 act(one["what"])
             result = real(*arguments, **options)

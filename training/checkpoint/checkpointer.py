@@ -8,6 +8,7 @@ import contextlib
 import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,33 +24,17 @@ from training.distributed.strategy import Strategy
 from training.planning.micro_batch import spare_memory
 
 
+@dataclass
 class Checkpointer:
-    """Saves the state of a run, on all ranks together.
+    """Saves the state of a run, on all ranks together."""
 
-    directory: the run's. saver: writes on rank 0, None on the others. seconds: that training has
-    waited for checkpoints.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        saver: Saver | None,
-        strategy: Strategy,
-        model: GPT,
-        optimizer: torch.optim.Optimizer,
-    ):
-        self.directory = directory
-        self.saver = saver
-        self.strategy = strategy
-        self.model = model
-        self.optimizer = optimizer
-        self.seconds = 0.0
-        self._best_before: tuple[float | None, int | None] = None, None
-
-    @property
-    def written(self) -> int:
-        """How many checkpoints this process has written."""
-        return self.saver.written if self.saver else 0
+    directory: Path  # of the run
+    saver: Saver | None  # writes on rank 0; None on the others
+    strategy: Strategy
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    seconds: float = 0.0  # that training has waited for checkpoints
+    _best_before: tuple[float | None, int | None] = (None, None)
 
     def update_best(self, state: checkpoint.State, val_loss: float) -> bool:
         """Whether this validation loss is the lowest so far; the state then says so."""
@@ -75,49 +60,49 @@ class Checkpointer:
         if not copy and not is_last:
             self.wait(state)
 
-    def wait(self, state: checkpoint.State, warn: bool = True) -> int | None:
-        """Waits until no checkpoint is being written; returns the step of the newest, or None.
+    def wait(self, state: checkpoint.State) -> int:
+        """Waits until no checkpoint is being written; returns the step of the newest, 0 without.
 
         A checkpoint that could not be written is a warning, since the next may succeed.
         """
         newest, failed = self._wait(state)
-        if failed and warn and self.strategy.is_rank_0:
+        if failed and self.strategy.is_rank_0:
             print(f"{failed}; training continues", file=sys.stderr)
         return newest
 
     def finish(self, state: checkpoint.State) -> None:
-        """Waits for the checkpoint of this step. Raises NotSavedError if it is not on disk."""
-        newest, failed = self._wait(state)
-        if newest != state.step:
-            then = "rerun the same command"
-            if newest is not None:
-                then = resume_command(self.directory)
-            raise NotSavedError(failed.key, failed.value, failed.reason, f"{failed.hint}; {then}")
+        """Waits for the last checkpoint. Raises NotSavedError if it could not be written."""
+        _, failed = self._wait(state)
+        if failed:
+            raise failed
 
-    def _wait(self, state: checkpoint.State) -> tuple[int | None, NotSavedError | None]:
+    def _wait(self, state: checkpoint.State) -> tuple[int, NotSavedError | None]:
         started = time.perf_counter()
 
-        def wait() -> tuple[int | None, tuple | None]:
+        def wait() -> tuple[int, tuple | None]:
             failed = self.saver.wait()
-            return self.saver.newest, failed and failed.args
+            return listing.newest_step(self.directory), failed and failed.args
 
         newest, failed = self.strategy.broadcast(self.strategy.on_rank_0(wait))
-        if failed and state.best_step is not None and state.best_step > (newest or -1):
+        if failed and state.best_step is not None and state.best_step > newest:
             state.best_loss, state.best_step = self._best_before
         self.seconds += time.perf_counter() - started
         return newest, failed and NotSavedError(*failed)
 
-    # ----------------------------------------------------------------------- after an error
+    # ------------------------------------------------------------ after an error, on any rank
 
-    def has_checkpoint(self) -> bool:
-        """Whether there is anything to resume, once the pending checkpoint is written."""
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint, once the pending one is written; 0 without one."""
         if self.saver:
             with contextlib.suppress(Exception):
                 self.saver.wait()
-        return listing.has_checkpoint(self.directory)
+        return listing.newest_step(self.directory)
 
     def describe(self) -> str:
-        """Which checkpoint is intact, in words."""
-        if not self.has_checkpoint():
-            return "there is no checkpoint yet"
-        return f"the checkpoint of step {listing.newest_step(self.directory)} is intact"
+        """Which checkpoint is intact."""
+        step = self.newest_step()
+        return f"the checkpoint of step {step} is intact" if step else "there is no checkpoint yet"
+
+    def how_to_resume(self) -> str:
+        """The command that resumes the run."""
+        return resume_command(self.directory) if self.newest_step() else "rerun the same command"

@@ -3,10 +3,10 @@
 Nothing here changes anything on disk except for locking the run directory.
 """
 
+import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,8 @@ from errors import Problem, refuse, show
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State
-from training.checkpoint.run_directory import is_occupied, settings_of
+from training.checkpoint.run_directory import is_occupied, lock_directory, settings_of
+from training.config.schema import TrainerConfig
 from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
 from training.config.yaml_files import flat
 from training.distributed.launch import launch_command
@@ -28,41 +29,13 @@ if TYPE_CHECKING:
 FIXED = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
-OVERRIDE = "trainer.resume_override=true to continue anyway"
-# What may differ between a run and its continuation without changing what is computed.
+# What may differ between a run and its continuation without changing what is computed. A group is
+# free as a whole.
 FREE_TO_CHANGE = {
-    "name",
-    "debug",
-    "runs_dir",
-    "parallel",
-    "lens",
-    "wandb",
-    "model.attention",
-    "data.path",  # what is there is compared by its checksums
-    "data.val_path",
-    "data.verify",
-    "trainer.max_steps",
-    "trainer.micro_batch_size",
-    "trainer.activation_checkpointing",
-    "trainer.eval_every",
-    "trainer.eval_windows",
-    "trainer.log_every",
-    "trainer.save_every",
-    "trainer.keep",
-    "trainer.compile",
-    "trainer.device",
-    "trainer.profile",
-    "trainer.resume",
-    "trainer.resume_override",
-    "trainer.on_nonfinite",
-    "trainer.max_skips",
-    "trainer.init_from",
-    "trainer.sample_prompt",
-    "trainer.sample_tokens",
-}
-
-# What older checkpoints were trained with and do not say.
-BEFORE_THERE_WAS_A_CHOICE = {"optimizer": {"name": "adamw"}}
+    *("name", "debug", "runs_dir", "parallel", "lens", "wandb", "model.attention"),
+    *("data.path", "data.val_path", "data.verify"),  # what is there is compared by its checksums
+    *(f"trainer.{key}" for key in TrainerConfig.model_fields),
+} - {f"trainer.{key}" for key in ("batch_size", "warmup_steps", "grad_clip", "precision")}
 
 
 @dataclass
@@ -99,46 +72,46 @@ def check_same_settings(config: "Config", strategy: Strategy) -> None:
 
 
 def find_start(
-    config: "Config", strategy: Strategy, lock: Callable[[Path], None], notes: list[str]
+    config: "Config", strategy: Strategy, closing: contextlib.ExitStack, notes: list[str]
 ) -> Start:
-    """What the run starts from; rank 0 looks, and locks the run directory if there is one.
+    """What the run starts from. Rank 0 finds it, and locks the run directory if there is one until
+    `closing` is closed.
 
     Settings that follow from others (warmup_steps=null) become those of the checkpoint, or are
     chosen. Raises ConfigError for settings that would make it another run.
     """
     locked = None
 
-    def look() -> tuple[str, dict, bool, str] | None:
+    def find() -> tuple[str, dict, bool] | None:
         nonlocal locked
         own = own_directory(config)
         # A run that has checkpoints needs no other files.
-        is_run = own and (listing.has_checkpoint(own) or not is_occupied(own))
-        if is_run and own.is_dir():
-            lock(own)  # no other process changes it from here on
+        if own and own.is_dir() and (listing.has_checkpoint(own) or not is_occupied(own)):
+            closing.enter_context(lock_directory(own))  # no other process changes it from here on
             locked = own
-        found, problems = find_checkpoint(config)
-        refuse(problems)
-        if not found:
+        if (found := find_checkpoint(config)) is None:
             return None
-        in_place = is_in_place(found, config)
-        run = own if in_place else listing.run_of(found) or found
-        return str(found), asdict(checkpoint.load_state(found)), in_place, str(run)
+        return str(found), asdict(checkpoint.load_state(found)), is_in_place(found, config)
 
     # Other ranks may not see the directory.
-    shared = strategy.broadcast(strategy.on_rank_0(look))
-    found, values, in_place, run = shared or (None, None, False, None)
-    state = State.from_values(values) if values else None
-    resolve_auto(config, state.settings if state else {})
-    if state is None:
+    shared = strategy.broadcast(strategy.on_rank_0(find))
+    if shared is None:
+        resolve_auto(config)
         return Start(locked=locked)
-    problems = changed_settings(state.settings, config.model_dump(), Path(run))
+    found, values, in_place = shared
+    state = State.from_values(values)
+    resolve_auto(config, state.settings)
+    source = (
+        f"{config.runs_dir}/{config.name}" if in_place and config.name else config.trainer.resume
+    )
+    problems = changed_settings(state.settings, config.model_dump(), source)
     if config.trainer.resume_override:
         notes += [f"{key}={value}: {reason}" for key, value, reason, _ in problems]
-        problems = [problem for problem in problems if problem[0] in FIXED]
+        problems = [problem for problem in problems if problem.key in FIXED]
     if not in_place and state.step >= config.trainer.max_steps:
         reason = f"{found} is of step {state.step}, nothing is left to train"
         hint = "a new run from it needs more steps"
-        problems.append(("trainer.max_steps", config.trainer.max_steps, reason, hint))
+        problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
     return Start(Path(found), state, in_place, locked)
@@ -171,114 +144,101 @@ def stored_settings(config: "Config") -> tuple[str, dict] | None:
     if config.overrides is None:
         return None
     path, own = config.trainer.resume, own_directory(config)
-    if own and is_this_branch(own, path):
+    if own and began_as_branch(own, path):
         path = own
     # Damage is reported when the checkpoint itself is read.
     found = listing.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
-    stored = checkpoint.load_state(found).settings
-    for group, values in BEFORE_THERE_WAS_A_CHOICE.items():
-        if isinstance(stored.get(group), dict):
-            stored[group] = values | stored[group]
-    return str(found), stored
+    return str(found), checkpoint.load_state(found).settings
 
 
-def find_checkpoint(config: "Config") -> tuple[Path | None, list[Problem]]:
-    """(The checkpoint to resume, None for a new run; problems with the settings).
+def find_checkpoint(config: "Config") -> Path | None:
+    """The checkpoint to resume; None for a new run. Damaged checkpoints of a run are skipped.
 
     trainer.resume=auto: resume when the run has a checkpoint. must: it has to have one. false: the
-    run must not exist. A path: resume that one. Damaged checkpoints of a run are skipped. Raises
-    CheckpointError when none can be read.
+    run must not exist. A path: resume that one, in place or as a branch. Raises ConfigError,
+    CheckpointError when no checkpoint can be read.
     """
-    resume, run = config.trainer.resume, config.name and own_directory(config)
-    has_any = bool(run) and listing.has_checkpoint(run)
-    if has_any and is_this_branch(run, resume):
-        resume = "auto"
-    if resume not in ("auto", "must", False):
-        return _find_named(config, resume, run, has_any)
+    resume, run = config.trainer.resume, own_directory(config) if config.name else None
+    has_any = run is not None and listing.has_checkpoint(run)
     if resume is False and (has_any or (run and settings_of(run))):
         hint = "give another name, or trainer.resume=auto to continue it"
-        return None, [Problem("name", config.name, f"{run} holds a run", hint)]
-    if has_any:
-        return listing.find(run, "name", checkpoint.FILES), []
+        refuse([Problem("name", config.name, f"{run} holds a run", hint)])
+    if has_any and (resume in ("auto", "must") or began_as_branch(run, resume)):
+        return listing.find(run, "name", checkpoint.FILES)
     if resume == "must":
         hint = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
-        return None, [Problem("trainer.resume", "must", "there is nothing to resume", hint)]
-    return None, other_content(run, config)
+        refuse([Problem("trainer.resume", "must", "there is nothing to resume", hint)])
+    found = None
+    if resume not in ("auto", False):
+        found = find_named(resume)
+        if is_in_place(found, config):
+            check_newest(found, resume)
+            return found
+        if has_any:
+            hint = f"trainer.resume={run} continues it, or give a new name"
+            refuse([Problem("name", config.name, f"{run} holds another run", hint)])
+    if run:
+        check_content(run, config)
+    return found
 
 
-def _find_named(
-    config: "Config", resume: str, run: Path | None, has_any: bool
-) -> tuple[Path | None, list[Problem]]:
-    """find_checkpoint for trainer.resume=PATH: in place, or as a branch in the directory `run`."""
+def find_named(resume: str) -> Path:
+    """The checkpoint that trainer.resume=PATH means."""
     path = Path(resume).resolve()
     is_copy = listing.is_checkpoint(path) and listing.run_of(path) is None
     if is_copy and not (path / checkpoint.OPTIMIZER).exists():
         reason = f"has no {checkpoint.OPTIMIZER}, like a model from W&B"
         hint = f"{shlex.quote(f'trainer.init_from={resume}')} starts a new run with its weights"
-        return None, [Problem("trainer.resume", resume, reason, hint)]
-    found = listing.find(resume, "trainer.resume", checkpoint.FILES)
-    if is_in_place(found, config):
-        return found, older_than_newest(found, config) if listing.is_checkpoint(path) else []
-    if has_any:
-        hint = f"trainer.resume={run} continues it, or give a new name"
-        return None, [Problem("name", config.name, f"{run} holds another run", hint)]
-    return found, other_content(run, config)
+        refuse([Problem("trainer.resume", resume, reason, hint)])
+    return listing.find(resume, "trainer.resume", checkpoint.FILES)
 
 
-def is_this_branch(run: Path, resume: str | bool) -> bool:
-    """Whether a run began as a branch of what trainer.resume names: it continues when the same
-    command is rerun, as Slurm does after a requeue."""
-    if not isinstance(resume, str) or resume in ("auto", "must"):
-        return False
+def began_as_branch(run: Path, resume: str) -> bool:
+    """Whether a run with checkpoints began as a branch of what trainer.resume names: it continues
+    when the same command is rerun, as Slurm does after a requeue."""
     trainer = (settings_of(run) or {}).get("trainer")
     began_so = isinstance(trainer, dict) and trainer.get("resume") == resume
     return began_so and listing.has_checkpoint(run)
 
 
-def other_content(run: Path | None, config: "Config") -> list[Problem]:
-    """The problem of a directory for a new run that holds something else, or a run of other
-    settings that has no checkpoint yet. The same run is started again there."""
-    if run is None:
-        return []
+def check_newest(found: Path, resume: str) -> None:
+    """Refuses to resume in place from a checkpoint that is named and not the newest: what the run
+    did since would be overwritten."""
+    newest = listing.newest_step(run := listing.run_of(found))
+    if listing.is_checkpoint(Path(resume)) and listing.step_of(found) < newest:
+        reason = f"{run} has a newer checkpoint, of step {newest}"
+        hint = "give name=NEW to branch off there, or resume the run itself"
+        refuse([Problem("trainer.resume", resume, reason, hint)])
+
+
+def check_content(run: Path, config: "Config") -> None:
+    """Refuses a directory for a new run that holds something else, or a run of other settings that
+    has no checkpoint yet. The same run is started again there."""
     if is_occupied(run):
         reason = f"{run} holds something other than a run"
-        return [Problem("name", run.name, reason, "give another name")]
+        refuse([Problem("name", run.name, reason, "give another name")])
     if (before := settings_of(run)) is None:
-        return []
+        return
     now = config.model_dump()
     if config.trainer.warmup_steps is None:  # follows from others
         del now["trainer"]["warmup_steps"]
     hint = f"give another name, or remove {run}"
-    return [
-        problem._replace(reason=f"{problem.reason}, and has no checkpoint", hint=hint)
-        for problem in changed_settings(before, now, run)
-    ]
+    problems = changed_settings(before, now, run)
+    refuse([p._replace(reason=f"{p.reason}, and has no checkpoint", hint=hint) for p in problems])
 
 
-def older_than_newest(found: Path, config: "Config") -> list[Problem]:
-    """The problem of resuming in place from a checkpoint that is not the newest: what the run did
-    since would be overwritten."""
-    run = listing.run_of(found)
-    newest = listing.newest_step(run)
-    if listing.step_of(found) >= newest:
-        return []
-    hint = "give name=NEW to branch off there, or resume the run itself"
-    reason = f"{run} has a newer checkpoint, of step {newest}"
-    return [Problem("trainer.resume", config.trainer.resume, reason, hint)]
-
-
-def changed_settings(saved: dict, now: dict, run: Path) -> list[Problem]:
+def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """A problem for each setting that would make the resumed run another one."""
     problems = []
-    saved, now = flat(BEFORE_THERE_WAS_A_CHOICE) | flat(saved), flat(now)
-    for key, value in now.items():
+    saved = flat(saved)
+    for key, value in flat(now).items():
         # A setting that the checkpoint does not have came later and left things as they were.
         is_free = key in FREE_TO_CHANGE or key.partition(".")[0] in FREE_TO_CHANGE
         if is_free or key not in saved or value == saved[key]:
             continue
         hint = f"use {key}={show(saved[key])}, or start a new run with another name="
         if key not in FIXED:
-            hint += f", or {OVERRIDE}"
+            hint += ", or trainer.resume_override=true to continue anyway"
         problems.append(Problem(key, value, f"{run} was trained with {show(saved[key])}", hint))
     return problems
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from errors import RunDirectoryError, RunFileError
-from files import atomic_write, make_folder, read_json, sync
+from files import atomic_write, clear, make_folder, read_json, sync
 
 LOCK, RECORD, CONFIG = ".lock", "run.json", "config.yaml"
 # Opened in place; all other files are replaced by rename.
@@ -55,11 +55,13 @@ def writable(runs: Path) -> Iterator[None]:
         raise RunDirectoryError("runs_dir", runs, reason, hint) from error
 
 
-def lock_directory(folder: Path) -> AcquireReturnProxy | None:
-    """Locks a run directory; the lock ends with the context that is returned, or with the process.
+def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
+    """Locks a run directory, and removes what a killed process left unfinished there. The lock ends
+    with the context that is returned, or with the process.
 
-    None where the file system has no locks. Raises RunDirectoryError when another process has it
-    or it cannot be written to, RunFileError when it has a link, a FIFO or a device among its files.
+    Where the file system has no locks, a line says so. Raises RunDirectoryError when another
+    process has it or it cannot be written to, RunFileError when it has a link, a FIFO or a device
+    among its files.
     """
     for name in REGULAR:
         file = folder / name
@@ -81,8 +83,10 @@ def lock_directory(folder: Path) -> AcquireReturnProxy | None:
                 raise
             words = f"{folder}: its file system has no locks ({error.strerror}); start one run"
             print(f"{words} at a time there", file=sys.stderr)
-            return None
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock = contextlib.nullcontext()
+        else:
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        clear(folder)
     return lock
 
 
@@ -98,19 +102,12 @@ def write_settings(run: Path, settings: dict) -> None:
 
 
 def settings_of(run: Path) -> dict | None:
-    """The resolved settings of a run; None where none can be read.
-
-    Runs written before run.json existed have them in their checkpoints alone.
-    """
-    states = sorted((run / "checkpoints").glob("step_*/state.json"), reverse=True)
-    for file in (run / RECORD, *states):
-        try:
-            settings = read_json(file)["settings"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if isinstance(settings, dict):
-            return settings
-    return None
+    """The resolved settings of a run; None where none can be read."""
+    try:
+        settings = read_json(run / RECORD)["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return settings if isinstance(settings, dict) else None
 
 
 def is_occupied(folder: Path) -> bool:

@@ -22,7 +22,6 @@ from errors import (
     NO_VALUE,
     DivergedError,
     NotSavedError,
-    RunDirectoryError,
     message_of,
 )
 from files import make_folder, remove, rename, sync
@@ -44,29 +43,24 @@ class Saver:
     def __init__(self, run: Path, keep: int, resumed: State | None = None):
         self.folder = run / "checkpoints"
         self.keep = keep
-        self.newest = resumed and resumed.step  # the step of the newest checkpoint
-        self.written = 0  # how many
         self._links_work = True
         self._thread: ThreadPoolExecutor | None = None  # while a checkpoint is being written
         self._writing: tuple[int, Future] | None = None
-        self._clear()
+        self._clear(resumed.step if resumed else 0)
         if resumed:
             self._link(resumed.best_step)  # it may have been cut off in the middle of it
             self._prune(resumed.best_step)
 
-    def _clear(self) -> None:
-        """Removes unfinished checkpoints, and renames those after the resumed one, which are
+    def _clear(self, newest: int) -> None:
+        """Removes unfinished checkpoints, and renames those after the resumed step, which are
         damaged."""
         for part in self.folder.glob("*.part"):
             remove(part)
         for folder in listing.list_checkpoints(self.folder.parent):
-            if self.newest is None:
-                reason, hint = f"{folder} is another run's", "rerun the command, or change the name"
-                raise RunDirectoryError("name", self.folder.parent.name, reason, hint)
-            if listing.step_of(folder) > self.newest:
+            if listing.step_of(folder) > newest:
                 aside = _free(folder.with_name(folder.name + ".damaged"))
                 rename(folder, aside)
-                what = f"not used, the run resumes from step {self.newest}; now {aside.name}"
+                what = f"not used, the run resumes from step {newest}; now {aside.name}"
                 print(f"checkpoint={folder}: {what}", file=sys.stderr)
 
     def save(self, tensors: Tensors, state: State) -> None:
@@ -89,10 +83,9 @@ class Saver:
         (step, writing), self._writing = self._writing, None
         try:
             writing.result()
+            return None
         except (OSError, SafetensorError) as error:
             return self._not_saved(step, error)
-        self.newest, self.written = step, self.written + 1
-        return None
 
     def close(self) -> None:
         """Waits for the pending checkpoint, whatever becomes of it."""
@@ -167,20 +160,13 @@ class Saver:
                 print(f"checkpoint={old}: not removed ({error.strerror or error})", file=sys.stderr)
 
     def _not_saved(self, step: int, error: Exception) -> NotSavedError:
-        """The error, with the free space of the disk and the checkpoint that is intact."""
-        reason = getattr(error, "strerror", None) or message_of(error)
-        free = ""
+        """The error, with the free space of the disk."""
+        cause = getattr(error, "strerror", None) or message_of(error)
         with contextlib.suppress(OSError):
-            free = f", {_size(shutil.disk_usage(self.folder.parent).free)} free on its disk"
-        intact = "there is no earlier one"
-        if self.newest is not None:
-            intact = f"the one of step {self.newest} is intact"
-        return NotSavedError(
-            "checkpoint",
-            f"{self.folder}/step_{step:08d}",
-            f"could not be written ({reason}{free})",
-            f"make room there: {intact}",
-        )
+            cause += f", {_size(shutil.disk_usage(self.folder.parent).free)} free on its disk"
+        folder = f"{self.folder}/{_name(step)}"
+        reason = f"could not be written ({cause})"
+        return NotSavedError("checkpoint", folder, reason, "make room there")
 
 
 def _size(size: float) -> str:

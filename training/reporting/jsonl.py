@@ -70,16 +70,6 @@ class RowFile:
             print(f"{self.path}: not written ({cause}); {consequence}", file=sys.stderr)
 
 
-class NoRows:
-    """The log of the other ranks: takes rows and does nothing."""
-
-    def append(self, row: dict) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def drop_rows_after(folder: Path, step: int) -> None:
     """Removes later and damaged rows from metrics.jsonl and samples.jsonl before a run resumes at
     `step`, so that each step is in the log once."""

@@ -21,8 +21,7 @@ class Metrics:
 
     tokens_per_step: over all ranks. flops_per_token: forward and backward. peak_flops: of one
     device, in FLOP/s; None when unknown. notify(title, text): tells the user about skipped steps
-    and loss spikes. learning_rate: the peak, for the error of a diverged run. describe_checkpoint()
-    says which checkpoint is intact.
+    and loss spikes. learning_rate: the peak, for the error of a diverged run.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class Metrics:
         peak_flops: float | None,
         learning_rate: float,
         notify: Callable[[str, str], None],
-        describe_checkpoint: Callable[[], str],
     ):
         self.strategy = strategy
         self.nonfinite = nonfinite
@@ -43,7 +41,6 @@ class Metrics:
         self.peak_flops = peak_flops
         self.learning_rate = learning_rate
         self.notify = notify
-        self.describe_checkpoint = describe_checkpoint
         self.spikes = LossSpikes()
         self.train_loss: float | None = None  # of the last row
         self.start()
@@ -127,12 +124,8 @@ class Metrics:
         if halted:
             first = state.step - halted + 2 - limit
             times = f"{limit} in a row" if limit > 1 else "on_nonfinite"
-            raise DivergedError(
-                "optimizer.lr",
-                self.learning_rate,
-                f"the loss or gradient of step {first} is NaN or inf ({times})",
-                f"{AGAINST_DIVERGENCE}; {self.describe_checkpoint()}",
-            )
+            reason = f"the loss or gradient of step {first} is NaN or inf ({times})"
+            raise DivergedError("optimizer.lr", self.learning_rate, reason, AGAINST_DIVERGENCE)
         if state.skipped > before:
             more = state.skipped - before
             which = f"step {state.step}" if more == 1 else f"{more} steps up to {state.step}"

@@ -1,7 +1,7 @@
-"""Metrics of a run: metrics.jsonl in the run's directory always, Weights & Biases if it is on.
+"""The log of a run: metrics.jsonl and samples.jsonl in its directory always, W&B if it is on.
 
-Only W&B gets the statistics of every head (on disk in attention/statistics.jsonl), their
-histograms, the table of heads (attention/heads.csv) and the samples (samples.jsonl).
+Only W&B gets the statistics of every head (on disk in attention/statistics.jsonl), their histograms
+and the table of heads (attention/heads.csv).
 
 A failure of W&B never ends or blocks training. Each call has a timeout; after the first failure a
 line on stderr says so, and the run continues with metrics.jsonl alone. docs/wandb.md describes what
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from errors import visible
 from training.checkpoint.run_directory import CONFIG
 from training.config.schema import WandbConfig
-from training.reporting.jsonl import NoRows, RowFile
+from training.reporting.jsonl import RowFile
 from training.reporting.report import sample_page
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ ALERT_SECONDS = 3600  # between two alerts of the same title
 
 
 class Tracker:
-    """Writes metrics.jsonl and logs to a W&B run; for rank 0.
+    """Writes metrics.jsonl and samples.jsonl, and logs to a W&B run; for rank 0.
 
     settings: the complete configuration as plain values, shown on the dashboard.
     run_id: the id of the W&B run to resume, or None for a new one.
@@ -52,7 +52,10 @@ class Tracker:
         self.folder = folder
         self.log_model_of: str | bool = config.log_model
         self.alerts: bool = config.alerts
-        self.rows: RowFile | NoRows = RowFile(folder / "metrics.jsonl")
+        self.rows, self.samples = (
+            RowFile(folder / "metrics.jsonl"),
+            RowFile(folder / "samples.jsonl"),
+        )
         trainer = settings.get("trainer", {})
         self.last_step = trainer.get("max_steps") or 0
         eval_every = trainer.get("eval_every") or 1
@@ -105,6 +108,8 @@ class Tracker:
         row |= {key: str(path.relative_to(self.folder)) for key, path in files.items()}
         if len(row) > 1:
             self.rows.append(row)
+        if sample:
+            self.samples.append(sample)
         if self.run:
             for_wandb = metrics | self._media(step, snapshot, sample)
             self._call(lambda run: run.log(for_wandb, step=step))
@@ -199,11 +204,13 @@ class Tracker:
     def sync(self) -> None:
         """Flushes the rows to disk."""
         self.rows.sync()
+        self.samples.sync()
 
     def finish(self, exit_code: int = 0) -> None:
-        """Closes the log, uploads what is left and ends the W&B run; with another code than 0 W&B
+        """Closes the logs, uploads what is left and ends the W&B run; with another code than 0 W&B
         marks it as failed."""
         self.rows.close()
+        self.samples.close()
         self.summary({"exit_code": exit_code})
         if self.run:
             seconds = CALL_SECONDS + self.run.settings.finish_timeout
@@ -234,9 +241,13 @@ class NoTracker(Tracker):
     """The tracker of the other ranks: logs nothing."""
 
     def __init__(self):
-        self.rows, self.run, self.log_model_of, self.alerts = NoRows(), None, False, False
+        self.run, self.log_model_of, self.alerts = None, False, False
 
     def log(self, metrics, step, snapshot=None, sample=None) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def finish(self, exit_code=0) -> None: ...
 
 
 def _start(

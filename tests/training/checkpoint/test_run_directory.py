@@ -122,7 +122,8 @@ def test_a_file_system_without_locks_is_accepted(run, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert directory.lock_directory(run) is None
+    with directory.lock_directory(run):
+        pass
 
 
 def test_settings_that_cannot_be_read_are_written_again(run, resumed, no_waiting_for_fifos):
