@@ -7,6 +7,7 @@ time. The sources are in report_page/. The page fetches nothing and has the atte
 sandboxed frame, so it can be sent as one file.
 """
 
+import json
 import re
 import statistics
 import time
@@ -18,18 +19,10 @@ from errors import visible
 from files import atomic_write, read_bounded, read_rows
 from lens.assemble import assemble, content_security_policy
 from training.checkpoint.run_directory import settings_of
-from training.reporting.charts import Chart, figure, finite, points_of
+from training.config.schema import flat
+from training.reporting.charts import Points, charts, finite, points_of
 
 PAGE = Path(__file__).parent / "report_page"
-CHARTS = (
-    Chart("Loss", "nats per token", ("train/loss", "val/loss"), wide=True),
-    Chart("Validation", "bits per byte", ("val/bits_per_byte",)),
-    Chart("Validation accuracy", "share of targets", ("val/accuracy",)),
-    Chart("Learning rate", "", ("train/learning_rate",), from_zero=True),
-    Chart("Throughput", "tokens per second", ("train/tokens_per_second",), from_zero=True),
-    Chart("Gradient norm", "before clipping", ("train/grad_norm",), from_zero=True),
-)
-
 MAX_CONFIG, MAX_PAGE = 2**20, 2**30  # bytes that are read
 MAX_SAMPLE = 10_000  # characters of a sample on a page of its own
 
@@ -45,7 +38,7 @@ def write_report(folder: Path) -> Path:
         "NAME": escape(folder.resolve().name),
         "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
         "FACTS": facts(rows),
-        "CHARTS": charts(rows),
+        "CHARTS": json.dumps(charts(rows)),
         "SAMPLES": samples_section(samples),
         "ATTENTION": attention_section(folder, attention, embedded),
         "SETTINGS": settings_section(config),
@@ -72,51 +65,41 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def progress(folder: Path, rows: list[dict]) -> str:
-    """The last step that was logged, and of how many if the settings are there."""
+    """The last step that was logged, of how many."""
     if not rows:
         return "before the first step was logged"
-    try:
-        max_steps = f" of {int(settings_of(folder)['trainer']['max_steps']):,}"
-    except (KeyError, TypeError, ValueError):
-        max_steps = ""
-    return f"after step {rows[-1]['step']:,}{max_steps}"
+    max_steps = flat(settings_of(folder) or {}).get("trainer.max_steps", "?")
+    return f"after step {rows[-1]['step']:,} of {escape(str(max_steps))}"
 
 
 def facts(rows: list[dict]) -> str:
     """The most important numbers: last training loss, best validation, tokens, speed."""
-    train, val = finite(points_of(rows, "train/loss")), finite(points_of(rows, "val/loss"))
+
+    def known(key: str) -> Points:
+        return finite(points_of(rows, key))
+
     shown = []
-    if train:
+    if train := known("train/loss"):
         shown.append(("Training loss", f"{train[-1][1]:.4f}", f"at step {train[-1][0]:,}"))
-    if val:
+    if val := known("val/loss"):
         step, loss = min(val, key=lambda point: point[1])
+        bits, accuracy = (dict(known(f"val/{name}")) for name in ("bits_per_byte", "accuracy"))
         shown.append(("Best validation loss", f"{loss:.4f}", f"at step {step:,}"))
-        for key, name, form in (
-            ("val/bits_per_byte", "Bits per byte", ".3f"),
-            ("val/accuracy", "Accuracy", ".1%"),
-        ):
-            there = dict(finite(points_of(rows, key)))
-            if step in there:
-                shown.append((name, format(there[step], form), f"at step {step:,}"))
-    if tokens := finite(points_of(rows, "train/tokens")):
+        if step in bits:
+            shown.append(("Bits per byte", f"{bits[step]:.3f}", f"at step {step:,}"))
+        if step in accuracy:
+            shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
+    if tokens := known("train/tokens"):
         shown.append(("Tokens seen", f"{tokens[-1][1]:,.0f}", ""))
-    for key, name, form in (
-        ("train/tokens_per_second", "Tokens per second", ",.0f"),
-        ("train/mfu", "FLOPs utilisation", ".1%"),
-    ):
-        if values := [value for _, value in finite(points_of(rows, key))]:
-            shown.append((name, format(statistics.median_high(values), form), "median"))
+    if speeds := [value for _, value in known("train/tokens_per_second")]:
+        shown.append(("Tokens per second", f"{statistics.median(speeds):,.0f}", "median"))
+    if shares := [value for _, value in known("train/mfu")]:
+        shown.append(("FLOPs utilisation", f"{statistics.median(shares):.1%}", "median"))
     tiles = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
         for name, value, more in shown
     )
     return f'<dl class="facts">{tiles}</dl>' if shown else ""
-
-
-def charts(rows: list[dict]) -> str:
-    """The charts of the metrics that were logged."""
-    drawn = "".join(figure(chart, rows) for chart in CHARTS)
-    return f'<div class="charts">{drawn}</div>' if drawn else "<p>No metrics yet.</p>"
 
 
 def samples_section(samples: list[dict]) -> str:
