@@ -13,7 +13,6 @@ stopped by SIGINT and SIGTERM.
 
 import argparse
 import functools
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from errors import NO_VALUE, ClearheadError, ConfigError, Problem, refuse
 from training.config.command_line import errors_in_one_line, show_settings, unknown_option
-from training.config.compose import compose, register_resolver
+from training.config.compose import compose, problem_of, register_resolver
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
@@ -37,16 +36,7 @@ from training.reporting.sweep import run_job
 
 # The options of hydra.main; unknown ones are refused before Hydra starts.
 FLAGS = "-h/--help --hydra-help --version -r/--run -m/--multirun -sc/--shell-completion --resolve"
-WITH_VALUE = "-p/--package -cp/--config-path -cn/--config-name -cd/--config-dir"
-WITH_VALUE += " --experimental-rerun"
-# Overrides of ranks other than 0: Hydra makes no directories there and logs nothing.
-OTHER_RANKS = {
-    "hydra.run.dir": ".",
-    "hydra.output_subdir": "null",
-    "hydra/job_logging": "none",
-    "hydra/hydra_logging": "none",
-}
-MOST_VALUES = 1000  # of one swept setting that are checked before the sweep starts
+WITH_VALUE = "-p/--package -cp/--config-path -cd/--config-dir --experimental-rerun"
 
 
 def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
@@ -71,23 +61,22 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
         with errors_in_one_line(debug="debug=true" in sys.argv):
             options = parse_options(sys.argv[1:])
             config = check(options)
-            if os.environ.get("RANK", "0") != "0" and _prints_only(options):
-                return
-            if options.help:
-                show_settings(config)
-                return
-            run_hydra(task, options)
+            if os.environ.get("RANK", "0") == "0":
+                if options.help:
+                    show_settings(config)
+                else:
+                    run_hydra(task, options)
+            elif config and not (options.help or options.cfg):
+                # The directories, logs and callbacks of Hydra are those of rank 0.
+                with errors_in_one_line(config.debug):
+                    run(config)
 
     return main
 
 
 def run_hydra(task: Callable, options: argparse.Namespace) -> None:
-    """hydra.main with sys.argv as Hydra takes it, options first; its errors become ConfigError."""
-    overrides = options.overrides
-    if os.environ.get("RANK", "0") != "0":
-        overrides = [o for o in overrides if o.partition("=")[0].lstrip("+") not in OTHER_RANKS]
-        overrides += [f"{key}={value}" for key, value in OTHER_RANKS.items()]
-    sys.argv[1:] = [text for text in sys.argv[1:] if text not in options.overrides] + overrides
+    """hydra.main, whose errors become ConfigError."""
+    sys.argv[1:] = sorted(sys.argv[1:], key=options.overrides.__contains__)  # options first
     if options.config_path:  # relative to train.py, as Hydra documents it
         sys.argv += ["--config-path", str(REPOSITORY / options.config_path)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -96,15 +85,7 @@ def run_hydra(task: Callable, options: argparse.Namespace) -> None:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if isinstance(error, ClearheadError):
             raise
-        cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        problem = Problem("command line", " ".join(options.overrides), cause, "see --hydra-help")
-        raise ConfigError([problem]) from error
-
-
-def _prints_only(options: argparse.Namespace) -> bool:
-    """Whether nothing is trained: --help, --cfg and the like."""
-    asked = (options.help, options.cfg, options.info, options.hydra_help, options.version)
-    return any(asked) or options.shell_completion
+        raise ConfigError([problem_of(error, options.overrides)]) from error
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
@@ -117,6 +98,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument(*flags.split("/"), action="store_true")
     for flags in WITH_VALUE.split():
         parser.add_argument(*flags.split("/"))
+    parser.add_argument("-cn", "--config-name", default="config")
     parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
     parser.add_argument("-i", "--info", const="all", nargs="?")
     parser.add_argument("overrides", nargs="*")
@@ -128,38 +110,36 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 def check(options: argparse.Namespace) -> Config | None:
     """The config, or that of the first job of a sweep, once every value has been checked; None
     where nothing is composed. Raises ConfigError with every problem."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1" and (options.multirun or options.experimental_rerun):
+        fix = "start it without torchrun, or leave out -m and --experimental-rerun"
+        refuse([Problem("WORLD_SIZE", ranks, "these options are for one process", fix)])
     shown = (options.hydra_help, options.version, options.info, options.shell_completion)
     if any(shown) or options.experimental_rerun:
         return None
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if options.multirun and ranks != "1":
-        fix = "start it without torchrun, or leave out -m"
-        refuse([Problem("WORLD_SIZE", ranks, "a sweep runs in one process", fix)])
-    variants = sweep_variants(options.overrides) if options.multirun else [options.overrides]
-    config, problems = None, []
+    configs, problems = [], []
     path = REPOSITORY / options.config_path if options.config_path else CONFIGS
-    for overrides in variants:
+    for overrides in sweep_variants(options.overrides) if options.multirun else [options.overrides]:
         try:
-            found = compose(
-                overrides,
-                config_dir=options.config_dir,
-                config_name=options.config_name or "config",
-                config_path=path,
-            )
-            config = config or found
+            name, folder = options.config_name, options.config_dir
+            found = compose(overrides, config_dir=folder, config_name=name, config_path=path)
+            configs.append(found)
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     refuse(problems)
-    return config
+    return configs[0]
 
 
 def sweep_variants(overrides: list[str]) -> list[list[str]]:
     """Single runs that together have every value of a sweep: the first of each setting's values,
     and each other one with the first ones of the rest. Of an interval its lower end."""
-    values = [texts for texts in map(_values, overrides) if texts]
-    first = [texts[0] for texts in values]
-    others = [(place, text) for place, texts in enumerate(values) for text in texts[1:]]
-    return [first] + [[*first[:place], text, *first[place + 1 :]] for place, text in others]
+    choices = [texts for texts in map(_values, overrides) if texts]
+    first = [texts[0] for texts in choices]
+    return [first] + [
+        [*first[:place], text, *first[place + 1 :]]
+        for place, texts in enumerate(choices)
+        for text in texts[1:]
+    ]
 
 
 def _values(text: str) -> list[str]:
@@ -170,10 +150,8 @@ def _values(text: str) -> list[str]:
             return [text]
         if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
             return []  # Hydra finds the choices
-        if override.is_interval_sweep():
-            choices = [override.value().start]
-        else:
-            choices = itertools.islice(override.sweep_string_iterator(), MOST_VALUES)
+        is_interval = override.is_interval_sweep()
+        choices = [override.value().start] if is_interval else override.sweep_string_iterator()
         return [f"{text.partition('=')[0]}={choice}" for choice in choices]
     except (HydraException, TypeError, ValueError, RecursionError, AssertionError):
         return [text]  # composing reports it

@@ -21,7 +21,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.version import VersionBase
 from omegaconf import OmegaConf
 
-from errors import NO_VALUE, ConfigError, Problem
+from errors import NO_VALUE, ConfigError, Problem, refuse
 from training.config.command_line import meant
 from training.config.other_names import unknown_key
 from training.config.schema import Config, known_settings
@@ -44,7 +44,7 @@ def compose(
     """
     problems: list[Problem] = []
     if config_dir is not None and not os.path.isdir(config_dir):
-        raise ConfigError([("--config-dir", config_dir, "no such folder", "check the path")])
+        refuse([Problem("--config-dir", config_dir, "no such folder", "check the path")])
     with _hydra_state(config_path, config_dir):
         texts = _checked(list(overrides), problems)
         values = _composed(config_name, texts, problems)
@@ -55,8 +55,7 @@ def compose(
 
 def register_resolver() -> None:
     """`${repository:}` in a YAML file is the folder of this repository."""
-    if not OmegaConf.has_resolver("repository"):
-        OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY))
+    OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
 
 
 class ConfigDir(SearchPathPlugin):
@@ -128,22 +127,21 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
         for text in overrides:
             key, _, value = text.lstrip("+").partition("=")
             if f"{key}/{value}" == error.missing_cfg_file:
-                is_file = key == "data" and os.path.exists(value)
                 fix = f"use one of {', '.join(error.options or [])}"
-                fix = meant(value, "data.path") if is_file else fix
+                if key == "data" and os.path.exists(value):
+                    fix = meant(value, "data.path")
                 problems.append(Problem(key, value, f"no such {key}", fix))
                 rest = [other for other in overrides if other != text]
                 return _composed(config_name, rest, problems)
-        problems.append(_of_composition(error, overrides))
+        problems.append(problem_of(error, overrides))
     except Exception as error:  # Hydra, OmegaConf and YAML raise many types
-        problems.append(_of_composition(error, overrides))
+        problems.append(problem_of(error, overrides))
     return None
 
 
-def _of_composition(error: Exception, overrides: list[str]) -> Problem:
+def problem_of(error: Exception, overrides: list[str]) -> Problem:
     """What Hydra or OmegaConf reports, with the setting where that is known."""
     said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
-    key, cause = getattr(error, "full_key", None), said.splitlines()[0].rstrip(".")
-    if key:
-        return Problem(key, NO_VALUE, cause, "see --help")
-    return Problem("command line", " ".join(overrides), cause, "see --help")
+    key = getattr(error, "full_key", None)
+    value = NO_VALUE if key else " ".join(overrides)
+    return Problem(key or "command line", value, said.splitlines()[0].rstrip("."), "see --help")

@@ -10,17 +10,6 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs"
-# The file of each group that has all of its settings; config.yaml composes these.
-DEFAULTS = {
-    "": "config",
-    "model": "gpt2-small",
-    "data": "sample",
-    "optimizer": "adamw",
-    "trainer": "default",
-    "lens": "default",
-    "parallel": "auto",
-    "wandb": "default",
-}
 SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
 
 
@@ -28,8 +17,13 @@ SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
 def defaults_and_meanings() -> dict[str, tuple[object, str]]:
     """(default value, meaning) of every setting by its dotted key, in the order of the files."""
     found = {}
-    for group, name in DEFAULTS.items():
-        text = (CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8")
+    entries = yaml.safe_load((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    chosen = [item for entry in entries if entry != "_self_" for item in entry.items()]
+    for group, name in [("", "config"), *chosen]:
+        path = CONFIGS / group / f"{name}.yaml"
+        if not path.is_file():
+            continue  # experiment=null, and files of Hydra's own
+        text = path.read_text(encoding="utf-8")
         values = yaml.safe_load(text)
         for line in text.splitlines():
             match = SETTING.match(line)
