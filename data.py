@@ -27,9 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from errors import ConfigError, DataError, visible
 from tokens.encoding import StreamEncoder, collected, encode_text
-from tokens.parts import Part
 from tokens.paths import find_files
-from tokens.readers import encode_part
+from tokens.readers import Part, encode_part
 from tokens.sampler import WindowOrder, shares
 from tokens.shards import is_shards, open_shards
 from tokens.stream import Checksums, TokenStream
@@ -62,6 +61,8 @@ def load_stream(config: DataConfig, path: str | list[str]) -> dict[str, TokenStr
     encoder = StreamEncoder(config.tokenizer, config.endoftext)
     parts = [Part(file, text_key=config.text_key) for file in files]
     tokens = collected(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
+    if not len(tokens):
+        raise DataError("data.path", path, "there is no text in it", "give a text of some length")
     tokenizer = encoder.tokenizer
     return {"train": TokenStream([tokens], tokenizer.n_vocab, tokenizer.eot_token)}
 

@@ -84,15 +84,15 @@ def main(settings: PrepareConfig) -> None:
     recipe = Recipe(
         data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens, data.text_key
     )
-    preparation = Preparation(find_files(data.path), Path(settings.out), recipe)
+    part, parts = map(int, settings.part.split("/"))
+    preparation = Preparation(find_files(data.path), Path(settings.out), recipe, (part, parts))
     try:
         preparation.begin()
     except OSError as error:
         cause = f"cannot be written ({error.strerror})"
         raise ConfigError([("out", settings.out, cause, "give another folder")]) from error
-    part = tuple(map(int, settings.part.split("/")))
-    tasks = preparation.unfinished(*part)
-    if done := len(preparation.share(*part)) - len(tasks):
+    tasks = preparation.unfinished(preparation.own)
+    if done := len(preparation.own) - len(tasks):
         print(f"{done} of {done + len(tasks)} tasks were done before")
     if tasks:
         can_tell = hasattr(os, "sched_getaffinity")  # how many cores this process may use
@@ -103,13 +103,13 @@ def main(settings: PrepareConfig) -> None:
         with Progress(*columns, console=rich_console()) as progress:
             bar = progress.add_task("", total=sum(task.size for task in tasks) or None)
             try:
-                preparation.run(tasks, workers, partial(progress.advance, bar), part)
+                preparation.run(tasks, workers, partial(progress.advance, bar))
             except KeyboardInterrupt:
                 print("stopped; to resume, rerun the same command", file=sys.stderr)
                 raise
     manifest = preparation.finish()
     if manifest is None:
-        left = len(preparation.unfinished())
+        left = len(preparation.unfinished(preparation.tasks))
         print(f"part {settings.part} is done; {left} tasks of other parts are not yet")
         return
     report(manifest, settings)

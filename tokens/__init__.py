@@ -4,8 +4,7 @@
     encoding.py    a text of any length -> the ids that one call on all of it would give;
                    gigatoken_engine.py: its fast engine
     paths.py       which files data.path names
-    parts.py       a file or a part of one, opened and divided
-    readers.py     text, JSON lines, Parquet and hub data sets -> documents
+    readers.py     text, JSON lines, Parquet and hub data sets -> documents; parts of large files
     stream.py      token ids of many files as one long array
     shards.py      token files: llm.c's layout and nanoGPT's; manifest.py: what they are
     prepare.py     texts -> a folder of shards, by many processes and machines; tasks.py: a task

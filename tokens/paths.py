@@ -4,7 +4,7 @@ import glob
 import os
 from pathlib import Path
 
-from errors import DataError
+from errors import DataError, message_of
 
 HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
 COMPRESSED = (".gz", ".zst")
@@ -72,17 +72,10 @@ def _refuse(error: OSError) -> None:
     raise unreadable(error.filename, error)
 
 
-def list_folder(folder: str) -> list[str]:
-    """The names in a folder, sorted; DataError when they cannot be read."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        raise unreadable(folder, error) from error
-
-
-def unreadable(path: str, error: OSError) -> DataError:
-    cause = f"cannot be read ({error.strerror or error})"
-    return DataError("data.path", path, cause, "check its permissions")
+def unreadable(path: str, error: Exception) -> DataError:
+    reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
+    fix = "check its permissions, or create or download it again"
+    return DataError("data.path", path, f"cannot be read ({reason})", fix)
 
 
 def check_regular(path: str) -> None:

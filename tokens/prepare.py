@@ -12,7 +12,6 @@ depend on the number of workers or machines.
 import contextlib
 import functools
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import threading
@@ -26,21 +25,19 @@ from filelock import FileLock, Timeout
 from errors import DataError, PreparationError
 from files import clear, read_json
 from tokens.manifest import MANIFEST, MANIFEST_LIMIT, write_manifest
-from tokens.paths import kind_of
 from tokens.tasks import Recipe, Task, TaskRecord, hash_of, make_tasks, run_task
 
 
 class Preparation:
-    """The preparation of a folder of shards."""
+    """The preparation of a folder of shards. part=(i, n): `own` are the i-th of n parts of the
+    tasks."""
 
-    def __init__(self, files: list[str], folder: Path, recipe: Recipe):
+    def __init__(self, files: list[str], folder: Path, recipe: Recipe, part: tuple[int, int]):
         self.folder = folder
         self.recipe = recipe
-        for file in files:  # an error now, not after hours
-            if kind_of(file) == "text" and os.path.isfile(file) and not os.path.getsize(file):
-                fix = "leave it out, or give a text of some length"
-                raise DataError("data.path", file, "the file is empty", fix)
+        self.part, self.parts = part
         self.tasks = make_tasks(files, recipe.text_key, recipe.shard_tokens)
+        self.own = [task for task in self.tasks if task.number % self.parts == self.part - 1]
         # The same names of texts and the same settings are the same preparation. Each task checks
         # whether its texts have changed.
         names = [os.path.basename(file) for file in files]
@@ -54,7 +51,7 @@ class Preparation:
             cause = "holds token files of another origin"
         elif any(record.plan != self.plan for record in self._records().values()):
             cause = "its preparation was begun with other texts or settings"
-        elif (self.folder / MANIFEST).exists() and self.unfinished():
+        elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
             cause = "holds the token files of texts that have changed since"
         if cause:
             fix = "give another out=, or delete the folder to begin again"
@@ -70,28 +67,14 @@ class Preparation:
                 records[int(path.stem)] = TaskRecord.model_validate(values)
         return records
 
-    def share(self, part: int = 1, parts: int = 1) -> list[Task]:
-        """The tasks of this part."""
-        return [task for task in self.tasks if task.number % parts == part - 1]
-
-    def unfinished(self, part: int = 1, parts: int = 1) -> list[Task]:
-        """The tasks of this part that have no record, or one of other texts."""
+    def unfinished(self, tasks: list[Task]) -> list[Task]:
+        """Those that have no record, or one of other texts."""
         made_of = {number: record.made_of for number, record in self._records().items()}
-        return [
-            task
-            for task in self.share(part, parts)
-            if made_of.get(task.number) != task.fingerprint()
-        ]
+        return [task for task in tasks if made_of.get(task.number) != task.fingerprint()]
 
-    def run(
-        self,
-        tasks: list[Task],
-        workers: int,
-        progress: Callable[[int], None],
-        part: tuple[int, int] = (1, 1),
-    ) -> None:
+    def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
         """Runs these tasks in `workers` processes; calls progress(bytes of text) after each."""
-        name = f"lock-{part[0]}-of-{part[1]}"  # a lock ends with the process, however that ends
+        name = f"lock-{self.part}-of-{self.parts}"  # a lock ends with the process
         try:
             with FileLock(self.folder / "preparing" / name, timeout=0):
                 work = functools.partial(
@@ -112,7 +95,7 @@ class Preparation:
 
     def finish(self) -> dict | None:
         """Writes the manifest when all tasks of all parts are done; its values, or None."""
-        if self.unfinished():
+        if self.unfinished(self.tasks):
             return None
         known = self._records()
         records = [known[task.number] for task in self.tasks]
@@ -136,12 +119,7 @@ def _run_in_processes(
     context = multiprocessing.get_context("spawn")  # fork and threads do not go together
     pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _begin_worker)
     try:
-        # Ctrl-C reaches all processes. Only this one handles it: the workers inherit the blocked
-        # signal.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        futures = [pool.submit(work, task) for task in tasks]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        for future in as_completed(futures):
+        for future in as_completed([pool.submit(work, task) for task in tasks]):
             progress(future.result())  # raises what the task raised
     except BrokenProcessPool as error:
         cause = "a worker was killed, out of memory perhaps"
@@ -155,10 +133,12 @@ def _run_in_processes(
 
 
 def _begin_worker() -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Ctrl-C reaches all processes, and only the main one handles it. When that has ended, for
+    example by SIGKILL, the worker ends."""
 
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
 
-def _end_with_parent() -> None:
-    """Ends the worker when the main process has ended, for example by SIGKILL."""
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()

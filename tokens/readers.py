@@ -1,8 +1,9 @@
 """Files of text -> documents, as blocks of UTF-8, without ever holding a file whole.
 
-    for blocks in documents(Part(path)):
-        for block in blocks:  # bytes, whole characters
-            ...
+    for part in divide("web.jsonl", most=2**24):
+        for blocks in documents(part):
+            for block in blocks:  # bytes, whole characters
+                ...
 
 The kind of a file follows from its name (tokens/paths.py), and READERS has a function for each
 kind: JSON lines (an object a line), Parquet, a data set of the Hugging Face hub, and plain text,
@@ -10,25 +11,99 @@ one document a file. Each but Parquet also as *.gz and *.zst. Parquet and zstd n
 hub needs datasets; both are imported when needed.
 
 What cannot be read is a DataError with the file and the byte (or line, or row) where it happens.
-Skipped are a byte-order mark at the start of a text, an empty text in JSON or Parquet, and half a
-surrogate pair in JSON, which becomes U+FFFD as with tiktoken.
+Skipped are a byte-order mark at the start of a text, an empty text, and half a surrogate pair in
+JSON, which becomes U+FFFD as with tiktoken.
 """
 
 import codecs
 import contextlib
+import gzip
+import importlib
+import io
 import itertools
 import json
+import mmap
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 
 from errors import DataError, message_of
-from tokens.encoding import StreamEncoder, text_blocks
-from tokens.parts import BLOCK, Part, bounds, damaged, needed, opened, read
-from tokens.paths import HUB, check_regular
+from tokens.encoding import StreamEncoder, find_cut, text_blocks
+from tokens.paths import COMPRESSED, HUB, check_regular, kind_of, unreadable
 
-ROWS = 64  # of Parquet read at once
+BLOCK = 2**20  # bytes read at once
+ROWS = 64  # of Parquet read at once, fewer where a row may be long
+LONGEST = 2**26  # bytes of a line of JSON, characters of a row of Parquet: each is in memory whole
+MOST_UNPACKED = 100  # times its packed size, of texts in Parquet of more than LONGEST bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or the part of a large one that is read by itself.
+
+    `start` and `stop`: bytes; row groups of Parquet; of a hub data set, which part of how many.
+    stop=None: to the end.
+    """
+
+    path: str
+    start: int = 0
+    stop: int | None = None
+    text_key: str = "text"  # where JSON and Parquet have the text
+    size: int = 0  # bytes to read, about; 0 for the hub
+
+    @property
+    def kind(self) -> str:
+        """text | jsonl | parquet | hub"""
+        return kind_of(self.path)
+
+
+def divide(path: str, most: int, text_key: str = "text") -> Iterator[Part]:
+    """The parts of a file, of about `most` bytes, which together have its documents and tokens.
+
+    A text is divided where that changes no token, JSON lines at the beginning of a line, Parquet
+    between row groups, a hub data set as it is stored. What is compressed is not divided.
+    """
+    kind = kind_of(path)
+    if kind == "hub":
+        count = hub_data(path).num_shards
+        for number in range(count):
+            yield Part(path, number, count, text_key)
+    elif kind == "parquet":
+        with _parquet(path) as file:
+            groups = range(file.num_row_groups)
+            sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
+        first = 0
+        for group in groups:
+            size = sum(sizes[first : group + 1])
+            if size >= most or group == groups[-1]:
+                yield Part(path, first, group + 1, text_key, size)
+                first = group + 1
+    else:
+        size = os.path.getsize(path)
+        can_divide = kind in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
+        cuts = _cuts(path, kind, -(-size // most)) if can_divide and size > most else []
+        for start, stop in itertools.pairwise([0, *cuts, size]):
+            yield Part(path, start, None if stop == size else stop, text_key, stop - start)
+
+
+def _cuts(path: str, kind: str, count: int) -> list[int]:
+    """The bytes where a file is divided into `count` parts; fewer where it has a long run."""
+    cuts, cut = [], 0
+    with opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        for number in range(1, count):
+            place = max(4, number * len(text) // count)  # behind a byte-order mark
+            if place <= cut:  # in a long run that is searched already
+                continue
+            if kind == "jsonl":
+                cut = text.find(b"\n", place - 1) + 1 or len(text)
+            else:
+                cut = find_cut(text, place, len(text)) or len(text)
+            cuts.append(cut)
+        return [cut for cut in cuts if cut < len(text)]
 
 
 def documents(part: Part) -> Iterator[Iterable[bytes]]:
@@ -43,16 +118,54 @@ def encode_part(part: Part, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     """The token ids of a file or part of one, uint16; each document begins with the end-of-text
     token, which is not added where it is there already. A document without a text is skipped."""
     end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
-    continues = part.kind == "text" and part.start > 0
-    begin = bounds(part)[0] if continues else 0
+    begin = part.start if part.kind == "text" else 0  # above 0: inside a document
     for blocks in documents(part):
         for number, ids in enumerate(encoder.encode(blocks, part.path, begin)):
-            if number == 0 and not continues and ids[0] != end_of_text[0]:
+            if number == 0 and not begin and ids[0] != end_of_text[0]:
                 yield end_of_text
             yield ids
 
 
-# ------------------------------------------------------------------------------------ plain text
+# ----------------------------------------------------------------------------------------- opening
+
+
+@contextlib.contextmanager
+def reading(path: str, *errors: type[Exception]) -> Iterator[None]:
+    """Makes a DataError of this file of another library's errors."""
+    try:
+        yield
+    except DataError:
+        raise
+    except errors as error:
+        raise unreadable(path, error) from error
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """The file's bytes, unpacked where its name says so. An error of reading is a DataError."""
+    check_regular(path)
+    with reading(path, OSError, EOFError, zlib.error):
+        if path.lower().endswith(".gz"):
+            file = gzip.open(path)  # noqa: SIM115 closed below
+        elif path.lower().endswith(".zst"):
+            arrow = needed("pyarrow", path, "zstd", "pyarrow")
+            file = io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
+        else:
+            file = open(path, "rb", buffering=BLOCK)  # noqa: SIM115 closed below
+        with file:
+            yield file
+
+
+def needed(module: str, path: str, what: str, package: str):
+    """A library that only some data needs; DataError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fix = f"pip install {package}"
+        raise DataError("data.path", path, f"reading {what} needs {package}", fix) from error
+
+
+# -------------------------------------------------------------------------------------- plain text
 
 
 def _texts(part: Part) -> Iterator[Iterable[bytes]]:
@@ -61,14 +174,14 @@ def _texts(part: Part) -> Iterator[Iterable[bytes]]:
 
 def _text_blocks(part: Part) -> Iterator[bytes]:
     """A text file as it is, line ends included, in whole characters; checked on the way."""
-    begin, end = bounds(part)
     decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, end = part.start, part.stop
     with opened(part.path) as file:
-        if begin:
-            file.seek(begin)
-        offset, raw = begin, b" "
+        if offset:
+            file.seek(offset)
+        raw = b" "
         while raw:
-            raw = read(file, part.path, BLOCK if end is None else min(BLOCK, end - offset))
+            raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
             if (zero := raw.find(b"\0")) >= 0:
                 cause = f"binary (a zero byte at byte {offset + zero})"
                 raise DataError("data.path", part.path, cause, "give a text file, as UTF-8")
@@ -85,29 +198,22 @@ def _text_blocks(part: Part) -> Iterator[bytes]:
             offset += len(raw)
             if text:
                 yield text.encode()
-        if offset == 0 and end is None:
-            fix = "leave it out, or give a text of some length"
-            raise DataError("data.path", part.path, "the file is empty", fix)
 
 
-# --------------------------------------------------------------------- JSON lines, Parquet, hub
+# ----------------------------------------------------------------------- JSON lines, Parquet, hub
 
 
 def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
     """The texts of the lines; blank lines are skipped."""
-    offset, end = bounds(part)
+    offset, end = part.start, part.stop
     with opened(part.path) as file:
         if offset:
             file.seek(offset)
-        while end is None or offset < end:
-            try:
-                line = file.readline()
-            except (OSError, EOFError, zlib.error) as error:
-                raise damaged(part.path, error) from error
-            if not line:
-                break
+        while (end is None or offset < end) and (line := file.readline(LONGEST + 1)):
+            where = f"the line at byte {offset}"
+            _check_length(line, part, where)
             if line.strip():
-                yield text_blocks(_json_text(line, part, f"the line at byte {offset}"), BLOCK)
+                yield text_blocks(_json_text(line, part, where), BLOCK)
             offset += len(line)
 
 
@@ -124,6 +230,7 @@ def _text_of(record: object, part: Part, where: str) -> str:
     """The text under the part's key; DataError without one. where: which record it is."""
     text = record.get(part.text_key) if isinstance(record, dict) else None
     if isinstance(text, str):
+        _check_length(text, part, where)
         return text
     keys = itertools.islice(record, 10) if isinstance(record, dict) else ()
     names = ", ".join(f"{name!r:.60}" for name in keys) or "no keys"
@@ -131,41 +238,48 @@ def _text_of(record: object, part: Part, where: str) -> str:
     raise DataError("data.path", part.path, cause, "set data.text_key, or correct it")
 
 
+def _check_length(text: bytes | str, part: Part, where: str) -> None:
+    """Raises DataError for a text that would take too much memory."""
+    if len(text) > LONGEST:
+        cause = f"{where} is longer than {LONGEST:,} bytes"
+        raise DataError("data.path", part.path, cause, "divide its text into several")
+
+
 def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
     with _parquet(part.path) as file:
         if part.text_key not in file.schema_arrow.names:
             _text_of(dict.fromkeys(file.schema_arrow.names), part, "the file")
-        groups = range(file.num_row_groups)[part.start : part.stop]
-        batches = file.iter_batches(ROWS, row_groups=groups, columns=[part.text_key])
-        values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-        try:
+        for group in range(file.num_row_groups)[part.start : part.stop]:
+            rows = _rows_at_once(file.metadata.row_group(group), group, part)
+            batches = file.iter_batches(rows, row_groups=[group], columns=[part.text_key])
+            values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
             for row, value in enumerate(values):
-                where = f"row {row} of the row groups from {part.start}"
+                where = f"row {row} of row group {group}"
                 yield text_blocks(_text_of({part.text_key: value.as_py()}, part, where), BLOCK)
-        except DataError:
-            raise
-        except Exception as error:  # damage shows in many ways
-            raise damaged(part.path, error) from error
+
+
+def _rows_at_once(metadata, group: int, part: Part) -> int:
+    """How many rows to read at once, in at most half a gigabyte.
+
+    Raises DataError for texts that are far longer than the file, as repetitions of a long one are.
+    """
+    columns = [metadata.column(number) for number in range(metadata.num_columns)]
+    columns = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{part.text_key}.")]
+    size = sum(column.total_uncompressed_size for column in columns)
+    if size > max(LONGEST, MOST_UNPACKED * sum(c.total_compressed_size for c in columns)):
+        cause = f"the texts of row group {group} are unpacked to {size:,} bytes, more than "
+        cause += f"{MOST_UNPACKED} times their packed size and more than {LONGEST:,}"
+        raise DataError("data.path", part.path, cause, "write smaller row groups")
+    return min(ROWS, 8 * LONGEST // max(1, min(size, LONGEST)))
 
 
 @contextlib.contextmanager
 def _parquet(path: str):
-    """The open Parquet file."""
+    """The open Parquet file. Damage shows in many ways: any error inside is a DataError."""
     parquet = needed("pyarrow.parquet", path, "Parquet", "pyarrow")
     check_regular(path)
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:  # damage shows in many ways
-        raise damaged(path, error) from error
-    with file:
+    with reading(path, Exception), parquet.ParquetFile(path) as file:
         yield file
-
-
-def row_groups(path: str) -> list[int]:
-    """The bytes of each row group of a Parquet file."""
-    with _parquet(path) as file:
-        meta = file.metadata
-        return [meta.row_group(number).total_byte_size for number in range(file.num_row_groups)]
 
 
 def _hub_rows(part: Part) -> Iterator[Iterable[bytes]]:
@@ -173,13 +287,9 @@ def _hub_rows(part: Part) -> Iterator[Iterable[bytes]]:
     rows = hub_data(part.path)
     if part.stop:
         rows = rows.shard(num_shards=part.stop, index=part.start)
-    try:
+    with reading(part.path, Exception):  # of the network, of a file
         for record in rows:
             yield text_blocks(_text_of(record, part, "a row"), BLOCK)
-    except DataError:
-        raise
-    except Exception as error:  # of the network, of a file
-        raise damaged(part.path, error) from error
 
 
 def hub_data(path: str):

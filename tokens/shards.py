@@ -27,7 +27,7 @@ from errors import DataError
 from files import rename, temporary_name
 from tokens import SHARD_MAGIC
 from tokens.manifest import MANIFEST, Manifest, ShardEntry, read_manifest
-from tokens.paths import find_files, list_folder
+from tokens.paths import find_files
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
@@ -107,13 +107,13 @@ def is_shards(path: str | list[str] | None) -> bool:
 def _shard_files(entry: str) -> list[Path]:
     """The token files that one entry of data.path names, in order; none for an entry of texts."""
     if os.path.isdir(entry):
-        folder, names = Path(entry), list_folder(entry)
-        if MANIFEST in names:
+        folder = Path(entry)
+        if os.path.lexists(folder / MANIFEST):
             return [folder / shard.file for shard in read_manifest(folder).shards]
-        if "preparing" in names:
+        if os.path.exists(folder / "preparing"):
             fix = "rerun the command that prepares it"
             raise DataError("data.path", entry, "is not completely prepared", fix)
-        return [folder / name for name in names if name.endswith(".bin")]
+        return sorted(folder.glob("*.bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
     return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))

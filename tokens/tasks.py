@@ -8,19 +8,16 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from files import atomic_write
 from tokens.encoding import StreamEncoder
 from tokens.manifest import ShardEntry
-from tokens.parts import Part
-from tokens.paths import COMPRESSED, HUB, kind_of, unreadable
-from tokens.readers import encode_part, hub_data, row_groups
+from tokens.paths import HUB, unreadable
+from tokens.readers import Part, divide, encode_part
 from tokens.shards import ShardWriter
 
 SMALLEST_TASK = 2**24  # bytes of text
@@ -83,46 +80,20 @@ def hash_of(values: list) -> str:
 def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]:
     """Divides files among tasks of about equal size, in order.
 
-    A task is at most about one shard; large texts, JSON lines and Parquet files are divided, what
-    is compressed is not.
+    A task is at most about one shard; large files are divided.
     """
-    sizes = {file: 0 if file.startswith(HUB) else os.path.getsize(file) for file in files}
-    most = min(max(SMALLEST_TASK, sum(sizes.values()) // FEWEST_TASKS), 4 * shard_tokens)
+    total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
+    most = min(max(SMALLEST_TASK, total // FEWEST_TASKS), 4 * shard_tokens)
     tasks: list[Task] = []
     parts: list[Part] = []
     size = 0
-    for file in files:
-        for part, part_size in _divided(file, sizes[file], text_key, most):
-            if parts and (size + part_size > most or part.kind == "hub"):
-                tasks.append(Task(len(tasks), tuple(parts), size))
-                parts, size = [], 0
-            parts.append(part)
-            size += part_size
+    for part in itertools.chain.from_iterable(divide(file, most, text_key) for file in files):
+        if parts and (size + part.size > most or part.kind == "hub"):
+            tasks.append(Task(len(tasks), tuple(parts), size))
+            parts, size = [], 0
+        parts.append(part)
+        size += part.size
     return [*tasks, Task(len(tasks), tuple(parts), size)]
-
-
-def _divided(file: str, size: int, text_key: str, most: int) -> Iterator[tuple[Part, int]]:
-    """The parts of a file, and their sizes."""
-    kind = kind_of(file)
-    if kind == "hub":
-        count = hub_data(file).num_shards
-        for number in range(count):
-            yield Part(file, number, count, text_key), 0
-    elif kind == "parquet":
-        groups = row_groups(file)
-        first = size = 0
-        for number, group_size in enumerate(groups):
-            size += group_size
-            if size >= most or number == len(groups) - 1:
-                yield Part(file, first, number + 1, text_key), size
-                first, size = number + 1, 0
-    elif size <= most or kind not in ("text", "jsonl") or file.endswith(COMPRESSED):
-        yield Part(file, text_key=text_key), size
-    else:
-        bounds = np.linspace(0, size, -(-size // most) + 1).astype(np.int64).tolist()
-        for start, stop in itertools.pairwise(bounds):
-            end = None if stop == size else stop
-            yield Part(file, start, end, text_key), stop - start
 
 
 # ------------------------------------------------------------------------------------- one task

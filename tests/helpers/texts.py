@@ -111,18 +111,18 @@ def varied_text(size: int, seed: int = 0) -> str:
     return "".join(random.Random(seed).choices([*characters, END_OF_TEXT], k=size))
 
 
-def preparation(path: object, folder: Path, **changes) -> Preparation:
+def preparation(path: object, folder: Path, i: int = 1, n: int = 1, **changes) -> Preparation:
     values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto", "text_key": "text"}
     recipe = Recipe(**values | {"shard_tokens": 10**8} | changes)
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
-    return Preparation(find_files(path), folder, recipe)
+    return Preparation(find_files(path), folder, recipe, (i, n))
 
 
 def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1, **changes):
     """What the command does with part=i/n: the manifest; None while other parts are missing."""
-    made = preparation(path, folder, **changes)
+    made = preparation(path, folder, i, n, **changes)
     made.begin()
-    made.run(made.unfinished(i, n), workers, lambda count: None, (i, n))
+    made.run(made.unfinished(made.own), workers, lambda count: None)
     return made.finish()
 
 

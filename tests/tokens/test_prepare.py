@@ -38,6 +38,7 @@ from errors import ConfigError, DataError
 from scripts.prepare_data import PrepareConfig, main
 from tokens import END_OF_TEXT, encoding, readers, tasks
 from tokens.paths import find_files
+from tokens.readers import divide
 from tokens.tasks import make_tasks
 from training.config.command_line import parse
 
@@ -55,22 +56,26 @@ def here(in_process, tmp_path):
     return functools.partial(in_process, main, tmp_path, "workers=1")
 
 
-def test_number_of_tasks(monkeypatch):
+def test_number_of_tasks(tmp_path, monkeypatch):
+    assert tasks.SMALLEST_TASK == 2**24
+    monkeypatch.setattr(tasks, "SMALLEST_TASK", 120)
     for name, size, shard_tokens, count in (
-        ("a.txt", 2**24, 10**8, 1),
-        ("a.txt", 2**24 + 1, 10**8, 2),
-        ("a.txt", 10**10, 10**8, 32),  # a large text: enough for many workers
-        ("a.txt", 10**12, 10**8, 2500),  # about a shard each: four bytes per token
-        ("a.txt", 1000, 10, 25),
-        ("a.txt.gz", 10**12, 10**8, 1),  # it cannot be divided
+        ("a.txt", 120, 10**8, 1),
+        ("a.txt", 126, 10**8, 2),
+        ("a.txt", 30_720, 10**8, 32),  # a large text: enough for many workers
+        ("a.txt", 30_000, 30, 250),  # about a shard each: four bytes per token
+        ("A.TXT.GZ", 10**6, 10**8, 1),  # it cannot be divided
     ):
-        monkeypatch.setattr(os.path, "getsize", lambda path, size=size: size)
-        made = make_tasks([name], "text", shard_tokens)
+        path = write_packed(tmp_path / name, b"A word" * (size // 6))
+        made = make_tasks([str(path)], "text", shard_tokens)
         assert [task.number for task in made] == list(range(count))
-        assert sum(task.size for task in made) == size
-    monkeypatch.setattr(tasks, "row_groups", lambda name: [90, 30, 10, 50])
-    made = make_tasks(["a.parquet", "b.parquet"], "text", 10)  # 40 bytes each
-    assert [task.size for task in made] == [90, 40, 50] * 2
+        assert sum(task.size for task in made) == path.stat().st_size
+    groups = write_source(tmp_path / "a.parquet", ["a" * 60] * 8)  # two rows a group
+    sizes = [part.size for part in divide(str(groups), 1)]
+    assert len(sizes) == 4
+    monkeypatch.setattr(tasks, "SMALLEST_TASK", sum(sizes[:2]))
+    made = make_tasks([str(groups)] * 2, "text", 10**8)
+    assert [task.size for task in made] == [sum(sizes[:2]), sum(sizes[2:])] * 2
 
 
 @few
@@ -138,8 +143,7 @@ def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
     data_set = SimpleNamespace(num_shards=3)
     data_set.shard = lambda num_shards, index: {3: rows}[num_shards][index]
-    for module in (tasks, readers):
-        monkeypatch.setattr(module, "hub_data", {"hub:some:thing": data_set}.get)
+    monkeypatch.setattr(readers, "hub_data", {"hub:some:thing": data_set}.get)
     path = write_source(tmp_path / "a.txt", ["And a file."])
     prepare(["hub:some:thing", str(path)], tmp_path / "out")
     documents = [record["text"] for part in rows for record in part]
@@ -224,8 +228,7 @@ def test_empty_texts_are_refused(tmp_path, subtests):
     for name, documents in empty.items():
         out = tmp_path / f"{name}-out"
         path = write_source(tmp_path / name, documents)
-        key, value = ("data.path", path) if name == "a.txt" else ("out", out)
-        with subtests.test(name), refused(DataError, key, value, 3):
+        with subtests.test(name), refused(DataError, "out", out, 3):
             prepare(path, out)
 
 

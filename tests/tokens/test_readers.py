@@ -1,13 +1,10 @@
-"""tokens/paths.py, parts.py, readers.py: files -> documents -> ids, whole or in parts; refusals."""
+"""tokens/paths.py, readers.py: files -> documents -> ids, whole or in parts; refusals."""
 
-import contextlib
 import errno
 import glob
-import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -24,11 +21,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from errors import DataError
-from tokens import END_OF_TEXT, parts, readers
+from tokens import END_OF_TEXT, readers
 from tokens.encoding import StreamEncoder
-from tokens.parts import Part
 from tokens.paths import find_files
-from tokens.readers import documents, encode_part, hub_data, row_groups
+from tokens.readers import Part, divide, documents, encode_part, hub_data
 from tokens.tokenizers import TOKENIZERS
 
 some = trials(25, 150)
@@ -52,20 +48,16 @@ def read(path: object, *rest, **options) -> list[bytes]:
     return [b"".join(blocks) for blocks in documents(Part(str(path), *rest, **options))]
 
 
-def parts_of(path: object, bounds: Iterable[int]) -> list[tuple]:
-    """The consecutive (path, start, stop) of a file that is divided at these places."""
-    return [(str(path), *ends) for ends in itertools.pairwise([0, *bounds, None])]
-
-
-def read_all(path: object, bounds: Iterable[int]) -> list[bytes]:
+def read_parts(path: object, most: int) -> list[bytes]:
     """The documents of all parts."""
-    return [text for part in parts_of(path, bounds) for text in read(*part)]
+    parts = list(divide(str(path), most))
+    return [b"".join(blocks) for part in parts for blocks in documents(part)]
 
 
-def encode_all(path: object, encoder: StreamEncoder, bounds: Iterable[int] = ()) -> list[int]:
+def encode_all(path: object, encoder: StreamEncoder, most: int = 10**9) -> list[int]:
     """The ids of all parts, by one encoder."""
-    parts = [encode_part(Part(*part), encoder) for part in parts_of(path, bounds)]
-    return [token for arrays in parts for ids in arrays for token in ids.tolist()]
+    arrays = [encode_part(part, encoder) for part in divide(str(path), most)]
+    return [token for part in arrays for ids in part for token in ids.tolist()]
 
 
 def ids_of(texts: list[str], tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
@@ -88,16 +80,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def encoder():
     return StreamEncoder("gpt2", "token")
-
-
-@contextlib.contextmanager
-def read_by(size: int):
-    """Files are read, and cuts looked for, in so many bytes at once."""
-    with (
-        mock.patch.multiple(parts, BLOCK=size, WINDOW=size),
-        mock.patch.object(readers, "BLOCK", size),
-    ):
-        yield
 
 
 def test_find_files(tmp_path, monkeypatch):
@@ -142,22 +124,26 @@ def test_links_are_followed_and_not_circular(tmp_path):
         assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
 
 
-@pytest.mark.parametrize(("ending", "bounds"), [("", [9, 10**6]), (".gz", []), (".zst", [])])
+@pytest.mark.parametrize(("ending", "count"), [("", 40), (".gz", 1), (".zst", 1)])
 @pytest.mark.parametrize("line", ["A line of a text.\n", "OneLongLineOfText"])
-def test_text_is_read_and_encoded_in_little_memory(line, ending, bounds, tmp_path):
+def test_text_is_read_and_encoded_in_little_memory(line, ending, count, tmp_path, monkeypatch):
     """Many lines, and a single one without any place where it may be cut."""
     path = write(tmp_path / f"a.txt{ending}", line * 200_000)
     encoder = StreamEncoder("byte", piece=2**12)
-    parts = [encode_part(Part(*part), encoder) for part in parts_of(path, bounds)]
-    with read_by(2**16):
-        count, peak = peak_memory(lambda: sum(len(ids) for arrays in parts for ids in arrays))
-    assert count == 1 + len(line) * 200_000  # the first is the end-of-text token
+    monkeypatch.setattr(readers, "BLOCK", 2**16)
+
+    def encode() -> tuple[int, int]:
+        parts = list(divide(str(path), len(line) * 5000))
+        return len(parts), sum(len(ids) for part in parts for ids in encode_part(part, encoder))
+
+    found, peak = peak_memory(encode)
+    # The first id is the end-of-text token.
+    assert found == (count if "\n" in line else 1, 1 + len(line) * 200_000)
     assert peak < 10 * 2**16
 
 
 def test_unusable_text_is_refused(tmp_path):
     for content, numbers in (  # of the reason
-        (b"", ()),
         (b"x" * 2_000_000 + b"\0", (2_000_000,)),
         ("café".encode("latin1"), (0xE9, 3)),
         ("text".encode("utf-16"), ()),
@@ -207,7 +193,7 @@ def test_unusable_json_line_is_refused(tmp_path):
     ):
         path = write(tmp_path / "a.jsonl", good + b"\n" + line + b"\n" + good)
         assert b"".join(next(documents(Part(str(path))))) == b"good"  # read before it
-        for error in (check_refused(path), check_refused(path, 5)):
+        for error in (check_refused(path), check_refused(path, 17)):
             assert 18 in numbers_in(error), line
             assert all(word in str(error) for word in words.split()), line
 
@@ -225,15 +211,15 @@ def test_unusable_parquet_is_refused(tmp_path):
     assert "'content'" in check_refused(path).reason
     check_refused(write_parquet(path, [b"a", b"b"]))
     write_parquet(path, ["a", "b", "c", None], row_group_size=2)
-    assert numbers_in(check_refused(path)) == {3, 0}
-    assert numbers_in(check_refused(path, 1, 2)) == {1}
+    for part in ((), (1, 2)):
+        assert numbers_in(check_refused(path, *part)) == {1}
     write_parquet(path, [f"text {n}" for n in range(60)])
     whole = path.read_bytes()
     for content in [whole[:end] for end in range(0, len(whole), 23)]:
         path.write_bytes(content)
         check_refused(path)
         with refused(DataError, "data.path", path):
-            row_groups(str(path))
+            list(divide(str(path), 9))
 
 
 DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three " * 99]
@@ -249,34 +235,32 @@ def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, endo
     for text in ("one", f"{END_OF_TEXT}one"):
         path = write(tmp_path / "a.txt", "\ufeff" + text)
         assert encode_all(path, encoder) == ids_of([text], name, endoftext), text
-    assert encode_all(write(tmp_path / "a.txt", "\ufeff"), encoder) == []
+    for text in ("\ufeff", ""):
+        assert encode_all(write(tmp_path / "a.txt", text), encoder) == []
 
 
-@st.composite
-def divided(draw, texts) -> tuple:
-    """(the content of a file, the places where it is divided): anywhere but at its start."""
-    text = draw(texts)
-    places = st.integers(1, len(text if isinstance(text, bytes) else text.encode()))
-    return text, draw(st.lists(places, max_size=20).map(sorted))
+sizes = st.integers(1, 90)  # of parts
 
 
 @some
-@given(divided(mixes), sizes)
-@example((f"one{END_OF_TEXT}two", list(range(1, 20))), 64)
-@example(("don't we'll ' s 'ś", list(range(1, 20))), 64)
-@example(("é" * 15 + "1" * 30, [1, 4, 8]), 16)  # the only cut lies on a border of windows
-@example(("日" * 50 + " " + "a" * 100, [3, 63, 65, 131]), 64)
-@example((f"\ufeff'Hello{END_OF_TEXT}", [1]), 64)
-def test_parts_of_a_text_give_the_ids_of_the_whole(folder, encoder, text_and_bounds, size):
-    """Whatever the size of the windows in which cuts are looked for."""
-    text, bounds = text_and_bounds
+@given(mixes, sizes)
+@example(f"one{END_OF_TEXT}two", 1)
+@example("don't we'll ' s 'ś", 1)
+@example("é" * 15 + "1" * 30, 4)
+@example("日" * 50 + " " + "a" * 100, 60)
+@example(f"\ufeff'Hello{END_OF_TEXT}", 1)
+def test_parts_of_a_text_give_the_ids_of_the_whole(folder, encoder, text, most):
     path = write(folder / "a.txt", text)
     text = text.removeprefix("\ufeff")
-    parts = read_all(path, bounds)
-    assert b"".join(parts) == text.encode()
-    with read_by(size):
-        assert encode_all(path, encoder, bounds) == encode_all(path, encoder) == ids_of([text])
-        assert read_all(path, bounds) == parts
+    assert b"".join(read_parts(path, most)) == text.encode()
+    assert encode_all(path, encoder, most) == encode_all(path, encoder) == ids_of([text])
+
+
+def test_a_text_is_divided_evenly(tmp_path):
+    path = write(tmp_path / "a.txt", "Some words. " * 1000)
+    found = [part.size for part in divide(str(path), 500)]
+    assert len(found) == 24
+    assert (min(found), max(found)) == (498, 504)
 
 
 STRAYS = [b"\xff", b"\xf0\x9f", b"\xed\xa0\x80", b"\xc0\x80", b"\x80", b"\x80" * 6, b"\0"]
@@ -286,19 +270,18 @@ not_text = st.tuples(mixes, st.sampled_from(STRAYS), mixes | st.just("")).map(
 
 
 @some
-@given(divided(not_text), sizes)
-@example(("é".encode() * 8 + b"1" + b"\x80" * 12 + b"x", [4, 6]), 10)  # on a border of windows
-@example(("aé日 é日".encode() + b"\xf0\x9f" + "é日本é!é! é".encode(), [*range(1, 30)]), 64)
-def test_bad_bytes_are_refused_whichever_part_has_them(folder, content_and_bounds, size):
-    content, bounds = content_and_bounds
+@given(not_text, sizes)
+@example("é".encode() * 8 + b"1" + b"\x80" * 12 + b"x", 4)
+@example("aé日 é日".encode() + b"\xf0\x9f" + "é日本é!é! é".encode(), 1)
+def test_bad_bytes_are_refused_whichever_part_has_them(folder, content, most):
     try:
         content.decode()
         expected = {content.index(0)}
     except UnicodeDecodeError as error:
         expected = {content[error.start], error.start}
     path = write(folder / "a.txt", content)
-    with read_by(size), refused(DataError, "data.path", path) as caught:
-        read_all(path, bounds)
+    with refused(DataError, "data.path", path) as caught:
+        read_parts(path, most)
     assert expected <= numbers_in(caught.value)
 
 
@@ -307,23 +290,51 @@ surrogates = st.sampled_from(["a\ud800", "\udc00b\ud83d", "\ud83d\ude42", "\ude4
 
 
 @some
-@given(st.lists(any_text | surrogates, min_size=1, max_size=6), st.data(), sizes)
-def test_parts_of_json_lines_give_the_ids_of_the_whole(folder, encoder, texts, draw, size):
-    lines = draw.draw(divided(st.just("".join(map(json_line, texts)))))
-    path, bounds = write(folder / "a.jsonl", lines[0].rstrip("\n")), lines[1]
-    with read_by(size):
-        assert encode_all(path, encoder, bounds) == encode_all(path, encoder) == ids_of(texts)
+@given(st.lists(any_text | surrogates, min_size=1, max_size=6), sizes)
+def test_parts_of_json_lines_give_the_ids_of_the_whole(folder, encoder, texts, most):
+    path = write(folder / "a.jsonl", "".join(map(json_line, texts)).rstrip("\n"))
+    assert encode_all(path, encoder, most) == encode_all(path, encoder) == ids_of(texts)
 
 
 @some
-@given(st.lists(any_text, min_size=1, max_size=8), st.integers(1, 4), st.data())
-def test_parts_of_parquet_give_the_ids_of_the_whole(folder, encoder, texts, size, draw):
+@given(st.lists(any_text, min_size=1, max_size=8), st.integers(1, 4), st.integers(1, 600))
+def test_parts_of_parquet_give_the_ids_of_the_whole(folder, encoder, texts, size, most):
     path = write_parquet(folder / "a.parquet", texts, row_group_size=size)
-    groups = len(row_groups(str(path)))
-    assert groups == -(-len(texts) // size)
-    bounds = draw.draw(st.lists(st.integers(0, groups), max_size=4).map(sorted))
-    assert [text.decode() for text in read_all(path, bounds)] == texts
-    assert encode_all(path, encoder, bounds) == encode_all(path, encoder) == ids_of(texts)
+    assert len(list(divide(str(path), 1))) == -(-len(texts) // size)
+    assert [text.decode() for text in read_parts(path, most)] == texts
+    assert encode_all(path, encoder, most) == encode_all(path, encoder) == ids_of(texts)
+
+
+def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch):
+    """The limit and the place are named. Nothing longer than the limit is read at once."""
+    monkeypatch.setattr(readers, "LONGEST", 100_000)
+    line, place = json_line("a" * 99_950), len(json_line("b"))
+    assert len(line) <= 100_000
+    for ending in ("", ".gz", ".zst"):
+        path = write(tmp_path / f"a.jsonl{ending}", json_line("b") + line)
+        assert len(read(path)) == 2
+        write(path, json_line("b") + "[" * 10**7)
+        error, peak = peak_memory(lambda path=path: check_refused(path))
+        assert {100_000, place} <= numbers_in(error)
+        assert peak < 2**22
+    path = write_parquet(tmp_path / "a.parquet", ["b", "a" * 100_000])
+    assert len(read(path)) == 2
+    write_parquet(path, ["b", "a" * 100_001], row_group_size=1)
+    assert {100_000, 0, 1} <= numbers_in(check_refused(path))
+    # Small files of many rows that repeat an entry, which are read, and of one long row.
+    pool = pyarrow.default_memory_pool()
+    for texts, is_read in ((["a" * 99_000] * 500, True), (["a" * 2 * 10**7], False)):
+        write_parquet(path, texts, compression="zstd")
+        assert path.stat().st_size < 20_000
+        pyarrow.set_memory_pool(counted := pyarrow.proxy_memory_pool(pool))
+        try:
+            if is_read:
+                assert sum(1 for _ in documents(Part(str(path)))) == 500
+            else:
+                assert {100_000, 100} <= numbers_in(check_refused(path))
+        finally:
+            pyarrow.set_memory_pool(pool)
+        assert counted.max_memory() < 2**22
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):
