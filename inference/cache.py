@@ -10,7 +10,6 @@ whatever follows it. Needs torch, model.py and attention.py.
 Shapes: B rows, T positions, S key positions, H heads, D head_dim, V vocabulary.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -73,11 +72,19 @@ class KVCache:
                 raise ValueError(f"the cache is full: it has room for {self.capacity} tokens")
             self.longest += 1
             num_keys = self.longest
-        mask = None
+        mask = None  # every row has all keys
         if self.is_static or self.is_ragged:
             indices = torch.arange(num_keys, device=token_ids.device)  # (S,)
             mask = (indices <= self.lengths[:, None])[:, None, None]  # (B, 1, 1, S)
-        attend = functools.partial(self._attend, num_keys, mask)
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _: float) -> Tensor:
+            """Stores the keys and values of the tokens, (B, H, 1, D); each attends to its row."""
+            own_keys, own_values = self.keys[layer], self.values[layer]
+            own_keys[self.rows, :, self.lengths] = keys[:, :, 0]
+            own_values[self.rows, :, self.lengths] = values[:, :, 0]
+            kept = own_keys[:, :, :num_keys], own_values[:, :, :num_keys]
+            return F.scaled_dot_product_attention(queries, *kept, attn_mask=mask)
+
         logits, _ = model(token_ids, attend=attend, positions=self.lengths[:, None])
         self.lengths += 1
         return logits
@@ -93,25 +100,6 @@ class KVCache:
         self.keys[layer][:, :, : keys.shape[2]] = keys
         self.values[layer][:, :, : keys.shape[2]] = values
         return sdpa(queries, keys, values)
-
-    def _attend(
-        self,
-        num_keys: int,
-        mask: Tensor | None,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        dropout_p: float,
-    ) -> Tensor:
-        """Stores the keys and values of one token (B, H, 1, D), and attends to all of its row.
-
-        mask (B, 1, 1, S) is True for the keys that a row has; None: every row has all.
-        """
-        self.keys[layer][self.rows, :, self.lengths] = keys[:, :, 0]
-        self.values[layer][self.rows, :, self.lengths] = values[:, :, 0]
-        keys, values = self.keys[layer][:, :, :num_keys], self.values[layer][:, :, :num_keys]
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """A tensor that steps write to. torch.compile makes a CUDA graph of such a step only if

@@ -8,12 +8,11 @@
 The files are text and safetensors only, and have no text of the run: no paths, no names.
 """
 
-import json
 import math
 from pathlib import Path
 
 from interop import hub
-from interop.huggingface import to_hf
+from interop.huggingface import to_hf, write_json
 from interop.pretrained import PretrainedModel
 from tokens import END_OF_TEXT
 from tokens.tokenizers import vocabulary_files
@@ -63,10 +62,6 @@ def write(pretrained: PretrainedModel, folder: Path) -> None:
     (folder / "README.md").write_text(model_card(pretrained), encoding="utf-8")
 
 
-def write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
     """Writes the files from which AutoTokenizer makes a tokenizer with the same ids as ours.
 
@@ -100,17 +95,8 @@ def byte_letters() -> list[str]:
 
 def model_card(pretrained: PretrainedModel) -> str:
     """The card in Markdown. Texts of the run's files are not shown: they could be Markdown."""
-    model, config, state = pretrained.model, pretrained.model.config, pretrained.state
-    figures: dict[str, object] = {
-        "parameters": model.num_parameters(),
-        "layers": config.num_layers,
-        "heads": config.num_heads,
-        "embedding dimension": config.emb_dim,
-        "vocabulary": config.vocab_size,
-        "context length": config.context_length,
-        "trained positions": pretrained.window,
-    }
-    base = ""
+    base, state = "", pretrained.state
+    figures: dict[str, object] = {"parameters": pretrained.model.num_parameters()}
     if state:
         figures |= {"steps": state.step, "tokens trained on": state.tokens}
         figures["validation loss (nats per token)"] = state.val_loss

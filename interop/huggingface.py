@@ -19,9 +19,10 @@ from errors import CheckpointError, DamagedCheckpointError, message_of
 from files import read_json
 from interop.hub import CONFIG
 from model import GPT, ModelConfig
-from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from tokens.tokenizers import get_tokenizer
 from training.checkpoint.format import LARGEST_STATE
 from training.checkpoint.tensors import is_pickle, model_of, read_tensors
+from training.config.schema import ModelSettings, validate
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OURS = "clearhead"  # the key of config.json for what GPT-2's settings lack: tokenizer and window
@@ -46,6 +47,13 @@ OUTSIDE = {
     "final_norm.bias": "ln_f.bias",
 }
 PROJECTIONS = ("W_query", "W_key", "W_value")  # their order inside c_attn
+SIZES = {  # ours: theirs, in config.json
+    "vocab_size": "vocab_size",
+    "context_length": "n_positions",
+    "emb_dim": "n_embd",
+    "num_heads": "n_head",
+    "num_layers": "n_layer",
+}
 
 # What a GPT-2 config.json must have (or leave to its default) for our model to compute the same.
 REQUIRED: dict[str, object] = {
@@ -76,13 +84,9 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     try:
         ours = _to_ours(theirs, config.num_layers)
     except KeyError as error:
-        raise CheckpointError(
-            "checkpoint", file, f"{error.args[0]} is missing", "use another"
-        ) from error
+        raise unusable(file, f"{error.args[0]} is missing") from error
     if theirs:
-        raise CheckpointError(
-            "checkpoint", file, f"unknown tensor {min(theirs):.80}", "use a plain GPT-2"
-        )
+        raise unusable(file, f"unknown tensor {min(theirs):.80}")
     return model_of(config, ours, file)
 
 
@@ -92,52 +96,36 @@ def to_hf(
     """Writes config.json and model.safetensors such that transformers loads the same model.
 
     tokenizer, window: the name of the tokenizer and the number of trained positions, for
-    `load_pretrained`. Without a tokenizer, the vocabulary size decides (`usual_tokenizer`).
+    `load_pretrained`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    theirs = {name: value.contiguous().clone() for name, value in hf_tensors(model).items()}
+    theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}
     save_file(theirs, folder / WHOLE, {"format": "pt"})
     c = model.config
-    name = tokenizer or usual_tokenizer(c.vocab_size)
-    end_of_text = get_tokenizer(name).eot_token if name else None
-    settings = REQUIRED | {
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": c.vocab_size,
-        "n_positions": c.context_length,
-        "n_ctx": c.context_length,
-        "n_embd": c.emb_dim,
-        "n_head": c.num_heads,
-        "n_layer": c.num_layers,
-        "attn_pdrop": c.dropout,
-        "embd_pdrop": c.dropout,
-        "resid_pdrop": c.dropout,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "use_cache": True,
-    }
+    end_of_text = get_tokenizer(tokenizer).eot_token if tokenizer else None
+    settings = REQUIRED | {name: getattr(c, key) for key, name in SIZES.items()}
+    settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    settings["architectures"] = ["GPT2LMHeadModel"]
     if tokenizer:
         window = window or c.context_length
         settings[OURS] = {"tokenizer": tokenizer, "window": window, "qkv_bias": c.qkv_bias}
-    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG, settings)
     # safetensors gives its file a mode that other users cannot read.
     (folder / WHOLE).chmod((folder / CONFIG).stat().st_mode)
 
 
-def usual_tokenizer(vocab_size: int) -> str | None:
-    """The tokenizer of weights that do not name one: bytes for exactly their number of ids, GPT-2's
-    for its number of ids or more; None for another vocabulary."""
-    if vocab_size == TOKENIZERS["byte"]:
-        return "byte"
-    return "gpt2" if vocab_size >= TOKENIZERS["gpt2"] else None
+def write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
-    """The weights by Hugging Face's names and in their layout, fp32 on the device.
+def hf_tensors(model: GPT) -> dict[str, Tensor]:
+    """The weights by Hugging Face's names and in their layout, in fp32.
 
     GPT-2 always has biases of queries, keys and values: zeros for a model without them.
     """
-    ours = {name: value.detach().to(device).float() for name, value in model.named_parameters()}
+    ours = {name: value.detach().float() for name, value in model.named_parameters()}
     c = model.config
     theirs = {f"transformer.{name}": ours[key] for key, name in OUTSIDE.items()}
     for layer in range(c.num_layers):
@@ -147,7 +135,7 @@ def hf_tensors(model: GPT, device: str = "cpu") -> dict[str, Tensor]:
         attn = f"blocks.{layer}.attn"
         weights = [ours[f"{attn}.{which}.weight"].T for which in PROJECTIONS]  # (C, C) each
         theirs[f"transformer.h.{layer}.attn.c_attn.weight"] = torch.cat(weights, dim=1)  # (C, 3 C)
-        zeros = torch.zeros(c.emb_dim, device=device)
+        zeros = torch.zeros_like(ours[f"{attn}.out_proj.bias"])
         biases = [ours.get(f"{attn}.{which}.bias", zeros) for which in PROJECTIONS]
         theirs[f"transformer.h.{layer}.attn.c_attn.bias"] = torch.cat(biases)  # (3 C,)
     return theirs
@@ -160,10 +148,12 @@ def read_config(file: Path) -> dict:
         if not isinstance(theirs, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            "checkpoint", file, f"unreadable ({message_of(error)})", "use another one"
-        ) from error
+        raise unusable(file, f"unreadable ({message_of(error)})") from error
     return theirs
+
+
+def unusable(file: Path, reason: str) -> CheckpointError:
+    return CheckpointError("checkpoint", file, reason, "use a plain GPT-2")
 
 
 def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -185,8 +175,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in sorted(names):
         if not name.endswith(".safetensors") or os.path.basename(name) != name:
-            reason = f"lists {name!r:.80}, which is not a safetensors file next to it"
-            raise CheckpointError("checkpoint", index, reason, "use another one")
+            raise unusable(index, f"lists {name!r:.80}, which is not a safetensors file next to it")
         tensors |= read_tensors(index.with_name(name))
     return tensors
 
@@ -196,27 +185,16 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:
             reason = f"{key} is {theirs[key]!r:.80}, and our model supports only {needed!r}"
-            raise CheckpointError("checkpoint", file, reason, "use a plain GPT-2")
-    try:
-        for key in ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer"):
-            if type(theirs[key]) is not int:  # 12.0 == 12, and would fail later
-                raise ValueError(f"{key} is {theirs[key]!r:.80}, which is not an integer")
-        if theirs.get("n_inner") not in (None, 4 * theirs["n_embd"]):
-            raise ValueError("n_inner is not 4 n_embd")
-        return ModelConfig(
-            vocab_size=theirs["vocab_size"],
-            context_length=theirs["n_positions"],
-            emb_dim=theirs["n_embd"],
-            num_heads=theirs["n_head"],
-            num_layers=theirs["n_layer"],
-            dropout=theirs.get("resid_pdrop", 0.1),
-            qkv_bias=True,
-            attention=attention,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "checkpoint", file, f"does not fit ({message_of(error)})", "use another one"
-        ) from error
+            raise unusable(file, reason)
+    values = {key: theirs.get(name) for key, name in SIZES.items()}
+    values |= {"dropout": theirs.get("resid_pdrop", 0.1), "qkv_bias": True, "attention": attention}
+    settings, problems = validate(ModelSettings, values)
+    if problems:
+        key, _, reason, _ = problems[0]
+        raise unusable(file, f"{SIZES.get(key, key)}: {reason}")
+    if theirs.get("n_inner") not in (None, 4 * settings.emb_dim):
+        raise unusable(file, "n_inner is not 4 n_embd")
+    return ModelConfig(**settings.model_dump())
 
 
 def _to_ours(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:

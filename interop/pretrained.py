@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 
 from errors import CheckpointError, DamagedCheckpointError
 from interop import hub
-from interop.huggingface import (
-    CONFIG,
-    OURS,
-    from_hf,
-    model_config,
-    read_config,
-    usual_tokenizer,
-)
+from interop.huggingface import CONFIG, OURS, from_hf, model_config, read_config
 from model import GPT
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 from training.checkpoint.format import State
@@ -54,17 +47,15 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
     if state:
         data = state.settings["data"]
         name, window = data.get("tokenizer"), data.get("max_length")
-        given = f"its settings have tokenizer {name!r:.40} and max_length {window!r:.40}"
     else:
-        usual = {"tokenizer": usual_tokenizer(vocab_size) or "gpt2", "window": context}
-        ours = read_config(folder / CONFIG).get(OURS, usual)
+        usual = "byte" if vocab_size == TOKENIZERS["byte"] else "gpt2"
+        ours = read_config(folder / CONFIG).get(OURS, {"tokenizer": usual, "window": context})
         ours = ours if isinstance(ours, dict) else {}
         name, window = ours.get("tokenizer"), ours.get("window")
-        given = f"its {CONFIG} has under {OURS} tokenizer {name!r:.40} and window {window!r:.40}"
-    if not isinstance(name, str) or name not in TOKENIZERS:
-        raise CheckpointError(key, path, given, "use another one")
-    if type(window) is not int or not 1 <= window <= context:
-        raise CheckpointError(key, path, given, "use another one")
+    fits = type(window) is int and 1 <= window <= context
+    if not isinstance(name, str) or name not in TOKENIZERS or not fits:
+        reason = f"it has tokenizer {name!r:.40} and a window of {window!r:.40} tokens"
+        raise CheckpointError(key, path, reason, "use another one")
     if vocab_size < (needed := TOKENIZERS[name]):
         reason = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"
         raise CheckpointError(key, path, reason, "use a model of that tokenizer")

@@ -50,10 +50,6 @@ class History:
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(line)
 
-    def thinned(self, most: int) -> list[Row]:
-        """At most `most` rows, evenly spaced, including the first and the last."""
-        return evenly_spaced(self.rows, most)
-
     def table(self) -> list[tuple]:
         """Every head ranked by each statistic, highest first; see COLUMNS.
 

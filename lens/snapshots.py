@@ -168,7 +168,7 @@ class Lens:
                 if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
                     frames += run["frames"]
         path = folder / "timelapse.html"
-        self._write_page(path, frames, history.thinned(MOST_HISTORY), run_name)
+        self._write_page(path, frames, evenly_spaced(history.rows, MOST_HISTORY), run_name)
         return path
 
     def _write_page(
