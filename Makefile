@@ -16,7 +16,7 @@ MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/i
 STRICT := attention.py model.py files.py lens inference interop tests/budgets.py \
     $(addprefix tokens/,checksums.py readers.py sampler.py tasks.py windows.py) \
     $(addprefix training/distributed/,build.py process_group.py) \
-    $(addprefix training/optim/,nonfinite.py schedule.py) \
+    $(addprefix training/optim/,loss_spikes.py optimizers.py) \
     $(addprefix training/planning/,memory.py devices.py) training/checkpoint/listing.py \
     $(addprefix training/reporting/,console.py machine.py profiler.py summary.py tracker.py) \
     $(addprefix benchmarks/,attention_ladder.py equivalence.py generate.py timing.py training.py)

@@ -32,8 +32,7 @@ from model import GPT
 from training.config.schema import OptimizerConfig
 from training.distributed.device import best_dtype, keep_freed_memory
 from training.distributed.strategy import Strategy
-from training.optim.nonfinite import NonFiniteCheck
-from training.optim.optimizers import build_optimizer
+from training.optim.optimizers import NonFiniteCheck, build_optimizer
 from training.reporting.machine import git
 
 MAX_GRAD_NORM = 1.0

@@ -11,13 +11,12 @@ training/planning/devices.py has a figure for the device, else assumed, and prin
 
 import math
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from errors import ConfigError, UnknownSetting, refuse
+from errors import ConfigError, Problem, UnknownSetting, refuse
 from training.config import Config, compose
 from training.config.command_line import (
     OutFile,
@@ -53,124 +52,73 @@ class PlanConfig(ScriptConfig):
     out: OutFile = Field("", description="a JSON file for all figures")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A training run on some devices: everything that memory and time depend on."""
-
-    settings: Config
-    plan: PlanConfig
-    strategy: str  # single | ddp | fsdp
-    precision: str  # fp32 | bf16 | fp16
-    tokens: float  # of the whole run
-    compiled: bool
-
-    @property
-    def share(self) -> int:
-        """Windows of a step on one device."""
-        return self.settings.trainer.batch_size // self.plan.devices
-
-    @property
-    def largest(self) -> int | None:
-        """The largest micro-batch that fits; None when not even one window does."""
-        return memory.largest_micro_batch(self.share, self.fits)
-
-    @property
-    def micro(self) -> int:
-        """Windows of a micro-batch: as set, or the largest that fits for null or auto."""
-        chosen = self.settings.trainer.micro_batch_size
-        return min(chosen, self.share) if isinstance(chosen, int) else self.largest or 1
-
-    def memory(self, windows: int) -> memory.Memory:
-        """Peak memory of one device with micro-batches of `windows`."""
-        return memory.estimate(
-            self.settings.model,
-            windows,
-            self.settings.data.max_length,
-            precision=self.precision,
-            strategy=self.strategy,
-            world_size=self.plan.devices,
-            accumulating=windows < self.share,
-            activation_checkpointing=self.settings.trainer.activation_checkpointing,
-            reshard_after_forward=self.settings.parallel.reshard_after_forward,
-            device=device_of(self.plan),
-            compiled=self.compiled,
-            optimizer=self.settings.optimizer.name,
-        )
-
-    def fits(self, windows: int) -> bool:
-        return self.memory(windows).total <= memory.USABLE * KINDS[self.plan.kind].memory
-
-
-def device_of(plan: PlanConfig) -> str:
-    return "cpu" if plan.kind == "cpu" else "cuda"
-
-
-def flops_per_token(settings: Config) -> float:
-    """FLOPs to train on one token, as in GPT.flops_per_token, without importing torch."""
-    model = settings.model
-    matrices = memory.block_matrices(model) * model.num_layers + model.vocab_size * model.emb_dim
-    scores = model.num_layers * model.emb_dim * (settings.data.max_length + 1)
-    return 6 * (matrices + scores)
-
-
-def job_of(settings: Config, plan: PlanConfig) -> Job:
-    """The job of these settings. Raises ConfigError as training would."""
-    trainer, strategy = settings.trainer, settings.parallel.strategy
+def figures(config: Config, plan: PlanConfig) -> dict:
+    """The whole plan as JSON types. Bytes, seconds, US dollars. Raises ConfigError as training
+    would."""
+    trainer, kind, strategy = config.trainer, KINDS[plan.kind], config.parallel.strategy
     if strategy == "auto":
         strategy = "ddp" if plan.devices > 1 else "single"
     refuse(check_ranks(strategy, plan.devices, trainer.batch_size))
-    tokens = plan.tokens or trainer.max_steps * trainer.batch_size * settings.data.max_length
+    per_token = flops_per_token(config)
+    tokens = plan.tokens or trainer.max_steps * trainer.batch_size * config.data.max_length
+    device = "cpu" if plan.kind == "cpu" else "cuda"
     compiled = trainer.compile is True
     if trainer.compile == "auto":
-        worth = WORTH_COMPILING[device_of(plan)]
-        compiled = flops_per_token(settings) * tokens / plan.devices >= worth
+        compiled = per_token * tokens / plan.devices >= WORTH_COMPILING[device]
     precision = "bf16" if trainer.precision == "auto" else trainer.precision
-    return Job(settings, plan, strategy, precision, tokens, compiled)
+    job = memory.Job(config, strategy, plan.devices, precision, device, compiled)
 
+    def fits(windows: int) -> bool:
+        return memory.fits(job, windows, kind.memory)
 
-def utilisation(job: Job) -> tuple[float, str]:
-    """(share of the peak FLOP/s, its source)."""
-    if job.plan.utilisation is not None:
-        return job.plan.utilisation, "as given"
-    measured = KINDS[job.plan.kind].measured
-    share, file = measured.get(job.precision, (ASSUMED_UTILISATION, ""))
-    source = f"measured, {file}" if file else "assumed"
-    if job.settings.trainer.activation_checkpointing:
-        # Forward, backward and at most the forward again: 4 units instead of 3.
-        return 0.75 * share, f"{source}, less a quarter for activation checkpointing"
-    return share, source
-
-
-def figures(job: Job) -> dict:
-    """The whole plan as JSON types. Bytes, seconds, US dollars."""
-    plan, kind, micro = job.plan, KINDS[job.plan.kind], job.micro
-    share, source = utilisation(job)
-    peak = kind.fp32 if job.precision == "fp32" else kind.flops
-    rate = plan.devices * share * peak / flops_per_token(job.settings)
+    largest, micro = memory.largest_micro_batch(job.share, fits), trainer.micro_batch_size
+    micro = min(micro, job.share) if isinstance(micro, int) else largest or 1
+    parts = memory.estimate(job, micro)
+    share, source = utilisation(config, plan, precision)
+    rate = plan.devices * share * (kind.fp32 if precision == "fp32" else kind.flops) / per_token
     price = kind.price if plan.price is None else plan.price
-    needed = job.memory(micro)
     return {
-        "parameters": memory.num_parameters(job.settings.model),
-        "flops_per_token": flops_per_token(job.settings),
+        "parameters": memory.num_parameters(config.model),
+        "flops_per_token": per_token,
         "devices": plan.devices,
         "kind": kind.title,
-        "strategy": job.strategy,
-        "precision": job.precision,
-        "compiled": job.compiled,
-        "batch_size": job.settings.trainer.batch_size,
+        "strategy": strategy,
+        "precision": precision,
+        "compiled": compiled,
+        "batch_size": trainer.batch_size,
         "micro_batch_size": micro,
         "micro_batches": math.ceil(job.share / micro),
-        "largest_micro_batch": job.largest,
-        "memory": needed.parts() | {"total": needed.total, "moment": needed.moment},
-        "fits": job.fits(micro),
+        "largest_micro_batch": largest,
+        "memory": parts | {"total": sum(parts.values())},
+        "device_memory": kind.memory,
+        "fits": fits(micro),
         "utilisation": share,
         "utilisation_source": source,
         "tokens_per_second": rate,
-        "tokens": job.tokens,
-        "seconds": job.tokens / rate,
+        "tokens": tokens,
+        "seconds": tokens / rate,
         "price": price,
-        "cost": job.tokens / rate / 3600 * plan.devices * price,
+        "cost": tokens / rate / 3600 * plan.devices * price,
     }
+
+
+def flops_per_token(config: Config) -> float:
+    """FLOPs to train on one token, as in GPT.flops_per_token, without importing torch."""
+    model = config.model
+    matrices = memory.block_matrices(model) * model.num_layers + model.vocab_size * model.emb_dim
+    return 6 * (matrices + model.num_layers * model.emb_dim * (config.data.max_length + 1))
+
+
+def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float, str]:
+    """(fraction of the peak FLOP/s, its source)."""
+    if plan.utilisation is not None:
+        return plan.utilisation, "as given"
+    share, file = KINDS[plan.kind].measured.get(precision, (ASSUMED_UTILISATION, ""))
+    source = f"measured, {file}" if file else "assumed"
+    if config.trainer.activation_checkpointing:
+        # Forward, backward and at most the forward again: 4 units instead of 3.
+        return 0.75 * share, f"{source}, less a quarter for activation checkpointing"
+    return share, source
 
 
 PARTS = {
@@ -187,20 +135,21 @@ PARTS = {
 }
 
 
-def text_of(job: Job, plan: dict) -> str:
+def text_of(config: Config, plan: dict) -> str:
     """The plan as text, at most 100 columns wide."""
-    model, length, needed = job.settings.model, job.settings.data.max_length, plan["memory"]
-    how = [job.strategy, job.precision, "compiled" if job.compiled else "not compiled"]
-    if job.settings.trainer.activation_checkpointing:
+    model, length, needed = config.model, config.data.max_length, plan["memory"]
+    how = [plan["strategy"], plan["precision"], "compiled" if plan["compiled"] else "not compiled"]
+    if config.trainer.activation_checkpointing:
         how.append("activation checkpointing")
-    row = lambda name, words, size: f"  {name:<13} {words:<52}{size / 1e9:>8.1f}"  # noqa: E731
-    sharded = ("weights", "optimizer") if job.strategy == "fsdp" else ()
-    parts = {
-        name: words + (f", 1/{plan['devices']} of them" if name in sharded else "")
-        for name, words in PARTS.items()
+    shards = f", 1/{plan['devices']} of them" if plan["strategy"] == "fsdp" else ""
+    parts = PARTS | {name: PARTS[name] + shards for name in ("weights", "optimizer")}
+    room = f"{plan['kind']} has {plan['device_memory'] / 1e9:.0f} GB"
+    parts["total"] = f"{room}: {'fits' if plan['fits'] else 'does NOT fit'}"
+    rows = [
+        f"  {name:<13} {words:<52}{needed[name] / 1e9:>8.1f}"
+        for name, words in parts.items()
         if needed[name] > 0
-    }
-    room = f"{plan['kind']} has {KINDS[job.plan.kind].memory / 1e9:.0f} GB"
+    ]
     steps = plan["tokens"] / (plan["batch_size"] * length)
     return f"""\
 Model    {plan["parameters"]:,} parameters: {model.num_layers} layers of {model.num_heads} heads, \
@@ -210,8 +159,7 @@ Batch    {plan["batch_size"]:,} windows of {length:,} tokens; on each device \
 {plan["micro_batches"]} x {plan["micro_batch_size"]} windows
 
 {"Peak memory of a device":<68}{"GB":>8}
-{chr(10).join(row(name, words, needed[name]) for name, words in parts.items())}
-{row("total", f"{room}: {'fits' if plan['fits'] else 'does NOT fit'}", needed["total"])}
+{chr(10).join(rows)}
   largest micro-batch that fits: {plan["largest_micro_batch"] or "none, not even one window"}
 
 Speed    {plan["tokens_per_second"]:,.0f} tokens/s with utilisation={plan["utilisation"]:.2f} \
@@ -229,27 +177,27 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     own = list(PlanConfig.model_fields)
     mine = [text for text in arguments if text.startswith("-") or text.partition("=")[0] in own]
     others = [text for text in arguments if text not in mine]
-    problems, settings, plan = [], None, None
+    problems: list[Problem] = []
+    config = plan = None
     try:
         plan = parse(PlanConfig, mine)
     except ConfigError as error:
         problems += error.problems
     try:
-        settings = of_training(others)
+        config = of_training(others)
     except ConfigError as error:
         for problem in error.problems:
             meant = isinstance(problem, UnknownSetting) and nearest(problem.key, own)
             problems.append(unknown_key(problem.key, problem.value, own) if meant else problem)
     refuse(problems)
-    return settings, plan
+    return config, plan
 
 
 def of_training(overrides: list[str]) -> Config:
-    """The settings of a training command; data=text needs no data.path here."""
+    """The settings of a training command, which needs no data here."""
     try:
         return compose(overrides)
-    except ConfigError as error:
-        refuse([problem for problem in error.problems if problem[:2] != ("data.path", None)])
+    except ConfigError:
         return compose([*overrides, "data.path=none"])
 
 
@@ -260,11 +208,11 @@ def main() -> None:
         print("\nAll settings of a training command are taken too: python train.py --help")
         return
     with errors_in_one_line(debug="debug=true" in arguments):
-        job = job_of(*composed(arguments))
-        plan = figures(job)
-        print(text_of(job, plan))
-        if job.plan.out:
-            write_out(job.plan.out, plan)
+        config, plan = composed(arguments)
+        found = figures(config, plan)
+        print(text_of(config, found))
+        if plan.out:
+            write_out(plan.out, found)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ STEP = (
     "attention.py",
     "training/ops/cpu.py",
     "training/ops/cross_entropy.py",
-    "training/optim/schedule.py",
-    "training/optim/nonfinite.py",
+    "training/optim/optimizers.py",
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # what is measured: (target, limit)

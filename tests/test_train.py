@@ -35,7 +35,7 @@ from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.tensors import load_model
 from training.distributed.strategy import Strategy
-from training.optim.nonfinite import NonFiniteCheck
+from training.optim.optimizers import NonFiniteCheck
 
 # Settings of the finished run that tests resume; they differ from the defaults.
 OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.log_every=2")

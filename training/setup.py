@@ -38,9 +38,7 @@ from training.distributed import device, launch
 from training.distributed.build import build_strategy
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator, Validation
-from training.optim.nonfinite import NonFiniteCheck
-from training.optim.optimizers import build_optimizer
-from training.optim.schedule import learning_rate
+from training.optim.optimizers import NonFiniteCheck, build_optimizer, learning_rate
 from training.planning.micro_batch import check_memory, find_micro_batch
 from training.reporting.console import Console
 from training.reporting.jsonl import drop_rows_after

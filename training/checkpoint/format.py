@@ -64,7 +64,7 @@ Id = Annotated[str, Field(pattern=r"^[\w-]{1,128}$")]
 
 @dataclass
 class Spikes:
-    """LossSpikes of training/optim/nonfinite.py."""
+    """LossSpikes of training/optim/loss_spikes.py."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

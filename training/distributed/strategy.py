@@ -27,7 +27,7 @@ from model import GPT, ModelConfig
 from training.distributed import device as devices
 from training.ops import cpu
 from training.ops.cross_entropy import head_loss
-from training.optim.nonfinite import NonFiniteCheck
+from training.optim.optimizers import NonFiniteCheck
 
 
 @dataclass

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.ops.piece_sizes import CACHED, LOGITS_AT_ONCE
-
+LOGITS_AT_ONCE = 2**28  # enough to keep a GPU busy; half a gigabyte in bf16
+CACHED = 2**19  # logits that stay in a CPU's cache between two matrix products
 # oneDNN computes very wide results faster by parts and, where a result has some 1,000 rows and few
 # columns, leaves one of two cores idle (measured with AMX; on other processors not yet).
 WIDE, TALL = 3072, 512

@@ -1,6 +1,14 @@
-"""Builds the optimizer: AdamW, or Muon with AdamW (training/optim/muon.py)."""
+"""The optimizer, its learning-rate schedule, and the check for non-finite gradients.
+
+The optimizer is AdamW, or Muon with AdamW (training/optim/muon.py). The learning rate is a plain
+function of the step: it has no state to save and can be plotted without training.
+"""
+
+import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from training.config.schema import OptimizerConfig
 from training.optim.muon import Muon
@@ -27,7 +35,7 @@ def build_optimizer(
         {"params": vectors, "weight_decay": 0.0, "peak_lr": config.lr},
     ]
     device = parameters[0].device
-    settings = {
+    settings: dict[str, Any] = {
         "lr": config.lr,
         "betas": tuple(config.betas),
         "eps": config.eps,
@@ -51,9 +59,81 @@ def build_optimizer(
 def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The weight matrices inside the blocks: of each W_query, W_key, W_value, out_proj, mlp.fc and
     mlp.out_proj. The other 2-D parameters are embeddings or the head."""
-    return [p for p in model.blocks.parameters() if p.requires_grad and p.dim() == 2]
+    return [
+        p for p in model.get_submodule("blocks").parameters() if p.requires_grad and p.dim() == 2
+    ]
 
 
 def state_keys(group: dict) -> set[str]:
     """What an optimizer keeps for each parameter of one of its groups."""
     return STATE["muon" if "ns_steps" in group else "adamw"]
+
+
+def learning_rate(
+    step: int,
+    config: OptimizerConfig,
+    warmup_steps: int,
+    max_steps: int,
+    peak: float | None = None,
+) -> float:
+    """The learning rate of optimizer step `step`, 0 <= step < max_steps.
+
+    peak: lr of a group of parameters; None means config.lr. Rises linearly to lr over warmup_steps.
+    Then, with r = min_lr_ratio and u in 0..1 the share of the remaining steps done:
+      cosine    lr (r + (1 - r) (1 + cos(pi u)) / 2)             (Loshchilov and Hutter 2017)
+      wsd       lr, then linearly to r lr over the last decay_fraction of all steps
+                                                                 (Hu et al. 2024)
+      constant  lr
+    """
+    lr = config.lr if peak is None else peak
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if config.schedule == "constant":
+        return lr
+    if config.schedule == "cosine":
+        start = warmup_steps
+    else:
+        start = max(warmup_steps, round(max_steps * (1 - config.decay_fraction)) - 1)
+    if step < start:
+        return lr
+    # From lr at step `start` to exactly r lr at the last step, max_steps - 1.
+    done = min(1.0, (step - start) / max(1, max_steps - 1 - start))
+    fall = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
+
+
+class NonFiniteCheck:
+    """Checks the gradient of every step before the optimizer uses it.
+
+    A step with a non-finite gradient is skipped. After `limit` of them in a row every later step is
+    skipped too: the parameters stay as they are until the host reads the counts and ends the run.
+    """
+
+    def __init__(self, limit: int, device: torch.device):
+        self.limit = limit
+        self.in_a_row, self.skipped, self.halted_for = torch.zeros(3, device=device).unbind()
+
+    def found_inf(self, grad_norm: Tensor, loss_scale: Tensor) -> Tensor:
+        """1. when the step is to be skipped, else 0., on the device.
+
+        grad_norm: of all ranks' gradients together, (). loss_scale: fp16's, which an overflow
+        lowers; while it is above 1 the overflow is not counted towards the limit.
+        """
+        bad = (~torch.isfinite(grad_norm)).float()
+        self.in_a_row = (self.in_a_row + bad * (loss_scale <= 1)) * bad
+        halted = (self.in_a_row >= self.limit) | (self.halted_for > 0)
+        self.halted_for = self.halted_for + halted.float()
+        skip = torch.maximum(bad, halted.float())
+        self.skipped = self.skipped + skip
+        return skip
+
+    def read(self) -> tuple[int, int, int]:
+        """(steps skipped so far, non-finite ones in a row up to now, steps since the limit was
+        reached); waits for the device."""
+        numbers = torch.stack([self.skipped, self.in_a_row, self.halted_for]).tolist()
+        return tuple(round(number) for number in numbers)
+
+    def restore(self, skipped: int, in_a_row: int) -> None:
+        """Continues counting from a checkpoint."""
+        self.skipped = torch.full_like(self.skipped, skipped)
+        self.in_a_row = torch.full_like(self.in_a_row, in_a_row)

@@ -9,16 +9,13 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from errors import OutOfMemoryError
+from training.config.schema import Config
 from training.distributed.strategy import Strategy
-from training.planning.memory import USABLE, Memory, estimate, largest_micro_batch, num_parameters
-
-if TYPE_CHECKING:
-    from training.config.schema import Config
+from training.planning.memory import Job, estimate, fits, largest_micro_batch, num_parameters
 
 CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 
@@ -31,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_would_fit(
-    settings: "Config", strategy: Strategy, windows: int, intact: str
+    settings: Config, strategy: Strategy, windows: int, intact: str
 ) -> OutOfMemoryError:
     """The error of a step that ran out of memory, with a suggestion that keeps the batch.
 
@@ -43,7 +40,7 @@ def what_would_fit(
     return OutOfMemoryError("trainer.micro_batch_size", windows, reason, f"{hint}; {intact}")
 
 
-def _hint(settings: "Config", strategy: Strategy, fits: Callable[[int], bool]) -> str:
+def _hint(settings: Config, strategy: Strategy, fits: Callable[[int], bool]) -> str:
     """What needs less memory: the largest micro-batch for which fits(windows) holds, else another
     setting."""
     trainer = settings.trainer
@@ -60,7 +57,7 @@ def _hint(settings: "Config", strategy: Strategy, fits: Callable[[int], bool]) -
     return "use more devices, a smaller data.max_length or a smaller model"
 
 
-def check_memory(settings: "Config", strategy: Strategy) -> list[tuple]:
+def check_memory(settings: Config, strategy: Strategy) -> list[tuple]:
     """Problems (key, value, reason, hint), before anything is allocated: weights, gradients and
     moments, or on a CPU a step, need more memory than the device has.
 
@@ -68,57 +65,37 @@ def check_memory(settings: "Config", strategy: Strategy) -> list[tuple]:
     with the error of `what_would_fit`.
     """
     trainer, limit = settings.trainer, memory_of(strategy.device)
-    share, asked = trainer.batch_size // strategy.world_size, trainer.micro_batch_size
-    windows = 1 if asked == "auto" else min(share, asked or share)
-
-    def needed(number: int) -> Memory:
-        # Whether compile=auto compiles is not known yet; compiled, a step needs less.
-        return estimate_step(settings, strategy, number, trainer.compile is not False)
-
-    step, has = needed(windows), f"and {strategy.device} has {limit / 1e9:,.1f} GB"
-    states = 2 * step.weights + step.optimizer
+    # Whether compile=auto compiles is not known yet; compiled, a step needs less.
+    job = job_of(settings, strategy, trainer.compile is not False)
+    asked = trainer.micro_batch_size
+    windows = 1 if asked == "auto" else min(job.share, asked or job.share)
+    parts, has = estimate(job, windows), f"and {strategy.device} has {limit / 1e9:,.1f} GB"
+    states, total = 2 * parts["weights"] + parts["optimizer"], sum(parts.values())
     if states > limit:
         reason = f"weights, gradients and moments need {states / 1e9:,.1f} GB, {has}"
         parameters = f"{num_parameters(settings.model):,} parameters"
         return [("model", parameters, reason, "use a smaller model, such as model=gpt2-nano")]
     # Without the slack of the allocator, which is a guess.
-    if strategy.device.type != "cpu" or step.total - step.slack <= limit:
+    if strategy.device.type != "cpu" or total - parts["slack"] <= limit:
         return []
     tokens = f"{windows} windows of {settings.data.max_length} tokens"
-    reason = f"{tokens} at a time need about {step.total / 1e9:,.1f} GB, {has}"
-    hint = _hint(settings, strategy, lambda n: n < windows and needed(n).total <= USABLE * limit)
+    reason = f"{tokens} at a time need about {total / 1e9:,.1f} GB, {has}"
+    hint = _hint(settings, strategy, lambda n: n < windows and fits(job, n, limit))
     key = "trainer.batch_size" if asked is None else "trainer.micro_batch_size"
     return [(key, trainer.batch_size if asked is None else asked, reason, hint)]
 
 
-def estimate_step(settings: "Config", strategy: Strategy, windows: int, compiled: bool) -> Memory:
-    """The estimate for a step of a run with micro-batches of `windows`."""
-    return estimate(
-        settings.model,
-        windows,
-        settings.data.max_length,
-        precision=strategy.precision,
-        strategy=strategy.name,
-        world_size=strategy.world_size,
-        accumulating=windows < settings.trainer.batch_size // strategy.world_size,
-        activation_checkpointing=settings.trainer.activation_checkpointing,
-        reshard_after_forward=settings.parallel.reshard_after_forward,
-        device=strategy.device.type,
-        compiled=compiled,
-        optimizer=settings.optimizer.name,
-    )
-
-
-def find_micro_batch(settings: "Config", strategy: Strategy, compiled: bool) -> int:
+def find_micro_batch(settings: Config, strategy: Strategy, compiled: bool) -> int:
     """trainer.micro_batch_size=auto: the largest that is estimated to fit on all ranks, in windows,
     of those that divide a rank's share evenly; 1 when none is."""
-    usable = USABLE * memory_of(strategy.device)
-
-    def fits(windows: int) -> bool:
-        return estimate_step(settings, strategy, windows, compiled).total <= usable
-
-    found = largest_micro_batch(settings.trainer.batch_size // strategy.world_size, fits) or 1
+    job, limit = job_of(settings, strategy, compiled), memory_of(strategy.device)
+    found = largest_micro_batch(job.share, lambda n: fits(job, n, limit)) or 1
     return -strategy.all_reduce_max(-found)
+
+
+def job_of(settings: Config, strategy: Strategy, compiled: bool) -> Job:
+    device = strategy.device.type
+    return Job(settings, strategy.name, strategy.world_size, strategy.precision, device, compiled)
 
 
 # ------------------------------------------------------------------- the memory of a machine

@@ -11,7 +11,8 @@ from torch import Tensor
 from errors import AGAINST_DIVERGENCE, DivergedError
 from training.checkpoint.format import Spikes, State
 from training.distributed.strategy import Strategy
-from training.optim.nonfinite import LossSpikes, NonFiniteCheck
+from training.optim.loss_spikes import LossSpikes
+from training.optim.optimizers import NonFiniteCheck
 
 
 class Metrics:

@@ -20,8 +20,12 @@ from train import fit, train_step
 from training.distributed.strategy import Strategy
 from training.optim import muon
 from training.optim.muon import newton_schulz
-from training.optim.nonfinite import NonFiniteCheck
-from training.optim.optimizers import OptimizerConfig, build_optimizer, matrices_of
+from training.optim.optimizers import (
+    NonFiniteCheck,
+    OptimizerConfig,
+    build_optimizer,
+    matrices_of,
+)
 from training.planning import memory
 
 CPU = torch.device("cpu")
@@ -219,8 +223,6 @@ def test_memory_of_its_state_is_what_is_estimated():
     optimizer = built(model)
     step(model, optimizer, seed=0)
     kept = [v for p in model.parameters() for key, v in optimizer.state[p].items() if key != "step"]
-    options = {"optimizer": "muon", "device": "cpu"}
-    estimated = memory.estimate(model.config, 1, 12, **options)
-    assert estimated.optimizer == sum(value.numel() * value.element_size() for value in kept)
-    shared = memory.estimate(model.config, 1, 12, strategy="fsdp", world_size=4, **options)
-    assert shared.optimizer == estimated.optimizer / 4
+    config = settings("optimizer=muon").model_copy(update={"model": model.config})
+    estimated = memory.optimizer_state(memory.Job(config, "single", 1, "fp32", "cpu", False))
+    assert estimated == sum(value.numel() * value.element_size() for value in kept)

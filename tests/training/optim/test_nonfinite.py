@@ -15,7 +15,8 @@ from errors import DivergedError
 from train import fit, train_step
 from training.checkpoint import listing
 from training.distributed.strategy import Strategy
-from training.optim.nonfinite import LossSpikes, NonFiniteCheck
+from training.optim.loss_spikes import LossSpikes
+from training.optim.optimizers import NonFiniteCheck
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from training.optim.optimizers import OptimizerConfig, build_optimizer
-from training.optim.schedule import learning_rate
+from training.optim.optimizers import OptimizerConfig, build_optimizer, learning_rate
 
 
 def rates_of(schedule, warmup=10, steps=100, **settings):

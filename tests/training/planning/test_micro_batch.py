@@ -13,7 +13,6 @@ from train import fit
 from training.distributed.strategy import Strategy
 from training.planning import memory
 from training.planning import micro_batch as fitting
-from training.planning.memory import estimate
 
 
 @pytest.fixture
@@ -34,9 +33,10 @@ def suggested(error) -> str:
     return re.search(r"[a-z]+\.?\w*=\w+", error.hint)[0]
 
 
-def bytes_of(model, windows) -> float:
+def bytes_of(config, windows) -> float:
     """The estimate for a step with micro-batches of this size."""
-    return estimate(model, windows, 32, precision="fp32", device="cpu", accumulating=True).total
+    job = memory.Job(config, "single", 1, "fp32", "cpu", compiled=False)
+    return sum(memory.estimate(job, windows).values())
 
 
 def test_a_run_out_of_memory_continues_with_what_is_suggested(make_run):
@@ -66,14 +66,14 @@ def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(make_run, memor
     given = ["trainer.max_steps=2", "model.dropout=0", "trainer.sample_tokens=0"]
     plain = make_run("name=plain", *given)
     fit(plain)
-    enough = bytes_of(plain.config.model, 2)
-    memory_is(1.0001 * enough / fitting.USABLE)
+    enough = bytes_of(plain.config, 2)
+    memory_is(1.0001 * enough / memory.USABLE)
     auto = make_run("name=auto", *given, "trainer.micro_batch_size=auto")
     assert auto.config.trainer.micro_batch_size == auto.evaluator.batch_size == 2
     fit(auto)
     assert auto.state.val_loss == pytest.approx(plain.state.val_loss, rel=1e-5)
     assert "micro_batch_size: 2\n" in (auto.directory / "config.yaml").read_text()
-    memory_is(bytes_of(plain.config.model, 1))  # without what is left to others
+    memory_is(bytes_of(plain.config, 1))  # without what is left to others
     least = make_run("name=least", "trainer.micro_batch_size=auto")
     assert least.config.trainer.micro_batch_size == 1
 
@@ -82,8 +82,8 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
     make_run, memory_is, monkeypatch, tmp_path
 ):
     monkeypatch.setitem(memory.LIBRARIES, "cpu", 0)
-    model = make_run("name=first").config.model
-    memory_is(1.001 * bytes_of(model, 2) / fitting.USABLE)
+    config = make_run("name=first").config
+    memory_is(1.001 * bytes_of(config, 2) / memory.USABLE)
     for given in ("trainer.batch_size=8", "trainer.micro_batch_size=4"):
         with refused(ConfigError, *given.split("=")) as caught:
             make_run("name=large", "trainer.compile=false", given)

@@ -1,0 +1,52 @@
+"""Losses far above the others, which `train/loss_spikes` and `train/loss_z_score` log."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class LossSpikes:
+    """Counts steps whose loss is far above the losses before it.
+
+    From loss number WARM_UP on, a spike is a loss more than THRESHOLD standard deviations above the
+    mean; mean and variance are exponential averages over about 1 / (1 - DECAY) steps, and a loss
+    enters them clipped at the threshold, so that one spike does not hide the next. Before that,
+    while the loss still falls by nats, a spike is a loss more than EARLY_RISE nats above an
+    exponential average over about RECENT steps.
+    """
+
+    seen: int = 0  # losses so far
+    mean: float = 0.0
+    variance: float = 0.0
+    count: int = 0  # spikes so far
+    recent: float = 0.0  # the short average
+
+    DECAY = 0.98
+    THRESHOLD = 6.0  # standard deviations
+    WARM_UP = 50  # losses before the first z-score
+    EARLY_RISE = 1.0  # nats
+    RECENT = 3  # steps
+
+    def __post_init__(self):
+        self.recent = self.recent or self.mean  # a checkpoint of version 1 may lack it
+
+    def add(self, loss: float) -> float | None:
+        """The z-score of a loss, (loss - mean) / standard deviation; None before there is one."""
+        if not math.isfinite(loss):  # a skipped step, counted by NonFiniteCheck
+            return None
+        z = None
+        deviation = math.sqrt(self.variance)
+        if self.seen >= self.WARM_UP and deviation > 0:
+            z = (loss - self.mean) / deviation
+            self.count += z > self.THRESHOLD
+            loss = min(loss, self.mean + self.THRESHOLD * deviation)
+        elif self.RECENT <= self.seen < self.WARM_UP:
+            self.count += loss > self.recent + self.EARLY_RISE
+        self.seen += 1
+        self.recent += (loss - self.recent) / min(self.seen, self.RECENT)
+        # At first the plain mean of all losses so far.
+        weight = max(1 - self.DECAY, 1 / self.seen)
+        away = loss - self.mean
+        self.mean += weight * away
+        self.variance = (1 - weight) * (self.variance + weight * away**2)
+        return z
