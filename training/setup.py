@@ -32,7 +32,7 @@ from training.checkpoint.resume import (
     resume_settings,
 )
 from training.checkpoint.saver import Saver
-from training.checkpoint.tensors import empty_model, load_optimizer, load_parameters
+from training.checkpoint.tensors import load_optimizer, load_parameters
 from training.config.schema import Config
 from training.distributed import device, launch
 from training.distributed.build import build_strategy
@@ -195,14 +195,11 @@ def build_batches(
 
 def build_model(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> GPT:
     """The model on its device: from a checkpoint, from trainer.init_from, or initialised."""
-
     shape = ModelConfig(**config.model.model_dump())
 
     def build() -> GPT:
         if start.checkpoint:
-            model = empty_model(shape)
-            load_parameters(start.checkpoint, model)
-            return model
+            return load_parameters(start.checkpoint, shape)
         if not config.trainer.init_from:
             return GPT(shape)
         model, problems, more = initial_weights(config)

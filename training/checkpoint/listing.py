@@ -79,14 +79,13 @@ def find(
     if damage:
         raise damage
     if not path.exists() and not path.is_symlink():
-        fix = (
-            f"did you mean {near}?" if (near := nearest_run(path)) else "give a run or a checkpoint"
-        )
-        raise CheckpointError(key, path, "no such directory", fix)
-    fix = "give runs/NAME or runs/NAME/checkpoints/step_..."
+        near = nearest_run(path)
+        hint = f"did you mean {near}?" if near else "give a run or a checkpoint"
+        raise CheckpointError(key, path, "no such directory", hint)
+    hint = "give runs/NAME or runs/NAME/checkpoints/step_..."
     if (path / "last").exists():
-        fix = f"did you mean {path / 'last'}?"
-    raise CheckpointError(key, path, "holds no checkpoint", fix)
+        hint = f"did you mean {path / 'last'}?"
+    raise CheckpointError(key, path, "has no checkpoint", hint)
 
 
 def nearest_run(path: Path) -> Path | None:

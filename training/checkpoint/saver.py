@@ -41,14 +41,12 @@ class Saver:
     """
 
     def __init__(self, run: Path, keep: int, resumed: State | None = None):
-        self.folder = run / "checkpoints"
-        self.keep = keep
+        self.run, self.folder, self.keep = run, run / "checkpoints", keep
         self._links_work = True
-        self._thread: ThreadPoolExecutor | None = None  # while a checkpoint is being written
         self._writing: tuple[int, Future] | None = None
         self._clear(resumed.step if resumed else 0)
         if resumed:
-            self._link(resumed.best_step)  # it may have been cut off in the middle of it
+            self._link(resumed.best_step)  # the process may have been killed before it did
             self._prune(resumed.best_step)
 
     def _clear(self, newest: int) -> None:
@@ -56,9 +54,11 @@ class Saver:
         damaged."""
         for part in self.folder.glob("*.part"):
             remove(part)
-        for folder in listing.list_checkpoints(self.folder.parent):
+        for folder in listing.list_checkpoints(self.run):
             if listing.step_of(folder) > newest:
-                aside = _free(folder.with_name(folder.name + ".damaged"))
+                aside = folder
+                while aside.exists():
+                    aside = aside.with_name(f"{aside.name}.damaged")
                 rename(folder, aside)
                 what = f"not used, the run resumes from step {newest}; now {aside.name}"
                 print(f"checkpoint={folder}: {what}", file=sys.stderr)
@@ -69,9 +69,9 @@ class Saver:
         # One thread for each checkpoint: computing checksums gives a thread OpenMP threads of its
         # own, and while those exist, each step of training takes a tenth longer
         # (benchmarks/results/2026-11-22-saving-cpu.json).
-        self._thread = ThreadPoolExecutor(1, "saver")
-        self._writing = state.step, self._thread.submit(self._save, tensors, asdict(state))
-        self._thread.shutdown(wait=False)  # it ends when it has done this
+        thread = ThreadPoolExecutor(1, "saver")
+        self._writing = state.step, thread.submit(self._save, tensors, asdict(state))
+        thread.shutdown(wait=False)  # it ends when it has done this
 
     def wait(self) -> NotSavedError | None:
         """Waits for the pending checkpoint; returns the error if it could not be written.
@@ -85,18 +85,22 @@ class Saver:
             writing.result()
             return None
         except (OSError, SafetensorError) as error:
-            return self._not_saved(step, error)
+            cause = getattr(error, "strerror", None) or message_of(error)
+            with contextlib.suppress(OSError):
+                cause += f", {_size(shutil.disk_usage(self.run).free)} free on its disk"
+            folder, reason = self.folder / _name(step), f"could not be written ({cause})"
+            return NotSavedError("checkpoint", str(folder), reason, "make room there")
 
     def close(self) -> None:
-        """Waits for the pending checkpoint, whatever becomes of it."""
-        if self._thread:
-            self._thread.shutdown()
+        """Waits for the pending checkpoint, whether it can be written or not."""
+        if self._writing:
+            self._writing[1].exception()
 
     def too_large(self, size: float) -> list[str]:
         """A note when the disk has no room for the checkpoints of a run. size: bytes of one."""
-        beside = max(0, self.keep - len(listing.list_checkpoints(self.folder.parent))) + 2
-        free = shutil.disk_usage(self.folder.parent).free
-        if free > beside * size:
+        missing = max(0, self.keep - len(listing.list_checkpoints(self.run))) + 2
+        free = shutil.disk_usage(self.run).free
+        if free > missing * size:
             return []
         what = f"checkpoints of {_size(size)}, of which {self.keep} and the best stay, may not fit"
         return [f"trainer.keep={self.keep}: {what}: the disk has {_size(free)} free"]
@@ -137,36 +141,26 @@ class Saver:
 
         Only users need the links; some file systems have none.
         """
-        whole = listing.list_checkpoints(self.folder.parent)
-        names = {folder.name for folder in whole}
+        names = [folder.name for folder in listing.list_checkpoints(self.run)]
         best = None if best_step is None else _name(best_step)
         try:
             _point(self.folder / "best", best if best in names else None)
-            _point(self.folder / "last", whole[0].name)
+            _point(self.folder / "last", names[0])
         except OSError as error:
             if self._links_work:
                 print(f"{self.folder}: no links to best and last ({error})", file=sys.stderr)
             self._links_work = False
 
     def _prune(self, best_step: int | None) -> None:
-        for old in listing.list_checkpoints(self.folder.parent)[self.keep :]:
+        for old in listing.list_checkpoints(self.run)[self.keep :]:
             if listing.step_of(old) == best_step:
                 continue
-            going = old.with_name(old.name + ".part")
+            part = old.with_name(old.name + ".part")
             try:
-                os.replace(old, going)
-                shutil.rmtree(going)
+                os.replace(old, part)
+                shutil.rmtree(part)
             except OSError as error:
                 print(f"checkpoint={old}: not removed ({error.strerror or error})", file=sys.stderr)
-
-    def _not_saved(self, step: int, error: Exception) -> NotSavedError:
-        """The error, with the free space of the disk."""
-        cause = getattr(error, "strerror", None) or message_of(error)
-        with contextlib.suppress(OSError):
-            cause += f", {_size(shutil.disk_usage(self.folder.parent).free)} free on its disk"
-        folder = f"{self.folder}/{_name(step)}"
-        reason = f"could not be written ({cause})"
-        return NotSavedError("checkpoint", folder, reason, "make room there")
 
 
 def _size(size: float) -> str:
@@ -186,11 +180,3 @@ def _point(link: Path, target: str | None) -> None:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(target)
         rename(fresh, link)
-
-
-def _free(path: Path) -> Path:
-    """The path, with a number if it exists."""
-    number = 1
-    while (numbered := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
-    return numbered

@@ -31,14 +31,16 @@ from training.optim.optimizers import state_keys
 if TYPE_CHECKING:
     from training.distributed.strategy import Strategy
 
+OF_THE_MODEL = "use the model settings that it was saved with"
+
 
 def collect(
     model: GPT, optimizer: torch.optim.Optimizer, parallel: "Strategy", copy: bool
 ) -> Tensors:
     """The parameters, and the optimizer's state, both under the parameters' names, on the CPU.
 
-    On all ranks; only the main one gets the tensors, the others None in their places. copy: also
-    where they are on the CPU already, so that they stay what they are while training goes on.
+    On all ranks; rank 0 gets the tensors, the others None in their places. copy: also where they
+    are on the CPU already, so that training does not change them.
     """
     of_model, of_optimizer = {}, {}
     for name, parameter in model.named_parameters():
@@ -48,61 +50,49 @@ def collect(
     return of_model, of_optimizer
 
 
-def load_model(folder: Path, device: str | torch.device = "cpu") -> tuple[GPT, State]:
+def load_model(folder: Path) -> tuple[GPT, State]:
     """The model of a checkpoint that `find` has found, in eval mode, and its state."""
     state = load_state(folder)
     settings, problems = validate(ModelSettings, state.settings["model"])
     if problems:
         reason = f"its model settings do not fit ({problems[0].key}: {problems[0].reason})"
-        raise CheckpointError("checkpoint", folder, reason, "use another one")
-    file, config = folder / MODEL, ModelConfig(**settings.model_dump())
-    return model_of(config, read_tensors(file), file, device), state
+        raise _unusable(folder, reason)
+    return load_parameters(folder, ModelConfig(**settings.model_dump())), state
 
 
-def model_of(
-    config: ModelConfig,
-    tensors: dict[str, torch.Tensor],
-    file: Path,
-    device: str | torch.device = "cpu",
-) -> GPT:
-    """A model in eval mode with these tensors, by our names; CheckpointError when they do not fit.
+def load_parameters(folder: Path, config: ModelConfig) -> GPT:
+    """A model of this shape, in eval mode, with the parameters of a checkpoint."""
+    file = folder / MODEL
+    return model_of(config, read_tensors(file), file)
 
+
+def model_of(config: ModelConfig, tensors: dict[str, torch.Tensor], file: Path) -> GPT:
+    """A model in eval mode with these tensors, by our names.
+
+    Raises CheckpointError naming the first tensor that is missing, unknown or of another shape.
     Whatever size the settings claim, no more is allocated than the tensors have.
     """
-    outside = {
-        "token_emb.weight": (config.vocab_size, config.emb_dim),
-        "pos_emb.weight": (config.context_length, config.emb_dim),
-    }
-    for name, shape in outside.items():
-        _check_tensor(name, shape, tensors, file)
+    for name, rows in (
+        ("token_emb.weight", config.vocab_size),
+        ("pos_emb.weight", config.context_length),
+    ):
+        _check_tensor(name, (rows, config.emb_dim), tensors, file)
     numbers = (re.match(r"blocks\.(\d{1,8})\.", name) for name in tensors)
     layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
     if layers != config.num_layers:
-        raise CheckpointError(
-            "checkpoint",
-            file,
-            f"has {layers} layers, the model needs {config.num_layers}",
-            "use the model settings that it was saved with",
-        )
-    model = empty_model(config, device)
-    copy_into(dict(model.named_parameters()), tensors, file)
-    return model.eval()
-
-
-def empty_model(config: ModelConfig, device: str | torch.device = "cpu") -> GPT:
-    """A model whose parameters are allocated but not initialised, to be loaded into."""
+        reason = f"has {layers} layers, the model needs {config.num_layers}"
+        raise _unusable(file, reason, OF_THE_MODEL)
     with torch.device("meta"):
         model = GPT(config)
-    return model.to_empty(device=device)
-
-
-def load_parameters(folder: Path, model: GPT) -> None:
-    """Copies the parameters of a checkpoint into the model.
-
-    Raises CheckpointError naming the first tensor that is missing, unknown or of another shape.
-    """
-    file = folder / MODEL
-    copy_into(dict(model.named_parameters()), read_tensors(file), file)
+    for name, parameter in model.named_parameters():
+        _check_tensor(name, parameter.shape, tensors, file)
+    if extra := tensors.keys() - dict(model.named_parameters()).keys():
+        raise _unusable(file, f"unknown tensor {min(extra):.80}")
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    return model.eval()
 
 
 def load_optimizer(
@@ -111,21 +101,10 @@ def load_optimizer(
     """Restores the optimizer's state. On all ranks; rank 0 reads.
 
     The state that another optimizer kept for a parameter is skipped, and its moments start at zero:
-    resuming with another optimizer is allowed only on request (trainer.resume_override).
-
-    Raises CheckpointError for a state that no optimizer has, DamagedCheckpointError for a negative
-    number of steps or second moment, which would lead to NaN.
+    resuming with another optimizer is allowed only on request (trainer.resume_override). Raises
+    CheckpointError for a state that no optimizer has.
     """
-
-    def read() -> dict[str, dict[str, torch.Tensor]]:
-        tensors = read_optimizer(folder, model)
-        for name, of_one in tensors.items():
-            for key in of_one.keys() & {"step", "exp_avg_sq"}:
-                if of_one[key].min() < 0:
-                    raise DamagedCheckpointError(folder / OPTIMIZER, f"{key}.{name} is negative")
-        return tensors
-
-    tensors = parallel.on_rank_0(read) or {}
+    tensors = parallel.on_rank_0(lambda: read_optimizer(folder / OPTIMIZER, model)) or {}
     keys = parallel.broadcast({name: list(of_one) for name, of_one in tensors.items()})
     # A fused optimizer counts its steps on the device, any other on the host.
     of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"
@@ -133,8 +112,8 @@ def load_optimizer(
     for name, parameter in model.named_parameters():
         if name not in keys or (found := set(keys[name])) != needed[parameter]:
             if name in keys and found not in KEPT.values():
-                cause = f"of {name} it has {', '.join(sorted(found))}, as no optimizer keeps it"
-                raise CheckpointError("checkpoint", folder / OPTIMIZER, cause, "use another one")
+                reason = f"of {name} it has {', '.join(sorted(found))}, as no optimizer keeps it"
+                raise _unusable(folder / OPTIMIZER, reason)
             continue
         like = {"step": torch.empty((), device=of_steps)}
         optimizer.state[parameter] = {
@@ -143,12 +122,12 @@ def load_optimizer(
         }
 
 
-def read_optimizer(folder: Path, model: GPT) -> dict[str, dict[str, torch.Tensor]]:
+def read_optimizer(file: Path, model: GPT) -> dict[str, dict[str, torch.Tensor]]:
     """The optimizer's state of a checkpoint: for each parameter's name, tensors by key.
 
-    Raises CheckpointError when it does not fit the model.
+    Raises CheckpointError when it does not fit the model, DamagedCheckpointError for a negative
+    number of steps or second moment, which would lead to NaN.
     """
-    file = folder / OPTIMIZER
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     state: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, value in read_tensors(file).items():
@@ -156,61 +135,44 @@ def read_optimizer(folder: Path, model: GPT) -> dict[str, dict[str, torch.Tensor
         if key == "random":  # of format 1: what is drawn follows from seed, step and rank now
             continue
         if name not in shapes:
-            raise CheckpointError(
-                "checkpoint", file, f"unknown tensor {full_name:.80}", "use another one"
-            )
-        wanted = torch.Size() if key == "step" else shapes[name]
-        _check_tensor(full_name, wanted, {full_name: value}, file)
+            raise _unusable(file, f"unknown tensor {full_name:.80}")
+        shape = torch.Size() if key == "step" else shapes[name]
+        _check_tensor(full_name, shape, {full_name: value}, file)
+        if key in ("step", "exp_avg_sq") and value.min() < 0:
+            raise DamagedCheckpointError(file, f"{full_name} is negative")
         state.setdefault(name, {})[key] = value
     return state
 
 
-def copy_into(
-    parameters: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor], file: Path
-) -> None:
-    """Copies `tensors` into the parameters of the same names, which must be all of them."""
-    for name, parameter in parameters.items():
-        _check_tensor(name, parameter.shape, tensors, file)
-    if extra := tensors.keys() - parameters.keys():
-        raise CheckpointError(
-            "checkpoint", file, f"unknown tensor {min(extra):.80}", "use another one"
-        )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+def _unusable(file: Path, reason: str, hint: str = "use another one") -> CheckpointError:
+    return CheckpointError("checkpoint", file, reason, hint)
 
 
 def _check_tensor(
     name: str, shape: tuple[int, ...], tensors: dict[str, torch.Tensor], file: Path
 ) -> None:
     if name not in tensors:
-        raise CheckpointError("checkpoint", file, f"{name} is missing", "use another one")
+        raise _unusable(file, f"{name} is missing")
     tensor = tensors[name]
     if tensor.shape != tuple(shape):
-        raise CheckpointError(
-            "checkpoint",
-            file,
-            f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}",
-            "use the model settings that it was saved with",
-        )
-    # Numbers of eight bits: torch cannot compare all kinds of them.
+        reason = f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}"
+        raise _unusable(file, reason, OF_THE_MODEL)
+    # 8-bit floats: torch cannot compare all of their types.
     if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise CheckpointError("checkpoint", file, f"{name} is of {tensor.dtype}", "use another one")
+        raise _unusable(file, f"{name} is of {tensor.dtype}")
     if not all_finite(tensor):
-        cause = f"{name} holds what is no finite number"
-        raise CheckpointError("checkpoint", file, cause, "use another one")
+        raise _unusable(file, f"{name} has NaN or inf")
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether all of it are finite numbers."""
     # Extremes keep NaN, and finding them takes one pass without a copy.
     return tensor.numel() == 0 or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
 def is_pickle(file: Path, besides: str = "") -> CheckpointError:
-    """The refusal of a file that is one."""
-    fix = "convert it to safetensors where its maker is trusted"
-    return CheckpointError("checkpoint", file, f"is a pickle, which could run code{besides}", fix)
+    """The error of a file that is one."""
+    hint = "convert it to safetensors where its maker is trusted"
+    return _unusable(file, f"is a pickle, which could run code{besides}", hint)
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -218,8 +180,8 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         with open_regular(file) as opened:
             first = opened.read(8)
-        # A zip, as torch.save makes, or pickle's own first bytes; a safetensors file begins with
-        # a small number of eight bytes.
+        # A zip, as torch.save makes, or the first bytes of a pickle; a safetensors file begins
+        # with a small number of eight bytes.
         if first[:4] == b"PK\3\4" or (first[:1] == b"\x80" and any(first[4:])):
             raise is_pickle(file)
         return load_file(file)
