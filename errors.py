@@ -12,19 +12,13 @@ stopped by SIGINT and SIGTERM.
 """
 
 import contextlib
-import enum
 import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-
-class _NoValue(enum.Enum):  # one object also after a copy to another process
-    NO_VALUE = enum.auto()
-
-
-NO_VALUE = _NoValue.NO_VALUE  # the value of a problem that has none
+NO_VALUE = ...  # the value of a problem that has none; the same object in every process
 DEBUG = "run again with debug=true for the traceback"  # the hint of an error that is not ours
 # The hint of an error about weights or losses that are NaN or inf.
 AGAINST_DIVERGENCE = (
@@ -40,7 +34,6 @@ SECRET = re.compile(
 # Control characters (a terminal obeys them: title, clipboard, colours, cursor), characters that
 # reverse the direction of the text after them, and lone surrogates.
 UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 # --------------------------------------------------------------------------------- formatting
@@ -93,10 +86,7 @@ def show(value: object) -> str:
     """A value as it is written in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    try:
-        return str(value)
-    except ValueError:  # an integer with more digits than Python converts
-        return "a number of thousands of digits"
+    return str(value)
 
 
 def shorten(text: str) -> str:
@@ -105,15 +95,8 @@ def shorten(text: str) -> str:
 
 def visible(text: str, keep: str = "\n\t") -> str:
     """The text with control characters escaped, such as \\x1b; those in `keep` stay."""
-
-    def escape(found: re.Match) -> str:
-        character = found[0]
-        if character in keep:
-            return character
-        code = ord(character)
-        return ESCAPES.get(character) or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
-
-    return UNSAFE.sub(escape, text)
+    escaped = lambda found: found[0].encode("unicode_escape").decode()  # noqa: E731
+    return UNSAFE.sub(lambda found: found[0] if found[0] in keep else escaped(found), text)
 
 
 # ------------------------------------------------------------------------------------- errors
@@ -214,11 +197,7 @@ class PreparationError(RunError):
     """Preparing token files ended early; finished shards are kept."""
 
 
-class DistributedError(ClearheadError, RuntimeError):
-    """Several ranks cannot work together."""
-
-
-class RankLostError(DistributedError):
+class RankLostError(ClearheadError, RuntimeError):
     """A rank died or timed out."""
 
     @property
@@ -227,7 +206,7 @@ class RankLostError(DistributedError):
         return os.environ.get("LOCAL_RANK") == "1"
 
 
-class OtherRankError(DistributedError):
+class OtherRankError(ClearheadError, RuntimeError):
     """An error of one rank, raised on all the others with its problems and exit code."""
 
     def __init__(self, problems: list[Problem], exit_code: int):

@@ -11,9 +11,10 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+LARGEST_LOG = 2**28  # bytes
 
 
 def temporary_name(path: Path) -> Path:
@@ -94,21 +95,6 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return content
 
 
-def read_lines(path: Path, limit: int = 2**28, longest: int = 2**20) -> Iterator[bytes]:
-    """The lines of a regular file of at most `limit` bytes, read one by one.
-
-    A line of `longest` bytes or more is skipped. Raises OSError as read_bounded does.
-    """
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > limit:
-            raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
-        while line := file.readline(longest):
-            if len(line) < longest:
-                yield line
-            while len(line) == longest and not line.endswith(b"\n"):
-                line = file.readline(longest)
-
-
 def read_json(path: Path, limit: int = 2**24) -> object:
     """A JSON file of at most `limit` bytes. Raises OSError or ValueError."""
     try:
@@ -120,11 +106,13 @@ def read_json(path: Path, limit: int = 2**24) -> object:
 def read_rows(path: Path) -> list[dict]:
     """The rows of a .jsonl log, sorted by step; empty where it is missing or cannot be read.
 
-    Lines that are truncated, too long or without a step are skipped. Limits: read_lines.
+    Lines that are truncated, of a MiB or more, or without a step are skipped.
     """
     rows = []
-    with contextlib.suppress(OSError):
-        for line in read_lines(path):
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST_LOG:
+            return []
+        while line := file.readline(2**20):  # a longer line comes in pieces, which are no JSON
             try:
                 row = json.loads(line.decode("utf-8", "replace"))
             except (ValueError, RecursionError):

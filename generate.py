@@ -23,8 +23,8 @@ from training.config.command_line import ScriptConfig, settings_command
 from training.config.schema import (
     AboveZero,
     AutoOrBool,
+    Checkpoint,
     Device,
-    Name,
     NonNegative,
     Positive,
     Precision,
@@ -36,28 +36,21 @@ if typing.TYPE_CHECKING:
     from interop.pretrained import PretrainedModel
 
 MOST = 1_000_000  # tokens, samples
+Number = Annotated[Positive, Field(le=MOST)]
 BETWEEN = "\n---\n"  # two samples
 
 
 class GenerateConfig(ScriptConfig):
     """python generate.py checkpoint=runs/NAME prompt="The ferry bell" [KEY=VALUE ...]"""
 
-    checkpoint: Name = Field(
-        description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
-    )
+    checkpoint: Checkpoint
     interactive: bool = Field(False, description="true: ask for prompts")
     prompt: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         "The", description='the text to continue; several: \'["one","two"]\''
     )
-    max_new_tokens: Annotated[Positive, Field(le=MOST)] = Field(
-        100, description="most tokens to add"
-    )
-    num_samples: Annotated[Positive, Field(le=MOST)] = Field(
-        1, description="continuations of each prompt"
-    )
-    batch_size: Annotated[Positive, Field(le=MOST)] = Field(
-        8, description="texts that are generated at once"
-    )
+    max_new_tokens: Number = Field(100, description="most tokens to add")
+    num_samples: Number = Field(1, description="continuations of each prompt")
+    batch_size: Number = Field(8, description="texts that are generated at once")
     temperature: Annotated[NonNegative, Field(le=1000)] = Field(
         0.8, description="0: always the most likely token"
     )
@@ -78,9 +71,7 @@ class GenerateConfig(ScriptConfig):
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    from inference.cache import KVCache
-    from inference.decoding import Sampling
-    from inference.packed_weights import pack_weights
+    from inference import cache, decoding, packed_weights
     from interop.pretrained import load_pretrained
     from training.distributed import device
 
@@ -98,14 +89,17 @@ def main(settings: GenerateConfig) -> None:
     auto = settings.precision == "auto"
     dtype = device.best_dtype(place) if auto else device.DTYPES[settings.precision]
     model = pretrained.model.to(place)
-    pack_weights(model, dtype, batch_size, to_compile=compiler is not None)
+    packed_weights.pack_weights(model, dtype, batch_size, to_compile=compiler is not None)
     write = functools.partial(
         write_texts,
+        functools.partial(decoding.generate, pretrained.model, window=pretrained.window),
         pretrained,
         batch_size,
-        cache=KVCache(pretrained.window, compiler) if compiler else None,
+        cache=cache.KVCache(pretrained.window, compiler) if compiler else None,
         max_new_tokens=settings.max_new_tokens,
-        sampling=Sampling(settings.temperature, settings.top_k, settings.top_p, settings.seed),
+        sampling=decoding.Sampling(
+            settings.temperature, settings.top_k, settings.top_p, settings.seed
+        ),
         end=None if settings.ignore_end else pretrained.tokenizer.eot_token,
     )
     if settings.interactive:
@@ -115,14 +109,18 @@ def main(settings: GenerateConfig) -> None:
 
 
 def write_texts(
-    pretrained: "PretrainedModel", batch_size: int, prompts: list[str], first: int = 0, **options
+    generate: Callable,
+    pretrained: "PretrainedModel",
+    batch_size: int,
+    prompts: list[str],
+    first: int = 0,
+    **options,
 ) -> None:
     """Prints each prompt with its continuation, the first of a batch while it is generated.
 
-    first: the number of the first text, for its random draws. options: those of `generate`.
+    generate: as in inference/decoding.py; options: its options. first: the number of the first
+    text, for its random draws.
     """
-    from inference import decoding
-
     tokenizer, window, end = pretrained.tokenizer, pretrained.window, options["end"]
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
@@ -137,14 +135,8 @@ def write_texts(
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
         texts = list(batch)
         show((BETWEEN if start else "") + batch[0])
-        for tokens in decoding.generate(
-            pretrained.model,
-            ids,
-            window=window,
-            known=tokenizer.n_vocab,
-            first=first + start,
-            **options,
-        ):
+        known = tokenizer.n_vocab
+        for tokens in generate(ids, known=known, first=first + start, **options):
             for row, (token, decoder) in enumerate(zip(tokens, decoders, strict=False)):
                 if token not in (None, end):
                     piece = decoder.decode(tokenizer.decode_single_token_bytes(token))

@@ -29,6 +29,7 @@ from training.config.command_line import (
 )
 from training.config.schema import (
     AboveZero,
+    Checkpoint,
     DataConfig,
     Device,
     Name,
@@ -67,9 +68,7 @@ class TextConfig(ScriptGroup):
 class EvaluateConfig(ScriptConfig):
     """python -m scripts.evaluate checkpoint=runs/NAME data.path=FILE [KEY=VALUE ...]"""
 
-    checkpoint: Name = Field(
-        description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
-    )
+    checkpoint: Checkpoint
     data: TextConfig
     split: Literal["auto", "val", "train"] = Field(
         "auto", description="val | train, as a run splits it; auto: files named val, else all"
@@ -93,8 +92,7 @@ def main(settings: EvaluateConfig) -> None:
     from inference.perplexity import Rule, Windows, evaluate
     from interop.pretrained import load_pretrained
     from tokens.encoding import token_sizes
-    from training.distributed import device
-    from training.distributed.build import build_strategy
+    from training.distributed import build, device
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)
@@ -105,7 +103,7 @@ def main(settings: EvaluateConfig) -> None:
         reason = f"{len(tokens)} tokens ({what}), and to score one takes two"
         raise DataError("data.path", settings.data.path, reason, "use a longer text")
     single = ParallelConfig.with_defaults(strategy="single")
-    strategy = build_strategy(single, settings.device, settings.precision, seed=0)
+    strategy = build.build_strategy(single, settings.device, settings.precision, seed=0)
     model = pretrained.model.to(strategy.device)
     strategy.wrap(model, compiled=False)  # the fastest operations for this device
     sizes = token_sizes(pretrained.tokenizer_name).copy()

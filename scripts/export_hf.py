@@ -13,18 +13,18 @@ import sys
 from pathlib import Path
 
 from pydantic import Field, field_validator
+from safetensors import SafetensorError
 
 from errors import message_of, refuse, visible
+from files import make_folder, rename, sync, temporary_name
 from training.config.command_line import ScriptConfig, settings_command
-from training.config.schema import Name, rejected
+from training.config.schema import Checkpoint, Name, rejected
 
 
 class ExportConfig(ScriptConfig):
     """python -m scripts.export_hf checkpoint=runs/NAME out=DIR"""
 
-    checkpoint: Name = Field(
-        description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
-    )
+    checkpoint: Checkpoint
     out: Name = Field(description="the folder to make; it may exist if it is empty")
 
     @field_validator("out")
@@ -38,19 +38,15 @@ class ExportConfig(ScriptConfig):
 
 @settings_command(ExportConfig)
 def main(settings: ExportConfig) -> None:
-    from safetensors import SafetensorError
-
-    from files import make_folder, rename, sync, temporary_name
-    from interop import export
-    from interop.pretrained import load_pretrained
+    from interop import export, pretrained
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half made goes, too
-    pretrained = load_pretrained(settings.checkpoint)
+    model = pretrained.load_pretrained(settings.checkpoint)
     out = Path(os.path.abspath(settings.out))
     part = temporary_name(out)
     try:
         make_folder(part)
-        export.write(pretrained, part)
+        export.write(model, part)
         for file in (*part.iterdir(), part):
             sync(file)
         rename(part, out)
@@ -60,7 +56,7 @@ def main(settings: ExportConfig) -> None:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     load = f"transformers.pipeline('text-generation', model={settings.out!r})"
-    print(visible(f"written from {pretrained.folder}; load it: {load}"))
+    print(visible(f"written from {model.folder}; load it: {load}"))
 
 
 if __name__ == "__main__":

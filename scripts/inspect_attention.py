@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from errors import refuse, visible
 from lens.config import LensConfig
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.schema import Count, Device, Name, Positive, rejected
+from training.config.schema import Checkpoint, Count, Device, Positive, rejected
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 class InspectConfig(ScriptConfig):
     """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
 
-    checkpoint: Name = Field(
-        description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME"
-    )
+    checkpoint: Checkpoint
     text: str = Field("", description="the prompt to show; empty: three sentences")
     out: OutFile = Field("attention.html", description="the page to write")
     compare: str = Field("", description="a second model, side by side")

@@ -77,15 +77,15 @@ class PrepareConfig(ScriptConfig):
 
 @settings_command(PrepareConfig)
 def main(settings: PrepareConfig) -> None:
-    from tokens.paths import find_files
-    from tokens.prepare import Preparation, Recipe
+    from tokens import paths, prepare
 
     data = settings.data
-    recipe = Recipe(
+    recipe = prepare.Recipe(
         data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens, data.text_key
     )
     part, parts = map(int, settings.part.split("/"))
-    preparation = Preparation(find_files(data.path), Path(settings.out), recipe, (part, parts))
+    files = paths.find_files(data.path)
+    preparation = prepare.Preparation(files, Path(settings.out), recipe, (part, parts))
     try:
         preparation.begin()
     except OSError as error:

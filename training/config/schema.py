@@ -65,6 +65,9 @@ Fractional = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Text = Annotated[str, Field(strict=False, coerce_numbers_to_str=True, min_length=0)]
 Name = Annotated[Text, Field(min_length=1)]
 Sentence = Annotated[Text, Field(pattern=r"\S")]
+Checkpoint = Annotated[
+    Name, Field(description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME")
+]
 Paths = Name | Annotated[list[Name], Field(min_length=1)]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
