@@ -78,8 +78,7 @@ def problems_of(error: BaseException, hint: str = "") -> list[Problem]:
 
 def message_of(error: BaseException) -> str:
     """The message of another library's error, without line breaks, truncated."""
-    message = " ".join(str(error).split())
-    return message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]}..."
+    return shorten(" ".join(str(error).split()), LONGEST_MESSAGE)
 
 
 def show(value: object) -> str:
@@ -89,8 +88,8 @@ def show(value: object) -> str:
     return str(value)
 
 
-def shorten(text: str) -> str:
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+def shorten(text: str, most: int = LONGEST_VALUE) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def visible(text: str, keep: str = "\n\t") -> str:

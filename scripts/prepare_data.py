@@ -59,13 +59,6 @@ class PrepareConfig(ScriptConfig):
         "auto", description="auto | gigatoken | tiktoken (slower)"
     )
 
-    @field_validator("out")
-    @classmethod
-    def _is_no_file(cls, out: str) -> str:
-        if os.path.exists(out) and not os.path.isdir(out):
-            raise rejected("is a file", "give a folder")
-        return out
-
     @field_validator("part")
     @classmethod
     def _is_a_part(cls, part: str) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -96,7 +95,6 @@ def settings_command(schema: type[Schema]) -> Callable:
                     # Else Python reports at exit that the rest cannot be written.
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-        main.__doc__ = schema.__doc__
         return main
 
     return decorate
@@ -110,7 +108,7 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
         key, equals, raw = text.partition("=")
         if text.startswith("-"):
             problems.append(unknown_option(text, list(fields)))
-        elif not equals or not re.fullmatch(r"[\w.]+", key):
+        elif not equals:
             likely = next((key for key in ("checkpoint", "data.path", "runs") if key in fields), "")
             hint = meant(text, likely)
             problems.append(Problem(text, NO_VALUE, "is not of the form key=value", hint))
@@ -127,12 +125,11 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
 def show_help(schema: type[BaseModel]) -> None:
     """Prints what a script takes: its usage line, each setting with its meaning and default."""
     print(inspect.cleandoc(schema.__doc__), end="\n\n")
-    fields = flat_fields(schema)
-    rows = []
-    for key, field in sorted(fields.items(), key=lambda item: item[0] == "debug"):
-        required = field.is_required()
-        default = "required" if required else show(field.get_default(call_default_factory=True))
-        rows.append((key, field.description or "", default))
+    fields = sorted(flat_fields(schema).items(), key=lambda item: item[0] == "debug")
+    rows = [
+        (key, field.description, "required" if field.is_required() else show(field.default))
+        for key, field in fields
+    ]
     _print_table(rows)
 
 
@@ -144,9 +141,8 @@ def show_settings(config: BaseModel) -> None:
     for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
         print(f"  {folder.name:<10} {' | '.join(sorted(p.stem for p in folder.glob('*.yaml')))}")
     print("\nSettings (KEY=VALUE), their meaning and [value]")
-    values = flat(config.model_dump())
-    meanings = defaults_and_meanings().items()
-    _print_table([(key, meaning, show(values[key])) for key, (_, meaning) in meanings])
+    meanings, values = defaults_and_meanings(), flat(config.model_dump())
+    _print_table([(key, meaning, show(values[key])) for key, (_, meaning) in meanings.items()])
     print("\nAll options, -m and --cfg among them: python train.py --hydra-help")
 
 
@@ -166,7 +162,7 @@ def _print_table(rows: list[tuple[str, str, str]]) -> None:
     """Rows of (key, meaning, value)."""
     width = max(len(key) for key, _, _ in rows)
     for key, meaning, value in rows:
-        print(f"  {key:<{width}} {meaning}{' ' if meaning else ''} [{value}]")
+        print(f"  {key:<{width}} {meaning} [{value}]")
 
 
 def meant(text: str, key: str) -> str:

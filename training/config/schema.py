@@ -278,9 +278,6 @@ class WandbConfig(Group):
         return [f"wandb.{key}: no effect, because W&B is off" for key in asked if is_off]
 
 
-# ------------------------------------------------------------------------------------ the whole
-
-
 @rule
 def _fits_model(data: DataConfig, others: dict) -> None:
     if not (model := others.get("model")):
@@ -323,9 +320,6 @@ class Config(Settings):
         """Settings and groups that the command line names, where trainer.resume is the path of a
         run whose settings are not known yet; None once `stored.complete` has added them."""
         return self._overrides
-
-
-# --------------------------------------------------------------------------------- validation
 
 
 Schema = TypeVar("Schema", bound=BaseModel)
