@@ -189,7 +189,7 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     values = {key: theirs.get(name) for key, name in SIZES.items()}
     values |= {"dropout": theirs.get("resid_pdrop", 0.1), "qkv_bias": True, "attention": attention}
     settings, problems = validate(ModelSettings, values)
-    if problems:
+    if settings is None:
         key, _, reason, _ = problems[0]
         raise unusable(file, f"{SIZES.get(key, key)}: {reason}")
     if theirs.get("n_inner") not in (None, 4 * settings.emb_dim):
