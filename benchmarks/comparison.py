@@ -40,16 +40,13 @@ TITLES = {
 def compare(settings: TrainingBenchmark) -> None:
     """Checks that all implementations are equivalent, times them, prints and writes the figures."""
     config = compose([f"model={settings.model}", "model.dropout=0"])
-    if settings.length > config.model.context_length:
-        reason = f"the model reads at most {config.model.context_length} tokens"
-        refuse([("length", settings.length, reason, "use less")])
     refuse(devices.check(settings.device, settings.precision))
     single = ParallelConfig.with_defaults(strategy="single")
     strategy = build_strategy(single, settings.device, settings.precision, SEED)
     comparison = Comparison(settings, config, strategy)
     weights = comparison.weights
     results = origin("benchmarks.training", strategy.device, ("torch", "numpy")) | {
-        "settings": settings.model_dump(exclude={"debug", "out"}),
+        "settings": settings.model_dump(mode="json", exclude={"debug", "out"}),
         "parameters": weights.num_parameters(),
         "flops_per_token": weights.flops_per_token(settings.length),
         "equivalence": comparison.check(),

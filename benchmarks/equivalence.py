@@ -124,10 +124,7 @@ def _refuse(key: str, reason: str) -> None:
 def perturb(weights: GPT) -> GPT:
     """A copy whose attention is not uniform and whose biases and norms all matter."""
     perturbed, random = copy.deepcopy(weights), torch.Generator().manual_seed(0)
-    for name, parameter in perturbed.named_parameters():
-        noise = torch.randn(parameter.shape, generator=random)
-        if parameter.dim() < 2:
-            parameter.add_(0.2 * noise)
-        elif not name.endswith("_emb.weight"):
-            parameter.copy_(noise / parameter.shape[1] ** 0.5)  # rows of length one
+    for parameter in perturbed.parameters():
+        std = 0.2 if parameter.dim() < 2 else parameter.shape[1] ** -0.5  # rows of length one
+        parameter.add_(std * torch.randn(parameter.shape, generator=random))
     return perturbed

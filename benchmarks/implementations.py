@@ -202,13 +202,13 @@ def transformers_model(weights: GPT, use_cache: bool) -> nn.Module:
 class NanoGPT(Implementation):
     """github.com/karpathy/nanoGPT, from a checkout in `folder`."""
 
-    def __init__(self, folder: str, *args):
+    def __init__(self, folder: Path, *args):
         # An own module name: our model.py has the same file name.
-        spec = importlib.util.spec_from_file_location("_nanogpt_model", Path(folder) / "model.py")
+        spec = importlib.util.spec_from_file_location("_nanogpt_model", folder / "model.py")
         self.module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = self.module  # dataclasses need it there
         spec.loader.exec_module(self.module)
-        self.version = git(Path(folder), "rev-parse", "--short", "HEAD")
+        self.version = git(folder, "rev-parse", "--short", "HEAD")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
             super().__init__(*args)
 

@@ -5,7 +5,6 @@ huggingface_hub, and follows its HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOK
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from errors import CheckpointError, message_of
@@ -21,11 +20,10 @@ def is_named(path: object) -> bool:
     return str(path).startswith(HUB)
 
 
-def fetch(path: str, key: str, check: Callable[[Path], object]) -> Path:
-    """The folder with config.json and the weights of hub:NAME, fetched unless they are cached.
+def fetch(path: str, key: str, files: list[str]) -> Path:
+    """The folder with these files of hub:NAME, fetched unless they are cached.
 
-    check: called with config.json before the large weights are fetched; raises CheckpointError when
-    they cannot be used. Raises CheckpointError, naming the setting `key`.
+    Raises CheckpointError, naming the setting `key`.
     """
     name = path.removeprefix(HUB)
     if not NAME.fullmatch(name) or ".." in name:
@@ -33,16 +31,11 @@ def fetch(path: str, key: str, check: Callable[[Path], object]) -> Path:
         raise CheckpointError(key, path, "is not the name of a model", hint)
     try:
         from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=files))
     except ImportError as error:
         reason = "the Hugging Face hub needs huggingface_hub"
         raise CheckpointError(key, path, reason, "pip install huggingface_hub") from error
-    try:
-        config = Path(snapshot_download(name, allow_patterns=CONFIG)) / CONFIG
-        if config.is_file():
-            check(config)
-        return Path(snapshot_download(name, allow_patterns=FILES))
-    except CheckpointError:  # from check
-        raise
     except Exception as error:  # network and disk raise many types
         reason = f"cannot be fetched ({type(error).__name__}: {message_of(error)[:200]})"
         hint = "check the name and the network; private and gated models need HF_TOKEN"

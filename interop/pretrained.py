@@ -64,24 +64,24 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
 
 def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
     """The directory that a path means, and the model and state in it."""
-    for tries_left in (2, 1, 0):
-        folder = _folder(path, key)
-        try:
-            if (folder / CONFIG).is_file():
-                return folder, from_hf(folder), None
-            return folder, *load_model(folder)
-        except DamagedCheckpointError:
-            # A run that is still training may have replaced the checkpoint by a newer one.
-            if folder.exists() or not tries_left:
-                raise
-    raise AssertionError
+    folder = _folder(path, key)
+    try:
+        if (folder / CONFIG).is_file():
+            return folder, from_hf(folder), None
+        return folder, *load_model(folder)
+    except DamagedCheckpointError:
+        if folder.exists():
+            raise
+    # A run that is still training has replaced the checkpoint by a newer one.
+    return _load(path, key)
 
 
 def _folder(path: str | Path, key: str) -> Path:
     """The checkpoint or the Hugging Face directory that a path means."""
     text = str(path)
     if hub.is_named(text):
-        return hub.fetch(text, key, check=model_config)
+        model_config(hub.fetch(text, key, [CONFIG]) / CONFIG)  # before the weights are fetched
+        return hub.fetch(text, key, hub.FILES)
     if (Path(path) / CONFIG).is_file():
         return Path(path)
     is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())

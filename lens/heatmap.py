@@ -12,6 +12,8 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 from .probe import Prompt, from_codes, triangle_to_square
@@ -159,12 +161,8 @@ def _title(prompt: Prompt, fits: int) -> str:
 
 def _pooled(squares: np.ndarray, factor: int) -> np.ndarray:
     """Max-pools (..., T, T) by blocks of factor x factor cells."""
-    if factor <= 1:
-        return squares
-    rest = -squares.shape[-1] % factor
-    padded = np.pad(squares, [(0, 0)] * (squares.ndim - 2) + [(0, rest)] * 2)
-    blocks = padded.reshape(*padded.shape[:-2], padded.shape[-2] // factor, factor, -1, factor)
-    return blocks.max((-3, -1))
+    pooled = F.max_pool2d(torch.from_numpy(squares).float(), factor, ceil_mode=True)
+    return pooled.byte().numpy()
 
 
 def _tile(colours: np.ndarray, scale: int, gap: int) -> np.ndarray:
@@ -172,11 +170,9 @@ def _tile(colours: np.ndarray, scale: int, gap: int) -> np.ndarray:
     colours = colours.repeat(scale, axis=2).repeat(scale, axis=3)
     num_layers, num_heads, size = colours.shape[:3]
     step = size + gap
-    canvas = np.full((num_layers * step - gap, num_heads * step - gap, 3), 255, np.uint8)
-    for layer in range(num_layers):
-        for head in range(num_heads):
-            canvas[layer * step :, head * step :][:size, :size] = colours[layer, head]
-    return canvas
+    room = [(0, 0), (0, 0), (0, gap), (0, gap), (0, 0)]
+    tiles = np.pad(colours, room, constant_values=255).transpose(0, 2, 1, 3, 4)
+    return tiles.reshape(num_layers * step, num_heads * step, 3)[: -gap or None, : -gap or None]
 
 
 @functools.cache

@@ -41,7 +41,7 @@ def nanogpt(tmp_path):
         folder = tmp_path / "checkouts" / "nano"
         folder.mkdir(parents=True)
         (folder / "model.py").write_text(NANOGPT.replace(was, now))
-        return str(folder)
+        return folder
 
     return make
 
@@ -176,7 +176,7 @@ def test_ratios_are_those_of_a_round():
 
 
 def test_settings_that_are_refused(bench):
-    arguments = "modle=gpt2-small model=gpt2-smal length=257 rounds=0 precision=fp16"
+    arguments = "modle=gpt2-small model=gpt2-smal length=0 rounds=0 precision=fp16"
     arguments += " nanogpt=nowhere out=no/such/file.json"
     for argument in arguments.split():
         code, out, err = bench(argument)
