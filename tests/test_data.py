@@ -22,8 +22,7 @@ from data import (
 )
 from errors import ConfigError, DataError
 from tokens import END_OF_TEXT
-from tokens.checksums import check_unchanged
-from tokens.stream import TokenStream
+from tokens.stream import TokenStream, check_same
 from tokens.windows import IGNORED, DocumentWindows, MixedDataset, Windows, evenly, order_of
 
 some = trials(25, 200)
@@ -318,7 +317,7 @@ def test_shards_give_the_windows_of_the_text(tmp_path):
             assert pairs_of(one) == pairs_of(other)
 
 
-def test_other_tokens_than_those_of_a_checkpoint_are_refused():
+def test_other_tokens_than_those_of_a_checkpoint_or_of_rank_0_are_refused():
     """The reason has the file and the byte, or both files."""
     a, b = ("a.bin", ["1", "2", "3"]), ("b.bin", ["4"])
     for now, names, numbers in [
@@ -328,15 +327,16 @@ def test_other_tokens_than_those_of_a_checkpoint_are_refused():
         ([a, ("c.bin", ["4"])], ["b.bin", "c.bin"], set()),
         ([a], ["b.bin"], set()),
         ([a, b, ("c.bin", [])], ["c.bin"], set()),
+        ([], ["a.bin"], set()),
     ]:
         with refused(DataError, "data.path", "shards", exit_code=3) as caught:
-            check_unchanged([a, b], now, "shards")
+            check_same([a, b], now, "shards", "rank 0", "copy it")
         assert all(name in caught.value.reason for name in names), now
         assert numbers <= numbers_in(caught.value), now
     not_read = [("a.bin", ["1", "", "3"]), ("b.bin", [""])]
     for now in (json.loads(json.dumps([a, b])), not_read):
-        check_unchanged([a, b], now, "shards")
-        check_unchanged(now, [a, b], "shards")
+        check_same([a, b], now, "shards", "rank 0", "copy it")
+        check_same(now, [a, b], "shards", "rank 0", "copy it")
 
 
 def problems(**changes) -> list[str]:

@@ -12,22 +12,23 @@ shards, and beside them manifest.json: tokenizer, counts and checksums (tokens/m
     streams["train"].gather(np.array([5]), 1024)  # ids from the fifth on (tokens/stream.py)
 """
 
+import functools
 import glob
 import hashlib
 import os
 import re
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from errors import DataError
-from files import rename, temporary_name
+from files import open_regular, rename, temporary_name
 from tokens import SHARD_MAGIC
 from tokens.manifest import MANIFEST, Manifest, ShardEntry, read_manifest
-from tokens.paths import find_files
+from tokens.paths import find_files, unreadable
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
@@ -35,6 +36,8 @@ VERSION = 1
 HEADER_BYTES = 256 * 4
 VERIFY_AT_MOST = 2**30  # bytes that are verified whole whenever they are opened
 TOKEN = np.dtype("<u2")
+# Names of files to validate on, without the ending.
+FOR_VALIDATION = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -76,7 +79,9 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        checksums = list(block_checksums(self._part))
+        with open(self._part, "rb", buffering=0) as file:
+            blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
+            checksums = [hashlib.sha256(block).hexdigest() for block in blocks]
         rename(self._part, self.path)
         return ShardEntry(
             file=self.path.name, tokens=self.tokens, documents=self._documents, sha256=checksums
@@ -86,13 +91,6 @@ class ShardWriter:
         """Removes what was written."""
         self._file.close()
         self._part.unlink(missing_ok=True)
-
-
-def block_checksums(path: Path) -> Iterator[str]:
-    """The SHA-256 of each block of a file."""
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            yield hashlib.sha256(block).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -148,42 +146,29 @@ def open_shards(
                 f"{folder / MANIFEST} is of shards made with {manifest.tokenizer}",
                 f"use data.tokenizer={manifest.tokenizer}",
             )
-    allow_open_files(len(files))
-    opened = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
-    whole = verify is True or (
-        verify == "auto" and sum(shard.size for shard in opened) <= VERIFY_AT_MOST
-    )
-    for shard in opened:
-        blocks = range(-(-shard.size // BLOCK_BYTES))
-        if not whole:
-            blocks = sorted({0, len(blocks) - 1}) if verify == "auto" else []
-        shard.verify(blocks)
-    is_val = [
-        re.search(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)", shard.path.stem)
-        for shard in opened
-    ]
-    if all(is_val) or not any(is_val):
-        return {"train": _stream(opened)}
-    return {
-        "train": _stream([s for s, val in zip(opened, is_val, strict=True) if not val]),
-        "val": _stream([s for s, val in zip(opened, is_val, strict=True) if val]),
-    }
-
-
-def allow_open_files(count: int) -> None:
-    """Raises the limit of open files by `count`: each mapped file is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < (wanted := count + 256):
-        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft < (wanted := len(files) + 256) <= hard:  # each mapped file is an open one
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    opened = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
+    total = sum(shard.size for shard in opened)
+    for shard in opened:
+        blocks = range(len(shard.checksums))
+        if verify == "auto" and total > VERIFY_AT_MOST:
+            blocks = sorted({0, len(blocks) - 1})
+        if verify:
+            shard.verify(blocks)
+    train = [shard for shard in opened if not FOR_VALIDATION.search(shard.path.stem)]
+    val = [shard for shard in opened if FOR_VALIDATION.search(shard.path.stem)]
+    if not train or not val:
+        return {"train": _stream(opened)}
+    return {"train": _stream(train), "val": _stream(val)}
 
 
 def _stream(shards: list["_Shard"]) -> TokenStream:
-    first = shards[0]
     return TokenStream(
         [shard.ids for shard in shards],
-        first.vocab_size,
-        first.vocab_size - 1,
+        shards[0].vocab_size,
+        shards[0].vocab_size - 1,
         [(str(shard.path), shard.first_byte) for shard in shards],
         [(shard.path.name, shard.checksums) for shard in shards],
     )
@@ -230,14 +215,11 @@ def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> 
 
 def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard:
     """Maps a token file after its header, its size and the manifest agree."""
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise _bad_file(path, "not a regular file", "give a token file")
     try:
-        with open(path, "rb") as file:
-            header = file.read(HEADER_BYTES)
-            size = os.fstat(file.fileno()).st_size
+        with open_regular(path) as file:
+            header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise _bad_file(path, f"cannot be read ({error.strerror})") from error
+        raise unreadable(str(path), error) from error
     vocab_size = TOKENIZERS[tokenizer]
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
     if int.from_bytes(header[:4], "little") == SHARD_MAGIC:
@@ -253,20 +235,14 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
             raise _bad_file(path, cause, "give token files of llm.c's or nanoGPT's layout")
         first_byte, count = 0, size // 2
     blocks = -(-size // BLOCK_BYTES)
-    if entry and len(entry.sha256) != blocks:
-        cause = f"{MANIFEST} has {len(entry.sha256)} checksums of its {size} bytes"
-        raise _bad_file(path, cause)
-    if entry and entry.tokens != count:
-        cause = f"has {count} tokens (byte 8), and {MANIFEST} says {entry.tokens}"
-        raise _bad_file(path, cause)
-    ids = np.zeros(0, TOKEN)
-    if count:
-        try:
-            ids = np.asarray(np.memmap(path, TOKEN, "r", first_byte, (count,)))
-        except OSError as error:
-            fix = "raise the limit of open files: ulimit -n"
-            raise _bad_file(path, f"cannot be mapped ({error.strerror})", fix) from error
     checksums = [checksum[:12] for checksum in entry.sha256] if entry else [""] * blocks
+    if len(checksums) != blocks or (entry and entry.tokens != count):
+        raise _bad_file(path, f"its {count} tokens (byte 8) contradict {MANIFEST}")
+    try:
+        ids = np.asarray(np.memmap(path, TOKEN, "r", first_byte, (count,)))
+    except OSError as error:
+        fix = "raise the limit of open files: ulimit -n"
+        raise _bad_file(path, f"cannot be mapped ({error.strerror})", fix) from error
     return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
 
 

@@ -1,29 +1,29 @@
 """Token ids in one array or many, in memory or mapped from files, addressed as one long array.
 
-    stream = TokenStream([np.array([5, 6, 7], np.uint16)], vocab_size=10)
+    stream = TokenStream([np.array([5, 6, 7], np.uint16)], vocab_size=10, end_of_text=9)
     stream.gather(np.array([0, 1]), 2)  # [[5, 6], [6, 7]]
 
 Shapes: B windows of a batch, N ids in each.
 """
 
 import hashlib
+import itertools
 import mmap
 
 import numpy as np
 
 from errors import DataError
 
-NO_TOKEN = 2**16 - 1  # padding of a window behind its document's end; no id of GPT-2's
 BLOCK_BYTES = 2**22  # of one checksum
+SEARCHED = 2**20  # ids that are searched at once
 Checksums = list[tuple[str, list[str]]]  # (file, checksum of each of its blocks)
 
 
 class TokenStream:
     """Arrays of token ids, one after the other.
 
-    names: what the arrays are called in errors, with the byte where their ids begin in the file;
-    None for what is in memory only. checksums: (name, of each block) of each array, "" where a
-    block was not read.
+    names: what each array is called in errors, and the byte where its ids begin in the file.
+    checksums: (name, of each block) of each array, "" where a block was not read.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TokenStream:
         self.arrays = arrays
         self.vocab_size = vocab_size
         self.end_of_text = end_of_text
-        self.names = names
+        self.names = names or [("the text", 0)] * len(arrays)
         self._checksums = checksums
         self.begins = np.cumsum([0, *map(len, arrays)])  # of each array, and the end of all
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
@@ -49,8 +49,8 @@ class TokenStream:
     def gather(self, starts: np.ndarray, size: int) -> np.ndarray:
         """The ids from each start on: (B,) int64 -> (B, N = size), in the stream's own dtype.
 
-        Behind the stream's end is NO_TOKEN. Raises DataError for an id that the vocabulary
-        does not have, with its place.
+        Behind the stream's end are zeros. Raises DataError for an id that the vocabulary does not
+        have, with its place.
         """
         ids = np.empty((len(starts), size), self.dtype)
         number = np.searchsorted(self.begins, starts, side="right") - 1  # of the array it starts in
@@ -63,39 +63,34 @@ class TokenStream:
                 windows = np.lib.stride_tricks.sliding_window_view(array, size)
                 ids[rows[inside]] = windows[local[inside]]
             for row in rows[~inside]:
-                ids[row] = self._across(int(starts[row]), size)
+                ids[row] = self._across(n, int(starts[row]), size)
             if self._maps[n]:
                 # Pages that were looked at count as this process's memory as long as they are
                 # mapped, 2 MB for each window where the file system uses large ones.
                 self._maps[n].madvise(mmap.MADV_DONTNEED)
         if ids.size and ids.max() >= self.vocab_size:
-            self._check(starts, ids)
+            row, column = np.argwhere(ids >= self.vocab_size)[0]
+            self._refuse(int(ids[row, column]), int(starts[row] + column))
         return ids
 
-    def _across(self, start: int, size: int) -> np.ndarray:
-        """One window that reaches over the ends of arrays."""
-        ids = np.full(size, NO_TOKEN, self.dtype)
-        done = 0
-        for begin, array in zip(self.begins, self.arrays, strict=False):
-            part = array[max(0, start + done - begin) : max(0, start + size - begin)]
-            if begin <= start + done and len(part):
-                ids[done : done + len(part)] = part
-                done += len(part)
+    def _across(self, n: int, start: int, size: int) -> np.ndarray:
+        """One window that begins in array n and reaches over its end."""
+        ids = np.zeros(size, self.dtype)
+        for begin, array in zip(self.begins[n:], self.arrays[n:], strict=False):
+            if begin >= start + size:
+                break
+            part = array[max(0, start - begin) : start + size - begin]
+            place = max(0, begin - start)
+            ids[place : place + len(part)] = part
         return ids
 
-    def _check(self, starts: np.ndarray, ids: np.ndarray) -> None:
-        """Raises DataError for the first id beyond the vocabulary, if it is not padding."""
-        for row, column in np.argwhere(ids >= self.vocab_size):
-            position = int(starts[row] + column)
-            if position >= len(self):
-                continue
-            number = int(np.searchsorted(self.begins, position, side="right")) - 1
-            local = position - int(self.begins[number])
-            name, first_byte = self.names[number] if self.names else ("the text", 0)
-            byte = first_byte + local * self.dtype.itemsize
-            cause = f"id {ids[row, column]} at byte {byte} is beyond the vocabulary of "
-            fix = "create the file again, or use its tokenizer"
-            raise DataError("data.path", name, f"{cause}{self.vocab_size}", fix)
+    def _refuse(self, token: int, position: int) -> None:
+        """Raises DataError for an id beyond the vocabulary."""
+        number = int(np.searchsorted(self.begins, position, side="right")) - 1
+        name, first_byte = self.names[number]
+        byte = first_byte + (position - int(self.begins[number])) * self.dtype.itemsize
+        cause = f"id {token} at byte {byte} is beyond the vocabulary of {self.vocab_size}"
+        raise DataError("data.path", name, cause, "create the file again, or use its tokenizer")
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """The stream before a position, and from it on; nothing is copied."""
@@ -103,61 +98,47 @@ class TokenStream:
 
     def _part(self, begin: int, end: int) -> "TokenStream":
         arrays, names = [], []
-        for n, array in enumerate(self.arrays):
-            first = int(self.begins[n])
-            low, high = max(0, begin - first), min(len(array), end - first)
-            if low >= high:
-                continue
-            arrays.append(array[low:high])
-            if self.names:
-                name, byte = self.names[n]
+        for first, array, (name, byte) in zip(self.begins, self.arrays, self.names, strict=False):
+            low = max(0, begin - first)
+            part = array[low : max(0, end - first)]
+            if len(part):
+                arrays.append(part)
                 names.append((name, byte + low * self.dtype.itemsize))
-        return TokenStream(arrays, self.vocab_size, self.end_of_text, names or None)
+        return TokenStream(arrays, self.vocab_size, self.end_of_text, names)
 
     def document_starts(self) -> np.ndarray:
         """Where documents begin, int64: 0, and every place of the end-of-text token."""
-        found = [np.zeros(1, np.int64)]
-        for begin, array in zip(self.begins, self.arrays, strict=False):
-            found.append(self._search(array) + begin)
-        starts = np.concatenate(found)
-        return starts[1:] if len(starts) > 1 and starts[1] == 0 else starts
+        blocks = range(0, len(self), SEARCHED)
+        found = [self._documents(first, first + SEARCHED) for first in blocks]
+        return np.concatenate([np.zeros(1, np.int64), *found])
 
-    def _search(self, array: np.ndarray) -> np.ndarray:
-        """The places of the end-of-text token; a million ids are searched at a time."""
-        size, found, mapping = 2**20, [np.zeros(0, np.int64)], _mapping(array)
-        for first in range(0, len(array), size):
-            found.append(np.flatnonzero(array[first : first + size] == self.end_of_text) + first)
-            if mapping:
-                mapping.madvise(mmap.MADV_DONTNEED)
-        return np.concatenate(found)
+    def _documents(self, low: int, high: int) -> np.ndarray:
+        """Where documents but the first begin, from `low` to before `high`."""
+        low, high = max(1, low), min(len(self), high)
+        if low >= high:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.gather(np.array([low]), high - low) == self.end_of_text) + low
 
     def nearest_document(self, position: int, reach: int) -> int | None:
         """The beginning of a document nearest to a position, at most `reach` tokens away."""
-        size = 2**20  # of what is looked at at once, on either side
-        for near in range(0, reach + 1, size):
-            far = min(reach, near + size - 1)
-            sides = ((position - far, position - near), (position + near, position + far))
-            found = []
-            for low, high in sides:
-                low, high = max(1, low), min(len(self) - 1, high)
-                if low <= high:
-                    ids = self._across(low, high + 1 - low)
-                    found.append(np.flatnonzero(ids == self.end_of_text) + low)
-            places = np.concatenate([np.zeros(0, np.int64), *found])
+        for near in range(0, reach + 1, SEARCHED):
+            far = min(reach + 1, near + SEARCHED)
+            before = self._documents(position - far + 1, position - near + 1)
+            places = np.concatenate([before, self._documents(position + near, position + far)])
             if len(places):
                 return int(places[np.abs(places - position).argmin()])
         return None
 
     def checksums(self) -> Checksums:
-        """What the ids are known by, later: (name, a checksum of each block) of each array."""
+        """What the ids are known by, later: (name, the first 12 hexadecimal digits of the SHA-256
+        of each block) of each array."""
         if self._checksums is None:
             self._checksums = []
-            for n, array in enumerate(self.arrays):
-                name = self.names[n][0] if self.names else "the text"
+            for array, (name, _) in zip(self.arrays, self.names, strict=True):
                 raw = memoryview(np.ascontiguousarray(array)).cast("B")
-                blocks = range(0, len(raw), BLOCK_BYTES)
-                checksums = [short_checksum(raw[b : b + BLOCK_BYTES]) for b in blocks]
-                self._checksums.append((name, checksums))
+                blocks = (raw[b : b + BLOCK_BYTES] for b in range(0, len(raw), BLOCK_BYTES))
+                sums = [hashlib.sha256(block).hexdigest()[:12] for block in blocks]
+                self._checksums.append((name, sums))
         return self._checksums
 
 
@@ -169,6 +150,19 @@ def _mapping(array: np.ndarray) -> mmap.mmap | None:
     return base if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") else None
 
 
-def short_checksum(block: bytes | memoryview) -> str:
-    """The first 12 hexadecimal digits of the SHA-256: enough to notice a change."""
-    return hashlib.sha256(block).hexdigest()[:12]
+def check_same(expected: Checksums, found: Checksums, path: object, whose: str, fix: str) -> None:
+    """Raises DataError when the tokens of data.path are not those of the checkpoint, or of rank 0.
+
+    whose: which of the two; fix: the hint. A checksum "" is not known.
+    """
+    files = itertools.zip_longest(expected, found, fillvalue=("nothing", []))
+    for (name, theirs), (file, ours) in files:
+        pairs = enumerate(itertools.zip_longest(theirs, ours))
+        blocks = [block for block, (a, b) in pairs if a != b and "" not in (a, b)]
+        if name != file:
+            reason = f"{whose} has {name} where there is {file} here"
+        elif blocks:
+            reason = f"{file} differs from that of {whose} from byte {blocks[0] * BLOCK_BYTES} on"
+        else:
+            continue
+        raise DataError("data.path", path, reason, fix)

@@ -18,7 +18,7 @@ from interop.init_from import initial_weights
 from lens.config import LensConfig
 from lens.snapshots import Lens
 from model import GPT, ModelConfig
-from tokens.checksums import check_same, check_unchanged
+from tokens.stream import check_same
 from tokens.tokenizers import bytes_per_token, get_tokenizer
 from tokens.windows import evenly
 from training.checkpoint import run_directory
@@ -159,15 +159,21 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
     with strategy.raise_on_all_ranks():  # another machine may lack the files
         data = load_datasets(config.data)
         if start.state:
+            fix = (
+                "restore the data, or give another name= for a new run; "
+                "trainer.resume_override=true resumes anyway"
+            )
             try:
-                check_unchanged(start.state.data, data.checksums, config.data.path)
+                trained_on = start.state.data or []
+                check_same(trained_on, data.checksums, config.data.path, "the checkpoint", fix)
             except DataError as error:
                 if not config.trainer.resume_override:
                     raise
                 notes.append(error.without_hint)
     of_rank_0 = strategy.broadcast(data.checksums)
     with strategy.raise_on_all_ranks():
-        check_same(of_rank_0, data.checksums, config.data.path)
+        fix = "give every machine the same data"
+        check_same(of_rank_0, data.checksums, config.data.path, "rank 0", fix)
     ids = get_tokenizer(config.data.tokenizer).n_vocab
     if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
         reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from errors import DataError
-from tokens.stream import NO_TOKEN, TokenStream
+from tokens.stream import TokenStream
 
 some = trials(30, 150)
 
@@ -41,7 +41,7 @@ def test_positions_beyond_32_bits():
     size = 5 * 10**9
     same = np.broadcast_to(np.zeros(1, np.uint16), (size,))
     names = [("a.bin", 1024), ("b.bin", 1024), ("c.bin", 1024)]
-    last = np.array([1, EOT, 2, 99], np.uint16)
+    last, bad = np.array([1, EOT, 2, 0], np.uint16), np.array([99], np.uint16)
     stream = TokenStream([same, same, last], VOCAB, EOT, names)
     assert len(stream) == 2 * size + 4
     assert stream.gather(np.array([2 * size - 1, size - 1]), 3).tolist() == [[0, 1, 7], [0, 0, 0]]
@@ -49,7 +49,7 @@ def test_positions_beyond_32_bits():
     train, val = stream.split(2 * size - 10)
     assert (len(train), len(val)) == (2 * size - 10, 14)
     assert val.document_starts().tolist() == [0, 11]
-    far = TokenStream([same, np.broadcast_to(last[-1:], (size,))], VOCAB, EOT, names[:2])
+    far = TokenStream([same, np.broadcast_to(bad, (size,))], VOCAB, EOT, names[:2])
     with refused(DataError, "data.path", "b.bin") as caught:
         far.gather(np.array([2 * size - 3]), 1)
     assert {99, 1024 + 2 * (size - 3)} <= numbers_in(caught.value)
@@ -57,7 +57,7 @@ def test_positions_beyond_32_bits():
 
 @some
 @given(
-    divisions.filter(any), dtypes, st.sampled_from([VOCAB, VOCAB + 1, NO_TOKEN]), places, st.data()
+    divisions.filter(any), dtypes, st.sampled_from([VOCAB, VOCAB + 1, 2**16 - 1]), places, st.data()
 )
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(lists, dtype, bad, cuts, draw):
     """Its file and byte, however the stream was split before."""
@@ -70,7 +70,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(lists, dtype, bad
     byte = 100 * number + local * np.dtype(dtype).itemsize
     for part in split_at(stream, cuts):
         starts = np.arange(len(part))
-        for size in (1, 5):  # without padding and with it: NO_TOKEN, which is no id of the file
+        for size in (1, 5):  # without padding and with it
             if 0 <= position < len(part):
                 with refused(DataError, "data.path", f"file_{number}.bin") as caught:
                     part.gather(starts, size)
@@ -96,7 +96,7 @@ def test_parts_windows_and_document_starts(lists, dtype, cuts, size):
             starts = np.arange(len(ids) + 2)[::-1]
             windows = part.gather(starts, size)
             assert windows.dtype == part.dtype == dtype
-            padded = ids + [NO_TOKEN] * (size + 2)
+            padded = ids + [0] * (size + 2)
             assert windows.tolist() == [padded[start : start + size] for start in starts]
         found = part.document_starts()
         assert found.dtype == np.int64

@@ -3,11 +3,10 @@ seeds. test_ranks.py starts real ranks."""
 
 import pytest
 import torch
-from helpers.refusals import printed_keys, refused
+from helpers.refusals import printed_keys
 
 import train
-from errors import DataError, RunDirectoryError
-from tokens.checksums import check_same
+from errors import RunDirectoryError
 from training.distributed.build import build_strategy
 from training.distributed.ddp import DDP
 from training.distributed.launch import ParallelConfig, check
@@ -118,17 +117,3 @@ def test_ranks_that_are_restarted_need_the_name_of_their_run(monkeypatch, in_pro
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     code, _, err = in_process(train.main, tmp_path, "data.path=none")
     assert (code, printed_keys(err)) == (2, ["name"])
-
-
-def test_ranks_compare_checksums_of_their_tokens():
-    here = first, second = ("a.txt", ["one", "two"]), ("b.txt", ["three"])
-    check_same(here, [(f"moved/{name}", sums) for name, sums in here], "p")
-    check_same(here, [("a.txt", ["", "two"]), second], "p")  # a checksum that is not known
-    for there in (
-        [first, ("b.txt", ["3"])],
-        [("a.txt", ["one", "two", "more"]), second],
-        [first],
-        [*here, ("c.txt", ["four"])],
-    ):
-        with refused(DataError, "data.path", "p", exit_code=3):
-            check_same(here, there, "p")
