@@ -91,7 +91,7 @@ class EvaluateConfig(ScriptConfig):
 def main(settings: EvaluateConfig) -> None:
     from inference.perplexity import Rule, Windows, evaluate
     from interop.pretrained import load_pretrained
-    from tokens.encoding import token_sizes
+    from tokens.tokenizers import token_sizes
     from training.distributed import build, device
 
     refuse(device.check(settings.device, settings.precision))

@@ -55,8 +55,8 @@ class PrepareConfig(ScriptConfig):
     shard_tokens: Annotated[Positive, Field(lt=2**31)] = Field(
         100_000_000, description="most tokens in a file"
     )
-    engine: Literal["auto", "gigatoken", "tiktoken"] = Field(
-        "auto", description="auto | gigatoken | tiktoken (slower)"
+    engine: Literal["gigatoken", "tiktoken"] = Field(
+        "gigatoken", description="gigatoken | tiktoken (slower)"
     )
 
     @field_validator("part")

@@ -35,7 +35,7 @@ import tiktoken
 from errors import DataError
 from tokens import END_OF_TEXT
 from tokens.gigatoken_engine import gigatoken
-from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from tokens.tokenizers import TOKENIZERS, get_tokenizer, token_sizes
 
 PIECE = 2**18  # bytes; gigatoken is fastest with pieces from a quarter of a megabyte to one
 CHECK_EVERY = 128  # pieces: the beginning of every 128th, and of the first, is checked by tiktoken
@@ -85,7 +85,7 @@ class StreamEncoder:
     """Encodes texts of any length, piece by piece, in a few megabytes.
 
     tokenizer: gpt2 | byte. endoftext: what "<|endoftext|>" in the text is, token | text.
-    engine: auto (gigatoken) | gigatoken | tiktoken.
+    engine: gigatoken | tiktoken; bytes need neither.
 
     A run without a cut. Byte-pair encoding has this property: a sequence of tokens is the
     encoding of its text exactly when each two neighbours are the encoding of theirs (van Antwerpen
@@ -98,7 +98,7 @@ class StreamEncoder:
         self,
         tokenizer: str,
         endoftext: str = "token",
-        engine: str = "auto",
+        engine: str = "gigatoken",
         piece: int = PIECE,
         check_every: int = CHECK_EVERY,
     ):
@@ -107,8 +107,6 @@ class StreamEncoder:
         self.check_every = check_every
         self.pieces = self.text_bytes = 0  # encoded so far
         special = {END_OF_TEXT} if endoftext == "token" else set()
-        if engine == "auto":
-            engine = "gigatoken"
         self._reference = functools.partial(
             self.tokenizer.encode_to_numpy, allowed_special=special, disallowed_special=()
         )
@@ -138,7 +136,9 @@ class StreamEncoder:
             while len(rest) > span or (block is None and rest):
                 end = cut = len(rest) if len(rest) <= span else find_cut(rest, self.piece, span)
                 if cut is None:
-                    end = character_end(rest, span)
+                    end = span
+                    while rest[end] & 0xC0 == 0x80:  # inside a character
+                        end -= 1
                 with memoryview(rest) as view:
                     text = bytes(view[:end])
                 ids = self._piece(text, what, offset)
@@ -181,13 +181,10 @@ class StreamEncoder:
         return self._gigatoken.encode(text)
 
     def _piece(self, text: bytes, what: str, offset: int) -> np.ndarray:
-        """The ids of a whole piece; the beginning of one in `check_every` compared with tiktoken's,
-        or with check_every=1 all of each."""
+        """The ids of a piece; the beginning of one in `check_every` compared with tiktoken's."""
         ids = self._encode(text).astype(np.uint16)
         if self.pieces % self.check_every == 0 and self.engine == "gigatoken":
-            cut = None
-            if self.check_every > 1 and len(text) > 2 * CHECKED:
-                cut = find_cut(text, CHECKED, len(text))
+            cut = find_cut(text, CHECKED, len(text))
             expected = self._reference(text[:cut].decode())
             if not np.array_equal(ids[: len(expected)] if cut else ids, expected):
                 raise DataError(
@@ -233,22 +230,6 @@ def text_blocks(txt: str, size: int = 2**16) -> Iterator[bytes]:
             yield part.encode()
         except UnicodeEncodeError:
             yield part.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
-
-def character_end(text: bytes | bytearray, end: int) -> int:
-    """The last place up to `end` that is not inside a character of UTF-8."""
-    for place in range(end, max(-1, end - 4), -1):
-        if place >= len(text) or text[place] & 0xC0 != 0x80:
-            return place
-    return end
-
-
-@functools.cache
-def token_sizes(tokenizer: str) -> np.ndarray:
-    """The bytes of text of each id."""
-    encoding = get_tokenizer(tokenizer)
-    words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
-    return np.array([len(word) for word in words])
 
 
 def _bytes_as_ids(text: bytes, special: bool) -> np.ndarray:

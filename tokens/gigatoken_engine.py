@@ -14,14 +14,9 @@ from tokens import END_OF_TEXT
 from tokens.tokenizers import get_tokenizer
 
 
-@functools.cache
-def gigatoken(special: bool) -> "Gigatoken":
-    """The one of this process; special: whether it knows the end-of-text token."""
-    return Gigatoken(special)
-
-
 class Gigatoken:
     """GPT-2's encoding by gigatoken, of the vocabulary that tiktoken has loaded and checked.
+    special: whether it knows the end-of-text token.
 
     gigatoken remembers every word that it has seen, and would grow by gigabytes on a long text:
     it is created again whenever the process has grown by MOST_GROWTH.
@@ -65,6 +60,9 @@ class Gigatoken:
         if not self._resident:
             return self._read > self.RENEW_EVERY
         return resident_bytes() - self._resident > self.MOST_GROWTH
+
+
+gigatoken = functools.cache(Gigatoken)  # one in a process, with and without the end-of-text token
 
 
 def give_back_memory() -> None:

@@ -91,10 +91,16 @@ def _gpt2_encoding() -> tiktoken.Encoding:
     )
 
 
+@functools.cache
+def token_sizes(tokenizer: str) -> np.ndarray:
+    """The bytes of text of each id."""
+    encoding = get_tokenizer(tokenizer)
+    words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
+    return np.array([len(word) for word in words])
+
+
 def bytes_per_token(tokenizer: tiktoken.Encoding, tokens: np.ndarray) -> float:
     """The mean number of bytes of text of a token; end-of-text tokens count as 0 bytes."""
-    sizes = np.zeros(tokenizer.n_vocab)
-    for token, count in zip(*np.unique(tokens, return_counts=True), strict=True):
-        if token != tokenizer.eot_token:
-            sizes[token] = len(tokenizer.decode_single_token_bytes(int(token))) * count
-    return float(sizes.sum()) / len(tokens)
+    sizes = token_sizes(tokenizer.name).copy()
+    sizes[tokenizer.eot_token] = 0
+    return float(sizes[tokens].mean())

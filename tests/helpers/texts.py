@@ -112,7 +112,7 @@ def varied_text(size: int, seed: int = 0) -> str:
 
 
 def preparation(path: object, folder: Path, i: int = 1, n: int = 1, **changes) -> Preparation:
-    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "auto", "text_key": "text"}
+    values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "gigatoken", "text_key": "text"}
     recipe = Recipe(**values | {"shard_tokens": 10**8} | changes)
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
     return Preparation(find_files(path), folder, recipe, (i, n))
