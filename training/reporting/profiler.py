@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, record_function, schedule
 
-from errors import format_error
+from errors import best_effort
 from files import atomic_write, make_folder
 
 SKIPPED, WARMUP, PROFILED = 3, 1, 3  # steps
@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Profiles the fifth to seventh step. A failure of the profiler does not end training.
-
-    directory: receives the files.
-    """
+    """Profiles the fifth to seventh step, and writes the files into `directory`."""
 
     def __init__(self, enabled: bool, directory: Path, device: torch.device):
         self.directory, self.device = directory, device
@@ -40,47 +37,33 @@ class Profiler:
             # torch.profiler logs to stderr without this.
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             steps = schedule(wait=SKIPPED, warmup=WARMUP, active=PROFILED, repeat=1)
-            with self._best_effort():
-                self.torch_profiler = profile(
-                    schedule=steps, record_shapes=True, on_trace_ready=self._write
-                )
-                self.torch_profiler.start()
+            self.torch_profiler = profile(schedule=steps, record_shapes=True)
+            self.torch_profiler.start()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a whole training step."""
         yield
         if self.torch_profiler:
-            with self._best_effort():
-                self.torch_profiler.step()
-                if self.torch_profiler.step_num == SKIPPED + WARMUP + PROFILED:
-                    self.close()
+            self.torch_profiler.step()
+            if self.torch_profiler.step_num == SKIPPED + WARMUP + PROFILED:
+                self.close()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager:
         """Around a part of a step: a row of the table and a range in the trace."""
         return record_function(name) if self.torch_profiler else contextlib.nullcontext()
 
     def close(self) -> None:
-        """Stops profiling. A run that ends earlier leaves the profile of fewer steps."""
+        """Stops profiling and writes the files; of fewer steps where the run has ended earlier."""
         torch_profiler, self.torch_profiler = self.torch_profiler, None
         if torch_profiler:
-            if torch_profiler.step_num <= SKIPPED + WARMUP:
-                least = SKIPPED + WARMUP + 1
-                logger.warning(f"trainer.profile: no profile of a run of less than {least} steps")
-            with self._best_effort():
-                torch_profiler.stop()
+            torch_profiler.stop()
+            if (steps := torch_profiler.step_num - SKIPPED - WARMUP) > 0:
+                self._write(torch_profiler, steps)
+            else:
+                logger.warning("trainer.profile: the run has too few steps for a profile")
 
-    @contextlib.contextmanager
-    def _best_effort(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.torch_profiler = None
-            logger.warning(f"trainer.profile: failed and is off: {format_error(error)}")
-
-    def _write(self, torch_profiler: profile) -> None:
-        if (steps := torch_profiler.step_num - SKIPPED - WARMUP) <= 0:
-            return
+    def _write(self, torch_profiler: profile, steps: int) -> None:
         averages = torch_profiler.key_averages(group_by_input_shape=True)
         clock = "cuda_time_total" if self.device.type == "cuda" else "cpu_time_total"
         tables = [
@@ -88,7 +71,7 @@ class Profiler:
             torch_profiler.key_averages().table(sort_by=clock, row_limit=ROWS),
             averages.table(sort_by=f"self_{clock}", row_limit=ROWS),
         ]
-        make_folder(self.directory)
-        atomic_write(self.directory / "table.txt", "\n".join(tables).encode())
-        torch_profiler.export_chrome_trace(str(self.directory / "trace.json.gz"))
-        logger.info(f"profile of {steps} steps: {self.directory}")
+        with best_effort("trainer.profile: not written"):  # such as a full disk
+            make_folder(self.directory)
+            atomic_write(self.directory / "table.txt", "\n".join(tables).encode())
+            torch_profiler.export_chrome_trace(str(self.directory / "trace.json.gz"))

@@ -83,12 +83,10 @@ def test_training_is_the_same_bit_for_bit(make_run):
     assert not (plain.directory / "profile").exists()
 
 
-@pytest.mark.parametrize("call", ["start", "step", "export_chrome_trace"])
-def test_a_failing_profiler_does_not_end_training(profiled, monkeypatch, caplog, call):
-    def broken(*_, **__):
-        raise RuntimeError("no such luck")
+def test_a_profile_that_cannot_be_written_does_not_end_training(profiled, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"torch.profiler.profile.{call}", broken)
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", full)
     profiled(9)
-    (record,) = caplog.records
-    assert "no such luck" in record.getMessage()
+    assert len(capsys.readouterr().err.splitlines()) == 1
