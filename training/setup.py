@@ -42,7 +42,7 @@ from training.optim.optimizers import NonFiniteCheck, build_optimizer, learning_
 from training.planning.micro_batch import check_memory, find_micro_batch
 from training.reporting.console import Console
 from training.reporting.jsonl import drop_rows_after
-from training.reporting.lens_runner import LensRunner
+from training.reporting.lens_runner import FAILED, LensRunner
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
 from training.reporting.tracker import NoTracker, Tracker
@@ -118,11 +118,6 @@ def _build(
     state.wandb_id = tracker.run_id or state.wandb_id
     console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
     closing.callback(console.close)
-
-    def notify(title: str, text: str) -> None:
-        console.print(text)
-        tracker.alert(title, text, "WARN")
-
     profiled = config.trainer.profile and strategy.is_rank_0
     profiler = Profiler(profiled, directory / "profile", strategy.device)
     closing.callback(profiler.close)
@@ -137,7 +132,7 @@ def _build(
         trained_model=trained_model,
         optimizer=optimizer,
         learning_rate=build_schedule(config),
-        metrics=build_metrics(config, strategy, model, state, notify),
+        metrics=build_metrics(config, strategy, model, state, console, tracker),
         evaluator=build_evaluator(config, strategy, data),
         lens=build_lens(config, strategy, data, directory),
         checkpointer=Checkpointer(directory, saver, strategy, model, optimizer),
@@ -309,18 +304,20 @@ def build_metrics(
     strategy: Strategy,
     model: GPT,
     state: State,
-    notify: Callable[[str, str], None],
+    console: Console,
+    tracker: Tracker,
 ) -> Metrics:
     trainer = config.trainer
     limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
     metrics = Metrics(
         strategy,
         NonFiniteCheck(limit, strategy.device),
+        console,
+        tracker,
         tokens_per_step=trainer.batch_size * config.data.max_length,
         flops_per_token=model.flops_per_token(config.data.max_length),
         peak_flops=device.peak_flops(strategy.device),
         learning_rate=config.optimizer.lr,
-        notify=notify,
     )
     metrics.restore(state, forget_skipped=trainer.resume_override)
     return metrics
@@ -342,9 +339,8 @@ def build_evaluator(config: Config, strategy: Strategy, data: Loaded) -> Evaluat
 def build_lens(config: Config, strategy: Strategy, data: Loaded, directory: Path) -> LensRunner:
     """Off after an error on any rank, as while training."""
     lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
-    show_only = functools.partial(best_effort, debug=config.debug, prefix=strategy.label)
     if config.lens.every:
-        with show_only("lens: failed and is off from here on"):
+        with best_effort(FAILED, config.debug, strategy.label):
             lens = Lens(
                 LensConfig(**config.lens.model_dump()),
                 encode=tokenizer.encode_ordinary,
@@ -355,4 +351,4 @@ def build_lens(config: Config, strategy: Strategy, data: Loaded, directory: Path
             )
         if strategy.all_reduce_max(lens is None):
             lens = None
-    return LensRunner(lens, strategy, directory, config.trainer.max_steps, show_only)
+    return LensRunner(lens, strategy, directory, config.trainer.max_steps, config.debug)

@@ -1,6 +1,7 @@
 """Progress of training on stdout: a bar on a terminal, plain lines elsewhere."""
 
 import collections
+import datetime
 import sys
 import time
 
@@ -60,7 +61,5 @@ def rich_console(**options) -> RichConsole:
 
 
 def duration(seconds: float) -> str:
-    """3725 -> 1:02:05; 65 -> 1:05."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    """3725 -> 1:02:05."""
+    return str(datetime.timedelta(seconds=round(seconds)))

@@ -1,36 +1,29 @@
 """Attention snapshots while training: when they are due, on all ranks, and never in the way."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from errors import best_effort
 from lens.snapshots import Lens, Snapshot
 from model import GPT
 from training.distributed.strategy import Strategy
 
+FAILED = "lens: failed and is off from here on"
 
+
+@dataclass
 class LensRunner:
-    """Runs the lens on the model of a training run.
+    """Runs the lens on the model of a training run."""
 
-    lens: None where it is off. directory: the run's. best_effort(what): a context in which an
-    error becomes a line on stderr. seconds: spent on attention so far, logging included.
-    """
-
-    def __init__(
-        self,
-        lens: Lens | None,
-        strategy: Strategy,
-        directory: Path,
-        max_steps: int,
-        best_effort: Callable,
-    ):
-        self.lens = lens
-        self.strategy = strategy
-        self.directory = directory
-        self.max_steps = max_steps
-        self.best_effort = best_effort
-        self.seconds = 0.0
+    lens: Lens | None  # None where it is off
+    strategy: Strategy
+    directory: Path  # the run's
+    max_steps: int
+    debug: bool  # whether an error ends the run
+    seconds: float = 0.0  # spent on attention so far, logging included
 
     def is_due(self, step: int) -> bool:
         return self.lens is not None and self.lens.due(step, self.max_steps)
@@ -48,7 +41,7 @@ class LensRunner:
                 model.capture_attention(input_ids, capture)
 
         snapshot, failed = None, True
-        with self.best_effort("lens: failed and is off from here on"):
+        with best_effort(FAILED, self.debug, self.strategy.label):
             snapshot = self.lens.snapshot(
                 capture_attention,
                 step,

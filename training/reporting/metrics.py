@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -13,37 +14,29 @@ from training.checkpoint.format import Spikes, State
 from training.distributed.strategy import Strategy
 from training.optim.loss_spikes import LossSpikes
 from training.optim.optimizers import NonFiniteCheck
+from training.reporting.console import Console
+from training.reporting.tracker import Tracker
 
 
+@dataclass
 class Metrics:
     """What is measured between two rows of the log.
 
     Losses stay on the device until `row` or `check_skipped` reads them: a step waits for nothing.
-
-    tokens_per_step: over all ranks. flops_per_token: forward and backward. peak_flops: of one
-    device, in FLOP/s; None when unknown. notify(title, text): tells the user about skipped steps
-    and loss spikes. learning_rate: the peak, for the error of a diverged run.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        nonfinite: NonFiniteCheck,
-        tokens_per_step: int,
-        flops_per_token: float,
-        peak_flops: float | None,
-        learning_rate: float,
-        notify: Callable[[str, str], None],
-    ):
-        self.strategy = strategy
-        self.nonfinite = nonfinite
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
-        self.learning_rate = learning_rate
-        self.notify = notify
-        self.spikes = LossSpikes()
-        self.train_loss: float | None = None  # of the last row
+    strategy: Strategy
+    nonfinite: NonFiniteCheck
+    console: Console  # shows skipped steps and loss spikes
+    tracker: Tracker  # sends alerts of them
+    tokens_per_step: int  # over all ranks
+    flops_per_token: float  # forward and backward
+    peak_flops: float | None  # of one device, in FLOP/s; None when unknown
+    learning_rate: float  # the peak, for the error of a diverged run
+    spikes: LossSpikes = field(default_factory=LossSpikes)
+    train_loss: float | None = None  # of the last row
+
+    def __post_init__(self):
         self.start()
 
     def restore(self, state: State, forget_skipped: bool) -> None:
@@ -113,6 +106,10 @@ class Metrics:
             row["train/mfu"] = achieved / self.peak_flops
         self.start()
         return row
+
+    def notify(self, title: str, text: str) -> None:
+        self.console.print(text)
+        self.tracker.alert(title, text, "WARN")
 
     def check_skipped(self, state: State) -> None:
         """Counts skipped steps into the state; all ranks skip the same steps. Waits for the device.

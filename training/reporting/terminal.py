@@ -3,6 +3,7 @@ must not end training."""
 
 import os
 import sys
+from collections.abc import Callable
 from typing import IO
 
 
@@ -18,23 +19,20 @@ class NeverFailing:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            self.stream.write(text)
-        except (OSError, ValueError) as error:  # ValueError: it is closed
-            self._report(error)
+        self._try(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except (OSError, ValueError) as error:
-            self._report(error)
+        self._try(self.stream.flush)
 
-    def _report(self, error: Exception) -> None:
-        if not self.reported:
-            self.reported = True
-            name = getattr(self.stream, "name", "output")
-            print(f"{name}: not written ({error}); training continues", file=sys.stderr)
+    def _try(self, action: Callable, *arguments: str) -> None:
+        try:
+            action(*arguments)
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            if not self.reported:
+                self.reported = True
+                name = getattr(self.stream, "name", "output")
+                print(f"{name}: not written ({error}); training continues", file=sys.stderr)
 
 
 def never_fail(quiet: bool = False) -> None:

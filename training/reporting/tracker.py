@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from errors import visible
 from training.checkpoint.run_directory import CONFIG
@@ -49,17 +49,11 @@ class Tracker:
     def __init__(
         self, config: WandbConfig, folder: Path, settings: dict, run_id: str | None = None
     ):
-        self.folder = folder
-        self.log_model_of: str | bool = config.log_model
-        self.alerts: bool = config.alerts
-        self.rows, self.samples = (
-            RowFile(folder / "metrics.jsonl"),
-            RowFile(folder / "samples.jsonl"),
-        )
-        trainer = settings.get("trainer", {})
-        self.last_step = trainer.get("max_steps") or 0
-        eval_every = trainer.get("eval_every") or 1
-        self.sample_every = eval_every * math.ceil(self.last_step / eval_every / MAX_SAMPLES)
+        self.folder, self.config = folder, config
+        self.rows = RowFile(folder / "metrics.jsonl")
+        self.samples = RowFile(folder / "samples.jsonl")
+        self.last_step = settings.get("trainer", {}).get("max_steps") or 0
+        self.next_sample = 0.0  # the step from which on W&B gets the next one
         self.run = None
         if config.wanted() == "disabled":
             return
@@ -119,25 +113,22 @@ class Tracker:
     ) -> dict[str, object]:
         """Pictures, pages, tables and histograms as W&B's types. One that fails is skipped with a
         line on stderr, and so are those after it; the files stay in the run's directory."""
-        wandb = self.wandb
-        media: dict[str, Any] = {}
-        pictures, pages, tables, histograms = {}, {}, {}, {}
-        if snapshot:
-            media |= snapshot.heads
-            pictures, pages, tables = snapshot.pictures, snapshot.pages, snapshot.tables
-            histograms: dict[str, Any] = snapshot.histograms
+        wandb, media = self.wandb, {}
         try:
-            media |= {key: wandb.Image(str(path)) for key, path in pictures.items()}
-            # inject=False: by default W&B adds a stylesheet from its server to the page.
-            media |= {key: wandb.Html(str(path), inject=False) for key, path in pages.items()}
-            for key, (columns, rows) in tables.items():
-                media[key] = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            is_shown = step == self.last_step or step % max(1, self.sample_every) == 0
-            if sample and is_shown:
-                page = sample_page(sample)
-                media["samples/text"] = wandb.Html(page, inject=False, data_is_not_path=True)
-            # Last, since a head with NaN statistics has no histogram.
-            media |= {key: wandb.Histogram(values) for key, values in histograms.items()}
+            if sample and (step >= self.next_sample or step == self.last_step):
+                self.next_sample = step + self.last_step / MAX_SAMPLES
+                # inject=False: by default W&B adds a stylesheet from its server to the page.
+                page = wandb.Html(sample_page(sample), inject=False, data_is_not_path=True)
+                media["samples/text"] = page
+            if snapshot:
+                media |= snapshot.heads
+                media |= {key: wandb.Image(str(path)) for key, path in snapshot.pictures.items()}
+                for key, path in snapshot.pages.items():
+                    media[key] = wandb.Html(str(path), inject=False)
+                for key, (columns, rows) in snapshot.tables.items():
+                    media[key] = wandb.Table(columns=list(columns), data=list(map(list, rows)))
+                for key, values in snapshot.histograms.items():  # a head with NaN has none
+                    media[key] = wandb.Histogram(list(values))
         except Exception as error:
             _print(f"a picture or page was skipped ({_cause(error)})")
         return media
@@ -148,7 +139,7 @@ class Tracker:
 
     def alert(self, title: str, text: str, level: str) -> None:
         """Sends a message if wandb.alerts is set. level: WARN or ERROR."""
-        if self.alerts:
+        if self.config.alerts:
             self._call(lambda run: run.alert(title, text, level, wait_duration=ALERT_SECONDS))
 
     def log_model(self, best_step: int | None) -> str | None:
@@ -156,13 +147,13 @@ class Tracker:
 
         Without a validation there is no best model; then it is the last one.
         """
-        if not self.log_model_of or self.run_id is None:
+        if self.run is None or not self.config.log_model:
             return None
         from training.checkpoint import format as checkpoint  # imports torch
         from training.checkpoint import listing
 
         found = {listing.step_of(path): path for path in listing.list_checkpoints(self.folder)}
-        step = best_step if self.log_model_of == "best" and best_step in found else max(found)
+        step = best_step if self.config.log_model == "best" and best_step in found else max(found)
         state = checkpoint.load_state(found[step])
         aliases = (
             [f"step_{step}"] + ["best"] * (step == best_step) + ["last"] * (step == max(found))
@@ -240,14 +231,12 @@ class Tracker:
 class NoTracker(Tracker):
     """The tracker of the other ranks: logs nothing."""
 
-    def __init__(self):
-        self.run, self.log_model_of, self.alerts = None, False, False
+    def __init__(self): ...
 
-    def log(self, metrics, step, snapshot=None, sample=None) -> None: ...
+    def _nothing(self, *_, **__) -> None: ...
 
-    def sync(self) -> None: ...
-
-    def finish(self, exit_code=0) -> None: ...
+    run_id = property(_nothing)
+    log = log_model = summary = alert = sync = finish = where = _nothing
 
 
 def _start(
@@ -302,7 +291,7 @@ def _record(run) -> Path:
     return Path(run.dir).parent
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
     """The first line of the message: the others give advice about W&B's own settings."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
@@ -312,7 +301,8 @@ def _print(text: str) -> None:
 
 
 def call_with_timeout(seconds: float, function: Callable):
-    """What function() returns or raises. Raises TimeoutError when it takes longer than `seconds`.
+    """What function() returns. Raises TimeoutError when it takes longer than `seconds`, and
+    RuntimeError for its own errors.
 
     It runs in a daemon thread. A call that never returns keeps that thread and nothing else: it
     does not delay the end of the process.
@@ -322,18 +312,15 @@ def call_with_timeout(seconds: float, function: Callable):
     def call() -> None:
         try:
             future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as error:  # wandb.teardown() calls sys.exit
-            future.set_exception(RuntimeError(repr(error)))
+        except BaseException as error:  # SystemExit, too: wandb.teardown() calls sys.exit
+            future.set_exception(RuntimeError(_cause(error)))
 
-    threading.Thread(target=call, daemon=True).start()
-    try:
-        return future.result(timeout=seconds)
-    except TimeoutError:
-        if future.done():  # function() itself raised it
-            raise
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not future.done():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return future.result()
 
 
 def _json_value(value: float) -> float | str:
