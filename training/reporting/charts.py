@@ -1,37 +1,27 @@
-"""The data of the charts in report.html, from the rows of metrics.jsonl.
+"""The points of the charts in report.html, from the rows of metrics.jsonl.
 
-    json.dumps(charts(rows))
+    json.dumps(chart_data(rows))
 
-main.js of report_page/ draws it.
+main.js of report_page/ draws them.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
+KEYS = (
+    "train/loss",
+    "val/loss",
+    "val/bits_per_byte",
+    "val/accuracy",
+    "train/learning_rate",
+    "train/tokens_per_second",
+    "train/grad_norm",
+)
 POINTS_PER_LINE = 1000  # a screen shows no more
 SMOOTH_FROM = 60  # points; below that a line is readable as it is
 
 Points = list[tuple[int, float]]  # (step, value) in the order of steps; NaN is a gap
-
-
-@dataclass
-class Chart:
-    title: str
-    unit: str
-    keys: tuple[str, ...]
-    from_zero: bool = True
-
-
-CHARTS = (
-    Chart("Loss", "nats per token", ("train/loss", "val/loss"), from_zero=False),
-    Chart("Validation", "bits per byte", ("val/bits_per_byte",), from_zero=False),
-    Chart("Validation accuracy", "share of targets", ("val/accuracy",), from_zero=False),
-    Chart("Learning rate", "", ("train/learning_rate",)),
-    Chart("Throughput", "tokens per second", ("train/tokens_per_second",)),
-    Chart("Gradient norm", "before clipping", ("train/grad_norm",)),
-)
 
 
 def number(value: object) -> float:
@@ -50,40 +40,20 @@ def finite(points: Points) -> Points:
     return [point for point in points if not math.isnan(point[1])]
 
 
-def charts(rows: list[dict]) -> list[dict]:
-    """The charts of the metrics that were logged: their lines, and how many values are not finite.
-
-    A line has its CSS classes and points [step, value], where null is a gap.
-    """
-    drawn = []
-    for chart in CHARTS:
-        metrics = {key: points for key in chart.keys if (points := points_of(rows, key))}
-        if metrics:
-            lines = [
-                line for key, points in metrics.items() for line in lines_of(chart, key, points)
-            ]
-            gaps = sum(len(points) - len(finite(points)) for points in metrics.values())
-            # steps: of the run, so that all charts have the same axis
-            steps = (rows[0]["step"], rows[-1]["step"])
-            drawn.append(vars(chart) | {"lines": lines, "gaps": gaps, "steps": steps})
-    return drawn
-
-
-def lines_of(chart: Chart, key: str, points: Points) -> list[dict]:
-    """A metric as lines: itself, and smoothed if it is a training loss with many points."""
-    classes = "validation" if key.startswith("val/") else "training"
-    lines = [(classes if len(chart.keys) > 1 else chart.title.lower(), classes, points)]
-    if key == "train/loss" and len(points) >= SMOOTH_FROM:
-        lines = [("training", "training thin", points), ("smoothed", "training", smooth(points))]
-    return [
-        {"name": name, "classes": classes, "points": [(s, _json(v)) for s, v in thin(points)]}
-        for name, classes, points in lines
-        if finite(points)
-    ]
-
-
-def _json(value: float) -> float | None:
-    return None if math.isnan(value) else float(f"{value:.6g}")
+def chart_data(rows: list[dict]) -> dict:
+    """The first and last step, and of each metric that was logged its points [step, value], where
+    null is a gap; "smoothed" is the training loss if it has many points."""
+    lines = {key: points_of(rows, key) for key in KEYS}
+    if len(lines["train/loss"]) >= SMOOTH_FROM:
+        lines["smoothed"] = smooth(lines["train/loss"])
+    return {
+        "steps": [row["step"] for row in (rows[:1] + rows[-1:])],
+        "lines": {
+            key: [(step, None if math.isnan(v) else float(f"{v:.6g}")) for step, v in thin(points)]
+            for key, points in lines.items()
+            if points
+        },
+    }
 
 
 def smooth(points: Points) -> Points:

@@ -20,11 +20,10 @@ from files import atomic_write, read_bounded, read_rows
 from lens.assemble import assemble, content_security_policy
 from training.checkpoint.run_directory import settings_of
 from training.config.schema import flat
-from training.reporting.charts import Points, charts, finite, points_of
+from training.reporting.charts import Points, chart_data, finite, points_of
 
 PAGE = Path(__file__).parent / "report_page"
 MAX_CONFIG, MAX_PAGE = 2**20, 2**30  # bytes that are read
-MAX_SAMPLE = 10_000  # characters of a sample on a page of its own
 
 
 def write_report(folder: Path) -> Path:
@@ -38,10 +37,10 @@ def write_report(folder: Path) -> Path:
         "NAME": escape(folder.resolve().name),
         "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
         "FACTS": facts(rows),
-        "CHARTS": json.dumps(charts(rows)),
-        "SAMPLES": samples_section(samples),
+        "CHARTS": json.dumps(chart_data(rows)),
+        "SAMPLES": "".join(map(sample_article, reversed(samples))),
         "ATTENTION": attention_section(folder, attention, embedded),
-        "SETTINGS": settings_section(config),
+        "SETTINGS": escape(config),
     }
 
     def part(found: re.Match) -> bytes:
@@ -95,42 +94,25 @@ def facts(rows: list[dict]) -> str:
         shown.append(("Tokens per second", f"{statistics.median(speeds):,.0f}", "median"))
     if shares := [value for _, value in known("train/mfu")]:
         shown.append(("FLOPs utilisation", f"{statistics.median(shares):.1%}", "median"))
-    tiles = "".join(
+    return "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
         for name, value, more in shown
     )
-    return f'<dl class="facts">{tiles}</dl>' if shown else ""
 
 
-def samples_section(samples: list[dict]) -> str:
-    """All samples, newest first."""
-    if not samples:
-        return "<p>No samples yet.</p>"
-    articles = [sample_article(row) for row in reversed(samples)]
-    return (
-        '<p class="quiet">The prompt is <span class="prompt">bold</span>; the model wrote the '
-        "rest.</p>"
-        '<div class="samples" tabindex="0" role="region" aria-label="Samples, newest first">'
-        f"{''.join(articles)}</div>"
-    )
-
-
-def sample_article(row: dict, longest: int | None = None) -> str:
-    """A row of samples.jsonl with its prompt in bold. longest: the most characters shown."""
+def sample_article(row: dict) -> str:
+    """A row of samples.jsonl with its prompt in bold."""
     prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
     if not text.startswith(prompt):
         prompt = ""
-    if longest and len(text) > longest:
-        prompt, text = prompt[:longest], f"{text[:longest]}…"
-    start = f'<span class="prompt">{escape(prompt)}</span>' if prompt else ""
-    body = f"<p>{start}{escape(text[len(prompt) :])}</p>"
+    body = f'<p><span class="prompt">{escape(prompt)}</span>{escape(text[len(prompt) :])}</p>'
     return f"<article><h3>step {row['step']:,}</h3>{body}</article>"
 
 
 def sample_page(row: dict) -> str:
     """One sample as a page for the W&B dashboard, without scripts."""
     template = (PAGE / "sample.html").read_text(encoding="utf-8")
-    return template.replace("__SAMPLE__", visible(sample_article(row, MAX_SAMPLE)))
+    return template.replace("__SAMPLE__", visible(sample_article(row)))
 
 
 def attention_page(folder: Path) -> Path | None:
@@ -143,7 +125,7 @@ def attention_page(folder: Path) -> Path | None:
 def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:
     """The attention page in a frame that may run its own script and nothing else."""
     if not embedded:
-        return "<p>No attention page yet.</p>"
+        return ""
     where = quote(page.relative_to(folder).as_posix())
     start = (
         f'<p class="quiet">Every head of every layer. <a href="{where}">Open it on its own page</a>'
@@ -153,10 +135,3 @@ def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes
     )
     content = embedded.replace(b"&", b"&amp;").replace(b'"', b"&quot;")
     return start.encode() + content + b'"></iframe></div>'
-
-
-def settings_section(config: str) -> str:
-    """config.yaml, folded."""
-    if not config.strip():
-        return "<p>No config.yaml yet.</p>"
-    return f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>"

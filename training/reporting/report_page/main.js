@@ -1,6 +1,23 @@
 // Draws the charts as SVG. A cursor at the nearest logged step shows the value of every line. All
 // positions are percentages of the plot, so it fits any width while its text keeps its size.
 
+// Lines: [metric, name, CSS classes]. "thin" is the line behind a smoothed one.
+const CHARTS = [
+  {title: "Loss", unit: "nats per token", lines: [
+    ["train/loss", "training", "training"], ["smoothed", "smoothed", "training"],
+    ["val/loss", "validation", "validation"],
+  ]},
+  {title: "Validation", unit: "bits per byte",
+    lines: [["val/bits_per_byte", "validation", "validation"]]},
+  {title: "Validation accuracy", unit: "share of targets",
+    lines: [["val/accuracy", "validation", "validation"]]},
+  {title: "Learning rate", unit: "", fromZero: true,
+    lines: [["train/learning_rate", "learning rate", "training"]]},
+  {title: "Throughput", unit: "tokens per second", fromZero: true,
+    lines: [["train/tokens_per_second", "throughput", "training"]]},
+  {title: "Gradient norm", unit: "before clipping", fromZero: true,
+    lines: [["train/grad_norm", "gradient norm", "training"]]},
+];
 const MARKERS_UP_TO = 60; // points; above that the markers would hide the line
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 4});
 
@@ -56,32 +73,29 @@ function drawAxes(plot, x, y, xTicks, yTicks) {
   svg("text", plot, {x: "100%", y: "100%", dy: "3em", "text-anchor": "end"}, "step");
 }
 
-function drawChart(figure, chart) {
-  const caption = html("figcaption", figure);
-  const title = html("h3", caption, {textContent: `${chart.title} `});
-  html("span", title, {className: "unit", textContent: chart.unit});
-  const lines = chart.lines.map((line) =>
-    ({...line, points: line.points.filter((point) => point[1] !== null), all: line.points}));
-  if (lines.length) drawPlot(figure, chart, lines);
-  if (chart.gaps) {
-    const textContent = `${chart.gaps} not finite (NaN or inf) and not drawn`;
+function drawChart(figure, {title, unit, fromZero}, lines) {
+  const heading = html("h3", html("figcaption", figure), {textContent: `${title} `});
+  html("span", heading, {className: "unit", textContent: unit});
+  const readout = html("div", figure, {className: "readout", ariaLive: "polite"});
+  const drawn = lines.filter((line) => line.points.length);
+  if (drawn.length) drawPlot(figure, readout, title, fromZero, drawn);
+  if (lines.some((line) => line.all.length > line.points.length)) {
+    const textContent = "Values that are not finite (NaN or inf) are not drawn.";
     html("p", figure, {className: "note", textContent});
   }
 }
 
-function drawPlot(figure, chart, lines) {
-  const readout = html("div", figure, {className: "readout"});
-  readout.setAttribute("aria-live", "polite");
-  const [x0, x1] = [chart.steps[0], Math.max(chart.steps[1], chart.steps[0] + 1)];
+function drawPlot(figure, readout, title, fromZero, lines) {
+  const [x0, x1] = [data.steps[0], Math.max(data.steps[1], data.steps[0] + 1)];
   const values = lines.flatMap((line) => line.points.map((point) => point[1]));
-  const low = Math.min(...values, chart.from_zero ? 0 : Infinity);
+  const low = Math.min(...values, fromZero ? 0 : Infinity);
   const yTicks = roundTicks(low, Math.max(...values), 5);
   const xTicks = roundTicks(x0, x1, Math.min(6, x1 - x0)).filter((t) => t >= x0 && t <= x1);
   const [y0, y1] = [yTicks[0], yTicks.at(-1)];
   const x = (step) => +(100 * (step - x0) / (x1 - x0)).toFixed(3);
   const y = (value) => +(100 * (y1 - value) / (y1 - y0)).toFixed(3);
 
-  const label = `${chart.title} over steps: ${lines.map((line) => line.name).join(", ")}`;
+  const label = `${title} over steps: ${lines.map((line) => line.name).join(", ")}`;
   const plot = svg("svg", figure, {class: "plot", role: "img", tabindex: 0, "aria-label": label});
   drawAxes(plot, x, y, xTicks, yTicks);
   const box = {class: "lines", viewBox: "0 0 100 100", preserveAspectRatio: "none"};
@@ -137,9 +151,14 @@ function readable(plot, readout, lines, {x, y, stepAt}) {
   leave();
 }
 
-const charts = JSON.parse(document.getElementById("data").textContent);
+const data = JSON.parse(document.getElementById("data").textContent);
 const place = document.querySelector(".charts");
-if (!charts.length) place.textContent = "No metrics yet.";
-for (const chart of charts) {
-  drawChart(html("figure", place, {className: chart.keys.length > 1 ? "wide" : ""}), chart);
+for (const chart of CHARTS) {
+  const lines = chart.lines.filter(([key]) => key in data.lines).map(([key, name, classes]) => {
+    const all = data.lines[key], points = all.filter((point) => point[1] !== null);
+    const thin = key === "train/loss" && "smoothed" in data.lines ? " thin" : "";
+    return {name, classes: classes + thin, all, points};
+  });
+  const figure = {className: chart.lines.length > 1 ? "wide" : ""};
+  if (lines.length) drawChart(html("figure", place, figure), chart, lines);
 }
