@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from errors import NO_VALUE, ClearheadError, ConfigError, Problem, refuse
 from training.config.command_line import errors_in_one_line, show_settings, unknown_option
-from training.config.compose import compose, problem_of, register_resolver
+from training.config.compose import compose, problem_of
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
@@ -44,7 +44,6 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 
     @functools.wraps(run)
     def task(values: DictConfig) -> object:
-        register_resolver()  # a launcher may have started this process
         hydra_config = HydraConfig.get()
 
         def config_of_job() -> Config:

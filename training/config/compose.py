@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -16,9 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.version import VersionBase
 from omegaconf import OmegaConf
 
 from errors import NO_VALUE, ConfigError, Problem, refuse
@@ -28,6 +27,8 @@ from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
 
+# `${repository:}` in a YAML file is the folder of this repository.
+OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
 QUOTES = """text with a comma, bracket or quote needs two pairs of quotes: 'key="some, text"'"""
 
 
@@ -53,38 +54,24 @@ def compose(
     return config_from(values, texts, problems)
 
 
-def register_resolver() -> None:
-    """`${repository:}` in a YAML file is the folder of this repository."""
-    OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
-
-
-class ConfigDir(SearchPathPlugin):
-    """Adds the folder of --config-dir to Hydra's search path, as hydra.main does it."""
-
-    folder: ClassVar[str | None] = None
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if self.folder is not None:
-            search_path.append("command-line", f"file://{os.path.abspath(self.folder)}")
-
-
 @contextlib.contextmanager
 def _hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[None]:
     """Hydra initialised for these folders; its global state is restored afterwards."""
-    register_resolver()
-    Plugins.instance().register(ConfigDir)
-    ConfigDir.folder = config_dir
-    application, settings = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
-    version = VersionBase.instance().version_base
+
+    class ConfigDir(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            """As hydra.main does it for --config-dir."""
+            search_path.append("command-line", f"file://{os.path.abspath(config_dir)}")
+
+    before = Singleton.get_state()  # of Hydra and of the resolvers of OmegaConf
+    if config_dir is not None:
+        Plugins.instance().register(ConfigDir)
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(os.path.abspath(config_path), version_base="1.3"):
             yield
     finally:
-        ConfigDir.folder = None
-        GlobalHydra.instance().hydra = application
-        HydraConfig.instance().cfg = settings
-        VersionBase.instance().version_base = version
+        Singleton.set_state(before)
 
 
 def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from helpers import REPOSITORY, TINY
 from helpers.settings import settings
-from hydra.core.global_hydra import GlobalHydra
 from hydra.version import VersionBase
 from omegaconf import OmegaConf
 
@@ -187,12 +186,12 @@ def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):
 def test_compose_leaves_the_process_as_it_was():
     """Also within a Hydra application."""
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.2"):
-        application, version = GlobalHydra.instance().hydra, VersionBase.instance().getbase()
+        version = VersionBase.instance().getbase()
         environment = OmegaConf.create({"home": "${oc.env:HOME}"}).home
         compose(["model=gpt2-nano"])
         with pytest.raises(ConfigError):
             compose(["model=gpt3"])
-        assert GlobalHydra.instance().hydra is application
+        assert hydra.compose(overrides=["+found=7"]).found == 7  # of this application
         assert VersionBase.instance().getbase() == version
         assert OmegaConf.create({"home": "${oc.env:HOME}"}).home == environment
 
