@@ -34,17 +34,17 @@ def fit(run: "Run") -> None:
     """
     trainer, state = run.config.trainer, run.state
     started, first_step = time.perf_counter(), state.step
-    with run, run.translate_errors():  # closes all components, also after an error
+    with run, run.translate_errors():  # `run` closes its components, also after an error
         if state.step == 0:
             evaluate_and_log(run, {})
-        run.metrics.start(state.losses)
+        run.metrics.start(state.losses)  # those between the last row of the log and a resume
         while state.step < trainer.max_steps:
             with run.profiler.step():
                 loss, grad_norm = train_step(run)
             run.metrics.add(loss, grad_norm)
             row = log_row(run) if run.is_due(trainer.log_every) else {}
             with run.metrics.paused():
-                evaluate_and_log(run, row)
+                row = evaluate_and_log(run, row)
                 save_if_due(run, row.get("val/loss"))
             if run.signals.received_on_any_rank(run.strategy):
                 stop(run)
@@ -59,16 +59,16 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     """
     strategy, state = run.strategy, run.state
     strategy.reseed(run.config.seed, state.step)  # dropout is a function of (seed, step, rank)
+    micro_batches = next(run.batches)  # ((input_ids, target_ids), number of targets) each
+    (num_targets,) = strategy.all_reduce_sum(sum(count for _, count in micro_batches))
     mean_loss = 0.0
-    micro_batches = next(run.batches)
-    (targets,) = strategy.all_reduce_sum(sum(count for _, count in micro_batches))
     for number, (tensors, count) in enumerate(micro_batches, start=1):
         input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
         with strategy.no_sync(number < len(micro_batches)):  # gradients are exchanged at the last
             with run.profiler.phase("forward"), strategy.autocast():
                 _, loss = run.trained_model(input_ids, target_ids)
             # Each target of the step counts the same; the gradients of ranks are averaged.
-            loss = loss * (count * strategy.world_size / targets)
+            loss = loss * (count * strategy.world_size / num_targets)
             with run.profiler.phase("backward"):
                 strategy.backward(loss)
         mean_loss = mean_loss + loss.detach()
@@ -79,8 +79,8 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
             run.model, run.optimizer, run.config.trainer.grad_clip, run.metrics.nonfinite
         )
     state.step += 1
-    state.tokens += run.tokens_per_step
-    if strategy.device.type == "cpu":  # reading costs nothing there; on a GPU it waits for a row
+    state.tokens += run.metrics.tokens_per_step
+    if strategy.device.type == "cpu":  # a GPU would have to be waited for: log_row does it there
         run.metrics.check_skipped(state)
     return mean_loss, grad_norm
 
@@ -93,15 +93,18 @@ def log_row(run: "Run") -> dict[str, float]:
     return row
 
 
-def evaluate_and_log(run: "Run", row: dict[str, float]) -> None:
-    """Validation, a sample and an attention snapshot, those that are due; then this step's row of
-    the log, to which validation adds its metrics."""
+def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
+    """Validates, samples a text and takes an attention snapshot where they are due, and logs them.
+
+    row: the training metrics of this step, {} where none are due. Returns them with those of
+    validation.
+    """
     trainer, step = run.config.trainer, run.state.step
     sample = snapshot = None
     evaluation_due = step == 0 or run.is_due(trainer.eval_every)
     snapshot_due = run.lens.is_due(step)
     if evaluation_due or snapshot_due:
-        run.strategy.synchronize()  # training still running on the device is not their time
+        run.strategy.synchronize()  # what the device still computes for training is not their time
     if evaluation_due:
         row |= run.evaluate()
         if trainer.sample_tokens > 0 and step > 0:
@@ -116,16 +119,18 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> None:
         if "attention/timelapse" in snapshot.pages and step < trainer.max_steps:
             run.write_report()  # at the end it is written in any case
         run.lens.seconds += time.perf_counter() - started
+    return row
 
 
 def save_if_due(run: "Run", val_loss: float | None) -> None:
-    """A checkpoint when this is the best validation so far, or when trainer.save_every says so."""
+    """Saves a checkpoint when the validation loss is the lowest so far, and as often as
+    trainer.save_every says. val_loss: None where this step has none."""
     state, due = run.state, run.is_due(run.config.trainer.save_every)
     if not due and val_loss is None:
         return
     run.metrics.check_skipped(state)
     if state.skipped_in_a_row and state.step < run.config.trainer.max_steps:
-        return  # nothing was learned, and the checkpoint before may be needed
+        return  # skipped steps must not push out the checkpoint before them
     is_best = val_loss is not None and run.checkpointer.update_best(state, val_loss)
     if is_best:
         run.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
@@ -134,18 +139,18 @@ def save_if_due(run: "Run", val_loss: float | None) -> None:
 
 
 def save(run: "Run") -> None:
-    """A checkpoint of this step, written in the background."""
+    """Saves a checkpoint of this step. It is written while training continues."""
     state = run.state
     if run.checkpointer.wait(state) == state.step:
         return  # saved already
     run.metrics.store(state)
-    run.tracker.sync()  # the log up to here reaches the disk before the checkpoint does
+    run.tracker.sync()  # the log reaches the disk before the checkpoint does
     is_last = state.step == run.config.trainer.max_steps or run.signals.received > 0
     run.checkpointer.save(state, is_last)
 
 
 def stop(run: "Run") -> None:
-    """Ends the run early, after a checkpoint, with the exit code of the signal."""
+    """Saves a checkpoint and ends the run, with the exit code of the signal."""
     save(run)
     run.checkpointer.finish(run.state)
     run.print_stopped()

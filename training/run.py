@@ -41,9 +41,9 @@ class Run:
     state: State  # what state.json of a checkpoint holds: step, tokens, best loss
     directory: Path
     data: Loaded
-    # Of each step, this rank's micro-batches: (tensors as stored, number of targets) each.
+    # Of each step, this rank's micro-batches: ((input_ids, target_ids), number of targets) each.
     batches: Iterator[list[tuple[Sequence[torch.Tensor], int]]]
-    model: GPT  # evaluated, saved and looked into
+    model: GPT  # evaluated, saved and read by the lens
     trained_model: torch.nn.Module  # the same parameters, possibly wrapped and compiled
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[..., float]  # (step, peak) -> rate
@@ -56,11 +56,6 @@ class Run:
     profiler: Profiler
     signals: StopSignals
     closing: contextlib.ExitStack  # closes the components, the last opened first
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Over all ranks."""
-        return self.metrics.tokens_per_step
 
     def is_due(self, every: int) -> bool:
         """Whether something that happens every N steps, and at the last one, happens now."""
