@@ -27,6 +27,7 @@ from typing_extensions import TypedDict
 
 from errors import CheckpointError, DamagedCheckpointError, message_of
 from files import open_regular, read_bounded, read_json, sync
+from training.optim.loss_spikes import Count, LossSpikes, Number
 
 FORMAT = 3  # of state.json; raised when an older reader would misunderstand
 SUMMED_SINCE = 3  # the format
@@ -56,23 +57,8 @@ def _nonfinite(loss: float) -> float:
 
 
 # Types of the values in state.json, which may have been changed by anybody.
-Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
-Number = Annotated[float, Field(strict=True, ge=-1e100, le=1e100)]  # with a finite square
 Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_nonfinite)]  # of skipped steps
 Id = Annotated[str, Field(pattern=r"^[\w-]{1,128}$")]
-
-
-@dataclass
-class Spikes:
-    """LossSpikes of training/optim/loss_spikes.py."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    seen: Count = 0
-    mean: Number = 0.0
-    variance: Annotated[Number, Field(ge=0)] = 0.0
-    count: Count = 0
-    recent: Number = 0.0
 
 
 # The loss scale of fp16, as torch.amp.GradScaler.state_dict() has it.
@@ -127,7 +113,7 @@ class State:
     losses: list[Loss] | None = None  # of the steps since the last row of the log
     skipped: Count = 0  # steps skipped because the loss or gradient was not finite
     skipped_in_a_row: Count = 0  # of them, up to this step
-    spikes: Spikes = field(default_factory=Spikes)
+    spikes: LossSpikes = field(default_factory=LossSpikes)
     format: Count = FORMAT
 
     @classmethod

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 FIXED = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
-# What may differ between a run and its continuation without changing what is computed. A group is
-# free as a whole.
+# What may differ between a run and its continuation without changing what is computed: groups, and
+# settings of other groups.
 FREE_TO_CHANGE = {
     *("name", "debug", "runs_dir", "parallel", "lens", "wandb", "model.attention"),
     *("data.path", "data.val_path", "data.verify"),  # what is there is compared by its checksums
@@ -101,9 +101,7 @@ def find_start(
     found, values, in_place = shared
     state = State.from_values(values)
     resolve_auto(config, state.settings)
-    source = (
-        f"{config.runs_dir}/{config.name}" if in_place and config.name else config.trainer.resume
-    )
+    source = own_directory(config) if in_place and config.name else config.trainer.resume
     problems = changed_settings(state.settings, config.model_dump(), source)
     if config.trainer.resume_override:
         notes += [f"{key}={value}: {reason}" for key, value, reason, _ in problems]
@@ -233,7 +231,7 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     saved = flat(saved)
     for key, value in flat(now).items():
         # A setting that the checkpoint does not have came later and left things as they were.
-        is_free = key in FREE_TO_CHANGE or key.partition(".")[0] in FREE_TO_CHANGE
+        is_free = FREE_TO_CHANGE & {key, key.partition(".")[0]}
         if is_free or key not in saved or value == saved[key]:
             continue
         hint = f"use {key}={show(saved[key])}, or start a new run with another name="

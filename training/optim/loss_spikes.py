@@ -2,6 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+# As they are read from a checkpoint. The square of a Number is finite.
+Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Number = Annotated[float, Field(strict=True, ge=-1e100, le=1e100)]
 
 
 @dataclass
@@ -15,11 +22,13 @@ class LossSpikes:
     exponential average over about RECENT steps.
     """
 
-    seen: int = 0  # losses so far
-    mean: float = 0.0
-    variance: float = 0.0
-    count: int = 0  # spikes so far
-    recent: float = 0.0  # the short average
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    seen: Count = 0  # losses so far
+    mean: Number = 0.0
+    variance: Annotated[Number, Field(ge=0)] = 0.0
+    count: Count = 0  # spikes so far
+    recent: Number = 0.0  # the short average
 
     DECAY = 0.98
     THRESHOLD = 6.0  # standard deviations

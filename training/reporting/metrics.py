@@ -1,18 +1,16 @@
 """Training metrics: loss, gradient norm, speed, skipped steps and loss spikes."""
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from errors import AGAINST_DIVERGENCE, DivergedError
-from training.checkpoint.format import Spikes, State
+from training.checkpoint.format import State
 from training.distributed.strategy import Strategy
-from training.optim.loss_spikes import LossSpikes
 from training.optim.optimizers import NonFiniteCheck
 from training.reporting.console import Console
 from training.reporting.tracker import Tracker
@@ -33,24 +31,21 @@ class Metrics:
     flops_per_token: float  # forward and backward
     peak_flops: float | None  # of one device, in FLOP/s; None when unknown
     learning_rate: float  # the peak, for the error of a diverged run
-    spikes: LossSpikes = field(default_factory=LossSpikes)
     train_loss: float | None = None  # of the last row
 
     def __post_init__(self):
         self.start()
 
     def restore(self, state: State, forget_skipped: bool) -> None:
-        """Continues the counts of a checkpoint. forget_skipped: begins the count of consecutive
-        skipped steps at 0, because a setting was changed that may help."""
+        """Continues the counts of a state. forget_skipped: begins the count of consecutive skipped
+        steps at 0, because a setting was changed that may help."""
         in_a_row = 0 if forget_skipped else state.skipped_in_a_row
         self.nonfinite.restore(state.skipped, in_a_row)
-        self.spikes = LossSpikes(**dataclasses.asdict(state.spikes))
 
     def store(self, state: State) -> None:
         """Writes what a resumed run needs into the state of a checkpoint; waits for the device."""
         state.losses = list(self.losses())
         self.check_skipped(state)
-        state.spikes = Spikes(**dataclasses.asdict(self.spikes))
 
     def start(self, losses: list[float] | None = None) -> None:
         """Starts the next row. losses: of the steps since the last row before a resume."""
@@ -85,9 +80,9 @@ class Metrics:
         self.check_skipped(state)
         finite = [loss for loss in losses if math.isfinite(loss)]  # the others were skipped
         self.train_loss = sum(finite) / len(finite) if finite else math.nan
-        spikes = self.spikes.count
-        z_scores = [z for loss in losses if (z := self.spikes.add(loss)) is not None]
-        if self.spikes.count > spikes:
+        spikes_before = state.spikes.count
+        z_scores = [z for loss in losses if (z := state.spikes.add(loss)) is not None]
+        if state.spikes.count > spikes_before:
             rise = f"the loss rose to {max(finite):.2f}, far above those before"
             self.notify("Loss spike", f"step {state.step}: {rise}")
         speed = self.tokens_per_step * self.steps / (time.perf_counter() - self.since)
@@ -97,7 +92,7 @@ class Metrics:
             "train/grad_norm": float(self.grad_norm),
             "train/tokens_per_second": speed,
             "train/skipped_steps": state.skipped,
-            "train/loss_spikes": self.spikes.count,
+            "train/loss_spikes": state.spikes.count,
         }
         if z_scores:
             row["train/loss_z_score"] = max(z_scores)

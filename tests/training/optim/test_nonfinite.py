@@ -159,7 +159,7 @@ def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_ru
 def test_spikes_skipped_steps_and_failures_are_alerts(make_run, capsys):
     run = make_run(*LOOP, "trainer.max_skips=2")
     # The first loss, about log(257) = 5.5 of 257 equally likely tokens, is a spike after these.
-    run.metrics.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
+    run.state.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
     sent = []
     run.tracker.alert = lambda title, text, level: sent.append((text, level, run.state.step))
     spoil(run, range(1, 99))
