@@ -234,32 +234,22 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
         cause = f"validating on the files named val ({names}); data.val_fraction is not used"
         notes.append(visible(f"data.path={path}: {cause}", keep=""))
     else:
-        train, val = split_tokens(config, path, train, notes)
+        train, val = split_tokens(config, train, notes)
+    if val is not None and len(val) <= config.max_length:
+        key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
+        cause = f"{len(val)} tokens to validate on, and a window needs {config.max_length + 1}"
+        fix = "use a longer text, a smaller data.max_length, or data.val_fraction=0 to train on all"
+        raise DataError(f"data.{key}", value, cause, fix)
     cut = DocumentWindows if config.within_documents else Windows
     train_set = cut(train, config.max_length, config.stride or config.max_length)
-    val_set = None
-    if val is not None:
-        if len(val) < config.max_length + 1:
-            key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
-            cause = f"{len(val)} tokens to validate on, and a window needs {config.max_length + 1}"
-            fix = "use a longer text or a smaller data.max_length"
-            raise DataError(f"data.{key}", value, cause, fix)
-        val_set = cut(val, config.max_length, config.max_length)
+    val_set = None if val is None else cut(val, config.max_length, config.max_length)
     return Loaded(train_set, val_set, checksums, notes)
 
 
 def split_tokens(
-    config: DataConfig, path: str | list[str], tokens: TokenStream, notes: list[str]
+    config: DataConfig, tokens: TokenStream, notes: list[str]
 ) -> tuple[TokenStream, TokenStream]:
     """The tokens to train on, and those to validate on."""
-    if 2 <= len(tokens) <= config.max_length:
-        raise DataError(
-            "data.path",
-            path,
-            f"{len(tokens)} tokens, and a window needs {config.max_length + 1}",
-            f"use a longer text, or data.max_length={len(tokens) - 1} data.val_fraction=0 to train "
-            "on all of it in one window",
-        )
     num_val = int(len(tokens) * config.val_fraction)
     wished = len(tokens) - num_val
     position = tokens.nearest_document(wished, num_val // 2)
@@ -267,14 +257,4 @@ def split_tokens(
         position = wished
         if tokens.nearest_document(wished, 10**8) is not None:
             notes.append("the validation part begins inside a document, as the documents are long")
-    train, val = tokens.split(position)
-    if len(val) < config.max_length + 1:
-        raise DataError(
-            "data.val_fraction",
-            config.val_fraction,
-            f"leaves {len(val)} of {len(tokens)} tokens for validation, and a window needs "
-            f"{config.max_length + 1}",
-            "use a longer text, a larger data.val_fraction (0 for none) or a smaller "
-            "data.max_length",
-        )
-    return train, val
+    return tokens.split(position)

@@ -172,7 +172,7 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
     elif split == "auto":
         tokens, what = streams["train"], "all of it"
     else:
-        tokens = split_tokens(config, config.path, streams["train"], notes)[split == "val"]
+        tokens = split_tokens(config, streams["train"], notes)[split == "val"]
         what = f"its {split} part, data.val_fraction={config.val_fraction:g}"
     for note in notes:
         print(visible(f"note: {note}"), file=sys.stderr)

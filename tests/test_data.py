@@ -227,8 +227,7 @@ def test_validation_is_the_end_of_the_text(
     place, notes = split_of(ids, val_fraction)
     options = {"max_length": max_length, "stride": stride, "val_fraction": val_fraction}
     sizes = [
-        ("data.path", path, len(ids)),
-        ("data.val_fraction", val_fraction, len(ids) - place),
+        ("data.path", path, len(ids) - place),
         ("data.max_length", max_length, place),
     ]
     if bad := [(key, value) for key, value, size in sizes if size <= max_length]:

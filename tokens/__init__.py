@@ -6,8 +6,8 @@
     paths.py       which files data.path names
     readers.py     text, JSON lines, Parquet and hub data sets -> documents; parts of large files
     stream.py      token ids of many files as one long array
-    shards.py      token files: llm.c's layout and nanoGPT's; manifest.py: what they are
-    prepare.py     texts -> a folder of shards, by many processes and machines; tasks.py: a task
+    shards.py      token files: llm.c's layout and nanoGPT's, and their manifest
+    prepare.py     texts -> a folder of shards, by many processes and machines
     windows.py     windows of a stream of tokens, and mixtures of them
     sampler.py     which windows each step trains on
     synthetic.py   sequences made on the spot
@@ -17,4 +17,3 @@ and modded-nanogpt. So that token is where documents divide, wherever the tokens
 """
 
 END_OF_TEXT = "<|endoftext|>"
-SHARD_MAGIC = 20240520  # llm.c's: how a token file begins

@@ -75,6 +75,8 @@ def _refuse(error: OSError) -> None:
 def unreadable(path: str, error: Exception) -> DataError:
     reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
     fix = "check its permissions, or create or download it again"
+    if path.startswith(HUB):
+        fix = "check NAME:CONFIG:SPLIT, and the network"
     return DataError("data.path", path, f"cannot be read ({reason})", fix)
 
 

@@ -299,12 +299,8 @@ def hub_data(path: str):
     """
     datasets = needed("datasets", path, "the Hugging Face hub", "datasets")
     name, config, split = [*path.removeprefix(HUB).split(":"), "", ""][:3]
-    try:
+    with reading(path, Exception):  # of many kinds: no such name, no network, a choice to make
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # of many kinds: no such name, no network, a choice to make
-        cause = f"cannot be opened ({message_of(error)})"
-        fix = "check NAME:CONFIG:SPLIT, and the network"
-        raise DataError("data.path", path, cause, fix) from error
 
 
 # Kind of file: its reader, a function of the part that yields each document as blocks of UTF-8.

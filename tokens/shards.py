@@ -6,7 +6,8 @@ A shard, as llm.c published the layout and modded-nanogpt reads it, all little-e
     n x uint16    token ids
 
 nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
-shards, and beside them manifest.json: tokenizer, counts and checksums (tokens/manifest.py).
+shards, and next to them manifest.json: tokenizer, counts, and the SHA-256 of each 4 MiB, so that
+the place of damage is known.
 
     streams = open_shards("fineweb/", "gpt2")     # maps the files
     streams["train"].gather(np.array([5]), 1024)  # ids from the fifth on (tokens/stream.py)
@@ -15,29 +16,98 @@ shards, and beside them manifest.json: tokenizer, counts and checksums (tokens/m
 import functools
 import glob
 import hashlib
+import json
 import os
 import re
 import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
-from errors import DataError
-from files import open_regular, rename, temporary_name
-from tokens import SHARD_MAGIC
-from tokens.manifest import MANIFEST, Manifest, ShardEntry, read_manifest
+from errors import DataError, message_of
+from files import atomic_write, open_regular, read_json, rename, temporary_name
 from tokens.paths import find_files, unreadable
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 2**28  # bytes; of 15 TB of shards
+MAGIC = 20240520  # how a token file of llm.c begins
 VERSION = 1
 HEADER_BYTES = 256 * 4
 VERIFY_AT_MOST = 2**30  # bytes that are verified whole whenever they are opened
 TOKEN = np.dtype("<u2")
 # Names of files to validate on, without the ending.
 FOR_VALIDATION = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
+
+
+# --------------------------------------------------------------------------------------- manifest
+
+
+class ShardEntry(BaseModel):
+    """What the manifest says of one shard."""
+
+    model_config = ConfigDict(strict=True)
+
+    # A name in the manifest's folder.
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin$")]
+    tokens: NonNegativeInt
+    documents: NonNegativeInt  # that begin in it
+    sha256: list[str]  # of each BLOCK_BYTES of the file
+
+
+class Manifest(BaseModel):
+    """What a folder of token files is; more may be in the file, for people."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Literal["clearhead-shards"]
+    version: Literal[1]
+    tokenizer: Literal["gpt2", "byte"]
+    tokens: int
+    block_bytes: int
+    shards: list[ShardEntry] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "Manifest":
+        files = {shard.file for shard in self.shards}
+        tokens = sum(shard.tokens for shard in self.shards)
+        if (len(files), tokens, BLOCK_BYTES) != (len(self.shards), self.tokens, self.block_bytes):
+            raise ValueError("it contradicts its shards")
+        return self
+
+
+def write_manifest(
+    folder: Path, shards: list[ShardEntry], tokenizer: str, **facts: str | int
+) -> dict:
+    """The manifest of the shards in this folder, in this order; facts go into it as they are."""
+    manifest = {
+        "format": "clearhead-shards",
+        "version": 1,
+        "tokenizer": tokenizer,
+        **facts,
+        "vocab_size": TOKENIZERS[tokenizer],
+        "tokens": sum(shard.tokens for shard in shards),
+        "documents": sum(shard.documents for shard in shards),
+        "block_bytes": BLOCK_BYTES,
+        "shards": [shard.model_dump() for shard in shards],
+    }
+    atomic_write(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder, every value of it checked: it may come from anywhere."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate(read_json(path, MANIFEST_LIMIT))
+    except (OSError, ValueError) as error:
+        cause = f"cannot be used ({message_of(error)})"
+        raise DataError("data.path", path, cause, "prepare the data again") from error
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -73,7 +143,7 @@ class ShardWriter:
         """Completes the file and gives it its name."""
         self._write()
         header = np.zeros(256, "<i4")
-        header[:3] = SHARD_MAGIC, VERSION, self.tokens
+        header[:3] = MAGIC, VERSION, self.tokens
         self._file.seek(0)
         self._file.write(header.tobytes())
         self._file.flush()
@@ -222,7 +292,7 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
         raise unreadable(str(path), error) from error
     vocab_size = TOKENIZERS[tokenizer]
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
-    if int.from_bytes(header[:4], "little") == SHARD_MAGIC:
+    if int.from_bytes(header[:4], "little") == MAGIC:
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
     else:
         # nanoGPT's: ids without a header, which is known by the zeros behind its three words.
@@ -230,7 +300,7 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
         is_header = len(header) == HEADER_BYTES and not any(header[12:])
         if entry or is_header or size == 0 or size % 2 or ids.max() >= vocab_size:
             magic = int.from_bytes(header[:4], "little", signed=True)
-            cause = f"wrong magic {magic} at byte 0 instead of {SHARD_MAGIC}, and its {size} bytes "
+            cause = f"wrong magic {magic} at byte 0 instead of {MAGIC}, and its {size} bytes "
             cause += f"are no plain uint16 ids below {vocab_size} either"
             raise _bad_file(path, cause, "give token files of llm.c's or nanoGPT's layout")
         first_byte, count = 0, size // 2

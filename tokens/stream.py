@@ -9,6 +9,7 @@ Shapes: B windows of a batch, N ids in each.
 import hashlib
 import itertools
 import mmap
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -63,26 +64,33 @@ class TokenStream:
                 windows = np.lib.stride_tricks.sliding_window_view(array, size)
                 ids[rows[inside]] = windows[local[inside]]
             for row in rows[~inside]:
-                ids[row] = self._across(n, int(starts[row]), size)
-            if self._maps[n]:
-                # Pages that were looked at count as this process's memory as long as they are
-                # mapped, 2 MB for each window where the file system uses large ones.
-                self._maps[n].madvise(mmap.MADV_DONTNEED)
+                ids[row] = self._across(int(starts[row]), size)
+            self._unmap(n)
         if ids.size and ids.max() >= self.vocab_size:
             row, column = np.argwhere(ids >= self.vocab_size)[0]
             self._refuse(int(ids[row, column]), int(starts[row] + column))
         return ids
 
-    def _across(self, n: int, start: int, size: int) -> np.ndarray:
-        """One window that begins in array n and reaches over its end."""
+    def _across(self, start: int, size: int) -> np.ndarray:
+        """One window that reaches over the ends of arrays."""
         ids = np.zeros(size, self.dtype)
-        for begin, array in zip(self.begins[n:], self.arrays[n:], strict=False):
-            if begin >= start + size:
-                break
-            part = array[max(0, start - begin) : start + size - begin]
-            place = max(0, begin - start)
-            ids[place : place + len(part)] = part
+        for _, position, part in self._pieces(start, start + size):
+            ids[position - start : position - start + len(part)] = part
         return ids
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """What each array has from `begin` to before `end`: (its number, position, ids)."""
+        for n in range(np.searchsorted(self.begins, begin, side="right") - 1, len(self.arrays)):
+            first = int(self.begins[n])
+            if first >= end:
+                break
+            yield n, max(begin, first), self.arrays[n][max(0, begin - first) : end - first]
+
+    def _unmap(self, n: int) -> None:
+        """Pages that were read count as this process's memory as long as they are mapped, 2 MB for
+        each window where the file system uses large ones."""
+        if self._maps[n]:
+            self._maps[n].madvise(mmap.MADV_DONTNEED)
 
     def _refuse(self, token: int, position: int) -> None:
         """Raises DataError for an id beyond the vocabulary."""
@@ -98,12 +106,10 @@ class TokenStream:
 
     def _part(self, begin: int, end: int) -> "TokenStream":
         arrays, names = [], []
-        for first, array, (name, byte) in zip(self.begins, self.arrays, self.names, strict=False):
-            low = max(0, begin - first)
-            part = array[low : max(0, end - first)]
-            if len(part):
-                arrays.append(part)
-                names.append((name, byte + low * self.dtype.itemsize))
+        for n, position, part in self._pieces(begin, end):
+            name, byte = self.names[n]
+            arrays.append(part)
+            names.append((name, byte + (position - int(self.begins[n])) * self.dtype.itemsize))
         return TokenStream(arrays, self.vocab_size, self.end_of_text, names)
 
     def document_starts(self) -> np.ndarray:
@@ -114,10 +120,11 @@ class TokenStream:
 
     def _documents(self, low: int, high: int) -> np.ndarray:
         """Where documents but the first begin, from `low` to before `high`."""
-        low, high = max(1, low), min(len(self), high)
-        if low >= high:
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(self.gather(np.array([low]), high - low) == self.end_of_text) + low
+        found = [np.zeros(0, np.int64)]
+        for n, position, part in self._pieces(max(1, low), high):
+            found.append(np.flatnonzero(part == self.end_of_text) + position)
+            self._unmap(n)
+        return np.concatenate(found)
 
     def nearest_document(self, position: int, reach: int) -> int | None:
         """The beginning of a document nearest to a position, at most `reach` tokens away."""

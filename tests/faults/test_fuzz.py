@@ -21,8 +21,7 @@ from helpers.tally import tally
 
 from errors import CheckpointError, ConfigError, DataError
 from generate import GenerateConfig
-from tokens.manifest import write_manifest
-from tokens.shards import ShardWriter, open_shards
+from tokens.shards import ShardWriter, open_shards, write_manifest
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.tensors import load_model

@@ -170,7 +170,7 @@ def test_refusals_name_the_setting_and_write_nothing(in_process, home):
         "out=no/figures.json": (2, "out"),
         "data.path=none.txt": (3, "data.path"),
         "data.path=shards checkpoint=gpt2": (3, "data.tokenizer"),
-        "split=val data.path=i.txt": (3, "data.val_fraction"),
+        "split=val data.path=i.txt": (3, "data.path"),
         "checkpoint=huge": (3, "checkpoint"),  # whose loss is not finite
     }.items():
         given = dict(argument.split("=") for argument in text.split())

@@ -36,10 +36,11 @@ from hypothesis import strategies as st
 
 from errors import ConfigError, DataError
 from scripts.prepare_data import PrepareConfig, main
-from tokens import END_OF_TEXT, encoding, readers, tasks
+from tokens import END_OF_TEXT, encoding, readers
+from tokens import prepare as module
 from tokens.paths import find_files
+from tokens.prepare import make_tasks
 from tokens.readers import divide
-from tokens.tasks import make_tasks
 from training.config.command_line import parse
 
 few = trials(10, 100)
@@ -57,8 +58,8 @@ def here(in_process, tmp_path):
 
 
 def test_number_of_tasks(tmp_path, monkeypatch):
-    assert tasks.SMALLEST_TASK == 2**24
-    monkeypatch.setattr(tasks, "SMALLEST_TASK", 120)
+    assert module.SMALLEST_TASK == 2**24
+    monkeypatch.setattr(module, "SMALLEST_TASK", 120)
     for name, size, shard_tokens, count in (
         ("a.txt", 120, 10**8, 1),
         ("a.txt", 126, 10**8, 2),
@@ -73,7 +74,7 @@ def test_number_of_tasks(tmp_path, monkeypatch):
     groups = write_source(tmp_path / "a.parquet", ["a" * 60] * 8)  # two rows a group
     sizes = [part.size for part in divide(str(groups), 1)]
     assert len(sizes) == 4
-    monkeypatch.setattr(tasks, "SMALLEST_TASK", sum(sizes[:2]))
+    monkeypatch.setattr(module, "SMALLEST_TASK", sum(sizes[:2]))
     made = make_tasks([str(groups)] * 2, "text", 10**8)
     assert [task.size for task in made] == [sum(sizes[:2]), sum(sizes[2:])] * 2
 
@@ -100,7 +101,7 @@ def test_shards_hold_the_ids_of_each_document(
     recipe["shard_tokens"] = shard_tokens
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(tasks, "SMALLEST_TASK", smallest),
+        mock.patch.object(module, "SMALLEST_TASK", smallest),
         mock.patch("os.fsync"),  # for speed
     ):
         out = Path(name) / "out"
@@ -161,7 +162,7 @@ def test_parts_in_any_order_make_the_same_files(draw, collection, n, smallest):
     order = [*twice, *order, *twice]
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(tasks, "SMALLEST_TASK", smallest),
+        mock.patch.object(module, "SMALLEST_TASK", smallest),
         mock.patch("os.fsync"),
     ):
         path = write_collection(Path(name) / "texts", collection)

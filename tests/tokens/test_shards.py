@@ -18,8 +18,7 @@ from helpers.texts import numbers_in, peak_memory, write_packed, write_source
 
 from errors import DataError
 from tokens import shards as module
-from tokens.manifest import MANIFEST, write_manifest
-from tokens.shards import ShardWriter, is_shards, open_shards
+from tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
 from tokens.stream import TokenStream
 from tokens.tokenizers import TOKENIZERS
 
@@ -203,7 +202,7 @@ BAD_VALUES = {
     "block_bytes": (2**20,),
     "tokenizer": ("words", ["gpt2"]),
     "shards": (None, [{}], []),
-    "documents": (58,),  # its shards have 62
+    "tokens": (3069,),  # its shards have 3070
 }
 BAD_SHARD_VALUES = {
     "file": (5, "../b.bin", "a\nb.bin", "a.bin"),  # the last one twice
@@ -348,7 +347,6 @@ def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_pat
     assert module.VERIFY_AT_MOST == 2**30  # as docs/data.md says
     monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr("tokens.stream.BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr("tokens.manifest.BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(module, "VERIFY_AT_MOST", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
     if not with_manifest:
