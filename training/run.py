@@ -4,6 +4,7 @@ Built by training/setup.py; the loop in train.py works on it.
 """
 
 import contextlib
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,6 @@ from training.checkpoint.resume import resume_command
 from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
-from training.reporting import summary
 from training.reporting.console import Console
 from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
@@ -123,21 +123,30 @@ class Run:
                 uploaded = self.tracker.log_model(state.best_step)
         self.write_report()
         out.close()
-        if state.best_loss is not None:
-            best = {"best_val_loss": state.best_loss, "best_step": state.best_step}
-            self.tracker.summary(best)
         out.print()
-        for line in summary.results(state, self.metrics.train_loss, self.evaluator.last_sample):
-            out.print(line)
+        if (loss := self.metrics.train_loss) is not None:
+            out.print(f"training loss    {loss:.4f}  (step {state.step})")
+        best = ""
+        if state.best_loss is not None:
+            best = f"; best {state.best_loss:.4f} at step {state.best_step}"
+            self.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
+        if state.val_loss is not None:
+            out.print(f"validation loss  {state.val_loss:.4f}{best}")
+        if sample := self.evaluator.last_sample:
+            out.print(f"\n{sample}\n")
         out.print(f"run directory    {self.directory}")
         if trained_here:
             waited = f"training waited {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
             out.print(f"checkpoints      written in the background; {waited}")
         for finding in self.lens.findings():
             out.print(f"heads            {finding}")
-        prompt = self.config.trainer.sample_prompt
-        for line in summary.files(self.directory, prompt, self.lens.seconds, seconds):
-            out.print(line)
+        if (timelapse := self.directory / "attention" / "timelapse.html").is_file():
+            share = f"attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s"
+            out.print(f"watch the heads  {timelapse}  ({share})")
+        out.print(f"report           {self.directory / 'report.html'}")
+        prompt = f"prompt={self.config.trainer.sample_prompt}"
+        command = shlex.join(["python", "generate.py", f"checkpoint={self.directory}", prompt])
+        out.print(f"more text        {command}")
         if uploaded:
             out.print(f"model for W&B    {uploaded}")
         if where := self.tracker.where():
@@ -158,13 +167,16 @@ def print_introduction(run: Run, is_compiled: bool, notes: list[str]) -> None:
     config, strategy, trainer, step = run.config, run.strategy, run.config.trainer, run.state.step
     compiled = ", compiled" if is_compiled else ""
     extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
-    val, validation = run.data.val, run.evaluator.validation
-    counts = (len(run.data.train), len(val or ()), len(validation.windows) if validation else 0)
-    size = run.evaluator.batch_size
-    division = summary.division(trainer.batch_size, strategy.world_size, size)
+    val, validation = len(run.data.val or ()), run.evaluator.validation
+    used = len(validation.windows) if validation else 0
+    evaluated = f" ({used:,} of them each time)" if used < val else ""
+    share, size = trainer.batch_size // strategy.world_size, run.evaluator.batch_size
+    ranks = f", {share} on each of {strategy.world_size} ranks" if strategy.world_size > 1 else ""
+    pieces = f", {size} at a time" if size < share else ""
+    windows = f"{len(run.data.train):,} windows of {config.data.max_length} tokens to train on"
     out = run.console.print
     out(f"{run.model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}")
-    out(f"{summary.windows(config, *counts)}; {trainer.batch_size} a step{division}")
+    out(f"{windows}, {val:,} to validate{evaluated}; {trainer.batch_size} a step{ranks}{pieces}")
     for note in (*run.data.notes, *notes):
         out(f"note: {note}")
     out(f"run directory: {run.directory}")

@@ -47,11 +47,9 @@ class RowFile:
         self.sync()
         if lost := self.pending.count(b"\n"):
             print(f"{self.path}: {lost} rows could not be written and are lost", file=sys.stderr)
-        self.pending = b""
         if self.file:
             with contextlib.suppress(OSError):  # reported by fsync
                 self.file.close()
-            self.file = None
 
     def _write(self) -> None:
         try:

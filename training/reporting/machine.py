@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -15,11 +16,10 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
     """What figures are from: processor, commit, versions."""
     linux = hasattr(os, "sched_getaffinity")
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = [line for line in lines if "model name" in line]
+    models = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     return {
         "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
-        "processor": model[0].split(":")[1].strip() if model else platform.machine(),
+        "processor": models[0] if models else platform.machine(),
         "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
         **{name: version(name) for name in packages},

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from errors import DEBUG, exit_code_of, format_error, visible
+from errors import DEBUG, best_effort, exit_code_of, format_error, visible
 from files import atomic_write, make_folder, read_json
 from training.config.yaml_files import REPOSITORY
 from training.reporting import comparison
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from training.config.schema import Config
 
 METRICS = ("val/loss", "train/loss")  # the first one that the runs have is compared
-LONGEST_NAME = 64  # characters of the sweep's folder that are used in the names of its runs
-STOPPED = (130, 143)  # exit codes of a job that a signal has stopped
 
 
 # ---------------------------------------------------------------------------------- one job
@@ -55,12 +53,10 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
         result["run"] = str(Path(config.runs_dir) / config.name)
         print(f"job {number}: {config.name}", flush=True)
         run(config)
-    except SystemExit as stopped:
-        if stopped.code in STOPPED:
-            folder = hydra.sweep.dir
-            print(f"sweep stopped; continue with hydra.sweep.dir={folder}", file=sys.stderr)
-            raise
-        result |= {"exit_code": stopped.code or 0, "error": f"exit code {stopped.code}"}
+    except SystemExit:  # by a signal
+        folder = hydra.sweep.dir
+        print(f"sweep stopped; continue with hydra.sweep.dir={folder}", file=sys.stderr)
+        raise
     except Exception as error:
         if stopped := getattr(error, "stopped", 0):  # by a signal before the error
             raise SystemExit(stopped) from error
@@ -78,8 +74,7 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
 def _label(config: "Config", hydra: DictConfig) -> None:
     """Names the run <sweep>_<number>, the same when the sweep is started again in its folder, and
     groups the sweep's runs on W&B."""
-    name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(hydra.sweep.dir).absolute().name)
-    sweep = name[:LONGEST_NAME].strip("-.+") or "sweep"
+    sweep = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(hydra.sweep.dir).absolute().name)
     if config.name is None:
         config.name = f"{sweep}_{hydra.job.num}"
     if config.wandb.group is None:
@@ -131,11 +126,8 @@ class SweepResults(Callback):
         for job in failed:
             error = job["error"].replace("\n", "; ")
             lines.append(visible(f"job {job['job']}: {' '.join(job['overrides'])}: {error}", ""))
-        try:
+        with best_effort(f"{folder}: results not written"):  # such as a full disk
             write_results(folder, jobs, lines)
-        except Exception as error:  # such as a full disk; the runs themselves are saved
-            words = f"{folder}: results not written ({format_error(error)})"
-            print(visible(words, keep=""), file=sys.stderr)
         if failed:
             print(f"{len(lines)} of {len(jobs)} jobs failed:", *lines, sep="\n  ", file=sys.stderr)
             sys.exit(failed[0]["exit_code"])
