@@ -30,7 +30,12 @@ from training.config.other_names import nearest, unknown_key
 from training.config.schema import AboveZero, NonNegative, Positive
 from training.distributed.launch import check_ranks
 from training.planning import memory
-from training.planning.devices import ASSUMED_UTILISATION, KINDS, WORTH_COMPILING
+from training.planning.devices import (
+    ASSUMED_UTILISATION,
+    KINDS,
+    MEASURED_UTILISATION,
+    WORTH_COMPILING,
+)
 
 
 class PlanConfig(ScriptConfig):
@@ -113,8 +118,9 @@ def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float
     """(fraction of the peak FLOP/s, its source)."""
     if plan.utilisation is not None:
         return plan.utilisation, "as given"
-    share, file = KINDS[plan.kind].measured.get(precision, (ASSUMED_UTILISATION, ""))
-    source = f"measured, {file}" if file else "assumed"
+    share, source = MEASURED_UTILISATION.get((plan.kind, precision)), "measured"
+    if share is None:
+        share, source = ASSUMED_UTILISATION, "assumed"
     if config.trainer.activation_checkpointing:
         # Forward, backward and at most the forward again: 4 units instead of 3.
         return 0.75 * share, f"{source}, less a quarter for activation checkpointing"

@@ -70,19 +70,13 @@ def best_device() -> str:
 
 def best_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the hardware multiplies in it, else fp32; fp16 only when the user sets it."""
+    fast = False
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu":
-        fast = _cpu_has_bf16()
-    else:
-        fast = False
+    elif device.type == "cpu":  # emulated products are slow
+        has = torch.cpu.get_capabilities()
+        fast = any(has.get(flag) for flag in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
     return torch.bfloat16 if fast else torch.float32
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the processor has bf16 products (AVX512-BF16, AMX, Arm); emulated ones are slow."""
-    has = getattr(torch.cpu, "get_capabilities", dict)()  # older than torch 2.12: not known
-    return any(has.get(flag, False) for flag in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
 
 
 def should_compile(choice: str | bool, device: torch.device, training_flops: float) -> bool:

@@ -22,9 +22,8 @@ LONGEST = {True: 512, False: 128}
 
 
 def has_tiles() -> bool:
-    """Whether the processor multiplies bf16 matrices in tiles (AMX). Known since torch 2.12."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return capabilities.get("amx_bf16", False)
+    """Whether the processor multiplies bf16 matrices in tiles (AMX)."""
+    return torch.cpu.get_capabilities().get("amx_bf16", False)
 
 
 def speed_up(model: GPT, dtype: torch.dtype, compiled: bool) -> None:
@@ -105,20 +104,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """F.dropout in training, with masks of 16 random bits per number: torch draws 53 bits, one
     number after another, which takes a quarter of a step. p is rounded to a multiple of 2^-16."""
     dropped = min(round(p * 2**16), 2**16 - 1)
-    return _Dropout.apply(x, dropped) if dropped else x
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, dropped: int) -> Tensor:
-        # Out of place, so that torch.compile accepts it.
-        drawn = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 4),), dtype=torch.int64)
-        kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
-        ctx.save_for_backward(kept)
-        ctx.scale = 2**16 / (2**16 - dropped)  # so that the expectation is x
-        return (x * kept).mul_(ctx.scale)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        return (grad * kept).mul_(ctx.scale), None
+    if not dropped:
+        return x
+    # Out of place, so that torch.compile accepts it.
+    drawn = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 4),), dtype=torch.int64)
+    kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
+    return (x * kept).mul_(2**16 / (2**16 - dropped))  # so that the expectation is x

@@ -5,7 +5,7 @@ and hour, on demand; `scripts.plan price=` takes another.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,8 @@ class Kind:
     fp32: float  # fp32 FLOP/s without TF32, which training does not use
     memory: float  # bytes
     price: float  # US dollars per hour
-    # precision -> (share of the peak that training reached, file in benchmarks/results)
-    measured: dict[str, tuple[float, str]] = field(default_factory=dict, hash=False)
 
 
-BASE = "2026-11-21-base-cpu.json"
 KINDS = {
     "b200": Kind("B200", 2250e12, 75e12, 180e9, 5.0),
     "h200": Kind("H200", 989e12, 67e12, 141e9, 3.5),
@@ -32,17 +29,12 @@ KINDS = {
     "l4": Kind("L4", 121e12, 30e12, 24e9, 0.7),
     "rtx4090": Kind("RTX 4090", 165e12, 82e12, 24e9, 0.4),
     # Not from a data sheet: matrix products measured on two cores of a server.
-    "cpu": Kind(
-        "CPU (2 cores, Zen 5)",
-        800e9,
-        200e9,
-        24e9,
-        0.1,
-        measured={"bf16": (0.36, BASE), "fp32": (0.83, BASE)},
-    ),
+    "cpu": Kind("CPU (2 cores, Zen 5)", 800e9, 200e9, 24e9, 0.1),
 }
-# Share of the peak that training is assumed to reach where it was not measured: a round figure of
-# published trainings of larger GPT-2 models on GPUs. Small models reach less.
+# Fraction of the peak that training reached in benchmarks/results/2026-11-21-base-cpu.json.
+MEASURED_UTILISATION = {("cpu", "bf16"): 0.36, ("cpu", "fp32"): 0.83}
+# Assumed where it was not measured: a round figure of published trainings of larger GPT-2 models on
+# GPUs. Small models reach less.
 ASSUMED_UTILISATION = 0.4
 
 # FLOPs of a run per device from which compilation saves more time than it takes

@@ -135,10 +135,3 @@ def test_other_kernels_and_the_mode_stay(monkeypatch):
     cpu.speed_up(model, torch.bfloat16, compiled=False)
     assert all(block.attn.kernel is explicit for block in model.blocks)
     assert not any(module.training for module in model.modules())
-
-
-def test_capabilities_of_the_processor(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
-    assert cpu.has_tiles()
-    monkeypatch.delattr(torch.cpu, "get_capabilities")  # older than torch 2.12
-    assert not cpu.has_tiles()

@@ -13,7 +13,7 @@ from helpers.settings import settings
 from errors import ConfigError
 from scripts import plan
 from training.config.yaml_files import REPOSITORY
-from training.planning.devices import KINDS, kind_named
+from training.planning.devices import KINDS, MEASURED_UTILISATION, kind_named
 
 XL = ("model=gpt2-xl", "data=text", "model.dropout=0", "trainer.batch_size=512", "data.path=any")
 
@@ -44,14 +44,12 @@ def test_hand_computed_time_and_cost():
 def test_measured_utilisation_is_that_of_the_results():
     """Every stored figure follows from the run of the file: gpt2-small, windows of 256 tokens."""
     per_token = figures("model=gpt2-small", "data.max_length=256")["flops_per_token"]
-    names = {"bf16": "keep", "fp32": "fp32"}
-    measured = [(kind, *item) for kind in KINDS.values() for item in kind.measured.items()]
-    assert len(measured) >= 2
-    for kind, precision, (share, file) in measured:
-        runs = json.loads((REPOSITORY / "benchmarks" / "results" / file).read_text())["runs"]
-        (rates,) = (r["tokens_per_second"] for r in runs if r["name"] == names[precision])
-        peak = kind.fp32 if precision == "fp32" else kind.flops
-        assert share == pytest.approx(median(rates) * per_token / peak, abs=0.005)
+    file = REPOSITORY / "benchmarks" / "results" / "2026-11-21-base-cpu.json"
+    runs = {run["name"]: run for run in json.loads(file.read_text())["runs"]}
+    cpu = KINDS["cpu"]
+    for precision, name, peak in (("bf16", "keep", cpu.flops), ("fp32", "fp32", cpu.fp32)):
+        reached = median(runs[name]["tokens_per_second"]) * per_token / peak
+        assert MEASURED_UTILISATION["cpu", precision] == pytest.approx(reached, abs=0.005)
 
 
 def test_the_source_of_the_utilisation():
@@ -60,7 +58,7 @@ def test_the_source_of_the_utilisation():
         return found["utilisation"], "assumed" in found["utilisation_source"]
 
     assert shown() == (0.4, True)
-    assert shown("kind=cpu") == (KINDS["cpu"].measured["bf16"][0], False)
+    assert shown("kind=cpu") == (MEASURED_UTILISATION["cpu", "bf16"], False)
     assert shown("kind=cpu", "utilisation=0.2") == (0.2, False)
     assert shown("trainer.activation_checkpointing=true") == (pytest.approx(0.3), True)
 
