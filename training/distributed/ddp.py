@@ -46,7 +46,6 @@ class DDP(Strategy):
         # For collectives between CPUs; None is the default group, which is gloo's already.
         limit = datetime.timedelta(seconds=self.timeout)
         self.cpu_group = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
-        self.wrapped: DistributedDataParallel | None = None
 
     def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
         """Calls build() on rank 0 and sends the parameters to the other ranks."""
@@ -65,8 +64,7 @@ class DDP(Strategy):
         return model
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
-        self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return self.wrapped
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()

@@ -25,10 +25,6 @@ class FSDP(DDP):
     name: ClassVar[str] = "fsdp"
     compiles_blocks: ClassVar[bool] = True  # between the all-gathers
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.model: GPT | None = None
-
     def shard(self, model: GPT) -> GPT:
         """Shards a model on the meta device, so that no rank ever holds the whole of it.
 
@@ -50,13 +46,12 @@ class FSDP(DDP):
         return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**fp32))
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
-        self.model = model
         return model
 
     def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
-        self.model.set_requires_gradient_sync(not more_to_come)
+        self.wrapped.set_requires_gradient_sync(not more_to_come)
         if not self.reshard_after_forward:  # then gathered once per step, not per micro-batch
-            self.model.set_reshard_after_backward(not more_to_come)
+            self.wrapped.set_reshard_after_backward(not more_to_come)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager

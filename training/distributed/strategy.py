@@ -82,16 +82,16 @@ class Strategy:
         """
         model.head_loss = head_loss
         if self.device.type == "cpu":
-            cpu.speed_up(model, self.dtype, compiled)
-        wrapped = self._wrap(model)
+            cpu.speed_up(model)
+        self.wrapped = self._wrap(model)
         if not compiled:
-            return wrapped
+            return self.wrapped
         if self.device.type != "cpu" and not self.compiles_blocks:
-            return torch.compile(wrapped)
+            return torch.compile(self.wrapped)
         for block in model.blocks:
             block.compile()  # in place; only training runs the compiled code
         self.eager = functools.partial(torch.compiler.set_stance, "force_eager")
-        return wrapped
+        return self.wrapped
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
         return model

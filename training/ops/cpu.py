@@ -6,7 +6,6 @@ is computed and how dropout masks are drawn differs.
 Shapes: B batch, H heads, T positions, D head_dim.
 """
 
-import functools
 import math
 
 import torch
@@ -16,50 +15,35 @@ from torch import Tensor
 from attention import causal_attn_weights, sdpa
 from model import GPT
 
-# Up to so many positions the gradient from plain products is faster, by compiled or not. For longer
-# sequences that of the fused kernel is, which skips the masked half.
-LONGEST = {True: 512, False: 128}
+# Whether the processor multiplies bf16 matrices in tiles (AMX).
+HAS_TILES = torch.cpu.get_capabilities().get("amx_bf16", False)
 
 
-def has_tiles() -> bool:
-    """Whether the processor multiplies bf16 matrices in tiles (AMX)."""
-    return torch.cpu.get_capabilities().get("amx_bf16", False)
-
-
-def speed_up(model: GPT, dtype: torch.dtype, compiled: bool) -> None:
-    """Replaces dropout and the sdpa kernel of a model that is trained on a CPU.
-
-    dtype: what matrix products run in. compiled: whether the blocks will be compiled.
-    """
-    tiles = dtype == torch.bfloat16 and has_tiles()
-    kernel = functools.partial(attention, longest=LONGEST[compiled] if tiles else 0)
+def speed_up(model: GPT) -> None:
+    """Replaces dropout and the sdpa kernel of a model that is trained on a CPU."""
     for module in (model, *model.blocks):
         module.dropout = Dropout(module.dropout.p).train(module.training)
     for block in model.blocks:
         if block.attn.kernel is sdpa:
-            block.attn.kernel = kernel
+            block.attn.kernel = attention
 
 
 # --------------------------------------------------------------------------------- attention
 
 
-def attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    dropout_p: float = 0.0,
-    longest: int = 0,
-) -> Tensor:
-    """The sdpa kernel of attention.py, with faster dropout and, in bf16 up to `longest` positions,
-    a faster gradient.
+def attention(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
+    """The sdpa kernel of attention.py, with faster dropout and, in bf16 on processors with tiles, a
+    faster gradient of short sequences.
 
     queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D).
     """
     if dropout_p > 0:  # no fused kernel on CPU has dropout: torch writes the weights out as well
         attn_weights = causal_attn_weights(queries, keys).to(values.dtype)
         return dropout(attn_weights, dropout_p) @ values
+    # For longer sequences the fused kernel's gradient is faster, which skips the masked half.
+    longest = 512 if torch.compiler.is_compiling() else 128
     fits = queries.shape == keys.shape and keys.shape[-2] <= longest
-    if fits and queries.dtype == torch.bfloat16:
+    if HAS_TILES and fits and queries.dtype == torch.bfloat16:
         return _Attention.apply(queries, keys, values)
     return sdpa(queries, keys, values)
 

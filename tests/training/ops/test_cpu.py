@@ -38,28 +38,38 @@ def check_errors(got, baseline, right, most):
         assert mine < most * theirs
 
 
-tiled = functools.partial(cpu.attention, longest=512)
+@pytest.fixture
+def tiles(monkeypatch):
+    """A processor with AMX."""
+    monkeypatch.setattr(cpu, "HAS_TILES", True)
 
 
 @pytest.mark.parametrize("sharpness", [1, 10])
-def test_attention_and_its_gradients_are_as_near_as_explicit_in_bf16(sharpness):
+def test_attention_and_its_gradients_are_as_near_as_explicit_in_bf16(tiles, sharpness):
     q, k, v = (normal(2, 3, 64, 32, seed=seed) for seed in range(3))
     half = [(sharpness * q).bfloat16(), k.bfloat16(), v.bfloat16()]
     exact = gradients(explicit, [x.float() for x in half], torch.float32)
-    mine, fused, plain = (gradients(f, half, torch.float32) for f in (tiled, sdpa, explicit))
+    mine, fused, plain = (
+        gradients(f, half, torch.float32) for f in (cpu.attention, sdpa, explicit)
+    )
     assert torch.equal(mine[0], fused[0])
     assert not torch.equal(mine[1], fused[1])
     check_errors(mine, plain, exact, 1.5)
 
 
-def test_attention_is_torchs_where_that_is_faster():
+def test_attention_is_torchs_where_that_is_faster(tiles):
     """With fewer queries than keys, in fp32, and for long sequences."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for T, S, dtype in [(4, 9, bf16), (9, 9, fp32), (600, 600, bf16)]:
         keys = normal(1, 1, S, 8)
         inputs = [x.to(dtype) for x in (normal(1, 1, T, 8), keys, keys)]
-        mine, fused = (gradients(f, inputs, torch.float32) for f in (tiled, sdpa))
+        mine, fused = (gradients(f, inputs, torch.float32) for f in (cpu.attention, sdpa))
         assert all(torch.equal(a, b) for a, b in zip(mine, fused, strict=True)), (T, S)
+    compiled = torch.compile(cpu.attention, backend="aot_eager", fullgraph=True)
+    inputs = [normal(1, 1, 200, 8).bfloat16() for _ in range(3)]
+    for attention, is_torchs in ((cpu.attention, True), (compiled, False)):
+        mine, fused = (gradients(f, inputs, torch.float32) for f in (attention, sdpa))
+        assert torch.equal(mine[1], fused[1]) == is_torchs
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
@@ -97,8 +107,7 @@ def test_attention_with_dropout_drops_weights():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, compiled):
-    monkeypatch.setattr(cpu, "has_tiles", lambda: True)
+def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, tiles, compiled):
     # Without C++, which takes half a minute; fullgraph: what cannot be compiled is an error.
     compiler = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(Block, "compile", compiler)
@@ -112,8 +121,7 @@ def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, c
             _, loss = trained(IDS, IDS)
         loss.backward()
         found[dtype] = [loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])]
-        longest = cpu.LONGEST[compiled] if dtype == torch.bfloat16 else 0
-        assert all(b.attn.kernel.keywords == {"longest": longest} for b in model.blocks)
+        assert all(block.attn.kernel is cpu.attention for block in model.blocks)
         assert set(model.state_dict()) == set(tiny_model(**shape).state_dict())
     assert max(error(found[torch.bfloat16], found[torch.float32])) < 0.03
 
@@ -132,6 +140,6 @@ def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, c
 
 def test_other_kernels_and_the_mode_stay(monkeypatch):
     model = tiny_model(attention="explicit").eval()
-    cpu.speed_up(model, torch.bfloat16, compiled=False)
+    cpu.speed_up(model)
     assert all(block.attn.kernel is explicit for block in model.blocks)
     assert not any(module.training for module in model.modules())
