@@ -127,20 +127,6 @@ def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float
     return share, source
 
 
-PARTS = {
-    "weights": "fp32",
-    "gradients": "fp32",
-    "optimizer": "moments, fp32",
-    "casts": "of the weights, in the precision of the products",
-    "gathered": "weights of other ranks, while they are needed",
-    "activations": "kept by forward for backward",
-    "logits": "of the cross-entropy, a piece at a time",
-    "working": "gradients in flight, buffers of collectives",
-    "slack": "lost by the allocator",
-    "libraries": "the process without a model",
-}
-
-
 def text_of(config: Config, plan: dict) -> str:
     """The plan as text, at most 100 columns wide."""
     model, length, needed = config.model, config.data.max_length, plan["memory"]
@@ -148,7 +134,7 @@ def text_of(config: Config, plan: dict) -> str:
     if config.trainer.activation_checkpointing:
         how.append("activation checkpointing")
     shards = f", 1/{plan['devices']} of them" if plan["strategy"] == "fsdp" else ""
-    parts = PARTS | {name: PARTS[name] + shards for name in ("weights", "optimizer")}
+    parts = memory.PARTS | {name: memory.PARTS[name] + shards for name in ("weights", "optimizer")}
     room = f"{plan['kind']} has {plan['device_memory'] / 1e9:.0f} GB"
     parts["total"] = f"{room}: {'fits' if plan['fits'] else 'does NOT fit'}"
     rows = [
@@ -192,9 +178,10 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     try:
         config = of_training(others)
     except ConfigError as error:
-        for problem in error.problems:
-            meant = isinstance(problem, UnknownSetting) and nearest(problem.key, own)
-            problems.append(unknown_key(problem.key, problem.value, own) if meant else problem)
+        problems += error.problems
+    for n, problem in enumerate(problems):
+        if isinstance(problem, UnknownSetting) and nearest(problem.key, own):
+            problems[n] = unknown_key(problem.key, problem.value, own)
     refuse(problems)
     return config, plan
 

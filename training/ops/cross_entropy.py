@@ -19,9 +19,6 @@ from torch import Tensor
 
 LOGITS_AT_ONCE = 2**28  # enough to keep a GPU busy; half a gigabyte in bf16
 CACHED = 2**19  # logits that stay in a CPU's cache between two matrix products
-# oneDNN computes very wide results faster by parts and, where a result has some 1,000 rows and few
-# columns, leaves one of two cores idle (measured with AMX; on other processors not yet).
-WIDE, TALL = 3072, 512
 
 
 def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
@@ -52,11 +49,11 @@ class _HeadLoss(torch.autograd.Function):
         for x_n, targets_n, counts_n in zip(
             x.split(size), targets.split(size), counts.split(size), strict=True
         ):
-            logits = _logits(x_n, weight)  # (n, V)
+            logits = x_n @ weight.t()  # (n, V)
             losses.append(_losses(logits, targets_n, wants_grad))
             if wants_grad:
                 grad_logits = logits  # that is what they are now
-                grads_x.append(_back_through_head(grad_logits, weight) * counts_n)
+                grads_x.append(grad_logits @ weight * counts_n)
                 part = grad_logits.t() @ (x_n * counts_n * ctx.shrink)  # (V, C)
                 grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
         count = counts.sum()
@@ -77,7 +74,7 @@ class _HeadLoss(torch.autograd.Function):
 def _losses(logits: Tensor, targets: Tensor, wants_grad: bool) -> Tensor:
     """Each position's cross-entropy, (n, 1) in fp32. wants_grad: softmax - onehot, its gradient,
     takes the place of the logits (n, V). targets (n, 1)."""
-    if not _by_parts(logits):
+    if logits.device.type != "cpu" or torch.compiler.is_compiling():
         return _losses_at_once(logits, targets, wants_grad)
     size = max(1, CACHED // logits.shape[1])
     parts = zip(logits.split(size), targets.split(size), strict=True)
@@ -96,24 +93,3 @@ def _losses_at_once(logits: Tensor, targets: Tensor, wants_grad: bool) -> Tensor
         minus_one = -torch.ones_like(targets, dtype=torch.float32)
         logits.copy_(log_probs.exp_().scatter_add_(1, targets, minus_one))
     return losses
-
-
-def _by_parts(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x (n, C), weight (V, C) -> (n, V)."""
-    if not _by_parts(x):
-        return x @ weight.t()
-    logits = x.new_empty(len(x), len(weight))
-    for columns, part in zip(logits.split(WIDE, dim=1), weight.split(WIDE), strict=True):
-        torch.mm(x, part.t(), out=columns)
-    return logits
-
-
-def _back_through_head(grad_logits: Tensor, weight: Tensor) -> Tensor:
-    """grad_logits (n, V), weight (V, C) -> the gradient of x, (n, C)."""
-    if not _by_parts(grad_logits):
-        return grad_logits @ weight
-    return torch.cat([rows @ weight for rows in grad_logits.split(TALL)])

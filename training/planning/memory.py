@@ -27,6 +27,19 @@ SLACK = {"cpu": 0.20, "cuda": 0.05}
 # context and the workspaces of cuBLAS, assumed.
 LIBRARIES = {"cpu": 0.37e9, "cuda": 0.6e9}
 NCCL = 0.6e9  # its buffers on a GPU when there are several ranks: assumed
+# What an estimate is made of.
+PARTS = {
+    "weights": "fp32",
+    "gradients": "fp32",
+    "optimizer": "moments, fp32",
+    "casts": "of the weights, in the precision of the products",
+    "gathered": "weights of other ranks, while they are needed",
+    "activations": "kept by forward for backward",
+    "logits": "of the cross-entropy, a piece at a time",
+    "working": "gradients in flight, buffers of collectives",
+    "slack": "lost by the allocator",
+    "libraries": "the process without a model",
+}
 
 
 @dataclass(frozen=True)
@@ -70,42 +83,22 @@ def estimate(job: Job, windows: int) -> dict[str, float]:
     """
     model, kind = job.config.model, "cpu" if job.device == "cpu" else "cuda"
     positions = windows * job.config.data.max_length  # B T
-    checkpointing = job.config.trainer.activation_checkpointing
     parameters, share = 4 * num_parameters(model), 1 / job.world_size if job.sharded else 1
     embedding = 4 * model.vocab_size * model.emb_dim  # and the head
     before = parameters * ((windows < job.share) + (job.strategy == "ddp"))
-    of_casts, of_block, kept = (
-        casts(job),
-        block_activations(job, windows),
-        activations(job, windows),
-    )
+    kept = activations(job, windows)
+    at_loss = {"gradients": before, "casts": casts(job), "activations": kept}
+    at_loss["logits"] = head(job, positions)
     # In the MLP the gradients of the residual stream, of the branch, after and before GELU.
     in_flight = (4 + 9 * job.c) * positions * model.emb_dim
-    moments = [
-        {
-            "gradients": before,
-            "casts": of_casts,
-            "activations": kept,
-            "logits": head(job, positions),
-        },
-        {
-            "gradients": before,
-            "casts": 0 if checkpointing else of_casts,
-            "activations": kept + (of_block if checkpointing else 0),
-            "working": embedding + in_flight,
-        },
-        {"gradients": before or parameters * share, "working": embedding},
-    ]
-    parts = {
-        "weights": parameters * share,
-        "gradients": 0.0,
-        "optimizer": optimizer_state(job) * share,
-        "casts": 0.0,
-        "gathered": gathered_parameters(job),
-        "activations": 0.0,
-        "logits": 0.0,
-        "working": 0.0,
-    } | max(moments, key=lambda moment: sum(moment.values()))
+    at_last_block = at_loss | {"logits": 0, "working": embedding + in_flight}
+    if job.config.trainer.activation_checkpointing:
+        at_last_block |= {"casts": 0, "activations": kept + block_activations(job, windows)}
+    at_end = {"gradients": before or parameters * share, "working": embedding}
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts |= {"weights": parameters * share, "optimizer": optimizer_state(job) * share}
+    parts["gathered"] = gathered_parameters(job)
+    parts |= max(at_loss, at_last_block, at_end, key=lambda moment: sum(moment.values()))
     parts["slack"] = SLACK[kind] * sum(parts.values())
     parts["libraries"] = LIBRARIES[kind] + NCCL * (job.device == "cuda" and job.world_size > 1)
     return parts

@@ -14,7 +14,7 @@ N, C, V = 40, 16, 37
 def sizes(request, monkeypatch):
     """Pieces so small that all loops run several times, the last one with fewer rows."""
     if request.param == "in pieces":
-        small = {"LOGITS_AT_ONCE": 7 * V, "CACHED": 2 * V, "WIDE": 10, "TALL": 3}
+        small = {"LOGITS_AT_ONCE": 7 * V, "CACHED": 2 * V}
         for name, value in small.items():
             monkeypatch.setattr(module, name, value)
 
