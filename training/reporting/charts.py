@@ -5,9 +5,8 @@
 main.js of report_page/ draws them.
 """
 
+import itertools
 import math
-
-import numpy as np
 
 KEYS = (
     "train/loss",
@@ -61,15 +60,16 @@ def smooth(points: Points) -> Points:
 
     Values that are not finite stay gaps and do not count in their neighbours' windows.
     """
-    steps, values = zip(*points, strict=True)
-    known = ~np.isnan(values)
-    sums = np.cumsum([0, *np.where(known, values, 0)])
-    counts = np.cumsum([0, *known])
-    place = np.arange(len(points))
-    half = np.minimum(place, len(points) // SMOOTH_FROM)
-    start, end = place - half, np.minimum(place + half + 1, len(points))
-    means = (sums[end] - sums[start]) / np.maximum(1, counts[end] - counts[start])
-    return list(zip(steps, np.where(known, means, np.nan).tolist(), strict=True))
+    known = [not math.isnan(value) for _, value in points]
+    values = [value if is_known else 0 for (_, value), is_known in zip(points, known, strict=True)]
+    sums, counts = [0, *itertools.accumulate(values)], [0, *itertools.accumulate(known)]
+    smoothed = []
+    for i, (step, _) in enumerate(points):
+        half = min(i, len(points) // SMOOTH_FROM)
+        start, end = i - half, min(i + half + 1, len(points))
+        mean = (sums[end] - sums[start]) / max(1, counts[end] - counts[start])
+        smoothed.append((step, mean if known[i] else math.nan))
+    return smoothed
 
 
 def thin(points: Points, limit: int = POINTS_PER_LINE) -> Points:
