@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from errors import Problem
+from errors import Problem, refuse, show
 from interop.pretrained import load_pretrained
 from model import GPT, ModelConfig
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
 
 
-def initial_weights(settings: "Config") -> tuple[GPT | None, list[Problem], list[str]]:
-    """A model with the weights of trainer.init_from, what does not fit the settings, and what
-    there is to know.
+def initial_weights(settings: "Config", notes: list[str]) -> GPT:
+    """A model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
 
     Dropout and the kernel are this run's choice; the weights fit all of them. Biases of queries,
-    keys and values that the weights lack begin as zeros; for positions see `positions`.
+    keys and values that the weights lack begin as zeros; for positions see `positions`. notes: gets
+    a line when the run uses positions that were not trained.
     """
     source = settings.trainer.init_from
     assert source is not None
@@ -31,45 +31,39 @@ def initial_weights(settings: "Config") -> tuple[GPT | None, list[Problem], list
     for key in SHAPE:
         have, want = getattr(given, key), getattr(wanted, key)
         if have != want and not (key == "qkv_bias" and want):
-            have = str(have).lower()
-            fix = f"use model.{key}={have}"
-            problems.append(Problem(f"model.{key}", want, f"{theirs} have {have}", fix))
+            fix = f"use model.{key}={show(have)}"
+            problems.append(Problem(f"model.{key}", want, f"{theirs} have {show(have)}", fix))
     if (name := settings.data.tokenizer) != (needed := pretrained.tokenizer_name):
         cause = f"{theirs} were trained with {needed}"
         problems.append(Problem("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
-    if problems:
-        return None, problems, []
+    refuse(problems)
     weights = pretrained.model.state_dict()
-    weights["pos_emb.weight"], notes = positions(
-        weights["pos_emb.weight"],
-        pretrained.window,
-        wanted.context_length,
-        settings.data.max_length,
-    )
+    sizes = (pretrained.window, wanted.context_length, settings.data.max_length)
+    weights["pos_emb.weight"], more = positions(weights["pos_emb.weight"], *sizes)
+    notes.extend(more)
     with torch.device("meta"):  # nothing is held twice
         fresh = GPT(wanted)
     for name, parameter in fresh.named_parameters():
         if name not in weights:  # a bias
             weights[name] = torch.zeros(parameter.shape)
     fresh.load_state_dict(weights, assign=True)
-    return fresh, [], notes
+    return fresh
 
 
 def positions(
     learned: torch.Tensor, window: int, context_length: int, used: int
 ) -> tuple[torch.Tensor, list[str]]:
-    """Position vectors (context_length, C) from a model's (S, C), of which `window` have learned
-    something; and what there is to know, when the run will use `used` of them.
+    """Position vectors (context_length, C) from a model's (S, C), of which `window` were trained,
+    and a note if the run, which uses `used` of them, uses others than the trained ones.
 
-    A shorter context has the first of them. A longer one has the learned ones again and again, as
-    Longformer's began (Beltagy et al. 2020): near positions then look as they did.
+    A shorter context has the first ones. A longer one repeats the trained ones, as Longformer did
+    at its start (Beltagy et al. 2020): neighbouring positions then differ as they did before.
     """
     rows = learned[torch.arange(context_length) % window]
-    known = f"the weights know {window} positions"
+    note = f"model.context_length={context_length}: the weights have {window} trained positions; "
     if context_length < window:
-        return rows, [f"model.context_length={context_length}: {known}; the first are taken"]
+        return rows, [f"{note}the first are used"]
     if used > window or len(learned) != context_length > window:
-        again = f"position {window} begins as position 0, and so on"
-        within = f"data.max_length={window} stays within them"
-        return rows, [f"model.context_length={context_length}: {known}; {again}; {within}"]
+        repeated = f"they are repeated from position {window} on; "
+        return rows, [f"{note}{repeated}data.max_length={window} stays within them"]
     return rows, []

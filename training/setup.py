@@ -203,10 +203,7 @@ def build_model(config: Config, strategy: Strategy, start: Start, notes: list[st
             return load_parameters(start.checkpoint, shape)
         if not config.trainer.init_from:
             return GPT(shape)
-        model, problems, more = initial_weights(config)
-        refuse(problems)
-        notes.extend(more)
-        return model
+        return initial_weights(config, notes)
 
     model = strategy.prepare_model(shape, build)
     model.activation_checkpointing = config.trainer.activation_checkpointing
