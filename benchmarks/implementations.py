@@ -89,7 +89,7 @@ class Implementation:
     version = ""  # or the commit
 
     def __init__(self, variant: Variant, weights: GPT, config: OptimizerConfig, strategy: Strategy):
-        self.variant, self.weights, self.steps = variant, self.prepare(weights), 0
+        self.variant, self.weights, self.steps = variant, weights, 0
         self.strategy = dataclasses.replace(strategy, dtype=variant.dtype)
         self.model = self.build().to(strategy.device).train()
         self.fast_model = self.compile()
@@ -98,9 +98,6 @@ class Implementation:
             keys = ("params", "lr", "betas", "eps", "weight_decay")
             groups = [{key: g[key] for key in keys} for g in self.optimizer.param_groups]
             self.optimizer = torch.optim.AdamW(groups, fused=True)
-
-    def prepare(self, weights: GPT) -> GPT:
-        return weights
 
     def build(self) -> nn.Module:
         """Its model with a copy of the weights, without dropout."""
@@ -205,7 +202,7 @@ def transformers_model(weights: GPT, use_cache: bool) -> nn.Module:
 class NanoGPT(Implementation):
     """github.com/karpathy/nanoGPT, from a checkout in `folder`."""
 
-    def __init__(self, folder: Path, *args):
+    def __init__(self, folder: Path, variant: Variant, weights: GPT, *args):
         # An own module name: our model.py has the same file name.
         spec = importlib.util.spec_from_file_location("_nanogpt_model", folder / "model.py")
         self.module = importlib.util.module_from_spec(spec)
@@ -213,10 +210,7 @@ class NanoGPT(Implementation):
         spec.loader.exec_module(self.module)
         self.version = git(folder, "rev-parse", "--short", "HEAD")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
-            super().__init__(*args)
-
-    def prepare(self, weights: GPT) -> GPT:
-        return pad_vocabulary(weights)  # as in its train.py
+            super().__init__(variant, pad_vocabulary(weights), *args)  # as in its train.py
 
     def build(self) -> nn.Module:
         config = self.weights.config

@@ -34,6 +34,8 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     """
     num_layers, num_heads, _ = codes.shape
     squares = triangle_to_square(codes)  # (L, H, T, T)
+    uniform = uniform_attention(squares.shape[-1]).numpy()
+    is_uniform = np.abs(from_codes(squares) - uniform).max() < 0.1
     room = min(250, max(40, WIDTH // num_heads - 8))
     squares = _pooled(squares, math.ceil(squares.shape[-1] / max(room, 128)))
     scale = max(1, round(room / squares.shape[-1]))
@@ -55,7 +57,7 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
         f"{count} {name}{'s' if count > 1 else ''}"
         for count, name in ((num_layers, "layer"), (num_heads, "head"))
     )
-    if np.abs(from_codes(codes) - uniform_triangle(codes.shape[-1])).max() < 0.1:
+    if is_uniform:
         what = "attention is still uniform"
     draw.text((after, 12), what, PALE_INK, font)
     fits = round((total - left) / small.getlength("m") * 1.45)
@@ -142,12 +144,6 @@ def label(token: str, longest: int = 12) -> str:
     shown = token.strip() or repr(token)[1:-1].replace(" ", "␣")
     shown = "".join(c if c.isprintable() else "·" for c in shown)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
-
-
-def uniform_triangle(num_cells: int) -> np.ndarray:
-    """The weights of uniform attention as a lower triangle of `num_cells` cells, fp32."""
-    num_tokens = int((2 * num_cells) ** 0.5)
-    return uniform_attention(num_tokens)[0].numpy()[np.tril_indices(num_tokens)]
 
 
 def _title(prompt: Prompt, fits: int) -> str:

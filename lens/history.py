@@ -80,19 +80,6 @@ class History:
         return rows
 
 
-def strongest(row: Row, most: int = 5) -> dict[str, list[tuple[int, int, float]]]:
-    """The strongest heads of each kind: {key: [(layer, head, value), ...]}, highest first."""
-    found = {}
-    for key in KINDS:
-        values = row.values[key]
-        if not np.isnan(values).any():
-            places = [np.unravel_index(i, values.shape) for i in np.argsort(-values, axis=None)]
-            found[key] = [
-                (int(layer), int(head), float(values[layer, head])) for layer, head in places[:most]
-            ]
-    return found
-
-
 def atomic_write(path: Path, text: str) -> None:
     """Writes a file under a temporary name and renames it."""
     temporary = path.with_suffix(".tmp")

@@ -10,7 +10,7 @@ import numpy as np
 
 from .config import LensConfig
 from .heatmap import draw_grid, draw_layer
-from .history import COLUMNS, KINDS, History, Row, atomic_write, evenly_spaced, strongest
+from .history import COLUMNS, KINDS, History, Row, atomic_write, evenly_spaced
 from .page import frame_data, page, read, run_data
 from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
 from .statistics import STATISTICS
@@ -112,10 +112,14 @@ class Lens:
         frame = probe(capture_attention, self.prompts, step)
         uniform = uniform_values(self.prompts)
         lines = []
-        for key, heads in strongest(frame.row).items():
-            kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
-            values = [f"L{layer} H{head} {value:.2f}" for layer, head, value in heads]
-            lines.append(f"{kind:<24} {'   '.join(values)}")
+        for key in KINDS:
+            values = frame.row.values[key]  # (L, H)
+            if not np.isnan(values).any():
+                order = np.argsort(-values, axis=None)[:5]
+                places = zip(*np.unravel_index(order, values.shape), strict=True)
+                heads = [f"L{layer} H{head} {values[layer, head]:.2f}" for layer, head in places]
+                kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
+                lines.append(f"{kind:<24} {'   '.join(heads)}")
         return run_data(run_name, self.prompts, [frame_data(frame)], [frame.row]), lines
 
     def findings(self) -> list[str]:
