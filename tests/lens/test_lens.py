@@ -323,7 +323,6 @@ def test_resumed_run_has_the_same_pages(make_run, tmp_path):
     stopped.signals.received = signal.SIGTERM
     with pytest.raises(SystemExit):
         fit(stopped)
-    stopped.tracker.finish()
     folder = tmp_path / "runs" / "halves" / "attention"
     fit(watched_run(make_run, "name=halves"))
     whole = tmp_path / "runs" / "whole" / "attention"
