@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from errors import CheckpointError, DataError, Problem, refuse, visible
+from tokens.tokenizers import token_sizes
 from training.config.command_line import (
     OutFile,
     ScriptConfig,
@@ -91,7 +92,6 @@ class EvaluateConfig(ScriptConfig):
 def main(settings: EvaluateConfig) -> None:
     from inference.perplexity import Rule, Windows, evaluate
     from interop.pretrained import load_pretrained
-    from tokens.tokenizers import token_sizes
     from training.distributed import build, device
 
     refuse(device.check(settings.device, settings.precision))

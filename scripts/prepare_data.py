@@ -27,6 +27,8 @@ from rich.progress import (
 )
 
 from errors import ConfigError, visible
+from tokens.paths import find_files
+from tokens.prepare import Preparation, Recipe
 from training.config.command_line import ScriptConfig, ScriptGroup, settings_command
 from training.config.schema import Count, Name, Paths, Positive, rejected
 from training.reporting.console import rich_console
@@ -70,15 +72,12 @@ class PrepareConfig(ScriptConfig):
 
 @settings_command(PrepareConfig)
 def main(settings: PrepareConfig) -> None:
-    from tokens import paths, prepare
-
     data = settings.data
-    recipe = prepare.Recipe(
+    recipe = Recipe(
         data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens, data.text_key
     )
     part, parts = map(int, settings.part.split("/"))
-    files = paths.find_files(data.path)
-    preparation = prepare.Preparation(files, Path(settings.out), recipe, (part, parts))
+    preparation = Preparation(find_files(data.path), Path(settings.out), recipe, (part, parts))
     try:
         preparation.begin()
     except OSError as error:

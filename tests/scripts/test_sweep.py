@@ -185,8 +185,9 @@ def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
 def test_a_sweep_of_several_ranks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, err = sweep_in(tmp_path, log, "seed=1,2")
-    assert (code, out, len(printed_keys(err))) == (2, "", 1)
+    for option in ("-m", "--experimental-rerun=x.pickle"):
+        code, out, err = run_in(tmp_path, option, "data.path=none")
+        assert (code, out, printed_keys(err)) == (2, "", ["WORLD_SIZE"])
     assert list(tmp_path.iterdir()) == []
 
 

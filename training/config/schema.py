@@ -75,17 +75,13 @@ AutoOrBool = bool | Literal["auto"]
 
 
 class Settings(BaseModel):
-    """Settings of a training run. Unknown ones are refused; values keep their type."""
+    """A group of settings, or all. Unknown ones are refused; values keep their type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-
-class Group(Settings):
-    """One group of settings."""
-
     @classmethod
     def with_defaults(cls, **values: object) -> Self:
-        """The group with the default values of configs/ and these. Raises ConfigError."""
+        """A group with the default values of configs/ and these. Raises ConfigError."""
         group = next(name for name, schema in GROUPS.items() if schema is cls)
         made, problems = validate(cls, default_values()[group] | values)
         refuse([p._replace(key=f"{group}.{p.key.removeprefix(f'{group}.')}") for p in problems])
@@ -110,7 +106,7 @@ def _has_dropout(kernel: str, others: dict) -> None:
 Kernel = Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
 
 
-class ModelSettings(Group):
+class ModelSettings(Settings):
     """The model's shape; model.ModelConfig has the same fields."""
 
     vocab_size: Positive
@@ -147,7 +143,7 @@ def _one_per_path(weights: list[float] | None, others: dict) -> None:
         raise rejected(f"data.path has {entries} entries", hint)
 
 
-class DataConfig(Group):
+class DataConfig(Settings):
     """Which text or token files, and how they are cut into windows."""
 
     synthetic: Literal["induction"] | None
@@ -164,7 +160,7 @@ class DataConfig(Group):
     verify: AutoOrBool
 
 
-class OptimizerConfig(Group):
+class OptimizerConfig(Settings):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "muon"]
@@ -196,7 +192,7 @@ def _within_run(warmup: int | None, others: dict) -> None:
         raise rejected(f"the run ends after max_steps={steps}", "use fewer, or null")
 
 
-class TrainerConfig(Group):
+class TrainerConfig(Settings):
     """The loop: how long, in which portions, how often it evaluates, and on what it runs."""
 
     max_steps: Positive
@@ -231,7 +227,7 @@ def _has_something_to_show(prompts: list[str], others: dict) -> None:
         raise rejected("there is nothing to show", "give a prompt, or use lens=off")
 
 
-class LensSettings(Group):
+class LensSettings(Settings):
     """What the lens shows, and how often; lens.config.LensConfig has the same fields."""
 
     every: Count | None
@@ -242,7 +238,7 @@ class LensSettings(Group):
     frames: Annotated[Positive, Field(ge=2, le=200)]
 
 
-class ParallelConfig(Group):
+class ParallelConfig(Settings):
     """How several processes share the work."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"]
@@ -253,7 +249,7 @@ class ParallelConfig(Group):
 Label = Annotated[Name, Field(max_length=128)]
 
 
-class WandbConfig(Group):
+class WandbConfig(Settings):
     """The run on Weights & Biases. Lengths are those that W&B accepts."""
 
     mode: Literal["auto", "online", "offline", "disabled"]
