@@ -257,7 +257,8 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
     code, out, err = in_process(train.main, tmp_path, *given, "hydra.run.dir=other", "--cfg", "job")
     assert (code, out) == (0, "")
     seen = []
-    code, *_ = in_process(hydra_main(seen.append), tmp_path, *given, "hydra.run.dir=other")
+    run = hydra_main(lambda config: seen.append(config))
+    code, *_ = in_process(run, tmp_path, *given, "hydra.run.dir=other")
     assert (code, seen[0].name, (tmp_path / "other").exists()) == (0, "a", False)
 
 
