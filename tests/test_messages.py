@@ -144,6 +144,12 @@ def test_while_training(make_run, in_process, tmp_path, monkeypatch):
         "parallel.timeout=600: another rank died or timed out (Connection closed by peer"
         "); resume with: python train.py seed=0 trainer.resume=runs/run"
     )
+    with pytest.raises(errors.NotSavedError) as caught, run.translate_errors():
+        raise errors.NotSavedError("checkpoint", "step_00000006", "is not written", "make room")
+    assert str(caught.value) == (
+        "checkpoint=step_00000006: is not written; make room; "
+        "resume with: python train.py seed=0 trainer.resume=runs/run"
+    )
 
 
 def printed(capsys, error, debug=False) -> tuple[int, str]:
