@@ -102,7 +102,7 @@ def main(settings: PrepareConfig) -> None:
     manifest = preparation.finish()
     if manifest is None:
         left = len(preparation.unfinished(preparation.tasks))
-        print(f"part {settings.part} is done; {left} tasks of other parts are not yet")
+        print(f"part {settings.part} ends; {left} tasks (other parts, changed texts) are not done")
         return
     report(manifest, settings)
 

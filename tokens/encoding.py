@@ -139,8 +139,7 @@ class StreamEncoder:
                     end = span
                     while rest[end] & 0xC0 == 0x80:  # inside a character
                         end -= 1
-                with memoryview(rest) as view:
-                    text = bytes(view[:end])
+                text = bytes(rest[:end])
                 ids = self._piece(text, what, offset)
                 if follows not in (None, ids[0]):  # not seen yet
                     cause = f"a run without a break at byte {offset} cannot be tokenized in parts"
@@ -199,13 +198,12 @@ class StreamEncoder:
         return ids
 
 
-def encode_text(txt: str, tokenizer: tiktoken.Encoding, endoftext: str = "token") -> np.ndarray:
+def encode_text(txt: str, tokenizer: tiktoken.Encoding) -> np.ndarray:
     """The ids of a text; any encoding of tiktoken's will do, GPT-2's is the fastest."""
     if tokenizer.name in TOKENIZERS:
-        return collected(StreamEncoder(tokenizer.name, endoftext).encode(text_blocks(txt)))
-    allowed = {END_OF_TEXT} if endoftext == "token" else set()
+        return collected(StreamEncoder(tokenizer.name).encode(text_blocks(txt)))
     txt = b"".join(text_blocks(txt)).decode()  # without halves of surrogate pairs
-    ids = tokenizer.encode_to_numpy(txt, allowed_special=allowed, disallowed_special=())
+    ids = tokenizer.encode_to_numpy(txt, allowed_special={END_OF_TEXT}, disallowed_special=())
     return ids.astype(np.uint16) if tokenizer.n_vocab <= 2**16 else ids
 
 

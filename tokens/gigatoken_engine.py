@@ -1,11 +1,10 @@
 """gigatoken as the fast encoder of GPT-2's tokens, with a limit to its memory."""
 
 import base64
+import contextlib
 import ctypes
 import functools
 import os
-import platform
-import sys
 import tempfile
 
 import numpy as np
@@ -68,7 +67,7 @@ gigatoken = functools.cache(Gigatoken)  # one in a process, with and without the
 def give_back_memory() -> None:
     """Returns freed memory to the system, which glibc by itself keeps: half a megabyte for each
     megabyte of text, as blocks of many sizes come and go."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+    with contextlib.suppress(AttributeError):  # other C libraries do not have it
         ctypes.CDLL(None).malloc_trim(0)
 
 

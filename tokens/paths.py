@@ -1,7 +1,9 @@
 """Which files data.path names, and what kind of text each of them is."""
 
+import contextlib
 import glob
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from errors import DataError, message_of
@@ -69,15 +71,23 @@ def _texts_in(folder: str) -> list[str]:
 
 
 def _refuse(error: OSError) -> None:
-    raise unreadable(error.filename, error)
+    with reading(error.filename, OSError):
+        raise error
 
 
-def unreadable(path: str, error: Exception) -> DataError:
-    reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
-    fix = "check its permissions, or create or download it again"
-    if path.startswith(HUB):
-        fix = "check NAME:CONFIG:SPLIT, and the network"
-    return DataError("data.path", path, f"cannot be read ({reason})", fix)
+@contextlib.contextmanager
+def reading(path: str, *errors: type[Exception]) -> Iterator[None]:
+    """Makes a DataError of this file of the system's or another library's errors."""
+    try:
+        yield
+    except DataError:
+        raise
+    except errors as error:
+        reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
+        fix = "check its permissions, or create or download it again"
+        if path.startswith(HUB):
+            fix = "check NAME:CONFIG:SPLIT, and the network"
+        raise DataError("data.path", path, f"cannot be read ({reason})", fix) from error
 
 
 def check_regular(path: str) -> None:

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from errors import DataError, PreparationError
 from files import atomic_write, clear, read_json
 from tokens.encoding import StreamEncoder
-from tokens.paths import HUB, unreadable
+from tokens.paths import HUB, reading
 from tokens.readers import Part, divide, encode_part
 from tokens.shards import MANIFEST, MANIFEST_LIMIT, ShardEntry, ShardWriter, write_manifest
 
@@ -49,32 +49,19 @@ class Recipe:
     shard_tokens: int
     text_key: str
 
-    def settings(self) -> list:
-        """What the outcome depends on."""
-        return [self.tokenizer, self.endoftext, self.shard_tokens, self.text_key]
-
 
 @dataclass(frozen=True)
 class Task:
-    """Texts that become shards by themselves."""
+    """Texts that become shards by themselves. made_of: their fingerprint when they were divided."""
 
     number: int
     parts: tuple[Part, ...]
-    size: int  # bytes to read, about; rows of a hub data set count as none
+    made_of: str
 
-    def fingerprint(self) -> str:
-        """Changes when a text does."""
-        texts = []
-        for part in self.parts:
-            changed = None
-            if part.kind != "hub":
-                try:
-                    state = os.stat(part.path)
-                except OSError as error:
-                    raise unreadable(part.path, error) from error
-                changed = [state.st_size, state.st_mtime_ns]
-            texts.append([os.path.basename(part.path), part.start, part.stop, changed])
-        return hash_of(texts)
+    @property
+    def size(self) -> int:
+        """Bytes to read, about; rows of a hub data set count as none."""
+        return sum(part.size for part in self.parts)
 
 
 class TaskRecord(BaseModel):
@@ -92,6 +79,19 @@ def hash_of(values: list) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
+def fingerprint(parts: Iterable[Part]) -> str:
+    """Changes when a text does."""
+    texts = []
+    for part in parts:
+        changed = None
+        if part.kind != "hub":
+            with reading(part.path, OSError):
+                state = os.stat(part.path)
+            changed = [state.st_size, state.st_mtime_ns]
+        texts.append([os.path.basename(part.path), part.start, part.stop, changed])
+    return hash_of(texts)
+
+
 def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]:
     """Divides files among tasks of about equal size, in order.
 
@@ -99,16 +99,15 @@ def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]
     """
     total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
     most = min(max(SMALLEST_TASK, total // FEWEST_TASKS), 4 * shard_tokens)
-    tasks: list[Task] = []
-    parts: list[Part] = []
-    size = 0
+    groups: list[list[Part]] = [[]]
+    size = 0  # of the last one
     for part in itertools.chain.from_iterable(divide(file, most, text_key) for file in files):
-        if parts and (size + part.size > most or part.kind == "hub"):
-            tasks.append(Task(len(tasks), tuple(parts), size))
-            parts, size = [], 0
-        parts.append(part)
+        if groups[-1] and (size + part.size > most or part.kind == "hub"):
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
         size += part.size
-    return [*tasks, Task(len(tasks), tuple(parts), size)]
+    return [Task(n, tuple(parts), fingerprint(parts)) for n, parts in enumerate(groups)]
 
 
 # --------------------------------------------------------------------------------------- all tasks
@@ -127,7 +126,8 @@ class Preparation:
         # The same names of texts and the same settings are the same preparation. Each task checks
         # whether its texts have changed.
         names = [os.path.basename(file) for file in files]
-        self.plan = hash_of([names, recipe.settings()])
+        settings = [recipe.tokenizer, recipe.endoftext, recipe.shard_tokens, recipe.text_key]
+        self.plan = hash_of([names, settings])
 
     def begin(self) -> None:
         """Makes the folder. Raises DataError when it holds other token files."""
@@ -156,7 +156,7 @@ class Preparation:
     def unfinished(self, tasks: list[Task]) -> list[Task]:
         """Those that have no record, or one of other texts."""
         made_of = {number: record.made_of for number, record in self._records().items()}
-        return [task for task in tasks if made_of.get(task.number) != task.fingerprint()]
+        return [task for task in tasks if made_of.get(task.number) != fingerprint(task.parts)]
 
     def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
         """Runs these tasks in `workers` processes; calls progress(bytes of text) after each."""
@@ -238,7 +238,6 @@ def run_task(task: Task, folder: Path, recipe: Recipe, plan: str) -> int:
     record_file.unlink(missing_ok=True)  # it would tell of other shards
     for path in folder.glob(f"shard_{task.number:05d}_*.bin*"):
         path.unlink(missing_ok=True)  # of a run that was interrupted
-    made_of = task.fingerprint()
     shards: list[ShardEntry] = []
     writer: ShardWriter | None = None
     try:
@@ -258,6 +257,7 @@ def run_task(task: Task, folder: Path, recipe: Recipe, plan: str) -> int:
     finally:
         if writer:
             writer.abandon()
-    record = TaskRecord(plan=plan, made_of=made_of, text_bytes=encoder.text_bytes, shards=shards)
+    text_bytes = encoder.text_bytes
+    record = TaskRecord(plan=plan, made_of=task.made_of, text_bytes=text_bytes, shards=shards)
     atomic_write(record_file, record.model_dump_json().encode())
-    return encoder.text_bytes
+    return text_bytes

@@ -33,7 +33,7 @@ import numpy as np
 
 from errors import DataError, message_of
 from tokens.encoding import StreamEncoder, find_cut, text_blocks
-from tokens.paths import COMPRESSED, HUB, check_regular, kind_of, unreadable
+from tokens.paths import COMPRESSED, HUB, check_regular, kind_of, reading
 
 BLOCK = 2**20  # bytes read at once
 ROWS = 64  # of Parquet read at once, fewer where a row may be long
@@ -130,17 +130,6 @@ def encode_part(part: Part, encoder: StreamEncoder) -> Iterator[np.ndarray]:
 
 
 @contextlib.contextmanager
-def reading(path: str, *errors: type[Exception]) -> Iterator[None]:
-    """Makes a DataError of this file of another library's errors."""
-    try:
-        yield
-    except DataError:
-        raise
-    except errors as error:
-        raise unreadable(path, error) from error
-
-
-@contextlib.contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked where its name says so. An error of reading is a DataError."""
     check_regular(path)
@@ -213,17 +202,13 @@ def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
             where = f"the line at byte {offset}"
             _check_length(line, part, where)
             if line.strip():
-                yield text_blocks(_json_text(line, part, where), BLOCK)
+                try:
+                    record = json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+                    cause = f"{where} is not JSON ({message_of(error)})"
+                    raise DataError("data.path", part.path, cause, "correct it") from error
+                yield text_blocks(_text_of(record, part, where), BLOCK)
             offset += len(line)
-
-
-def _json_text(line: bytes, part: Part, where: str) -> str:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        cause = f"{where} is not JSON ({message_of(error)})"
-        raise DataError("data.path", part.path, cause, "correct it or remove it") from error
-    return _text_of(record, part, where)
 
 
 def _text_of(record: object, part: Part, where: str) -> str:

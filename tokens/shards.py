@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 
 from errors import DataError, message_of
 from files import atomic_write, open_regular, read_json, rename, temporary_name
-from tokens.paths import find_files, unreadable
+from tokens.paths import find_files, reading
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
@@ -121,7 +121,7 @@ class ShardWriter:
         self.end_of_text = end_of_text
         self.tokens = 0
         self._waiting: list[np.ndarray] = []  # to be written
-        self._written = self._documents = 0
+        self._documents = 0
         self._part = temporary_name(path)
         self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
         self._file.write(bytes(HEADER_BYTES))
@@ -130,14 +130,14 @@ class ShardWriter:
         """More token ids, uint16."""
         self._waiting.append(ids)
         self.tokens += len(ids)
-        if self.tokens - self._written >= 2**20:
+        if len(self._waiting) == 32:  # some 4 MB; of short documents, less
             self._write()
 
     def _write(self) -> None:
         ids = np.concatenate([np.zeros(0, TOKEN), *self._waiting])
         self._documents += int((ids == self.end_of_text).sum())
         self._file.write(ids.astype(TOKEN, copy=False).tobytes())
-        self._waiting, self._written = [], self.tokens
+        self._waiting = []
 
     def close(self) -> ShardEntry:
         """Completes the file and gives it its name."""
@@ -285,11 +285,8 @@ def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> 
 
 def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard:
     """Maps a token file after its header, its size and the manifest agree."""
-    try:
-        with open_regular(path) as file:
-            header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise unreadable(str(path), error) from error
+    with reading(str(path), OSError), open_regular(path) as file:
+        header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     vocab_size = TOKENIZERS[tokenizer]
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
     if int.from_bytes(header[:4], "little") == MAGIC:

@@ -266,6 +266,17 @@ def test_text_that_changes_during_preparation_is_prepared_again(tmp_path, share)
     check_manifest(out, manifest, "byte", 2500)
 
 
+def test_text_that_changes_after_it_was_divided_is_prepared_again(tmp_path):
+    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
+    made = preparation(path, out)
+    made.begin()
+    write_source(path, [TEXT.replace(" a ", "\n")])
+    made.run(made.own, 1, lambda count: None)
+    assert made.finish() is None
+    prepare(path, out)
+    assert ids_of(out) == expected_ids([("txt", [TEXT.replace(" a ", "\n")])])
+
+
 def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
     """A gigatoken that is wrong from the second task on."""
     text = TEXT * 10
