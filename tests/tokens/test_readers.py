@@ -256,13 +256,6 @@ def test_parts_of_a_text_give_the_ids_of_the_whole(folder, encoder, text, most):
     assert encode_all(path, encoder, most) == encode_all(path, encoder) == ids_of([text])
 
 
-def test_a_text_is_divided_evenly(tmp_path):
-    path = write(tmp_path / "a.txt", "Some words. " * 1000)
-    found = [part.size for part in divide(str(path), 500)]
-    assert len(found) == 24
-    assert (min(found), max(found)) == (498, 504)
-
-
 STRAYS = [b"\xff", b"\xf0\x9f", b"\xed\xa0\x80", b"\xc0\x80", b"\x80", b"\x80" * 6, b"\0"]
 not_text = st.tuples(mixes, st.sampled_from(STRAYS), mixes | st.just("")).map(
     lambda parts: parts[0].encode() + parts[1] + parts[2].encode()
