@@ -121,7 +121,7 @@ class ShardWriter:
         self.end_of_text = end_of_text
         self.tokens = 0
         self._waiting: list[np.ndarray] = []  # to be written
-        self._documents = 0
+        self._written = self._documents = 0
         self._part = temporary_name(path)
         self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
         self._file.write(bytes(HEADER_BYTES))
@@ -130,14 +130,14 @@ class ShardWriter:
         """More token ids, uint16."""
         self._waiting.append(ids)
         self.tokens += len(ids)
-        if len(self._waiting) == 32:  # some 4 MB; of short documents, less
+        if self.tokens - self._written >= 2**20:
             self._write()
 
     def _write(self) -> None:
         ids = np.concatenate([np.zeros(0, TOKEN), *self._waiting])
         self._documents += int((ids == self.end_of_text).sum())
         self._file.write(ids.astype(TOKEN, copy=False).tobytes())
-        self._waiting = []
+        self._waiting, self._written = [], self.tokens
 
     def close(self) -> ShardEntry:
         """Completes the file and gives it its name."""
