@@ -84,12 +84,12 @@ def settings_command(schema: type[Schema]) -> Callable:
     def decorate(run: Callable[[Schema], None]) -> Callable[[], None]:
         def main() -> None:
             arguments = sys.argv[1:]
-            if any(argument in ("-h", "--help") for argument in arguments):
-                show_help(schema)
-                return
             with errors_in_one_line(debug="debug=true" in arguments):
                 try:
-                    run(parse(schema, arguments))
+                    if {"-h", "--help"}.isdisjoint(arguments):
+                        run(parse(schema, arguments))
+                    else:
+                        show_help(schema)
                     print(end="", flush=True)
                 except BrokenPipeError:  # the reader of the output, such as `| head`, has ended
                     # Else Python reports at exit that the rest cannot be written.

@@ -5,6 +5,7 @@ What is refused: test_problems.py.
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -181,6 +182,15 @@ def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):
     for key, (_, meaning) in defaults_and_meanings().items():
         assert re.search(rf"^ *{re.escape(key)} +{re.escape(meaning)}", out, re.MULTILINE), key
     assert "[0.125]" in out
+
+
+def test_output_that_nobody_reads_is_no_error():
+    """As with `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, REPOSITORY / "generate.py", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_compose_leaves_the_process_as_it_was():
