@@ -36,8 +36,7 @@ TEXTS = {
     ),
     "a.jsonl": (
         b'{"text": "x"}\nno\n',
-        "the line at byte 14 is not JSON (Expecting value: line 1 column 1 (char 0)); correct "
-        "it or remove it",
+        "the line at byte 14 is not JSON (Expecting value: line 1 column 1 (char 0)); correct it",
     ),
     "a.txt": (
         b"caf\xe9",

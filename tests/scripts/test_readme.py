@@ -34,7 +34,8 @@ def test_files_of_the_tour_and_targets_of_links_exist():
         assert (REPOSITORY / name).exists(), name
     architecture = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     for name in re.findall(r"`([\w/]+\.\w+)`", architecture):
-        written_by_a_run = name.startswith("attention/") or name in ("metrics.jsonl", "report.html")
+        of_a_run = name in ("metrics.jsonl", "samples.jsonl", "report.html")
+        written_by_a_run = of_a_run or name.startswith("attention/")
         assert written_by_a_run or (REPOSITORY / name).exists(), name
     for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(((?!http)[^)#]+)\)", page.read_text(encoding="utf-8")):
