@@ -26,6 +26,7 @@ difference is known, of the versions of Unicode that they are built on; see NEWE
 
 import functools
 import itertools
+import mmap
 import re
 from collections.abc import Iterable, Iterator
 
@@ -72,7 +73,7 @@ NEWER = re.compile(
 )
 
 
-def find_cut(text: bytes | bytearray, start: int, stop: int) -> int | None:
+def find_cut(text: bytes | bytearray | mmap.mmap, start: int, stop: int) -> int | None:
     """The first place from `start` > 0 to before `stop` where CUT finds a cut, or None."""
     found = CUT.search(text, start, min(len(text), stop + 1))  # it looks at the byte behind
     return found.start() if found and found.start() < stop else None

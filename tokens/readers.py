@@ -27,7 +27,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import numpy as np
 
@@ -130,7 +129,7 @@ def encode_part(part: Part, encoder: StreamEncoder) -> Iterator[np.ndarray]:
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[BinaryIO]:
+def opened(path: str) -> Iterator[io.BufferedIOBase]:
     """The file's bytes, unpacked where its name says so. An error of reading is a DataError."""
     check_regular(path)
     with reading(path, OSError, EOFError, zlib.error):
