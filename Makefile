@@ -14,7 +14,7 @@ MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/i
 
 # What the type checker checks with its preset `default`; the rest has `basic`.
 STRICT := attention.py model.py files.py lens inference interop tests/budgets.py \
-    $(addprefix tokens/,checksums.py readers.py sampler.py tasks.py windows.py) \
+    $(addprefix tokens/,readers.py sampler.py windows.py) \
     $(addprefix training/distributed/,build.py process_group.py) \
     $(addprefix training/optim/,loss_spikes.py optimizers.py) \
     $(addprefix training/planning/,memory.py devices.py) training/checkpoint/listing.py \

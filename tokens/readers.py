@@ -133,13 +133,14 @@ def opened(path: str) -> Iterator[io.BufferedIOBase]:
     """The file's bytes, unpacked where its name says so. An error of reading is a DataError."""
     check_regular(path)
     with reading(path, OSError, EOFError, zlib.error):
+        file: io.BufferedIOBase
         if path.lower().endswith(".gz"):
             file = gzip.open(path)  # noqa: SIM115 closed below
         elif path.lower().endswith(".zst"):
             arrow = needed("pyarrow", path, "zstd", "pyarrow")
             file = io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
         else:
-            file = open(path, "rb", buffering=BLOCK)  # noqa: SIM115 closed below
+            file = io.BufferedReader(io.FileIO(path), BLOCK)
         with file:
             yield file
 
