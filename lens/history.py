@@ -58,7 +58,10 @@ class History:
         """
         found = []
         for key in STATISTICS:
-            curve = np.stack([row.values[key] for row in self.rows])  # (snapshots, L, H)
+            rows = [row for row in self.rows if not np.isnan(row.values[key]).all()]
+            if not rows:
+                continue
+            curve = np.stack([row.values[key] for row in rows])  # (snapshots, L, H)
             start, last = curve[0], curve[-1]
             half = (start + last) / 2
             arrived = np.where(last >= start, curve >= half, curve <= half).argmax(0)  # (L, H)
@@ -67,7 +70,7 @@ class History:
             for rank, index in enumerate(order, start=1):
                 layer, head = np.unravel_index(index, last.shape)
                 value, at_start = (round(float(x[layer, head]), 4) for x in (last, start))
-                step = self.rows[arrived[layer, head]].step
+                step = rows[arrived[layer, head]].step
                 found.append((key, rank, int(layer), int(head), value, at_start, step))
         return found
 
@@ -110,7 +113,9 @@ def _line(row: Row) -> str:
 
 def _parsed(line: str | bytes) -> Row:
     values = json.loads(line)
-    return Row(values["step"], {key: np.array(values[key], np.float32) for key in STATISTICS})
+    known = {key: np.array(values[key], np.float32) for key in STATISTICS if key in values}
+    unknown = np.full_like(next(iter(known.values())), np.nan)  # of statistics that came later
+    return Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS})
 
 
 def _read(file: Path) -> list[Row]:
@@ -119,6 +124,8 @@ def _read(file: Path) -> list[Row]:
     rows = []
     with open(file, "rb") as lines:
         while line := lines.readline(LONGEST_LINE):
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            with contextlib.suppress(
+                ValueError, KeyError, TypeError, RecursionError, StopIteration
+            ):
                 rows.append(_parsed(line))  # damaged lines are skipped
     return rows

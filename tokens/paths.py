@@ -12,13 +12,18 @@ HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
 COMPRESSED = (".gz", ".zst")
 # Ending of a name, before that of a compression: kind of text (tokens/readers.py). A folder is
 # searched for these.
-TEXTS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+TEXTS = {
+    ".txt": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
 # A file of any other name is plain text, apart from these.
 KINDS = TEXTS | {".json": "jsonl"}
 
 
 def kind_of(path: str) -> str:
-    """text | jsonl | parquet | hub"""
+    """The kind of text: a key of READERS in tokens/readers.py."""
     return "hub" if path.startswith(HUB) else KINDS.get(_ending(path), "text")
 
 
@@ -41,7 +46,7 @@ def find_files(path: str | list[str]) -> list[str]:
             found = _texts_in(entry)
             if not found:
                 fix = "name other files with a glob, such as FOLDER/*.md"
-                what = "no *.txt, *.jsonl or *.parquet file in this folder"
+                what = f"no {', '.join(f'*{ending}' for ending in TEXTS)} in this folder"
                 raise DataError("data.path", entry, what, fix)
         elif os.path.exists(entry):
             check_regular(entry)
@@ -84,7 +89,7 @@ def reading(path: str, *errors: type[Exception]) -> Iterator[None]:
         raise
     except errors as error:
         reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
-        fix = "check its permissions, or create or download it again"
+        fix = "create or download it again, or check its permissions"
         if path.startswith(HUB):
             fix = "check NAME:CONFIG:SPLIT, and the network"
         raise DataError("data.path", path, f"cannot be read ({reason})", fix) from error

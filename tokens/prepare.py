@@ -159,7 +159,7 @@ class Preparation:
         return [task for task in tasks if made_of.get(task.number) != fingerprint(task.parts)]
 
     def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
-        """Runs these tasks in `workers` processes; calls progress(bytes of text) after each."""
+        """Runs these tasks in `workers` processes; calls progress(bytes read) after each."""
         name = f"lock-{self.part}-of-{self.parts}"  # a lock ends with the process
         try:
             with FileLock(self.folder / "preparing" / name, timeout=0):
@@ -232,7 +232,7 @@ def _begin_worker() -> None:
 
 
 def run_task(task: Task, folder: Path, recipe: Recipe, plan: str) -> int:
-    """Makes the shards of a task and leaves its record; returns the bytes of its text."""
+    """Makes the shards of a task and leaves its record; returns the bytes that were read."""
     encoder = StreamEncoder(recipe.tokenizer, recipe.endoftext, recipe.engine)
     record_file = folder / "preparing" / f"{task.number:05d}.json"
     record_file.unlink(missing_ok=True)  # it would tell of other shards
@@ -260,4 +260,4 @@ def run_task(task: Task, folder: Path, recipe: Recipe, plan: str) -> int:
     text_bytes = encoder.text_bytes
     record = TaskRecord(plan=plan, made_of=task.made_of, text_bytes=text_bytes, shards=shards)
     atomic_write(record_file, record.model_dump_json().encode())
-    return text_bytes
+    return task.size or text_bytes  # the size of a hub data set is unknown

@@ -56,7 +56,7 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """text | jsonl | parquet | hub"""
+        """A key of READERS."""
         return kind_of(self.path)
 
 

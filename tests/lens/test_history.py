@@ -45,6 +45,21 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     assert [line["step"] for line in logged(file)] == [0, 40, 80]
 
 
+def test_rows_without_a_newer_statistic_are_kept(tmp_path):
+    file = tmp_path / "statistics.jsonl"
+    History(file, step=0).add(row(0, entropy=[[1, 2], [3, 4]]))
+    (old,) = logged(file)
+    del old["induction"]
+    file.write_text(json.dumps(old) + "\n")
+    history = History(file, step=40)
+    history.add(row(40, induction=[[0.5, 0], [0, 0]]))
+    assert [line["step"] for line in logged(file)] == [0, 40]
+    assert logged(file)[0]["induction"] == [[None, None], [None, None]]
+    found = {line[0]: line for line in reversed(history.table())}
+    assert found["induction"][4:] == (0.5, 0.5, 40)  # known from step 40 on
+    assert found["entropy"][4:] == (0, 1, 40)
+
+
 def test_damaged_lines_are_dropped(tmp_path):
     file = tmp_path / "statistics.jsonl"
     for damaged in (b'{"step": 80, "entropy": [[0.1', b"[" * 100_000):
