@@ -193,7 +193,8 @@ def block_activations(job: Job, windows: int) -> float:
         model.attention == "sdpa" and not (job.device == "cpu" and has_dropout)
     )
     is_copied = has_dropout or job.precision != "fp32"
-    per_weight = 0 if fused else 4 + has_dropout + c * is_copied
+    mask = 4 if job.device == "cpu" and model.attention != "sdpa" and not job.compiled else 1
+    per_weight = 0 if fused else 4 + mask * has_dropout + c * is_copied
     positions = windows * length
     return positions * (per_channel * model.emb_dim + per_weight * model.num_heads * length)
 

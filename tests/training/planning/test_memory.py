@@ -67,7 +67,14 @@ def kept_by_forward(job) -> int:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "model", [{}, {"dropout": 0.1}, {"attention": "explicit"}], ids=["sdpa", "dropout", "explicit"]
+    "model",
+    [
+        {},
+        {"dropout": 0.1},
+        {"attention": "explicit"},
+        {"attention": "explicit", "dropout": 0.1},
+    ],
+    ids=["sdpa", "sdpa with dropout", "explicit", "explicit with dropout"],
 )
 def test_activations_are_what_autograd_keeps(model, precision, checkpointing):
     given = f"trainer.precision={precision} trainer.activation_checkpointing={checkpointing}"
