@@ -168,5 +168,6 @@ def main(config: "Config") -> None:
 
 if __name__ == "__main__":
     end_quietly()
-    never_fail(quiet=not {"-h", "--help", "-c", "--cfg"}.isdisjoint(sys.argv))
+    prints_only = {"-h", "--help", "-c", "--cfg", "-i", "--info", "--hydra-help"}
+    never_fail(quiet=not prints_only.isdisjoint(sys.argv))
     main()

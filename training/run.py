@@ -141,9 +141,11 @@ class Run:
         for finding in self.lens.findings():
             out.print(f"heads            {finding}")
         if (timelapse := self.directory / "attention" / "timelapse.html").is_file():
-            share = f"attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s"
-            out.print(f"watch the heads  {timelapse}  ({share})")
+            share = f"  (attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s)"
+            out.print(f"watch the heads  {timelapse}{share if trained_here else ''}")
         out.print(f"report           {self.directory / 'report.html'}")
+        if self.config.trainer.profile:
+            out.print(f"profile          {self.directory / 'profile'}")
         prompt = f"prompt={self.config.trainer.sample_prompt}"
         command = shlex.join(["python", "generate.py", f"checkpoint={self.directory}", prompt])
         out.print(f"more text        {command}")
