@@ -10,7 +10,6 @@ training/planning/devices.py has a figure for the device, else assumed, and prin
 """
 
 import math
-import sys
 from datetime import timedelta
 from typing import Annotated, Literal
 
@@ -21,7 +20,7 @@ from training.config import Config, compose
 from training.config.command_line import (
     OutFile,
     ScriptConfig,
-    errors_in_one_line,
+    command_line,
     parse,
     show_help,
     write_out,
@@ -195,12 +194,11 @@ def of_training(overrides: list[str]) -> Config:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if any(argument in ("-h", "--help") for argument in arguments):
-        show_help(PlanConfig)
-        print("\nAll settings of a training command are taken too: python train.py --help")
-        return
-    with errors_in_one_line(debug="debug=true" in arguments):
+    with command_line() as arguments:
+        if not {"-h", "--help"}.isdisjoint(arguments):
+            show_help(PlanConfig)
+            print("\nAll settings of a training command are taken too: python train.py --help")
+            return
         config, plan = composed(arguments)
         found = figures(config, plan)
         print(text_of(config, found))

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,8 @@ from PIL import Image
 import train
 from errors import ConfigError
 from scripts import compare
-from training.config import compose
+from training.checkpoint.resume import resume_command
+from training.config import application, compose
 from training.config.application import hydra_main
 from training.reporting import sweep
 from training.reporting.tracker import Tracker
@@ -171,7 +173,8 @@ def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch)
 
 def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
     configs = []
-    for folder, name in {"sweeps/my lr": "my-lr", "wide": "wide"}.items():
+    names = {"sweeps/my lr": "my-lr", "wide": "wide", "-x": "x", "+": "sweep", "a" * 254: "a" * 64}
+    for folder, name in names.items():
         directory = f"hydra.sweep.dir='{tmp_path / folder}'"
         code, *_ = sweep_in(tmp_path, configs.append, "seed=1,2", directory)
         assert code == 0
@@ -180,6 +183,71 @@ def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
         configs.clear()
     sweep_in(tmp_path, configs.append, "seed=1", "name=mine", "wandb.group=ours")
     assert (configs[0].name, configs[0].wandb.group) == ("mine", "ours")
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    """Those of an earlier sweep in a folder below, too. Its own of an earlier start are removed."""
+    assert sweep_in(tmp_path, log, "seed=1,2")[0] == 0
+    others = {tmp_path / "other" / "result.json": b"{", tmp_path / "result.json": b'{"job": 0}'}
+    for path, content in others.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    others |= {path: path.read_bytes() for path in tmp_path.glob("runs/multirun/*/*/result.json")}
+    for seeds in ("seed=1,2,3", "seed=1,2"):
+        code, _, err = sweep_in(tmp_path, lambda config: None, seeds, "hydra.sweep.dir=.")
+        assert (code, err) == (0, "")
+        jobs = json.loads((tmp_path / "results.json").read_text())["jobs"]
+        assert [job["overrides"][-1] for job in jobs] == seeds.replace(",", " seed=").split()
+    assert {path: path.read_bytes() for path in others} == others
+    assert len(others) == 4
+
+
+def test_a_result_that_cannot_be_read_is_a_failure(tmp_path):
+    def run(config):
+        log(config)
+        if config.seed == 2:
+            (tmp_path / "sweep" / "0" / "result.json").write_bytes(b"{")
+
+    code, out, _ = sweep_in(tmp_path, run, "seed=1,2", "hydra.sweep.dir=sweep")
+    jobs = json.loads((tmp_path / "sweep" / "results.json").read_text())["jobs"]
+    assert (code, [job["exit_code"] for job in jobs]) == (4, [4, 0])
+    assert "| 3.0000 " in out
+
+
+def test_a_result_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
+    """The other jobs continue; a sweeper gets infinity."""
+    losses, full, write = [], [], sweep.atomic_write
+
+    def run(config):
+        log(config)
+        full[:] = [config.seed == 1]
+
+    def atomic_write(path, content):
+        if any(full):
+            full.clear()
+            raise OSError(28, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(sweep, "atomic_write", atomic_write)
+    job = lambda *arguments: losses.append(sweep.run_job(*arguments))  # noqa: E731
+    monkeypatch.setattr(application, "run_job", job)
+    code, out, _ = sweep_in(tmp_path, run, "seed=1,2")
+    jobs = results_of(tmp_path)[1]["jobs"]
+    assert (code, [job["exit_code"] for job in jobs]) == (4, [4, 0])
+    assert losses == [math.inf, 3.0]
+    assert "| 3.0000 " in out
+
+
+def test_a_stopped_job_names_the_sweep(tmp_path, monkeypatch):
+    """Also in a process of a launcher, whose command is not that of the sweep."""
+    hints = []
+
+    def run(config):
+        monkeypatch.setattr("sys.argv", ["_submit.py", "folder"])
+        hints.append(resume_command(tmp_path))
+
+    sweep_in(tmp_path, run, "seed=1", "hydra.sweep.dir=mine")
+    assert "hydra.sweep.dir=mine" in hints[0]
 
 
 def test_a_sweep_of_several_ranks_is_refused(tmp_path, monkeypatch):

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
 from errors import Problem, refuse, show
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
@@ -242,13 +245,15 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
 
 
 def resume_command(directory: Path, is_saved: bool = False) -> str:
-    """How to resume a run after a stop: "resume with: COMMAND".
+    """How to resume a run after a stop: "resume with: COMMAND", or the setting that continues the
+    sweep that the run is a job of.
 
     is_saved: whether the checkpoint has the settings of this command; then only those of this
     machine are repeated.
     """
-    if {"-m", "--multirun"} & set(sys.argv[1:]):
-        return "rerun this job's command"
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")
+        return f"run the sweep again with {folder}"
     kept = []
     for text in sys.argv[1:]:
         key = text.lstrip("+-")

@@ -83,17 +83,11 @@ def settings_command(schema: type[Schema]) -> Callable:
 
     def decorate(run: Callable[[Schema], None]) -> Callable[[], None]:
         def main() -> None:
-            arguments = sys.argv[1:]
-            with errors_in_one_line(debug="debug=true" in arguments):
-                try:
-                    if {"-h", "--help"}.isdisjoint(arguments):
-                        run(parse(schema, arguments))
-                    else:
-                        show_help(schema)
-                    print(end="", flush=True)
-                except BrokenPipeError:  # the reader of the output, such as `| head`, has ended
-                    # Else Python reports at exit that the rest cannot be written.
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with command_line() as arguments:
+                if {"-h", "--help"}.isdisjoint(arguments):
+                    run(parse(schema, arguments))
+                else:
+                    show_help(schema)
 
         return main
 
@@ -188,6 +182,17 @@ def write_out(path: str, content: bytes | dict, key: str = "out") -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         refuse([Problem(key, str(path), reason, "write it to another place")])
+
+
+@contextlib.contextmanager
+def command_line() -> Iterator[list[str]]:
+    """The arguments of a script, whose errors inside are one line each."""
+    with errors_in_one_line(debug="debug=true" in sys.argv):
+        try:
+            yield sys.argv[1:]
+            print(end="", flush=True)
+        except BrokenPipeError:  # as with `| head`; Python would report it again at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

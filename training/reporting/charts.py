@@ -56,7 +56,8 @@ def chart_data(rows: list[dict]) -> dict:
 
 
 def smooth(points: Points) -> Points:
-    """The mean of a centred window around each point, so without lag; shorter at the ends.
+    """The mean of a centred window around each point, so without lag; shorter at the left end, and
+    with fewer later points at the right end.
 
     Values that are not finite stay gaps and do not count in their neighbours' windows.
     """

@@ -3,10 +3,11 @@
     python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2,3
 
 Each job is a run, <runs_dir>/<sweep>_<number>, and leaves result.json in its job directory
-(hydra.sweep.dir/hydra.sweep.subdir). A failed job reports an infinite loss, so that any launcher
-and sweeper continues. At the end Hydra calls `SweepResults` (hydra.callbacks in
-configs/config.yaml), which writes results.md, results.json and results.png into hydra.sweep.dir
-and ends the process with the exit code of the first failed job.
+(hydra.sweep.dir/hydra.sweep.subdir); files of this name without this sweep's directory in them are
+left alone. A failed job reports an infinite loss, so that any launcher and sweeper continues. At
+the end Hydra calls `SweepResults` (hydra.callbacks in configs/config.yaml), which writes
+results.md, results.json and results.png into hydra.sweep.dir and ends the process with the exit
+code of the first failed job.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from errors import DEBUG, best_effort, exit_code_of, format_error, visible
+from errors import DEBUG, best_effort, exit_code_of, format_error, message_of, visible
 from files import atomic_write, make_folder, read_json
 from training.config.yaml_files import REPOSITORY
 from training.reporting import comparison
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from training.config.schema import Config
 
 METRICS = ("val/loss", "train/loss")  # the first one that the runs have is compared
+LONGEST_NAME = 64  # characters of the sweep's folder that are used in the names of its runs
 
 
 # ---------------------------------------------------------------------------------- one job
@@ -42,9 +44,15 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
     last training loss without validation; infinity for a job that failed.
 
     hydra: the job's hydra config. make: makes the config, or raises ConfigError. run: trains.
+    Raises OSError where result.json cannot be written before the job starts: Hydra then runs the
+    other jobs, and ends with this error.
     """
     number, overrides = hydra.job.num, list(hydra.overrides.task)
-    result = {"job": number, "overrides": overrides, "run": None, "exit_code": 0, "error": ""}
+    result = {"sweep": _directory(hydra), "job": number, "overrides": overrides, "run": None}
+    result |= {"exit_code": 4, "error": "ended without a result"}
+    path = Path(hydra.runtime.output_dir) / "result.json"
+    make_folder(path.parent)
+    atomic_write(path, comparison.as_json(result))
     debug = False
     try:
         config = make()
@@ -53,6 +61,7 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
         result["run"] = str(Path(config.runs_dir) / config.name)
         print(f"job {number}: {config.name}", flush=True)
         run(config)
+        result |= {"exit_code": 0, "error": ""}
     except SystemExit:  # by a signal
         folder = hydra.sweep.dir
         print(f"sweep stopped; continue with hydra.sweep.dir={folder}", file=sys.stderr)
@@ -65,16 +74,23 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
         if debug:
             traceback.print_exception(error)
     _free_memory()
-    folder = Path(hydra.runtime.output_dir)
-    make_folder(folder)
-    atomic_write(folder / "result.json", comparison.as_json(result))
-    return math.inf if result["exit_code"] else _objective(result["run"])
+    with best_effort(f"job {number} counts as failed: {path} not written"):  # such as a full disk
+        atomic_write(path, comparison.as_json(result))
+        if not result["exit_code"]:
+            return _objective(result["run"])
+    return math.inf
+
+
+def _directory(hydra: DictConfig) -> str:
+    """The sweep's directory as an absolute path; a job may have another current directory."""
+    return os.path.abspath(os.path.join(hydra.runtime.cwd, hydra.sweep.dir))
 
 
 def _label(config: "Config", hydra: DictConfig) -> None:
     """Names the run <sweep>_<number>, the same when the sweep is started again in its folder, and
     groups the sweep's runs on W&B."""
-    sweep = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(hydra.sweep.dir).absolute().name)
+    name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(_directory(hydra)).name)
+    sweep = name[:LONGEST_NAME].strip("-.+") or "sweep"
     if config.name is None:
         config.name = f"{sweep}_{hydra.job.num}"
     if config.wandb.group is None:
@@ -104,6 +120,8 @@ def _free_memory() -> None:
     gc.collect()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
 
 
 # ------------------------------------------------------------------------------ all jobs
@@ -115,12 +133,15 @@ class SweepResults(Callback):
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for launchers
-        for path in Path(config.hydra.sweep.dir).rglob("result.json"):
-            path.unlink()  # of an earlier start of this sweep
+        sweep = _directory(config.hydra)
+        for path in Path(sweep).rglob("result.json"):
+            if (result := _result(path, sweep)) and result["sweep"]:
+                path.unlink()  # of an earlier start of this sweep
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:
-        folder = Path(config.hydra.sweep.dir)
-        jobs = sorted(map(read_json, folder.rglob("result.json")), key=lambda job: job["job"])
+        folder, sweep = Path(config.hydra.sweep.dir), _directory(config.hydra)
+        found = [_result(path, sweep) for path in Path(sweep).rglob("result.json")]
+        jobs = sorted(filter(None, found), key=lambda job: job["job"])
         failed = [job for job in jobs if job["exit_code"]]
         lines = []
         for job in failed:
@@ -131,6 +152,23 @@ class SweepResults(Callback):
         if failed:
             print(f"{len(lines)} of {len(jobs)} jobs failed:", *lines, sep="\n  ", file=sys.stderr)
             sys.exit(failed[0]["exit_code"])
+
+
+def _result(path: Path, sweep: str) -> dict | None:
+    """What a job of this sweep has left; None for the file of anything else.
+
+    A file that cannot be read and is directly in a job's directory is that of a failed job.
+    """
+    try:
+        result = read_json(path)
+    except (OSError, ValueError) as error:
+        if str(path.parent.parent) != sweep or not path.parent.name.isdecimal():
+            return None
+        failed = {"exit_code": 4, "error": f"{path} cannot be read ({message_of(error)})"}
+        number = int(path.parent.name)
+        return {"sweep": None, "job": number, "overrides": [], "run": None} | failed
+    is_own = isinstance(result, dict) and result.get("sweep") == sweep
+    return result if is_own else None
 
 
 def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:

@@ -184,12 +184,17 @@ def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):
     assert "[0.125]" in out
 
 
-def test_output_that_nobody_reads_is_no_error():
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate.py", "--help"], ["-m", "scripts.plan", "--help"], ["-m", "scripts.plan"]],
+)
+def test_output_that_nobody_reads_is_no_error(arguments):
     """As with `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, REPOSITORY / "generate.py", "--help"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
