@@ -238,8 +238,11 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
     if val is not None and len(val) <= config.max_length:
         key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
         cause = f"{len(val)} tokens to validate on, and a window needs {config.max_length + 1}"
-        fix = "use a longer text, a smaller data.max_length, or data.val_fraction=0 to train on all"
-        raise DataError(f"data.{key}", value, cause, fix)
+        fix = "a longer text, a smaller data.max_length, or data.val_fraction=0 to train on all"
+        is_split = not config.val_path and "val" not in streams
+        if is_split and len(train) + len(val) > 2 * (config.max_length + 1):
+            fix = f"a larger data.val_fraction, {fix}"
+        raise DataError(f"data.{key}", value, cause, f"use {fix}")
     cut = DocumentWindows if config.within_documents else Windows
     train_set = cut(train, config.max_length, config.stride or config.max_length)
     val_set = None if val is None else cut(val, config.max_length, config.max_length)

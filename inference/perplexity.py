@@ -1,6 +1,6 @@
 """How well a model predicts a text: the rule of sliding windows, and the figures that follow.
 
-    windows = Windows(tokens, Rule(max_length=1024, stride=512))
+    windows = ScoredWindows(tokens, Rule(max_length=1024, stride=512))
     figures = evaluate(model, windows, token_sizes, batch_size=8)
 
 A window gives the model up to `max_length` tokens to read and each next token to predict; the next
@@ -22,7 +22,7 @@ from rich.progress import track
 
 from model import GPT
 from tokens.stream import TokenStream
-from tokens.synthetic import IGNORED
+from tokens.windows import IGNORED
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rule:
     within_documents: bool = False
 
 
-class Windows:
+class ScoredWindows:
     """The windows of a rule over a stream of tokens, in order, and what each of them scores.
 
     Needs memory for a few numbers per document with within_documents, and for nothing otherwise.
@@ -77,7 +77,7 @@ class Windows:
 
 
 def evaluate(
-    model: GPT, windows: Windows, token_sizes: np.ndarray, batch_size: int
+    model: GPT, windows: ScoredWindows, token_sizes: np.ndarray, batch_size: int
 ) -> dict[str, float | int | None]:
     """The figures of a model in eval mode: tokens, bytes, loss (nats per token), perplexity and
     bits_per_byte. Shows its progress where stderr is a terminal.

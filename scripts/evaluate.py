@@ -90,7 +90,7 @@ class EvaluateConfig(ScriptConfig):
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from inference.perplexity import Rule, Windows, evaluate
+    from inference.perplexity import Rule, ScoredWindows, evaluate
     from interop.pretrained import load_pretrained
     from training.distributed import build, device
 
@@ -98,7 +98,7 @@ def main(settings: EvaluateConfig) -> None:
     pretrained = load_pretrained(settings.checkpoint)
     rule = Rule(*window_sizes(settings, pretrained), settings.data.within_documents)
     tokens, what = read(settings, pretrained)
-    windows = Windows(tokens, rule)
+    windows = ScoredWindows(tokens, rule)
     if not windows.num_targets:
         reason = f"{len(tokens)} tokens ({what}), and to score one takes two"
         raise DataError("data.path", settings.data.path, reason, "use a longer text")

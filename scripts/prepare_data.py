@@ -109,8 +109,10 @@ def main(settings: PrepareConfig) -> None:
 
 def report(manifest: dict, settings: PrepareConfig) -> None:
     """Says what there is now, and how to train on it."""
-    counts = f"{manifest['tokens']:,} tokens, {manifest['documents']:,} documents"
-    print(visible(f"{counts}, {len(manifest['shards']):,} shards in {settings.out}", keep=""))
+    counts = {"token": manifest["tokens"], "document": manifest["documents"]}
+    counts["shard"] = len(manifest["shards"])
+    counted = ", ".join(f"{count:,} {of}{'s' * (count != 1)}" for of, count in counts.items())
+    print(visible(f"{counted} in {settings.out}", keep=""))
     name = settings.data.tokenizer
     tokenizer = "" if name == "gpt2" else f" data.tokenizer={name}"
     path = shlex.quote(f"data.path={settings.out}")

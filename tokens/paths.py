@@ -62,7 +62,7 @@ def find_files(path: str | list[str]) -> list[str]:
 
 def _texts_in(folder: str) -> list[str]:
     """The texts in a folder, at any depth; what is hidden is skipped. Links are followed, and each
-    folder is entered once."""
+    folder is entered once, each file named once."""
     found, seen = [], {*map(str, Path(os.path.realpath(folder)).parents)}
     for here, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != ".")
@@ -70,8 +70,12 @@ def _texts_in(folder: str) -> list[str]:
             folders.clear()
             continue
         seen.add(real)
-        texts = [name for name in names if name[0] != "." and _ending(name) in TEXTS]
-        found += [str(Path(here, name)) for name in texts]
+        for name in sorted(names):
+            if name[0] != "." and _ending(name) in TEXTS:
+                path = str(Path(here, name))
+                if (real := os.path.realpath(path)) not in seen:
+                    seen.add(real)
+                    found.append(path)
     return sorted(filter(os.path.isfile, found), key=Path)
 
 

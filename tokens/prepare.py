@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -33,7 +33,14 @@ from files import atomic_write, clear, read_json
 from tokens.encoding import StreamEncoder
 from tokens.paths import HUB, reading
 from tokens.readers import Part, divide, encode_part
-from tokens.shards import MANIFEST, MANIFEST_LIMIT, ShardEntry, ShardWriter, write_manifest
+from tokens.shards import (
+    HEADER_BYTES,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    ShardEntry,
+    ShardWriter,
+    write_manifest,
+)
 
 SMALLEST_TASK = 2**24  # bytes of text
 FEWEST_TASKS = 32  # of a large text, so that many workers are busy to the end
@@ -138,19 +145,23 @@ class Preparation:
         elif any(record.plan != self.plan for record in self._records().values()):
             cause = "its preparation was begun with other texts or settings"
         elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
-            cause = "holds the token files of texts that have changed since"
+            cause = "its texts have changed since, or its token files are damaged"
         if cause:
             fix = "give another out=, or delete the folder to begin again"
             raise DataError("out", self.folder, cause, fix)
         preparing.mkdir(parents=True, exist_ok=True)
 
     def _records(self) -> dict[int, TaskRecord]:
-        """The record of each finished task; one that cannot be read is none."""
+        """The record of each finished task; one that cannot be read, or whose shards are not there
+        in full size, is none."""
         records = {}
         for path in (self.folder / "preparing").glob("[0-9]*.json"):
             with contextlib.suppress(OSError, ValueError):
                 values = read_json(path, MANIFEST_LIMIT)
-                records[int(path.stem)] = TaskRecord.model_validate(values)
+                record = TaskRecord.model_validate(values)
+                sizes = [(self.folder / shard.file).stat().st_size for shard in record.shards]
+                if sizes == [HEADER_BYTES + 2 * shard.tokens for shard in record.shards]:
+                    records[int(path.stem)] = record
         return records
 
     def unfinished(self, tasks: list[Task]) -> list[Task]:
@@ -159,14 +170,16 @@ class Preparation:
         return [task for task in tasks if made_of.get(task.number) != fingerprint(task.parts)]
 
     def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
-        """Runs these tasks in `workers` processes; calls progress(bytes read) after each."""
+        """Runs those of these tasks that are unfinished, in `workers` processes; calls
+        progress(bytes read) after each."""
         name = f"lock-{self.part}-of-{self.parts}"  # a lock ends with the process
         try:
-            with FileLock(self.folder / "preparing" / name, timeout=0):
+            with self._writing(), FileLock(self.folder / "preparing" / name, timeout=0):
+                tasks = self.unfinished(tasks)  # another process may have had the lock before
                 work = functools.partial(
                     run_task, folder=self.folder, recipe=self.recipe, plan=self.plan
                 )
-                if workers == 1 or len(tasks) == 1:
+                if workers == 1 or len(tasks) <= 1:
                     for task in tasks:
                         progress(work(task))
                 else:
@@ -174,7 +187,15 @@ class Preparation:
         except Timeout:
             cause = "is being prepared by another process"
             raise DataError("out", self.folder, cause, "wait for it, or stop it") from None
-        except OSError as error:  # of reading, the reader makes a DataError
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Makes a PreparationError of the system's errors; those of reading are a DataError."""
+        try:
+            yield
+        except Timeout:  # of a lock
+            raise
+        except OSError as error:
             cause = f"cannot be written ({error.strerror or error})"
             fix = "make room, then rerun the same command"
             raise PreparationError("out", self.folder, cause, fix) from error
@@ -188,8 +209,11 @@ class Preparation:
         shards = [shard for record in records for shard in record.shards]
         if not shards:
             raise DataError("out", self.folder, "no text in any of the files", "check data.path")
-        with FileLock(self.folder / "preparing" / "lock"):
+        with self._writing(), FileLock(self.folder / "preparing" / "lock"):
             clear(self.folder)
+            found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
+            for path in found - {self.folder / shard.file for shard in shards}:
+                path.unlink(missing_ok=True)  # of texts before a change
             return write_manifest(
                 self.folder,
                 shards,

@@ -75,12 +75,12 @@ def divide(path: str, most: int, text_key: str = "text") -> Iterator[Part]:
         with _parquet(path) as file:
             groups = range(file.num_row_groups)
             sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
-        first = 0
+        first = size = 0
         for group in groups:
-            size = sum(sizes[first : group + 1])
+            size += sizes[group]
             if size >= most or group == groups[-1]:
                 yield Part(path, first, group + 1, text_key, size)
-                first = group + 1
+                first, size = group + 1, 0
     else:
         size = os.path.getsize(path)
         can_divide = kind in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
@@ -173,7 +173,8 @@ def _text_blocks(part: Part) -> Iterator[bytes]:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
             if (zero := raw.find(b"\0")) >= 0:
                 cause = f"binary (a zero byte at byte {offset + zero})"
-                raise DataError("data.path", part.path, cause, "give a text file, as UTF-8")
+                fix = "unpack it (*.gz and *.zst are read) or convert it to UTF-8"
+                raise DataError("data.path", part.path, cause, fix)
             carried = decoder.getstate()[0]  # of a character that this block completes
             try:
                 text = decoder.decode(raw, final=not raw)
@@ -226,7 +227,8 @@ def _text_of(record: object, part: Part, where: str) -> str:
 def _check_length(text: bytes | str, part: Part, where: str) -> None:
     """Raises DataError for a text that would take too much memory."""
     if len(text) > LONGEST:
-        cause = f"{where} is longer than {LONGEST:,} bytes"
+        unit = "bytes" if isinstance(text, bytes) else "characters"
+        cause = f"{where} is longer than {LONGEST:,} {unit}"
         raise DataError("data.path", part.path, cause, "divide its text into several")
 
 
@@ -234,13 +236,17 @@ def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
     with _parquet(part.path) as file:
         if part.text_key not in file.schema_arrow.names:
             _text_of(dict.fromkeys(file.schema_arrow.names), part, "the file")
-        for group in range(file.num_row_groups)[part.start : part.stop]:
-            rows = _rows_at_once(file.metadata.row_group(group), group, part)
-            batches = file.iter_batches(rows, row_groups=[group], columns=[part.text_key])
-            values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-            for row, value in enumerate(values):
-                where = f"row {row} of row group {group}"
-                yield text_blocks(_text_of({part.text_key: value.as_py()}, part, where), BLOCK)
+        groups = {
+            number: file.metadata.row_group(number)
+            for number in range(file.num_row_groups)[part.start : part.stop]
+        }
+        rows = min((_rows_at_once(groups[number], number, part) for number in groups), default=ROWS)
+        batches = file.iter_batches(rows, row_groups=list(groups), columns=[part.text_key])
+        values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+        places = ((row, n) for n, group in groups.items() for row in range(group.num_rows))
+        for value, (row, number) in zip(values, places, strict=True):
+            where = f"row {row} of row group {number}"
+            yield text_blocks(_text_of({part.text_key: value.as_py()}, part, where), BLOCK)
 
 
 def _rows_at_once(metadata, group: int, part: Part) -> int:

@@ -214,10 +214,13 @@ def open_shards(
                 "data.tokenizer",
                 tokenizer,
                 f"{folder / MANIFEST} is of shards made with {manifest.tokenizer}",
-                f"use data.tokenizer={manifest.tokenizer}",
+                f"train with data.tokenizer={manifest.tokenizer}, or prepare them with {tokenizer}",
             )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < (wanted := len(files) + 256) <= hard:  # each mapped file is an open one
+    wanted = len(files) + 256  # each mapped file is an open one
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     opened = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
     total = sum(shard.size for shard in opened)

@@ -172,6 +172,33 @@ def test_two_at_the_same_time(start, here, resumed, tmp_path):
     resumed()
 
 
+def test_two_parts_finish_at_the_same_time(start, resumed, tmp_path):
+    """Both may write the manifest."""
+    processes = [start("part=1/2"), start("part=2/2")]
+    wait_until((tmp_path / "out/preparing/lock-2-of-2").exists, processes[1])
+    (tmp_path / "hold").unlink()
+    assert [ended(process) for process in processes] == [0, 0]
+    assert (tmp_path / "out" / "manifest.json").exists()
+    resumed()
+
+
+def test_full_disk_at_the_manifest(here, tmp_path):
+    """It is the largest file of many small shards."""
+    write_source(tmp_path / "a.txt", ["Some words of a text. " * 20])
+    arguments = ["data.path=a.txt", "out=out", "shard_tokens=5"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
+    try:
+        code, _, errors = here(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (code, printed_keys(errors)) == (4, ["out"])
+    kept = finished_shards(tmp_path / "out")
+    assert here(*arguments)[0] == 0
+    check_kept(tmp_path / "out", kept)
+    assert (tmp_path / "out" / "manifest.json").stat().st_size > 2500
+
+
 def test_full_disk(here, tmp_path):
     """A limit on the size of files stands for the disk. The first task stays below it."""
     collection = [("txt", ["Short. " * 6000]), ("txt", ["A text of some length. " * 9000])]

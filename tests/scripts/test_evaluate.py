@@ -12,13 +12,13 @@ from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
 from data import DataConfig, get_tokenizer, load_datasets
-from inference.perplexity import Rule, Windows
+from inference.perplexity import Rule, ScoredWindows
 from interop.huggingface import to_hf
 from model import GPT, ModelConfig
 from scripts.evaluate import main
 from tokens.encoding import encode_text
 from tokens.stream import TokenStream
-from tokens.synthetic import IGNORED
+from tokens.windows import IGNORED
 
 CONTEXT = 33  # positions of the weights; transformers' windows include the last target
 BELL = "A bell rang: “twice”, said the keeper, naïve as ever.\n" * 3
@@ -111,7 +111,7 @@ def test_each_token_is_scored_once_behind_the_context_of_the_rule(within_documen
     spans = list(zip(starts, [*starts[1:], len(ids)], strict=True))
     spans = spans if within_documents else [(0, len(ids))]
     for max_length, stride in ((1, 1), (4, 4), (5, 3), (6, 1), (40, 9)):
-        windows = Windows(stream, Rule(max_length, stride, within_documents))
+        windows = ScoredWindows(stream, Rule(max_length, stride, within_documents))
         expected = []  # (what is read, what is scored behind it)
         for begin, end in spans:
             for window in by_the_rule(end - begin, max_length, stride):

@@ -210,6 +210,49 @@ def test_task_with_a_damaged_record_is_done_again(tmp_path):
     assert ids_of(tmp_path / "out") == expected_ids([("txt", [TEXT])])
 
 
+@pytest.mark.parametrize("size", [None, 0, 1030])
+def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
+    """Of a complete folder it is refused: a run may be training on it."""
+    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
+    prepare(path, tmp_path / "whole")
+    prepare(path, out, 1, 2)
+    for number in (1, 2):  # begun, and complete
+        shard = out / "shard_00000_00.bin"
+        if size is None:
+            shard.unlink()
+        else:
+            os.truncate(shard, size)
+        if number == 2:
+            with refused(DataError, "out", out, 3):
+                prepare(path, out)
+            break
+        prepare(path, out)
+        assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_shards_of_a_longer_text_do_not_stay(tmp_path):
+    """It is replaced when half of its tasks are done."""
+    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
+    prepare(path, out, 2, 2)
+    assert (out / "shard_00003_00.bin").exists()
+    write_source(path, ["A few words."])
+    check_manifest(out, prepare(path, out), "gpt2", 30)
+
+
+def test_tasks_that_another_process_finished_are_kept(tmp_path):
+    """It finished them after this one had looked which are left."""
+    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
+    made = preparation(path, out)
+    made.begin()
+    left = made.unfinished(made.own)
+    prepare(path, out)
+    before = finished_shards(out)
+    for workers in (1, 2):
+        made.run(left, workers, lambda count: None)
+    assert len(left) > 1
+    check_kept(out, before)
+
+
 def test_other_files_in_the_folder(here, tmp_path):
     """They stay as they are. Token files of another origin are refused."""
     write_source(tmp_path / "a.txt", [TEXT])

@@ -120,6 +120,9 @@ def test_links_are_followed_and_not_circular(tmp_path):
     write(tmp_path / "elsewhere" / "b.txt")
     for n, target in enumerate([top, top.parent, tmp_path / "elsewhere", top / "gone"]):
         (top / f"link{n}").symlink_to(target)
+    for name in ("sub/a.txt", "z.txt"):  # linked files are named once
+        (top / name).parent.mkdir(exist_ok=True)
+        (top / name).symlink_to(a)
     with not_waiting():
         assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
 
@@ -204,6 +207,21 @@ def test_parquet(tmp_path):
         column = pyarrow.array(texts)
         column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
         assert read(write_parquet(tmp_path / "a.parquet", column)) == [t.encode() for t in texts]
+
+
+def test_parquet_of_many_row_groups(tmp_path):
+    texts = [f"Text {n}." for n in range(700)] + [None]
+    path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=1)
+    single, parts = list(divide(str(path), 1)), list(divide(str(path), 5000))
+    assert [part.start for part in single] == list(range(701))
+    assert 5 < len(parts) < 701
+    assert all(part.size >= 5000 for part in parts[:-1])
+    for part in parts:
+        assert part.size == sum(one.size for one in single[part.start : part.stop])
+    assert sum(part.size for part in parts) == sum(one.size for one in single)
+    assert read(path, 0, 700) == read(path, 0, 300) + read(path, 300, 700)
+    assert read(path, 300, 700) == [text.encode() for text in texts[300:700]]
+    assert numbers_in(check_refused(path, 300)) == {0, 700}  # the row and its group
 
 
 def test_unusable_parquet_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import stat
 import struct
 from pathlib import Path
@@ -269,6 +270,26 @@ def test_plain_ids_are_told_from_headers_and_texts(tmp_path):
     path.write_bytes(plain(ids_of(1112)))  # with a manifest every file needs a header
     with refuses(path, struct.unpack("<i", plain(ids_of(2)))[0]):
         opened(tmp_path, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((10, 100), (100, 100)),
+        ((10, 1000), (257, 1000)),
+        ((10, resource.RLIM_INFINITY), (257, resource.RLIM_INFINITY)),
+        ((300, 1000), None),
+    ],
+)
+def test_limit_of_open_files_is_raised_as_far_as_needed_and_allowed(
+    tmp_path, monkeypatch, limits, expected
+):
+    asked = {}
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_NOFILE: limits}.get)
+    monkeypatch.setattr(resource, "setrlimit", asked.__setitem__)
+    write_shards(tmp_path, {"a.bin": [1, 2, 3]})
+    assert read(tmp_path) == [1, 2, 3]
+    assert asked.get(resource.RLIMIT_NOFILE) == expected
 
 
 @pytest.fixture

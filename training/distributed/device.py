@@ -74,7 +74,7 @@ def best_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":  # emulated products are slow
-        has = torch.cpu.get_capabilities()
+        has = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later
         fast = any(has.get(flag) for flag in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
     return torch.bfloat16 if fast else torch.float32
 

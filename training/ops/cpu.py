@@ -15,8 +15,8 @@ from torch import Tensor
 from attention import causal_attn_weights, sdpa
 from model import GPT
 
-# Whether the processor multiplies bf16 matrices in tiles (AMX).
-HAS_TILES = torch.cpu.get_capabilities().get("amx_bf16", False)
+# Whether the processor multiplies bf16 matrices in tiles (AMX); torch before 2.12 does not tell.
+HAS_TILES = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
 
 
 def speed_up(model: GPT) -> None:

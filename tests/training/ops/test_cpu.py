@@ -1,6 +1,7 @@
 """Attention and dropout of training/ops/cpu.py against torch's own."""
 
 import functools
+import runpy
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from helpers.models import random_ids, tiny_model
 
 from attention import explicit, sdpa
 from model import Block
+from training.distributed.device import best_dtype
 from training.distributed.strategy import Strategy
 from training.ops import cpu
 
@@ -36,6 +38,13 @@ def check_errors(got, baseline, right, most):
     """Of output and gradients: at most so many times those of the baseline."""
     for mine, theirs in zip(error(got, right), error(baseline, right), strict=True):
         assert mine < most * theirs
+
+
+def test_torch_that_does_not_tell_what_the_processor_can(monkeypatch):
+    """torch before 2.12."""
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not runpy.run_path(cpu.__file__)["HAS_TILES"]
+    assert best_dtype(torch.device("cpu")) == torch.float32
 
 
 @pytest.fixture
