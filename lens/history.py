@@ -11,6 +11,7 @@ import contextlib
 import csv
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,11 +85,14 @@ class History:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Writes a file under a temporary name and renames it."""
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)  # a link would be followed
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    """Writes a file under a temporary name, a new one each time, and renames it."""
+    part = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except BaseException:  # an interrupt, too
+        part.unlink(missing_ok=True)
+        raise
 
 
 def evenly_spaced(items: list, most: int) -> list:

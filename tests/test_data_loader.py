@@ -220,3 +220,10 @@ def test_bits_per_byte_where_targets_are_ignored():
             "val/loss": pytest.approx(math.log(257), rel=1e-6),
             "val/bits_per_byte": pytest.approx(math.log2(257) * num_targets / 19, rel=1e-6),
         }
+
+
+def test_targets_without_bytes_are_measured_by_accuracy():
+    """End-of-text tokens are no text: there are no bits per byte."""
+    dataset = documents_of([0] * 12)
+    metrics = Validation(dataset, np.arange(len(dataset)), bytes_of).run(Table(), CPU, 2)
+    assert metrics.keys() == {"val/loss", "val/accuracy"}

@@ -29,13 +29,16 @@ from helpers.runs import (
 )
 
 import train
-from errors import CheckpointError, ConfigError, DataError, DivergedError
+from errors import CheckpointError, ConfigError, DataError, DivergedError, NotSavedError
 from train import fit, save, train_step
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
+from training.checkpoint.resume import changed_settings
 from training.checkpoint.tensors import load_model
+from training.config.schema import TrainerConfig
 from training.distributed.strategy import Strategy
 from training.optim.optimizers import NonFiniteCheck
+from training.translate_errors import translate_errors
 
 # Settings of the finished run that tests resume; they differ from the defaults.
 OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.log_every=2")
@@ -332,6 +335,13 @@ def test_invalid_settings_of_a_run_are_an_error_of_its_checkpoint(run, resumed):
         assert resumed(*given).state.step == 6
 
 
+@pytest.mark.parametrize("kind", [DivergedError, NotSavedError])
+def test_errors_before_there_is_a_run_stay_as_they_are(make_run, kind):
+    run = make_run()
+    with refused(kind, "key", 1), translate_errors(run.config, run.strategy):
+        raise kind("key", 1, "reason", "hint")
+
+
 def test_a_sweep_branches_off_from_a_run(run, in_process, tmp_path):
     arguments = ("-m", f"trainer.resume={run}", "trainer.max_steps=7,8", "trainer.device=cpu")
     code, _, err = in_process(train.main, tmp_path, *arguments)
@@ -377,6 +387,18 @@ def test_refusals_name_the_settings_and_change_nothing(run, make_run, resumed):
         assert [problem.key for problem in caught.value.problems] == keys, text
         assert not changed(Path("runs"), before), text
     assert make_run(*OWN, "trainer.resume=runs/a", "name=a", "trainer.max_steps=9").state.step == 6
+
+
+def test_settings_that_change_what_is_computed_are_not_free(run, resumed):
+    """A new setting of the trainer is not, until this test and the list of free ones have it. A
+    checkpoint from before there was a choice of the optimizer is one of AdamW."""
+    before = {f"trainer.{key}": 0 for key in TrainerConfig.model_fields} | {"trainer.new": 0}
+    problems = changed_settings(before, dict.fromkeys(before, 1), run)
+    different = ("batch_size", "warmup_steps", "grad_clip", "precision", "new")
+    assert {problem.key for problem in problems} == {f"trainer.{key}" for key in different}
+    change_state(step_in(run, 6), **{"settings.optimizer": {}})
+    with refused(ConfigError, "optimizer.name", "muon"):
+        resumed(f"trainer.resume={run}", "trainer.max_steps=8", "optimizer=muon")
 
 
 def test_override_accepts_changed_settings_and_data(run, resumed):

@@ -29,7 +29,7 @@ class Validation:
 
     dataset: anything with batch(windows) -> (input_ids, target_ids), both (B, T); negative targets
     do not count. bytes_per_token(token ids): the mean number of bytes of text in a token; None
-    where accuracy is measured instead.
+    where accuracy is measured instead, as it is where all targets are end-of-text tokens.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Validation:
         self.bytes_per_token = None
         if bytes_per_token:
             _, targets = dataset.batch(windows)
-            self.bytes_per_token = bytes_per_token(targets[targets >= 0].numpy())
+            self.bytes_per_token = bytes_per_token(targets[targets >= 0].numpy()) or None
 
     def run(self, model: torch.nn.Module, strategy: Strategy, batch_size: int) -> dict[str, float]:
         """The metrics of the log: the mean loss in nats over all targets, and bits per byte or the

@@ -29,13 +29,15 @@ def translate_errors(
     try:
         yield
     except DivergedError as error:
-        error.hint += f"; {checkpointer.describe()}"
+        if checkpointer:
+            error.hint += f"; {checkpointer.describe()}"
         raise
     except NotSavedError as error:
-        error.hint += f"; {checkpointer.how_to_resume()}"
+        if checkpointer:
+            error.hint += f"; {checkpointer.how_to_resume()}"
         raise
     except Exception as error:
-        if micro_batch_size and is_out_of_memory(error):
+        if checkpointer and micro_batch_size and is_out_of_memory(error):
             intact = checkpointer.describe()
             raise what_would_fit(config, strategy, micro_batch_size, intact) from error
         if not strategy.is_lost_rank(error):

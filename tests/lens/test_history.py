@@ -3,9 +3,13 @@
 import csv
 import json
 import math
+import os
+from pathlib import Path
 
 import numpy as np
+import pytest
 
+import files
 from lens.history import COLUMNS, History, Row
 from lens.statistics import STATISTICS
 
@@ -69,6 +73,23 @@ def test_damaged_lines_are_dropped(tmp_path):
             out.write(damaged)
         History(file, step=80).add(row(80))
         assert [line["step"] for line in logged(file)] == [40, 80], damaged[:40]
+
+
+def test_a_file_that_is_not_completed_is_removed(tmp_path, monkeypatch):
+    """At once after an error, at the next start after a kill."""
+    parts = []
+
+    def broken(part, _):
+        parts.append(Path(part))
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(BlockingIOError):
+        History(tmp_path / "statistics.jsonl", step=0)
+    assert list(tmp_path.iterdir()) == []
+    parts[0].touch()
+    files.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_heads_are_ranked_highest_first_and_equals_in_their_order(tmp_path):

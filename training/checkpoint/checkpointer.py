@@ -61,14 +61,15 @@ class Checkpointer:
             self.wait(state)
 
     def wait(self, state: checkpoint.State) -> int:
-        """Waits until no checkpoint is being written; returns the step of the newest, 0 without.
+        """Waits until no checkpoint is being written; returns the step of the last one that is on
+        disk for certain, 0 without.
 
         A checkpoint that could not be written is a warning, since the next may succeed.
         """
-        newest, failed = self._wait(state)
+        saved, failed = self._wait(state)
         if failed and self.strategy.is_rank_0:
             print(f"{failed}; training continues", file=sys.stderr)
-        return newest
+        return saved
 
     def finish(self, state: checkpoint.State) -> None:
         """Waits for the last checkpoint. Raises NotSavedError if it could not be written."""
@@ -79,15 +80,15 @@ class Checkpointer:
     def _wait(self, state: checkpoint.State) -> tuple[int, NotSavedError | None]:
         started = time.perf_counter()
 
-        def wait() -> tuple[int, tuple | None]:
+        def wait() -> tuple[int, int, tuple | None]:
             failed = self.saver.wait()
-            return listing.newest_step(self.directory), failed and failed.args
+            return listing.newest_step(self.directory), self.saver.saved, failed and failed.args
 
-        newest, failed = self.strategy.broadcast(self.strategy.on_rank_0(wait))
+        newest, saved, failed = self.strategy.broadcast(self.strategy.on_rank_0(wait))
         if failed and state.best_step is not None and state.best_step > newest:
             state.best_loss, state.best_step = self._best_before
         self.seconds += time.perf_counter() - started
-        return newest, failed and NotSavedError(*failed)
+        return saved, failed and NotSavedError(*failed)
 
     # ------------------------------------------------------------ after an error, on any rank
 

@@ -50,14 +50,16 @@ def unreadable(file: Path, error: OSError) -> CheckpointError:
     return DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})")
 
 
-def _nonfinite(loss: float) -> float:
+def _nan_or_inf(loss: float) -> float:
+    # A finite loss is a Number; one that comes here is beyond the largest Number.
     if math.isfinite(loss):
         raise ValueError("is too large")
     return loss
 
 
-# Types of the values in state.json, which may have been changed by anybody.
-Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_nonfinite)]  # of skipped steps
+# Types of the values in state.json, which may have been changed by anybody. Losses of skipped steps
+# may be NaN or inf.
+Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_nan_or_inf)]
 Id = Annotated[str, Field(pattern=r"^[\w-]{1,128}$")]
 
 

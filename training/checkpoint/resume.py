@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from errors import Problem, refuse, show
+from errors import CheckpointError, Problem, refuse, show
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State
 from training.checkpoint.run_directory import is_occupied, lock_directory, settings_of
-from training.config.schema import TrainerConfig
 from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
 from training.config.yaml_files import flat
 from training.distributed.launch import launch_command
@@ -33,12 +32,17 @@ FIXED = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
 # What may differ between a run and its continuation without changing what is computed: groups, and
-# settings of other groups.
+# settings of other groups. A new setting is not free to change until it is listed.
+FREE_OF_TRAINER = (
+    *("max_steps", "micro_batch_size", "activation_checkpointing", "compile", "device", "profile"),
+    *("eval_every", "eval_windows", "log_every", "save_every", "keep", "sample_prompt"),
+    *("sample_tokens", "on_nonfinite", "max_skips", "resume", "resume_override", "init_from"),
+)
 FREE_TO_CHANGE = {
     *("name", "debug", "runs_dir", "parallel", "lens", "wandb", "model.attention"),
     *("data.path", "data.val_path", "data.verify"),  # what is there is compared by its checksums
-    *(f"trainer.{key}" for key in TrainerConfig.model_fields),
-} - {f"trainer.{key}" for key in ("batch_size", "warmup_steps", "grad_clip", "precision")}
+    *(f"trainer.{key}" for key in FREE_OF_TRAINER),
+}
 
 
 @dataclass
@@ -57,10 +61,12 @@ def resume_settings(
     """(The settings, whether they are those of the run that trainer.resume names, on top of which
     come those of the command line.) On all ranks; rank 0 reads the run."""
     stored = strategy.broadcast(strategy.on_rank_0(lambda: stored_settings(config)))
-    if not stored or config.overrides is None:
-        return config, bool(stored)
+    if not stored:
+        return config, False
+    changed = []
     with strategy.raise_on_all_ranks():
-        config, changed = complete(config, *stored)
+        if config.overrides is not None:  # else `check_same_settings` refuses this rank's settings
+            config, changed = complete(config, *stored)
     if changed:
         notes.append(f"settings from {stored[0]}, overridden: {', '.join(changed)}")
     return config, True
@@ -197,9 +203,18 @@ def find_named(resume: str) -> Path:
 def began_as_branch(run: Path, resume: str) -> bool:
     """Whether a run with checkpoints began as a branch of what trainer.resume names: it continues
     when the same command is rerun, as Slurm does after a requeue."""
-    trainer = (settings_of(run) or {}).get("trainer")
-    began_so = isinstance(trainer, dict) and trainer.get("resume") == resume
-    return began_so and listing.has_checkpoint(run)
+    if not listing.has_checkpoint(run):
+        return False
+    trainer = (settings_of(run) or settings_of_newest(run)).get("trainer")
+    return isinstance(trainer, dict) and trainer.get("resume") == resume
+
+
+def settings_of_newest(run: Path) -> dict:
+    """The settings of the newest checkpoint whose state can be read; empty without one."""
+    for folder in listing.list_checkpoints(run):
+        with contextlib.suppress(CheckpointError):
+            return dict(checkpoint.load_state(folder).settings)
+    return {}
 
 
 def check_newest(found: Path, resume: str) -> None:
@@ -232,6 +247,7 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """A problem for each setting that would make the resumed run another one."""
     problems = []
     saved = flat(saved)
+    saved.setdefault("optimizer.name", "adamw")  # of checkpoints from before there was a choice
     for key, value in flat(now).items():
         # A setting that the checkpoint does not have came later and left things as they were.
         is_free = FREE_TO_CHANGE & {key, key.partition(".")[0]}

@@ -86,7 +86,8 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
             lock = contextlib.nullcontext()
         else:
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-        clear(folder)
+        for part in (folder, folder / "attention", folder / "profile"):
+            clear(part)
     return lock
 
 

@@ -42,6 +42,7 @@ class Saver:
 
     def __init__(self, run: Path, keep: int, resumed: State | None = None):
         self.run, self.folder, self.keep = run, run / "checkpoints", keep
+        self.saved = resumed.step if resumed else 0  # the last step that is on disk for certain
         self._links_work = True
         self._writing: tuple[int, Future] | None = None
         self._clear(resumed.step if resumed else 0)
@@ -80,7 +81,9 @@ class Saver:
         """
         if self._writing is None:
             return None
-        (step, writing), self._writing = self._writing, None
+        step, writing = self._writing
+        writing.exception()  # waits; after an interrupt here `close` has to wait
+        self._writing = None
         try:
             writing.result()
             return None
@@ -118,6 +121,7 @@ class Saver:
         except (OSError, SafetensorError):
             time.sleep(RETRY_AFTER)  # space may be freed, or a file server may return
             self._write(folder, tensors, state)
+        self.saved = state["step"]
         self._link(state["best_step"])
         self._prune(state["best_step"])
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import threading
 
@@ -15,8 +16,9 @@ from helpers.refusals import refused
 from helpers.runs import assert_same, change_state, change_tensors, copied, damage, seal, train_in
 from safetensors.torch import load_file
 
-from errors import CheckpointError, DamagedCheckpointError, DivergedError
-from train import fit, save, save_if_due, train_step
+import files
+from errors import CheckpointError, DamagedCheckpointError, DivergedError, NotSavedError
+from train import fit, save, save_if_due, stop, train_step
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint import saver as saving
@@ -215,3 +217,54 @@ def test_a_full_disk_does_not_end_training(make_run, monkeypatch):
     run.checkpointer.finish(run.state)
     assert os.readlink(run.directory / "checkpoints" / "best") == "step_00000003"
     assert run.state.best_loss == 4.5
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_a_stop_saves_again_what_may_not_be_on_disk(make_run, monkeypatch, is_waited_for):
+    """The folder of checkpoints cannot be flushed: after a loss of power it may be as before."""
+    run, sync = make_run(), files.sync
+
+    def broken(path):
+        if path.name == "checkpoints":
+            raise OSError(errno.EIO, "Input/output error")
+        sync(path)
+
+    monkeypatch.setattr(saving, "RETRY_AFTER", 0)
+    run.signals.received = signal.SIGTERM
+    train_step(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", broken)
+        patch.setattr(saving, "sync", broken)
+        save(run)
+        if is_waited_for:
+            assert run.checkpointer.wait(run.state) == 0
+        with refused(NotSavedError, "checkpoint"):
+            stop(run)
+    with pytest.raises(SystemExit):
+        stop(run)
+    assert run.checkpointer.wait(run.state) == 1
+    assert os.readlink(run.directory / "checkpoints" / "last") == "step_00000001"
+
+
+def test_after_an_interrupt_closing_waits_for_the_checkpoint(make_run, monkeypatch):
+    """As when a notebook's cell is interrupted: the directory stays locked while it is written."""
+    run, go_on, write = make_run(), threading.Event(), checkpoint.write
+
+    def late(*arguments):
+        assert go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", late)
+    train_step(run)
+    save(run)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupt = (threading.main_thread().ident, signal.SIGALRM)
+    threading.Timer(0.5, signal.pthread_kill, interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.checkpointer.wait(run.state)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    threading.Timer(0.5, go_on.set).start()
+    run.closing.close()
+    assert listing.newest_step(run.directory) == 1

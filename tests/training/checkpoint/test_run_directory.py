@@ -79,13 +79,15 @@ def test_leftovers_of_killed_processes_are_removed_and_nothing_else(run, resumed
     part = run / "hf.part-0123456789abcdef"
     part.mkdir()
     (part / "model.safetensors").write_bytes(b"half")
-    (run / "config.yaml.part-0123456789abcdef").write_text("half")
+    for name in ("config.yaml", "attention/step_00000002.html", "profile/table.txt"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / f"{name}.part-0123456789abcdef").write_text("half")
     Path("elsewhere").mkdir()
     Path("elsewhere/thesis.txt").write_text("mine")
     (run / "hf.part-aaaaaaaaaaaaaaaa").symlink_to(Path("elsewhere").resolve())
     (run / "thesis.part-two").mkdir()
     assert resumed(LONGER).state.step == 4
-    assert [path.name for path in run.glob("*.part-*")] == ["thesis.part-two"]
+    assert [path.name for path in run.rglob("*.part-*")] == ["thesis.part-two"]
     assert Path("elsewhere/thesis.txt").read_text() == "mine"
 
 
@@ -106,8 +108,7 @@ def test_pages_and_tables_are_not_written_through_links(run, resumed):
     Path("precious.txt").write_text("mine")
     (run / "attention").mkdir()
     names = ["report.html", "report.html.tmp"]
-    names += [f"attention/{n}" for n in ("statistics.jsonl", "statistics.tmp", "heads.csv")]
-    names += [f"attention/{n}" for n in ("timelapse.html", "timelapse.tmp", "step_00000006.tmp")]
+    names += [f"attention/{n}" for n in ("statistics.jsonl", "heads.csv", "timelapse.html")]
     names += ["attention/step_00000002.png"]  # keeps heads.csv and the time-lapse
     for name in names:
         (run / name).unlink(missing_ok=True)
@@ -143,6 +144,16 @@ def test_settings_that_cannot_be_read_are_written_again(run, resumed, no_waiting
         assert (run / "config.yaml").stat().st_size > 100, kind
         resumed(f"name={new.name}")
         assert "trainer" in json.loads((new / "run.json").read_text())["settings"], kind
+
+
+def test_a_branch_needs_nothing_but_its_checkpoints_to_continue(run, make_run):
+    """Of those, the newest whose state can be read."""
+    command = [f"trainer.resume={run}", "name=b", LONGER, "trainer.save_every=1", "trainer.keep=9"]
+    fit(make_run(*command))
+    (Path("runs/b") / "run.json").unlink()
+    (Path("runs/b") / "checkpoints" / "step_00000006" / "state.json").write_text("{")
+    again = make_run(*command)
+    assert (again.directory, again.state.step) == (Path("runs/b"), 5)
 
 
 def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_waiting_for_fifos):
