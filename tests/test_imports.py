@@ -4,6 +4,7 @@ import ast
 import graphlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,15 @@ try:
     runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
 except SystemExit as exit:
     print(exit.code, *sorted({heavy!r} & sys.modules.keys()))
+"""
+INTERRUPTED = """
+import runpy, sys
+class Interrupting:
+    def find_spec(name, path=None, target=None):
+        if name == "pydantic":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting)
+runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
 """
 COPIED = """
 import attention, model, torch
@@ -38,6 +48,14 @@ def run_python(code: str, folder: Path, *arguments: str) -> str:
 def test_a_misspelt_key_is_answered_without_heavy_libraries(name):
     code = MISSPELT.format(name=name, heavy=HEAVY)
     assert run_python(code, REPOSITORY, "modle=gpt2-small").strip() == "2"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("scripts.")])
+def test_ctrl_c_during_the_imports_of_a_script_ends_it_quietly(name):
+    command = [sys.executable, "-c", INTERRUPTED.format(name=name)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("", "")
+    assert ended.returncode in (130, -signal.SIGINT)
 
 
 def test_attention_model_and_lens_can_be_copied_out(tmp_path):
