@@ -25,6 +25,8 @@ SETTINGS = {
     "of trainer.batch_size windows)",
     "optimizer.lr=abc": "must be a valid number; see --help",
     "optimizer.lr=-1.0": "must be greater than 0; see --help",
+    "trainer.resume=true": "must be false or a valid string; see --help",
+    "data.path=[]": "must not be empty; see --help",
     "foo": "is not of the form key=value; write key=value without blanks, or with quotes around "
     "it: 'key=some words'",
 }

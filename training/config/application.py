@@ -13,6 +13,7 @@ stopped by SIGINT and SIGTERM.
 
 import argparse
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -37,6 +38,10 @@ from training.reporting.sweep import run_job
 # The options of hydra.main; unknown ones are refused before Hydra starts.
 FLAGS = "-h/--help --hydra-help --version -r/--run -m/--multirun -sc/--shell-completion --resolve"
 WITH_VALUE = "-p/--package -cp/--config-path -cd/--config-dir --experimental-rerun"
+# Overrides of ranks other than 0: Hydra makes no directories there and logs nothing.
+OTHER_RANKS = ["hydra.run.dir=.", "hydra.output_subdir=null"]
+OTHER_RANKS += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+MOST_VALUES = 1000  # of one swept setting that are checked before the sweep starts
 
 
 def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
@@ -60,22 +65,20 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
         with errors_in_one_line(debug="debug=true" in sys.argv):
             options = parse_options(sys.argv[1:])
             config = check(options)
-            if os.environ.get("RANK", "0") == "0":
-                if options.help:
-                    show_settings(config)
-                else:
-                    run_hydra(task, options)
-            elif config and not (options.help or options.cfg):
-                # The directories, logs and callbacks of Hydra are those of rank 0.
-                with errors_in_one_line(config.debug):
-                    run(config)
+            trains = (config or options.experimental_rerun) and not (options.help or options.cfg)
+            is_rank_0 = os.environ.get("RANK", "0") == "0"
+            if is_rank_0 and options.help:
+                show_settings(config)
+            elif is_rank_0 or trains:
+                run_hydra(task, options, [] if is_rank_0 else OTHER_RANKS)
 
     return main
 
 
-def run_hydra(task: Callable, options: argparse.Namespace) -> None:
-    """hydra.main, whose errors become ConfigError."""
+def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> None:
+    """hydra.main with more overrides; its errors become ConfigError."""
     sys.argv[1:] = sorted(sys.argv[1:], key=options.overrides.__contains__)  # options first
+    sys.argv += more
     if options.config_path:  # relative to train.py, as Hydra documents it
         sys.argv += ["--config-path", str(REPOSITORY / options.config_path)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -110,9 +113,9 @@ def check(options: argparse.Namespace) -> Config | None:
     """The config, or that of the first job of a sweep, once every value has been checked; None
     where nothing is composed. Raises ConfigError with every problem."""
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1" and (options.multirun or options.experimental_rerun):
-        fix = "start it without torchrun, or leave out -m and --experimental-rerun"
-        refuse([Problem("WORLD_SIZE", ranks, "these options are for one process", fix)])
+    if ranks != "1" and options.multirun:
+        fix = "start it without torchrun, or leave out -m"
+        refuse([Problem("WORLD_SIZE", ranks, "a sweep runs in one process", fix)])
     shown = (options.hydra_help, options.version, options.info, options.shell_completion)
     if any(shown) or options.experimental_rerun:
         return None
@@ -149,8 +152,10 @@ def _values(text: str) -> list[str]:
             return [text]
         if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
             return []  # Hydra finds the choices
-        is_interval = override.is_interval_sweep()
-        choices = [override.value().start] if is_interval else override.sweep_string_iterator()
+        if override.is_interval_sweep():
+            choices = [override.value().start]
+        else:
+            choices = itertools.islice(override.sweep_string_iterator(), MOST_VALUES)
         return [f"{text.partition('=')[0]}={choice}" for choice in choices]
     except (HydraException, TypeError, ValueError, RecursionError, AssertionError):
         return [text]  # composing reports it

@@ -12,6 +12,7 @@ import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.core.plugins import Plugins
@@ -77,7 +78,9 @@ def _hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[No
 def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
     """The overrides without those that cannot be composed, which are added to the problems: Hydra
     would stop at the first one. Keys that are added (+key=value) are left to the schema."""
-    parser, known, texts = OverridesParser.create(), known_settings(), []
+    parser, texts = OverridesParser.create(), []
+    loader = GlobalHydra.instance().config_loader()  # it knows the groups in the user's folders
+    known = [*known_settings(), *loader.get_group_options("", ObjectType.GROUP)]
     for text in overrides:
         try:
             override = parser.parse_override(text)
@@ -87,11 +90,11 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
             problems.append(Problem(text if text.strip() else repr(text), NO_VALUE, cause, fix))
             continue
         key = override.key_or_group
-        is_hydras = key.startswith(("hydra.", "hydra/")) or override.package is not None
+        is_known = key.partition("/")[0] in known or override.package is not None
         if override.is_sweep_override():
             fix = f"-m trains once for each value; a list has brackets; {QUOTES}"
             problems.append(Problem(text, NO_VALUE, "several values for one run", fix))
-        elif override.type is OverrideType.CHANGE and key not in known and not is_hydras:
+        elif override.type is OverrideType.CHANGE and not (is_known or key.startswith("hydra.")):
             problems.append(unknown_key(key, text.partition("=")[2], known))
         else:
             texts.append(text)

@@ -185,13 +185,6 @@ def _within_batch(micro: int | str | None, others: dict) -> None:
         raise rejected(f"must be at most batch_size={batch}", hint)
 
 
-@rule
-def _within_run(warmup: int | None, others: dict) -> None:
-    steps = others.get("max_steps")
-    if warmup and steps and warmup > steps:
-        raise rejected(f"the run ends after max_steps={steps}", "use fewer, or null")
-
-
 class TrainerConfig(Settings):
     """The loop: how long, in which portions, how often it evaluates, and on what it runs."""
 
@@ -199,7 +192,7 @@ class TrainerConfig(Settings):
     batch_size: Annotated[Positive, Field(le=2**24)]
     micro_batch_size: Annotated[Positive | Literal["auto"] | None, _within_batch]
     activation_checkpointing: bool
-    warmup_steps: Annotated[Count | None, _within_run]
+    warmup_steps: Count | None
     grad_clip: NonNegative
     eval_every: Count | None
     eval_windows: Positive | None
@@ -335,8 +328,10 @@ def validate(
         for details in error.errors(include_url=False):
             problem = _problem(schema, values, details)
             before = found.setdefault(problem.key, problem)
-            if before is not problem and problem.reason.startswith(MUST_BE):  # of a union
-                reason = f"{before.reason} or {problem.reason.removeprefix(MUST_BE)}"
+            if before is not problem and before.reason.startswith(MUST_BE):  # of a union
+                kind = problem.reason.removeprefix(MUST_BE)
+                is_kind = kind != problem.reason  # otherwise it says more than the kinds do
+                reason = f"{before.reason} or {kind}" if is_kind else kind
                 found[problem.key] = before._replace(reason=reason)
         return None, list(found.values())
 
@@ -351,7 +346,9 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
         return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
     if details["type"] == "missing":
         return Problem(key, NO_VALUE, "missing", f"give it as {key}=VALUE")
-    reason = details["msg"].replace("Input should be ", MUST_BE)
+    reason = details["msg"].replace("Input should be ", MUST_BE).replace(" False", " false")
+    if context.get("min_length") == 1:
+        reason = "must not be empty"
     hint = context.get("hint") or "see --help"
     return Problem(key, flat(values).get(key, NO_VALUE), reason, hint)
 

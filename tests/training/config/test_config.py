@@ -132,6 +132,7 @@ def test_values_of_a_sweep_that_are_checked():
         ["seed=1", "optimizer.lr=0.0001", "name=a"],
         ["seed=2", "optimizer.lr=0.0001", "name=a"],
     ]
+    assert len(sweep_variants(["seed=range(0,1000000)"])) == 1000
 
 
 def test_every_setting_has_a_default_and_a_meaning():
@@ -164,7 +165,7 @@ def test_every_shipped_choice_is_valid():
         compose(chosen)
     for path in (CONFIGS / "experiment").glob("*.yaml"):
         extra = {"shakespeare-cpu": ["data.path=x.txt"], "finetune": ["trainer.init_from=x"]}
-        compose([f"experiment={path.stem}", *extra.get(path.stem, [])])
+        compose([f"experiment={path.stem}", "trainer.max_steps=1", *extra.get(path.stem, [])])
 
 
 def test_a_mistake_is_answered_without_torch_and_leaves_no_file(tmp_path):
@@ -232,7 +233,8 @@ def test_features_of_hydra(in_process, tmp_path, monkeypatch):
     (folder / "experiment" / "mine.yaml").write_text(MINE)
     (folder / "studies").mkdir()
     (folder / "studies" / "small.yaml").write_text("# @package _global_\ndata: {max_length: 16}\n")
-    (folder / "whole.yaml").write_text("defaults: [config, _self_]\nseed: 5\n")
+    (folder / "whole.yaml").write_text("defaults: [config, studies: none, _self_]\nseed: 5\n")
+    (folder / "studies" / "none.yaml").write_text("")
     monkeypatch.setenv("WHERE", "texts/a.txt")
 
     def shown(*arguments):
@@ -246,7 +248,8 @@ def test_features_of_hydra(in_process, tmp_path, monkeypatch):
     assert mine["name"] == "run-0"
     assert compose(["experiment=mine"], config_dir=str(folder)).name == "run-0"
     assert shown(*config_dir, "+studies=small")["data"]["max_length"] == 16
-    assert shown(*config_dir, "--config-name", "whole")["seed"] == 5
+    whole = shown(*config_dir, "--config-name", "whole", "studies=small")
+    assert (whole["seed"], whole["data"]["max_length"]) == (5, 16)
     (tmp_path / "plain").symlink_to(folder)
     path = f"hydra.searchpath=[file://{tmp_path}/plain]"
     assert shown("seed=7", path, "+studies=small")["data"]["max_length"] == 16
@@ -268,13 +271,18 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
     assert (tmp_path / "note").read_text() == "COMPLETED 0"
     saved = yaml.safe_load((tmp_path / "out" / "0" / "hydra" / "config.yaml").read_text())
     assert saved["name"] == "a"
-    monkeypatch.setenv("RANK", "1")  # another rank makes no directories
+    (tmp_path / "note").unlink()
+    monkeypatch.setenv("RANK", "1")  # another rank is a job too, but makes no directories
     code, out, err = in_process(train.main, tmp_path, *given, "hydra.run.dir=other", "--cfg", "job")
     assert (code, out) == (0, "")
     seen = []
     run = hydra_main(lambda config: seen.append(config))
-    code, *_ = in_process(run, tmp_path, *given, "hydra.run.dir=other")
-    assert (code, seen[0].name, (tmp_path / "other").exists()) == (0, "a", False)
+    given += ["hydra.run.dir=other", "hydra/job_logging=default"]
+    given += ["+hydra.job.env_set.SEEN=here", "wandb.notes=${oc.env:SEEN,unset}"]
+    before = {path.name for path in tmp_path.iterdir()}
+    code, *_ = in_process(run, tmp_path, *given)
+    assert (code, seen[0].name, seen[0].wandb.notes) == (0, "a", "here")
+    assert {path.name for path in tmp_path.iterdir()} - before == {"note"}
 
 
 def chosen(before=None, **values):

@@ -68,7 +68,7 @@ trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strate
 data.path= name= data.val_path= wandb.group= lens.prompts=[''] name=../x name=.. name=-rf
 wandb.project=team/a
 model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=1000
-trainer.warmup_steps=121 trainer.micro_batch_size=3 data.weights=[1,2] lens.layers=[12]
+trainer.micro_batch_size=3 data.weights=[1,2] lens.layers=[12]
 data.synthetic=induction
 """
 LONG_VALUES = ["name=" + "a" * 129, "optimizer.lr=1" + "0" * 400]

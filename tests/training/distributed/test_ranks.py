@@ -46,9 +46,11 @@ DOCUMENTS = ("data.path=short.jsonl", "data.within_documents=true")
 COMPILER = os.environ.get("CAMPAIGN_COMPILER", "aot_eager")
 RECOMPUTED, COMPILED = "trainer.activation_checkpointing=true", "trainer.compile=true"
 UNSHARDED, PROFILED = "parallel.reshard_after_forward=false", "trainer.profile=true"
+# Hydra sets it in each rank; ranks with different settings are refused.
+OF_THE_JOB = ("+hydra.job.env_set.NOTES=here", "wandb.notes=${oc.env:NOTES,unset}")
 # How the same is computed: number of ranks, strategy, settings.
 VARIANTS = [
-    (2, "ddp", RECOMPUTED, PROFILED, "trainer.micro_batch_size=3"),
+    (2, "ddp", RECOMPUTED, PROFILED, "trainer.micro_batch_size=3", *OF_THE_JOB),
     (2, "fsdp", RECOMPUTED, PROFILED, UNSHARDED, "trainer.micro_batch_size=null"),
     (2, "ddp", COMPILED),
     (2, "fsdp", COMPILED),

@@ -37,6 +37,8 @@ def test_constant_and_degenerate_lengths():
     for schedule in ("cosine", "wsd", "constant"):
         assert rates_of(schedule, warmup=0, steps=1) == [1.0], schedule
         assert all(math.isfinite(rate) for rate in rates_of(schedule, warmup=5, steps=5))
+        rates = rates_of(schedule, warmup=4, steps=2)  # a run that ends before it
+        assert rates == [0.25, 0.5], schedule
 
 
 def test_update_is_adamw_by_the_formula():
