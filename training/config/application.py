@@ -5,10 +5,7 @@
 
 `hydra_main` composes and checks the settings once, so that all mistakes are reported together in
 one line each, and then calls `hydra.main` with the same arguments: launchers, sweepers, callbacks
-and all of Hydra's own options work as documented by Hydra.
-
-Exit codes: 0 finished, 2 configuration, 3 data or checkpoint, 4 failed while running, 130 and 143
-stopped by SIGINT and SIGTERM.
+and all of Hydra's own options work as documented by Hydra. Exit codes: errors.py.
 """
 
 import argparse
@@ -77,8 +74,7 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 
 def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> None:
     """hydra.main with more overrides; its errors become ConfigError."""
-    sys.argv[1:] = sorted(sys.argv[1:], key=options.overrides.__contains__)  # options first
-    sys.argv += more
+    sys.argv[1:] = sorted(sys.argv[1:], key=options.overrides.__contains__) + more  # options first
     if options.config_path:  # relative to train.py, as Hydra documents it
         sys.argv += ["--config-path", str(REPOSITORY / options.config_path)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them

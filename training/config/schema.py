@@ -329,9 +329,7 @@ def validate(
             problem = _problem(schema, values, details)
             before = found.setdefault(problem.key, problem)
             if before is not problem and before.reason.startswith(MUST_BE):  # of a union
-                kind = problem.reason.removeprefix(MUST_BE)
-                is_kind = kind != problem.reason  # otherwise it says more than the kinds do
-                reason = f"{before.reason} or {kind}" if is_kind else kind
+                reason = problem.reason.replace(MUST_BE, f"{before.reason} or ", 1)
                 found[problem.key] = before._replace(reason=reason)
         return None, list(found.values())
 
