@@ -40,15 +40,16 @@ def bytes_of(config, windows) -> float:
 
 
 def test_a_run_out_of_memory_continues_with_what_is_suggested(make_run):
-    run = make_run("name=tight", "trainer.max_steps=2", "trainer.sample_tokens=0")
+    given = ("name=tight", "trainer.batch_size=8", "trainer.sample_tokens=0")
+    run = make_run(*given, "trainer.max_steps=2")
     fit(run)
-    run = make_run("name=tight", "trainer.max_steps=3", "trainer.micro_batch_size=4")
+    run = make_run(*given, "trainer.max_steps=3", "trainer.micro_batch_size=6")
     run.trained_model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    with refused(OutOfMemoryError, "trainer.micro_batch_size", 4, exit_code=4) as caught:
+    with refused(OutOfMemoryError, "trainer.micro_batch_size", 6, exit_code=4) as caught:
         fit(run)
-    assert suggested(caught.value) == "trainer.micro_batch_size=2"
+    assert suggested(caught.value) == "trainer.micro_batch_size=2"  # at most half, divides 8
     assert (run.directory / "report.html").is_file()
-    run = make_run("name=tight", "trainer.max_steps=3", suggested(caught.value))
+    run = make_run(*given, "trainer.max_steps=3", suggested(caught.value))
     assert run.state.step == 2  # of the checkpoint
     fit(run)
     assert run.state.step == 3
