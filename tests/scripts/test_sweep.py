@@ -253,9 +253,8 @@ def test_a_stopped_job_names_the_sweep(tmp_path, monkeypatch):
 def test_a_sweep_of_several_ranks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for option in ("-m", "--experimental-rerun=x.pickle"):
-        code, out, err = run_in(tmp_path, option, "data.path=none")
-        assert (code, out, printed_keys(err)) == (2, "", ["WORLD_SIZE"])
+    code, out, err = run_in(tmp_path, "-m", "data.path=none")
+    assert (code, out, printed_keys(err)) == (2, "", ["WORLD_SIZE"])
     assert list(tmp_path.iterdir()) == []
 
 
