@@ -10,7 +10,7 @@ import { select, sideWidth, tiles } from "./grid.js";
 import { openHelp } from "./help.js";
 
 const charts = [];
-const MARGIN = { left: 40, right: 8, top: 6, bottom: 16 };
+const MARGIN = { left: 46, right: 8, top: 6, bottom: 16 };
 
 export function buildCharts() {
   for (const statistic of run.statistics) {
