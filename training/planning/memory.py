@@ -4,7 +4,7 @@
     sum(estimate(job, windows=8).values())        # bytes
 
 Tests compare the formulas with what autograd keeps and what is allocated; docs/scaling.md compares
-the totals with measured peaks. Terms below one or two percent of the total are left out: biases,
+the totals with measured peaks. Terms below one or two percent of the total are omitted: biases,
 the statistics of norms, gradients of single matrices.
 
 Shapes: B windows of a micro-batch, T tokens of a window, C emb_dim, H heads, L layers,
