@@ -1,6 +1,6 @@
 """Texts -> a folder of shards, by all cores, restartable, shared by machines.
 
-The texts are divided into tasks, each of which makes shards of its own (most make one) without
+The texts are divided into tasks, each of which makes its own shards (most make one) without
 knowing of the others. What the tasks are depends on the texts alone, so the outcome does not depend
 on the number of workers or machines. A finished task leaves a record; an interrupted one is done
 again. When every record is there, they become the manifest.

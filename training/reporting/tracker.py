@@ -57,7 +57,7 @@ class Tracker:
         self.run = None
         if config.wanted() == "disabled":
             return
-        # Otherwise W&B sends reports of its own errors to its makers, in offline runs too.
+        # Otherwise W&B sends its error reports to its makers, in offline runs too.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             import wandb  # takes half a second; a broken installation must not end a run
