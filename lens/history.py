@@ -21,7 +21,7 @@ from .statistics import STATISTICS
 
 # The statistics that name a kind of head.
 KINDS = ("previous_token", "induction", "duplicate_token", "first_token")
-LONGEST_LINE = 2**22  # bytes; 2,000 heads have some 200,000
+MAX_LINE_BYTES = 2**22  # bytes; 2,000 heads have some 200,000
 COLUMNS = ("statistic", "rank", "layer", "head", "value", "at_start", "halfway_step")
 
 
@@ -103,7 +103,7 @@ def evenly_spaced(items: list, most: int) -> list:
     return [items[place] for place in places]
 
 
-def plain(values: np.ndarray) -> list:
+def json_values(values: np.ndarray) -> list:
     """Values rounded to four decimals for JSON; nan and inf become None."""
     numbers = values.astype(np.float64).round(4).astype(object)
     numbers[~np.isfinite(values)] = None
@@ -111,7 +111,7 @@ def plain(values: np.ndarray) -> list:
 
 
 def _line(row: Row) -> str:
-    values = {key: plain(value) for key, value in row.values.items()}
+    values = {key: json_values(value) for key, value in row.values.items()}
     return json.dumps({"step": row.step, **values}) + "\n"
 
 
@@ -127,7 +127,7 @@ def _read(file: Path) -> list[Row]:
         return []
     rows = []
     with open(file, "rb") as lines:
-        while line := lines.readline(LONGEST_LINE):
+        while line := lines.readline(MAX_LINE_BYTES):
             with contextlib.suppress(
                 ValueError, KeyError, TypeError, RecursionError, StopIteration
             ):

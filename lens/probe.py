@@ -25,7 +25,7 @@ from torch import Tensor
 from .history import Row
 from .statistics import STATISTICS, measure, uniform_attention
 
-SHOWN = 256  # tokens that pages and pictures show at most; statistics use all tokens
+MAX_SHOWN = 256  # tokens that pages and pictures show at most; statistics use all tokens
 
 CaptureAttention = Callable[[list[int], Callable[..., None]], object]
 
@@ -44,7 +44,7 @@ class Prompt:
     @property
     def shown(self) -> int:
         """Number of tokens that pages and pictures show: the first ones."""
-        return min(len(self.token_ids), SHOWN)
+        return min(len(self.token_ids), MAX_SHOWN)
 
 
 @dataclass
@@ -69,7 +69,7 @@ def make_prompt(
     if not token_ids:
         raise ValueError(f"a prompt without tokens: {text!r}")
     kept = token_ids[:limit]
-    truncated = len(token_ids) > min(limit, SHOWN)
+    truncated = len(token_ids) > min(limit, MAX_SHOWN)
     return Prompt(f"{number}-{_slug(text)}", text, kept, token_texts(kept, token_bytes), truncated)
 
 

@@ -15,8 +15,8 @@ from .page import frame_data, page, read, run_data
 from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
 from .statistics import STATISTICS
 
-MOST_FILES = 900  # pictures and pages of a run: dashboards become slow beyond a thousand
-MOST_HISTORY = 60  # steps in the charts of a page
+MAX_FILES = 900  # pictures and pages of a run: dashboards become slow beyond a thousand
+MAX_HISTORY = 60  # steps in the charts of a page
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Snapshot:
     metrics: dict[str, float]  # statistics, the mean over each layer's heads
     heads: dict[str, float]  # statistics of each head: many, so dashboards hide them at first
     histograms: dict[str, np.ndarray]  # for each statistic its values for all heads
-    pictures: dict[str, Path] = field(default_factory=dict)  # PNG
+    images: dict[str, Path] = field(default_factory=dict)  # PNG
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     tables: dict[str, tuple[Sequence, Sequence]] = field(default_factory=dict)  # columns, rows
 
@@ -89,13 +89,13 @@ class Lens:
         if not write:
             return None
         if self.history is None:
-            _drop_from(folder, step)
+            _remove_from(folder, step)
             self.history = History(folder / "statistics.jsonl", step)
         self.history.add(frame.row)
-        snapshot = _numbers(frame.row)
+        snapshot = _dashboard_values(frame.row)
         if self.draws(step, max_steps):
             self._draw(frame, folder, run_name, snapshot)
-            if step > 0 and self._is_milestone(step, max_steps):
+            if step > 0 and self._time_lapse_is_due(step, max_steps):
                 path = self._write_timelapse(folder, run_name, self.history)
                 snapshot.pages["attention/timelapse"] = path
         if step == max_steps:
@@ -122,7 +122,7 @@ class Lens:
                 lines.append(f"{kind:<24} {'   '.join(heads)}")
         return run_data(run_name, self.prompts, [frame_data(frame)], [frame.row]), lines
 
-    def findings(self) -> list[str]:
+    def strongest_heads(self) -> list[str]:
         """The strongest head of each kind, if its value is 0.25 or more:
         "induction L5 H1: 0.83 (halfway there at step 400)". Empty before the last snapshot.
         """
@@ -136,13 +136,13 @@ class Lens:
         return found
 
     def _drawn_every(self, max_steps: int) -> int:
-        """Steps between snapshots with pictures: a multiple of the interval, for MOST_FILES."""
+        """Steps between snapshots with pictures: a multiple of the interval, for MAX_FILES."""
         files = len(self.prompts) * (1 + len(self.config.layers)) + 1
-        drawn = max(2, MOST_FILES // files)  # including those at the start and the end
+        drawn = max(2, MAX_FILES // files)  # including those at the start and the end
         every = max(1, self.config.interval(max_steps))
         return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
 
-    def _is_milestone(self, step: int, max_steps: int) -> bool:
+    def _time_lapse_is_due(self, step: int, max_steps: int) -> bool:
         """Whether a quarter of the run, or all of it, was completed since the last pictures."""
         before = max(0, step - self._drawn_every(max_steps))
         return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
@@ -152,11 +152,11 @@ class Lens:
         for prompt, codes in zip(self.prompts, frame.codes, strict=True):
             path = folder / f"step_{step:08d}_{prompt.name}.png"
             draw_grid(codes, prompt, step, path)
-            snapshot.pictures[f"attention/heatmap/{prompt.name}"] = path
+            snapshot.images[f"attention/heatmap/{prompt.name}"] = path
             for layer in self.config.layers:
                 path = folder / f"step_{step:08d}_{prompt.name}_L{layer:02d}.png"
                 draw_layer(codes[layer], prompt, step, layer, path)
-                snapshot.pictures[f"attention/layer/L{layer:02d}/{prompt.name}"] = path
+                snapshot.images[f"attention/layer/L{layer:02d}/{prompt.name}"] = path
         path = folder / f"step_{step:08d}.html"
         self._write_page(path, [frame_data(frame)], [frame.row], run_name)
         snapshot.pages["attention/viewer"] = path
@@ -172,7 +172,7 @@ class Lens:
                 if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
                     frames += run["frames"]
         path = folder / "timelapse.html"
-        self._write_page(path, frames, evenly_spaced(history.rows, MOST_HISTORY), run_name)
+        self._write_page(path, frames, evenly_spaced(history.rows, MAX_HISTORY), run_name)
         return path
 
     def _write_page(
@@ -183,7 +183,7 @@ class Lens:
         atomic_write(path, page([data], title=f"{run_name}: {path.stem}"))
 
 
-def _numbers(row: Row) -> Snapshot:
+def _dashboard_values(row: Row) -> Snapshot:
     """The row's numbers under their dashboard keys; undefined statistics are omitted.
 
     The part of a key before the first slash is a section of the dashboard. Pictures and pages are
@@ -201,7 +201,7 @@ def _numbers(row: Row) -> Snapshot:
     return Snapshot(metrics, heads, histograms)
 
 
-def _drop_from(folder: Path, step: int) -> None:
+def _remove_from(folder: Path, step: int) -> None:
     """Removes pictures and pages of `step` and later: the run was resumed before them."""
     for path in folder.glob("step_*"):
         if path.name[5:13].isdigit() and int(path.name[5:13]) >= step:

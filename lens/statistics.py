@@ -108,11 +108,11 @@ def largest_logit(attn_scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic, its title and description. `of` is its function, `needs` its arguments."""
+    """A statistic, its title and description. `function` computes it, `needs` its arguments."""
 
     title: str
-    about: str  # one sentence, shown on the page
-    of: Callable[..., Tensor]
+    description: str  # one sentence, shown on the page
+    function: Callable[..., Tensor]
     needs: str = "weights"  # weights | repeated (the repeated sequence) | scores
 
 
@@ -160,7 +160,7 @@ def measure(attn_weights: Tensor, attn_scores: Tensor | None, period: int) -> Te
     rows = []
     for statistic in STATISTICS.values():
         arguments = given[statistic.needs]
-        rows.append(undefined if arguments is None else statistic.of(*arguments))
+        rows.append(undefined if arguments is None else statistic.function(*arguments))
     return torch.stack(rows)
 
 

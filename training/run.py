@@ -138,7 +138,7 @@ class Run:
         if trained_here:
             waited = f"training waited {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
             out.print(f"checkpoints      written in the background; {waited}")
-        for finding in self.lens.findings():
+        for finding in self.lens.strongest_heads():
             out.print(f"heads            {finding}")
         if (timelapse := self.directory / "attention" / "timelapse.html").is_file():
             share = f"  (attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s)"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..assemble import assemble, content_security_policy
-from ..history import Row, plain
+from ..history import Row, json_values
 from ..probe import Frame, Prompt, uniform_values
 from ..statistics import STATISTICS
 
@@ -40,14 +40,14 @@ def run_data(
                 "name": prompt.name,
                 "text": prompt.text,
                 "tokens": prompt.tokens[: prompt.shown],
-                "cropped": prompt.truncated,
+                "truncated": prompt.truncated,
                 "period": prompt.period,
             }
             for prompt in prompts
         ],
         "statistics": [
-            {"key": key, "title": kind.title, "about": kind.about, "uniform": uniform[key]}
-            for key, kind in STATISTICS.items()
+            {"key": key, "title": s.title, "description": s.description, "uniform": uniform[key]}
+            for key, s in STATISTICS.items()
         ],
         "history": _history(history),
         "frames": list(frames),
@@ -62,7 +62,7 @@ def frame_data(frame: Frame) -> dict:
 
 def _history(history: Sequence[Row]) -> str:
     """{"steps": [...], "values": {statistic: for each step L * H numbers}}, packed."""
-    values = {key: [plain(row.values[key].ravel()) for row in history] for key in STATISTICS}
+    values = {key: [json_values(row.values[key].ravel()) for row in history] for key in STATISTICS}
     return _packed(json.dumps({"steps": [row.step for row in history], "values": values}).encode())
 
 

@@ -20,7 +20,7 @@ export function buildCharts() {
     chart.lines.setAttribute("role", "img");
     chart.lines.setAttribute("aria-label", `${statistic.title} of every head over the steps`);
     chart.frame = make("div", { className: "frame" }, chart.lines, chart.marks);
-    const title = make("button", { textContent: statistic.title, title: statistic.about });
+    const title = make("button", { textContent: statistic.title, title: statistic.description });
     title.addEventListener("click", () => openHelp(statistic.key));
     const caption = make("figcaption", {}, title, chart.value);
     const figure = make("figure", { className: "chart" }, caption, chart.frame);

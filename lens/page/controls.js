@@ -124,14 +124,14 @@ function showNotes() {
   const bold = (text) => make("b", { textContent: text });
   const what = [bold(run.name), ` · ${plural(run.layers, "layer")} × ` +
     `${plural(run.heads, "head")} · ${plural(A.T, "token")}`];
-  if (prompt.cropped) what.push(" (prompt truncated)");
+  if (prompt.truncated) what.push(" (prompt truncated)");
   if (prompt.period > 0) {
     what.push(` · ${prompt.period} random tokens, twice: an induction head has a stripe ` +
       `${prompt.period - 1} left of the diagonal`);
   }
   for (const key of new Set([state.sort, state.filter])) {
     const statistic = statisticOf(run, key);
-    if (statistic) what.push(" · ", bold(statistic.title), ": ", statistic.about);
+    if (statistic) what.push(" · ", bold(statistic.title), ": ", statistic.description);
   }
   $("what").replaceChildren(...what);
   const notes = [];

@@ -275,8 +275,8 @@ function drawValues(index) {
   const list = $("values");
   const shown = run.statistics.filter((statistic) => !statistic.empty);
   if (list.children.length !== shown.length) {
-    list.replaceChildren(...shown.map(({ title, about }) =>
-      make("div", { title: about }, make("dt", { textContent: title }),
+    list.replaceChildren(...shown.map(({ title, description }) =>
+      make("div", { title: description }, make("dt", { textContent: title }),
         make("dd", { className: "number" }))));
   }
   list.classList.toggle("two", B !== null);

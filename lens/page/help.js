@@ -35,7 +35,7 @@ export function buildHelp() {
       "positions count from 0."),
     heading("Keys"), list(keys),
     heading("Statistics"), text("Means over all prompts on which they are defined."),
-    list(run.statistics.map((of) => [of.title, of.about, `about-${of.key}`])),
+    list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
     heading("Colours"),
     text("Square root: a weight of 0.04 is a fifth as bright as a weight of 1. Hiding the first " +
       "column blanks the first token, the attention sink of many heads, and rescales each head's " +

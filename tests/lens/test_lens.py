@@ -21,7 +21,7 @@ from lens.config import LensConfig
 from lens.history import COLUMNS, KINDS, Row
 from lens.page import END, START, frame_data, page, read, run_data, unpacked
 from lens.probe import Frame, Prompt
-from lens.snapshots import MOST_FILES, Lens
+from lens.snapshots import MAX_FILES, Lens
 from lens.statistics import STATISTICS
 from train import fit
 from training.config.schema import LensSettings
@@ -126,10 +126,10 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, rep
     max_steps = every * snapshots + int(rest * (every - 1))
     steps = sorted({*range(0, max_steps + 1, every), max_steps})
     drawn = [step for step in steps if lens.draws(step, max_steps)]
-    assert len(drawn) * files <= MOST_FILES
+    assert len(drawn) * files <= MAX_FILES
     assert (drawn[0], drawn[-1]) == (0, max_steps)
     assert len({*np.diff(drawn[:-1])}) <= 1
-    if (len(steps) + 1) * files <= MOST_FILES:
+    if (len(steps) + 1) * files <= MAX_FILES:
         assert drawn == steps
 
 
@@ -141,9 +141,7 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     kinds = ("heatmap", "layer/L01")
     assert lens.snapshot(model_at(7), 7, 100, tmp_path / "other", write=False) is None
     assert list(tmp_path.iterdir()) == [folder]
-    assert list(snapshot.pictures) == [
-        f"attention/{kind}/{slug}" for slug in slugs for kind in kinds
-    ]
+    assert list(snapshot.images) == [f"attention/{kind}/{slug}" for slug in slugs for kind in kinds]
     assert snapshot.pages == {"attention/viewer": folder / "step_00000007.html"}
     pictures = [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ("", "_L01")]
     assert names(folder) == sorted(["statistics.jsonl", "step_00000007.html", *pictures])
@@ -196,7 +194,7 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
     assert (tmp_path / "heads.csv").is_file()
     assert len(table) == len(STATISTICS) * 4
     strong = [row for row in table if row[0] in KINDS and row[1] == 1 and row[4] >= 0.25]
-    assert len(lens.findings()) == len(strong)
+    assert len(lens.strongest_heads()) == len(strong)
 
 
 def test_time_lapse_has_only_pages_of_the_same_prompts(tmp_path):

@@ -86,7 +86,7 @@ def test_long_prompt_is_measured_whole_and_its_first_tokens_are_shown():
     layers = model.attn_weights(torch.tensor([prompt.token_ids]))
     assert frame.codes[0].shape == (3, 4, 256 * 257 // 2)
     assert_shows(frame.codes[0], torch.cat(layers)[..., :256, :256])
-    whole = np.stack([STATISTICS["distance"].of(layer[0]).numpy() for layer in layers])
+    whole = np.stack([STATISTICS["distance"].function(layer[0]).numpy() for layer in layers])
     np.testing.assert_allclose(frame.row.values["distance"], whole, rtol=1e-5)
 
 

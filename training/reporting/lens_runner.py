@@ -55,6 +55,6 @@ class LensRunner:
             self.lens = None
         return snapshot
 
-    def findings(self) -> list[str]:
+    def strongest_heads(self) -> list[str]:
         """Sentences about the heads, for the summary at the end."""
-        return list(self.lens.findings()) if self.lens else []
+        return list(self.lens.strongest_heads()) if self.lens else []

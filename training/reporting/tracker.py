@@ -97,7 +97,7 @@ class Tracker:
         """
         if snapshot:
             metrics = metrics | snapshot.metrics
-        files = snapshot.pictures | snapshot.pages if snapshot else {}
+        files = snapshot.images | snapshot.pages if snapshot else {}
         row = {"step": step} | {key: _json_value(value) for key, value in metrics.items()}
         row |= {key: str(path.relative_to(self.folder)) for key, path in files.items()}
         if len(row) > 1:
@@ -122,7 +122,7 @@ class Tracker:
                 media["samples/text"] = page
             if snapshot:
                 media |= snapshot.heads
-                media |= {key: wandb.Image(str(path)) for key, path in snapshot.pictures.items()}
+                media |= {key: wandb.Image(str(path)) for key, path in snapshot.images.items()}
                 for key, path in snapshot.pages.items():
                     media[key] = wandb.Html(str(path), inject=False)
                 for key, (columns, rows) in snapshot.tables.items():
