@@ -29,10 +29,10 @@ def compare(settings: GenerationBenchmark) -> None:
     """Checks that both generate the same ids, times them, prints and writes the figures."""
     refuse(devices.check(settings.device))
     config = ModelConfig(**compose([f"model={settings.model}"]).model.model_dump())
-    if (needed := settings.prompt_tokens + settings.num_tokens) > config.context_length:
+    if (needed := settings.prompt_tokens + settings.max_new_tokens) > config.context_length:
         reason = f"with the prompt {needed} tokens, more than the {config.context_length} "
         reason += "of the model's context"
-        refuse([("num_tokens", settings.num_tokens, reason, "use fewer")])
+        refuse([("max_new_tokens", settings.max_new_tokens, reason, "use fewer")])
     device = devices.prepare(settings.device, SEED)
     weights = GPT(config).eval()
     results = origin("benchmarks.generate", device, ("torch", "transformers")) | {"tables": {}}
@@ -40,7 +40,7 @@ def compare(settings: GenerationBenchmark) -> None:
         random = torch.Generator().manual_seed(SEED)
         shape = (batch_size, settings.prompt_tokens)
         prompts = torch.randint(config.vocab_size, shape, generator=random)  # (B, T)
-        work = implementations(weights, prompts, settings.num_tokens, device)
+        work = implementations(weights, prompts, settings.max_new_tokens, device)
         theirs, ours, *_ = [run() for run in work.values()]  # also makes caches, compiles
         if theirs != ours:
             reason = "the tokens of clearhead and transformers differ in fp32"
@@ -50,7 +50,7 @@ def compare(settings: GenerationBenchmark) -> None:
         rows = [
             {
                 "name": name,
-                "tokens_per_second": batch_size * settings.num_tokens / median(own),
+                "tokens_per_second": batch_size * settings.max_new_tokens / median(own),
                 "ratio": speedup(own, seconds["transformers, fp32"]),
                 "seconds": own,
             }
@@ -66,7 +66,7 @@ def compare(settings: GenerationBenchmark) -> None:
 
 
 def implementations(
-    weights: GPT, prompts: torch.Tensor, num_tokens: int, device: torch.device
+    weights: GPT, prompts: torch.Tensor, max_new_tokens: int, device: torch.device
 ) -> dict[str, Generate]:
     """Both in fp32, and in the best precision of the device if that is another. prompts (B, T)."""
     theirs = transformers_model(weights, use_cache=True)
@@ -76,19 +76,19 @@ def implementations(
     for name, dtype in dtypes.items():
         model = copy.deepcopy(theirs).to(device, dtype)
         work[f"transformers, {name}"] = functools.partial(
-            by_transformers, model, prompts, num_tokens
+            by_transformers, model, prompts, max_new_tokens
         )
-        work[f"clearhead, {name}"] = by_clearhead(weights, prompts, num_tokens, device, dtype)
+        work[f"clearhead, {name}"] = by_clearhead(weights, prompts, max_new_tokens, device, dtype)
     return work
 
 
-def by_transformers(model, prompts: torch.Tensor, num_tokens: int) -> list[list[int]]:
+def by_transformers(model, prompts: torch.Tensor, max_new_tokens: int) -> list[list[int]]:
     ids = prompts.to(model.device)
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,
@@ -97,7 +97,11 @@ def by_transformers(model, prompts: torch.Tensor, num_tokens: int) -> list[list[
 
 
 def by_clearhead(
-    weights: GPT, prompts: torch.Tensor, num_tokens: int, device: torch.device, dtype: torch.dtype
+    weights: GPT,
+    prompts: torch.Tensor,
+    max_new_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Generate:
     """Generation as in generate.py, compiled where a long text would be."""
     compiler = devices.compiled_step("auto", device, 10**6)
@@ -107,7 +111,7 @@ def by_clearhead(
 
     def generate_ids() -> list[list[int]]:
         greedy = Sampling(temperature=0)
-        steps = generate(model, prompts.tolist(), num_tokens, greedy, cache=cache)
+        steps = generate(model, prompts.tolist(), max_new_tokens, greedy, cache=cache)
         return [list(row) for row in zip(*steps, strict=True)]
 
     return generate_ids

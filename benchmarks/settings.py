@@ -31,7 +31,7 @@ class GenerationBenchmark(ScriptConfig):
         [1, 8], description="texts at once, one table each"
     )
     prompt_tokens: Positive = Field(64, description="tokens per prompt")
-    num_tokens: Positive = Field(64, description="new tokens per text")
+    max_new_tokens: Positive = Field(64, description="new tokens per text")
     rounds: Positive = Field(5, description="runs of each implementation")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
     out: OutFile = Field("", description="a JSON file for everything measured")

@@ -56,7 +56,7 @@ class PlanConfig(ScriptConfig):
     out: OutFile = Field("", description="a JSON file for all figures")
 
 
-def figures(config: Config, plan: PlanConfig) -> dict:
+def make_plan(config: Config, plan: PlanConfig) -> dict:
     """The whole plan as JSON types. Bytes, seconds, US dollars. Raises ConfigError as training
     would."""
     trainer, kind, strategy = config.trainer, KINDS[plan.kind], config.parallel.strategy
@@ -200,7 +200,7 @@ def main() -> None:
             print("\nAll settings of a training command are taken too: python train.py --help")
             return
         config, plan = composed(arguments)
-        found = figures(config, plan)
+        found = make_plan(config, plan)
         print(text_of(config, found))
         if plan.out:
             write_out(plan.out, found)

@@ -10,7 +10,7 @@ from helpers.refusals import printed_keys
 from benchmarks import generate, generation
 from training.distributed import device
 
-SMALL = ["model=gpt2-nano", "batch_sizes=[1,2]", "prompt_tokens=5", "num_tokens=4", "rounds=2"]
+SMALL = ["model=gpt2-nano", "batch_sizes=[1,2]", "prompt_tokens=5", "max_new_tokens=4", "rounds=2"]
 SMALL += ["device=cpu"]
 
 
@@ -46,7 +46,9 @@ def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
 
 
 def test_settings_that_are_refused(run):
-    mistakes = "num_tokens=252 num_tokens=0 batch_sizes=[] model=gpt3 out=nowhere/figures.json"
+    mistakes = (
+        "max_new_tokens=252 max_new_tokens=0 batch_sizes=[] model=gpt3 out=nowhere/figures.json"
+    )
     for argument in mistakes.split():
         code, out, err = run(argument)
         assert (code, out, printed_keys(err)) == (2, "", [argument.partition("=")[0]])

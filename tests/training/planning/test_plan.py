@@ -20,7 +20,7 @@ XL = ("model=gpt2-xl", "data=text", "model.dropout=0", "trainer.batch_size=512",
 
 @functools.cache
 def figures(*arguments) -> dict:
-    return plan.figures(*plan.composed(list(arguments)))
+    return plan.make_plan(*plan.composed(list(arguments)))
 
 
 def test_flops_are_those_of_the_model():
