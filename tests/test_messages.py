@@ -16,7 +16,7 @@ import train
 from train import fit
 from training.config import compose
 from training.config.command_line import errors_in_one_line
-from training.planning import micro_batch as fitting
+from training.planning import micro_batch
 
 # What is given to train.py -> what is printed.
 SETTINGS = {
@@ -118,7 +118,7 @@ def test_while_training(make_run, in_process, tmp_path, monkeypatch):
     fit(make_run("name=run"))
     run = make_run("name=run", "trainer.max_steps=6")
     intact = "the checkpoint of step 4 is intact"
-    error = fitting.what_would_fit(run.config, run.strategy, 8, run.checkpointer.describe())
+    error = micro_batch.what_would_fit(run.config, run.strategy, 8, run.checkpointer.describe())
     assert isinstance(error, errors.OutOfMemoryError)
     assert str(error) == (
         "trainer.micro_batch_size=8: 8 windows of 32 tokens do not fit into the memory of cpu; use "

@@ -19,9 +19,9 @@ from helpers.refusals import printed_keys, refused
 from helpers.runs import (
     assert_same,
     change_state,
-    changed,
+    changed_paths,
     contents,
-    copied,
+    copy_run,
     repeatable_rows,
     rows,
     train_in,
@@ -54,7 +54,7 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def run(whole, make_run):
     """Its copy in the current directory, runs/a."""
-    return copied(whole)
+    return copy_run(whole)
 
 
 @pytest.fixture
@@ -385,7 +385,7 @@ def test_refusals_name_the_settings_and_change_nothing(run, make_run, resumed):
         with pytest.raises(kind) as caught:
             resumed(*words) if by_path else make_run(*OWN, *words)
         assert [problem.key for problem in caught.value.problems] == keys, text
-        assert not changed(Path("runs"), before), text
+        assert not changed_paths(Path("runs"), before), text
     assert make_run(*OWN, "trainer.resume=runs/a", "name=a", "trainer.max_steps=9").state.step == 6
 
 
@@ -435,7 +435,7 @@ def test_a_branch_leaves_the_run_as_it_was_and_has_its_own_best_loss(run, resume
         assert branch.directory.parent == Path("runs"), text
         assert folder in (None, str(branch.directory)), text
         fit(branch)
-        assert not [name for name, was in before.items() if changed(Path(name), was)], text
+        assert not [name for name, was in before.items() if changed_paths(Path(name), was)], text
     # From step 2 on, the branch repeated the run.
     assert model_of(Path("runs/b")) == model_of(run)
 
@@ -461,7 +461,7 @@ def test_a_finished_run_is_not_changed_by_starting_it_again(run, make_run):
     before = contents(run)
     for steps in (6, 3):
         fit(make_run(*OWN, "name=a", f"trainer.max_steps={steps}"))
-        assert set(changed(run, before)) <= {"report.html"}  # says when it was written
+        assert set(changed_paths(run, before)) <= {"report.html"}  # says when it was written
 
 
 def test_train_without_network_account_or_stdout(tmp_path, text_file):

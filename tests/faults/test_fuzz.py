@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import TINY
-from helpers.refusals import not_waiting
-from helpers.runs import seal, train_in
+from helpers.refusals import time_limit
+from helpers.runs import train_in, write_checksums
 from helpers.tally import tally
 
 from errors import CheckpointError, ConfigError, DataError
@@ -29,7 +29,7 @@ from training.config import compose
 from training.config.command_line import parse
 
 INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "1000"))
-PATIENCE = 20  # seconds for one input
+TIMEOUT = 20  # seconds for one input
 ROOM = 2**30  # bytes that a reader of a small input may allocate at most
 FAULT = "a fuzzer on readers"
 
@@ -131,7 +131,7 @@ def saved_state(folder: Path):
                 (at / file).write_bytes(content)
         sealed = name != "SHA256SUMS" and chance.random() < 0.8
         if sealed:
-            seal(at)
+            write_checksums(at)
         found = listing.find(at, names=checkpoint.FILES)
         assert sealed or raw == seeds[name], "damage was not noticed"
         model, _ = load_model(found)
@@ -190,7 +190,7 @@ def test_mutated_input_is_taken_or_refused(tmp_path, bounded, reader, monkeypatc
     read, number, refusals = reader(tmp_path), max(10, int(INPUTS * share)), []
     for seed in range(number):
         try:
-            with not_waiting(PATIENCE):
+            with time_limit(TIMEOUT):
                 read(random.Random(f"{reader.__name__} {seed}"))
         except refuses as error:
             refusals.append((str(error).split("\n"), len(error.problems)))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from helpers.planted_faults import BALLAST, fill_up
-from helpers.ranks import PATIENCE
-from helpers.refusals import not_waiting, printed_keys
+from helpers.ranks import TIMEOUT
+from helpers.refusals import printed_keys, time_limit
 from helpers.runs import contents, rows
 from helpers.tally import campaign, tally
 from helpers.trainings import (
@@ -24,14 +24,14 @@ from helpers.trainings import (
     STEPS,
     Faults,
     ForkServer,
-    check_all_whole,
-    check_same_end,
-    happen,
+    check_all_valid,
+    check_same_result,
+    interrupt,
     last_row,
     lose_power,
+    newest_valid_step,
     printed_command,
     setting,
-    usable,
 )
 
 STOPPED = "SIGTERM, repeated SIGTERM, Ctrl-C, double Ctrl-C"  # what is counted
@@ -49,16 +49,16 @@ def faults(tmp_path_factory):
 def test_a_killed_run_resumes_to_the_same_end(faults, number):
     """At random moments, some while a checkpoint is written, once or several times."""
     chance = random.Random(number)
-    kind = ("plain", "accumulating", "shards", "best")[number % 4]
-    faults.whole(kind)
+    kind = ("plain", "accumulation", "shards", "best")[number % 4]
+    faults.undisturbed(kind)
     folder, every = faults.folder(), setting(kind, "trainer.save_every")
     kills, landed, latest = chance.choice([1, 1, 2, 3]), 0, faults.seconds[kind]
     while landed < kills:
         run = folder / "runs" / "run"
-        before = usable(run)
+        before = newest_valid_step(run)
         (training,) = faults.start(folder, kind)
         if chance.random() < 0.3:
-            with not_waiting(PATIENCE):
+            with time_limit(TIMEOUT):
                 while not any(run.glob("checkpoints/*.part")) and not training.has_ended(0.0005):
                     pass
             training.has_ended(chance.uniform(0, 0.02))
@@ -72,8 +72,8 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
             continue
         assert training.code == -signal.SIGKILL
         landed += 1
-        check_all_whole(run)
-        newest = usable(run)
+        check_all_valid(run)
+        newest = newest_valid_step(run)
         assert (newest or 0) >= (before or 0)
         # One interval, and the checkpoint that is written while training continues: it has to be
         # there before the next is begun, which is after the row of that step.
@@ -102,8 +102,8 @@ def test_a_crash_at_each_point_of_saving_loses_nothing(faults, kind, power):
             if power:
                 lose_power(lost, random.Random(point))
             else:
-                check_all_whole(run)
-            assert usable(run) in (5, 10)
+                check_all_valid(run)
+            assert newest_valid_step(run) in (5, 10)
             faults.complete(folder, kind)
         except AssertionError as error:
             error.add_note(f"killed before {names[point - 1]}, {point} of {len(names)}, {folder}")
@@ -121,8 +121,8 @@ INJECTED = {
     "the second file fails": {"what": "save_file", "code": "EIO", "only": "/optimizer.safetensors"},
 }
 REAL = {
-    "short writes": ("little_room", {"size": 200_000}),
-    "short writes of all files": ("little_room", {"size": 3000}),
+    "short writes": ("file_size_limit", {"size": 200_000}),
+    "short writes of all files": ("file_size_limit", {"size": 3000}),
     "a full disk": ("full_disk", {"leave": 0}),
     "a nearly full disk": ("full_disk", {"leave": 200_000}),
 }
@@ -168,14 +168,14 @@ def test_a_run_short_of_disk_keeps_its_checkpoints(faults, request, what, first,
     assert "Traceback" not in training.err
     named = re.findall(r"^checkpoint=runs/run/checkpoints/step_(\d+)", training.err, re.MULTILINE)
     assert list(map(int, named)) == list(failed)
-    check_all_whole(run)
+    check_all_valid(run)
     if for_good:
-        before = usable(run)
+        before = newest_valid_step(run)
         assert before == (first - 5 or None) or "folder's" in what  # there, but for how long
         (folder / BALLAST).unlink(missing_ok=True)
         faults.complete(folder, "short")
     else:
-        check_same_end(run, faults.whole("short"))
+        check_same_result(run, faults.undisturbed("short"))
     tally(DISK)
 
 
@@ -183,13 +183,13 @@ def test_a_disk_that_is_full_at_the_start_is_refused(faults, small_disk):
     """Of a run without checkpoints, and of one with."""
     for killed in (False, True):
         if killed:
-            faults.killed(small_disk, 14, "saved")
-        before = usable(small_disk / "runs" / "run")
+            faults.kill_at(small_disk, 14, "saved")
+        before = newest_valid_step(small_disk / "runs" / "run")
         fill_up(small_disk / BALLAST)
         training = faults.run(small_disk, "short", code=2)
         assert printed_keys(training.err) == ["runs_dir"]
         (small_disk / BALLAST).unlink()
-        assert usable(small_disk / "runs" / "run") == before
+        assert newest_valid_step(small_disk / "runs" / "run") == before
     faults.complete(small_disk, "short")
     tally(DISK, 2)
 
@@ -207,10 +207,10 @@ def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number
     """In a random step of the first half of the run."""
     chance, (sent, expected) = random.Random(number), STOPS[number % len(STOPS)]
     kind, folder = "every step", faults.folder()
-    whole, run = faults.whole(kind), folder / "runs" / "run"
+    whole, run = faults.undisturbed(kind), folder / "runs" / "run"
     (training,) = faults.start(folder, kind)
     step = chance.randint(1, STEPS // 2)
-    with not_waiting(PATIENCE):
+    with time_limit(TIMEOUT):
         while last_row(run) < step and not training.has_ended(0.001):
             pass
     started = time.perf_counter()
@@ -221,17 +221,17 @@ def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number
     code = 128 - code if code < 0 else code  # as a shell has it
     tally("the slowest stop", 0, seconds=round(time.perf_counter() - started, 2))
     assert "Traceback" not in training.err
-    check_all_whole(run)
+    check_all_valid(run)
     assert code == expected or (code == 0 and last_row(run) == STEPS)  # it came after the last
     if last_row(run) > 0:
-        assert usable(run) == last_row(run) == rows(run)[-1]["step"]
+        assert newest_valid_step(run) == last_row(run) == rows(run)[-1]["step"]
     command = KINDS[kind]
     if 0 < last_row(run) < STEPS:
         program, command = printed_command(training.err)
         assert program.endswith("python")
     again = faults.server.start(folder, *command)
     assert again.wait() == 0, again.err
-    check_same_end(run, whole, was_stopped=True)
+    check_same_result(run, whole, was_stopped=True)
     tally(STOPPED)
 
 
@@ -243,10 +243,10 @@ def test_a_signal_during_the_start_changes_nothing(faults, part):
     """A new run, and one that resumes."""
     folder = faults.folder()
     run, name = folder / "runs" / "run", ("SIGTERM", "SIGINT", "SIGUSR1")[part % 3]
-    stopped = happen((name, f"training.setup.{PARTS[part]}", 1, "after"))
+    stopped = interrupt((name, f"training.setup.{PARTS[part]}", 1, "after"))
     for resumes in (False, True):
         if resumes:
-            faults.killed(folder, 14, "saved")
+            faults.kill_at(folder, 14, "saved")
         before = contents(run / "checkpoints")
         code = 130 if name == "SIGINT" else 143
         training = faults.run(folder, "short", fault=stopped, code=code)
@@ -263,8 +263,8 @@ def test_a_start_that_is_cut_off_leaves_nothing_behind(faults, name, code):
     folder = faults.folder()
     for resumes, call in [(False, 1), (True, 1), (False, 2)]:
         if resumes:
-            faults.killed(folder, 14, "saved")
-        faults.run(folder, "short", fault=happen((name, "files.rename", call)), code=code)
+            faults.kill_at(folder, 14, "saved")
+        faults.run(folder, "short", fault=interrupt((name, "files.rename", call)), code=code)
     faults.complete(folder, "short")
     if name == "SIGTERM":
         tally(STOPPED, 3)
@@ -279,10 +279,10 @@ def test_a_second_interrupt_ends_at_once_and_loses_nothing(faults, number):
         ("SIGINT", STEP, step + 1),
         ("SIGINT", "training.checkpoint.format.save_file", 1, "after"),
     ]
-    training = faults.run(folder, "every step", fault=happen(*each), code=130)
+    training = faults.run(folder, "every step", fault=interrupt(*each), code=130)
     assert "Traceback" not in training.err
-    check_all_whole(run)
-    assert usable(run) != step + 1
+    check_all_valid(run)
+    assert newest_valid_step(run) != step + 1
     faults.complete(folder, "every step", was_stopped=True)
     tally(STOPPED)
 
@@ -307,7 +307,7 @@ def test_one_process_at_a_time_writes_a_run(faults):
         folder, go_on = faults.folder(), faults.home / ends
         waiting = {"wait_at": {"step": 8, "file": str(go_on)}}
         (first,) = faults.start(folder, "short", fault=waiting)
-        with not_waiting(PATIENCE):
+        with time_limit(TIMEOUT):
             while not Path(f"{go_on}.reached").exists():
                 assert not first.has_ended(0.01), first.err
         second = faults.run(folder, "short", code=2)

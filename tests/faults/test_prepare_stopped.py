@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers import NO_NETWORK, REPOSITORY
-from helpers.ranks import belonging_to, ended, started, wait_until
-from helpers.refusals import not_waiting, printed_keys
+from helpers.ranks import processes_of, started, wait_for_exit, wait_until
+from helpers.refusals import printed_keys, time_limit
 from helpers.texts import (
     check_kept,
     check_manifest,
@@ -119,7 +119,7 @@ def test_killed_before_each_file_operation(here, tmp_path):
                 os._exit(0)
             finally:
                 os._exit(1)
-        with not_waiting(120):
+        with time_limit(120):
             exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         kept = finished_shards(out)
         arguments = (*ARGUMENTS, f"data.path={texts}", f"out={out.name}", "shard_tokens=700")
@@ -145,18 +145,18 @@ def test_killed_before_each_file_operation(here, tmp_path):
 def test_stopped_by_a_signal(start, resumed, number, whom, codes):
     """No process is left, no traceback is printed, and the same command resumes."""
     process = start()
-    cmdlines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in belonging_to(process)}
+    cmdlines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(process)}
     workers = [pid for pid, line in cmdlines.items() if b"spawn_main" in line]
     assert len(workers) == 2
     if whom == "all":
         os.killpg(process.pid, number)
     else:
         os.kill(process.pid if whom == "main" else workers[0], number)
-    assert ended(process) in codes
+    assert wait_for_exit(process) in codes
     keys = printed_keys(process.log.read_text())
     assert whom != "a worker" or keys[-1] == "workers"
-    with not_waiting(60):
-        while belonging_to(process):
+    with time_limit(60):
+        while processes_of(process):
             time.sleep(0.005)
     assert resumed()
 
@@ -168,7 +168,7 @@ def test_two_at_the_same_time(start, here, resumed, tmp_path):
     assert (code, printed_keys(errors)) == (3, ["out"])
     assert here(*ARGUMENTS, "part=2/2")[0] == 0
     (tmp_path / "hold").unlink()
-    assert ended(process) == 0
+    assert wait_for_exit(process) == 0
     resumed()
 
 
@@ -177,7 +177,7 @@ def test_two_parts_finish_at_the_same_time(start, resumed, tmp_path):
     processes = [start("part=1/2"), start("part=2/2")]
     wait_until((tmp_path / "out/preparing/lock-2-of-2").exists, processes[1])
     (tmp_path / "hold").unlink()
-    assert [ended(process) for process in processes] == [0, 0]
+    assert [wait_for_exit(process) for process in processes] == [0, 0]
     assert (tmp_path / "out" / "manifest.json").exists()
     resumed()
 

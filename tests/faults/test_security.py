@@ -20,7 +20,7 @@ import torch
 from helpers import REPOSITORY, SOURCES, TINY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
-from helpers.runs import change_state, seal, train_in
+from helpers.runs import change_state, train_in, write_checksums
 from helpers.settings import settings
 from helpers.tally import tally
 from helpers.texts import write_packed
@@ -112,7 +112,7 @@ def test_a_pickle_in_a_checkpoint(command_refused, checkpoint, mark, name):
         uses += [(generate.main, [whole]), (inspect_attention.main, [whole]), (train.main, init)]
     for raw in pickles(mark)[1::2]:
         (checkpoint / name).write_bytes(raw)
-        seal(checkpoint)
+        write_checksums(checkpoint)
         for main, arguments in uses:
             assert name in command_refused(main, arguments, 3)
 

@@ -7,7 +7,7 @@ GREEDY = Sampling(temperature=0)
 PROMPTS = [random_ids(B=1, T=n, seed=n)[0].tolist() for n in (3, 12, 1, 30, 7)]  # of 12 positions
 
 
-def written(model, prompts, num_tokens, sampling=GREEDY, **options):
+def generated_ids(model, prompts, num_tokens, sampling=GREEDY, **options):
     """The tokens of each prompt."""
     steps = generate(model, prompts, num_tokens, sampling, **options)
     return [list(row) for row in zip(*steps, strict=True)]

@@ -25,7 +25,7 @@ from pathlib import Path
 import train
 from training.checkpoint import format as checkpoint
 from training.checkpoint import saver as saving
-from training.planning import micro_batch as fitting
+from training.planning import micro_batch
 from training.run import Run
 
 
@@ -88,7 +88,7 @@ class Operations:
         self.root = os.path.join(os.getcwd(), "runs")
         self.on_disk: dict[int, int] = {}  # by inode: the size when it was last synced
         self.unsynced: list[dict] = []  # changes of names that may not be on the disk
-        self.guard = threading.RLock()
+        self.lock = threading.RLock()
         on_call("training.checkpoint.saver.Saver.save", self._count_saves)
         replace(checkpoint, "save_file", self._save_file)
         replace(os, "fsync", self._fsync)
@@ -136,7 +136,7 @@ class Operations:
         path, old = self._path(path, folder), None
         if path != self.root and not path.startswith(self.root + os.sep):
             return
-        with self.guard:
+        with self.lock:
             self._point(what, path)
             exists = os.path.lexists(path)
             loses_name = exists and what in ("rename", "remove") and not os.path.isdir(path)
@@ -161,7 +161,7 @@ class Operations:
     def _fsync(self, real):
         def wrapper(number):
             path, about = os.readlink(f"/proc/self/fd/{number}"), os.fstat(number)
-            with self.guard:
+            with self.lock:
                 self._point("fsync", path)
                 real(number)
                 self.unsynced = [e for e in self.unsynced if os.path.dirname(e["path"]) != path]
@@ -196,7 +196,7 @@ def between(before: int, until: int | None, begin: Callable, end: Callable) -> N
     """Calls begin() before one step, and end() before a later one; no checkpoint is being written
     meanwhile."""
 
-    def settled(action):
+    def after_pending_save(action):
         def act(run):
             run.checkpointer.wait(run.state)
             action()
@@ -204,11 +204,11 @@ def between(before: int, until: int | None, begin: Callable, end: Callable) -> N
         return act
 
     saving.RETRY_AFTER = 0
-    before_step(before, settled(begin))
-    before_step(until, settled(end))
+    before_step(before, after_pending_save(begin))
+    before_step(until, after_pending_save(end))
 
 
-def little_room(before: int, until: int | None, size: int) -> None:
+def file_size_limit(before: int, until: int | None, size: int) -> None:
     """No file may become larger: the kernel takes a part of a write and then fails (EFBIG)."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -232,7 +232,7 @@ def full_disk(before: int, until: int | None, leave: int) -> None:
     between(before, until, lambda: fill_up(BALLAST, leave), BALLAST.unlink)
 
 
-def happen(each: list[dict]) -> None:
+def interrupt(each: list[dict]) -> None:
     """Signals to the process and errors, one after the other.
 
     Each {"what": SIGTERM or the text of an error, "at": train.train_step and the like, "call":
@@ -345,9 +345,9 @@ def compiler(backend: str) -> None:
 
 def no_memory() -> None:
     """This rank's machine has no room for the copy of a checkpoint."""
-    replace(fitting, "spare_memory", lambda _: lambda: 0)
+    replace(micro_batch, "spare_memory", lambda _: lambda: 0)
 
 
-FUNCTIONS = (failing, little_room, full_disk, happen, infinite_loss, watch_parameters)
+FUNCTIONS = (failing, file_size_limit, full_disk, interrupt, infinite_loss, watch_parameters)
 FUNCTIONS += (wait_at, slow, compiler, no_memory)
 FAULTS = {"crash": Operations} | {function.__name__: function for function in FUNCTIONS}

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY
 from helpers.runs import rows
 
-PATIENCE = 600  # seconds until a test gives up waiting; nothing is expected to take so long
+TIMEOUT = 600  # seconds until a test gives up waiting; nothing is expected to take so long
 SHORT = 8  # steps of most runs
 STRATEGIES = ("ddp", "fsdp")
 
 # One process and several differ by rounding. The bias of W_key has a gradient of zero but for
 # rounding, which Adam would amplify at a large rate.
-SAME = (
+COMPARABLE = (
     *TINY,
     "model.dropout=0",
     f"trainer.max_steps={SHORT}",
@@ -98,13 +98,13 @@ def started(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         yield start
     finally:
         for process in processes:
-            for pid in belonging_to(process):
+            for pid in processes_of(process):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
 
 
-def belonging_to(process: subprocess.Popen, *variables: str) -> list[int]:
+def processes_of(process: subprocess.Popen, *variables: str) -> list[int]:
     """The living processes that came of one, itself too, with these variables. torchrun gives each
     rank its own session, so processes are found by their environment."""
     wanted = {text.encode() for text in (f"TEST_MARK={process.log}", *variables)}
@@ -118,12 +118,12 @@ def belonging_to(process: subprocess.Popen, *variables: str) -> list[int]:
 
 def rank_of(process: subprocess.Popen, rank: int) -> int | None:
     """The process of one rank that torchrun started, None while there is none."""
-    return min(belonging_to(process, f"RANK={rank}"), default=None)  # it may have started others
+    return min(processes_of(process, f"RANK={rank}"), default=None)  # it may have started others
 
 
 def wait_until(happens: Callable[[], object], *processes: subprocess.Popen) -> None:
     """Waits for something that is certain to come while these processes live."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not happens():
         for process in processes:
             assert process.poll() is None, process.log.read_text()
@@ -131,20 +131,20 @@ def wait_until(happens: Callable[[], object], *processes: subprocess.Popen) -> N
         time.sleep(0.005)
 
 
-def ended(process: subprocess.Popen) -> int:
+def wait_for_exit(process: subprocess.Popen) -> int:
     """Its exit code, once it has come to its end."""
     try:
-        return process.wait(PATIENCE)
+        return process.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
-        pytest.fail(f"still there after {PATIENCE} s:\n{process.log.read_text()}")
+        pytest.fail(f"still there after {TIMEOUT} s:\n{process.log.read_text()}")
 
 
-THEIRS = re.compile(r"\[(W|E|I|rank|Gloo)|W\d{4} |\S+\.py:\d+: \w*Warning|  \S")
+LIBRARY_LINE = re.compile(r"\[(W|E|I|rank|Gloo)|W\d{4} |\S+\.py:\d+: \w*Warning|  \S")
 
 
-def ours(text: str) -> str:
+def without_library_lines(text: str) -> str:
     """Without the lines that torch, gloo and Python's warnings write."""
-    return "".join(line for line in text.splitlines(keepends=True) if not THEIRS.match(line))
+    return "".join(line for line in text.splitlines(keepends=True) if not LIBRARY_LINE.match(line))
 
 
 def values(run: Path, key: str) -> dict[int, float]:
@@ -152,7 +152,7 @@ def values(run: Path, key: str) -> dict[int, float]:
     return {row["step"]: row[key] for row in rows(run) if key in row}
 
 
-def check_same_course(run: Path, other: Path, after: int = 0, rel: float = 1e-5) -> None:
+def check_same_losses(run: Path, other: Path, after: int = 0, rel: float = 1e-5) -> None:
     """Two runs have the same losses and norms after a step, but for rounding."""
     for key, precision in [("train/loss", rel), ("val/loss", rel), ("train/grad_norm", 10 * rel)]:
         mine, theirs = values(run, key), values(other, key)

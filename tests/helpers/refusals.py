@@ -53,7 +53,7 @@ SPECIAL_FILES = {"FIFO": _fifo, "device": _link_to_device}
 
 
 @contextlib.contextmanager
-def not_waiting(seconds: int = 60) -> Iterator[None]:
+def time_limit(seconds: int = 60) -> Iterator[None]:
     """Fails when the code inside waits longer, for the other end of a FIFO."""
 
     def too_long(*_):

@@ -29,7 +29,7 @@ def train_in(folder: Path, *overrides: str) -> Path:
     return folder / run.directory
 
 
-def copied(run: Path) -> Path:
+def copy_run(run: Path) -> Path:
     """A copy of a run's directory, of the same name, in runs/ of the current directory."""
     return Path(shutil.copytree(run, Path("runs") / run.name, symlinks=True))
 
@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, str]:
     return found
 
 
-def changed(folder: Path, before: dict[str, str]) -> list[str]:
+def changed_paths(folder: Path, before: dict[str, str]) -> list[str]:
     """The paths whose contents are not those of `before`."""
     now = contents(folder)
     return sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
@@ -87,7 +87,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def stop_behind(run, step: int) -> None:
+def train_past_checkpoint(run, step: int) -> None:
     """Trains to a checkpoint at this step and one step more, which is lost; then changes the state
     of torch's random generator."""
     from train import evaluate_and_log, log_row, save, train_step
@@ -104,7 +104,7 @@ def stop_behind(run, step: int) -> None:
     torch.manual_seed(12345)
 
 
-def seal(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Writes the checksums that fit the files of a checkpoint."""
     from training.checkpoint import format as checkpoint
 
@@ -123,7 +123,7 @@ def change_state(folder: Path, **values: object) -> None:
             place = place[group]
         place[name] = value
     file.write_text(json.dumps(state))
-    seal(folder)
+    write_checksums(folder)
 
 
 def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

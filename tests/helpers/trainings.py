@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from helpers import REPOSITORY, TEXT, TINY
-from helpers.ranks import PATIENCE, environment, free_port, ours
+from helpers.ranks import TIMEOUT, environment, free_port, without_library_lines
 from helpers.runs import rows
 from helpers.tally import CAMPAIGN
 from helpers.texts import prepare
@@ -32,10 +32,10 @@ from training.checkpoint import listing
 STEP = "train.train_step"
 
 
-def happen(*each: tuple) -> dict:
+def interrupt(*each: tuple) -> dict:
     """Signals and errors, as faults (see planted_faults.py): what, at, call, when."""
     keys = ("what", "at", "call", "when")
-    return {"happen": {"each": [dict(zip(keys, one, strict=False)) for one in each]}}
+    return {"interrupt": {"each": [dict(zip(keys, one, strict=False)) for one in each]}}
 
 
 class ForkServer:
@@ -58,7 +58,7 @@ class ForkServer:
 
     def __exit__(self, *_) -> None:
         self.process.stdin.close()
-        assert self.process.wait(PATIENCE) == 0
+        assert self.process.wait(TIMEOUT) == 0
         self.process.stdout.close()
 
     def ask(self, **order) -> dict:
@@ -67,7 +67,7 @@ class ForkServer:
         return self._read()
 
     def _read(self) -> dict:
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+        ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT)
         line = self.process.stdout.readline() if ready else ""
         assert line, "the fork server has ended, or does not answer"
         return json.loads(line)
@@ -135,9 +135,9 @@ class Training:
     def wait(self) -> int:
         """Its exit code, once it has ended."""
         if self.code is None:
-            if not self.has_ended(PATIENCE):
+            if not self.has_ended(TIMEOUT):
                 self.send(signal.SIGKILL)
-                raise AssertionError(f"still there after {PATIENCE} s:\n{self.err}")
+                raise AssertionError(f"still there after {TIMEOUT} s:\n{self.err}")
             self.code = self.server.ask(wait=self.pid)["code"]
             os.close(self._handle)
         return self.code
@@ -146,7 +146,7 @@ class Training:
     def err(self) -> str:
         """What it wrote to stderr, but for what libraries write."""
         path = Path(f"{self.log}.err")
-        return ours(path.read_text(errors="replace")) if path.exists() else ""
+        return without_library_lines(path.read_text(errors="replace")) if path.exists() else ""
 
     @property
     def out(self) -> str:
@@ -169,7 +169,7 @@ THREE = (*RUN, "trainer.max_steps=15", "trainer.eval_every=5", "trainer.keep=1")
 THREE += ("trainer.warmup_steps=14", "optimizer.lr=1.1")
 KINDS = {
     "plain": RUN,
-    "accumulating": (*RUN, "trainer.micro_batch_size=2", "trainer.log_every=1"),
+    "accumulation": (*RUN, "trainer.micro_batch_size=2", "trainer.log_every=1"),
     "shards": ("data=shards", *RUN, "data.path=tokens", "data.val_fraction=0.2"),
     "best": (*RUN, "trainer.keep=1", "trainer.eval_every=4", "trainer.save_every=7"),
     "three": THREE,
@@ -191,7 +191,7 @@ class Faults:
     def __init__(self, server: ForkServer, home: Path):
         self.server, self.home = server, home
         self.numbers = itertools.count()
-        self.wholes: dict[str, Path] = {}
+        self.undisturbed_runs: dict[str, Path] = {}
         self.seconds: dict[str, float] = {}  # that they took
         self.names: dict[str, list[str]] = {}
         self.template = home / "texts"
@@ -204,13 +204,13 @@ class Faults:
         """A new one, with what the runs train on."""
         return Path(shutil.copytree(self.template, self.home / f"place{next(self.numbers)}"))
 
-    def whole(self, kind: str) -> Path:
-        if kind not in self.wholes:
+    def undisturbed(self, kind: str) -> Path:
+        if kind not in self.undisturbed_runs:
             folder, started = self.folder(), time.perf_counter()
             self.run(folder, kind)
-            self.wholes[kind] = folder / "runs" / "run"
+            self.undisturbed_runs[kind] = folder / "runs" / "run"
             self.seconds[kind] = time.perf_counter() - started
-        return self.wholes[kind]
+        return self.undisturbed_runs[kind]
 
     def operations(self, kind: str) -> list[str]:
         """What the saver does to the disk from the second checkpoint on until the first is gone."""
@@ -218,7 +218,7 @@ class Faults:
             folder = self.folder()
             self.run(folder, kind, fault={"crash": {"names": str(folder / "names")}})
             run = folder / "runs" / "run"
-            check_same_end(run, self.whole(kind))
+            check_same_result(run, self.undisturbed(kind))
             assert (run / "checkpoints" / "best").resolve().name == "step_00000010"
             self.names[kind] = (folder / "names").read_text().splitlines()
         return self.names[kind]
@@ -237,23 +237,24 @@ class Faults:
         assert codes == {code}, [training.err for training in trainings]
         return trainings[0]
 
-    def killed(self, folder: Path, call: int, when: str = "before") -> None:
+    def kill_at(self, folder: Path, call: int, when: str = "before") -> None:
         """A short run that is killed at this call of train_step."""
-        self.run(folder, "short", fault=happen(("SIGKILL", STEP, call, when)), code=-signal.SIGKILL)
+        fault = interrupt(("SIGKILL", STEP, call, when))
+        self.run(folder, "short", fault=fault, code=-signal.SIGKILL)
 
     def complete(self, folder: Path, kind: str, was_stopped: bool = False) -> None:
         """The same command again, to the end, which is that of the undisturbed run; every step
         after the newest checkpoint is computed once."""
         run, steps = folder / "runs" / "run", folder / f"steps{next(self.numbers)}"
-        newest = usable(run) or 0
+        newest = newest_valid_step(run) or 0
         self.run(folder, kind, fault={"watch_parameters": {"file": str(steps)}})
         steps.touch()
         computed = [json.loads(line)[0] for line in steps.read_text().splitlines()]
         assert computed == list(range(newest + 1, setting(kind, "trainer.max_steps") + 1))
-        check_same_end(run, self.whole(kind), was_stopped)
+        check_same_result(run, self.undisturbed(kind), was_stopped)
 
 
-def usable(run: Path) -> int | None:
+def newest_valid_step(run: Path) -> int | None:
     """The step of the newest checkpoint that is what was written, None when there is none."""
     for folder in listing.list_checkpoints(run):
         with contextlib.suppress(checkpoint.DamagedCheckpointError):
@@ -262,7 +263,7 @@ def usable(run: Path) -> int | None:
     return None
 
 
-def check_all_whole(run: Path) -> None:
+def check_all_valid(run: Path) -> None:
     """Whatever is called a checkpoint is one."""
     for folder in listing.list_checkpoints(run):
         checkpoint.verify(folder)
@@ -275,7 +276,7 @@ def last_row(run: Path) -> int:
     return json.loads(whole[-1])["step"] if whole and whole[-1] else 0
 
 
-def end_of(run: Path) -> dict[str, object]:
+def result_of(run: Path) -> dict[str, object]:
     """What two runs of the same settings have in common, by name: the last and the best checkpoint,
     but for how the command was worded, and the log, but for the speed."""
     found = {"metrics.jsonl": [row | {"train/tokens_per_second": None} for row in rows(run)]}
@@ -291,17 +292,17 @@ def end_of(run: Path) -> dict[str, object]:
     return found | {"samples.jsonl": samples.read_bytes() if samples.exists() else b""}
 
 
-def check_same_end(run: Path, whole: Path, was_stopped: bool = False) -> None:
+def check_same_result(run: Path, undisturbed: Path, was_stopped: bool = False) -> None:
     """Two runs have the same checkpoints, to the byte, and the same log: every step once.
     was_stopped: there may be one more, of the step at which it was."""
-    folders = [run / "checkpoints", whole / "checkpoints"]
+    folders = [run / "checkpoints", undisturbed / "checkpoints"]
     names, expected = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert names == expected or (was_stopped and len(names) <= len(expected) + 1)
-    mine, theirs = end_of(run), end_of(whole)
+    mine, theirs = result_of(run), result_of(undisturbed)
     # Their names alone: pytest would take minutes to show how long values differ.
     different = [name for name in theirs if mine[name] != theirs[name]]
     assert not different
-    check_all_whole(run)
+    check_all_valid(run)
     assert not [path for path in run.rglob("*") if re.search(r"\.(part|damaged)", path.name)]
 
 

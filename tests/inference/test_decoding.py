@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers.greedy import GREEDY, PROMPTS, written
+from helpers.greedy import GREEDY, PROMPTS, generated_ids
 from helpers.models import tiny_model as tiny
 from torch._dynamo.backends.common import aot_autograd
 
@@ -47,8 +47,8 @@ def test_text_with_a_cache_equals_text_without(kernel):
     model = tiny(attention=kernel)
     for window in (None, 5):
         expected = [without_cache(model, prompt, 60, window or 12) for prompt in PROMPTS]
-        assert written(model, PROMPTS, 60, window=window) == expected
-        assert written(model, PROMPTS[3:4], 60, window=window) == expected[3:4]
+        assert generated_ids(model, PROMPTS, 60, window=window) == expected
+        assert generated_ids(model, PROMPTS[3:4], 60, window=window) == expected[3:4]
         assert all(len(set(row)) > 2 for row in expected)  # not constant
 
 
@@ -60,9 +60,9 @@ def test_a_compiled_step_is_traced_once_and_changes_no_token():
     model = tiny()
     compiler = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
     cache = KVCache(12, compiler)
-    assert written(model, PROMPTS, 40, cache=cache) == written(model, PROMPTS, 40)
+    assert generated_ids(model, PROMPTS, 40, cache=cache) == generated_ids(model, PROMPTS, 40)
     others = [prompt[:2] for prompt in PROMPTS]
-    assert written(model, others, 7, cache=cache) == written(model, others, 7)
+    assert generated_ids(model, others, 7, cache=cache) == generated_ids(model, others, 7)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
@@ -81,10 +81,10 @@ def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(packed):
     model = tiny().requires_grad_(False)
     if packed:
         pack_weights(model, torch.float32, to_compile=True)
-    expected = written(model, PROMPTS, 40)
+    expected = generated_ids(model, PROMPTS, 40)
     backend = aot_autograd(fw_compiler=look)
     compiler = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
-    assert written(model, PROMPTS, 40, cache=KVCache(12, compiler)) == expected
+    assert generated_ids(model, PROMPTS, 40, cache=KVCache(12, compiler)) == expected
     ((written_to, staying, num_others),) = seen
     assert len(written_to) == 1 + 2 * len(model.blocks)  # lengths, and keys and values
     assert written_to <= staying
@@ -105,27 +105,27 @@ def test_greedy_text_equals_that_of_transformers(tmp_path):
     expected = theirs.generate(
         padded, attention_mask=mask, max_new_tokens=100, do_sample=False, pad_token_id=0
     )[:, longest:]
-    assert written(model, PROMPTS, 100) == expected.tolist()
+    assert generated_ids(model, PROMPTS, 100) == expected.tolist()
     assert len(set(expected.flatten().tolist())) > 5
 
 
 def test_a_text_ends_at_its_end_token():
     model = tiny()
-    whole = written(model, PROMPTS, 30)
+    whole = generated_ids(model, PROMPTS, 30)
     end = whole[0][4]
-    ended = written(model, PROMPTS, 30, end=end)
+    ended = generated_ids(model, PROMPTS, 30, end=end)
     for row, before in zip(ended, whole, strict=True):
         length = before.index(end) + 1 if end in before else 30
         assert row[:length] == before[:length]
         assert row[length:] == [None] * (len(row) - length)
     # Generation stops when all texts have ended.
-    assert len(written(model, PROMPTS[:1], 30, end=end)[0]) == whole[0].index(end) + 1
+    assert len(generated_ids(model, PROMPTS[:1], 30, end=end)[0]) == whole[0].index(end) + 1
 
 
 def test_unknown_ids_are_never_drawn():
     hot = Sampling(temperature=50.0)
-    assert max(written(tiny(), [[1]] * 8, 20, hot)[0]) > 9
-    assert max(max(row) for row in written(tiny(), [[1]] * 8, 20, hot, known=9)) < 9
+    assert max(generated_ids(tiny(), [[1]] * 8, 20, hot)[0]) > 9
+    assert max(max(row) for row in generated_ids(tiny(), [[1]] * 8, 20, hot, known=9)) < 9
 
 
 def test_the_mode_is_restored():
@@ -134,7 +134,7 @@ def test_the_mode_is_restored():
     assert len(next(steps)) == len(PROMPTS)
     steps.close()  # also where generation is stopped early
     assert all(module.training for module in model.modules())
-    assert written(model, PROMPTS, 9) == written(tiny(), PROMPTS, 9)  # without dropout
+    assert generated_ids(model, PROMPTS, 9) == generated_ids(tiny(), PROMPTS, 9)  # without dropout
     assert all(module.training for module in model.modules())
     assert torch.is_grad_enabled()
 
@@ -189,7 +189,7 @@ def test_limits_of_sampling_settings():
     more is no limit."""
     model, greedy = tiny(), [Sampling(temperature=0.001), Sampling(top_k=1), Sampling(top_p=1e-9)]
     for alike in ([GREEDY, *greedy], [Sampling(top_k=k) for k in (None, 23, 1000)]):
-        texts = [written(model, PROMPTS, 20, sampling) for sampling in alike]
+        texts = [generated_ids(model, PROMPTS, 20, sampling) for sampling in alike]
         assert all(text == texts[0] for text in texts)
 
 
@@ -197,10 +197,10 @@ def test_the_same_seed_gives_the_same_text():
     """Whatever other texts there are in the batch; torch's global generator is not used."""
     model, state = tiny(), torch.get_rng_state()
     warm = Sampling(temperature=3.0, top_p=0.95, seed=5)
-    together = written(model, PROMPTS, 20, warm)
-    assert written(model, PROMPTS, 20, warm) == together
-    assert written(model, PROMPTS[2:], 20, warm, first=2) == together[2:]
-    assert written(model, PROMPTS, 20, dataclasses.replace(warm, seed=6)) != together
-    twice = written(model, PROMPTS[:1] * 2, 20, warm)
+    together = generated_ids(model, PROMPTS, 20, warm)
+    assert generated_ids(model, PROMPTS, 20, warm) == together
+    assert generated_ids(model, PROMPTS[2:], 20, warm, first=2) == together[2:]
+    assert generated_ids(model, PROMPTS, 20, dataclasses.replace(warm, seed=6)) != together
+    twice = generated_ids(model, PROMPTS[:1] * 2, 20, warm)
     assert twice[0] != twice[1]
     assert torch.equal(torch.get_rng_state(), state)

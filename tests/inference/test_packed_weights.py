@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.greedy import PROMPTS, written
+from helpers.greedy import PROMPTS, generated_ids
 from helpers.models import random_ids, tiny_model
 
 from inference import packed_weights
@@ -21,7 +21,7 @@ def test_outputs_and_text_stay_the_same(qkv_bias):
         assert not any(isinstance(module, torch.nn.Linear) for module in fast.modules())
         for ids in (random_ids(B=1, T=12), random_ids(B=3, T=5)):
             torch.testing.assert_close(fast(ids)[0], model(ids)[0], atol=1e-5, rtol=1e-5)
-        assert written(fast, PROMPTS, 50) == written(model, PROMPTS, 50)
+        assert generated_ids(fast, PROMPTS, 50) == generated_ids(model, PROMPTS, 50)
 
 
 @torch.no_grad()

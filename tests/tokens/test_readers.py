@@ -12,7 +12,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers.refusals import not_waiting, refused
+from helpers.refusals import refused, time_limit
 from helpers.tally import trials
 from helpers.texts import expected_ids, numbers_in, peak_memory, write_source
 from helpers.texts import mixes as any_text
@@ -123,7 +123,7 @@ def test_links_are_followed_and_not_circular(tmp_path):
     for name in ("sub/a.txt", "z.txt"):  # linked files are named once
         (top / name).parent.mkdir(exist_ok=True)
         (top / name).symlink_to(a)
-    with not_waiting():
+    with time_limit():
         assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
 
 
@@ -358,7 +358,7 @@ def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):
     with refused(DataError, "data.path", tmp_path):
         find_files(str(tmp_path))
     os.mkfifo(tmp_path / "fifo")  # opening it would wait for somebody to write into it
-    with not_waiting():
+    with time_limit():
         check_refused(tmp_path / "fifo")
 
 

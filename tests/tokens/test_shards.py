@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.refusals import SPECIAL_FILES, not_waiting, refused
+from helpers.refusals import SPECIAL_FILES, refused, time_limit
 from helpers.texts import numbers_in, peak_memory, write_packed, write_source
 
 from errors import DataError
@@ -192,7 +192,7 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(kind, tmp_path):
     file = write_shards(tmp_path, {"a.bin": [EOT, 1]}) / "a.bin"
     for path in [file] if kind == "missing" else [file, tmp_path / MANIFEST]:
         NOT_FILES[kind](path)
-        with not_waiting(), refuses(path):
+        with time_limit(), refuses(path):
             opened(tmp_path)
 
 

@@ -5,7 +5,7 @@ import shlex
 import pytest
 from helpers import TEXT, TINY
 from helpers.refusals import refused
-from helpers.runs import assert_same, repeatable_rows, rows, stop_behind, weights
+from helpers.runs import assert_same, repeatable_rows, rows, train_past_checkpoint, weights
 from helpers.texts import prepare, write_collection, write_source
 
 from errors import DataError
@@ -56,7 +56,7 @@ def test_mixture_of_shards_equals_the_mixture_of_texts(make_run, tmp_path):
     fit(direct)
     assert repeatable_rows(whole.directory) == repeatable_rows(direct.directory)
 
-    stop_behind(make_run("name=half", *shards), 2)
+    train_past_checkpoint(make_run("name=half", *shards), 2)
     rest = make_run("name=half", *shards)
     assert rest.state.step == 2
     fit(rest)

@@ -13,7 +13,15 @@ import threading
 import pytest
 import torch
 from helpers.refusals import refused
-from helpers.runs import assert_same, change_state, change_tensors, copied, damage, seal, train_in
+from helpers.runs import (
+    assert_same,
+    change_state,
+    change_tensors,
+    copy_run,
+    damage,
+    train_in,
+    write_checksums,
+)
 from safetensors.torch import load_file
 
 import files
@@ -36,7 +44,7 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def saved(finished, make_run, tmp_path):
     """The newest checkpoint of its copy in the current directory, runs/saved."""
-    return tmp_path / copied(finished) / "checkpoints" / "step_00000004"
+    return tmp_path / copy_run(finished) / "checkpoints" / "step_00000004"
 
 
 @pytest.fixture
@@ -102,7 +110,7 @@ def test_optimizer_tensors_that_do_not_fit_are_named(saved, longer):
     }.items():
         file.write_bytes(right)
         change_tensors(file, lambda t: t.update({name: value}))  # noqa: B023
-        seal(saved)
+        write_checksums(saved)
         with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
             longer()
         assert name in caught.value.reason

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.refusals import SPECIAL_FILES, refused
-from helpers.runs import change_state, copied, rows, seal, train_in
+from helpers.runs import change_state, copy_run, rows, train_in, write_checksums
 
 from errors import CheckpointError, DamagedCheckpointError, RunFileError
 from interop.pretrained import load_pretrained
@@ -41,7 +41,7 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def run(trained, make_run):
     """Its copy in the current directory, runs/run."""
-    return copied(trained)
+    return copy_run(trained)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_invalid_states_are_refused_by_name(trained, tmp_path):
         assert key.split(".")[-1] in caught.value.reason, (key, value)
     for text in TEXTS:
         (copy / "state.json").write_text(text)
-        seal(copy)
+        write_checksums(copy)
         for read in (checkpoint.load_state, load_pretrained):
             with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
                 read(copy)

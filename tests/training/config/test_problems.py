@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from helpers import TINY
-from helpers.refusals import not_waiting, printed_keys, refused
+from helpers.refusals import printed_keys, refused, time_limit
 from helpers.runs import train_in
 from helpers.settings import settings
 from helpers.tally import tally
@@ -31,7 +31,7 @@ FAULT = "the bad-input table"
 
 @pytest.fixture(autouse=True)
 def no_endless_reading():
-    with not_waiting(60):
+    with time_limit(60):
         yield
 
 

@@ -13,25 +13,25 @@ import pytest
 import torch
 from helpers import REPOSITORY
 from helpers.ranks import (
-    SAME,
+    COMPARABLE,
     SHORT,
     STRATEGIES,
     TORCHRUN,
     check_same_bytes,
-    check_same_course,
+    check_same_losses,
     check_same_tensors,
-    ended,
     free_port,
     last,
     runs_in,
     started,
     values,
+    wait_for_exit,
     write_texts,
 )
 from helpers.refusals import printed_keys
 from helpers.runs import change_state, contents, rows, train_in
 from helpers.tally import CAMPAIGN, in_campaign
-from helpers.trainings import STEP, ForkServer, happen, printed_command
+from helpers.trainings import STEP, ForkServer, interrupt, printed_command
 from safetensors.torch import load_file
 
 from training.checkpoint import format as checkpoint
@@ -71,11 +71,13 @@ class Place:
     def _alone(self, *arguments):
         """The run of this process alone, made once."""
         name = f"alone{len(list(self.folder.glob('runs/alone*')))}"
-        return train_in(self.folder, *SAME, *arguments, f"name={name}")
+        return train_in(self.folder, *COMPARABLE, *arguments, f"name={name}")
 
     def ranks(self, name, *arguments, **more):
         """Two ranks, and the directory of their run."""
-        trainings = self.server.run_ranks(self.folder, *SAME, f"name={name}", *arguments, **more)
+        trainings = self.server.run_ranks(
+            self.folder, *COMPARABLE, f"name={name}", *arguments, **more
+        )
         return self.folder / "runs" / name, trainings
 
 
@@ -101,7 +103,7 @@ def test_two_ranks_train_as_one(watched):
     many, one, (main, other) = watched
     assert (main.err, other.err, other.out) == ("", "", "")
     assert max(values(one, "train/grad_norm").values()) > 0.5  # so they were clipped
-    check_same_course(many, one)
+    check_same_losses(many, one)
     for step in (HALF, SHORT):
         check_same_tensors(last(many, step), last(one, step))
     assert (many / "samples.jsonl").read_bytes() == (one / "samples.jsonl").read_bytes()
@@ -135,7 +137,7 @@ def test_how_it_is_computed_makes_no_difference(place, variant):
     name = f"variant_{VARIANTS.index(variant)}"
     special = {"faults": [{"compiler": {"backend": COMPILER}}] * ranks, "codes": [0] * ranks}
     run, _ = place.ranks(name, f"parallel={way}", *more, **special)
-    check_same_course(run, place.alone(*WATCHED))
+    check_same_losses(run, place.alone(*WATCHED))
     check_same_tensors(last(run), last(place.alone(*WATCHED)))
 
 
@@ -163,7 +165,7 @@ def test_muon_trains_documents_as_in_one_process(place):
         ("muon_ddp_to_fsdp", HALF, "parallel=fsdp", source),
     ]:
         many, _ = place.ranks(name, *settings, *more, faults=[None, {"no_memory": {}}])
-        check_same_course(many, one, after=after)
+        check_same_losses(many, one, after=after)
         check_same_tensors(last(many), last(one), most=5e-4)
     weight = "blocks.0.mlp.fc.weight"
     moved, start = (load_file(last(one, s) / "model.safetensors")[weight] for s in (None, HALF))
@@ -189,7 +191,7 @@ def test_a_run_resumes_with_other_ranks(place, start, goal, ranks):
         special = {"faults": [None] * ranks, "codes": [0] * ranks}
         run, _ = place.ranks(f"{start}_to_{goal}_{ranks}", resume, f"parallel={goal}", **special)
     assert min(values(run, "train/loss")) == HALF + 1
-    check_same_course(run, one, after=HALF)
+    check_same_losses(run, one, after=HALF)
     check_same_tensors(last(run), last(one))
 
 
@@ -221,7 +223,7 @@ def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     printed."""
     settings = ("model.dropout=0.2", f"parallel={way}")
     whole, _ = place.ranks(f"whole_{way}", *settings)
-    special = {"faults": [None, happen(("SIGTERM", STEP, HALF + 1))], "codes": [143, 143]}
+    special = {"faults": [None, interrupt(("SIGTERM", STEP, HALF + 1))], "codes": [143, 143]}
     cut, (main, other) = place.ranks(f"cut_{way}", *settings, **special)
     assert other.err == ""
     assert listing.newest_step(cut) == HALF + 1
@@ -251,10 +253,12 @@ def test_an_error_before_the_first_step_ends_all_ranks(place, name):
     (folder / "text1.txt").write_text("another,  " * 500)
     faults = [
         None,
-        happen(("broken", "training.setup.load_datasets")) if name == "broken_disk" else None,
+        interrupt(("broken", "training.setup.load_datasets")) if name == "broken_disk" else None,
     ]
     codes = [code, code]
-    main, other = place.server.run_ranks(folder, *SAME, *arguments, faults=faults, codes=codes)
+    main, other = place.server.run_ranks(
+        folder, *COMPARABLE, *arguments, faults=faults, codes=codes
+    )
     assert printed_keys(main.err) == [key]
     assert ("rank 1" in main.err) == on_rank_1
     assert other.err == ""
@@ -286,7 +290,7 @@ def test_ranks_with_different_settings_do_not_train(place, key, given):
     shutil.copytree(place.alone(), folder / "runs" / "alone", symlinks=True)
     before = contents(folder / "runs")
     each = [f"{key}={value}" for value in given]
-    main, other = place.server.run_ranks(folder, *SAME, each=each, codes=[2, 2])
+    main, other = place.server.run_ranks(folder, *COMPARABLE, each=each, codes=[2, 2])
     assert printed_keys(main.err)[0] == key
     assert all(value in main.err for value in given)
     assert other.err == ""
@@ -297,8 +301,8 @@ def test_an_error_during_training_is_told_by_each_machine(place):
     """Rank 1 is on a machine of its own, whose log nobody else writes to."""
     folder = write_texts(place.folder / "one_breaks")
     _, other = place.server.run_ranks(
-        *(folder, *SAME, "parallel=ddp"),
-        faults=[None, happen(("broken memory", STEP, 4))],
+        *(folder, *COMPARABLE, "parallel=ddp"),
+        faults=[None, interrupt(("broken memory", STEP, 4))],
         codes=[4, 4],
         LOCAL_WORLD_SIZE=1,
     )
@@ -313,9 +317,9 @@ def test_two_torchrun_nodes_leave_one_run(place):
     meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=test"]
     agent = [*TORCHRUN[:2], "--nnodes=2", "--nproc_per_node=1", *meeting, "--local-addr=127.0.0.1"]
     with started(folder) as start:
-        training = (REPOSITORY / "train.py", *SAME, "parallel=fsdp", "wandb=offline")
+        training = (REPOSITORY / "train.py", *COMPARABLE, "parallel=fsdp", "wandb=offline")
         nodes = [start(*agent, *training) for _ in range(2)]
-        assert [ended(process) for process in nodes] == [0, 0]
+        assert [wait_for_exit(process) for process in nodes] == [0, 0]
     (run,) = runs_in(folder)
     assert len(list(run.glob("wandb/offline-run-*"))) == 1
-    check_same_course(run, place.alone(*WATCHED))
+    check_same_losses(run, place.alone(*WATCHED))

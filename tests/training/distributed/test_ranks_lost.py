@@ -13,23 +13,23 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 from helpers.ranks import (
-    SAME,
+    COMPARABLE,
     TORCHRUN,
     check_same_bytes,
-    ended,
     rank_of,
     runs_in,
     started,
+    wait_for_exit,
     wait_until,
     write_texts,
 )
 from helpers.refusals import printed_keys
 from helpers.runs import rows
-from helpers.trainings import STEP, ForkServer, happen, printed_command, usable
+from helpers.trainings import STEP, ForkServer, interrupt, newest_valid_step, printed_command
 
 KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
 STEPS = 48  # under torchrun
-LONG = (*SAME, "model.dropout=0.2", "trainer.eval_every=20", "trainer.save_every=3")
+LONG = (*COMPARABLE, "model.dropout=0.2", "trainer.eval_every=20", "trainer.save_every=3")
 LONG += ("trainer.keep=1", "parallel.timeout=10")
 
 
@@ -60,7 +60,7 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     """A killed one at once, one that does not answer after the timeout."""
     timeout = "parallel.timeout=" + ("1000" if what == "SIGKILL" else "5")
     run, settings = tmp_path / "runs" / "run", [*LONG, f"parallel={way}", timeout, "name=run"]
-    faults = [happen((what, STEP, 6)) if rank == lost else None for rank in range(2)]
+    faults = [interrupt((what, STEP, 6)) if rank == lost else None for rank in range(2)]
     trainings = server.start_ranks(write_texts(tmp_path), *settings, faults=faults)
     other = trainings[1 - lost]
     assert other.wait() == 4
@@ -69,7 +69,7 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     assert timeout in other.err
     assert len(printed_keys(other.err)) == 1
     # Rank 0 writes checkpoints: when it is lost, the first one may not be complete.
-    assert usable(run) == 3 or (lost == 0 and usable(run) is None)
+    assert newest_valid_step(run) == 3 or (lost == 0 and newest_valid_step(run) is None)
     server.run_ranks(tmp_path, *settings)
     assert [row["step"] for row in rows(run)] == list(range(9))
     check_same_bytes(run, whole(way, 8))
@@ -98,7 +98,7 @@ def test_torchrun_restarts_killed_ranks_and_resume_is_bit_exact(server, whole, t
                     os.kill(pid, signal.SIGKILL)
         wait_until(lambda: lines() > killed_at + 5, process)  # it was restarted
         process.terminate()
-        assert ended(process) != 0
+        assert wait_for_exit(process) != 0
     (run,) = runs_in(tmp_path)
     program, command = printed_command(process.log.read_text())
     assert "torchrun --nproc_per_node=2" in program

@@ -12,7 +12,7 @@ import torch
 from helpers.models import tiny_model
 from helpers.ranks import check_same_bytes
 from helpers.refusals import refused
-from helpers.runs import assert_same, stop_behind
+from helpers.runs import assert_same, train_past_checkpoint
 from helpers.settings import settings
 
 from errors import ConfigError
@@ -187,7 +187,7 @@ def test_resume_is_bit_exact(make_run):
     values = ("optimizer=muon", "optimizer.matrix_lr=2e-3", "model.dropout=0.2")
     whole = make_run("name=whole", *values)
     fit(whole)
-    stop_behind(make_run("name=half", *values), 2)
+    train_past_checkpoint(make_run("name=half", *values), 2)
     rest = make_run("name=half", *values)
     assert rest.state.step == 2
     fit(rest)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.ranks import values
 from helpers.refusals import refused
-from helpers.runs import assert_same, rows, stop_behind, weights
+from helpers.runs import assert_same, rows, train_past_checkpoint, weights
 
 from errors import DivergedError
 from train import fit, train_step
@@ -145,7 +145,7 @@ def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_ru
     for run in (whole, half):
         spoil(run, {1, 2})
     fit(whole)
-    stop_behind(half, 3)
+    train_past_checkpoint(half, 3)
     rest = make_run(*settings)
     assert rest.state.skipped == 2
     assert rest.metrics.nonfinite.read() == Counts(skipped=2, in_a_row=2, halted_for=0)

@@ -11,21 +11,20 @@ from helpers.settings import settings
 from errors import ConfigError, OutOfMemoryError
 from train import fit
 from training.distributed.strategy import Strategy
-from training.planning import memory
-from training.planning import micro_batch as fitting
+from training.planning import memory, micro_batch
 
 
 @pytest.fixture
 def memory_is(monkeypatch):
     """memory_is(bytes) -> a machine with so much memory."""
-    return lambda total: monkeypatch.setattr(fitting, "memory_of", lambda _: total)
+    return lambda total: monkeypatch.setattr(micro_batch, "memory_of", lambda _: total)
 
 
 def test_errors_of_memory_are_recognised():
     of_cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
     of_cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     for text, expected in ((of_cpu, True), (of_cublas, True), ("shapes differ", False)):
-        assert fitting.is_out_of_memory(RuntimeError(text)) == expected, text
+        assert micro_batch.is_out_of_memory(RuntimeError(text)) == expected, text
 
 
 def suggested(error) -> str:
@@ -58,7 +57,7 @@ def test_a_run_out_of_memory_continues_with_what_is_suggested(make_run):
 def test_what_is_suggested_when_one_window_does_not_fit(make_run):
     run = make_run("trainer.micro_batch_size=1")
     for setting in ("trainer.activation_checkpointing=true", "parallel=fsdp"):
-        error = fitting.what_would_fit(run.config, run.strategy, 1, run.checkpointer.describe())
+        error = micro_batch.what_would_fit(run.config, run.strategy, 1, run.checkpointer.describe())
         assert suggested(error) == setting
         run.config.trainer.activation_checkpointing = True
 
@@ -102,5 +101,5 @@ def test_a_model_or_a_window_that_cannot_fit_is_refused(memory_is):
         ("model.vocab_size=1e10", "model"),
         (long, "trainer.batch_size"),
     ):
-        ((key, *_),) = fitting.check_memory(settings(*given.split()), strategy)
+        ((key, *_),) = micro_batch.check_memory(settings(*given.split()), strategy)
         assert key == expected

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from helpers.refusals import SPECIAL_FILES, not_waiting, printed_keys
+from helpers.refusals import SPECIAL_FILES, printed_keys, time_limit
 from PIL import Image
 
 from scripts import compare
@@ -113,7 +113,7 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
         for kind, make in SPECIAL_FILES.items():
             make(run(f"bad-{kind}-{name}", [1.0]) / name)
     bad = 5 + 2 * len(SPECIAL_FILES)
-    with not_waiting(60):
+    with time_limit(60):
         tables, skipped, _ = compared("runs=[runs/*,nowhere]")
     assert [len(table) for table in tables.values()] == [3]
     assert [name.split("-")[0] for name in skipped] == bad * ["runs/bad"] + ["nowhere"]

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from helpers.pages import HOSTILE
-from helpers.refusals import SPECIAL_FILES, not_waiting
+from helpers.refusals import SPECIAL_FILES, time_limit
 
 from files import read_rows
 from lens.history import Row
@@ -193,7 +193,7 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
     for make in SPECIAL_FILES.values():
         for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", *pages):
             make(folder / name)
-        with not_waiting():
+        with time_limit():
             assert write_report(folder).stat().st_size < 100_000
 
 
