@@ -19,7 +19,8 @@ STRICT := attention.py model.py files.py lens inference interop tests/budgets.py
     $(addprefix training/optim/,loss_spikes.py optimizers.py) \
     $(addprefix training/planning/,memory.py devices.py) training/checkpoint/listing.py \
     $(addprefix training/reporting/,console.py machine.py profiler.py tracker.py) \
-    $(addprefix benchmarks/,attention_ladder.py equivalence.py generate.py timing.py training.py)
+    $(addprefix benchmarks/,equivalence.py generate.py timing.py training.py) \
+    scripts/attention_ladder.py
 
 .PHONY: train test campaign extras audit lint format clean
 

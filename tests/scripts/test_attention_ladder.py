@@ -1,4 +1,4 @@
-"""python -m benchmarks.attention_ladder: what it prints, against published figures.
+"""python -m scripts.attention_ladder: what it prints, against published figures.
 
 Steps 1 to 5 and the output of step 8 use the sentence and seeds of S. Raschka, Build a Large
 Language Model (From Scratch), chapter 3, which prints the figures below.
@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-from benchmarks.attention_ladder import main
+from scripts.attention_ladder import main
 
 
 @pytest.fixture

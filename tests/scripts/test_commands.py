@@ -42,7 +42,7 @@ SHORT = {
     "scripts.export_hf": [],
     "scripts.compare": [],
     "scripts.plan": [],
-    "benchmarks.attention_ladder": [],
+    "scripts.attention_ladder": [],
     "benchmarks.plots": ["out=speed.png"],
 }
 # Not run: they need other projects, minutes, hours, the network or an account.

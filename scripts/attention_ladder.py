@@ -1,6 +1,6 @@
 """Attention in eight small steps, from one dot product to the module that trains GPT-2.
 
-    python -m benchmarks.attention_ladder
+    python -m scripts.attention_ladder
 
 Every step says why it is taken, gives its formula and prints its tensors, so the code can be
 read next to its output. Step 8 ends with figures that can be compared with published ones.
@@ -195,7 +195,7 @@ width of all heads together. Nothing fails, the numbers are just others. On its 
 
 
 class LadderConfig(ScriptConfig):
-    """python -m benchmarks.attention_ladder
+    """python -m scripts.attention_ladder
 
     Attention in eight small steps: what each is for, its formula, its tensors.
     """
