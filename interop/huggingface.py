@@ -20,8 +20,8 @@ from files import read_json
 from interop.hub import CONFIG
 from model import GPT, ModelConfig
 from tokens.tokenizers import get_tokenizer
-from training.checkpoint.format import LARGEST_STATE
-from training.checkpoint.tensors import is_pickle, model_of, read_tensors
+from training.checkpoint.format import MAX_STATE_BYTES
+from training.checkpoint.tensors import model_from_tensors, pickle_error, read_tensors
 from training.config.schema import ModelSettings, validate
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -87,7 +87,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
         raise unusable(file, f"{error.args[0]} is missing") from error
     if theirs:
         raise unusable(file, f"unknown tensor {min(theirs):.80}")
-    return model_of(config, ours, file)
+    return model_from_tensors(config, ours, file)
 
 
 def to_hf(
@@ -144,7 +144,7 @@ def hf_tensors(model: GPT) -> dict[str, Tensor]:
 def read_config(file: Path) -> dict:
     """The content of a config.json. Raises CheckpointError when it is unreadable."""
     try:
-        theirs = read_json(file, LARGEST_STATE)
+        theirs = read_json(file, MAX_STATE_BYTES)
         if not isinstance(theirs, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
@@ -164,7 +164,7 @@ def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     if (folder / INDEX).is_file():
         return folder / INDEX, _read_shards(folder / INDEX)
     if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
-        raise is_pickle(pickles[0], f", and there is no {WHOLE}")
+        raise pickle_error(pickles[0], f", and there is no {WHOLE}")
     raise DamagedCheckpointError(folder / WHOLE, "is missing")
 
 

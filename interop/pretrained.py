@@ -16,7 +16,7 @@ from interop.huggingface import CONFIG, OURS, from_hf, model_config, read_config
 from model import GPT
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 from training.checkpoint.format import State
-from training.checkpoint.listing import find, nearest_run
+from training.checkpoint.listing import find_checkpoint, similar_run
 from training.checkpoint.tensors import load_model
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _folder(path: str | Path, key: str) -> Path:
     if (Path(path) / CONFIG).is_file():
         return Path(path)
     is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
-    if is_name and not os.path.lexists(text) and not nearest_run(Path(text)):
+    if is_name and not os.path.lexists(text) and not similar_run(Path(text)):
         hint = f"give a run or a checkpoint; hub:{text} fetches it from the Hugging Face hub"
         raise CheckpointError(key, text, "no such directory", hint)
-    return find(path, key)
+    return find_checkpoint(path, key)

@@ -73,7 +73,7 @@ def model_of(run: Path, name: str = "model.safetensors") -> str:
 
 
 def saved_step(run: Path) -> int:
-    return checkpoint.load_state(listing.find(run)).step
+    return checkpoint.load_state(listing.find_checkpoint(run)).step
 
 
 def test_two_windows_are_memorized(make_run, tmp_path):
@@ -347,7 +347,7 @@ def test_a_sweep_branches_off_from_a_run(run, in_process, tmp_path):
     code, _, err = in_process(train.main, tmp_path, *arguments)
     assert code == 0, err
     branches = [path for path in (tmp_path / "runs").iterdir() if path.name[0].isdigit()]
-    states = [checkpoint.load_state(listing.find(path)) for path in branches]
+    states = [checkpoint.load_state(listing.find_checkpoint(path)) for path in branches]
     assert sorted(state.step for state in states) == [7, 8]
     assert {state.settings["optimizer"]["lr"] for state in states} == {1e-3}
 
@@ -550,7 +550,7 @@ def test_compiled_training_uses_and_saves_the_same_parameters(make_run, tmp_path
     # Validation, samples and the lens run the uncompiled module.
     assert ran == [True] * compiled.config.model.num_layers * 2
     assert compiled.metrics.train_loss == pytest.approx(plain.metrics.train_loss, rel=1e-5)
-    model, _ = load_model(listing.find(tmp_path / "runs" / "compiled"))
+    model, _ = load_model(listing.find_checkpoint(tmp_path / "runs" / "compiled"))
     assert_same(model.state_dict(), weights(compiled))
 
 

@@ -270,7 +270,7 @@ def open_directory(
         closing.callback(saver.close)
         if state.step >= config.trainer.max_steps:  # there is nothing to train or log
             return directory, saver, NoTracker()
-        notes.extend(saver.too_large(12 * model.num_parameters()))
+        notes.extend(saver.disk_space_notes(12 * model.num_parameters()))
         run_directory.write_settings(directory, state.settings)
         drop_rows_after(directory, state.step if start.state else -1)
         tracker = Tracker(config.wandb, directory, state.settings, state.wandb_id)

@@ -28,7 +28,7 @@ RANDOM = campaign("CAMPAIGN_DAMAGES", 6, 100)  # of each kind, of each file
 def saved(tmp_path_factory):
     """A checkpoint, and the content of its files."""
     run = train_in(tmp_path_factory.mktemp("damage"), "name=run", "trainer.max_steps=2")
-    found = listing.find(run, names=checkpoint.FILES)
+    found = listing.find_checkpoint(run, names=checkpoint.FILES)
     return found, {path.name: path.read_bytes() for path in found.iterdir()}
 
 
@@ -90,10 +90,10 @@ def test_a_truncated_header_is_refused_without_checksums(saved, name):
 def test_a_damaged_checkpoint_is_refused(saved, name):
     folder, whole = saved
     for what, damaged in damages(whole[name], RANDOM, random.Random(name)):
-        find = partial(listing.find, folder, names=checkpoint.FILES)
+        find = partial(listing.find_checkpoint, folder, names=checkpoint.FILES)
         error = outcome(folder / name, damaged, whole[name], find)
         check_refused(error, CheckpointError, folder, f"{name}: {what}")
-    assert listing.find(folder, names=checkpoint.FILES) == folder
+    assert listing.find_checkpoint(folder, names=checkpoint.FILES) == folder
     tally(FAULT, 2 * RANDOM)
 
 

@@ -111,7 +111,7 @@ def manifest(folder: Path):
 def saved_state(folder: Path):
     """A checkpoint whose files have been tampered with; most of them with checksums that fit."""
     run = train_in(folder, "name=made")
-    seeds = {path.name: path.read_bytes() for path in listing.find(run).iterdir()}
+    seeds = {path.name: path.read_bytes() for path in listing.find_checkpoint(run).iterdir()}
     at = folder / "step_00000004"
     at.mkdir()
 
@@ -132,7 +132,7 @@ def saved_state(folder: Path):
         sealed = name != "SHA256SUMS" and chance.random() < 0.8
         if sealed:
             write_checksums(at)
-        found = listing.find(at, names=checkpoint.FILES)
+        found = listing.find_checkpoint(at, names=checkpoint.FILES)
         assert sealed or raw == seeds[name], "damage was not noticed"
         model, _ = load_model(found)
         assert model.num_parameters() < 10**6

@@ -109,7 +109,7 @@ def write_checksums(folder: Path) -> None:
     from training.checkpoint import format as checkpoint
 
     sums = [f"{checkpoint.checksum(folder / name)}  {name}\n" for name in checkpoint.FILES]
-    (folder / checkpoint.SUMS).write_text("".join(sums))
+    (folder / checkpoint.CHECKSUMS).write_text("".join(sums))
 
 
 def change_state(folder: Path, **values: object) -> None:

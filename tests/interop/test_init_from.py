@@ -11,7 +11,7 @@ from errors import CheckpointError, ConfigError
 from interop.huggingface import from_hf, to_hf
 from interop.init_from import positions
 from scripts import export_hf
-from training.checkpoint.listing import find
+from training.checkpoint.listing import find_checkpoint
 from training.checkpoint.tensors import load_model
 
 FINETUNE = ["experiment=finetune", *(s for s in TINY if not s.startswith(("model=", "lens=")))]
@@ -24,7 +24,7 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     own = ["data.max_length=24", "model.qkv_bias=false", "optimizer.lr=0.01"]
     run = train_in(folder, "name=old", *own)
-    to_hf(load_model(find(run))[0], folder / "hf")
+    to_hf(load_model(find_checkpoint(run))[0], folder / "hf")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("signal.signal", lambda *_: None)
         assert run_command(export_hf.main, folder, "checkpoint=runs/old", "out=out")[0] == 0

@@ -30,18 +30,18 @@ from files import open_regular, read_bounded, read_json, sync
 from training.optim.loss_spikes import Count, LossSpikes, Number
 
 FORMAT = 3  # of state.json; raised when an older reader would misunderstand
-SUMMED_SINCE = 3  # the format
+FIRST_FORMAT_WITH_CHECKSUMS = 3  # the format
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 FILES = (MODEL, OPTIMIZER, STATE)
-SUMS = "SHA256SUMS"
-OF_MODEL = (MODEL, STATE, SUMS)  # what makes a model, without the moments
-LARGEST_STATE, LARGEST_SUMS = 2**28, 2**12  # bytes
-NAME = re.compile(r"step_(\d{8,})")  # of a checkpoint that was written completely
+CHECKSUMS = "SHA256SUMS"
+MODEL_FILES = (MODEL, STATE, CHECKSUMS)  # what makes a model, without the moments
+MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # bytes
+CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # of a checkpoint that was written completely
 
 Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
 
 
-def unreadable(file: Path, error: OSError) -> CheckpointError:
+def read_error(file: Path, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return DamagedCheckpointError(file, "is missing")
     if isinstance(error, PermissionError):  # an older one would not be allowed either
@@ -50,7 +50,7 @@ def unreadable(file: Path, error: OSError) -> CheckpointError:
     return DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})")
 
 
-def _nan_or_inf(loss: float) -> float:
+def _require_nan_or_inf(loss: float) -> float:
     # A finite loss is a Number; one that comes here is beyond the largest Number.
     if math.isfinite(loss):
         raise ValueError("is too large")
@@ -59,12 +59,12 @@ def _nan_or_inf(loss: float) -> float:
 
 # Types of the values in state.json, which may have been changed by anybody. Losses of skipped steps
 # may be NaN or inf.
-Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_nan_or_inf)]
+Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_require_nan_or_inf)]
 Id = Annotated[str, Field(pattern=r"^[\w-]{1,128}$")]
 
 
 # The loss scale of fp16, as torch.amp.GradScaler.state_dict() has it.
-class Scaler(TypedDict):
+class GradScalerState(TypedDict):
     scale: Number
     growth_factor: Number
     backoff_factor: Number
@@ -73,7 +73,7 @@ class Scaler(TypedDict):
 
 
 @with_config(ConfigDict(extra="allow"))
-class TrainerBefore(TypedDict, total=False):
+class StoredTrainerSettings(TypedDict, total=False):
     """The settings of the trainer that a resumed run takes from its checkpoint."""
 
     warmup_steps: Count | None
@@ -83,18 +83,18 @@ class TrainerBefore(TypedDict, total=False):
 
 
 @with_config(ConfigDict(extra="allow"))
-class LensBefore(TypedDict, total=False):
+class StoredLensSettings(TypedDict, total=False):
     every: Count | None
 
 
 @with_config(ConfigDict(extra="allow"))
-class SettingsBefore(TypedDict):
+class StoredSettings(TypedDict):
     """The settings of the run; their other values are checked when they are used."""
 
     model: dict
     data: dict
-    trainer: TrainerBefore
-    lens: NotRequired[LensBefore]
+    trainer: StoredTrainerSettings
+    lens: NotRequired[StoredLensSettings]
 
 
 @dataclass
@@ -104,13 +104,13 @@ class State:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: Count  # optimizer steps done
-    settings: SettingsBefore  # the resolved configuration
+    settings: StoredSettings  # the resolved configuration
     tokens: Count = 0  # tokens trained on
     val_loss: Number | None = None  # nats per token, at this step
     best_loss: Number | None = None
     best_step: Count | None = None
     wandb_id: Id | None = None
-    scaler: Scaler | None = None  # with fp16
+    scaler: GradScalerState | None = None  # with fp16
     data: list[tuple[str, list[str]]] | None = None  # (file, checksum of each block) of the tokens
     losses: list[Loss] | None = None  # of the steps since the last row of the log
     skipped: Count = 0  # steps skipped because the loss or gradient was not finite
@@ -131,14 +131,14 @@ class State:
 
 def write(folder: Path, tensors: Tensors, state: dict) -> None:
     """Writes a checkpoint into an empty folder, and waits until the disk has it."""
-    of_model, of_optimizer = tensors
-    save_file(of_model, folder / MODEL, {"format": "pt"})
-    save_file(of_optimizer, folder / OPTIMIZER)
+    model_tensors, optimizer_tensors = tensors
+    save_file(model_tensors, folder / MODEL, {"format": "pt"})
+    save_file(optimizer_tensors, folder / OPTIMIZER)
     (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     for name in (MODEL, OPTIMIZER):  # the library makes them readable for their owner only
         (folder / name).chmod((folder / STATE).stat().st_mode)
-    (folder / SUMS).write_text("".join(_sum_line(folder / name) for name in FILES))
-    for name in (*FILES, SUMS):
+    (folder / CHECKSUMS).write_text("".join(_checksum_line(folder / name) for name in FILES))
+    for name in (*FILES, CHECKSUMS):
         sync(folder / name)
     sync(folder)
 
@@ -148,7 +148,7 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _sum_line(file: Path) -> str:
+def _checksum_line(file: Path) -> str:
     return f"{checksum(file)}  {file.name}\n"
 
 
@@ -158,38 +158,38 @@ def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
     Raises DamagedCheckpointError when one is missing or is not what was written. Checkpoints of
     formats before 3 have no checksums; their content is checked when it is read.
     """
-    file = folder / SUMS
+    file = folder / CHECKSUMS
     try:
-        sums = read_bounded(file, LARGEST_SUMS)
+        sums = read_bounded(file, MAX_CHECKSUMS_BYTES)
         with ThreadPoolExecutor(len(names)) as threads:  # hashing releases the GIL
-            lines = list(threads.map(lambda name: _sum_line(folder / name), names))
+            lines = list(threads.map(lambda name: _checksum_line(folder / name), names))
     except OSError as error:
         missing_sums = isinstance(error, FileNotFoundError) and not file.exists()
-        if missing_sums and load_state(folder).format < SUMMED_SINCE:
+        if missing_sums and load_state(folder).format < FIRST_FORMAT_WITH_CHECKSUMS:
             return
-        raise unreadable(Path(error.filename or folder), error) from error
+        raise read_error(Path(error.filename or folder), error) from error
     known = sums.splitlines(keepends=True)
     for name, line in zip(names, lines, strict=True):
         if len(known) != len(FILES) or line.encode() != known[FILES.index(name)]:
-            raise DamagedCheckpointError(folder / name, f"is not what {SUMS} says")
+            raise DamagedCheckpointError(folder / name, f"is not what {CHECKSUMS} says")
 
 
 def load_state(folder: Path) -> State:
     """Reads state.json. Raises CheckpointError when it is damaged or of a newer format."""
     file = folder / STATE
     try:
-        values = read_json(file, LARGEST_STATE)
+        values = read_json(file, MAX_STATE_BYTES)
         newer = isinstance(values, dict) and values.get("format")
         if isinstance(newer, int) and newer > FORMAT:
             fix = "update this repository"
             raise CheckpointError("checkpoint", file, f"of newer format {newer}", fix)
         state = State.from_values(values)
-        if (found := NAME.fullmatch(folder.name)) and state.step != int(found[1]):
+        if (found := CHECKPOINT_NAME.fullmatch(folder.name)) and state.step != int(found[1]):
             raise ValueError(f"step is {state.step}")
         return state
     except CheckpointError:
         raise
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise read_error(file, error) from error
     except (ValueError, TypeError) as error:
         raise DamagedCheckpointError(file, f"is unreadable ({message_of(error)})") from error

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from errors import CheckpointError, DamagedCheckpointError
-from training.checkpoint.format import MODEL, NAME, STATE, verify
+from training.checkpoint.format import CHECKPOINT_NAME, MODEL, STATE, verify
 
 
-def run_of(folder: Path) -> Path | None:
+def run_directory_of(folder: Path) -> Path | None:
     """The run directory of a checkpoint; None for one that was copied elsewhere."""
     return folder.parent.parent if folder.parent.name == "checkpoints" else None
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run, the newest first."""
-    found = [p for p in (run / "checkpoints").glob("step_*") if NAME.fullmatch(p.name)]
+    found = [p for p in (run / "checkpoints").glob("step_*") if CHECKPOINT_NAME.fullmatch(p.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -32,7 +32,7 @@ def newest_step(run: Path) -> int:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path names a checkpoint, damaged or not, and not a run."""
-    return (path / STATE).is_file() or bool(NAME.fullmatch(path.resolve().name))
+    return (path / STATE).is_file() or bool(CHECKPOINT_NAME.fullmatch(path.resolve().name))
 
 
 def has_checkpoint(run: Path) -> bool:
@@ -40,7 +40,7 @@ def has_checkpoint(run: Path) -> bool:
     return bool(list_checkpoints(run)) or (run / "checkpoints" / "last").is_symlink()
 
 
-def find(
+def find_checkpoint(
     path: str | Path,
     key: str = "checkpoint",
     names: tuple[str, ...] = (STATE, MODEL),
@@ -60,7 +60,7 @@ def find(
         except DamagedCheckpointError:
             if path.resolve() == folder:
                 raise
-            return find(path, key, names, warn)  # pruned meanwhile
+            return find_checkpoint(path, key, names, warn)  # pruned meanwhile
         return folder
     damage, last = None, path / "checkpoints" / "last"
     if last.is_symlink() and not last.exists():
@@ -70,7 +70,7 @@ def find(
             verify(folder, names)
         except DamagedCheckpointError as error:
             if not os.path.lexists(folder):  # pruned by the run, which is training
-                return find(path, key, names, warn)
+                return find_checkpoint(path, key, names, warn)
             damage = damage or error
             continue
         if damage:
@@ -79,7 +79,7 @@ def find(
     if damage:
         raise damage
     if not path.exists() and not path.is_symlink():
-        near = nearest_run(path)
+        near = similar_run(path)
         hint = f"did you mean {near}?" if near else "give a run or a checkpoint"
         raise CheckpointError(key, path, "no such directory", hint)
     hint = "give runs/NAME or runs/NAME/checkpoints/step_..."
@@ -88,7 +88,7 @@ def find(
     raise CheckpointError(key, path, "has no checkpoint", hint)
 
 
-def nearest_run(path: Path) -> Path | None:
+def similar_run(path: Path) -> Path | None:
     """The run in runs/ that a wrong path may mean: its name alone, or misspelt."""
     runs = {folder.name: folder for folder in Path("runs").glob("*/") if folder.is_dir()}
     near = difflib.get_close_matches(path.name, runs, n=1, cutoff=0.7)

@@ -18,7 +18,7 @@ from errors import CheckpointError, Problem, refuse, show
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State
-from training.checkpoint.run_directory import is_occupied, lock_directory, settings_of
+from training.checkpoint.run_directory import has_other_files, lock_directory, settings_of
 from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
 from training.config.yaml_files import flat
 from training.distributed.launch import launch_command
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from training.config.schema import Config
 
 # Part of a model's tensors: no override makes the weights of a checkpoint fit another one.
-FIXED = {
+FIXED_BY_WEIGHTS = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
 # What may differ between a run and its continuation without changing what is computed: groups, and
 # settings of other groups. A new setting is not free to change until it is listed.
-FREE_OF_TRAINER = (
+FREE_TRAINER_SETTINGS = (
     *("max_steps", "micro_batch_size", "activation_checkpointing", "compile", "device", "profile"),
     *("eval_every", "eval_windows", "log_every", "save_every", "keep", "sample_prompt"),
     *("sample_tokens", "on_nonfinite", "max_skips", "resume", "resume_override", "init_from"),
@@ -41,7 +41,7 @@ FREE_OF_TRAINER = (
 FREE_TO_CHANGE = {
     *("name", "debug", "runs_dir", "parallel", "lens", "wandb", "model.attention"),
     *("data.path", "data.val_path", "data.verify"),  # what is there is compared by its checksums
-    *(f"trainer.{key}" for key in FREE_OF_TRAINER),
+    *(f"trainer.{key}" for key in FREE_TRAINER_SETTINGS),
 }
 
 
@@ -95,10 +95,10 @@ def find_start(
         nonlocal locked
         own = own_directory(config)
         # A run that has checkpoints needs no other files.
-        if own and own.is_dir() and (listing.has_checkpoint(own) or not is_occupied(own)):
+        if own and own.is_dir() and (listing.has_checkpoint(own) or not has_other_files(own)):
             closing.enter_context(lock_directory(own))  # no other process changes it from here on
             locked = own
-        if (found := find_checkpoint(config)) is None:
+        if (found := find_resume_checkpoint(config)) is None:
             return None
         return str(found), asdict(checkpoint.load_state(found)), is_in_place(found, config)
 
@@ -114,7 +114,7 @@ def find_start(
     problems = changed_settings(state.settings, config.model_dump(), source)
     if config.trainer.resume_override:
         notes += [f"{key}={value}: {reason}" for key, value, reason, _ in problems]
-        problems = [problem for problem in problems if problem.key in FIXED]
+        problems = [problem for problem in problems if problem.key in FIXED_BY_WEIGHTS]
     if not in_place and state.step >= config.trainer.max_steps:
         reason = f"{found} is of step {state.step}, nothing is left to train"
         hint = "a new run from it needs more steps"
@@ -132,7 +132,7 @@ def own_directory(config: "Config") -> Path | None:
         return None
     path = Path(resume)
     if listing.is_checkpoint(path):
-        return listing.run_of(path.resolve())
+        return listing.run_directory_of(path.resolve())
     return path if listing.has_checkpoint(path) else None
 
 
@@ -151,14 +151,16 @@ def stored_settings(config: "Config") -> tuple[str, dict] | None:
     if config.overrides is None:
         return None
     path, own = config.trainer.resume, own_directory(config)
-    if own and began_as_branch(own, path):
+    if own and is_branch_of(own, path):
         path = own
     # Damage is reported when the checkpoint itself is read.
-    found = listing.find(path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None)
+    found = listing.find_checkpoint(
+        path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None
+    )
     return str(found), checkpoint.load_state(found).settings
 
 
-def find_checkpoint(config: "Config") -> Path | None:
+def find_resume_checkpoint(config: "Config") -> Path | None:
     """The checkpoint to resume; None for a new run. Damaged checkpoints of a run are skipped.
 
     trainer.resume=auto: resume when the run has a checkpoint. must: it has to have one. false: the
@@ -170,37 +172,37 @@ def find_checkpoint(config: "Config") -> Path | None:
     if resume is False and (has_any or (run and settings_of(run))):
         hint = "give another name, or trainer.resume=auto to continue it"
         refuse([Problem("name", config.name, f"{run} holds a run", hint)])
-    if has_any and (resume in ("auto", "must") or began_as_branch(run, resume)):
-        return listing.find(run, "name", checkpoint.FILES)
+    if has_any and (resume in ("auto", "must") or is_branch_of(run, resume)):
+        return listing.find_checkpoint(run, "name", checkpoint.FILES)
     if resume == "must":
         hint = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
         refuse([Problem("trainer.resume", "must", "there is nothing to resume", hint)])
     found = None
     if resume not in ("auto", False):
-        found = find_named(resume)
+        found = find_named_checkpoint(resume)
         if is_in_place(found, config):
-            check_newest(found, resume)
+            check_is_newest(found, resume)
             return found
         if has_any:
             hint = f"trainer.resume={run} continues it, or give a new name"
             refuse([Problem("name", config.name, f"{run} holds another run", hint)])
     if run:
-        check_content(run, config)
+        check_directory(run, config)
     return found
 
 
-def find_named(resume: str) -> Path:
+def find_named_checkpoint(resume: str) -> Path:
     """The checkpoint that trainer.resume=PATH means."""
     path = Path(resume).resolve()
-    is_copy = listing.is_checkpoint(path) and listing.run_of(path) is None
+    is_copy = listing.is_checkpoint(path) and listing.run_directory_of(path) is None
     if is_copy and not (path / checkpoint.OPTIMIZER).exists():
         reason = f"has no {checkpoint.OPTIMIZER}, like a model from W&B"
         hint = f"{shlex.quote(f'trainer.init_from={resume}')} starts a new run with its weights"
         refuse([Problem("trainer.resume", resume, reason, hint)])
-    return listing.find(resume, "trainer.resume", checkpoint.FILES)
+    return listing.find_checkpoint(resume, "trainer.resume", checkpoint.FILES)
 
 
-def began_as_branch(run: Path, resume: str) -> bool:
+def is_branch_of(run: Path, resume: str) -> bool:
     """Whether a run with checkpoints began as a branch of what trainer.resume names: it continues
     when the same command is rerun, as Slurm does after a requeue."""
     if not listing.has_checkpoint(run):
@@ -217,20 +219,20 @@ def settings_of_newest(run: Path) -> dict:
     return {}
 
 
-def check_newest(found: Path, resume: str) -> None:
+def check_is_newest(found: Path, resume: str) -> None:
     """Refuses to resume in place from a checkpoint that is named and not the newest: what the run
     did since would be overwritten."""
-    newest = listing.newest_step(run := listing.run_of(found))
+    newest = listing.newest_step(run := listing.run_directory_of(found))
     if listing.is_checkpoint(Path(resume)) and listing.step_of(found) < newest:
         reason = f"{run} has a newer checkpoint, of step {newest}"
         hint = "give name=NEW to branch off there, or resume the run itself"
         refuse([Problem("trainer.resume", resume, reason, hint)])
 
 
-def check_content(run: Path, config: "Config") -> None:
+def check_directory(run: Path, config: "Config") -> None:
     """Refuses a directory for a new run that holds something else, or a run of other settings that
     has no checkpoint yet. The same run is started again there."""
-    if is_occupied(run):
+    if has_other_files(run):
         reason = f"{run} holds something other than a run"
         refuse([Problem("name", run.name, reason, "give another name")])
     if (before := settings_of(run)) is None:
@@ -254,7 +256,7 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
         if is_free or key not in saved or value == saved[key]:
             continue
         hint = f"use {key}={show(saved[key])}, or start a new run with another name="
-        if key not in FIXED:
+        if key not in FIXED_BY_WEIGHTS:
             hint += ", or trainer.resume_override=true to continue anyway"
         problems.append(Problem(key, value, f"{run} was trained with {show(saved[key])}", hint))
     return problems

@@ -21,11 +21,11 @@ from filelock import FileLock, Timeout
 from errors import RunDirectoryError, RunFileError
 from files import atomic_write, clear, make_folder, read_json, sync
 
-LOCK, RECORD, CONFIG = ".lock", "run.json", "config.yaml"
+LOCK, SETTINGS_JSON, CONFIG_YAML = ".lock", "run.json", "config.yaml"
 # Opened in place; all other files are replaced by rename.
-REGULAR = (LOCK, "metrics.jsonl", "samples.jsonl")
+OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl")
 # What flock fails with where the file system has no locks.
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 WAIT_FOR_PREDECESSOR = 30  # seconds; torchrun restarts processes while the others end
 
 
@@ -63,7 +63,7 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
     process has it or it cannot be written to, RunFileError when it has a link, a FIFO or a device
     among its files.
     """
-    for name in REGULAR:
+    for name in OPENED_IN_PLACE:
         file = folder / name
         if file.is_symlink() or (file.exists() and not file.is_file()):
             cause = f"{file} is not a regular file"
@@ -79,7 +79,7 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
             fix = "wait for it, or give another name"
             raise RunDirectoryError("name", folder.name, cause, fix) from None
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in LOCKS_UNSUPPORTED:
                 raise
             words = f"{folder}: its file system has no locks ({error.strerror}); start one run"
             print(f"{words} at a time there", file=sys.stderr)
@@ -95,27 +95,29 @@ def write_settings(run: Path, settings: dict) -> None:
     """Writes the resolved settings of a run, for programs and for people."""
     import yaml
 
-    atomic_write(run / RECORD, (json.dumps({"settings": settings}, indent=1) + "\n").encode())
+    atomic_write(
+        run / SETTINGS_JSON, (json.dumps({"settings": settings}, indent=1) + "\n").encode()
+    )
     # Not by OmegaConf, for which a "${" in a prompt is a reference.
     atomic_write(
-        run / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode()
+        run / CONFIG_YAML, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode()
     )
 
 
 def settings_of(run: Path) -> dict | None:
     """The resolved settings of a run; None where none can be read."""
     try:
-        settings = read_json(run / RECORD)["settings"]
+        settings = read_json(run / SETTINGS_JSON)["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return settings if isinstance(settings, dict) else None
 
 
-def is_occupied(folder: Path) -> bool:
+def has_other_files(folder: Path) -> bool:
     """Whether something else than a run is there: something, and no settings of a run."""
     if not folder.is_dir() or settings_of(folder) is not None:
         return False
-    ours = {LOCK, RECORD, CONFIG}  # and what they are called in the making
+    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML}  # and what they are called in the making
     return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
 
 

@@ -17,13 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from errors import (
-    AGAINST_DIVERGENCE,
-    NO_VALUE,
-    DivergedError,
-    NotSavedError,
-    message_of,
-)
+from errors import AGAINST_DIVERGENCE, NO_VALUE, DivergedError, NotSavedError, message_of
 from files import make_folder, remove, rename, sync
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
@@ -44,13 +38,13 @@ class Saver:
         self.run, self.folder, self.keep = run, run / "checkpoints", keep
         self.saved = resumed.step if resumed else 0  # the last step that is on disk for certain
         self._links_work = True
-        self._writing: tuple[int, Future] | None = None
-        self._clear(resumed.step if resumed else 0)
+        self._pending: tuple[int, Future] | None = None
+        self._clean_up(resumed.step if resumed else 0)
         if resumed:
             self._link(resumed.best_step)  # the process may have been killed before it did
             self._prune(resumed.best_step)
 
-    def _clear(self, newest: int) -> None:
+    def _clean_up(self, newest: int) -> None:
         """Removes unfinished checkpoints, and renames those after the resumed step, which are
         damaged."""
         for part in self.folder.glob("*.part"):
@@ -71,7 +65,7 @@ class Saver:
         # own, and while those exist, each step of training takes a tenth longer
         # (benchmarks/results/2026-11-22-saving-cpu.json).
         thread = ThreadPoolExecutor(1, "saver")
-        self._writing = state.step, thread.submit(self._save, tensors, asdict(state))
+        self._pending = state.step, thread.submit(self._save, tensors, asdict(state))
         thread.shutdown(wait=False)  # it ends when it has done this
 
     def wait(self) -> NotSavedError | None:
@@ -79,34 +73,35 @@ class Saver:
 
         Raises DivergedError when its tensors are not finite.
         """
-        if self._writing is None:
+        if self._pending is None:
             return None
-        step, writing = self._writing
+        step, writing = self._pending
         writing.exception()  # waits; after an interrupt here `close` has to wait
-        self._writing = None
+        self._pending = None
         try:
             writing.result()
             return None
         except (OSError, SafetensorError) as error:
             cause = getattr(error, "strerror", None) or message_of(error)
             with contextlib.suppress(OSError):
-                cause += f", {_size(shutil.disk_usage(self.run).free)} free on its disk"
-            folder, reason = self.folder / _name(step), f"could not be written ({cause})"
+                cause += f", {_format_size(shutil.disk_usage(self.run).free)} free on its disk"
+            folder, reason = self.folder / _folder_name(step), f"could not be written ({cause})"
             return NotSavedError("checkpoint", str(folder), reason, "make room there")
 
     def close(self) -> None:
         """Waits for the pending checkpoint, whether it can be written or not."""
-        if self._writing:
-            self._writing[1].exception()
+        if self._pending:
+            self._pending[1].exception()
 
-    def too_large(self, size: float) -> list[str]:
+    def disk_space_notes(self, size: float) -> list[str]:
         """A note when the disk has no room for the checkpoints of a run. size: bytes of one."""
         missing = max(0, self.keep - len(listing.list_checkpoints(self.run))) + 2
         free = shutil.disk_usage(self.run).free
         if free > missing * size:
             return []
-        what = f"checkpoints of {_size(size)}, of which {self.keep} and the best stay, may not fit"
-        return [f"trainer.keep={self.keep}: {what}: the disk has {_size(free)} free"]
+        kept = f"the newest {self.keep} and the best checkpoint, {_format_size(size)} each"
+        reason = f"{kept}, may not fit on the disk ({_format_size(free)} free)"
+        return [f"trainer.keep={self.keep}: {reason}"]
 
     # ------------------------------------------------------------------------- in the thread
 
@@ -115,7 +110,7 @@ class Saver:
             if not all_finite(tensor):  # it must not replace a good checkpoint
                 reason = f"is not finite after step {state['step']}"
                 raise DivergedError(name, NO_VALUE, reason, AGAINST_DIVERGENCE)
-        folder = self.folder / _name(state["step"])
+        folder = self.folder / _folder_name(state["step"])
         try:
             self._write(folder, tensors, state)
         except (OSError, SafetensorError):
@@ -146,10 +141,10 @@ class Saver:
         Only users need the links; some file systems have none.
         """
         names = [folder.name for folder in listing.list_checkpoints(self.run)]
-        best = None if best_step is None else _name(best_step)
+        best = None if best_step is None else _folder_name(best_step)
         try:
-            _point(self.folder / "best", best if best in names else None)
-            _point(self.folder / "last", names[0])
+            _set_link(self.folder / "best", best if best in names else None)
+            _set_link(self.folder / "last", names[0])
         except OSError as error:
             if self._links_work:
                 print(f"{self.folder}: no links to best and last ({error})", file=sys.stderr)
@@ -167,15 +162,15 @@ class Saver:
                 print(f"checkpoint={old}: not removed ({error.strerror or error})", file=sys.stderr)
 
 
-def _size(size: float) -> str:
+def _format_size(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
-def _name(step: int) -> str:
+def _folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _point(link: Path, target: str | None) -> None:
+def _set_link(link: Path, target: str | None) -> None:
     """Makes `link` a relative link to `target` in the same folder, atomically; None: no link."""
     if target is None:
         link.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from errors import visible
-from training.checkpoint.run_directory import CONFIG
+from training.checkpoint.run_directory import CONFIG_YAML
 from training.config.schema import WandbConfig
 from training.reporting.jsonl import RowFile
 from training.reporting.report import sample_page
@@ -160,7 +160,9 @@ class Tracker:
         )
         metadata = {key: getattr(state, key) for key in ("step", "tokens", "val_loss")}
         metadata |= {"settings": {key: state.settings[key] for key in ("model", "data")}}
-        files = [found[step] / name for name in checkpoint.OF_MODEL] + [self.folder / CONFIG]
+        files = [found[step] / name for name in checkpoint.MODEL_FILES] + [
+            self.folder / CONFIG_YAML
+        ]
         return self.upload(files, aliases, metadata)
 
     def upload(self, files: list[Path], aliases: list[str], metadata: dict) -> str | None:

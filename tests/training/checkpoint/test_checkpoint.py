@@ -73,10 +73,10 @@ def test_content_of_a_checkpoint(saved, longer):
 def test_find_accepts_a_run_or_a_checkpoint(saved):
     run = saved.parent.parent
     for path in (run, saved, run / "checkpoints" / "last"):
-        assert listing.find(path) == saved
+        assert listing.find_checkpoint(path) == saved
     for path in (run.parent, run / "nothing"):
         with refused(CheckpointError, "checkpoint", path):
-            listing.find(path)
+            listing.find_checkpoint(path)
 
 
 # Changes of model.safetensors, and what the error has to name.
@@ -122,7 +122,7 @@ def test_model_settings_that_do_not_fit_allocate_nothing(saved):
     for key, value in {"num_layers": 10**9, "emb_dim": "32", "_target_": "os.system"}.items():
         change_state(saved, **{"settings.model": right | {key: value}})
         with refused(CheckpointError, "checkpoint"):
-            load_model(listing.find(saved))
+            load_model(listing.find_checkpoint(saved))
 
 
 def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, capsys):
@@ -141,7 +141,7 @@ def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, 
         fit(again)
         kept = {"step_00000004", "step_00000004.damaged", "step_00000005", "best", "last"}
         assert {p.name for p in (run / "checkpoints").iterdir()} == kept
-        assert listing.find(run).name == "step_00000005"
+        assert listing.find_checkpoint(run).name == "step_00000005"
 
 
 def test_older_format_has_no_checksums(saved, longer):
@@ -153,7 +153,7 @@ def test_older_format_has_no_checksums(saved, longer):
     run = longer()
     assert run.state.step == 4
     fit(run)
-    assert checkpoint.load_state(listing.find(run.directory)).format == checkpoint.FORMAT
+    assert checkpoint.load_state(listing.find_checkpoint(run.directory)).format == checkpoint.FORMAT
 
 
 def test_one_nonfinite_number_among_many_is_found():
@@ -172,7 +172,7 @@ def test_nonfinite_parameters_are_not_saved(longer, saved):
     save(run)
     with refused(DivergedError, "pos_emb.weight"):
         run.checkpointer.finish(run.state)
-    assert listing.find(run.directory).name == "step_00000004"
+    assert listing.find_checkpoint(run.directory).name == "step_00000004"
 
 
 def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
@@ -193,7 +193,7 @@ def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
     assert listing.newest_step(run.directory) == 0
     go_on.set()
     newest = run.checkpointer.wait(run.state)
-    model, state = load_model(listing.find(run.directory))
+    model, state = load_model(listing.find_checkpoint(run.directory))
     assert state.step == newest == 1
     assert_same(dict(model.named_parameters()), wanted)
 
@@ -219,7 +219,7 @@ def test_a_full_disk_does_not_end_training(make_run, monkeypatch):
     train_step(run)
     run.checkpointer.wait(run.state)
     assert len(tries) == 2
-    assert listing.find(run.directory).name == "step_00000001"
+    assert listing.find_checkpoint(run.directory).name == "step_00000001"
     monkeypatch.setattr(checkpoint, "save_file", write)
     save_if_due(run, 4.5)
     run.checkpointer.finish(run.state)

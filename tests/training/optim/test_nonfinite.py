@@ -178,7 +178,7 @@ def test_too_many_end_the_run_and_never_push_out_the_checkpoint_before_them(make
     with refused(DivergedError, "optimizer.lr", exit_code=4):
         fit(run)
     assert run.state.step - run.metrics.nonfinite.read()[0] == 5  # none of them was skipped
-    assert listing.find(run.directory).name == "step_00000004"
+    assert listing.find_checkpoint(run.directory).name == "step_00000004"
     # With another learning rate the count starts at zero.
     again = make_run(*settings, limit, "optimizer.lr=1e-5", "trainer.resume_override=true")
     assert again.state.step == 4

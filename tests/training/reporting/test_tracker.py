@@ -22,7 +22,7 @@ from interop.pretrained import load_pretrained
 from lens.snapshots import Snapshot
 from lens.statistics import STATISTICS
 from training.checkpoint.format import FILES
-from training.checkpoint.listing import find
+from training.checkpoint.listing import find_checkpoint
 from training.config.schema import WandbConfig
 from training.reporting.report import sample_page
 from training.reporting.tracker import MAX_SAMPLES, NoTracker, Tracker
@@ -201,7 +201,7 @@ def test_uploaded_model_can_be_loaded(watched, tmp_path):
     assert state.step == int(best.name[5:])
     assert json.loads(artifact["metadata"])["val_loss"] == pytest.approx(state.val_loss)
     with refused(DamagedCheckpointError, "checkpoint", tmp_path / "optimizer.safetensors"):
-        find(tmp_path, "trainer.resume", FILES)
+        find_checkpoint(tmp_path, "trainer.resume", FILES)
 
 
 def test_which_model_is_uploaded(watched, recorded, monkeypatch):
