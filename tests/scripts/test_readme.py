@@ -3,6 +3,7 @@
 import itertools
 import re
 import shlex
+from pathlib import Path
 
 import torch
 from helpers import REPOSITORY
@@ -16,6 +17,7 @@ def blocks(page, language=r"\w*") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
+ARCHITECTURE = "docs/architecture.md"
 LINES = "\n".join(blocks("README.md")).splitlines()
 
 
@@ -27,19 +29,30 @@ def test_answers_to_mistakes_are_those_shown(in_process, tmp_path):
         assert in_process(train.main, tmp_path, *words)[2] == answer + "\n"
 
 
-def test_files_of_the_tour_and_targets_of_links_exist():
-    names = re.findall(r"^([\w/]+(?:\.\w+|/))\s{2,}", "\n".join(LINES), re.MULTILINE)
-    assert names
+def test_files_that_pages_name_exist():
+    text = "".join((REPOSITORY / page).read_text("utf-8") for page in ("README.md", ARCHITECTURE))
+    names = re.findall(r"`([\w/]+(?:\.(?:py|js|css|html|toml)|/))`", text)
+    assert len(names) > 50
     for name in names:
-        assert (REPOSITORY / name).exists(), name
-    architecture = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for name in re.findall(r"`([\w/]+\.\w+)`", architecture):
-        of_a_run = name in ("metrics.jsonl", "samples.jsonl", "report.html")
-        written_by_a_run = of_a_run or name.startswith("attention/")
+        written_by_a_run = name == "report.html" or name.startswith("attention/")
         assert written_by_a_run or (REPOSITORY / name).exists(), name
-    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(((?!http)[^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), (page.name, target)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a Markdown page, as GitHub makes them from the headings."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
+
+
+def test_targets_of_links_exist():
+    docs = (REPOSITORY / "docs").glob("*.md")
+    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *docs]:
+        for target in re.findall(r"\]\(((?!http)[^)]+)\)", page.read_text("utf-8")):
+            name, _, anchor = target.partition("#")
+            linked = page.parent / name if name else page
+            assert linked.exists(), (page.name, target)
+            assert not anchor or anchor in headings(linked), (page.name, target)
 
 
 def test_the_notebook_example_runs(tmp_path, monkeypatch):
