@@ -133,8 +133,8 @@ def _flex_mask(num_queries: int, num_keys: int, device: torch.device):
     return create_block_mask(causal, None, None, num_queries, num_keys, device=str(device))
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-KERNELS: dict[str, Kernel] = {
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+KERNELS: dict[str, AttentionKernel] = {
     "explicit": explicit,
     "sdpa": sdpa,
     "einsum": einsum,
@@ -180,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
 
-    def forward(self, x: Tensor, kernel: Kernel | None = None) -> Tensor:
+    def forward(self, x: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
         """x (B, T, d_in) -> (B, T, d_out).
 
         kernel: replaces the module's own kernel in this call, for example to capture the attention

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from errors import ConfigError, DataError, visible
+from errors import ConfigError, DataError, sanitize
 from tokens.encoding import StreamEncoder, collected, encode_text
 from tokens.paths import find_files
 from tokens.readers import Part, encode_part
@@ -50,7 +50,7 @@ __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get
 # ------------------------------------------------------------------------------ text -> tokens
 
 
-def load_stream(config: DataConfig, path: str | list[str]) -> dict[str, TokenStream]:
+def load_streams(config: DataConfig, path: str | list[str]) -> dict[str, TokenStream]:
     """The text or token files that a path names, as one stream: {"train": ...}.
 
     With a "val" where token files have it in their names.
@@ -171,7 +171,7 @@ def split_batch(
 
 
 @dataclass
-class Loaded:
+class LoadedData:
     """What training reads."""
 
     train: Windows | MixedDataset | CycleWalks
@@ -180,7 +180,7 @@ class Loaded:
     notes: list[str]  # what the user should be told
 
 
-def load_datasets(config: DataConfig) -> Loaded:
+def load_datasets(config: DataConfig) -> LoadedData:
     """The windows to train and to validate on; no token is in both.
 
     The validation part is the end of the text, from the document on that begins nearest to
@@ -190,7 +190,8 @@ def load_datasets(config: DataConfig) -> Loaded:
     same interface (tokens/synthetic.py).
     """
     if config.synthetic:
-        return Loaded(CycleWalks(config.max_length), RepeatedSequences(config.max_length), [], [])
+        length = config.max_length
+        return LoadedData(CycleWalks(length), RepeatedSequences(length), [], [])
     if not config.weights or isinstance(config.path, str):
         return _load_source(config, config.path)
     try:
@@ -204,7 +205,7 @@ def load_datasets(config: DataConfig) -> Loaded:
     val_set = sources[0].val  # the same for all with data.val_path, and none for all without
     if val_set is not None and not config.val_path:
         val_set = MixedDataset([source.val for source in sources], config.weights)
-    return Loaded(
+    return LoadedData(
         MixedDataset([source.train for source in sources], config.weights),
         val_set,
         [pair for source in sources for pair in source.checksums],
@@ -212,15 +213,15 @@ def load_datasets(config: DataConfig) -> Loaded:
     )
 
 
-def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
+def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
     """The windows of one source."""
     notes: list[str] = []
-    streams = load_stream(config, path)
+    streams = load_streams(config, path)
     train, val = streams["train"], streams.get("val")
     checksums = [pair for stream in streams.values() for pair in stream.checksums()]
     if config.val_path:
         try:
-            found = load_stream(config, config.val_path)
+            found = load_streams(config, config.val_path)
         except DataError as error:
             if error.key == "data.path":
                 error.key = "data.val_path"
@@ -232,7 +233,7 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
     elif val is not None:
         names = ", ".join(os.path.basename(name) for name, _ in val.names[:3])
         cause = f"validating on the files named val ({names}); data.val_fraction is not used"
-        notes.append(visible(f"data.path={path}: {cause}", keep=""))
+        notes.append(sanitize(f"data.path={path}: {cause}", keep=""))
     else:
         train, val = split_tokens(config, train, notes)
     if val is not None and len(val) <= config.max_length:
@@ -246,7 +247,7 @@ def _load_source(config: DataConfig, path: str | list[str]) -> Loaded:
     cut = DocumentWindows if config.within_documents else Windows
     train_set = cut(train, config.max_length, config.stride or config.max_length)
     val_set = None if val is None else cut(val, config.max_length, config.max_length)
-    return Loaded(train_set, val_set, checksums, notes)
+    return LoadedData(train_set, val_set, checksums, notes)
 
 
 def split_tokens(

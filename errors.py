@@ -19,11 +19,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 NO_VALUE = ...  # the value of a problem that has none; the same object in every process
-DEBUG = "run again with debug=true for the traceback"  # the hint of an error that is not ours
+DEBUG_HINT = "run again with debug=true for the traceback"  # the hint of an error that is not ours
 # The hint of an error about weights or losses that are NaN or inf.
-AGAINST_DIVERGENCE = (
-    "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
-)
+DIVERGENCE_HINT = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
 LONGEST_VALUE = 300  # characters of a key or a value that are shown
 LONGEST_MESSAGE = 1000  # characters of another library's message that are shown
 # Settings whose value must not be shown in a terminal or a log file.
@@ -55,12 +53,12 @@ class UnknownSetting(Problem):
 def format_problem(problem: Problem) -> str:
     """The problem as one line without control characters or secrets."""
     key, value, reason, hint = problem
-    what = shorten(key) if value is NO_VALUE else f"{shorten(key)}={shorten(show(value))}"
+    what = shorten(key) if value is NO_VALUE else f"{shorten(key)}={shorten(as_yaml(value))}"
     if SECRET.search(key.partition("=")[0]):
         what = f"{key.partition('=')[0]}=(not shown)"
         hint = "keys and passwords are no settings; programs read them from the environment"
     message = f"{what}: {reason}" if what else reason
-    return visible(f"{message}; {hint}" if hint else message, keep="")
+    return sanitize(f"{message}; {hint}" if hint else message, keep="")
 
 
 def format_error(error: BaseException, hint: str = "") -> str:
@@ -81,7 +79,7 @@ def message_of(error: BaseException) -> str:
     return shorten(" ".join(str(error).split()), LONGEST_MESSAGE)
 
 
-def show(value: object) -> str:
+def as_yaml(value: object) -> str:
     """A value as it is written in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -92,7 +90,7 @@ def shorten(text: str, most: int = LONGEST_VALUE) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def visible(text: str, keep: str = "\n\t") -> str:
+def sanitize(text: str, keep: str = "\n\t") -> str:
     """The text with control characters escaped, such as \\x1b; those in `keep` stay."""
     escaped = lambda found: found[0].encode("unicode_escape").decode()  # noqa: E731
     return UNSAFE.sub(lambda found: found[0] if found[0] in keep else escaped(found), text)
@@ -106,7 +104,7 @@ class ClearheadError(Exception):
 
     exit_code = 4
     # Whether a rank other than 0 prints it too: it may be the only one that knows.
-    of_one_rank = False
+    print_on_this_rank = False
 
     def __init__(self, key: str, value: object, reason: str, hint: str):
         super().__init__(key, value, reason, hint)
@@ -137,7 +135,7 @@ class ConfigError(ClearheadError, ValueError):
         self.args = (self.problems,)  # what a copy in another process is made from
 
     @property
-    def of_one_rank(self) -> bool:
+    def print_on_this_rank(self) -> bool:
         """Once on each machine, since the command or the device there may be another."""
         return os.environ.get("LOCAL_RANK") == "0"
 
@@ -189,7 +187,7 @@ class NotSavedError(RunError):
 class OutOfMemoryError(RunError):
     """A step needs more memory than the device of this rank has."""
 
-    of_one_rank = True
+    print_on_this_rank = True
 
 
 class PreparationError(RunError):
@@ -200,7 +198,7 @@ class RankLostError(ClearheadError, RuntimeError):
     """A rank died or timed out."""
 
     @property
-    def of_one_rank(self) -> bool:
+    def print_on_this_rank(self) -> bool:
         """Once more on rank 0's machine, and on each other: rank 0 may be the one that died."""
         return os.environ.get("LOCAL_RANK") == "1"
 

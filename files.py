@@ -36,7 +36,7 @@ def atomic_write(path: Path, content: bytes) -> None:
         raise
 
 
-def clear(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Removes what killed processes left unfinished. No other process may write to the folder."""
     for part in folder.glob("*.part-" + "[0-9a-f]" * 16):
         remove(part)
@@ -53,7 +53,7 @@ def remove(path: Path) -> None:
 def rename(part: Path, path: Path) -> None:
     """Renames a complete file, folder or link, durably."""
     os.replace(part, path)
-    sync(path.parent)
+    fsync(path.parent)
 
 
 def make_folder(path: Path) -> None:
@@ -61,10 +61,10 @@ def make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        sync(folder.parent)
+        fsync(folder.parent)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Waits until the disk has what was written: a file's content, or a folder's names."""
     number = os.open(path, os.O_RDONLY)
     try:

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from errors import refuse, visible
+from errors import refuse, sanitize
 from training.config.command_line import ScriptConfig, settings_command
 from training.config.schema import (
     AboveZero,
@@ -35,9 +35,9 @@ from training.config.schema import (
 if typing.TYPE_CHECKING:
     from interop.pretrained import PretrainedModel
 
-MOST = 1_000_000  # tokens, samples
-Number = Annotated[Positive, Field(le=MOST)]
-BETWEEN = "\n---\n"  # two samples
+MAX_COUNT = 1_000_000  # tokens, samples
+PositiveCount = Annotated[Positive, Field(le=MAX_COUNT)]
+SEPARATOR = "\n---\n"  # two samples
 
 
 class GenerateConfig(ScriptConfig):
@@ -48,9 +48,9 @@ class GenerateConfig(ScriptConfig):
     prompt: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         "The", description='the text to continue; several: \'["one","two"]\''
     )
-    max_new_tokens: Number = Field(100, description="most tokens to add")
-    num_samples: Number = Field(1, description="continuations of each prompt")
-    batch_size: Number = Field(8, description="texts that are generated at once")
+    max_new_tokens: PositiveCount = Field(100, description="most tokens to add")
+    num_samples: PositiveCount = Field(1, description="continuations of each prompt")
+    batch_size: PositiveCount = Field(8, description="texts that are generated at once")
     temperature: Annotated[NonNegative, Field(le=1000)] = Field(
         0.8, description="0: always the most likely token"
     )
@@ -84,7 +84,7 @@ def main(settings: GenerateConfig) -> None:
     num_texts = settings.num_samples * len(settings.prompts)
     batch_size = min(settings.batch_size, num_texts)
     steps = settings.max_new_tokens * -(-num_texts // batch_size)
-    steps = MOST if settings.interactive else steps
+    steps = MAX_COUNT if settings.interactive else steps
     compiler = device.compiled_step(settings.compile, place, steps)
     auto = settings.precision == "auto"
     dtype = device.best_dtype(place) if auto else device.DTYPES[settings.precision]
@@ -103,7 +103,7 @@ def main(settings: GenerateConfig) -> None:
         end=None if settings.ignore_end else pretrained.tokenizer.eot_token,
     )
     if settings.interactive:
-        converse(write, settings.num_samples)
+        run_interactive(write, settings.num_samples)
     else:
         write([p for p in settings.prompts for _ in range(settings.num_samples)])
 
@@ -134,7 +134,7 @@ def write_texts(
         # A character of several tokens comes with the last one.
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
         texts = list(batch)
-        show((BETWEEN if start else "") + batch[0])
+        print_piece((SEPARATOR if start else "") + batch[0])
         known = tokenizer.n_vocab
         for tokens in generate(ids, known=known, first=first + start, **options):
             for row, (token, decoder) in enumerate(zip(tokens, decoders, strict=False)):
@@ -142,14 +142,14 @@ def write_texts(
                     piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
                     texts[row] += piece
                     if row == 0:
-                        show(piece)
+                        print_piece(piece)
         rest = [decoder.decode(b"", final=True) + "\n" for decoder in decoders]
-        show(rest[0])
+        print_piece(rest[0])
         for text, ending in zip(texts[1:], rest[1:], strict=True):
-            show(BETWEEN + text + ending)
+            print_piece(SEPARATOR + text + ending)
 
 
-def converse(write: Callable, num_samples: int) -> None:
+def run_interactive(write: Callable, num_samples: int) -> None:
     """Asks for prompts until there are no more. Ctrl-C ends a text, or the command where no text is
     being generated."""
     if asks := sys.stdin.isatty():
@@ -163,13 +163,13 @@ def converse(write: Callable, num_samples: int) -> None:
             if prompt := line.rstrip("\r\n"):
                 write([prompt] * num_samples, first=number * num_samples)
         except KeyboardInterrupt:
-            show("\n")
+            print_piece("\n")
 
 
-def show(text: str) -> None:
+def print_piece(text: str) -> None:
     """Prints a piece of text at once; on a terminal with control characters made visible."""
     if sys.stdout.isatty():
-        text = visible(text.replace("\r", ""))
+        text = sanitize(text.replace("\r", ""))
     print(text, end="", flush=True)
 
 

@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import KERNELS, Kernel, MultiHeadAttention, causal_attn_scores
+from attention import KERNELS, AttentionKernel, MultiHeadAttention, causal_attn_scores
 
-# attend(layer, queries, keys, values, dropout_p): a kernel of attention.py that knows its layer.
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-# capture(layer, attn_weights, attn_scores), both (B, H, T, T) in fp32.
-Capture = Callable[[int, Tensor, Tensor], None]
+# An attention kernel (attention.py) that also gets the index of the layer that calls it:
+# layer_kernel(layer, queries, keys, values, dropout_p) -> context_vec.
+LayerKernel = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+# Receives the attention of one layer: callback(layer, attn_weights, attn_scores), both
+# (B, H, T, T) in fp32.
+AttentionCallback = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass
@@ -102,7 +104,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, kernel: Kernel | None = None) -> Tensor:
+    def forward(self, x: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
         """x (B, T, C) -> (B, T, C). kernel: see MultiHeadAttention.forward."""
         x = x + self.dropout(self.attn(self.attn_norm(x), kernel))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
@@ -164,17 +166,17 @@ class GPT(nn.Module):
         self,
         input_ids: Tensor,
         target_ids: Tensor | None = None,
-        attend: Attend | None = None,
+        layer_kernel: LayerKernel | None = None,
         positions: Tensor | None = None,
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """input_ids (B, T) -> (logits (B, T, V), None), or with target_ids (B, T) -> (None, loss).
 
-        The loss is the mean cross-entropy in nats per token, see `head_loss`. For `attend`,
+        The loss is the mean cross-entropy in nats per token, see `head_loss`. For `layer_kernel`,
         `positions` and the limit on T see `hidden_states`. logits_at (B,): the index of one token
         in each row; the logits are computed for these only, (B, 1, V).
         """
-        x = self.hidden_states(input_ids, attend, positions)  # (B, T, C)
+        x = self.hidden_states(input_ids, layer_kernel, positions)  # (B, T, C)
         if target_ids is not None:
             x, target_ids = x.flatten(0, 1), target_ids.flatten()  # (B T, C), (B T,)
             return None, self.head_loss(x, self.token_emb.weight, target_ids)
@@ -184,13 +186,16 @@ class GPT(nn.Module):
         return self.logits(x), None
 
     def hidden_states(
-        self, input_ids: Tensor, attend: Attend | None = None, positions: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        layer_kernel: LayerKernel | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """input_ids (B, T) -> the input of the head, (B, T, C).
 
-        attend: replaces the attention kernel of every layer; attend(layer, queries, keys, values,
-        dropout_p) returns the context vectors. positions (T,) or (B, T): the positions of the
-        tokens, 0 to T - 1 unless given. Raises ValueError when T exceeds the context length.
+        layer_kernel: replaces the attention kernel of every layer, see LayerKernel. positions (T,)
+        or (B, T): the position of each token; 0 to T - 1 by default. Raises ValueError when T
+        exceeds the context length.
         """
         num_tokens = input_ids.shape[1]
         if num_tokens > self.config.context_length:
@@ -201,7 +206,7 @@ class GPT(nn.Module):
             positions = torch.arange(num_tokens, device=input_ids.device)  # (T,)
         x = self.dropout(self.token_emb(input_ids) + self.pos_emb(positions))  # (B, T, C)
         for layer, block in enumerate(self.blocks):
-            kernel = functools.partial(attend, layer) if attend else None
+            kernel = functools.partial(layer_kernel, layer) if layer_kernel else None
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, kernel, use_reentrant=False)
             else:
@@ -213,8 +218,8 @@ class GPT(nn.Module):
         return F.linear(x, self.token_emb.weight)
 
     @torch.no_grad()
-    def capture_attention(self, input_ids: Tensor, capture: Capture) -> None:
-        """Calls capture(layer, attn_weights, attn_scores), both (B, H, T, T) in fp32, for each
+    def capture_attention(self, input_ids: Tensor, callback: AttentionCallback) -> None:
+        """Calls callback(layer, attn_weights, attn_scores), both (B, H, T, T) in fp32, for each
         layer sequentially, on input_ids (B, T).
 
         Without dropout, gradients or random numbers; the mode is restored. The tensors of one layer
@@ -222,17 +227,17 @@ class GPT(nn.Module):
         hooks gather the parameters of a sharded model.
         """
 
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _) -> Tensor:
+        def capturing(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _) -> Tensor:
             attn_scores = causal_attn_scores(queries, keys)  # (B, H, T, T)
             attn_weights = attn_scores.softmax(dim=-1)  # (B, H, T, T)
-            capture(layer, attn_weights, attn_scores)
+            callback(layer, attn_weights, attn_scores)
             return attn_weights.to(values.dtype) @ values  # (B, H, T, D)
 
         was_training = self.training
         self.eval()
         try:
             first = input_ids.new_zeros(len(input_ids))  # the logits are not needed
-            self(input_ids, attend=attend, logits_at=first)
+            self(input_ids, layer_kernel=capturing, logits_at=first)
         finally:
             self.train(was_training)
 

@@ -58,7 +58,7 @@ class KVCache:
         self.lengths.copy_(torch.tensor(lengths))
         padded = [prompt + [0] * (self.longest - len(prompt)) for prompt in prompts]
         input_ids = torch.tensor(padded, device=device)  # (B, T)
-        logits, _ = model(input_ids, attend=self._store, logits_at=self.lengths - 1)
+        logits, _ = model(input_ids, layer_kernel=self._store, logits_at=self.lengths - 1)
         return logits
 
     def read_token(self, model: GPT, token_ids: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class KVCache:
             kept = own_keys[:, :, :num_keys], own_values[:, :, :num_keys]
             return F.scaled_dot_product_attention(queries, *kept, attn_mask=mask)
 
-        logits, _ = model(token_ids, attend=attend, positions=self.lengths[:, None])
+        logits, _ = model(token_ids, layer_kernel=attend, positions=self.lengths[:, None])
         self.lengths += 1
         return logits
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from errors import Problem, refuse, show
+from errors import Problem, as_yaml, refuse
 from interop.pretrained import load_pretrained
 from model import GPT, ModelConfig
 
@@ -31,8 +31,8 @@ def initial_weights(settings: "Config", notes: list[str]) -> GPT:
     for key in SHAPE:
         have, want = getattr(given, key), getattr(wanted, key)
         if have != want and not (key == "qkv_bias" and want):
-            fix = f"use model.{key}={show(have)}"
-            problems.append(Problem(f"model.{key}", want, f"{theirs} have {show(have)}", fix))
+            fix = f"use model.{key}={as_yaml(have)}"
+            problems.append(Problem(f"model.{key}", want, f"{theirs} have {as_yaml(have)}", fix))
     if (name := settings.data.tokenizer) != (needed := pretrained.tokenizer_name):
         cause = f"{theirs} were trained with {needed}"
         problems.append(Problem("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))

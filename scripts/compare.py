@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from errors import message_of, refuse, visible
+from errors import message_of, refuse, sanitize
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from training.config.schema import Name, Paths
 from training.reporting import comparison as results
@@ -87,7 +87,7 @@ def found(settings: CompareConfig) -> list[results.Run]:
 
 def say(line: str) -> None:
     """A line on stderr. Names of files and folders come from anywhere."""
-    print(visible(line, keep=""), file=sys.stderr)
+    print(sanitize(line, keep=""), file=sys.stderr)
 
 
 if __name__ == "__main__":

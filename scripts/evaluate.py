@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from errors import CheckpointError, DataError, Problem, refuse, visible
+from errors import CheckpointError, DataError, Problem, refuse, sanitize
 from tokens.tokenizers import token_sizes
 from training.config.command_line import (
     OutFile,
@@ -114,7 +114,7 @@ def main(settings: EvaluateConfig) -> None:
         hint = "use another one, or precision=fp32"
         raise CheckpointError("checkpoint", settings.checkpoint, "its loss is NaN or inf", hint)
     step = pretrained.state.step if pretrained.state else None
-    print(visible(f"{settings.checkpoint}, step {step}, in {strategy.precision}, on {what}"))
+    print(sanitize(f"{settings.checkpoint}, step {step}, in {strategy.precision}, on {what}"))
     print(f"windows of {rule.max_length:,} tokens, {rule.stride:,} apart\n")
     for name, value in figures.items():
         shown = f"{value:.4f}" if isinstance(value, float) else value
@@ -158,14 +158,14 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
 
     Raises DataError when they cannot be read or split.
     """
-    from data import load_stream, split_tokens
+    from data import load_streams, split_tokens
 
     own = pretrained.state.settings["data"] if pretrained.state else {}
     values = {key: own[key] for key in FROM_RUN if key in own}
     values |= settings.data.model_dump(exclude_none=True, exclude={"within_documents"})
     values |= {"tokenizer": pretrained.tokenizer_name, "max_length": 1}
     config, notes = DataConfig.with_defaults(**values), []
-    streams, split = load_stream(config, config.path), settings.split
+    streams, split = load_streams(config, config.path), settings.split
     if "val" in streams:
         split = "val" if split == "auto" else split
         tokens, what = streams[split], f"its {split} files"
@@ -175,7 +175,7 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
         tokens = split_tokens(config, streams["train"], notes)[split == "val"]
         what = f"its {split} part, data.val_fraction={config.val_fraction:g}"
     for note in notes:
-        print(visible(f"note: {note}"), file=sys.stderr)
+        print(sanitize(f"note: {note}"), file=sys.stderr)
     return tokens, what
 
 

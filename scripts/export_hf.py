@@ -15,8 +15,8 @@ from pathlib import Path
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
 
-from errors import message_of, refuse, visible
-from files import make_folder, rename, sync, temporary_name
+from errors import message_of, refuse, sanitize
+from files import fsync, make_folder, rename, temporary_name
 from training.config.command_line import ScriptConfig, settings_command
 from training.config.schema import Checkpoint, Name, rejected
 
@@ -48,7 +48,7 @@ def main(settings: ExportConfig) -> None:
         make_folder(part)
         export.write(model, part)
         for file in (*part.iterdir(), part):
-            sync(file)
+            fsync(file)
         rename(part, out)
     except (OSError, SafetensorError) as error:
         cause = f"cannot be written ({getattr(error, 'strerror', None) or message_of(error)})"
@@ -56,7 +56,7 @@ def main(settings: ExportConfig) -> None:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     load = f"transformers.pipeline('text-generation', model={settings.out!r})"
-    print(visible(f"written from {model.folder}; load it: {load}"))
+    print(sanitize(f"written from {model.folder}; load it: {load}"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator
 
-from errors import refuse, visible
+from errors import refuse, sanitize
 from lens.config import LensConfig
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from training.config.schema import Checkpoint, Count, Device, Positive, rejected
@@ -57,7 +57,7 @@ def main(settings: InspectConfig) -> None:
     runs = [inspect(path, key, settings, device) for key, path in given.items() if path]
     names = " and ".join(run["name"] for run in runs)
     write_out(settings.out, page(runs, title=f"attention of {names}").encode())
-    print(visible(f"open {settings.out} in a browser"))
+    print(sanitize(f"open {settings.out} in a browser"))
 
 
 def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device") -> dict:
@@ -88,7 +88,7 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
 
     step = state.step if state else 0
     data, strongest = lens.page_data(capture_attention, step, Path(path).resolve().name)
-    print(visible(f"{path}: strongest heads (in brackets: uniform attention)"))
+    print(sanitize(f"{path}: strongest heads (in brackets: uniform attention)"))
     print("\n".join(f"  {line}" for line in strongest))
     return data
 

@@ -26,7 +26,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from errors import ConfigError, visible
+from errors import ConfigError, sanitize
 from tokens.paths import find_files
 from tokens.prepare import Preparation, Recipe
 from training.config.command_line import ScriptConfig, ScriptGroup, settings_command
@@ -112,11 +112,11 @@ def report(manifest: dict, settings: PrepareConfig) -> None:
     counts = {"token": manifest["tokens"], "document": manifest["documents"]}
     counts["shard"] = len(manifest["shards"])
     counted = ", ".join(f"{count:,} {of}{'s' * (count != 1)}" for of, count in counts.items())
-    print(visible(f"{counted} in {settings.out}", keep=""))
+    print(sanitize(f"{counted} in {settings.out}", keep=""))
     name = settings.data.tokenizer
     tokenizer = "" if name == "gpt2" else f" data.tokenizer={name}"
     path = shlex.quote(f"data.path={settings.out}")
-    print(visible(f"train on them: python train.py data=shards {path}{tokenizer}", keep=""))
+    print(sanitize(f"train on them: python train.py data=shards {path}{tokenizer}", keep=""))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ GPT2 = get_tokenizer("gpt2")
 cuts = st.sets(st.integers(0, 100), max_size=5)  # where a stream is cut into arrays
 
 
-def load(path: object, **changes) -> data.Loaded:
+def load(path: object, **changes) -> data.LoadedData:
     """A tiny text with these settings, one token per byte."""
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
     values = {"tokenizer": "byte", "max_length": 4, "val_fraction": 0.0} | changes

@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from errors import DataError, PreparationError
-from files import atomic_write, clear, read_json
+from files import atomic_write, read_json, remove_temporary_files
 from tokens.encoding import StreamEncoder
 from tokens.paths import HUB, reading
 from tokens.readers import Part, divide, encode_part
@@ -210,7 +210,7 @@ class Preparation:
         if not shards:
             raise DataError("out", self.folder, "no text in any of the files", "check data.path")
         with self._writing(), FileLock(self.folder / "preparing" / "lock"):
-            clear(self.folder)
+            remove_temporary_files(self.folder)
             found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
             for path in found - {self.folder / shard.file for shard in shards}:
                 path.unlink(missing_ok=True)  # of texts before a change

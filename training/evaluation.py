@@ -15,7 +15,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from errors import AGAINST_DIVERGENCE, DivergedError
+from errors import DIVERGENCE_HINT, DivergedError
 from inference.decoding import Sampling, generate
 from model import GPT
 from training.distributed.strategy import Strategy
@@ -95,7 +95,7 @@ class Evaluator:
         if not math.isfinite(loss := row["val/loss"]):
             reason = f"the validation loss is {loss} at step {step}"
             rate = self.config.optimizer.lr
-            raise DivergedError("optimizer.lr", rate, reason, AGAINST_DIVERGENCE)
+            raise DivergedError("optimizer.lr", rate, reason, DIVERGENCE_HINT)
         return row
 
     def sample(self, model: GPT, step: int) -> dict:

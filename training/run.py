@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from data import Loaded
+from data import LoadedData
 from errors import DivergedError, best_effort, format_error
 from model import GPT
 from training.checkpoint.checkpointer import Checkpointer
@@ -40,7 +40,7 @@ class Run:
     strategy: Strategy  # device, precision and ranks
     state: State  # what state.json of a checkpoint holds: step, tokens, best loss
     directory: Path
-    data: Loaded
+    data: LoadedData
     # Of each step, this rank's micro-batches: ((input_ids, target_ids), number of targets) each.
     batches: Iterator[list[tuple[Sequence[torch.Tensor], int]]]
     model: GPT  # evaluated, saved and read by the lens

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from data import Loaded, load_datasets, split_batch, training_batches
+from data import LoadedData, load_datasets, split_batch, training_batches
 from errors import DataError, best_effort, exit_code_of, refuse
 from interop.init_from import initial_weights
 from lens.config import LensConfig
@@ -149,7 +149,7 @@ def _build(
 # ------------------------------------------------------------------------- data and model
 
 
-def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> Loaded:
+def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> LoadedData:
     """The data sets. Raises DataError when they are not those of the checkpoint or of rank 0."""
     with strategy.raise_on_all_ranks():  # another machine may lack the files
         data = load_datasets(config.data)
@@ -178,7 +178,7 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
 
 
 def build_batches(
-    config: Config, strategy: Strategy, data: Loaded, first_step: int
+    config: Config, strategy: Strategy, data: LoadedData, first_step: int
 ) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
     """Of each step, this rank's micro-batches: ((input_ids, target_ids), number of targets)."""
     batches = training_batches(
@@ -232,7 +232,7 @@ def restore(
     config: Config,
     strategy: Strategy,
     start: Start,
-    data: Loaded,
+    data: LoadedData,
     model: GPT,
     optimizer: torch.optim.Optimizer,
 ) -> State:
@@ -320,7 +320,7 @@ def build_metrics(
     return metrics
 
 
-def build_evaluator(config: Config, strategy: Strategy, data: Loaded) -> Evaluator:
+def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Evaluator:
     tokenizer, validation = get_tokenizer(config.data.tokenizer), None
     if data.val:
         windows = evenly(data.val, config.trainer.eval_windows)
@@ -333,7 +333,7 @@ def build_evaluator(config: Config, strategy: Strategy, data: Loaded) -> Evaluat
     return Evaluator(config, strategy, validation, tokenizer, batch_size)
 
 
-def build_lens(config: Config, strategy: Strategy, data: Loaded, directory: Path) -> LensRunner:
+def build_lens(config: Config, strategy: Strategy, data: LoadedData, directory: Path) -> LensRunner:
     """Off after an error on any rank, as while training."""
     lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
     if config.lens.every:

@@ -61,8 +61,10 @@ def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypa
 
 def test_printing_shows_a_character_of_several_tokens_whole(written, monkeypatch):
     """Invalid bytes are shown as U+FFFD."""
-    pieces, show = [], generate.show
-    monkeypatch.setattr(generate, "show", lambda text: (pieces.append(text), show(text)))
+    pieces, print_piece = [], generate.print_piece
+    monkeypatch.setattr(
+        generate, "print_piece", lambda text: (pieces.append(text), print_piece(text))
+    )
     tokens = [*"é🙂".encode(), 0xC3]
     monkeypatch.setattr(decoding, "generate", lambda *_, **__: ([token] for token in tokens))
     assert written("prompt=x") == "xé🙂\ufffd\n"

@@ -88,7 +88,7 @@ def test_a_file_that_is_not_completed_is_removed(tmp_path, monkeypatch):
         History(tmp_path / "statistics.jsonl", step=0)
     assert list(tmp_path.iterdir()) == []
     parts[0].touch()
-    files.clear(tmp_path)
+    files.remove_temporary_files(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from typing_extensions import TypedDict
 
 from errors import CheckpointError, DamagedCheckpointError, message_of
-from files import open_regular, read_bounded, read_json, sync
+from files import fsync, open_regular, read_bounded, read_json
 from training.optim.loss_spikes import Count, LossSpikes, Number
 
 FORMAT = 3  # of state.json; raised when an older reader would misunderstand
@@ -139,8 +139,8 @@ def write(folder: Path, tensors: Tensors, state: dict) -> None:
         (folder / name).chmod((folder / STATE).stat().st_mode)
     (folder / CHECKSUMS).write_text("".join(_checksum_line(folder / name) for name in FILES))
     for name in (*FILES, CHECKSUMS):
-        sync(folder / name)
-    sync(folder)
+        fsync(folder / name)
+    fsync(folder)
 
 
 def checksum(file: Path) -> str:

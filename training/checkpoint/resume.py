@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from errors import CheckpointError, Problem, refuse, show
+from errors import CheckpointError, Problem, as_yaml, refuse
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State
@@ -255,10 +255,10 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
         is_free = FREE_TO_CHANGE & {key, key.partition(".")[0]}
         if is_free or key not in saved or value == saved[key]:
             continue
-        hint = f"use {key}={show(saved[key])}, or start a new run with another name="
+        hint = f"use {key}={as_yaml(saved[key])}, or start a new run with another name="
         if key not in FIXED_BY_WEIGHTS:
             hint += ", or trainer.resume_override=true to continue anyway"
-        problems.append(Problem(key, value, f"{run} was trained with {show(saved[key])}", hint))
+        problems.append(Problem(key, value, f"{run} was trained with {as_yaml(saved[key])}", hint))
     return problems
 
 

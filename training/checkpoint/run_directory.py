@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from errors import RunDirectoryError, RunFileError
-from files import atomic_write, clear, make_folder, read_json, sync
+from files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
 
 LOCK, SETTINGS_JSON, CONFIG_YAML = ".lock", "run.json", "config.yaml"
 # Opened in place; all other files are replaced by rename.
@@ -40,7 +40,7 @@ def create(runs: Path, name: str | None, model_name: str) -> Path:
         folder = runs / (wanted if number == 1 else f"{wanted}_{number}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            sync(runs)
+            fsync(runs)
             return folder
 
 
@@ -87,7 +87,7 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
         else:
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         for part in (folder, folder / "attention", folder / "profile"):
-            clear(part)
+            remove_temporary_files(part)
     return lock
 
 

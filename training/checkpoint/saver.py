@@ -17,8 +17,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from errors import AGAINST_DIVERGENCE, NO_VALUE, DivergedError, NotSavedError, message_of
-from files import make_folder, remove, rename, sync
+from errors import DIVERGENCE_HINT, NO_VALUE, DivergedError, NotSavedError, message_of
+from files import fsync, make_folder, remove, rename
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State, Tensors
@@ -109,7 +109,7 @@ class Saver:
         for name, tensor in (tensors[0] | tensors[1]).items():
             if not all_finite(tensor):  # it must not replace a good checkpoint
                 reason = f"is not finite after step {state['step']}"
-                raise DivergedError(name, NO_VALUE, reason, AGAINST_DIVERGENCE)
+                raise DivergedError(name, NO_VALUE, reason, DIVERGENCE_HINT)
         folder = self.folder / _folder_name(state["step"])
         try:
             self._write(folder, tensors, state)
@@ -122,7 +122,7 @@ class Saver:
 
     def _write(self, folder: Path, tensors: Tensors, state: dict) -> None:
         if folder.exists():  # complete; its name may not be on disk yet
-            sync(self.folder)
+            fsync(self.folder)
             return
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)

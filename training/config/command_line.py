@@ -29,14 +29,14 @@ from pydantic import (
 )
 
 from errors import (
-    DEBUG,
+    DEBUG_HINT,
     NO_VALUE,
     ClearheadError,
     Problem,
+    as_yaml,
     exit_code_of,
     format_error,
     refuse,
-    show,
 )
 from files import atomic_write
 from training.config.other_names import unknown_key
@@ -121,7 +121,7 @@ def show_help(schema: type[BaseModel]) -> None:
     print(inspect.cleandoc(schema.__doc__), end="\n\n")
     fields = sorted(flat_fields(schema).items(), key=lambda item: item[0] == "debug")
     rows = [
-        (key, field.description, "required" if field.is_required() else show(field.default))
+        (key, field.description, "required" if field.is_required() else as_yaml(field.default))
         for key, field in fields
     ]
     _print_table(rows)
@@ -136,7 +136,7 @@ def show_settings(config: BaseModel) -> None:
         print(f"  {folder.name:<10} {' | '.join(sorted(p.stem for p in folder.glob('*.yaml')))}")
     print("\nSettings (KEY=VALUE), their meaning and [value]")
     meanings, values = defaults_and_meanings(), flat(config.model_dump())
-    _print_table([(key, meaning, show(values[key])) for key, (_, meaning) in meanings.items()])
+    _print_table([(key, meaning, as_yaml(values[key])) for key, (_, meaning) in meanings.items()])
     print("\nAll options, -m and --cfg among them: python train.py --hydra-help")
 
 
@@ -210,7 +210,7 @@ def errors_in_one_line(debug: bool = False) -> Iterator[None]:
         elif not isinstance(error, KeyboardInterrupt):
             if rank != "0" and expected:  # rank 0 has it too; torchrun ends all ranks soon
                 time.sleep(WAIT_FOR_RANK_0)
-            if rank == "0" or not expected or error.of_one_rank:
+            if rank == "0" or not expected or error.print_on_this_rank:
                 prefix = "" if rank == "0" else f"rank {rank}: "
-                print(f"{prefix}{format_error(error, DEBUG)}", file=sys.stderr)
+                print(f"{prefix}{format_error(error, DEBUG_HINT)}", file=sys.stderr)
         sys.exit(exit_code_of(error))

@@ -103,7 +103,7 @@ def _has_dropout(kernel: str, others: dict) -> None:
         raise rejected(reason, "set model.dropout=0 or use model.attention=sdpa")
 
 
-Kernel = Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
+KernelName = Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
 
 
 class ModelSettings(Settings):
@@ -116,7 +116,7 @@ class ModelSettings(Settings):
     dropout: Fractional
     num_heads: Annotated[Positive, _divides_width]
     qkv_bias: bool
-    attention: Annotated[Kernel, _has_dropout]
+    attention: Annotated[KernelName, _has_dropout]
 
 
 @rule

@@ -7,7 +7,7 @@ that have to pass the schema.
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from errors import CheckpointError, Problem, format_problem, refuse, shorten, show
+from errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
 from training.config.schema import GROUPS, Config, validate
 from training.config.yaml_files import REPOSITORY, flat, nested
 
@@ -103,7 +103,7 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
         raise CheckpointError("checkpoint", found, cause, fix)
     refuse(problems)
     changed = [
-        f"{key}={shorten(show(value))} (was {shorten(show(before[key]))})"
+        f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(before[key]))})"
         for key, value in merged.items()
         if value != before[key] and not (value is None and key in FOLLOWING)
     ]
@@ -119,7 +119,7 @@ def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Probl
     """The problems of a rank that was started with other settings than rank 0; both plain."""
     theirs, fix = flat(of_rank_0), "start all ranks with the same settings"
     return [
-        Problem(key, value, f"on rank {rank}, {show(theirs.get(key))} on rank 0", fix)
+        Problem(key, value, f"on rank {rank}, {as_yaml(theirs.get(key))} on rank 0", fix)
         for key, value in flat(settings).items()
         if key not in OF_ONE_RANK and value != theirs.get(key)
     ]

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from errors import (
-    DEBUG,
+    DEBUG_HINT,
     NO_VALUE,
     ClearheadError,
     OtherRankError,
     Problem,
+    as_yaml,
     exit_code_of,
     problems_of,
-    show,
 )
 from model import GPT, ModelConfig
 from training.distributed import process_group
@@ -123,8 +123,8 @@ class DDP(Strategy):
         message = None
         if self.rank == sender:
             plain = [
-                (key, None if value is NO_VALUE else show(value), reason, hint)
-                for key, value, reason, hint in problems_of(error, DEBUG)
+                (key, None if value is NO_VALUE else as_yaml(value), reason, hint)
+                for key, value, reason, hint in problems_of(error, DEBUG_HINT)
             ]
             message = [exit_code_of(error), socket.gethostname(), plain]
         exit_code, host, problems = self._broadcast_from(sender, message)

@@ -19,7 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import show, visible
+from errors import as_yaml, sanitize
 from files import read_rows
 from training.checkpoint.run_directory import settings_of
 from training.config.yaml_files import flat
@@ -126,7 +126,7 @@ def summaries(
         last = [run.points[-1][1] for run in group]
         reached = [] if target is None else [tokens_to(target, run.points) for run in group]
         row = Row(
-            text=visible(", ".join(f"{k}={show(v)}" for k, v in text.items() if v), keep=""),
+            text=sanitize(", ".join(f"{k}={as_yaml(v)}" for k, v in text.items() if v), keep=""),
             settings=settings,
             runs=[run.name for run in group],
             seeds=[run.settings.get("seed") for run in group],
@@ -175,7 +175,7 @@ def table(rows: list[Row], metric: str) -> str:
         count = len(row.runs)
         unfinished = f" ({len(row.unfinished)} unfinished)" if row.unfinished else ""
         has_spread = count > 1 and not math.isnan(row.mean)
-        cells = [show(value) for value in row.settings.values()]
+        cells = [as_yaml(value) for value in row.settings.values()]
         cells += [f"{count}{unfinished}", f"{row.tokens:,}", f"{row.mean:.4f}"]
         cells.append(f"{min(row.values):.4f}–{max(row.values):.4f}" if has_spread else "")
         if row.tokens_to_target:
@@ -183,7 +183,7 @@ def table(rows: list[Row], metric: str) -> str:
             mean = f"{round(statistics.fmean(reached)):,}" if reached else "never"
             cells.append(f"{mean} ({len(reached)} of {count})")
         lines.append([*cells, row.runs[0] + (f" + {count - 1}" if count > 1 else "")])
-    lines = [[visible(cell.replace("|", "\\|"), keep="") for cell in line] for line in lines]
+    lines = [[sanitize(cell.replace("|", "\\|"), keep="") for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     padded = ([cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in lines)
@@ -219,14 +219,14 @@ def draw_chart(axis, rows: list[Row], metric: str) -> None:
     from matplotlib.ticker import EngFormatter
 
     for index, row in enumerate(rows):
-        label = ", ".join([f"{row.mean:.4f}", *(show(v)[-28:] for v in row.settings.values())])
+        label = ", ".join([f"{row.mean:.4f}", *(as_yaml(v)[-28:] for v in row.settings.values())])
         for seed, points in enumerate(row.curves):
             axis.plot(
                 *zip(*points, strict=True),
                 color=f"C{index % COLOURS}",
                 marker="o" if len(points) <= 12 else None,
                 ms=3,
-                label=visible(label, keep="") if seed == 0 and index < COLOURS else None,
+                label=sanitize(label, keep="") if seed == 0 and index < COLOURS else None,
             )
     axis.set_xlabel("tokens")
     axis.set_xlim(left=0)
@@ -237,6 +237,6 @@ def draw_chart(axis, rows: list[Row], metric: str) -> None:
     bottom, top = axis.get_ylim()
     if starts and bottom < (highest := HIGHEST * statistics.median(starts)) < top:
         axis.set_ylim(top=highest)
-    heading = ",\n".join(visible(name, keep="") for name in (f"mean {metric}", *rows[0].settings))
+    heading = ",\n".join(sanitize(name, keep="") for name in (f"mean {metric}", *rows[0].settings))
     place = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
     axis.legend(**place, title=heading, fontsize=9, title_fontsize=9, alignment="left")

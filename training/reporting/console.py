@@ -8,7 +8,7 @@ import time
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from errors import visible
+from errors import sanitize
 
 
 class Console:
@@ -46,7 +46,7 @@ class Console:
         """Prints a line, above the bar if there is one. Markup is not interpreted and control
         characters are escaped: a sample may have any text."""
         if self.is_rank_0:
-            self.rich.print(visible(text.replace("\r", "")), markup=False)
+            self.rich.print(sanitize(text.replace("\r", "")), markup=False)
             sys.stdout.flush()
 
     def close(self) -> None:

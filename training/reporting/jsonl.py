@@ -38,7 +38,7 @@ class RowFile:
         try:
             if self.file:
                 os.fsync(self.file.fileno())
-                files.sync(self.path.parent)
+                files.fsync(self.path.parent)
         except OSError as error:
             self._report(error, "its last rows may be lost if the machine fails")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from errors import AGAINST_DIVERGENCE, DivergedError
+from errors import DIVERGENCE_HINT, DivergedError
 from training.checkpoint.format import State
 from training.distributed.strategy import Strategy
 from training.optim.optimizers import NonFiniteCheck
@@ -118,7 +118,7 @@ class Metrics:
             first = state.step - halted + 2 - limit
             times = f"{limit} in a row" if limit > 1 else "on_nonfinite"
             reason = f"the loss or gradient of step {first} is NaN or inf ({times})"
-            raise DivergedError("optimizer.lr", self.learning_rate, reason, AGAINST_DIVERGENCE)
+            raise DivergedError("optimizer.lr", self.learning_rate, reason, DIVERGENCE_HINT)
         if state.skipped > before:
             more = state.skipped - before
             which = f"step {state.step}" if more == 1 else f"{more} steps up to {state.step}"

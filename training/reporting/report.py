@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from errors import visible
+from errors import sanitize
 from files import atomic_write, read_bounded, read_rows
 from lens.assemble import assemble, content_security_policy
 from training.checkpoint.run_directory import settings_of
@@ -112,7 +112,7 @@ def sample_article(row: dict) -> str:
 def sample_page(row: dict) -> str:
     """One sample as a page for the W&B dashboard, without scripts."""
     template = (PAGE / "sample.html").read_text(encoding="utf-8")
-    return template.replace("__SAMPLE__", visible(sample_article(row)))
+    return template.replace("__SAMPLE__", sanitize(sample_article(row)))
 
 
 def attention_page(folder: Path) -> Path | None:

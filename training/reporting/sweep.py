@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from errors import DEBUG, best_effort, exit_code_of, format_error, message_of, visible
+from errors import DEBUG_HINT, best_effort, exit_code_of, format_error, message_of, sanitize
 from files import atomic_write, make_folder, read_json
 from training.config.yaml_files import REPOSITORY
 from training.reporting import comparison
@@ -69,7 +69,7 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
     except Exception as error:
         if stopped := getattr(error, "stopped", 0):  # by a signal before the error
             raise SystemExit(stopped) from error
-        result |= {"exit_code": exit_code_of(error), "error": format_error(error, DEBUG)}
+        result |= {"exit_code": exit_code_of(error), "error": format_error(error, DEBUG_HINT)}
         print(f"job {number} failed: {result['error']}", file=sys.stderr, flush=True)
         if debug:
             traceback.print_exception(error)
@@ -146,7 +146,7 @@ class SweepResults(Callback):
         lines = []
         for job in failed:
             error = job["error"].replace("\n", "; ")
-            lines.append(visible(f"job {job['job']}: {' '.join(job['overrides'])}: {error}", ""))
+            lines.append(sanitize(f"job {job['job']}: {' '.join(job['overrides'])}: {error}", ""))
         with best_effort(f"{folder}: results not written"):  # such as a full disk
             write_results(folder, jobs, lines)
         if failed:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from errors import visible
+from errors import sanitize
 from training.checkpoint.run_directory import CONFIG_YAML
 from training.config.schema import WandbConfig
 from training.reporting.jsonl import RowFile
@@ -299,7 +299,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _print(text: str) -> None:
-    print(visible(f"W&B: {text}"), file=sys.stderr)
+    print(sanitize(f"W&B: {text}"), file=sys.stderr)
 
 
 def call_with_timeout(seconds: float, function: Callable):

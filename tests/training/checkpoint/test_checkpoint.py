@@ -230,19 +230,19 @@ def test_a_full_disk_does_not_end_training(make_run, monkeypatch):
 @pytest.mark.parametrize("is_waited_for", [False, True])
 def test_a_stop_saves_again_what_may_not_be_on_disk(make_run, monkeypatch, is_waited_for):
     """The folder of checkpoints cannot be flushed: after a loss of power it may be as before."""
-    run, sync = make_run(), files.sync
+    run, fsync = make_run(), files.fsync
 
     def broken(path):
         if path.name == "checkpoints":
             raise OSError(errno.EIO, "Input/output error")
-        sync(path)
+        fsync(path)
 
     monkeypatch.setattr(saving, "RETRY_AFTER", 0)
     run.signals.received = signal.SIGTERM
     train_step(run)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "sync", broken)
-        patch.setattr(saving, "sync", broken)
+        patch.setattr(files, "fsync", broken)
+        patch.setattr(saving, "fsync", broken)
         save(run)
         if is_waited_for:
             assert run.checkpointer.wait(run.state) == 0
