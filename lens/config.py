@@ -19,7 +19,7 @@ class LensConfig:
     # null: a twentieth of the run, 40 to 1000
     every: int | None = None
     prompts: list[str] = field(default_factory=lambda: list(DEFAULT_PROMPTS))  # at most 20
-    repeated: int = 24  # one more prompt: this many random tokens, twice; 0: none
+    repeat_length: int = 24  # one more prompt: this many random tokens, twice; 0: none
     max_tokens: int = 64  # longer prompts are truncated, and marked as such
     layers: list[int] = field(default_factory=list)  # layers that also get a large picture
     frames: int = 24  # most steps in the time-lapse

@@ -54,9 +54,9 @@ class Lens:
             make_prompt(number, text, encode, token_bytes, limit)
             for number, text in enumerate(config.prompts, start=1)
         ]
-        if config.repeated and len(vocabulary):
+        if config.repeat_length and len(vocabulary):
             number = len(self.prompts) + 1
-            period = min(config.repeated, (limit - 1) // 2)
+            period = min(config.repeat_length, (limit - 1) // 2)
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
         self.history: History | None = None  # opened at the first snapshot

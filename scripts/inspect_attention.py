@@ -33,17 +33,17 @@ class InspectConfig(ScriptConfig):
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)] = Field(
         64, description="longer texts are truncated, and marked"
     )
-    repeated: Annotated[Count, Field(le=127)] = Field(
+    repeat_length: Annotated[Count, Field(le=127)] = Field(
         24, description="length of a random token sequence shown twice; 0: none"
     )
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
 
-    @field_validator("repeated")
+    @field_validator("repeat_length")
     @classmethod
-    def _repeats(cls, repeated: int) -> int:
-        if repeated == 1:
+    def _repeats(cls, repeat_length: int) -> int:
+        if repeat_length == 1:
             raise rejected("must be 0, or from 2 to 127", "use 24")
-        return repeated
+        return repeat_length
 
 
 @settings_command(InspectConfig)
@@ -71,7 +71,7 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
     trained = load_pretrained(path, key)
     model, tokenizer, state = trained.model.to(device), trained.tokenizer, trained.state
     is_synthetic = bool(state and state.settings["data"].get("synthetic"))
-    config = LensConfig(max_tokens=settings.max_tokens, repeated=settings.repeated)
+    config = LensConfig(max_tokens=settings.max_tokens, repeat_length=settings.repeat_length)
     if settings.text:
         config.prompts = [settings.text]
     lens = Lens(

@@ -266,7 +266,7 @@ def open_directory(
     rank 0."""
     with run_directory.writable(Path(config.runs_dir)):
         directory = create_directory(config, start, closing)
-        saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
+        saver = Saver(directory, config.trainer.keep_checkpoints, state if start.in_place else None)
         closing.callback(saver.close)
         if state.step >= config.trainer.max_steps:  # there is nothing to train or log
             return directory, saver, NoTracker()

@@ -46,9 +46,7 @@ def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
 
 
 def test_settings_that_are_refused(run):
-    mistakes = (
-        "max_new_tokens=252 max_new_tokens=0 batch_sizes=[] model=gpt3 out=nowhere/figures.json"
-    )
+    mistakes = "max_new_tokens=252 max_new_tokens=0 batch_sizes=[] model=gpt3 out=no/figures.json"
     for argument in mistakes.split():
         code, out, err = run(argument)
         assert (code, out, printed_keys(err)) == (2, "", [argument.partition("=")[0]])

@@ -75,12 +75,12 @@ def steps_of(path):
 
 
 def test_settings_that_do_not_fit():
-    bad = {"every": -1, "max_tokens": 1025, "frames": 201, "repeated": 1, "layers": [0, -1]}
+    bad = {"every": -1, "max_tokens": 1025, "frames": 201, "repeat_length": 1, "layers": [0, -1]}
     for keys, changes in (
         ([], {"prompts": []}),
-        ([], {"prompts": [], "repeated": 0, "every": 0}),
+        ([], {"prompts": [], "repeat_length": 0, "every": 0}),
         ([*bad, "prompts"], bad | {"prompts": ["ok", " "]}),
-        (["prompts"], {"prompts": [], "repeated": 0}),
+        (["prompts"], {"prompts": [], "repeat_length": 0}),
         (["prompts"], {"prompts": ["a b"] * 21}),
     ):
         found = []
@@ -97,8 +97,8 @@ def test_prompts():
     lens = lens_on("She sat on the bank.", "::", max_tokens=9)
     assert [len(p.token_ids) for p in lens.prompts] == [9, 2, 9]
     assert [p.period for p in lens.prompts] == [0, 0, 4]
-    assert lens_on("x", repeated=31, max_tokens=20).prompts[-1].period == 9
-    for without in ({"repeated": 0}, {"max_tokens": 4}, {"vocabulary": []}):
+    assert lens_on("x", repeat_length=31, max_tokens=20).prompts[-1].period == 9
+    for without in ({"repeat_length": 0}, {"max_tokens": 4}, {"vocabulary": []}):
         assert len(lens_on("x", **without).prompts) == 1
 
 
@@ -116,11 +116,11 @@ def test_steps_of_snapshots():
     rest=st.floats(0, 1),
     prompts=st.integers(1, 20),
     layers=st.integers(0, 20),
-    repeated=st.sampled_from([0, 24]),
+    repeat_length=st.sampled_from([0, 24]),
 )
-def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, repeated):
+def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, repeat_length):
     """All snapshots of a short run are drawn; of a long one evenly spaced ones."""
-    changes = {"every": every, "layers": list(range(layers)), "repeated": repeated}
+    changes = {"every": every, "layers": list(range(layers)), "repeat_length": repeat_length}
     lens = lens_on(*["x"] * prompts, **changes)
     files = len(lens.prompts) * (1 + layers) + 1
     max_steps = every * snapshots + int(rest * (every - 1))
@@ -284,7 +284,7 @@ def test_other_and_truncated_pages_are_refused(hostile_page, tmp_path):
 
 def watched_run(make_run, *overrides):
     # One short prompt and few tokens: a snapshot takes a tenth of the usual time.
-    short = ("lens.prompts=[the bank]", "lens.repeated=3")
+    short = ("lens.prompts=[the bank]", "lens.repeat_length=3")
     return make_run("model.dropout=0.1", "lens=default", "lens.every=1", *short, *overrides)
 
 

@@ -37,7 +37,7 @@ RUN = ["data=shards", "data.weights", "experiment=induction", "trainer.resume=",
 SHORT = {
     "generate.py": ["max_new_tokens=3"],
     "scripts.prepare_data": ["data.tokenizer=byte", "workers=1"],
-    "scripts.inspect_attention": ["max_tokens=16", "repeated=0"],
+    "scripts.inspect_attention": ["max_tokens=16", "repeat_length=0"],
     "scripts.evaluate": ["max_length=16", "stride=8"],
     "scripts.export_hf": [],
     "scripts.compare": [],

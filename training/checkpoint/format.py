@@ -27,6 +27,7 @@ from typing_extensions import TypedDict
 
 from errors import CheckpointError, DamagedCheckpointError, message_of
 from files import fsync, open_regular, read_bounded, read_json
+from training.config.other_names import rename_stored
 from training.optim.loss_spikes import Count, LossSpikes, Number
 
 FORMAT = 3  # of state.json; raised when an older reader would misunderstand
@@ -122,7 +123,9 @@ class State:
     def from_values(cls, values: object) -> Self:
         """A state from plain values. Raises ValueError, naming the first wrong field."""
         try:
-            return TypeAdapter(cls).validate_python(values)
+            state = TypeAdapter(cls).validate_python(values)
+            rename_stored(state.settings)
+            return state
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"][:3])) or "it"

@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from errors import RunDirectoryError, RunFileError
 from files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
+from training.config.other_names import rename_stored
 
 LOCK, SETTINGS_JSON, CONFIG_YAML = ".lock", "run.json", "config.yaml"
 # Opened in place; all other files are replaced by rename.
@@ -110,7 +111,7 @@ def settings_of(run: Path) -> dict | None:
         settings = read_json(run / SETTINGS_JSON)["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return settings if isinstance(settings, dict) else None
+    return rename_stored(settings) if isinstance(settings, dict) else None
 
 
 def has_other_files(folder: Path) -> bool:

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from errors import NO_VALUE, ClearheadError, ConfigError, Problem, refuse
 from training.config.command_line import errors_in_one_line, show_settings, unknown_option
 from training.config.compose import compose, problem_of
+from training.config.other_names import current_names
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
@@ -60,6 +61,7 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     @functools.wraps(run)
     def main() -> None:
         with errors_in_one_line(debug="debug=true" in sys.argv):
+            sys.argv[1:] = current_names(sys.argv[1:], known_settings())
             options = parse_options(sys.argv[1:])
             config = check(options)
             trains = (config or options.experimental_rerun) and not (options.help or options.cfg)

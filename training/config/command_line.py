@@ -39,7 +39,7 @@ from errors import (
     refuse,
 )
 from files import atomic_write
-from training.config.other_names import unknown_key
+from training.config.other_names import current_names, unknown_key
 from training.config.schema import flat_fields, groups_of, rejected, validate
 from training.config.yaml_files import CONFIGS, defaults_and_meanings, flat, nested
 
@@ -98,7 +98,7 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     """key=value arguments as an instance of the schema; ConfigError lists every problem."""
     fields, problems = flat_fields(schema), []
     values: dict[str, object] = {}
-    for text in arguments:
+    for text in current_names(arguments, fields):
         key, equals, raw = text.partition("=")
         if text.startswith("-"):
             problems.append(unknown_option(text, list(fields)))

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from errors import NO_VALUE, ConfigError, Problem, refuse
 from training.config.command_line import meant
-from training.config.other_names import unknown_key
+from training.config.other_names import current_names, unknown_key
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
@@ -81,7 +81,7 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
     parser, texts = OverridesParser.create(), []
     loader = GlobalHydra.instance().config_loader()  # it knows the groups in the user's folders
     known = [*known_settings(), *loader.get_group_options("", ObjectType.GROUP)]
-    for text in overrides:
+    for text in current_names(overrides, known):
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError):

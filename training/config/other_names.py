@@ -1,13 +1,47 @@
-"""The setting that was probably meant by an unknown key."""
+"""Other names of settings: renamed settings, names in other projects, misspelt names."""
 
 import difflib
 import functools
-from collections.abc import Sequence
+import os
+import re
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import yaml
 
 from errors import UnknownSetting
+
+# Name in version 1: name today. An old name still works on the command line, with a warning, and in
+# the settings that a run has stored. Remove these aliases in version 3.
+RENAMED = {
+    "lens.repeated": "lens.repeat_length",
+    "trainer.keep": "trainer.keep_checkpoints",
+    "repeated": "repeat_length",  # scripts.inspect_attention
+    "num_tokens": "max_new_tokens",  # generate.py, benchmarks.generate
+}
+
+
+def current_names(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """The arguments (KEY=VALUE) with the new names of renamed settings; warns on stderr."""
+    found = []
+    for text in arguments:
+        prefix, key, rest = re.fullmatch(r"([+~]*)([\w.]*)(.*)", text, re.DOTALL).groups()
+        if key not in known and (new := RENAMED.get(key)) in known:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{key}: renamed to {new}; use the new name", file=sys.stderr)
+            text = f"{prefix}{new}{rest}"
+        found.append(text)
+    return found
+
+
+def rename_stored(settings: dict) -> dict:
+    """Gives the renamed settings of a stored run their new names, in place. Returns `settings`."""
+    for old, new in RENAMED.items():
+        group, _, key = old.rpartition(".")
+        if isinstance(values := settings.get(group), dict) and key in values:
+            values[new.rpartition(".")[2]] = values.pop(key)
+    return settings
 
 
 @functools.cache

@@ -198,7 +198,7 @@ class TrainerConfig(Settings):
     eval_windows: Positive | None
     log_every: Positive | None
     save_every: Count
-    keep: Positive
+    keep_checkpoints: Positive
     precision: Precision
     compile: AutoOrBool
     device: Device
@@ -214,8 +214,8 @@ class TrainerConfig(Settings):
 
 @rule
 def _has_something_to_show(prompts: list[str], others: dict) -> None:
-    known = {"every": 0, "repeated": 0, "max_tokens": 64} | others
-    repeats = known["repeated"] > 0 and known["max_tokens"] >= 5
+    known = {"every": 0, "repeat_length": 0, "max_tokens": 64} | others
+    repeats = known["repeat_length"] > 0 and known["max_tokens"] >= 5
     if known["every"] != 0 and not prompts and not repeats:
         raise rejected("there is nothing to show", "give a prompt, or use lens=off")
 
@@ -225,7 +225,7 @@ class LensSettings(Settings):
 
     every: Count | None
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
-    repeated: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
+    repeat_length: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
     prompts: Annotated[list[Sentence], Field(max_length=MOST_PROMPTS), _has_something_to_show]
     layers: list[Count]
     frames: Annotated[Positive, Field(ge=2, le=200)]

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 import attention
 import train
+from benchmarks.settings import GenerationBenchmark
 from errors import ConfigError
 from generate import GenerateConfig
 from lens.config import LensConfig
@@ -34,7 +35,7 @@ from tokens.tokenizers import TOKENIZERS
 from training.config import Config, compose
 from training.config.application import hydra_main, sweep_variants
 from training.config.command_line import parse
-from training.config.other_names import other_names, unknown_key
+from training.config.other_names import RENAMED, other_names, unknown_key
 from training.config.schema import GROUPS, VOCABULARIES, flat_fields, known_settings, validate
 from training.config.stored import resolve_auto
 from training.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
@@ -70,6 +71,30 @@ def test_names_of_other_projects_lead_to_settings_that_exist():
         for name in names.split():
             assert name not in known
             assert setting in suggested(known, name), name
+
+
+def test_old_names_of_settings_work_with_a_warning(capsys, in_process, tmp_path):
+    commands = (GenerateConfig, GenerationBenchmark, InspectConfig)
+    known = [set(known_settings()), *(set(flat_fields(schema)) for schema in commands)]
+    for old, new in RENAMED.items():
+        assert any(new in names for names in known), new
+        assert not any(old in names for names in known), old
+    found = compose(["trainer.keep=3", "++lens.repeated=5"])
+    assert (found.trainer.keep_checkpoints, found.lens.repeat_length) == (3, 5)
+    assert parse(GenerateConfig, ["checkpoint=x", "num_tokens=7"]).max_new_tokens == 7
+    assert parse(InspectConfig, ["checkpoint=x", "repeated=9"]).repeat_length == 9
+    warnings = capsys.readouterr().err.splitlines()
+    olds = ("trainer.keep", "lens.repeated", "num_tokens", "repeated")
+    assert [line.split(": renamed to ") for line in warnings] == [
+        [old, f"{RENAMED[old]}; use the new name"] for old in olds
+    ]
+    compose(["trainer.keep_checkpoints=3"])
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ConfigError):  # another command has a setting of that name
+        compose(["num_tokens=7"])
+    code, out, err = in_process(train.main, tmp_path, "--cfg", "job", "trainer.keep=4")
+    assert (code, len(err.splitlines())) == (0, 1)
+    assert yaml.safe_load(out)["trainer"]["keep_checkpoints"] == 4
 
 
 def test_accepted_forms():

@@ -38,7 +38,7 @@ from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 
 HALF = SHORT // 2
-WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeated=8")
+WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeat_length=8")
 WATCHED += ("lens.prompts=[the quick fox]",)
 # Windows within short documents have different numbers of targets.
 DOCUMENTS = ("data.path=short.jsonl", "data.within_documents=true")

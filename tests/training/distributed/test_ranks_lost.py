@@ -30,7 +30,7 @@ from helpers.trainings import STEP, ForkServer, interrupt, newest_valid_step, pr
 KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
 STEPS = 48  # under torchrun
 LONG = (*COMPARABLE, "model.dropout=0.2", "trainer.eval_every=20", "trainer.save_every=3")
-LONG += ("trainer.keep=1", "parallel.timeout=10")
+LONG += ("trainer.keep_checkpoints=1", "parallel.timeout=10")
 
 
 @pytest.fixture(scope="module")
