@@ -100,7 +100,7 @@ def main(settings: GenerateConfig) -> None:
         sampling=decoding.Sampling(
             settings.temperature, settings.top_k, settings.top_p, settings.seed
         ),
-        end=None if settings.ignore_end else pretrained.tokenizer.eot_token,
+        end_token=None if settings.ignore_end else pretrained.tokenizer.eot_token,
     )
     if settings.interactive:
         run_interactive(write, settings.num_samples)
@@ -113,15 +113,15 @@ def write_texts(
     pretrained: "PretrainedModel",
     batch_size: int,
     prompts: list[str],
-    first: int = 0,
+    first_row: int = 0,
     **options,
 ) -> None:
     """Prints each prompt with its continuation, the first of a batch while it is generated.
 
-    generate: as in inference/decoding.py; options: its options. first: the number of the first
-    text, for its random draws.
+    generate: as in inference/decoding.py; options: its options. first_row: the row number of
+    the first text, which selects its random numbers.
     """
-    tokenizer, window, end = pretrained.tokenizer, pretrained.window, options["end"]
+    tokenizer, window, end = pretrained.tokenizer, pretrained.window, options["end_token"]
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         # An empty prompt begins a text.
@@ -135,8 +135,8 @@ def write_texts(
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
         texts = list(batch)
         print_piece((SEPARATOR if start else "") + batch[0])
-        known = tokenizer.n_vocab
-        for tokens in generate(ids, known=known, first=first + start, **options):
+        options |= {"vocab_size": tokenizer.n_vocab, "first_row": first_row + start}
+        for tokens in generate(ids, **options):
             for row, (token, decoder) in enumerate(zip(tokens, decoders, strict=False)):
                 if token not in (None, end):
                     piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
@@ -161,7 +161,7 @@ def run_interactive(write: Callable, num_samples: int) -> None:
             return
         try:
             if prompt := line.rstrip("\r\n"):
-                write([prompt] * num_samples, first=number * num_samples)
+                write([prompt] * num_samples, first_row=number * num_samples)
         except KeyboardInterrupt:
             print_piece("\n")
 

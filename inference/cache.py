@@ -1,11 +1,11 @@
-"""The key-value cache: what makes a further token cost one position instead of all.
+"""Key-value cache: with it, the model computes one position for a new token instead of all.
 
     cache = KVCache(capacity=1024)
-    logits = cache.read_prompts(model, [[464, 9058], [383]])  # (2, 1, V), the last token of each
+    logits = cache.read_prompts(model, [[464, 9058], [383]])  # (2, 1, V), for the last tokens
     logits = cache.read_token(model, token_ids)               # token_ids (2, 1) -> (2, 1, V)
 
-Causal attention never attends to later tokens, so the keys and values of a token stay valid
-whatever follows it. Needs torch, model.py and attention.py.
+In causal attention a token never attends to later tokens, so its keys and values do not change when
+tokens are appended. Needs torch, model.py and attention.py.
 
 Shapes: B rows, T positions, S key positions, H heads, D head_dim, V vocabulary.
 """
@@ -21,15 +21,15 @@ from model import GPT
 
 
 class KVCache:
-    """The keys and values of several texts, one row each, of any lengths.
+    """Stores the keys and values of several texts, one row each. Rows may have different lengths.
 
-    Position p of a row has index p, whatever the lengths of the other rows. Behind its end a row
-    has padding, which a mask hides and later tokens overwrite.
+    The token at position p of a row is at index p. After its last token a row has padding: a mask
+    excludes it from attention, and later tokens overwrite it.
 
-    capacity: how many tokens a row can have. compiler: compiles `read_token`, for example
-    torch.compile; then every step attends to the whole capacity, so that no shape changes.
-    Memory is allocated by the first call and used again by later ones with as many rows: CUDA
-    graphs need fixed addresses.
+    capacity: the largest number of tokens of a row. compiler: a function that compiles
+    `read_token`, for example torch.compile. Each step then computes attention over `capacity` keys,
+    so that no shape changes. The first call allocates the memory; later calls with the same number
+    of rows reuse it, because CUDA graphs need fixed addresses.
     """
 
     def __init__(self, capacity: int, compiler: Callable | None = None):
@@ -42,10 +42,10 @@ class KVCache:
         self.lengths = torch.empty(0)  # (B,)
 
     def read_prompts(self, model: GPT, prompts: list[list[int]]) -> Tensor:
-        """Reads one prompt for each row; what the rows had before is forgotten.
+        """Stores one prompt in each row, replacing what the rows contained.
 
-        Returns the logits of the last token of each, (B, 1, V). Raises ValueError when a prompt
-        exceeds the capacity.
+        Returns the logits of the last token of each prompt, (B, 1, V). Raises ValueError when a
+        prompt is longer than the capacity.
         """
         device = model.token_emb.weight.device
         lengths = [len(prompt) for prompt in prompts]
@@ -62,7 +62,7 @@ class KVCache:
         return logits
 
     def read_token(self, model: GPT, token_ids: Tensor) -> Tensor:
-        """Reads the next token of each row, token_ids (B, 1), and returns its logits, (B, 1, V).
+        """Appends one token to each row, token_ids (B, 1), and returns its logits, (B, 1, V).
 
         Raises ValueError when the cache is full.
         """
@@ -72,18 +72,18 @@ class KVCache:
                 raise ValueError(f"the cache is full: it has room for {self.capacity} tokens")
             self.longest += 1
             num_keys = self.longest
-        mask = None  # every row has all keys
+        mask = None  # all rows have num_keys tokens
         if self.is_static or self.is_ragged:
             indices = torch.arange(num_keys, device=token_ids.device)  # (S,)
             mask = (indices <= self.lengths[:, None])[:, None, None]  # (B, 1, 1, S)
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _: float) -> Tensor:
-            """Stores the keys and values of the tokens, (B, H, 1, D); each attends to its row."""
-            own_keys, own_values = self.keys[layer], self.values[layer]
-            own_keys[self.rows, :, self.lengths] = keys[:, :, 0]
-            own_values[self.rows, :, self.lengths] = values[:, :, 0]
-            kept = own_keys[:, :, :num_keys], own_values[:, :, :num_keys]
-            return F.scaled_dot_product_attention(queries, *kept, attn_mask=mask)
+            """Stores keys and values of the new tokens, (B, H, 1, D); attends within each row."""
+            all_keys, all_values = self.keys[layer], self.values[layer]  # (B, H, capacity, D)
+            all_keys[self.rows, :, self.lengths] = keys[:, :, 0]
+            all_values[self.rows, :, self.lengths] = values[:, :, 0]
+            keys, values = all_keys[:, :, :num_keys], all_values[:, :, :num_keys]
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
         logits, _ = model(token_ids, layer_kernel=attend, positions=self.lengths[:, None])
         self.lengths += 1
@@ -92,7 +92,7 @@ class KVCache:
     def _store(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float
     ) -> Tensor:
-        """Stores the keys and values of the prompts, and attends within each prompt."""
+        """Stores the keys and values of the prompts; attends within each prompt."""
         if layer not in self.keys or self.keys[layer].shape[0] != len(keys):
             shape = (*keys.shape[:2], self.capacity, keys.shape[3])
             self.keys[layer] = self._fixed(keys.new_zeros(shape))
@@ -102,8 +102,8 @@ class KVCache:
         return sdpa(queries, keys, values)
 
     def _fixed(self, tensor: Tensor) -> Tensor:
-        """A tensor that steps write to. torch.compile makes a CUDA graph of such a step only if
-        told that the address is fixed."""
+        """Returns the tensor, marked for torch.compile as one whose address does not change:
+        otherwise a step that writes to it is not recorded as a CUDA graph."""
         if self.is_static:
             torch._dynamo.mark_static_address(tensor, guard=False)
         return tensor

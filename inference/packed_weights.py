@@ -1,9 +1,9 @@
-"""A model that only decodes, with its weights packed for speed.
+"""Packed weights: converts a model for fast text generation.
 
-A decoding step multiplies one row for each text by every matrix of the model, so it takes as long
-as reading the matrices. Two things shorten that: half the bytes (bf16) and, on a CPU, matrices in
-the memory layout of oneDNN's kernels, converted once instead of in each call. The results are those
-of model.py, rounded as the type rounds. Measured in docs/models.md.
+A decoding step multiplies each matrix of the model by one row for each text, so its time is the
+time to read the matrices from memory. Two changes make this faster: bf16 halves the bytes, and on a
+CPU the matrices are stored in the memory layout of oneDNN's kernels, which avoids a conversion in
+each call. Outputs equal those of model.py up to rounding. Measurements: docs/models.md.
 """
 
 import torch
@@ -14,10 +14,10 @@ from model import GPT
 
 
 def pack_weights(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool = False) -> GPT:
-    """Turns a model into one that decodes `rows` texts at once, in `dtype`. In place, so that a
-    large model needs its memory once; it cannot be trained or saved after that.
+    """Converts a model in place for generating `rows` texts at once in `dtype`, and returns it.
 
-    to_compile: matrices keep their layout, because torch.compile does not accept packed ones.
+    The converted model cannot be trained or saved. In place, so that a large model is not in memory
+    twice. to_compile: keeps the layout of matrices, because torch.compile rejects packed matrices.
     """
     model.to(dtype).eval().requires_grad_(False)
     if model.token_emb.weight.device.type == "cpu" and not to_compile and can_pack(dtype):
@@ -26,7 +26,9 @@ def pack_weights(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool
                 if isinstance(layer, nn.Linear):
                     setattr(module, name, PackedLinear(layer.weight, layer.bias, rows))
         model.head = head = PackedLinear(model.token_emb.weight, None, rows)
-        model.logits = head.forward  # a module of this name would not replace the method
+        model.logits = (
+            head.forward
+        )  # `logits` is a method; a module of that name would not replace it
     return model
 
 
@@ -34,9 +36,9 @@ class PackedLinear(nn.Module):
     """x (..., K) -> x weight^T + bias, (..., N), with the weight (N, K) in oneDNN's layout for a
     given number of rows.
 
-    These operators are private; torch.compile packs matrices with them. The public form,
-    torch.utils.mkldnn.to_mkldnn, is no faster than nn.Linear: its inputs are converted in each
-    call.
+    Uses the private operators with which torch.compile packs matrices. The public alternative,
+    torch.utils.mkldnn.to_mkldnn, is no faster than nn.Linear, because it converts the inputs in
+    each call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: int):
@@ -49,7 +51,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch has oneDNN and the processor supports the type."""
+    """Returns whether this torch build has oneDNN and the processor supports `dtype`."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

@@ -42,11 +42,11 @@ tokens together. Its tokenizer is {tokenizer}.
 |---|---|
 {rows}
 """
-TOKENIZER_WORDS = {
+TOKENIZER_DESCRIPTIONS = {
     "gpt2": "GPT-2's byte-pair encoding",
     "byte": "of bytes: 256 ids, and one for the end of a text",
 }
-SHOWN = (  # settings in the model card, where they are numbers
+CARD_SETTINGS = (  # settings in the model card, where they are numbers
     *("optimizer.lr", "optimizer.weight_decay", "trainer.batch_size", "trainer.warmup_steps"),
     *("trainer.max_steps", "model.dropout"),
 )
@@ -72,7 +72,7 @@ def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
         for file, name in zip(vocabulary_files(), ("merges.txt", "vocab.json"), strict=True):
             (folder / name).write_bytes(file.read_bytes())
     else:
-        ids = {letter: byte for byte, letter in enumerate(byte_letters())}
+        ids = {letter: byte for byte, letter in enumerate(bytes_to_unicode())}
         write_json(folder / "vocab.json", ids | {END_OF_TEXT: pretrained.tokenizer.eot_token})
         (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     settings = {
@@ -85,7 +85,7 @@ def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def byte_letters() -> list[str]:
+def bytes_to_unicode() -> list[str]:
     """A printable letter for each byte, as GPT-2 has it: printable bytes of Latin-1 are themselves,
     the others are letters from U+0100 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -101,16 +101,18 @@ def model_card(pretrained: PretrainedModel) -> str:
         figures |= {"steps": state.step, "tokens trained on": state.tokens}
         figures["validation loss (nats per token)"] = state.val_loss
         settings = flat(dict(state.settings))
-        figures |= {f"`{key}`": settings.get(key) for key in SHOWN}
+        figures |= {f"`{key}`": settings.get(key) for key in CARD_SETTINGS}
         source = str(settings.get("trainer.init_from"))
-        if hub.is_named(source) and hub.NAME.fullmatch(name := source.removeprefix("hub:")):
+        if hub.is_hub_path(source) and hub.MODEL_NAME.fullmatch(
+            name := source.removeprefix("hub:")
+        ):
             base = f'base_model: "{name}"\n'
     shown = {key: value for key, value in figures.items() if isinstance(value, int | float)}
     return CARD.format(
         base=base,
         new=max(1, min(40, pretrained.window - 8)),
         window=pretrained.window,
-        tokenizer=TOKENIZER_WORDS[pretrained.tokenizer_name],
+        tokenizer=TOKENIZER_DESCRIPTIONS[pretrained.tokenizer_name],
         rows="\n".join(
             f"| {key} | {value:{',' if type(value) is int else '.4g'}} |"
             for key, value in shown.items()

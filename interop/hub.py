@@ -10,23 +10,23 @@ from pathlib import Path
 from errors import CheckpointError, message_of
 from tokens.paths import HUB  # hub:NAME, as data.path has it
 
-NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
+MODEL_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 CONFIG = "config.json"
 FILES = [CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
 
 
-def is_named(path: object) -> bool:
+def is_hub_path(path: object) -> bool:
     """Whether a setting is a model of the hub."""
     return str(path).startswith(HUB)
 
 
-def fetch(path: str, key: str, files: list[str]) -> Path:
+def download(path: str, key: str, files: list[str]) -> Path:
     """The folder with these files of hub:NAME, fetched unless they are cached.
 
     Raises CheckpointError, naming the setting `key`.
     """
     name = path.removeprefix(HUB)
-    if not NAME.fullmatch(name) or ".." in name:
+    if not MODEL_NAME.fullmatch(name) or ".." in name:
         hint = "such as hub:openai-community/gpt2"
         raise CheckpointError(key, path, "is not the name of a model", hint)
     try:

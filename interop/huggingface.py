@@ -24,11 +24,13 @@ from training.checkpoint.format import MAX_STATE_BYTES
 from training.checkpoint.tensors import model_from_tensors, pickle_error, read_tensors
 from training.config.schema import ModelSettings, validate
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-OURS = "clearhead"  # the key of config.json for what GPT-2's settings lack: tokenizer and window
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CLEARHEAD = (
+    "clearhead"  # the key of config.json for what GPT-2's settings lack: tokenizer and window
+)
 
 # ours: (theirs, transposed)
-BLOCK = {
+BLOCK_NAMES = {
     "attn_norm.weight": ("ln_1.weight", False),
     "attn_norm.bias": ("ln_1.bias", False),
     "attn.out_proj.weight": ("attn.c_proj.weight", True),
@@ -40,7 +42,7 @@ BLOCK = {
     "mlp.out_proj.weight": ("mlp.c_proj.weight", True),
     "mlp.out_proj.bias": ("mlp.c_proj.bias", False),
 }
-OUTSIDE = {
+OTHER_NAMES = {
     "token_emb.weight": "wte.weight",
     "pos_emb.weight": "wpe.weight",
     "final_norm.weight": "ln_f.weight",
@@ -82,11 +84,11 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
         if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
     try:
-        ours = _to_ours(theirs, config.num_layers)
+        ours = _from_hf_names(theirs, config.num_layers)
     except KeyError as error:
-        raise unusable(file, f"{error.args[0]} is missing") from error
+        raise gpt2_error(file, f"{error.args[0]} is missing") from error
     if theirs:
-        raise unusable(file, f"unknown tensor {min(theirs):.80}")
+        raise gpt2_error(file, f"unknown tensor {min(theirs):.80}")
     return model_from_tensors(config, ours, file)
 
 
@@ -101,7 +103,7 @@ def to_hf(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     theirs = {name: value.contiguous() for name, value in hf_tensors(model).items()}
-    save_file(theirs, folder / WHOLE, {"format": "pt"})
+    save_file(theirs, folder / SINGLE_FILE, {"format": "pt"})
     c = model.config
     end_of_text = get_tokenizer(tokenizer).eot_token if tokenizer else None
     settings = REQUIRED | {name: getattr(c, key) for key, name in SIZES.items()}
@@ -110,10 +112,10 @@ def to_hf(
     settings["architectures"] = ["GPT2LMHeadModel"]
     if tokenizer:
         window = window or c.context_length
-        settings[OURS] = {"tokenizer": tokenizer, "window": window, "qkv_bias": c.qkv_bias}
+        settings[CLEARHEAD] = {"tokenizer": tokenizer, "window": window, "qkv_bias": c.qkv_bias}
     write_json(folder / CONFIG, settings)
     # safetensors gives its file a mode that other users cannot read.
-    (folder / WHOLE).chmod((folder / CONFIG).stat().st_mode)
+    (folder / SINGLE_FILE).chmod((folder / CONFIG).stat().st_mode)
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -127,9 +129,9 @@ def hf_tensors(model: GPT) -> dict[str, Tensor]:
     """
     ours = {name: value.detach().float() for name, value in model.named_parameters()}
     c = model.config
-    theirs = {f"transformer.{name}": ours[key] for key, name in OUTSIDE.items()}
+    theirs = {f"transformer.{name}": ours[key] for key, name in OTHER_NAMES.items()}
     for layer in range(c.num_layers):
-        for key, (name, transposed) in BLOCK.items():
+        for key, (name, transposed) in BLOCK_NAMES.items():
             value = ours[f"blocks.{layer}.{key}"]
             theirs[f"transformer.h.{layer}.{name}"] = value.T if transposed else value
         attn = f"blocks.{layer}.attn"
@@ -148,24 +150,24 @@ def read_config(file: Path) -> dict:
         if not isinstance(theirs, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
-        raise unusable(file, f"unreadable ({message_of(error)})") from error
+        raise gpt2_error(file, f"unreadable ({message_of(error)})") from error
     return theirs
 
 
-def unusable(file: Path, reason: str) -> CheckpointError:
+def gpt2_error(file: Path, reason: str) -> CheckpointError:
     return CheckpointError("checkpoint", file, reason, "use a plain GPT-2")
 
 
 def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     """The file that lists a directory's weights, and the weights by name. They are memory-mapped
     where the operating system can."""
-    if (folder / WHOLE).is_file():
-        return folder / WHOLE, read_tensors(folder / WHOLE)
+    if (folder / SINGLE_FILE).is_file():
+        return folder / SINGLE_FILE, read_tensors(folder / SINGLE_FILE)
     if (folder / INDEX).is_file():
         return folder / INDEX, _read_shards(folder / INDEX)
     if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
-        raise pickle_error(pickles[0], f", and there is no {WHOLE}")
-    raise DamagedCheckpointError(folder / WHOLE, "is missing")
+        raise pickle_error(pickles[0], f", and there is no {SINGLE_FILE}")
+    raise DamagedCheckpointError(folder / SINGLE_FILE, "is missing")
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
@@ -175,7 +177,9 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in sorted(names):
         if not name.endswith(".safetensors") or os.path.basename(name) != name:
-            raise unusable(index, f"lists {name!r:.80}, which is not a safetensors file next to it")
+            raise gpt2_error(
+                index, f"lists {name!r:.80}, which is not a safetensors file next to it"
+            )
         tensors |= read_tensors(index.with_name(name))
     return tensors
 
@@ -185,23 +189,23 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:
             reason = f"{key} is {theirs[key]!r:.80}, and our model supports only {needed!r}"
-            raise unusable(file, reason)
+            raise gpt2_error(file, reason)
     values = {key: theirs.get(name) for key, name in SIZES.items()}
     values |= {"dropout": theirs.get("resid_pdrop", 0.1), "qkv_bias": True, "attention": attention}
     settings, problems = validate(ModelSettings, values)
     if settings is None:
         key, _, reason, _ = problems[0]
-        raise unusable(file, f"{SIZES.get(key, key)}: {reason}")
+        raise gpt2_error(file, f"{SIZES.get(key, key)}: {reason}")
     if theirs.get("n_inner") not in (None, 4 * settings.emb_dim):
-        raise unusable(file, "n_inner is not 4 n_embd")
+        raise gpt2_error(file, "n_inner is not 4 n_embd")
     return ModelConfig(**settings.model_dump())
 
 
-def _to_ours(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+def _from_hf_names(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
     """Removes every known tensor from `theirs` and returns them by our names."""
-    ours = {key: theirs.pop(name) for key, name in OUTSIDE.items()}
+    ours = {key: theirs.pop(name) for key, name in OTHER_NAMES.items()}
     for layer in range(num_layers):
-        for key, (name, transposed) in BLOCK.items():
+        for key, (name, transposed) in BLOCK_NAMES.items():
             value = theirs.pop(f"h.{layer}.{name}")
             ours[f"blocks.{layer}.{key}"] = value.T if transposed else value
         weight = theirs.pop(f"h.{layer}.attn.c_attn.weight")  # (C, 3 C)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from errors import CheckpointError, DamagedCheckpointError
 from interop import hub
-from interop.huggingface import CONFIG, OURS, from_hf, model_config, read_config
+from interop.huggingface import CLEARHEAD, CONFIG, from_hf, model_config, read_config
 from model import GPT
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 from training.checkpoint.format import State
@@ -49,7 +49,7 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
         name, window = data.get("tokenizer"), data.get("max_length")
     else:
         usual = "byte" if vocab_size == TOKENIZERS["byte"] else "gpt2"
-        ours = read_config(folder / CONFIG).get(OURS, {"tokenizer": usual, "window": context})
+        ours = read_config(folder / CONFIG).get(CLEARHEAD, {"tokenizer": usual, "window": context})
         ours = ours if isinstance(ours, dict) else {}
         name, window = ours.get("tokenizer"), ours.get("window")
     fits = type(window) is int and 1 <= window <= context
@@ -79,12 +79,12 @@ def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
 def _folder(path: str | Path, key: str) -> Path:
     """The checkpoint or the Hugging Face directory that a path means."""
     text = str(path)
-    if hub.is_named(text):
-        model_config(hub.fetch(text, key, [CONFIG]) / CONFIG)  # before the weights are fetched
-        return hub.fetch(text, key, hub.FILES)
+    if hub.is_hub_path(text):
+        model_config(hub.download(text, key, [CONFIG]) / CONFIG)  # before the weights are fetched
+        return hub.download(text, key, hub.FILES)
     if (Path(path) / CONFIG).is_file():
         return Path(path)
-    is_name = hub.NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
+    is_name = hub.MODEL_NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
     if is_name and not os.path.lexists(text) and not similar_run(Path(text)):
         hint = f"give a run or a checkpoint; hub:{text} fetches it from the Hugging Face hub"
         raise CheckpointError(key, text, "no such directory", hint)

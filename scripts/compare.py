@@ -42,7 +42,7 @@ class CompareConfig(ScriptConfig):
 @settings_command(CompareConfig)
 def main(settings: CompareConfig) -> None:
     runs = found(settings)
-    rows = results.summaries(runs, settings.metric, settings.target)
+    rows = results.summarize(runs, settings.metric, settings.target)
     print(results.tables(rows, settings.metric))
     if settings.out:
         written = {
@@ -55,7 +55,7 @@ def main(settings: CompareConfig) -> None:
         }
         write_out(settings.out, results.as_json(written))
     if settings.plot:
-        write_out(settings.plot, results.draw(rows, settings.metric), "plot")
+        write_out(settings.plot, results.plot(rows, settings.metric), "plot")
 
 
 def found(settings: CompareConfig) -> list[results.Run]:

@@ -90,13 +90,13 @@ class EvaluateConfig(ScriptConfig):
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from inference.perplexity import Rule, ScoredWindows, evaluate
+    from inference.perplexity import ScoredWindows, SlidingWindow, evaluate
     from interop.pretrained import load_pretrained
     from training.distributed import build, device
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)
-    rule = Rule(*window_sizes(settings, pretrained), settings.data.within_documents)
+    rule = SlidingWindow(*window_sizes(settings, pretrained), settings.data.within_documents)
     tokens, what = read(settings, pretrained)
     windows = ScoredWindows(tokens, rule)
     if not windows.num_targets:

@@ -110,7 +110,7 @@ class Evaluator:
                 self.config.trainer.sample_tokens,
                 Sampling(temperature=0.8, top_k=50, seed=self.config.seed),
                 window=self.config.data.max_length,
-                known=tokenizer.n_vocab,
+                vocab_size=tokenizer.n_vocab,
             )
             new_ids = [token for (token,) in steps]
         self.last_sample = prompt + tokenizer.decode(new_ids)

@@ -15,7 +15,7 @@ from helpers.models import tiny_model as tiny
 from torch._dynamo.backends.common import aot_autograd
 
 from inference.cache import KVCache
-from inference.decoding import DROPPED_PART, Sampling, draw, first_read, generate
+from inference.decoding import DROPPED_PART, Sampling, context_start, generate, sample
 from inference.packed_weights import pack_weights
 from interop.huggingface import to_hf
 
@@ -25,14 +25,14 @@ def without_cache(model, prompt, num_tokens, window):
     """The most likely tokens, each by a forward pass over the window."""
     text = list(prompt)
     for _ in range(num_tokens):
-        logits, _ = model(torch.tensor([text[first_read(len(text), window) :]]))
+        logits, _ = model(torch.tensor([text[context_start(len(text), window) :]]))
         text.append(int(logits[0, -1].argmax()))
     return text[len(prompt) :]
 
 
 def test_a_full_window_moves_on_by_a_quarter():
     for window in (1, 2, 3, 12, 1024):
-        starts = [first_read(length, window) for length in range(1, 5 * window + 2)]
+        starts = [context_start(length, window) for length in range(1, 5 * window + 2)]
         assert starts[:window] == [0] * window  # the whole text, while it fits
         least = math.ceil(window * (1 - 1 / DROPPED_PART))
         for length, start in enumerate(starts, 1):
@@ -113,19 +113,19 @@ def test_a_text_ends_at_its_end_token():
     model = tiny()
     whole = generated_ids(model, PROMPTS, 30)
     end = whole[0][4]
-    ended = generated_ids(model, PROMPTS, 30, end=end)
+    ended = generated_ids(model, PROMPTS, 30, end_token=end)
     for row, before in zip(ended, whole, strict=True):
         length = before.index(end) + 1 if end in before else 30
         assert row[:length] == before[:length]
         assert row[length:] == [None] * (len(row) - length)
     # Generation stops when all texts have ended.
-    assert len(generated_ids(model, PROMPTS[:1], 30, end=end)[0]) == whole[0].index(end) + 1
+    assert len(generated_ids(model, PROMPTS[:1], 30, end_token=end)[0]) == whole[0].index(end) + 1
 
 
 def test_unknown_ids_are_never_drawn():
     hot = Sampling(temperature=50.0)
     assert max(generated_ids(tiny(), [[1]] * 8, 20, hot)[0]) > 9
-    assert max(max(row) for row in generated_ids(tiny(), [[1]] * 8, 20, hot, known=9)) < 9
+    assert max(max(row) for row in generated_ids(tiny(), [[1]] * 8, 20, hot, vocab_size=9)) < 9
 
 
 def test_the_mode_is_restored():
@@ -165,7 +165,7 @@ def expected_shares(logits, sampling):
 def test_draws_follow_their_distribution(what):
     """Pearson's chi-square test over 20,000 rows; a fixed seed, p > 1e-5."""
     sampling, n = SAMPLINGS[what], 20_000
-    tokens = draw(LOGITS.expand(n, -1), sampling, sampling.generators(n))
+    tokens = sample(LOGITS.expand(n, -1), sampling, sampling.generators(n))
     counts = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)).tolist()
     shares = expected_shares(LOGITS.tolist(), sampling)
     assert sum(c for c, share in zip(counts, shares, strict=True) if share > 0) == n
@@ -199,7 +199,7 @@ def test_the_same_seed_gives_the_same_text():
     warm = Sampling(temperature=3.0, top_p=0.95, seed=5)
     together = generated_ids(model, PROMPTS, 20, warm)
     assert generated_ids(model, PROMPTS, 20, warm) == together
-    assert generated_ids(model, PROMPTS[2:], 20, warm, first=2) == together[2:]
+    assert generated_ids(model, PROMPTS[2:], 20, warm, first_row=2) == together[2:]
     assert generated_ids(model, PROMPTS, 20, dataclasses.replace(warm, seed=6)) != together
     twice = generated_ids(model, PROMPTS[:1] * 2, 20, warm)
     assert twice[0] != twice[1]

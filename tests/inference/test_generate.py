@@ -50,9 +50,9 @@ def test_several_prompts_and_samples(written):
 
 
 def test_printing_ends_at_the_end_of_text_token_unless_ignored(written, monkeypatch):
-    def spelled(*_, end, **__):
+    def spelled(*_, end_token, **__):
         tokens = [*b"ab", 256, *b"cd"]
-        return ([token] for token in tokens[: tokens.index(end) + 1 if end else None])
+        return ([token] for token in tokens[: tokens.index(end_token) + 1 if end_token else None])
 
     monkeypatch.setattr(decoding, "generate", spelled)
     assert written("prompt=x") == "xab\n"

@@ -1,8 +1,8 @@
 """Comparison of runs: read from their directories, as tables and a picture.
 
-    rows = summaries([read(folder, "val/loss") for folder in folders], "val/loss")
+    rows = summarize([read(folder, "val/loss") for folder in folders], "val/loss")
     print(tables(rows, "val/loss"))
-    Path("results.png").write_bytes(draw(rows, "val/loss"))
+    Path("results.png").write_bytes(plot(rows, "val/loss"))
 
 Runs that differ by their seed alone are one row, the lowest metric first. Runs of different texts
 or tokenizers are in separate tables, since their losses cannot be compared. Used after a sweep
@@ -27,7 +27,7 @@ from training.reporting.charts import number
 
 # Settings that a resumed run may change and that still change what a run learns.
 LEARNING = {"data.path", "data.val_path", "trainer.max_steps", "trainer.init_from"}
-HIGHEST = 1.5  # times the median of the first values: above it a curve is truncated
+Y_LIMIT = 1.5  # times the median of the first values: above it a curve is truncated
 COLOURS = 10  # of matplotlib; later rows repeat them and are not in the legend
 
 Points = list[tuple[int, float]]  # (tokens so far, metric)
@@ -98,7 +98,7 @@ def shared(runs: list[Run]) -> dict[str, object]:
     }
 
 
-def text_of(run: Run, metric: str) -> dict[str, object]:
+def data_settings(run: Run, metric: str) -> dict[str, object]:
     """The settings of the text and the tokenizer that a metric was measured with. It can be
     compared where they are equal; bits per byte can be compared between tokenizers."""
     names = ["data.path", "data.synthetic"]
@@ -109,7 +109,7 @@ def text_of(run: Run, metric: str) -> dict[str, object]:
     return {name: run.settings.get(name) for name in names}
 
 
-def summaries(
+def summarize(
     runs: list[Run], metric: str, target: float | None = None, swept: Collection[str] = ()
 ) -> list[Row]:
     """A row for the runs that have the metric and differ by their seed alone; rows of one text and
@@ -117,7 +117,7 @@ def summaries(
     names = differing(runs, swept)
     groups: dict[str, list[Run]] = {}
     for run in filter(lambda run: run.points, runs):
-        text = text_of(run, metric)
+        text = data_settings(run, metric)
         settings = {name: run.settings.get(name) for name in names if name not in text}
         groups.setdefault(json.dumps([text, settings]), []).append(run)
     rows = []
@@ -193,7 +193,7 @@ def table(rows: list[Row], metric: str) -> str:
 # --------------------------------------------------------------------------------- the picture
 
 
-def draw(rows: list[Row], metric: str) -> bytes:
+def plot(rows: list[Row], metric: str) -> bytes:
     """A PNG with a chart for each text and tokenizer: the metric over tokens, a colour for each
     row, a line for each seed."""
     import matplotlib.style
@@ -206,14 +206,14 @@ def draw(rows: list[Row], metric: str) -> bytes:
         figure = Figure(figsize=(7.5, 4.4 * len(groups)), layout="constrained")
         axes = figure.subplots(len(groups), squeeze=False)[:, 0]
         for axis, group in zip(axes, groups, strict=True):
-            draw_chart(axis, group, metric)
+            plot_group(axis, group, metric)
             axis.set_title(group[0].text[-80:], loc="left", fontsize=9)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
     return picture.getvalue()
 
 
-def draw_chart(axis, rows: list[Row], metric: str) -> None:
+def plot_group(axis, rows: list[Row], metric: str) -> None:
     """Values far above the first ones are not shown, so that a diverged run does not set the
     scale."""
     from matplotlib.ticker import EngFormatter
@@ -235,7 +235,7 @@ def draw_chart(axis, rows: list[Row], metric: str) -> None:
     starts = [points[0][1] for row in rows for points in row.curves]
     starts = [value for value in starts if math.isfinite(value)]
     bottom, top = axis.get_ylim()
-    if starts and bottom < (highest := HIGHEST * statistics.median(starts)) < top:
+    if starts and bottom < (highest := Y_LIMIT * statistics.median(starts)) < top:
         axis.set_ylim(top=highest)
     heading = ",\n".join(sanitize(name, keep="") for name in (f"mean {metric}", *rows[0].settings))
     place = {"loc": "upper left", "bbox_to_anchor": (1, 1)}

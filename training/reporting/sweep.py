@@ -181,10 +181,10 @@ def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
     runs, metric = _runs([job["run"] for job in jobs if job["run"]])
     if runs:
         keys = {text.partition("=")[0].lstrip("+") for job in jobs for text in job["overrides"]}
-        rows = comparison.summaries(runs, metric, swept=keys)
+        rows = comparison.summarize(runs, metric, swept=keys)
         tables = comparison.tables(rows, metric)
         print(f"\n{tables}\n\nresults          {folder}/results.md, .json, .png", flush=True)
-        atomic_write(folder / "results.png", comparison.draw(rows, metric))
+        atomic_write(folder / "results.png", comparison.plot(rows, metric))
         parts += [tables, "![metric over tokens](results.png)"]
         figures |= {"metric": metric, "settings": comparison.shared(runs), "rows": rows}
     parts += ["## Failed jobs"] * bool(failed) + [f"- {line}" for line in failed]

@@ -65,7 +65,7 @@ class Tracker:
             self.wandb = wandb
             self.run = _start(wandb, config, folder, settings, run_id)
         except Exception as error:
-            self._give_up(error)
+            self._stop_logging(error)
         # Hidden: a thousand curves would fill the workspace. A panel of the user's can show any.
         self._call(lambda run: run.define_metric("attention_heads/*", hidden=True))
 
@@ -79,7 +79,7 @@ class Tracker:
         if self.run is None:
             return None
         if self.run.offline:
-            folder = shlex.quote(str(_record(self.run).parent))
+            folder = shlex.quote(str(_wandb_folder(self.run).parent))
             return f"offline; to upload it: wandb sync {folder}/offline-run-*"
         return self.run.url
 
@@ -218,13 +218,13 @@ class Tracker:
             try:
                 call_with_timeout(seconds, lambda: action(self.run))
             except Exception as error:
-                self._give_up(error)
+                self._stop_logging(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _stop_logging(self, error: Exception) -> None:
         run, self.run = self.run, None
         what = f"logging stopped ({_cause(error)}); metrics are in metrics.jsonl"
         if run:
-            record = shlex.quote(str(_record(run)))
+            record = shlex.quote(str(_wandb_folder(run)))
             what += f"; to upload what was recorded: wandb sync --include-online {record}"
         _print(what)
         _teardown()
@@ -288,7 +288,7 @@ def _teardown() -> None:
         call_with_timeout(TEARDOWN_SECONDS, wandb.teardown)
 
 
-def _record(run) -> Path:
+def _wandb_folder(run) -> Path:
     """The folder of a W&B run: below the run's directory, or temporary if that failed."""
     return Path(run.dir).parent
 

@@ -37,7 +37,7 @@ def drawn(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", savefig)
 
     def draw(rows):
-        assert results.draw(rows, "val/loss").startswith(b"\x89PNG")
+        assert results.plot(rows, "val/loss").startswith(b"\x89PNG")
         return figures.pop()
 
     return draw
