@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from errors import ConfigError, DataError, sanitize
-from tokens.encoding import StreamEncoder, collected, encode_text
+from tokens.encoding import StreamEncoder, concatenate, encode_text
 from tokens.paths import find_files
-from tokens.readers import Part, encode_part
-from tokens.sampler import WindowOrder, shares
+from tokens.readers import FilePart, encode_part
+from tokens.sampler import WindowOrder, integer_weights
 from tokens.shards import is_shards, open_shards
 from tokens.stream import Checksums, TokenStream
 from tokens.synthetic import CycleWalks, RepeatedSequences
@@ -38,9 +38,9 @@ from tokens.windows import (
     IGNORED,
     DocumentWindows,
     MixedDataset,
+    SlidingWindows,
     WindowDataset,
-    Windows,
-    order_of,
+    window_order,
 )
 from training.config.schema import DataConfig
 
@@ -59,8 +59,8 @@ def load_streams(config: DataConfig, path: str | list[str]) -> dict[str, TokenSt
         return open_shards(path, config.tokenizer, config.verify)
     files = find_files(path)
     encoder = StreamEncoder(config.tokenizer, config.endoftext)
-    parts = [Part(file, text_key=config.text_key) for file in files]
-    tokens = collected(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
+    parts = [FilePart(file, text_key=config.text_key) for file in files]
+    tokens = concatenate(itertools.chain.from_iterable(encode_part(p, encoder) for p in parts))
     if not len(tokens):
         raise DataError("data.path", path, "there is no text in it", "give a text of some length")
     tokenizer = encoder.tokenizer
@@ -70,7 +70,7 @@ def load_streams(config: DataConfig, path: str | list[str]) -> dict[str, TokenSt
 # --------------------------------------------------------------------------- tokens -> windows
 
 
-class GPTDatasetV1(Windows):
+class GPTDatasetV1(SlidingWindows):
     """Sliding windows over a text: pairs (input_ids, target_ids), int64 of length max_length.
 
     Target i is the token after input i. Windows start every `stride` tokens; the same ones as
@@ -135,7 +135,7 @@ def training_batches(
     Endless. The windows depend on nothing but (seed, step, rank, world size). One batch is read
     ahead.
     """
-    windows = order_of(dataset, batch_size, seed).steps(first_step, rank, world_size)
+    windows = window_order(dataset, batch_size, seed).steps(first_step, rank, world_size)
     loader = create_dataloader(dataset=dataset, batch_sampler=windows, pin_memory=pin_memory)
     return read_ahead(iter(loader))
 
@@ -174,7 +174,7 @@ def split_batch(
 class LoadedData:
     """What training reads."""
 
-    train: Windows | MixedDataset | CycleWalks
+    train: SlidingWindows | MixedDataset | CycleWalks
     val: WindowDataset | None
     checksums: Checksums  # of the tokens; what a checkpoint remembers
     notes: list[str]  # what the user should be told
@@ -195,7 +195,7 @@ def load_datasets(config: DataConfig) -> LoadedData:
     if not config.weights or isinstance(config.path, str):
         return _load_source(config, config.path)
     try:
-        shares(config.weights)
+        integer_weights(config.weights)
     except ValueError as error:
         cause, fix = "the proportion repeats only after 100,000 windows", "use fewer digits"
         raise ConfigError([("data.weights", config.weights, cause, fix)]) from error
@@ -244,7 +244,7 @@ def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
         if is_split and len(train) + len(val) > 2 * (config.max_length + 1):
             fix = f"a larger data.val_fraction, {fix}"
         raise DataError(f"data.{key}", value, cause, f"use {fix}")
-    cut = DocumentWindows if config.within_documents else Windows
+    cut = DocumentWindows if config.within_documents else SlidingWindows
     train_set = cut(train, config.max_length, config.stride or config.max_length)
     val_set = None if val is None else cut(val, config.max_length, config.max_length)
     return LoadedData(train_set, val_set, checksums, notes)
@@ -256,9 +256,9 @@ def split_tokens(
     """The tokens to train on, and those to validate on."""
     num_val = int(len(tokens) * config.val_fraction)
     wished = len(tokens) - num_val
-    position = tokens.nearest_document(wished, num_val // 2)
+    position = tokens.nearest_document_start(wished, num_val // 2)
     if position is None:
         position = wished
-        if tokens.nearest_document(wished, 10**8) is not None:
+        if tokens.nearest_document_start(wished, 10**8) is not None:
             notes.append("the validation part begins inside a document, as the documents are long")
     return tokens.split(position)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from errors import CheckpointError, DataError, Problem, refuse, sanitize
-from tokens.tokenizers import token_sizes
+from tokens.tokenizers import token_byte_lengths
 from training.config.command_line import (
     OutFile,
     ScriptConfig,
@@ -106,7 +106,7 @@ def main(settings: EvaluateConfig) -> None:
     strategy = build.build_strategy(single, settings.device, settings.precision, seed=0)
     model = pretrained.model.to(strategy.device)
     strategy.wrap(model, compiled=False)  # the fastest operations for this device
-    sizes = token_sizes(pretrained.tokenizer_name).copy()
+    sizes = token_byte_lengths(pretrained.tokenizer_name).copy()
     sizes[pretrained.tokenizer.eot_token] = 0  # it is not part of the text
     with strategy.inference(model):
         figures = evaluate(model, windows, sizes, settings.batch_size)

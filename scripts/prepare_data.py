@@ -28,7 +28,7 @@ from rich.progress import (
 
 from errors import ConfigError, sanitize
 from tokens.paths import find_files
-from tokens.prepare import Preparation, Recipe
+from tokens.prepare import Preparation, PrepareSettings
 from training.config.command_line import ScriptConfig, ScriptGroup, settings_command
 from training.config.schema import Count, Name, Paths, Positive, rejected
 from training.reporting.console import rich_console
@@ -73,18 +73,18 @@ class PrepareConfig(ScriptConfig):
 @settings_command(PrepareConfig)
 def main(settings: PrepareConfig) -> None:
     data = settings.data
-    recipe = Recipe(
+    prepare = PrepareSettings(
         data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens, data.text_key
     )
     part, parts = map(int, settings.part.split("/"))
-    preparation = Preparation(find_files(data.path), Path(settings.out), recipe, (part, parts))
+    preparation = Preparation(find_files(data.path), Path(settings.out), prepare, (part, parts))
     try:
-        preparation.begin()
+        preparation.start()
     except OSError as error:
         cause = f"cannot be written ({error.strerror})"
         raise ConfigError([("out", settings.out, cause, "give another folder")]) from error
-    tasks = preparation.unfinished(preparation.own)
-    if done := len(preparation.own) - len(tasks):
+    tasks = preparation.unfinished(preparation.assigned)
+    if done := len(preparation.assigned) - len(tasks):
         print(f"{done} of {done + len(tasks)} tasks were done before")
     if tasks:
         can_tell = hasattr(os, "sched_getaffinity")  # how many cores this process may use

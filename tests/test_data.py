@@ -22,8 +22,15 @@ from data import (
 )
 from errors import ConfigError, DataError
 from tokens import END_OF_TEXT
-from tokens.stream import TokenStream, check_same
-from tokens.windows import IGNORED, DocumentWindows, MixedDataset, Windows, evenly, order_of
+from tokens.stream import TokenStream, compare_checksums
+from tokens.windows import (
+    IGNORED,
+    DocumentWindows,
+    MixedDataset,
+    SlidingWindows,
+    evenly_spaced_windows,
+    window_order,
+)
 
 some = trials(25, 200)
 
@@ -95,7 +102,7 @@ def test_windows_have_any_id():
     for ids, dtype in ((range(2**16), np.uint16), ([0, 65_536, 2**31, 2**32 - 1], np.uint32)):
         ids = list(ids)
         stream = stream_of(ids, dtype=dtype, vocab_size=2**32)
-        assert pairs_of(Windows(stream, len(ids) - 1, 1)) == [(ids[:-1], ids[1:])]
+        assert pairs_of(SlidingWindows(stream, len(ids) - 1, 1)) == [(ids[:-1], ids[1:])]
 
 
 END = 9  # the end-of-text token of the streams below
@@ -151,10 +158,10 @@ def test_windows_within_documents_equal_the_plain_definition(documents, max_leng
         assert pairs_of(dataset, np.arange(len(dataset))[::-1]) == expected[::-1]
 
 
-def datasets_of(sizes: list[int]) -> list[Windows]:
+def datasets_of(sizes: list[int]) -> list[SlidingWindows]:
     """Data sets with so many windows, no two windows alike."""
     ids = [range(1000 * n, 1000 * n + 2 * size + 1) for n, size in enumerate(sizes)]
-    return [Windows(stream_of(own, vocab_size=50257), 2, 2) for own in ids]
+    return [SlidingWindows(stream_of(own, vocab_size=50257), 2, 2) for own in ids]
 
 
 @some
@@ -172,13 +179,13 @@ def test_mixed_dataset_is_the_concatenation(sizes, draw):
 @given(st.integers(2, 300), st.integers(2, 320))
 def test_evenly_spread_windows(size, most):
     (dataset,) = datasets_of([size])
-    windows = evenly(dataset, most)
+    windows = evenly_spaced_windows(dataset, most)
     assert len(windows) == min(size, most)
     assert (windows[0], windows[-1]) == (0, size - 1)
     gaps = np.diff(windows)
     assert gaps.min() >= 1
     assert gaps.max() - gaps.min() <= 1
-    assert evenly(dataset, 1).tolist() == [0]
+    assert evenly_spaced_windows(dataset, 1).tolist() == [0]
 
 
 def test_evenly_spread_windows_of_a_mixture():
@@ -189,7 +196,8 @@ def test_evenly_spread_windows_of_a_mixture():
         ([3, 100], [0.999, 0.001], 4, [0, 1, 2, 3]),  # at least one of each
         ([9, 9, 9, 9], [1.0, 1.0, 1.0, 1.0], 6, [0, 9, 18, 26, 27, 35]),  # at most six
     ]:
-        assert evenly(MixedDataset(datasets_of(sizes), weights), most).tolist() == expected
+        mixed = MixedDataset(datasets_of(sizes), weights)
+        assert evenly_spaced_windows(mixed, most).tolist() == expected
 
 
 def split_of(ids: list[int], val_fraction: float) -> tuple[int, int]:
@@ -276,7 +284,7 @@ def test_a_mixture_of_texts(tmp_path):
         assert (mixed.weights, mixed.sizes) == ([0.7, 0.3], [len(part) for part in parts])
         assert pairs_of(mixed) == pairs_of(parts[0]) + pairs_of(parts[1])
     assert loaded.checksums == alone[0].checksums + alone[1].checksums
-    order = order_of(loaded.train, 20, 0).windows(0)
+    order = window_order(loaded.train, 20, 0).windows(0)
     assert (order < loaded.train.sizes[0]).sum() == 14
     val_path = str(write_source(tmp_path / "val.txt", ["not of any of the sources"]))
     loaded = load(files, weights=[0.5, 0.5], val_fraction=0.1, val_path=val_path)
@@ -329,13 +337,13 @@ def test_other_tokens_than_those_of_a_checkpoint_or_of_rank_0_are_refused():
         ([], ["a.bin"], set()),
     ]:
         with refused(DataError, "data.path", "shards", exit_code=3) as caught:
-            check_same([a, b], now, "shards", "rank 0", "copy it")
+            compare_checksums([a, b], now, "shards", "rank 0", "copy it")
         assert all(name in caught.value.reason for name in names), now
         assert numbers <= numbers_in(caught.value), now
     not_read = [("a.bin", ["1", "", "3"]), ("b.bin", [""])]
     for now in (json.loads(json.dumps([a, b])), not_read):
-        check_same([a, b], now, "shards", "rank 0", "copy it")
-        check_same(now, [a, b], "shards", "rank 0", "copy it")
+        compare_checksums([a, b], now, "shards", "rank 0", "copy it")
+        compare_checksums(now, [a, b], "shards", "rank 0", "copy it")
 
 
 def problems(**changes) -> list[str]:

@@ -22,7 +22,7 @@ from tokens.sampler import WindowOrder
 from tokens.stream import TokenStream
 from tokens.synthetic import CycleWalks
 from tokens.tokenizers import bytes_per_token, get_tokenizer
-from tokens.windows import IGNORED, DocumentWindows, MixedDataset, order_of
+from tokens.windows import IGNORED, DocumentWindows, MixedDataset, window_order
 from training.distributed.strategy import Strategy
 from training.evaluation import Validation
 
@@ -120,7 +120,7 @@ def documents_of(lengths: list[int]) -> DocumentWindows:
     ids=["plain", "documents", "walks"],
 )
 def test_batches_are_those_of_the_data_set_and_their_targets_are_counted(dataset):
-    expected_inputs, expected_targets = dataset.batch(order_of(dataset, 12, 0).windows(2))
+    expected_inputs, expected_targets = dataset.batch(window_order(dataset, 12, 0).windows(2))
     batch = next(training_batches(dataset, 12, 0, first_step=2))
     input_ids, target_ids = batch
     assert torch.equal(input_ids, expected_inputs)

@@ -18,12 +18,12 @@ class Gigatoken:
     special: whether it knows the end-of-text token.
 
     gigatoken remembers every word that it has seen, and would grow by gigabytes on a long text:
-    it is created again whenever the process has grown by MOST_GROWTH.
+    it is created again whenever the process has grown by MAX_GROWTH.
     """
 
-    MOST_GROWTH = 2**25  # bytes
-    LOOK_EVERY = 2**20  # bytes of text
-    RENEW_EVERY = 2**26  # bytes of text, where the process's memory cannot be read
+    MAX_GROWTH = 2**25  # bytes
+    CHECK_EVERY = 2**20  # bytes of text
+    RELOAD_EVERY = 2**26  # bytes of text, where the process's memory cannot be read
 
     def __init__(self, special: bool):
         tokenizer = get_tokenizer("gpt2")
@@ -31,9 +31,9 @@ class Gigatoken:
         words = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
         lines = [b"%s %d\n" % (base64.b64encode(word), rank) for rank, word in enumerate(words)]
         self._ranks = b"".join(lines)
-        self._renew()
+        self._reload()
 
-    def _renew(self) -> None:
+    def _reload(self) -> None:
         from gigatoken.gigatoken_rs import BPETokenizer
 
         self._tokenizer = None  # the old one goes first
@@ -41,30 +41,30 @@ class Gigatoken:
             file.write(self._ranks)
             file.flush()
             self._tokenizer = BPETokenizer.from_tiktoken(file.name, "gpt2", self._specials)
-        give_back_memory()
-        self._resident, self._read, self._looked = resident_bytes(), 0, 0
+        release_freed_memory()
+        self._resident, self._read, self._checked = resident_bytes(), 0, 0
 
     def encode(self, text: bytes) -> np.ndarray:
         """uint32 ids of UTF-8."""
         self._read += len(text)
-        if self._read - self._looked > self.LOOK_EVERY:
-            self._looked = self._read
+        if self._read - self._checked > self.CHECK_EVERY:
+            self._checked = self._read
             if self._grown():
-                give_back_memory()
+                release_freed_memory()
                 if self._grown():
-                    self._renew()
+                    self._reload()
         return self._tokenizer.encode(text)
 
     def _grown(self) -> bool:
         if not self._resident:
-            return self._read > self.RENEW_EVERY
-        return resident_bytes() - self._resident > self.MOST_GROWTH
+            return self._read > self.RELOAD_EVERY
+        return resident_bytes() - self._resident > self.MAX_GROWTH
 
 
 gigatoken = functools.cache(Gigatoken)  # one in a process, with and without the end-of-text token
 
 
-def give_back_memory() -> None:
+def release_freed_memory() -> None:
     """Returns freed memory to the system, which glibc by itself keeps: half a megabyte for each
     megabyte of text, as blocks of many sizes come and go."""
     with contextlib.suppress(AttributeError):  # other C libraries do not have it

@@ -12,22 +12,22 @@ HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
 COMPRESSED = (".gz", ".zst")
 # Ending of a name, before that of a compression: kind of text (tokens/readers.py). A folder is
 # searched for these.
-TEXTS = {
+TEXT_EXTENSIONS = {
     ".txt": "text",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
 # A file of any other name is plain text, apart from these.
-KINDS = TEXTS | {".json": "jsonl"}
+EXTENSIONS = TEXT_EXTENSIONS | {".json": "jsonl"}
 
 
-def kind_of(path: str) -> str:
+def format_of(path: str) -> str:
     """The kind of text: a key of READERS in tokens/readers.py."""
-    return "hub" if path.startswith(HUB) else KINDS.get(_ending(path), "text")
+    return "hub" if path.startswith(HUB) else EXTENSIONS.get(_extension(path), "text")
 
 
-def _ending(path: str) -> str:
+def _extension(path: str) -> str:
     name, ending = os.path.splitext(path.lower())
     return os.path.splitext(name)[1] if ending in COMPRESSED else ending
 
@@ -43,13 +43,13 @@ def find_files(path: str | list[str]) -> list[str]:
         if entry.startswith(HUB):
             found = [entry]
         elif os.path.isdir(entry):
-            found = _texts_in(entry)
+            found = _text_files_in(entry)
             if not found:
                 fix = "name other files with a glob, such as FOLDER/*.md"
-                what = f"no {', '.join(f'*{ending}' for ending in TEXTS)} in this folder"
+                what = f"no {', '.join(f'*{ending}' for ending in TEXT_EXTENSIONS)} in this folder"
                 raise DataError("data.path", entry, what, fix)
         elif os.path.exists(entry):
-            check_regular(entry)
+            check_regular_file(entry)
             found = [entry]
         else:
             found = sorted(filter(os.path.isfile, glob.glob(entry, recursive=True)))
@@ -60,18 +60,18 @@ def find_files(path: str | list[str]) -> list[str]:
     return files
 
 
-def _texts_in(folder: str) -> list[str]:
+def _text_files_in(folder: str) -> list[str]:
     """The texts in a folder, at any depth; what is hidden is skipped. Links are followed, and each
     folder is entered once, each file named once."""
     found, seen = [], {*map(str, Path(os.path.realpath(folder)).parents)}
-    for here, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+    for here, folders, names in os.walk(folder, onerror=_raise_read_error, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         if (real := os.path.realpath(here)) in seen:
             folders.clear()
             continue
         seen.add(real)
         for name in sorted(names):
-            if name[0] != "." and _ending(name) in TEXTS:
+            if name[0] != "." and _extension(name) in TEXT_EXTENSIONS:
                 path = str(Path(here, name))
                 if (real := os.path.realpath(path)) not in seen:
                     seen.add(real)
@@ -79,13 +79,13 @@ def _texts_in(folder: str) -> list[str]:
     return sorted(filter(os.path.isfile, found), key=Path)
 
 
-def _refuse(error: OSError) -> None:
-    with reading(error.filename, OSError):
+def _raise_read_error(error: OSError) -> None:
+    with translate_read_errors(error.filename, OSError):
         raise error
 
 
 @contextlib.contextmanager
-def reading(path: str, *errors: type[Exception]) -> Iterator[None]:
+def translate_read_errors(path: str, *errors: type[Exception]) -> Iterator[None]:
     """Makes a DataError of this file of the system's or another library's errors."""
     try:
         yield
@@ -99,7 +99,7 @@ def reading(path: str, *errors: type[Exception]) -> Iterator[None]:
         raise DataError("data.path", path, f"cannot be read ({reason})", fix) from error
 
 
-def check_regular(path: str) -> None:
+def check_regular_file(path: str) -> None:
     """Raises DataError for a folder, a FIFO, a device, or nothing."""
     if not os.path.isfile(path):
         raise DataError("data.path", path, "not a regular file", "give a text file")

@@ -31,8 +31,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from errors import DataError, PreparationError
 from files import atomic_write, read_json, remove_temporary_files
 from tokens.encoding import StreamEncoder
-from tokens.paths import HUB, reading
-from tokens.readers import Part, divide, encode_part
+from tokens.paths import HUB, translate_read_errors
+from tokens.readers import FilePart, encode_part, split_file
 from tokens.shards import (
     HEADER_BYTES,
     MANIFEST,
@@ -42,12 +42,12 @@ from tokens.shards import (
     write_manifest,
 )
 
-SMALLEST_TASK = 2**24  # bytes of text
-FEWEST_TASKS = 32  # of a large text, so that many workers are busy to the end
+MIN_TASK_BYTES = 2**24  # bytes of text
+MIN_TASKS = 32  # of a large text, so that many workers are busy to the end
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PrepareSettings:
     """What is done with the texts."""
 
     tokenizer: str
@@ -59,11 +59,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Task:
-    """Texts that become shards by themselves. made_of: their fingerprint when they were divided."""
+    """File parts that are written to shards of their own."""
 
     number: int
-    parts: tuple[Part, ...]
-    made_of: str
+    parts: tuple[FilePart, ...]
+    fingerprint: str  # of the files when they were split
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ class TaskRecord(BaseModel):
     model_config = ConfigDict(strict=True)
 
     plan: str  # what it belongs to
-    made_of: str  # the fingerprint of its texts
+    fingerprint: str  # the fingerprint of its texts
     text_bytes: NonNegativeInt
     shards: list[ShardEntry]
 
@@ -86,13 +86,13 @@ def hash_of(values: list) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def fingerprint(parts: Iterable[Part]) -> str:
+def fingerprint_of(parts: Iterable[FilePart]) -> str:
     """Changes when a text does."""
     texts = []
     for part in parts:
         changed = None
-        if part.kind != "hub":
-            with reading(part.path, OSError):
+        if part.format != "hub":
+            with translate_read_errors(part.path, OSError):
                 state = os.stat(part.path)
             changed = [state.st_size, state.st_mtime_ns]
         texts.append([os.path.basename(part.path), part.start, part.stop, changed])
@@ -105,16 +105,16 @@ def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]
     A task is at most about one shard; large files are divided.
     """
     total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
-    most = min(max(SMALLEST_TASK, total // FEWEST_TASKS), 4 * shard_tokens)
-    groups: list[list[Part]] = [[]]
+    most = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
+    groups: list[list[FilePart]] = [[]]
     size = 0  # of the last one
-    for part in itertools.chain.from_iterable(divide(file, most, text_key) for file in files):
-        if groups[-1] and (size + part.size > most or part.kind == "hub"):
+    for part in itertools.chain.from_iterable(split_file(file, most, text_key) for file in files):
+        if groups[-1] and (size + part.size > most or part.format == "hub"):
             groups.append([])
             size = 0
         groups[-1].append(part)
         size += part.size
-    return [Task(n, tuple(parts), fingerprint(parts)) for n, parts in enumerate(groups)]
+    return [Task(n, tuple(parts), fingerprint_of(parts)) for n, parts in enumerate(groups)]
 
 
 # --------------------------------------------------------------------------------------- all tasks
@@ -124,19 +124,21 @@ class Preparation:
     """The preparation of a folder of shards. part=(i, n): `own` are the i-th of n parts of the
     tasks."""
 
-    def __init__(self, files: list[str], folder: Path, recipe: Recipe, part: tuple[int, int]):
+    def __init__(
+        self, files: list[str], folder: Path, settings: PrepareSettings, part: tuple[int, int]
+    ):
         self.folder = folder
-        self.recipe = recipe
+        self.settings = settings
         self.part, self.parts = part
-        self.tasks = make_tasks(files, recipe.text_key, recipe.shard_tokens)
-        self.own = [task for task in self.tasks if task.number % self.parts == self.part - 1]
+        self.tasks = make_tasks(files, settings.text_key, settings.shard_tokens)
+        self.assigned = [task for task in self.tasks if task.number % self.parts == self.part - 1]
         # The same names of texts and the same settings are the same preparation. Each task checks
         # whether its texts have changed.
         names = [os.path.basename(file) for file in files]
-        settings = [recipe.tokenizer, recipe.endoftext, recipe.shard_tokens, recipe.text_key]
-        self.plan = hash_of([names, settings])
+        values = [settings.tokenizer, settings.endoftext, settings.shard_tokens, settings.text_key]
+        self.plan = hash_of([names, values])
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Makes the folder. Raises DataError when it holds other token files."""
         preparing = self.folder / "preparing"
         cause = None
@@ -166,18 +168,19 @@ class Preparation:
 
     def unfinished(self, tasks: list[Task]) -> list[Task]:
         """Those that have no record, or one of other texts."""
-        made_of = {number: record.made_of for number, record in self._records().items()}
-        return [task for task in tasks if made_of.get(task.number) != fingerprint(task.parts)]
+        done = {number: record.fingerprint for number, record in self._records().items()}
+        return [task for task in tasks if done.get(task.number) != fingerprint_of(task.parts)]
 
     def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
         """Runs those of these tasks that are unfinished, in `workers` processes; calls
         progress(bytes read) after each."""
         name = f"lock-{self.part}-of-{self.parts}"  # a lock ends with the process
         try:
-            with self._writing(), FileLock(self.folder / "preparing" / name, timeout=0):
+            lock = FileLock(self.folder / "preparing" / name, timeout=0)
+            with self._translate_write_errors(), lock:
                 tasks = self.unfinished(tasks)  # another process may have had the lock before
                 work = functools.partial(
-                    run_task, folder=self.folder, recipe=self.recipe, plan=self.plan
+                    run_task, folder=self.folder, settings=self.settings, plan=self.plan
                 )
                 if workers == 1 or len(tasks) <= 1:
                     for task in tasks:
@@ -189,7 +192,7 @@ class Preparation:
             raise DataError("out", self.folder, cause, "wait for it, or stop it") from None
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _translate_write_errors(self) -> Iterator[None]:
         """Makes a PreparationError of the system's errors; those of reading are a DataError."""
         try:
             yield
@@ -209,7 +212,7 @@ class Preparation:
         shards = [shard for record in records for shard in record.shards]
         if not shards:
             raise DataError("out", self.folder, "no text in any of the files", "check data.path")
-        with self._writing(), FileLock(self.folder / "preparing" / "lock"):
+        with self._translate_write_errors(), FileLock(self.folder / "preparing" / "lock"):
             remove_temporary_files(self.folder)
             found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
             for path in found - {self.folder / shard.file for shard in shards}:
@@ -217,8 +220,8 @@ class Preparation:
             return write_manifest(
                 self.folder,
                 shards,
-                self.recipe.tokenizer,
-                endoftext=self.recipe.endoftext,
+                self.settings.tokenizer,
+                endoftext=self.settings.endoftext,
                 text_bytes=sum(record.text_bytes for record in records),
             )
 
@@ -227,7 +230,7 @@ def _run_in_processes(
     work: Callable[[Task], int], tasks: list[Task], workers: int, progress: Callable[[int], None]
 ) -> None:
     context = multiprocessing.get_context("spawn")  # fork and threads do not go together
-    with ProcessPoolExecutor(min(workers, len(tasks)), context, _begin_worker) as pool:
+    with ProcessPoolExecutor(min(workers, len(tasks)), context, _init_worker) as pool:
         try:
             for future in as_completed([pool.submit(work, task) for task in tasks]):
                 progress(future.result())  # raises what the task raised
@@ -240,7 +243,7 @@ def _run_in_processes(
             raise
 
 
-def _begin_worker() -> None:
+def _init_worker() -> None:
     """Ctrl-C reaches all processes, and only the main one handles it. When that has ended, for
     example by SIGKILL, the worker ends."""
 
@@ -255,9 +258,9 @@ def _begin_worker() -> None:
 # ---------------------------------------------------------------------------------------- one task
 
 
-def run_task(task: Task, folder: Path, recipe: Recipe, plan: str) -> int:
+def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> int:
     """Makes the shards of a task and leaves its record; returns the bytes that were read."""
-    encoder = StreamEncoder(recipe.tokenizer, recipe.endoftext, recipe.engine)
+    encoder = StreamEncoder(settings.tokenizer, settings.endoftext, settings.engine)
     record_file = folder / "preparing" / f"{task.number:05d}.json"
     record_file.unlink(missing_ok=True)  # it would tell of other shards
     for path in folder.glob(f"shard_{task.number:05d}_*.bin*"):
@@ -270,18 +273,20 @@ def run_task(task: Task, folder: Path, recipe: Recipe, plan: str) -> int:
                 if writer is None:
                     name = f"shard_{task.number:05d}_{len(shards):02d}.bin"
                     writer = ShardWriter(folder / name, encoder.tokenizer.eot_token)
-                room = recipe.shard_tokens - writer.tokens
+                room = settings.shard_tokens - writer.tokens
                 writer.append(ids[:room])
                 ids = ids[room:]
-                if writer.tokens == recipe.shard_tokens:
+                if writer.tokens == settings.shard_tokens:
                     shards.append(writer.close())
                     writer = None
         if writer:
             shards.append(writer.close())
     finally:
         if writer:
-            writer.abandon()
+            writer.discard()
     text_bytes = encoder.text_bytes
-    record = TaskRecord(plan=plan, made_of=task.made_of, text_bytes=text_bytes, shards=shards)
+    record = TaskRecord(
+        plan=plan, fingerprint=task.fingerprint, text_bytes=text_bytes, shards=shards
+    )
     atomic_write(record_file, record.model_dump_json().encode())
     return task.size or text_bytes  # the size of a hub data set is unknown

@@ -1,6 +1,6 @@
 """Files of text -> documents, as blocks of UTF-8, without ever holding a file whole.
 
-    for part in divide("web.jsonl", most=2**24):
+    for part in split_file("web.jsonl", most=2**24):
         for blocks in documents(part):
             for block in blocks:  # bytes, whole characters
                 ...
@@ -31,17 +31,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from errors import DataError, message_of
-from tokens.encoding import StreamEncoder, find_cut, text_blocks
-from tokens.paths import COMPRESSED, HUB, check_regular, kind_of, reading
+from tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
+from tokens.paths import COMPRESSED, HUB, check_regular_file, format_of, translate_read_errors
 
 BLOCK = 2**20  # bytes read at once
-ROWS = 64  # of Parquet read at once, fewer where a row may be long
-LONGEST = 2**26  # bytes of a line of JSON, characters of a row of Parquet: each is in memory whole
-MOST_UNPACKED = 100  # times its packed size, of texts in Parquet of more than LONGEST bytes
+MAX_ROWS = 64  # of Parquet read at once, fewer where a row may be long
+MAX_RECORD = 2**26  # bytes of a line of JSON lines, characters of a text in Parquet
+MAX_COMPRESSION_RATIO = 100  # of the texts of a row group, if they exceed MAX_RECORD bytes
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A file, or the part of a large one that is read by itself.
 
     `start` and `stop`: bytes; row groups of Parquet; of a hub data set, which part of how many.
@@ -55,69 +55,74 @@ class Part:
     size: int = 0  # bytes to read, about; 0 for the hub
 
     @property
-    def kind(self) -> str:
+    def format(self) -> str:
         """A key of READERS."""
-        return kind_of(self.path)
+        return format_of(self.path)
 
 
-def divide(path: str, most: int, text_key: str = "text") -> Iterator[Part]:
+def split_file(path: str, most: int, text_key: str = "text") -> Iterator[FilePart]:
     """The parts of a file, of about `most` bytes, which together have its documents and tokens.
 
     A text is divided where that changes no token, JSON lines at the beginning of a line, Parquet
     between row groups, a hub data set as it is stored. What is compressed is not divided.
     """
-    kind = kind_of(path)
-    if kind == "hub":
-        count = hub_data(path).num_shards
+    format = format_of(path)
+    if format == "hub":
+        count = load_hub_dataset(path).num_shards
         for number in range(count):
-            yield Part(path, number, count, text_key)
-    elif kind == "parquet":
-        with _parquet(path) as file:
+            yield FilePart(path, number, count, text_key)
+    elif format == "parquet":
+        with _open_parquet(path) as file:
             groups = range(file.num_row_groups)
             sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
         first = size = 0
         for group in groups:
             size += sizes[group]
             if size >= most or group == groups[-1]:
-                yield Part(path, first, group + 1, text_key, size)
+                yield FilePart(path, first, group + 1, text_key, size)
                 first, size = group + 1, 0
     else:
         size = os.path.getsize(path)
-        can_divide = kind in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
-        cuts = _cuts(path, kind, -(-size // most)) if can_divide and size > most else []
+        can_divide = format in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
+        cuts = []
+        if can_divide and size > most:
+            cuts = _part_boundaries(path, format, -(-size // most))
         for start, stop in itertools.pairwise([0, *cuts, size]):
-            yield Part(path, start, None if stop == size else stop, text_key, stop - start)
+            yield FilePart(path, start, None if stop == size else stop, text_key, stop - start)
 
 
-def _cuts(path: str, kind: str, count: int) -> list[int]:
+def _part_boundaries(path: str, format: str, count: int) -> list[int]:
     """The bytes where a file is divided into `count` parts; fewer where it has a long run."""
     cuts, cut = [], 0
-    with opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+    with (
+        open_decompressed(path) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+    ):
         for number in range(1, count):
             place = max(4, number * len(text) // count)  # behind a byte-order mark
             if place <= cut:  # in a long run that is searched already
                 continue
-            if kind == "jsonl":
+            if format == "jsonl":
                 cut = text.find(b"\n", place - 1) + 1 or len(text)
             else:
-                cut = find_cut(text, place, len(text)) or len(text)
+                cut = find_boundary(text, place, len(text)) or len(text)
             cuts.append(cut)
         return [cut for cut in cuts if cut < len(text)]
 
 
-def documents(part: Part) -> Iterator[Iterable[bytes]]:
+def documents(part: FilePart) -> Iterator[Iterable[bytes]]:
     """The documents of a file or part of one, each as blocks of UTF-8.
 
     Raises DataError naming the file, the place and a way out.
     """
-    return READERS[part.kind](part)
+    return READERS[part.format](part)
 
 
-def encode_part(part: Part, encoder: StreamEncoder) -> Iterator[np.ndarray]:
+def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
     """The token ids of a file or part of one, uint16; each document begins with the end-of-text
     token, which is not added where it is there already. A document without a text is skipped."""
     end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
-    begin = part.start if part.kind == "text" else 0  # above 0: inside a document
+    begin = part.start if part.format == "text" else 0  # above 0: inside a document
     for blocks in documents(part):
         for number, ids in enumerate(encoder.encode(blocks, part.path, begin)):
             if number == 0 and not begin and ids[0] != end_of_text[0]:
@@ -129,15 +134,15 @@ def encode_part(part: Part, encoder: StreamEncoder) -> Iterator[np.ndarray]:
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[io.BufferedIOBase]:
+def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
     """The file's bytes, unpacked where its name says so. An error of reading is a DataError."""
-    check_regular(path)
-    with reading(path, OSError, EOFError, zlib.error):
+    check_regular_file(path)
+    with translate_read_errors(path, OSError, EOFError, zlib.error):
         file: io.BufferedIOBase
         if path.lower().endswith(".gz"):
             file = gzip.open(path)  # noqa: SIM115 closed below
         elif path.lower().endswith(".zst"):
-            arrow = needed("pyarrow", path, "zstd", "pyarrow")
+            arrow = import_optional("pyarrow", path, "zstd", "pyarrow")
             file = io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
         else:
             file = io.BufferedReader(io.FileIO(path), BLOCK)
@@ -145,7 +150,7 @@ def opened(path: str) -> Iterator[io.BufferedIOBase]:
             yield file
 
 
-def needed(module: str, path: str, what: str, package: str):
+def import_optional(module: str, path: str, what: str, package: str):
     """A library that only some data needs; DataError with the command that installs it."""
     try:
         return importlib.import_module(module)
@@ -157,15 +162,15 @@ def needed(module: str, path: str, what: str, package: str):
 # -------------------------------------------------------------------------------------- plain text
 
 
-def _texts(part: Part) -> Iterator[Iterable[bytes]]:
-    yield _text_blocks(part)
+def _plain_text(part: FilePart) -> Iterator[Iterable[bytes]]:
+    yield _decoded_blocks(part)
 
 
-def _text_blocks(part: Part) -> Iterator[bytes]:
+def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
     """A text file as it is, line ends included, in whole characters; checked on the way."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, end = part.start, part.stop
-    with opened(part.path) as file:
+    with open_decompressed(part.path) as file:
         if offset:
             file.seek(offset)
         raw = b" "
@@ -193,13 +198,13 @@ def _text_blocks(part: Part) -> Iterator[bytes]:
 # ----------------------------------------------------------------------- JSON lines, Parquet, hub
 
 
-def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
+def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
     """The texts of the lines; blank lines are skipped."""
     offset, end = part.start, part.stop
-    with opened(part.path) as file:
+    with open_decompressed(part.path) as file:
         if offset:
             file.seek(offset)
-        while (end is None or offset < end) and (line := file.readline(LONGEST + 1)):
+        while (end is None or offset < end) and (line := file.readline(MAX_RECORD + 1)):
             where = f"the line at byte {offset}"
             _check_length(line, part, where)
             if line.strip():
@@ -208,11 +213,11 @@ def _json_lines(part: Part) -> Iterator[Iterable[bytes]]:
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                     cause = f"{where} is not JSON ({message_of(error)})"
                     raise DataError("data.path", part.path, cause, "correct it") from error
-                yield text_blocks(_text_of(record, part, where), BLOCK)
+                yield utf8_blocks(_text_field(record, part, where), BLOCK)
             offset += len(line)
 
 
-def _text_of(record: object, part: Part, where: str) -> str:
+def _text_field(record: object, part: FilePart, where: str) -> str:
     """The text under the part's key; DataError without one. where: which record it is."""
     text = record.get(part.text_key) if isinstance(record, dict) else None
     if isinstance(text, str):
@@ -224,32 +229,32 @@ def _text_of(record: object, part: Part, where: str) -> str:
     raise DataError("data.path", part.path, cause, "set data.text_key, or correct it")
 
 
-def _check_length(text: bytes | str, part: Part, where: str) -> None:
+def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
     """Raises DataError for a text that would take too much memory."""
-    if len(text) > LONGEST:
+    if len(text) > MAX_RECORD:
         unit = "bytes" if isinstance(text, bytes) else "characters"
-        cause = f"{where} is longer than {LONGEST:,} {unit}"
+        cause = f"{where} is longer than {MAX_RECORD:,} {unit}"
         raise DataError("data.path", part.path, cause, "divide its text into several")
 
 
-def _parquet_rows(part: Part) -> Iterator[Iterable[bytes]]:
-    with _parquet(part.path) as file:
+def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
+    with _open_parquet(part.path) as file:
         if part.text_key not in file.schema_arrow.names:
-            _text_of(dict.fromkeys(file.schema_arrow.names), part, "the file")
+            _text_field(dict.fromkeys(file.schema_arrow.names), part, "the file")
         groups = {
             number: file.metadata.row_group(number)
             for number in range(file.num_row_groups)[part.start : part.stop]
         }
-        rows = min((_rows_at_once(groups[number], number, part) for number in groups), default=ROWS)
+        rows = min((_rows_per_batch(groups[n], n, part) for n in groups), default=MAX_ROWS)
         batches = file.iter_batches(rows, row_groups=list(groups), columns=[part.text_key])
         values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
         places = ((row, n) for n, group in groups.items() for row in range(group.num_rows))
         for value, (row, number) in zip(values, places, strict=True):
             where = f"row {row} of row group {number}"
-            yield text_blocks(_text_of({part.text_key: value.as_py()}, part, where), BLOCK)
+            yield utf8_blocks(_text_field({part.text_key: value.as_py()}, part, where), BLOCK)
 
 
-def _rows_at_once(metadata, group: int, part: Part) -> int:
+def _rows_per_batch(metadata, group: int, part: FilePart) -> int:
     """How many rows to read at once, in at most half a gigabyte.
 
     Raises DataError for texts that are far longer than the file, as repetitions of a long one are.
@@ -257,46 +262,47 @@ def _rows_at_once(metadata, group: int, part: Part) -> int:
     columns = [metadata.column(number) for number in range(metadata.num_columns)]
     columns = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{part.text_key}.")]
     size = sum(column.total_uncompressed_size for column in columns)
-    if size > max(LONGEST, MOST_UNPACKED * sum(c.total_compressed_size for c in columns)):
+    packed = sum(column.total_compressed_size for column in columns)
+    if size > max(MAX_RECORD, MAX_COMPRESSION_RATIO * packed):
         cause = f"the texts of row group {group} are unpacked to {size:,} bytes, more than "
-        cause += f"{MOST_UNPACKED} times their packed size and more than {LONGEST:,}"
+        cause += f"{MAX_COMPRESSION_RATIO} times their packed size and more than {MAX_RECORD:,}"
         raise DataError("data.path", part.path, cause, "write smaller row groups")
-    return min(ROWS, 8 * LONGEST // max(1, min(size, LONGEST)))
+    return min(MAX_ROWS, 8 * MAX_RECORD // max(1, min(size, MAX_RECORD)))
 
 
 @contextlib.contextmanager
-def _parquet(path: str):
+def _open_parquet(path: str):
     """The open Parquet file. Damage shows in many ways: any error inside is a DataError."""
-    parquet = needed("pyarrow.parquet", path, "Parquet", "pyarrow")
-    check_regular(path)
-    with reading(path, Exception), parquet.ParquetFile(path) as file:
+    parquet = import_optional("pyarrow.parquet", path, "Parquet", "pyarrow")
+    check_regular_file(path)
+    with translate_read_errors(path, Exception), parquet.ParquetFile(path) as file:
         yield file
 
 
-def _hub_rows(part: Part) -> Iterator[Iterable[bytes]]:
+def _hub_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
     """The texts of part `start` of `stop` parts, as the hub stores the data set."""
-    rows = hub_data(part.path)
+    rows = load_hub_dataset(part.path)
     if part.stop:
         rows = rows.shard(num_shards=part.stop, index=part.start)
-    with reading(part.path, Exception):  # of the network, of a file
+    with translate_read_errors(part.path, Exception):  # of the network, of a file
         for record in rows:
-            yield text_blocks(_text_of(record, part, "a row"), BLOCK)
+            yield utf8_blocks(_text_field(record, part, "a row"), BLOCK)
 
 
-def hub_data(path: str):
+def load_hub_dataset(path: str):
     """The streamed data set of hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT.
 
     The one place where data comes over the network, because the user named it so.
     """
-    datasets = needed("datasets", path, "the Hugging Face hub", "datasets")
+    datasets = import_optional("datasets", path, "the Hugging Face hub", "datasets")
     name, config, split = [*path.removeprefix(HUB).split(":"), "", ""][:3]
-    with reading(path, Exception):  # of many kinds: no such name, no network, a choice to make
+    with translate_read_errors(path, Exception):  # unknown name, no network, no configuration
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
 
 
 # Kind of file: its reader, a function of the part that yields each document as blocks of UTF-8.
-READERS: dict[str, Callable[[Part], Iterator[Iterable[bytes]]]] = {
-    "text": _texts,
+READERS: dict[str, Callable[[FilePart], Iterator[Iterable[bytes]]]] = {
+    "text": _plain_text,
     "jsonl": _json_lines,
     "parquet": _parquet_rows,
     "hub": _hub_rows,

@@ -17,7 +17,7 @@ from fractions import Fraction
 
 import numpy as np
 
-LONGEST_SCHEDULE = 100_000  # places until a mixture's schedule repeats
+MAX_PERIOD = 100_000  # places until a mixture's schedule repeats
 
 
 class WindowOrder:
@@ -46,7 +46,7 @@ class WindowOrder:
         self.sizes = [num_windows] if isinstance(num_windows, int) else num_windows
         self.batch_size = batch_size
         self.seed = seed
-        turns = shares(weights) if weights else [1]
+        turns = integer_weights(weights) if weights else [1]
         if len(turns) != len(self.sizes):
             raise ValueError(f"{len(turns)} weights for {len(self.sizes)} sources")
         self.offsets = np.cumsum([0, *self.sizes])[:-1]
@@ -94,7 +94,7 @@ def shuffled(places: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
     return items
 
 
-def shares(weights: list[float]) -> list[int]:
+def integer_weights(weights: list[float]) -> list[int]:
     """Weights as whole numbers in the same proportion, as small as can be: .5, .25 -> 2, 1.
 
     Decimals are taken as they are written, so nothing is rounded.
@@ -104,7 +104,7 @@ def shares(weights: list[float]) -> list[int]:
     unit = Fraction(1, math.lcm(*(weight.denominator for weight in exact)))
     turns = [int(weight / unit) for weight in exact]
     turns = [turn // math.gcd(*turns) for turn in turns]
-    if sum(turns) > LONGEST_SCHEDULE:
+    if sum(turns) > MAX_PERIOD:
         raise ValueError(f"weights {weights} repeat after {sum(turns)} windows only")
     return turns
 
@@ -147,7 +147,7 @@ def permute(index: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
     def once(x: np.ndarray) -> np.ndarray:
         left, right = x >> shift, x & mask
         for round_key in round_keys:
-            left, right = right, left ^ (_mix(right + round_key) & mask)
+            left, right = right, left ^ (_splitmix64(right + round_key) & mask)
         return left << shift | right
 
     result = once(np.asarray(index).astype(np.uint64))
@@ -161,11 +161,11 @@ def _round_keys(key: tuple[int, ...]) -> list[np.ndarray]:
     """A key for each of the eight rounds: uint64 (1,)."""
     round_key = np.zeros(1, np.uint64)
     for part in key:
-        round_key = _mix(round_key ^ np.uint64(part % 2**64))
-    return [_mix(round_key + np.uint64(i)) for i in range(8)]
+        round_key = _splitmix64(round_key ^ np.uint64(part % 2**64))
+    return [_splitmix64(round_key + np.uint64(i)) for i in range(8)]
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _splitmix64(x: np.ndarray) -> np.ndarray:
     """SplitMix64: every bit of the input changes half the bits of the output. uint64, wrapping."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 
 from errors import DataError, message_of
 from files import atomic_write, open_regular, read_json, rename, temporary_name
-from tokens.paths import find_files, reading
+from tokens.paths import find_files, translate_read_errors
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
@@ -39,10 +39,10 @@ MANIFEST_LIMIT = 2**28  # bytes; of 15 TB of shards
 MAGIC = 20240520  # how a token file of llm.c begins
 VERSION = 1
 HEADER_BYTES = 256 * 4
-VERIFY_AT_MOST = 2**30  # bytes that are verified whole whenever they are opened
-TOKEN = np.dtype("<u2")
+MAX_VERIFY_ALL = 2**30  # bytes that are that are verified completely whenever they are opened
+TOKEN_DTYPE = np.dtype("<u2")
 # Names of files to validate on, without the ending.
-FOR_VALIDATION = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
+VALIDATION_NAME = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
 
 
 # --------------------------------------------------------------------------------------- manifest
@@ -82,14 +82,14 @@ class Manifest(BaseModel):
 
 
 def write_manifest(
-    folder: Path, shards: list[ShardEntry], tokenizer: str, **facts: str | int
+    folder: Path, shards: list[ShardEntry], tokenizer: str, **extra: str | int
 ) -> dict:
-    """The manifest of the shards in this folder, in this order; facts go into it as they are."""
+    """The manifest of the shards in this folder, in this order; extra go into it as they are."""
     manifest = {
         "format": "clearhead-shards",
         "version": 1,
         "tokenizer": tokenizer,
-        **facts,
+        **extra,
         "vocab_size": TOKENIZERS[tokenizer],
         "tokens": sum(shard.tokens for shard in shards),
         "documents": sum(shard.documents for shard in shards),
@@ -120,7 +120,7 @@ class ShardWriter:
         self.path = path
         self.end_of_text = end_of_text
         self.tokens = 0
-        self._waiting: list[np.ndarray] = []  # to be written
+        self._buffer: list[np.ndarray] = []  # to be written
         self._written = self._documents = 0
         self._part = temporary_name(path)
         self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
@@ -128,16 +128,16 @@ class ShardWriter:
 
     def append(self, ids: np.ndarray) -> None:
         """More token ids, uint16."""
-        self._waiting.append(ids)
+        self._buffer.append(ids)
         self.tokens += len(ids)
         if self.tokens - self._written >= 2**20:
             self._write()
 
     def _write(self) -> None:
-        ids = np.concatenate([np.zeros(0, TOKEN), *self._waiting])
+        ids = np.concatenate([np.zeros(0, TOKEN_DTYPE), *self._buffer])
         self._documents += int((ids == self.end_of_text).sum())
-        self._file.write(ids.astype(TOKEN, copy=False).tobytes())
-        self._waiting, self._written = [], self.tokens
+        self._file.write(ids.astype(TOKEN_DTYPE, copy=False).tobytes())
+        self._buffer, self._written = [], self.tokens
 
     def close(self) -> ShardEntry:
         """Completes the file and gives it its name."""
@@ -157,7 +157,7 @@ class ShardWriter:
             file=self.path.name, tokens=self.tokens, documents=self._documents, sha256=checksums
         )
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Removes what was written."""
         self._file.close()
         self._part.unlink(missing_ok=True)
@@ -222,18 +222,18 @@ def open_shards(
         wanted = min(wanted, hard)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    opened = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
-    total = sum(shard.size for shard in opened)
-    for shard in opened:
+    shards = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
+    total = sum(shard.size for shard in shards)
+    for shard in shards:
         blocks = range(len(shard.checksums))
-        if verify == "auto" and total > VERIFY_AT_MOST:
+        if verify == "auto" and total > MAX_VERIFY_ALL:
             blocks = sorted({0, len(blocks) - 1})
         if verify:
             shard.verify(blocks)
-    train = [shard for shard in opened if not FOR_VALIDATION.search(shard.path.stem)]
-    val = [shard for shard in opened if FOR_VALIDATION.search(shard.path.stem)]
+    train = [shard for shard in shards if not VALIDATION_NAME.search(shard.path.stem)]
+    val = [shard for shard in shards if VALIDATION_NAME.search(shard.path.stem)]
     if not train or not val:
-        return {"train": _stream(opened)}
+        return {"train": _stream(shards)}
     return {"train": _stream(train), "val": _stream(val)}
 
 
@@ -272,7 +272,7 @@ class _Shard:
                     raise _bad_file(self.path, f"{cause} ({MANIFEST})")
                 self.checksums[block] = checksum[:12]
                 skip = max(0, self.first_byte - first)
-                ids = np.frombuffer(raw[skip : len(raw) // 2 * 2], TOKEN)
+                ids = np.frombuffer(raw[skip : len(raw) // 2 * 2], TOKEN_DTYPE)
                 if len(ids) and ids.max() >= self.vocab_size:
                     place = int((ids >= self.vocab_size).argmax())
                     cause = (
@@ -288,7 +288,7 @@ def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> 
 
 def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard:
     """Maps a token file after its header, its size and the manifest agree."""
-    with reading(str(path), OSError), open_regular(path) as file:
+    with translate_read_errors(str(path), OSError), open_regular(path) as file:
         header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     vocab_size = TOKENIZERS[tokenizer]
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
@@ -296,7 +296,7 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
     else:
         # nanoGPT's: ids without a header, which is known by the zeros behind its three words.
-        ids = np.frombuffer(header[: len(header) // 2 * 2], TOKEN)
+        ids = np.frombuffer(header[: len(header) // 2 * 2], TOKEN_DTYPE)
         is_header = len(header) == HEADER_BYTES and not any(header[12:])
         if entry or is_header or size == 0 or size % 2 or ids.max() >= vocab_size:
             magic = int.from_bytes(header[:4], "little", signed=True)
@@ -309,7 +309,7 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
     if len(checksums) != blocks or (entry and entry.tokens != count):
         raise _bad_file(path, f"its {count} tokens (byte 8) contradict {MANIFEST}")
     try:
-        ids = np.asarray(np.memmap(path, TOKEN, "r", first_byte, (count,)))
+        ids = np.asarray(np.memmap(path, TOKEN_DTYPE, "r", first_byte, (count,)))
     except OSError as error:
         fix = "raise the limit of open files: ulimit -n"
         raise _bad_file(path, f"cannot be mapped ({error.strerror})", fix) from error

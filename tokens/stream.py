@@ -16,7 +16,7 @@ import numpy as np
 from errors import DataError
 
 BLOCK_BYTES = 2**22  # of one checksum
-SEARCHED = 2**20  # ids that are searched at once
+SEARCH_BLOCK = 2**20  # ids that are searched at once
 Checksums = list[tuple[str, list[str]]]  # (file, checksum of each of its blocks)
 
 
@@ -40,12 +40,12 @@ class TokenStream:
         self.end_of_text = end_of_text
         self.names = names or [("the text", 0)] * len(arrays)
         self._checksums = checksums
-        self.begins = np.cumsum([0, *map(len, arrays)])  # of each array, and the end of all
+        self.array_starts = np.cumsum([0, *map(len, arrays)])  # of each array, and the end of all
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
-        self._maps = [_mapping(array) for array in arrays]
+        self._maps = [_mmap_of(array) for array in arrays]
 
     def __len__(self) -> int:
-        return int(self.begins[-1])
+        return int(self.array_starts[-1])
 
     def gather(self, starts: np.ndarray, size: int) -> np.ndarray:
         """The ids from each start on: (B,) int64 -> (B, N = size), in the stream's own dtype.
@@ -54,86 +54,90 @@ class TokenStream:
         have, with its place.
         """
         ids = np.empty((len(starts), size), self.dtype)
-        number = np.searchsorted(self.begins, starts, side="right") - 1  # of the array it starts in
+        number = np.searchsorted(self.array_starts, starts, side="right") - 1  # of the array
         number = np.minimum(number, len(self.arrays) - 1)
         for n in np.unique(number):
             array, rows = self.arrays[n], np.flatnonzero(number == n)
-            local = starts[rows] - self.begins[n]
+            local = starts[rows] - self.array_starts[n]
             inside = local + size <= len(array)
             if inside.any():
                 windows = np.lib.stride_tricks.sliding_window_view(array, size)
                 ids[rows[inside]] = windows[local[inside]]
             for row in rows[~inside]:
-                ids[row] = self._across(int(starts[row]), size)
-            self._unmap(n)
+                ids[row] = self._gather_across_arrays(int(starts[row]), size)
+            self._release_pages(n)
         if ids.size and ids.max() >= self.vocab_size:
             row, column = np.argwhere(ids >= self.vocab_size)[0]
-            self._refuse(int(ids[row, column]), int(starts[row] + column))
+            self._raise_invalid_id(int(ids[row, column]), int(starts[row] + column))
         return ids
 
-    def _across(self, start: int, size: int) -> np.ndarray:
+    def _gather_across_arrays(self, start: int, size: int) -> np.ndarray:
         """One window that reaches over the ends of arrays."""
         ids = np.zeros(size, self.dtype)
-        for _, position, part in self._pieces(start, start + size):
+        for _, position, part in self._slices(start, start + size):
             ids[position - start : position - start + len(part)] = part
         return ids
 
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    def _slices(self, begin: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """What each array has from `begin` to before `end`: (its number, position, ids)."""
-        for n in range(np.searchsorted(self.begins, begin, side="right") - 1, len(self.arrays)):
-            first = int(self.begins[n])
+        number = np.searchsorted(self.array_starts, begin, side="right") - 1
+        for n in range(number, len(self.arrays)):
+            first = int(self.array_starts[n])
             if first >= end:
                 break
             yield n, max(begin, first), self.arrays[n][max(0, begin - first) : end - first]
 
-    def _unmap(self, n: int) -> None:
+    def _release_pages(self, n: int) -> None:
         """Pages that were read count as this process's memory as long as they are mapped, 2 MB for
         each window where the file system uses large ones."""
         if self._maps[n]:
             self._maps[n].madvise(mmap.MADV_DONTNEED)
 
-    def _refuse(self, token: int, position: int) -> None:
+    def _raise_invalid_id(self, token: int, position: int) -> None:
         """Raises DataError for an id beyond the vocabulary."""
-        number = int(np.searchsorted(self.begins, position, side="right")) - 1
+        number = int(np.searchsorted(self.array_starts, position, side="right")) - 1
         name, first_byte = self.names[number]
-        byte = first_byte + (position - int(self.begins[number])) * self.dtype.itemsize
+        byte = first_byte + (position - int(self.array_starts[number])) * self.dtype.itemsize
         cause = f"id {token} at byte {byte} is beyond the vocabulary of {self.vocab_size}"
         raise DataError("data.path", name, cause, "create the file again, or use its tokenizer")
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """The stream before a position, and from it on; nothing is copied."""
-        return self._part(0, position), self._part(position, len(self))
+        return self._substream(0, position), self._substream(position, len(self))
 
-    def _part(self, begin: int, end: int) -> "TokenStream":
+    def _substream(self, begin: int, end: int) -> "TokenStream":
         arrays, names = [], []
-        for n, position, part in self._pieces(begin, end):
+        for n, position, part in self._slices(begin, end):
             name, byte = self.names[n]
             arrays.append(part)
-            names.append((name, byte + (position - int(self.begins[n])) * self.dtype.itemsize))
+            names.append(
+                (name, byte + (position - int(self.array_starts[n])) * self.dtype.itemsize)
+            )
         return TokenStream(arrays, self.vocab_size, self.end_of_text, names)
 
     def document_starts(self) -> np.ndarray:
         """Where documents begin, int64: 0, and every place of the end-of-text token."""
-        blocks = range(0, len(self), SEARCHED)
-        found = [self._documents(first, first + SEARCHED) for first in blocks]
+        blocks = range(0, len(self), SEARCH_BLOCK)
+        found = [self._document_starts(first, first + SEARCH_BLOCK) for first in blocks]
         return np.concatenate([np.zeros(1, np.int64), *found])
 
-    def _documents(self, low: int, high: int) -> np.ndarray:
+    def _document_starts(self, low: int, high: int) -> np.ndarray:
         """Where documents but the first begin, from `low` to before `high`."""
         found = [np.zeros(0, np.int64)]
-        for n, position, part in self._pieces(max(1, low), high):
+        for n, position, part in self._slices(max(1, low), high):
             found.append(np.flatnonzero(part == self.end_of_text) + position)
-            self._unmap(n)
+            self._release_pages(n)
         return np.concatenate(found)
 
-    def nearest_document(self, position: int, reach: int) -> int | None:
+    def nearest_document_start(self, position: int, reach: int) -> int | None:
         """The beginning of a document nearest to a position, at most `reach` tokens away."""
-        for near in range(0, reach + 1, SEARCHED):
-            far = min(reach + 1, near + SEARCHED)
-            before = self._documents(position - far + 1, position - near + 1)
-            places = np.concatenate([before, self._documents(position + near, position + far)])
-            if len(places):
-                return int(places[np.abs(places - position).argmin()])
+        for near in range(0, reach + 1, SEARCH_BLOCK):
+            far = min(reach + 1, near + SEARCH_BLOCK)
+            before = self._document_starts(position - far + 1, position - near + 1)
+            after = self._document_starts(position + near, position + far)
+            starts = np.concatenate([before, after])
+            if len(starts):
+                return int(starts[np.abs(starts - position).argmin()])
         return None
 
     def checksums(self) -> Checksums:
@@ -149,7 +153,7 @@ class TokenStream:
         return self._checksums
 
 
-def _mapping(array: np.ndarray) -> mmap.mmap | None:
+def _mmap_of(array: np.ndarray) -> mmap.mmap | None:
     """The mapped file that an array is a view of, if it is one and the system can unmap pages."""
     base = array
     while isinstance(base, np.ndarray):
@@ -157,7 +161,9 @@ def _mapping(array: np.ndarray) -> mmap.mmap | None:
     return base if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") else None
 
 
-def check_same(expected: Checksums, found: Checksums, path: object, whose: str, fix: str) -> None:
+def compare_checksums(
+    expected: Checksums, found: Checksums, path: object, whose: str, fix: str
+) -> None:
     """Raises DataError when the tokens of data.path are not those of the checkpoint, or of rank 0.
 
     whose: which of the two; fix: the hint. A checksum "" is not known.

@@ -22,7 +22,7 @@ from tokens.windows import IGNORED, WindowDataset
 
 SYMBOLS = np.frombuffer((string.ascii_letters + string.digits).encode(), np.uint8)  # 62 ids
 BOS = 256  # the byte tokenizer's <|endoftext|>, which every sequence begins with
-JUMP = 0.05  # how often a walk leaves its cycle for a random symbol of it
+JUMP_PROBABILITY = 0.05  # how often a walk leaves its cycle for a random symbol of it
 
 
 class CycleWalks(WindowDataset):
@@ -49,10 +49,10 @@ class CycleWalks(WindowDataset):
 
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
         length = self.max_length
-        order, rest = _draws(windows, "walk", length)
+        order, rest = _random_numbers(windows, "walk", length)
         sizes = 4 + (rest[:, 0] * (length // 2 - 4)).astype(np.int64)[:, None]  # K of each window
         jumps_to = (rest[:, 1 : 1 + length] * sizes).astype(np.int64)  # (B, T) places in the cycle
-        jumps = rest[:, 1 + length : 1 + 2 * length] < JUMP
+        jumps = rest[:, 1 + length : 1 + 2 * length] < JUMP_PROBABILITY
         jumps[:, 0] = True  # the first symbol is any of the K
         # From the last jump on, one place further at each step.
         steps = np.arange(length)
@@ -85,7 +85,7 @@ class RepeatedSequences(WindowDataset):
         return 1000
 
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        order, _ = _draws(windows, "repeat", 0)
+        order, _ = _random_numbers(windows, "repeat", 0)
         half = (self.max_length + 1) // 2
         copy = SYMBOLS[np.resize(order.T, (half, len(windows))).T].astype(np.int64)  # (B, T / 2)
         bos = np.full((len(windows), 1), BOS)
@@ -95,7 +95,7 @@ class RepeatedSequences(WindowDataset):
         return torch.from_numpy(ids[:, :-1]), torch.from_numpy(targets)
 
 
-def _draws(windows: np.ndarray, kind: str, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _random_numbers(windows: np.ndarray, kind: str, length: int) -> tuple[np.ndarray, np.ndarray]:
     """The random numbers of each window: an order of all symbols (B, 62), numbers (B, 1 + 2 T).
 
     Philox is a generator with a key: one for each kind and window, none depends on another.

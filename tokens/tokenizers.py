@@ -92,7 +92,7 @@ def _gpt2_encoding() -> tiktoken.Encoding:
 
 
 @functools.cache
-def token_sizes(tokenizer: str) -> np.ndarray:
+def token_byte_lengths(tokenizer: str) -> np.ndarray:
     """The bytes of text of each id."""
     encoding = get_tokenizer(tokenizer)
     words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
@@ -101,6 +101,6 @@ def token_sizes(tokenizer: str) -> np.ndarray:
 
 def bytes_per_token(tokenizer: tiktoken.Encoding, tokens: np.ndarray) -> float:
     """The mean number of bytes of text of a token; end-of-text tokens count as 0 bytes."""
-    sizes = token_sizes(tokenizer.name).copy()
+    sizes = token_byte_lengths(tokenizer.name).copy()
     sizes[tokenizer.eot_token] = 0
     return float(sizes[tokens].mean())

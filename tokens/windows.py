@@ -44,7 +44,7 @@ class WindowDataset(Dataset):
         return list(zip(*self.batch(np.asarray(windows)), strict=True))
 
 
-class Windows(WindowDataset):
+class SlidingWindows(WindowDataset):
     """Sliding windows over a stream, one every `stride` tokens, of `max_length` inputs.
 
     Nothing is copied: a window is read from the stream when it is asked for.
@@ -81,7 +81,7 @@ class Windows(WindowDataset):
         return ids[np.argsort(-counts, kind="stable")][:most]
 
 
-class DocumentWindows(Windows):
+class DocumentWindows(SlidingWindows):
     """Windows that stay within a document: from its end-of-text token to the next one, which is
     the last target.
 
@@ -120,7 +120,7 @@ class MixedDataset(WindowDataset):
     `weights` tells how often each is to be used (WindowOrder in tokens/sampler.py).
     """
 
-    def __init__(self, datasets: list[Windows], weights: list[float]):
+    def __init__(self, datasets: list[SlidingWindows], weights: list[float]):
         self.datasets = datasets
         self.weights = weights
         self.sizes = [len(dataset) for dataset in datasets]
@@ -145,14 +145,14 @@ class MixedDataset(WindowDataset):
         return np.unique(np.concatenate(each))
 
 
-def order_of(dataset: WindowDataset, batch_size: int, seed: int) -> WindowOrder:
+def window_order(dataset: WindowDataset, batch_size: int, seed: int) -> WindowOrder:
     """The order in which training takes a data set's windows."""
     if isinstance(dataset, MixedDataset):
         return WindowOrder(dataset.sizes, batch_size, seed, dataset.weights)
     return WindowOrder(len(dataset), batch_size, seed)
 
 
-def evenly(dataset: WindowDataset, most: int) -> np.ndarray:
+def evenly_spaced_windows(dataset: WindowDataset, most: int) -> np.ndarray:
     """At most `most` windows, evenly spread; of a mixture from each source by its weight."""
     if not isinstance(dataset, MixedDataset):
         count = min(len(dataset), most)
@@ -163,4 +163,5 @@ def evenly(dataset: WindowDataset, most: int) -> np.ndarray:
         counts[counts.argmax()] -= 1
     offsets = dataset.ends - dataset.sizes
     parts = zip(dataset.datasets, counts.tolist(), offsets, strict=True)
-    return np.concatenate([evenly(part, count) + offset for part, count, offset in parts])
+    windows = [evenly_spaced_windows(part, count) + offset for part, count, offset in parts]
+    return np.concatenate(windows)

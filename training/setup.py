@@ -18,9 +18,9 @@ from interop.init_from import initial_weights
 from lens.config import LensConfig
 from lens.snapshots import Lens
 from model import GPT, ModelConfig
-from tokens.stream import check_same
+from tokens.stream import compare_checksums
 from tokens.tokenizers import bytes_per_token, get_tokenizer
-from tokens.windows import evenly
+from tokens.windows import evenly_spaced_windows
 from training.checkpoint import run_directory
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
@@ -160,7 +160,8 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
             )
             try:
                 trained_on = start.state.data or []
-                check_same(trained_on, data.checksums, config.data.path, "the checkpoint", fix)
+                path = config.data.path
+                compare_checksums(trained_on, data.checksums, path, "the checkpoint", fix)
             except DataError as error:
                 if not config.trainer.resume_override:
                     raise
@@ -168,7 +169,7 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
     of_rank_0 = strategy.broadcast(data.checksums)
     with strategy.raise_on_all_ranks():
         fix = "give every machine the same data"
-        check_same(of_rank_0, data.checksums, config.data.path, "rank 0", fix)
+        compare_checksums(of_rank_0, data.checksums, config.data.path, "rank 0", fix)
     ids = get_tokenizer(config.data.tokenizer).n_vocab
     if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
         reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"
@@ -323,7 +324,7 @@ def build_metrics(
 def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Evaluator:
     tokenizer, validation = get_tokenizer(config.data.tokenizer), None
     if data.val:
-        windows = evenly(data.val, config.trainer.eval_windows)
+        windows = evenly_spaced_windows(data.val, config.trainer.eval_windows)
         bytes_of = None
         if not config.data.synthetic:
             bytes_of = functools.partial(bytes_per_token, tokenizer)

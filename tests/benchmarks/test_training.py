@@ -22,7 +22,7 @@ from benchmarks.equivalence import (
 )
 from benchmarks.implementations import NanoGPT, Ours, Variant, pad_vocabulary
 from benchmarks.timing import interleave, speedup
-from tokens.windows import order_of
+from tokens.windows import window_order
 from train import train_step
 from training.config.schema import OptimizerConfig, ParallelConfig
 from training.distributed.build import build_strategy
@@ -151,7 +151,7 @@ def test_padding_the_vocabulary_keeps_the_logits():
 def test_our_step_is_that_of_training_bit_for_bit(make_run):
     run = make_run("optimizer.schedule=constant", "trainer.warmup_steps=0", "model.dropout=0")
     config, train_set = run.config, run.data.train
-    order = order_of(train_set, config.trainer.batch_size, config.seed)
+    order = window_order(train_set, config.trainer.batch_size, config.seed)
     variant = Variant("ours", "ours", torch.float32)
     ours = Ours(variant, run.model, config.optimizer, run.strategy)
     for step in range(3):

@@ -49,7 +49,8 @@ def test_streamed_tokens_are_those_of_one_call(engine):
         if engine == "tiktoken" and total > 200e6:
             break  # a tenth of the speed
         expected = tokenizer.encode_to_numpy(text, allowed_special="all")
-        encoder = StreamEncoder("gpt2", engine=engine, piece=draw.choice([2**10, 2**14, 2**18]))
+        chunk_bytes = draw.choice([2**10, 2**14, 2**18])
+        encoder = StreamEncoder("gpt2", engine=engine, chunk_bytes=chunk_bytes)
         blocks, start = [], 0
         while start < len(text):
             end = start + draw.randint(1, 2**20)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from errors import ClearheadError
 from tokens import END_OF_TEXT
 from tokens.paths import find_files
-from tokens.prepare import Preparation, Recipe
+from tokens.prepare import Preparation, PrepareSettings
 from tokens.shards import HEADER_BYTES, open_shards
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
@@ -113,16 +113,16 @@ def varied_text(size: int, seed: int = 0) -> str:
 
 def preparation(path: object, folder: Path, i: int = 1, n: int = 1, **changes) -> Preparation:
     values = {"tokenizer": "gpt2", "endoftext": "token", "engine": "gigatoken", "text_key": "text"}
-    recipe = Recipe(**values | {"shard_tokens": 10**8} | changes)
+    settings = PrepareSettings(**values | {"shard_tokens": 10**8} | changes)
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
-    return Preparation(find_files(path), folder, recipe, (i, n))
+    return Preparation(find_files(path), folder, settings, (i, n))
 
 
 def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1, **changes):
     """What the command does with part=i/n: the manifest; None while other parts are missing."""
     made = preparation(path, folder, i, n, **changes)
-    made.begin()
-    made.run(made.unfinished(made.own), workers, lambda count: None)
+    made.start()
+    made.run(made.unfinished(made.assigned), workers, lambda count: None)
     return made.finish()
 
 

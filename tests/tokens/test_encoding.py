@@ -24,7 +24,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from errors import DataError
 from tokens import END_OF_TEXT
 from tokens import encoding as module
-from tokens.encoding import CUT, StreamEncoder, find_cut, text_blocks
+from tokens.encoding import BOUNDARY, StreamEncoder, find_boundary, utf8_blocks
 from tokens.gigatoken_engine import Gigatoken
 
 some = trials(30, 400)
@@ -50,10 +50,10 @@ def kept(engine: str, endoftext: str) -> StreamEncoder:
     return StreamEncoder(name, endoftext, engine, check_every=10**12)
 
 
-def encoder_of(engine: str, endoftext: str = "token", piece: int = 32) -> StreamEncoder:
+def encoder_of(engine: str, endoftext: str = "token", chunk_bytes: int = 32) -> StreamEncoder:
     """An encoder that leaves the comparison to the test; kept, because making one takes time."""
     encoder = kept(engine, endoftext)
-    encoder.piece, encoder.pieces = piece, 1
+    encoder.chunk_bytes, encoder.chunks = chunk_bytes, 1
     return encoder
 
 
@@ -86,7 +86,7 @@ def check_ids(encoder: StreamEncoder, text: str, blocks: Iterable[bytes], endoft
 def test_streamed_ids_are_those_of_one_call(text, engine, endoftext, piece, size):
     encoder = encoder_of(engine, endoftext, piece)
     for _ in range(2):  # one text after the other: each by itself
-        check_ids(encoder, text, text_blocks(text, size), endoftext)
+        check_ids(encoder, text, utf8_blocks(text, size), endoftext)
 
 
 def characters(first: int, last: int) -> str:
@@ -107,10 +107,10 @@ def test_a_run_without_a_cut_has_the_ids_of_one_call(engine):
     draw = random.Random(engine)
     for alphabet, _ in itertools.product(RUNS, range(13 if CAMPAIGN else 2)):
         run = "".join(draw.choices(alphabet, k=draw.randint(3000, 4000)))
-        assert find_cut(run.encode(), 1, len(run.encode())) is None
+        assert find_boundary(run.encode(), 1, len(run.encode())) is None
         text = draw.choice(["", "x ", " ", "'"]) + run + draw.choice(ENDINGS)
-        encoder = encoder_of(engine, piece=draw.choice([32, 100, 256]))
-        arrays = check_ids(encoder, text, text_blocks(text, draw.randint(1, 999)))
+        encoder = encoder_of(engine, chunk_bytes=draw.choice([32, 100, 256]))
+        arrays = check_ids(encoder, text, utf8_blocks(text, draw.randint(1, 999)))
         assert len(arrays) > 4
 
 
@@ -120,13 +120,13 @@ def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
     encode = mock.create_autospec(Gigatoken.encode, side_effect=Gigatoken.encode)
     monkeypatch.setattr(Gigatoken, "encode", encode)
     text = character * 100_000
-    check_ids(encoder_of("gigatoken", piece=2**12), text, text_blocks(text))
+    check_ids(encoder_of("gigatoken", chunk_bytes=2**12), text, utf8_blocks(text))
     pieces = [call.args[1] for call in encode.call_args_list]
     assert max(map(len, pieces)) <= 3 * 2**12
     assert sum(map(len, pieces)) < 1.5 * len(text.encode())
     encode.reset_mock()
     text = f"{character * 3000}\n{WORDS}"
-    check_ids(encoder_of("gigatoken", piece=32), text, [text.encode()])
+    check_ids(encoder_of("gigatoken", chunk_bytes=32), text, [text.encode()])
     pieces = [call.args[1] for call in encode.call_args_list]
     assert max(map(len, pieces)) > 64
     assert max(map(len, pieces[-10:])) <= 64
@@ -135,7 +135,7 @@ def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
 def test_a_million_line_ends_before_a_word():
     """tiktoken's own pattern fails on them all at once, not on pieces of the real size."""
     text = "a" + "\n" * 1_000_000 + "b c"
-    ids = joined(StreamEncoder("gpt2", engine="tiktoken").encode(text_blocks(text)))
+    ids = joined(StreamEncoder("gpt2", engine="tiktoken").encode(utf8_blocks(text)))
     assert np.array_equal(ids, module.gigatoken(True).encode(text.encode()))
 
 
@@ -151,11 +151,11 @@ def pattern_cuts(text: str) -> set[int]:
 def is_cut(left: str, right: str) -> bool:
     """Whether there is a cut between two neighbours."""
     place = len(left.encode())
-    return find_cut((left + right).encode(), place, place + 1) == place
+    return find_boundary((left + right).encode(), place, place + 1) == place
 
 
 def cuts_of(text: str) -> list[int]:
-    """The plain definition of find_cut: each two neighbours by themselves."""
+    """The plain definition of find_boundary: each two neighbours by themselves."""
     pairs = enumerate(itertools.pairwise(text), 1)
     return [len(text[:end].encode()) for end, pair in pairs if is_cut(*pair)]
 
@@ -198,14 +198,14 @@ def test_the_first_cut_is_found_and_is_one_of_the_pattern(text, start, length):
     assert set(cuts) <= pattern_cuts(text)
     begin = whole.find(END_OF_TEXT.encode())
     inside = range(begin + 1, begin + len(END_OF_TEXT)) if begin >= 0 else ()
-    assert not set(inside) & {*cuts, *(found.start() for found in CUT.finditer(whole))}
+    assert not set(inside) & {*cuts, *(found.start() for found in BOUNDARY.finditer(whole))}
     start = 1 + start % max(1, len(whole))
     for stop in (min(start + length % 20, len(whole)), len(whole)):
         first = next((cut for cut in cuts if start <= cut < stop), None)
-        assert find_cut(whole, start, stop) == first
+        assert find_boundary(whole, start, stop) == first
         end = len(whole[:stop].decode(errors="ignore").encode())  # the last may be cut off
         base = start - min(4, start)
-        found = find_cut(whole[base:stop], start - base, stop - base)
+        found = find_boundary(whole[base:stop], start - base, stop - base)
         expected = next((cut for cut in cuts if start <= cut < end), None)
         assert (found if found is None else found + base) == expected
 
@@ -213,16 +213,16 @@ def test_the_first_cut_is_found_and_is_one_of_the_pattern(text, start, length):
 def test_engines_agree_on_all_of_unicode():
     """Their versions of Unicode differ: text with characters that only gigatoken knows is encoded
     by tiktoken."""
-    encoder, step = encoder_of("gigatoken", piece=2**14), 1 if CAMPAIGN else 4
+    encoder, step = encoder_of("gigatoken", chunk_bytes=2**14), 1 if CAMPAIGN else 4
     blocks = [*range(0, 0xD800, 256), *range(0xE000, 0x40000, 256), 0xE0000, 0xE0100]
     for first in blocks:
         texts = {True: "", False: ""}
         for character in characters(first, first + 255)[first // 256 % step :: step]:
-            newer = module.NEWER.search(character.encode()) is not None
+            newer = module.UNICODE_DIFFERENCES.search(character.encode()) is not None
             texts[newer] += f"{character}'s {character}1  {character}!{character}日{character} \n"
         for text in filter(None, texts.values()):
             assert np.array_equal(joined(encoder.encode([text.encode()])), encode_at_once(text))
-            cuts = {found.start() for found in CUT.finditer(text.encode())}
+            cuts = {found.start() for found in BOUNDARY.finditer(text.encode())}
             assert cuts <= pattern_cuts(text), hex(first)
 
 
@@ -239,7 +239,7 @@ def test_a_difference_from_tiktoken_is_refused(monkeypatch):
     monkeypatch.setattr(Gigatoken, "encode", encode)
     for number in range(6):
         texts.clear()
-        encoder = StreamEncoder("gpt2", engine="gigatoken", piece=64, check_every=4)
+        encoder = StreamEncoder("gpt2", engine="gigatoken", chunk_bytes=64, check_every=4)
         stream = encoder.encode([WORDS.encode()], "words.txt", offset=5)
         if number % 4:
             assert len(joined(stream))
@@ -259,7 +259,7 @@ def test_the_engine_that_is_used():
     ):
         encoder = StreamEncoder(tokenizer, engine=engine)
         assert encoder.engine == used
-        check_ids(encoder, WORDS * 100, text_blocks(WORDS * 100))
+        check_ids(encoder, WORDS * 100, utf8_blocks(WORDS * 100))
 
 
 def test_gigatoken_is_made_anew_when_the_process_has_grown(monkeypatch):
@@ -268,9 +268,9 @@ def test_gigatoken_is_made_anew_when_the_process_has_grown(monkeypatch):
     made = mock.Mock(side_effect=gigatoken.gigatoken_rs.BPETokenizer.from_tiktoken)
     monkeypatch.setattr("gigatoken.gigatoken_rs.BPETokenizer", mock.Mock(from_tiktoken=made))
     monkeypatch.setattr("tokens.gigatoken_engine.resident_bytes", lambda: memory[0])
-    monkeypatch.setattr(Gigatoken, "LOOK_EVERY", 100)
+    monkeypatch.setattr(Gigatoken, "CHECK_EVERY", 100)
     encoder = Gigatoken(special=True)
-    for growth, count in ((Gigatoken.MOST_GROWTH, 1), (1, 2), (0, 2)):
+    for growth, count in ((Gigatoken.MAX_GROWTH, 1), (1, 2), (0, 2)):
         memory[0] += growth
         assert np.array_equal(encoder.encode(words), encode_at_once(WORDS))
         assert made.call_count == count

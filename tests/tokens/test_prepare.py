@@ -40,7 +40,7 @@ from tokens import END_OF_TEXT, encoding, readers
 from tokens import prepare as module
 from tokens.paths import find_files
 from tokens.prepare import make_tasks
-from tokens.readers import divide
+from tokens.readers import split_file
 from training.config.command_line import parse
 
 few = trials(10, 100)
@@ -58,8 +58,8 @@ def here(in_process, tmp_path):
 
 
 def test_number_of_tasks(tmp_path, monkeypatch):
-    assert module.SMALLEST_TASK == 2**24
-    monkeypatch.setattr(module, "SMALLEST_TASK", 120)
+    assert module.MIN_TASK_BYTES == 2**24
+    monkeypatch.setattr(module, "MIN_TASK_BYTES", 120)
     for name, size, shard_tokens, count in (
         ("a.txt", 120, 10**8, 1),
         ("a.txt", 126, 10**8, 2),
@@ -72,9 +72,9 @@ def test_number_of_tasks(tmp_path, monkeypatch):
         assert [task.number for task in made] == list(range(count))
         assert sum(task.size for task in made) == path.stat().st_size
     groups = write_source(tmp_path / "a.parquet", ["a" * 60] * 8)  # two rows a group
-    sizes = [part.size for part in divide(str(groups), 1)]
+    sizes = [part.size for part in split_file(str(groups), 1)]
     assert len(sizes) == 4
-    monkeypatch.setattr(module, "SMALLEST_TASK", sum(sizes[:2]))
+    monkeypatch.setattr(module, "MIN_TASK_BYTES", sum(sizes[:2]))
     made = make_tasks([str(groups)] * 2, "text", 10**8)
     assert [task.size for task in made] == [sum(sizes[:2]), sum(sizes[2:])] * 2
 
@@ -101,7 +101,7 @@ def test_shards_hold_the_ids_of_each_document(
     recipe["shard_tokens"] = shard_tokens
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(module, "SMALLEST_TASK", smallest),
+        mock.patch.object(module, "MIN_TASK_BYTES", smallest),
         mock.patch("os.fsync"),  # for speed
     ):
         out = Path(name) / "out"
@@ -146,7 +146,7 @@ def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
     data_set = SimpleNamespace(num_shards=3)
     data_set.shard = lambda num_shards, index: {3: rows}[num_shards][index]
-    monkeypatch.setattr(readers, "hub_data", {"hub:some:thing": data_set}.get)
+    monkeypatch.setattr(readers, "load_hub_dataset", {"hub:some:thing": data_set}.get)
     path = write_source(tmp_path / "a.txt", ["And a file."])
     prepare(["hub:some:thing", str(path)], tmp_path / "out")
     documents = [record["text"] for part in rows for record in part]
@@ -162,7 +162,7 @@ def test_parts_in_any_order_make_the_same_files(draw, collection, n, smallest):
     order = [*twice, *order, *twice]
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(module, "SMALLEST_TASK", smallest),
+        mock.patch.object(module, "MIN_TASK_BYTES", smallest),
         mock.patch("os.fsync"),
     ):
         path = write_collection(Path(name) / "texts", collection)
@@ -243,8 +243,8 @@ def test_tasks_that_another_process_finished_are_kept(tmp_path):
     """It finished them after this one had looked which are left."""
     path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
     made = preparation(path, out)
-    made.begin()
-    left = made.unfinished(made.own)
+    made.start()
+    left = made.unfinished(made.assigned)
     prepare(path, out)
     before = finished_shards(out)
     for workers in (1, 2):
@@ -312,9 +312,9 @@ def test_text_that_changes_during_preparation_is_prepared_again(tmp_path, share)
 def test_text_that_changes_after_it_was_divided_is_prepared_again(tmp_path):
     path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
     made = preparation(path, out)
-    made.begin()
+    made.start()
     write_source(path, [TEXT.replace(" a ", "\n")])
-    made.run(made.own, 1, lambda count: None)
+    made.run(made.assigned, 1, lambda count: None)
     assert made.finish() is None
     prepare(path, out)
     assert ids_of(out) == expected_ids([("txt", [TEXT.replace(" a ", "\n")])])

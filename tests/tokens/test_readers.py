@@ -24,7 +24,7 @@ from errors import DataError
 from tokens import END_OF_TEXT, readers
 from tokens.encoding import StreamEncoder
 from tokens.paths import find_files
-from tokens.readers import Part, divide, documents, encode_part, hub_data
+from tokens.readers import FilePart, documents, encode_part, load_hub_dataset, split_file
 from tokens.tokenizers import TOKENIZERS
 
 some = trials(25, 150)
@@ -45,18 +45,18 @@ def json_line(text: str, key: str = "text") -> str:
 
 def read(path: object, *rest, **options) -> list[bytes]:
     """Each document of a file, or of a part of one, as one block."""
-    return [b"".join(blocks) for blocks in documents(Part(str(path), *rest, **options))]
+    return [b"".join(blocks) for blocks in documents(FilePart(str(path), *rest, **options))]
 
 
 def read_parts(path: object, most: int) -> list[bytes]:
     """The documents of all parts."""
-    parts = list(divide(str(path), most))
+    parts = list(split_file(str(path), most))
     return [b"".join(blocks) for part in parts for blocks in documents(part)]
 
 
 def encode_all(path: object, encoder: StreamEncoder, most: int = 10**9) -> list[int]:
     """The ids of all parts, by one encoder."""
-    arrays = [encode_part(part, encoder) for part in divide(str(path), most)]
+    arrays = [encode_part(part, encoder) for part in split_file(str(path), most)]
     return [token for part in arrays for ids in part for token in ids.tolist()]
 
 
@@ -132,11 +132,11 @@ def test_links_are_followed_and_not_circular(tmp_path):
 def test_text_is_read_and_encoded_in_little_memory(line, ending, count, tmp_path, monkeypatch):
     """Many lines, and a single one without any place where it may be cut."""
     path = write(tmp_path / f"a.txt{ending}", line * 200_000)
-    encoder = StreamEncoder("byte", piece=2**12)
+    encoder = StreamEncoder("byte", chunk_bytes=2**12)
     monkeypatch.setattr(readers, "BLOCK", 2**16)
 
     def encode() -> tuple[int, int]:
-        parts = list(divide(str(path), len(line) * 5000))
+        parts = list(split_file(str(path), len(line) * 5000))
         return len(parts), sum(len(ids) for part in parts for ids in encode_part(part, encoder))
 
     found, peak = peak_memory(encode)
@@ -195,7 +195,7 @@ def test_unusable_json_line_is_refused(tmp_path):
         (b'{"a":' * 100_000, ""),
     ):
         path = write(tmp_path / "a.jsonl", good + b"\n" + line + b"\n" + good)
-        assert b"".join(next(documents(Part(str(path))))) == b"good"  # read before it
+        assert b"".join(next(documents(FilePart(str(path))))) == b"good"  # read before it
         for error in (check_refused(path), check_refused(path, 17)):
             assert 18 in numbers_in(error), line
             assert all(word in str(error) for word in words.split()), line
@@ -212,7 +212,7 @@ def test_parquet(tmp_path):
 def test_parquet_of_many_row_groups(tmp_path):
     texts = [f"Text {n}." for n in range(700)] + [None]
     path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=1)
-    single, parts = list(divide(str(path), 1)), list(divide(str(path), 5000))
+    single, parts = list(split_file(str(path), 1)), list(split_file(str(path), 5000))
     assert [part.start for part in single] == list(range(701))
     assert 5 < len(parts) < 701
     assert all(part.size >= 5000 for part in parts[:-1])
@@ -237,7 +237,7 @@ def test_unusable_parquet_is_refused(tmp_path):
         path.write_bytes(content)
         check_refused(path)
         with refused(DataError, "data.path", path):
-            list(divide(str(path), 9))
+            list(split_file(str(path), 9))
 
 
 DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three " * 99]
@@ -246,7 +246,7 @@ DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three "
 @pytest.mark.parametrize("endoftext", ["token", "text"])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, endoftext, tmp_path):
-    encoder = StreamEncoder(name, endoftext, piece=100)  # a long document is several pieces
+    encoder = StreamEncoder(name, endoftext, chunk_bytes=100)  # a long document is several pieces
     for file in ("a.jsonl", "a.ndjson.gz", "a.parquet"):
         path = write_source(tmp_path / file, DOCUMENTS)
         assert encode_all(path, encoder) == ids_of(DOCUMENTS, name, endoftext)
@@ -311,14 +311,14 @@ def test_parts_of_json_lines_give_the_ids_of_the_whole(folder, encoder, texts, m
 @given(st.lists(any_text, min_size=1, max_size=8), st.integers(1, 4), st.integers(1, 600))
 def test_parts_of_parquet_give_the_ids_of_the_whole(folder, encoder, texts, size, most):
     path = write_parquet(folder / "a.parquet", texts, row_group_size=size)
-    assert len(list(divide(str(path), 1))) == -(-len(texts) // size)
+    assert len(list(split_file(str(path), 1))) == -(-len(texts) // size)
     assert [text.decode() for text in read_parts(path, most)] == texts
     assert encode_all(path, encoder, most) == encode_all(path, encoder) == ids_of(texts)
 
 
 def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch):
     """The limit and the place are named. Nothing longer than the limit is read at once."""
-    monkeypatch.setattr(readers, "LONGEST", 100_000)
+    monkeypatch.setattr(readers, "MAX_RECORD", 100_000)
     line, place = json_line("a" * 99_950), len(json_line("b"))
     assert len(line) <= 100_000
     for ending in ("", ".gz", ".zst"):
@@ -340,7 +340,7 @@ def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch
         pyarrow.set_memory_pool(counted := pyarrow.proxy_memory_pool(pool))
         try:
             if is_read:
-                assert sum(1 for _ in documents(Part(str(path)))) == 500
+                assert sum(1 for _ in documents(FilePart(str(path)))) == 500
             else:
                 assert {100_000, 100} <= numbers_in(check_refused(path))
         finally:
@@ -382,7 +382,7 @@ def test_hub_data_set(hub, encoder):
     shards = [DOCUMENTS[:2], DOCUMENTS[2:3], DOCUMENTS[3:]]
     for number, rows in enumerate(shards):
         write_source(hub / f"train-{number}.jsonl", rows)
-    assert hub_data(f"hub:{hub}").num_shards == 3
+    assert load_hub_dataset(f"hub:{hub}").num_shards == 3
     for number, rows in enumerate(shards):
         assert [text.decode() for text in read(f"hub:{hub}", number, 3)] == rows
     assert encode_all(f"hub:{hub}", encoder) == ids_of(DOCUMENTS)

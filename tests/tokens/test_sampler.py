@@ -14,7 +14,7 @@ from helpers.texts import peak_memory
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tokens.sampler import LONGEST_SCHEDULE, WindowOrder, permute, shares
+from tokens.sampler import MAX_PERIOD, WindowOrder, integer_weights, permute
 
 some = trials(20, 500)
 
@@ -120,10 +120,10 @@ def test_any_step_of_a_huge_run_costs_no_memory(weights):
 
 
 def test_arguments_that_do_not_fit_are_refused():
-    assert sum(shares([0.99999, 0.00001])) == LONGEST_SCHEDULE
+    assert sum(integer_weights([0.99999, 0.00001])) == MAX_PERIOD
     for weights in ([1.0, 100_000.0], [0.1 + 0.2, 0.7], [1e-300, 1.0]):
         with pytest.raises(ValueError, match=r"\d{6}"):
-            shares(weights)
+            integer_weights(weights)
     for windows, weights in ((100, None), ([100, 50], [0.7, 0.3])):
         with pytest.raises(ValueError, match=r"8\D+3"):
             WindowOrder(windows, 8, 0, weights).windows(0, 0, 3)
@@ -157,7 +157,7 @@ def test_each_source_has_its_share_of_any_first_places(mixture):
 @example([0.1, 0.2, 0.3])  # as floats 0.1 + 0.2 is not 0.3
 @example([1e-9, 3e-9])
 def test_shares_are_exact_and_the_smallest(weights):
-    turns = shares(weights)
+    turns = integer_weights(weights)
     exact = [Fraction(str(weight)) for weight in weights]
     assert all(type(turn) is int for turn in turns)
     assert [Fraction(turn, sum(turns)) for turn in turns] == [w / sum(exact) for w in exact]

@@ -365,10 +365,10 @@ OUTER_BLOCKS = [block for block in EVERY_BLOCK if block not in (("a.bin", 1), ("
 )
 def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_path, monkeypatch):
     """Damage is found in these blocks only, and without a manifest they alone have checksums."""
-    assert module.VERIFY_AT_MOST == 2**30  # as docs/data.md says
+    assert module.MAX_VERIFY_ALL == 2**30  # as docs/data.md says
     monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr("tokens.stream.BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(module, "VERIFY_AT_MOST", most)
+    monkeypatch.setattr(module, "MAX_VERIFY_ALL", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
     if not with_manifest:
         (tmp_path / MANIFEST).unlink()

@@ -45,7 +45,7 @@ def test_positions_beyond_32_bits():
     stream = TokenStream([same, same, last], VOCAB, EOT, names)
     assert len(stream) == 2 * size + 4
     assert stream.gather(np.array([2 * size - 1, size - 1]), 3).tolist() == [[0, 1, 7], [0, 0, 0]]
-    assert stream.nearest_document(2 * size, 5) == 2 * size + 1
+    assert stream.nearest_document_start(2 * size, 5) == 2 * size + 1
     train, val = stream.split(2 * size - 10)
     assert (len(train), len(val)) == (2 * size - 10, 14)
     assert val.document_starts().tolist() == [0, 11]
@@ -115,7 +115,7 @@ def test_nearest_document(lists, dtype, position, reach):
     near = range(max(1, position - reach), min(len(ids), position + reach + 1))
     starts = [place for place in near if ids[place] == EOT]
     expected = min(starts, key=lambda place: (abs(place - position), place), default=None)
-    assert make(lists, dtype).nearest_document(position, reach) == expected
+    assert make(lists, dtype).nearest_document_start(position, reach) == expected
 
 
 def test_nearest_document_far_away():
@@ -127,7 +127,7 @@ def test_nearest_document_far_away():
         for reach in (block - 1, block, 10**8):
             near = [distance for distance in distances if abs(distance) <= reach]
             expected = position + min(near, key=abs) if near else None
-            assert stream.nearest_document(position, reach) == expected, (distances, reach)
+            assert stream.nearest_document_start(position, reach) == expected, (distances, reach)
         ids[:] = 0
 
 
