@@ -1,15 +1,15 @@
 """Split-weight causal multi-head attention with interchangeable kernels. Needs only torch.
 
-Queries, keys and values have one matrix each, whose columns are divided among the heads. A *kernel*
-is a function of (queries, keys, values) between the projections. It has no parameters, so every
-kernel runs every checkpoint. `explicit` is the formula, line by line; the others compute the same
-in other ways and are tested against it.
+Split-weight: queries, keys and values have separate weight matrices, and each head uses some of the
+columns of each matrix. A *kernel* is a function of (queries, keys, values) that computes attention.
+It has no parameters, so every kernel runs every checkpoint. `explicit` is the formula, line by
+line; the other kernels return the same values and are tested against it.
 
     Attention(Q, K, V) = softmax(mask(Q K^T / sqrt(D))) V        (Vaswani et al. 2017, eq. 1)
 
-Shapes: B batch, T query positions, S key positions, H heads, D head_dim. In training S = T. With
-S > T the queries are the *last* T of the S positions, as in decoding with a key-value cache: the
-causal mask is aligned at the bottom right.
+Shapes: B batch, T query positions, S key positions, H heads, D head_dim. In training S = T. When
+S > T, the queries belong to the *last* T of the S positions, as in decoding with a key-value cache:
+the causal mask is aligned at its lower right corner.
 """
 
 import functools
@@ -24,10 +24,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Which keys each query may attend to: bool (T, S), True where allowed.
+    """Returns the causal mask, bool (T, S): True where the query may attend to the key.
 
-    Query t is position S - T + t of the sequence and may attend to every key up to its own.
-    Raises ValueError when S < T: the first queries would have no key.
+    Query t is at position S - T + t of the sequence. It may attend to the keys at this position and
+    before it. Raises ValueError when S < T: the first queries would have no key.
     """
     if num_keys < num_queries:
         raise ValueError(f"{num_queries} queries need at least as many keys; got {num_keys}")
@@ -36,13 +36,14 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
 
 
 def causal_attn_scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """The masked attention scores, mask(Q K^T / sqrt(D)), in fp32.
+    """Returns the masked attention scores, mask(Q K^T / sqrt(D)), in fp32.
 
-    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S); -inf for every key after the query.
+    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S). The score of every key after the query
+    is -inf.
     """
     attn_scores = queries @ keys.transpose(-2, -1)  # (B, H, T, S)
-    # Scores of random vectors have variance D. Divided by sqrt(D) they have variance 1, so that
-    # the softmax starts out soft. D is the width of one head, not of all heads together.
+    # The dot product of two random vectors of length D has variance D. Division by sqrt(D) makes
+    # it 1, so that the softmax does not saturate. D is the width of one head, not of all heads.
     head_dim = queries.shape[-1]
     attn_scores = attn_scores.float() / math.sqrt(head_dim)
     mask = causal_mask(queries.shape[-2], keys.shape[-2], queries.device)
@@ -50,35 +51,36 @@ def causal_attn_scores(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def causal_attn_weights(queries: Tensor, keys: Tensor) -> Tensor:
-    """The attention weights, softmax(mask(Q K^T / sqrt(D))), in fp32.
+    """Returns the attention weights, softmax(mask(Q K^T / sqrt(D))), in fp32.
 
-    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S); each row sums to 1, and the weight on
-    every key after the query is exactly 0.
+    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S). Each row sums to 1. The weight of every
+    key after the query is exactly 0.
     """
     return torch.softmax(causal_attn_scores(queries, keys), dim=-1)  # over the keys
 
 
 # ------------------------------------------------------------------------------------- kernels
-# All have the same interface: queries (B, H, T, D), keys and values (B, H, S, D), dropout_p the
-# probability that an attention weight is set to zero -> context_vec (B, H, T, D). They raise
-# ValueError when S < T.
+# The arguments of every kernel: queries (B, H, T, D), keys and values (B, H, S, D), dropout_p, the
+# probability that an attention weight is set to zero. The result: context_vec (B, H, T, D). Every
+# kernel raises ValueError when S < T.
 
 
 def explicit(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The formula: attention weights, dropout on the weights, weighted sum of the values."""
+    """Computes the formula: attention weights, dropout on the weights, weighted sum of values."""
     attn_weights = causal_attn_weights(queries, keys)  # (B, H, T, S)
     attn_weights = F.dropout(attn_weights, dropout_p)
     return attn_weights.to(values.dtype) @ values  # (B, H, T, D)
 
 
 def sdpa(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """PyTorch's fused attention, which never writes the (T, S) weights to memory. The default."""
+    """Calls PyTorch's fused attention, which does not store the (T, S) weights. The default."""
     num_queries, num_keys = queries.shape[-2], keys.shape[-2]
     if num_queries == num_keys:
         return F.scaled_dot_product_attention(
             queries, keys, values, dropout_p=dropout_p, is_causal=True
         )
-    # is_causal aligns the mask at the top left: a single query would attend to the first key only.
+    # is_causal=True aligns the mask at its upper left corner: a single query would attend only to
+    # the first key.
     mask = causal_mask(num_queries, num_keys, queries.device)
     return F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, dropout_p=dropout_p
@@ -86,7 +88,7 @@ def sdpa(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) 
 
 
 def einsum(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The formula in index notation: nothing is transposed, the letters say what is summed."""
+    """Computes the formula in index notation: letters name the axes, so nothing is transposed."""
     num_queries, num_keys, head_dim = queries.shape[-2], keys.shape[-2], queries.shape[-1]
     attn_scores = torch.einsum("bhtd,bhsd->bhts", queries, keys).float() / math.sqrt(head_dim)
     mask = causal_mask(num_queries, num_keys, queries.device)
@@ -96,7 +98,7 @@ def einsum(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0
 
 
 def per_head(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The heads sequentially: what "multi-head" means before it is one tensor operation."""
+    """Computes each head separately, in a loop, and joins the results."""
     heads = zip(queries.unbind(1), keys.unbind(1), values.unbind(1), strict=True)
     context_vecs = [
         explicit(q[:, None], k[:, None], v[:, None], dropout_p)  # (B, 1, T, D)
@@ -106,10 +108,10 @@ def per_head(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0
 
 
 def flex(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """PyTorch's FlexAttention: the mask is a Python function that is compiled into the kernel.
+    """Calls PyTorch's FlexAttention, which compiles the mask, a Python function, into its kernel.
 
-    It has no dropout on the weights: raises ValueError when dropout_p > 0. On CPU and MPS it has
-    no backward, so `explicit` takes its place where gradients are needed.
+    FlexAttention has no dropout: raises ValueError when dropout_p > 0. On CPU and MPS it has no
+    backward pass, so `explicit` is used there when gradients are needed.
     """
     if dropout_p > 0.0:
         raise ValueError("the flex kernel has no dropout; use dropout=0 or another kernel")
@@ -122,12 +124,12 @@ def flex(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) 
 
 @functools.lru_cache(maxsize=32)
 def _flex_mask(num_queries: int, num_keys: int, device: torch.device):
-    """`causal_mask` in FlexAttention's form."""
+    """Returns the same mask as `causal_mask`, as a FlexAttention block mask."""
     offset = num_keys - num_queries
     if offset < 0:
         raise ValueError(f"{num_queries} queries need at least as many keys; got {num_keys}")
 
-    def causal(batch, head, query, key):
+    def causal(batch, head, query, key):  # indices; offset: position of the first query
         return key <= query + offset
 
     return create_block_mask(causal, None, None, num_queries, num_keys, device=str(device))
@@ -147,11 +149,11 @@ class MultiHeadAttention(nn.Module):
     """Causal multi-head self-attention with separate query, key and value matrices.
 
     d_in: width of the input. d_out: width of all heads together, and of the output.
-    context_length: the longest sequence that is accepted. dropout: probability that an attention
-    weight is set to zero in training. num_heads: must divide d_out. qkv_bias: biases on the three
-    projections (GPT-2 has them). attention: the name of the kernel, one of KERNELS.
+    context_length: maximum number of tokens. dropout: probability that an attention weight is set
+    to zero in training. num_heads: must divide d_out. qkv_bias: whether the query, key and value
+    projections have a bias (in GPT-2 they have). attention: name of the kernel, a key of KERNELS.
 
-    Raises ValueError for settings that do not fit, and for a sequence that is too long.
+    Raises ValueError for invalid arguments, and in forward for more than context_length tokens.
     """
 
     def __init__(
@@ -168,13 +170,13 @@ class MultiHeadAttention(nn.Module):
         if num_heads < 1 or d_out % num_heads != 0:
             raise ValueError(f"num_heads={num_heads} must divide d_out={d_out}")
         if attention not in KERNELS:
-            raise ValueError(f"attention={attention!r} is none of {', '.join(KERNELS)}")
+            raise ValueError(f"attention={attention!r} must be one of {', '.join(KERNELS)}")
         self.context_length = context_length
         self.dropout = dropout
         self.num_heads = num_heads
         self.head_dim = d_out // num_heads
         self.kernel = KERNELS[attention]
-        # The order of creation is part of the contract: a seed always gives the same weights.
+        # Do not change the order of these lines: it decides which weights a seed gives.
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
@@ -183,17 +185,17 @@ class MultiHeadAttention(nn.Module):
     def forward(self, x: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
         """x (B, T, d_in) -> (B, T, d_out).
 
-        kernel: replaces the module's own kernel in this call, for example to capture the attention
-        weights, or to attend to the keys and values of a cache as well.
+        kernel: replaces self.kernel in this call, for example by a kernel that captures the
+        attention weights, or by one that adds the keys and values of a cache.
         """
         num_tokens = x.shape[1]
         if num_tokens > self.context_length:
             raise ValueError(
-                f"{num_tokens} tokens do not fit into context_length={self.context_length}"
+                f"{num_tokens} tokens are more than context_length={self.context_length}"
             )
         queries, keys, values = self.project(x)  # (B, H, T, D) each
-        attend = kernel or self.kernel
-        context_vec = attend(queries, keys, values, self.dropout if self.training else 0.0)
+        kernel = kernel or self.kernel
+        context_vec = kernel(queries, keys, values, self.dropout if self.training else 0.0)
         context_vec = context_vec.transpose(1, 2).flatten(2)  # (B, T, H * D), heads concatenated
         return self.out_proj(context_vec)  # (B, T, d_out)
 
@@ -206,5 +208,5 @@ class MultiHeadAttention(nn.Module):
         )
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """(B, T, H * D) -> (B, H, T, D), a view: each head gets D of the columns."""
+        """(B, T, H * D) -> (B, H, T, D). Returns a view: each head gets D of the columns."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)

@@ -1,14 +1,14 @@
-"""Errors that a user sees: types with fields, formatted as one line per problem.
+"""Error types for users, and their format: one line per problem.
 
-    optimizer.lr=-1.0: must be positive; use 6e-4
     KEY=VALUE: REASON; HINT
+    optimizer.lr=-1.0: must be positive; use 6e-4
 
-Every error that is expected is a `ClearheadError` with the fields key, value, reason, hint and
-exit_code. `training/config/command_line.py` prints it and ends the process with its exit code. No
-code decides anything by the text of such a message.
+Every error that a user can cause is a `ClearheadError` with the attributes key, value, reason, hint
+and exit_code. `training/config/command_line.py` prints it and exits with its exit code. Code must
+not depend on the text of a message.
 
-Exit codes: 0 finished, 2 configuration, 3 data or checkpoint, 4 failed while running, 130 and 143
-stopped by SIGINT and SIGTERM.
+Exit codes: 0 finished, 2 configuration, 3 data or checkpoint, 4 failed while running, 130 stopped
+by SIGINT, 143 stopped by SIGTERM.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-NO_VALUE = ...  # the value of a problem that has none; the same object in every process
-DEBUG_HINT = "run again with debug=true for the traceback"  # the hint of an error that is not ours
-# The hint of an error about weights or losses that are NaN or inf.
+NO_VALUE = ...  # Problem.value if there is none; `...` stays the same object when pickled
+DEBUG_HINT = "rerun with debug=true to see the traceback"  # for errors that are not ClearheadError
+# For weights, gradients or losses that are NaN or inf.
 DIVERGENCE_HINT = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
-LONGEST_VALUE = 300  # characters of a key or a value that are shown
-LONGEST_MESSAGE = 1000  # characters of another library's message that are shown
-# Settings whose value must not be shown in a terminal or a log file.
+MAX_VALUE = 300  # characters printed of a key or a value
+MAX_MESSAGE = 1000  # characters printed of another library's message
+# Keys of settings whose value must not be printed or logged.
 SECRET = re.compile(
     r"api_?key|secret|passw|credential|(auth|access|bearer|hub|hf|github|wandb)_?token",
     re.IGNORECASE,
 )
-# Control characters (a terminal obeys them: title, clipboard, colours, cursor), characters that
-# reverse the direction of the text after them, and lone surrogates.
+# Control characters (they could change the title, clipboard, colours or cursor of a terminal),
+# characters that change the text direction, and lone surrogates.
 UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -38,36 +38,36 @@ UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong."""
+    """One problem with a setting, a file or the run."""
 
-    key: str  # the setting; "" when there is none
-    value: object  # NO_VALUE when there is none
+    key: str  # of the setting; may be ""
+    value: object  # of the setting; may be NO_VALUE
     reason: str
-    hint: str  # "" when there is none
+    hint: str  # what the user can do; may be ""
 
 
 class UnknownSetting(Problem):
-    """The problem of a key that does not exist."""
+    """A setting that does not exist."""
 
 
 def format_problem(problem: Problem) -> str:
-    """The problem as one line without control characters or secrets."""
+    """Formats a problem as one line, without control characters or secrets."""
     key, value, reason, hint = problem
-    what = shorten(key) if value is NO_VALUE else f"{shorten(key)}={shorten(as_yaml(value))}"
+    subject = shorten(key) if value is NO_VALUE else f"{shorten(key)}={shorten(as_yaml(value))}"
     if SECRET.search(key.partition("=")[0]):
-        what = f"{key.partition('=')[0]}=(not shown)"
-        hint = "keys and passwords are no settings; programs read them from the environment"
-    message = f"{what}: {reason}" if what else reason
+        subject = f"{key.partition('=')[0]}=(not shown)"
+        hint = "keys and passwords are not settings; use environment variables"
+    message = f"{subject}: {reason}" if subject else reason
     return sanitize(f"{message}; {hint}" if hint else message, keep="")
 
 
 def format_error(error: BaseException, hint: str = "") -> str:
-    """The error as the user sees it, one line per problem. hint: where it is not one of ours."""
+    """Formats an error, one line per problem. hint: for errors other than ClearheadError."""
     return "\n".join(map(format_problem, problems_of(error, hint)))
 
 
 def problems_of(error: BaseException, hint: str = "") -> list[Problem]:
-    """The problems of an error of ours; the type and message of any other error."""
+    """Returns the problems of a ClearheadError; of any other error, its type and message."""
     if isinstance(error, ClearheadError):
         return error.problems
     reason = f"{type(error).__name__}: {message_of(error) or 'no message'}"
@@ -75,23 +75,23 @@ def problems_of(error: BaseException, hint: str = "") -> list[Problem]:
 
 
 def message_of(error: BaseException) -> str:
-    """The message of another library's error, without line breaks, truncated."""
-    return shorten(" ".join(str(error).split()), LONGEST_MESSAGE)
+    """Returns the message of another library's error, truncated and without line breaks."""
+    return shorten(" ".join(str(error).split()), MAX_MESSAGE)
 
 
 def as_yaml(value: object) -> str:
-    """A value as it is written in YAML."""
+    """Formats a value as in a YAML file."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
 
 
-def shorten(text: str, most: int = LONGEST_VALUE) -> str:
+def shorten(text: str, most: int = MAX_VALUE) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def sanitize(text: str, keep: str = "\n\t") -> str:
-    """The text with control characters escaped, such as \\x1b; those in `keep` stay."""
+    """Escapes unsafe characters (UNSAFE), for example as \\x1b, except those in `keep`."""
     escaped = lambda found: found[0].encode("unicode_escape").decode()  # noqa: E731
     return UNSAFE.sub(lambda found: found[0] if found[0] in keep else escaped(found), text)
 
@@ -100,11 +100,10 @@ def sanitize(text: str, keep: str = "\n\t") -> str:
 
 
 class ClearheadError(Exception):
-    """Something went wrong that the user can act on."""
+    """Base class of all errors with a message for the user."""
 
     exit_code = 4
-    # Whether a rank other than 0 prints it too: it may be the only one that knows.
-    print_on_this_rank = False
+    print_on_this_rank = False  # True: printed even if this rank is not rank 0
 
     def __init__(self, key: str, value: object, reason: str, hint: str):
         super().__init__(key, value, reason, hint)
@@ -116,7 +115,7 @@ class ClearheadError(Exception):
 
     @property
     def without_hint(self) -> str:
-        """What is wrong, in one line, where something else is said about what happens next."""
+        """Returns the message without its hint, in one line."""
         return format_problem(self.problems[0]._replace(hint=""))
 
     def __str__(self) -> str:
@@ -124,60 +123,60 @@ class ClearheadError(Exception):
 
 
 class ConfigError(ClearheadError, ValueError):
-    """Settings that cannot be used. Holds every problem; the fields are those of the first."""
+    """Invalid settings. Holds all problems; its attributes are those of the first problem."""
 
     exit_code = 2
-    problems: list[Problem] = []  # noqa: RUF012 each instance has its own
+    problems: list[Problem] = []  # noqa: RUF012 set in __init__
 
     def __init__(self, problems: list[Problem]):
         self.problems = [p if isinstance(p, Problem) else Problem(*p) for p in problems]
         super().__init__(*self.problems[0])
-        self.args = (self.problems,)  # what a copy in another process is made from
+        self.args = (self.problems,)  # the arguments of __init__ when it is unpickled
 
     @property
     def print_on_this_rank(self) -> bool:
-        """Once on each machine, since the command or the device there may be another."""
+        """True once on each machine: its command or its devices may differ from rank 0's."""
         return os.environ.get("LOCAL_RANK") == "0"
 
 
 class DataError(ClearheadError, ValueError):
-    """Texts or token files that cannot be used."""
+    """Invalid or missing text files or token files."""
 
     exit_code = 3
 
 
 class CheckpointError(ClearheadError, ValueError):
-    """A checkpoint or a model that cannot be used."""
+    """An invalid or missing checkpoint or model."""
 
     exit_code = 3
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing or is not what was written: an older one may do."""
+    """A file of a checkpoint is missing or damaged. An older checkpoint may be intact."""
 
     def __init__(self, file: object, reason: str):
-        super().__init__("checkpoint", file, reason, "use another one")
+        super().__init__("checkpoint", file, reason, "use another checkpoint")
         self.args = (file, reason)
 
 
 class RunError(ClearheadError, RuntimeError):
-    """A run cannot start, continue or end as it should."""
+    """A run cannot start or continue, or it failed."""
 
 
 class RunDirectoryError(RunError):
-    """The directory of a run is another run's, locked, or not writable."""
+    """A run directory belongs to another run, is locked, or is not writable."""
 
     exit_code = 2
 
 
 class RunFileError(RunDirectoryError):
-    """A file in the directory of a run is not one that a run writes."""
+    """A file in a run directory is not valid."""
 
     exit_code = 3
 
 
 class DivergedError(RunError):
-    """The loss or its gradient is NaN or inf. Raised on all ranks."""
+    """The loss, a gradient or a weight is NaN or inf. Raised on all ranks."""
 
 
 class NotSavedError(RunError):
@@ -191,7 +190,7 @@ class OutOfMemoryError(RunError):
 
 
 class PreparationError(RunError):
-    """Preparing token files ended early; finished shards are kept."""
+    """The preparation of token files failed. Finished shards are kept."""
 
 
 class RankLostError(ClearheadError, RuntimeError):
@@ -199,12 +198,12 @@ class RankLostError(ClearheadError, RuntimeError):
 
     @property
     def print_on_this_rank(self) -> bool:
-        """Once more on rank 0's machine, and on each other: rank 0 may be the one that died."""
+        """True for local rank 1 of each machine: rank 0 may be the rank that died."""
         return os.environ.get("LOCAL_RANK") == "1"
 
 
 class OtherRankError(ClearheadError, RuntimeError):
-    """An error of one rank, raised on all the others with its problems and exit code."""
+    """An error of one rank, raised on all other ranks with the same problems and exit code."""
 
     def __init__(self, problems: list[Problem], exit_code: int):
         super().__init__(*problems[0])
@@ -217,13 +216,13 @@ class OtherRankError(ClearheadError, RuntimeError):
 
 
 def refuse(problems: list[Problem]) -> None:
-    """Raises ConfigError when there are any."""
+    """Raises ConfigError if the list is not empty."""
     if problems:
         raise ConfigError(problems)
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """The exit code of a process that ends with this error; 0 without one."""
+    """Returns the exit code of a process that ends with this error; 0 for None."""
     if isinstance(error, SystemExit):
         return error.code or 0
     if isinstance(error, KeyboardInterrupt):
@@ -233,9 +232,10 @@ def exit_code_of(error: BaseException | None) -> int:
 
 @contextlib.contextmanager
 def best_effort(what: str, debug: bool = False, prefix: str = "") -> Iterator[None]:
-    """For what only shows a run and must not end it: an error inside becomes a line on stderr.
+    """Prints an error of the enclosed code to stderr instead of raising it.
 
-    what: what failed, in words. debug: raises it instead. prefix: such as "rank 1: ".
+    For logging and plots, which must not end a run. what: the message, such as "report not
+    written". debug: raise the error. prefix: for example "rank 1: ".
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Atomic writes and bounded reads.
 
-A file is written to a temporary name, flushed to disk (fsync) and renamed: after a crash or a loss
-of power it is either complete or absent. A rename is durable once its folder is flushed too.
+A file is written under a temporary name, flushed to disk (fsync) and then renamed. After a crash or
+a power failure it is either complete or absent. A rename is safe only after fsync of its folder.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ LARGEST_LOG = 2**28  # bytes
 
 
 def temporary_name(path: Path) -> Path:
-    """The name of a file until it is complete; a new one each time."""
+    """Returns a new temporary name for a file that is not yet complete."""
     return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
 
 
 def atomic_write(path: Path, content: bytes) -> None:
-    """Writes a file that no reader sees incomplete."""
+    """Writes a file atomically: a reader never sees an incomplete file."""
     part = temporary_name(path)
     try:
         with open(part, "wb") as file:
@@ -31,13 +31,13 @@ def atomic_write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         rename(part, path)
-    except BaseException:  # a signal's SystemExit, too
+    except BaseException:  # also SystemExit after a signal
         part.unlink(missing_ok=True)
         raise
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Removes what killed processes left unfinished. No other process may write to the folder."""
+    """Removes temporary files of killed processes. No other process may write to the folder."""
     for part in folder.glob("*.part-" + "[0-9a-f]" * 16):
         remove(part)
 
@@ -51,13 +51,13 @@ def remove(path: Path) -> None:
 
 
 def rename(part: Path, path: Path) -> None:
-    """Renames a complete file, folder or link, durably."""
+    """Renames a complete file, folder or link and flushes the new name to disk."""
     os.replace(part, path)
     fsync(path.parent)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents, durably."""
+    """Creates a folder and its parents and flushes their names to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -65,7 +65,7 @@ def make_folder(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Waits until the disk has what was written: a file's content, or a folder's names."""
+    """Flushes a file's content, or the names in a folder, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -76,7 +76,7 @@ def fsync(path: Path) -> None:
 def open_regular(path: Path) -> IO[bytes]:
     """Opens a regular file for reading.
 
-    Raises OSError for anything else: a FIFO would wait for a writer, a device may never end.
+    Raises OSError for other types: reading a FIFO or a device could block or never end.
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -86,17 +86,17 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises OSError for anything else."""
+    """Reads a regular file of at most `limit` bytes. Raises OSError for a larger or other file."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(min(size, limit) + 1)  # read(n) allocates n bytes
+        content = file.read(min(size, limit) + 1)  # read(n) allocates n bytes at once
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
     return content
 
 
 def read_json(path: Path, limit: int = 2**24) -> object:
-    """A JSON file of at most `limit` bytes. Raises OSError or ValueError."""
+    """Reads a JSON file of at most `limit` bytes. Raises OSError or ValueError."""
     try:
         return json.loads(read_bounded(path, limit))
     except RecursionError:
@@ -104,15 +104,15 @@ def read_json(path: Path, limit: int = 2**24) -> object:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a .jsonl log, sorted by step; empty where it is missing or cannot be read.
+    """Reads the rows of a .jsonl log, sorted by step; [] if the file is missing or unreadable.
 
-    Lines that are truncated, of a MiB or more, or without a step are skipped.
+    Skips lines that are truncated, have no step, or are longer than 1 MiB.
     """
     rows = []
     with contextlib.suppress(OSError), open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST_LOG:
             return []
-        while line := file.readline(2**20):  # a longer line comes in pieces, which are no JSON
+        while line := file.readline(2**20):  # pieces of a longer line are not valid JSON
             try:
                 row = json.loads(line.decode("utf-8", "replace"))
             except (ValueError, RecursionError):

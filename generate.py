@@ -1,11 +1,11 @@
-"""Text from a trained model.
+"""Generates text with a trained model.
 
     python generate.py checkpoint=runs/NAME prompt="The ferry bell"
     python generate.py checkpoint=DIR 'prompt=["Once","The bell"]' num_samples=3 top_p=0.9
     python generate.py checkpoint=DIR interactive=true
 
-`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory, or hub:NAME. How text
-is generated: inference/decoding.py.
+`checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory, or hub:NAME. The
+decoding is in inference/decoding.py.
 """
 
 import codecs
@@ -35,9 +35,9 @@ from training.config.schema import (
 if typing.TYPE_CHECKING:
     from interop.pretrained import PretrainedModel
 
-MAX_COUNT = 1_000_000  # tokens, samples
+MAX_COUNT = 1_000_000  # of tokens, samples, texts in a batch
 PositiveCount = Annotated[Positive, Field(le=MAX_COUNT)]
-SEPARATOR = "\n---\n"  # two samples
+SEPARATOR = "\n---\n"  # printed between samples
 
 
 class GenerateConfig(ScriptConfig):
@@ -48,17 +48,17 @@ class GenerateConfig(ScriptConfig):
     prompt: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         "The", description='the text to continue; several: \'["one","two"]\''
     )
-    max_new_tokens: PositiveCount = Field(100, description="most tokens to add")
-    num_samples: PositiveCount = Field(1, description="continuations of each prompt")
-    batch_size: PositiveCount = Field(8, description="texts that are generated at once")
+    max_new_tokens: PositiveCount = Field(100, description="maximum number of new tokens")
+    num_samples: PositiveCount = Field(1, description="number of samples for each prompt")
+    batch_size: PositiveCount = Field(8, description="number of texts generated at once")
     temperature: Annotated[NonNegative, Field(le=1000)] = Field(
-        0.8, description="0: always the most likely token"
+        0.8, description="sampling temperature; 0: always the most likely token"
     )
-    top_k: Positive | None = Field(50, description="draw from the k most likely; null: from all")
+    top_k: Positive | None = Field(50, description="sample from the k most likely; null: from all")
     top_p: Annotated[AboveZero, Field(le=1)] | None = Field(
-        None, description="draw from the most likely that add up to p; null: from all"
+        None, description="sample from the most likely tokens with total probability p; null: all"
     )
-    seed: Seed = Field(0, description="seed of the random draws")
+    seed: Seed = Field(0, description="random seed")
     ignore_end: bool = Field(False, description="true: continue after <|endoftext|>")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
     precision: Precision = Field("auto", description="auto | fp32 | bf16 | fp16")
@@ -75,20 +75,20 @@ def main(settings: GenerateConfig) -> None:
     from interop.pretrained import load_pretrained
     from training.distributed import device
 
-    for stream in (sys.stdin, sys.stdout):  # characters that the encoding lacks are replaced
+    for stream in (sys.stdin, sys.stdout):  # replace characters that the encoding does not have
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     refuse(device.check(settings.device, settings.precision))
-    place = device.prepare(settings.device, settings.seed)
+    torch_device = device.prepare(settings.device, settings.seed)
     pretrained = load_pretrained(settings.checkpoint)
     num_texts = settings.num_samples * len(settings.prompts)
     batch_size = min(settings.batch_size, num_texts)
     steps = settings.max_new_tokens * -(-num_texts // batch_size)
     steps = MAX_COUNT if settings.interactive else steps
-    compiler = device.compiled_step(settings.compile, place, steps)
+    compiler = device.compiled_step(settings.compile, torch_device, steps)
     auto = settings.precision == "auto"
-    dtype = device.best_dtype(place) if auto else device.DTYPES[settings.precision]
-    model = pretrained.model.to(place)
+    dtype = device.best_dtype(torch_device) if auto else device.DTYPES[settings.precision]
+    model = pretrained.model.to(torch_device)
     packed_weights.pack_weights(model, dtype, batch_size, to_compile=compiler is not None)
     write = functools.partial(
         write_texts,
@@ -116,22 +116,22 @@ def write_texts(
     first_row: int = 0,
     **options,
 ) -> None:
-    """Prints each prompt with its continuation, the first of a batch while it is generated.
+    """Prints each prompt with its generated text; the first text of a batch token by token.
 
-    generate: as in inference/decoding.py; options: its options. first_row: the row number of
-    the first text, which selects its random numbers.
+    generate: the function in inference/decoding.py; options: its keyword arguments. first_row: the
+    row number of the first text, which selects its random numbers.
     """
     tokenizer, window, end = pretrained.tokenizer, pretrained.window, options["end_token"]
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        # An empty prompt begins a text.
+        # An empty prompt becomes the end-of-text token, which starts every document.
         ids = [tokenizer.encode(p, allowed_special="all") or [tokenizer.eot_token] for p in batch]
         if (longest := max(map(len, ids))) > window:
-            reason = f"has {longest:,} tokens, and the model reads {window:,}"
-            print(f"prompt: {reason}; its beginning is not read", file=sys.stderr)
-        if options["cache"]:  # compiled code has one shape
+            reason = f"{longest:,} tokens are more than the model's context of {window:,}"
+            print(f"prompt: {reason}; only the last tokens are used", file=sys.stderr)
+        if options["cache"]:  # compiled code needs a constant batch size
             ids += ids[:1] * (batch_size - len(ids))
-        # A character of several tokens comes with the last one.
+        # A character that consists of several tokens is printed after its last token.
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in batch]
         texts = list(batch)
         print_piece((SEPARATOR if start else "") + batch[0])
@@ -150,12 +150,12 @@ def write_texts(
 
 
 def run_interactive(write: Callable, num_samples: int) -> None:
-    """Asks for prompts until there are no more. Ctrl-C ends a text, or the command where no text is
-    being generated."""
-    if asks := sys.stdin.isatty():
-        print("One prompt per line; Ctrl-C ends a text, Ctrl-D the program.", file=sys.stderr)
+    """Reads prompts from stdin, one per line, until its end. Ctrl-C stops the current text; while
+    waiting for a prompt, it ends the program."""
+    if is_terminal := sys.stdin.isatty():
+        print("One prompt per line; Ctrl-C stops a text, Ctrl-D exits.", file=sys.stderr)
     for number in itertools.count():
-        if asks:
+        if is_terminal:
             print("> ", end="", file=sys.stderr, flush=True)
         if not (line := sys.stdin.readline()):
             return
@@ -167,7 +167,7 @@ def run_interactive(write: Callable, num_samples: int) -> None:
 
 
 def print_piece(text: str) -> None:
-    """Prints a piece of text at once; on a terminal with control characters made visible."""
+    """Prints text without buffering; on a terminal, control characters are escaped."""
     if sys.stdout.isatty():
         text = sanitize(text.replace("\r", ""))
     print(text, end="", flush=True)

@@ -1,11 +1,11 @@
-"""GPT-2: embeddings, pre-norm transformer blocks, a head tied to the embedding, the loss.
+"""GPT-2: token and position embeddings, transformer blocks, output layer and loss.
 
-Reads from top to bottom. Needs only torch and attention.py, so the two files can be copied into
-another project. `GPT(ModelConfig())` is GPT-2 small, 124,439,808 parameters.
+The file is in reading order. It needs only torch and attention.py, so you can copy the two files
+into another project. `GPT(ModelConfig())` is GPT-2 small, with 124,439,808 parameters.
 
     x = token_emb[ids] + pos_emb[0..T-1]
     L times:  x = x + attention(norm(x));  x = x + mlp(norm(x))
-    logits = norm(x) @ token_emb^T
+    logits = norm(x) @ token_emb^T                   (the output layer is the token embedding)
 
 Shapes: B batch, T positions, C emb_dim, H heads, D head_dim, V vocabulary, L layers.
 """
@@ -26,23 +26,22 @@ from attention import KERNELS, AttentionKernel, MultiHeadAttention, causal_attn_
 # An attention kernel (attention.py) that also gets the index of the layer that calls it:
 # layer_kernel(layer, queries, keys, values, dropout_p) -> context_vec.
 LayerKernel = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-# Receives the attention of one layer: callback(layer, attn_weights, attn_scores), both
-# (B, H, T, T) in fp32.
+# callback(layer, attn_weights, attn_scores) receives the attention of one layer, (B, H, T, T) each.
 AttentionCallback = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass
 class ModelConfig:
-    """The shape of a GPT. The defaults are GPT-2 small (Radford et al. 2019)."""
+    """The sizes and options of a GPT. The defaults are GPT-2 small (Radford et al. 2019)."""
 
     vocab_size: int = 50257  # V
-    context_length: int = 1024  # the longest sequence; one learned position vector for each
+    context_length: int = 1024  # maximum number of tokens; each position has a learned vector
     emb_dim: int = 768  # C
     num_heads: int = 12  # H
     num_layers: int = 12  # L
-    dropout: float = 0.1  # on embeddings, attention weights and both residual branches
-    qkv_bias: bool = True
-    attention: str = "sdpa"  # which kernel computes attention; the weights fit all of them
+    dropout: float = 0.1  # of embeddings, attention weights and the output of both branches
+    qkv_bias: bool = True  # biases of the query, key and value projections
+    attention: str = "sdpa"  # name of the attention kernel; all kernels use the same parameters
 
     def __post_init__(self):
         sizes = ("vocab_size", "context_length", "emb_dim", "num_heads", "num_layers")
@@ -51,18 +50,17 @@ class ModelConfig:
         if self.attention not in KERNELS or not 0 <= self.dropout < 1:
             raise ValueError(f"{self}: attention must be one of {list(KERNELS)}, dropout below 1")
         if self.attention == "flex" and self.dropout > 0:
-            raise ValueError("FlexAttention has no dropout on the weights: use dropout=0")
+            raise ValueError("attention='flex' has no dropout; use dropout=0")
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x times the normal distribution function of x, in the tanh approximation that GPT-2 was
-    trained with (Hendrycks and Gimpel 2016).
+    """Computes GELU (Hendrycks and Gimpel 2016) with the tanh approximation, as GPT-2 does.
 
     x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3).
     """
     if torch.compiler.is_compiling():
-        # (1 + tanh(u)) / 2 = sigmoid(2 u): when compiled for a CPU, this takes a third of the time.
-        # Only then, because eager operations would round each intermediate result.
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), which takes a third of the time when compiled for a CPU.
+        # Uncompiled operations would each round their result, so F.gelu is used then.
         return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
     return F.gelu(x, approximate="tanh")
 
@@ -82,10 +80,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention moves information between positions, then the MLP works on each. Both are added to
-    the residual stream x.
+    """A transformer block: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
-    Pre-norm: the input of each branch is normalised, the residual stream itself never is.
+    Attention moves information between positions. The MLP processes each position separately.
+    The sum x is called the residual stream, and the two added terms are its branches. Pre-norm: the
+    input of each branch is normalised; the residual stream itself is not.
     """
 
     def __init__(self, config: ModelConfig):
@@ -105,32 +104,32 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
-        """x (B, T, C) -> (B, T, C). kernel: see MultiHeadAttention.forward."""
+        """x (B, T, C) -> (B, T, C). kernel: replaces the attention kernel in this call."""
         x = x + self.dropout(self.attn(self.attn_norm(x), kernel))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x
 
 
 def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """The mean cross-entropy in nats per token, (): x (N, C), weight (V, C), target_ids (N,).
+    """Computes logits and loss: x (N, C), weight (V, C), target_ids (N,) -> (), nats per token.
 
-    Targets of -100 do not count.
+    The loss is the mean cross-entropy. A target of -100 is ignored.
     """
     logits = F.linear(x, weight)  # (N, V)
-    # In fp32 whatever the model runs in: a sum over 50,257 terms loses too much in bf16.
+    # Always in fp32: in bf16, the sum of 50,257 terms would be too inaccurate.
     return F.cross_entropy(logits.float(), target_ids)
 
 
 class GPT(nn.Module):
-    """The whole model. There is no separate head matrix: the head *is* the token embedding."""
+    """The complete model. Its output layer has no parameters: it uses the token embedding."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        # Keep only the input of each block for backward and compute the rest again there: a third
-        # more work in far less memory (Chen et al. 2016).
+        # True: store only the input of each block and compute its activations again in backward.
+        # A third more computation, far less memory (Chen et al. 2016).
         self.activation_checkpointing = False
-        self.head_loss = head_loss  # training may set another implementation, with less memory
+        self.head_loss = head_loss  # training may replace it by one that needs less memory
         self.token_emb = nn.Embedding(config.vocab_size, config.emb_dim)
         self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.dropout)
@@ -140,15 +139,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """GPT-2's initialisation.
+        """Initialises all parameters as GPT-2 does.
 
         token_emb, pos_emb, W_query, W_key, W_value, mlp.fc    normal(0, 0.02)
         attn.out_proj, mlp.out_proj                            normal(0, 0.02 / sqrt(2 L))
         biases                                                 0
         norms                                                  weight 1, bias 0
 
-        Each of the 2 L branches adds its output to the residual stream; the smaller deviation
-        keeps the sum's variance from growing with depth (Radford et al. 2019, section 2.3).
+        Each of the 2 L branches adds its output to the residual stream. Because of the factor
+        1 / sqrt(2 L), the variance of the sum does not grow with the number of layers
+        (Radford et al. 2019, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
@@ -172,9 +172,9 @@ class GPT(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """input_ids (B, T) -> (logits (B, T, V), None), or with target_ids (B, T) -> (None, loss).
 
-        The loss is the mean cross-entropy in nats per token, see `head_loss`. For `layer_kernel`,
-        `positions` and the limit on T see `hidden_states`. logits_at (B,): the index of one token
-        in each row; the logits are computed for these only, (B, 1, V).
+        The loss is the mean cross-entropy in nats per token. logits_at (B,): the index of one token
+        in each row; logits are then computed only for these tokens, (B, 1, V). `layer_kernel`,
+        `positions` and the maximum of T: see `hidden_states`.
         """
         x = self.hidden_states(input_ids, layer_kernel, positions)  # (B, T, C)
         if target_ids is not None:
@@ -191,16 +191,16 @@ class GPT(nn.Module):
         layer_kernel: LayerKernel | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """input_ids (B, T) -> the input of the head, (B, T, C).
+        """input_ids (B, T) -> the input of the output layer, (B, T, C).
 
         layer_kernel: replaces the attention kernel of every layer, see LayerKernel. positions (T,)
-        or (B, T): the position of each token; 0 to T - 1 by default. Raises ValueError when T
-        exceeds the context length.
+        or (B, T): the position of each token; 0 to T - 1 by default. Raises ValueError when T is
+        greater than context_length.
         """
         num_tokens = input_ids.shape[1]
         if num_tokens > self.config.context_length:
             raise ValueError(
-                f"{num_tokens} tokens do not fit into context_length={self.config.context_length}"
+                f"{num_tokens} tokens are more than context_length={self.config.context_length}"
             )
         if positions is None:
             positions = torch.arange(num_tokens, device=input_ids.device)  # (T,)
@@ -214,17 +214,17 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x (B, T, C) -> (B, T, V), the scores of all tokens of the vocabulary as the next one."""
+        """x (B, T, C) -> logits (B, T, V), a score for each token of the vocabulary."""
         return F.linear(x, self.token_emb.weight)
 
     @torch.no_grad()
     def capture_attention(self, input_ids: Tensor, callback: AttentionCallback) -> None:
-        """Calls callback(layer, attn_weights, attn_scores), both (B, H, T, T) in fp32, for each
-        layer sequentially, on input_ids (B, T).
+        """Runs the model on input_ids (B, T) and passes the attention of each layer to a callback.
 
-        Without dropout, gradients or random numbers; the mode is restored. The tensors of one layer
-        are freed before the next layer unless the callee keeps them. Goes through forward, whose
-        hooks gather the parameters of a sharded model.
+        callback(layer, attn_weights, attn_scores) is called for layer 0, 1, ...; both tensors are
+        (B, H, T, T) in fp32 and are freed before the next layer unless the callback stores them.
+        The model is in eval mode during the call. It is called as self(...) because FSDP's forward
+        hooks gather the sharded parameters.
         """
 
         def capturing(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _) -> Tensor:
@@ -236,13 +236,13 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            first = input_ids.new_zeros(len(input_ids))  # the logits are not needed
+            first = input_ids.new_zeros(len(input_ids))  # logits of one token: none are needed
             self(input_ids, layer_kernel=capturing, logits_at=first)
         finally:
             self.train(was_training)
 
     def attn_weights(self, input_ids: Tensor) -> list[Tensor]:
-        """The attention weights of all layers on input_ids (B, T): L of (B, H, T, T), fp32, CPU."""
+        """Returns the attention weights on input_ids (B, T): of each layer (B, H, T, T), on CPU."""
         layers: list[Tensor] = []
         self.capture_attention(input_ids, lambda _, weights, __: layers.append(weights.cpu()))
         return layers
@@ -251,10 +251,11 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """FLOPs to train on one token of a window of T tokens, forward and backward.
+        """Returns the FLOPs of training, forward and backward, per token of a window of T tokens.
 
-        6 (12 L C^2 + V C) + 6 L C (T + 1): two per multiply-add, three passes; causal attention
-        counts the half that is needed. No embedding look-ups, no padding, no recomputation.
+        6 (12 L C^2 + V C) + 6 L C (T + 1): two for each multiply-add, in one forward pass and a
+        backward pass of twice its cost. Only the unmasked half of the attention matrix is counted.
+        Embedding look-ups, padding and recomputation are not counted.
         """
         c = self.config
         matrices = 12 * c.num_layers * c.emb_dim**2 + c.vocab_size * c.emb_dim

@@ -1,11 +1,11 @@
-"""Train GPT-2 from a text and watch its attention heads learn.
+"""Trains GPT-2 on a text and logs the attention of its heads.
 
     python train.py model=gpt2-small
     python train.py model=gpt2-nano data.path=my.txt trainer.max_steps=500
     python train.py --help
 
-The whole loop is in this file. Its components (data loader, model, optimizer, checkpointer, ...)
-are built by training/setup.py. Everything a run writes is in runs/<name>/. In a notebook:
+This file contains the training loop. training/setup.py builds its components (data loader, model,
+optimizer, checkpointer, ...). A run writes all its files to runs/<name>/. In a notebook:
 
     from training.config import compose
     from training.setup import build_run
@@ -20,7 +20,7 @@ from training.config.application import hydra_main
 from training.reporting.terminal import never_fail
 from training.signals import StopSignals, end_quietly
 
-if TYPE_CHECKING:  # a misspelt setting is reported before torch is imported
+if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked
     from torch import Tensor
 
     from training.config.schema import Config
@@ -28,16 +28,16 @@ if TYPE_CHECKING:  # a misspelt setting is reported before torch is imported
 
 
 def fit(run: "Run") -> None:
-    """Trains to the last step; evaluates, logs and saves as often as the settings say.
+    """Trains until trainer.max_steps. Evaluates, logs and saves at the intervals in the settings.
 
-    Raises a ClearheadError (errors.py) when training fails, SystemExit after a stop signal.
+    Raises a ClearheadError (errors.py) when training fails, and SystemExit after a stop signal.
     """
     trainer, state = run.config.trainer, run.state
     started, first_step = time.perf_counter(), state.step
     with run, run.translate_errors():  # `run` closes its components, also after an error
         if state.step == 0:
             evaluate_and_log(run, {})
-        run.metrics.start(state.losses)  # those between the last row of the log and a resume
+        run.metrics.start(state.losses)  # after a resume: the losses that are not logged yet
         while state.step < trainer.max_steps:
             with run.profiler.step():
                 loss, grad_norm = train_step(run)
@@ -52,41 +52,41 @@ def fit(run: "Run") -> None:
 
 
 def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
-    """One optimizer step: forward and backward over this rank's micro-batches, then the update.
+    """Runs one optimizer step: forward and backward for each micro-batch of this rank, then update.
 
-    Returns the mean loss in nats per token and the norm of the gradient, both () and still on the
-    device: nothing here waits for it.
+    Returns the mean loss in nats per token and the gradient norm, both (). They stay on the device:
+    the step does not synchronize with a GPU.
     """
     strategy, state = run.strategy, run.state
-    strategy.reseed(run.config.seed, state.step)  # dropout is a function of (seed, step, rank)
-    micro_batches = next(run.batches)  # ((input_ids, target_ids), number of targets) each
+    strategy.reseed(run.config.seed, state.step)  # dropout depends on (seed, step, rank) only
+    micro_batches = next(run.batches)  # each: ((input_ids, target_ids), number of targets)
     (num_targets,) = strategy.all_reduce_sum(sum(count for _, count in micro_batches))
     mean_loss = 0.0
     for number, (tensors, count) in enumerate(micro_batches, start=1):
         input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
-        with strategy.no_sync(number < len(micro_batches)):  # gradients are exchanged at the last
+        with strategy.no_sync(number < len(micro_batches)):  # the last one reduces the gradients
             with run.profiler.phase("forward"), strategy.autocast():
                 _, loss = run.trained_model(input_ids, target_ids)
-            # Each target of the step counts the same; the gradients of ranks are averaged.
+            # Every target of the step has the same weight; backward averages the ranks' gradients.
             loss = loss * (count * strategy.world_size / num_targets)
             with run.profiler.phase("backward"):
                 strategy.backward(loss)
         mean_loss = mean_loss + loss.detach()
     for group in run.optimizer.param_groups:
         group["lr"] = run.learning_rate(state.step, peak=group["peak_lr"])
-    with run.profiler.phase("optimizer"):  # clips, skips the step when a gradient is not finite
+    with run.profiler.phase("optimizer"):  # clips; skips the step if a gradient is NaN or inf
         grad_norm = strategy.update(
             run.model, run.optimizer, run.config.trainer.grad_clip, run.metrics.nonfinite
         )
     state.step += 1
     state.tokens += run.metrics.tokens_per_step
-    if strategy.device.type == "cpu":  # a GPU would have to be waited for: log_row does it there
+    if strategy.device.type == "cpu":  # on a GPU this would synchronize, so log_row does it
         run.metrics.check_skipped(state)
     return mean_loss, grad_norm
 
 
 def log_row(run: "Run") -> dict[str, float]:
-    """The training metrics since the last row of the log; waits for the device."""
+    """Returns the training metrics since the last logged row. Synchronizes with the device."""
     rate = run.optimizer.param_groups[0]["lr"]
     row = run.metrics.row(run.state, rate)
     run.console.step(run.state.step, row["train/loss"], rate, row["train/tokens_per_second"])
@@ -94,17 +94,17 @@ def log_row(run: "Run") -> dict[str, float]:
 
 
 def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
-    """Validates, samples a text and takes an attention snapshot where they are due, and logs them.
+    """Runs validation, a text sample and an attention snapshot when they are due, and logs them.
 
-    row: the training metrics of this step, {} where none are due. Returns them with those of
-    validation.
+    row: the training metrics of this step, or {} if none are due. Returns it with the validation
+    metrics added.
     """
     trainer, step = run.config.trainer, run.state.step
     sample = snapshot = None
     evaluation_due = step == 0 or run.is_due(trainer.eval_every)
     snapshot_due = run.lens.is_due(step)
     if evaluation_due or snapshot_due:
-        run.strategy.synchronize()  # what the device still computes for training is not their time
+        run.strategy.synchronize()  # so that their times do not include training on the device
     if evaluation_due:
         row |= run.evaluate()
         if trainer.sample_tokens > 0 and step > 0:
@@ -117,20 +117,21 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
         run.tracker.log(row, step, snapshot, sample)
     if snapshot:
         if "attention/timelapse" in snapshot.pages and step < trainer.max_steps:
-            run.write_report()  # at the end it is written in any case
+            run.write_report()  # after the last step, run.finish writes it
         run.lens.seconds += time.perf_counter() - started
     return row
 
 
 def save_if_due(run: "Run", val_loss: float | None) -> None:
-    """Saves a checkpoint when the validation loss is the lowest so far, and as often as
-    trainer.save_every says. val_loss: None where this step has none."""
+    """Saves a checkpoint every trainer.save_every steps and when val_loss is the lowest so far.
+
+    val_loss: the validation loss of this step, or None."""
     state, due = run.state, run.is_due(run.config.trainer.save_every)
     if not due and val_loss is None:
         return
     run.metrics.check_skipped(state)
     if state.skipped_in_a_row and state.step < run.config.trainer.max_steps:
-        return  # skipped steps must not push out the checkpoint before them
+        return  # keep the checkpoint from before the skipped steps
     is_best = val_loss is not None and run.checkpointer.update_best(state, val_loss)
     if is_best:
         run.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
@@ -139,18 +140,18 @@ def save_if_due(run: "Run", val_loss: float | None) -> None:
 
 
 def save(run: "Run") -> None:
-    """Saves a checkpoint of this step. It is written while training continues."""
+    """Starts to save a checkpoint of this step. A thread writes it while training continues."""
     state = run.state
     if run.checkpointer.wait(state) == state.step:
         return  # saved already
     run.metrics.store(state)
-    run.tracker.sync()  # the log reaches the disk before the checkpoint does
+    run.tracker.sync()  # the log is flushed to disk before the checkpoint
     is_last = state.step == run.config.trainer.max_steps or run.signals.received > 0
     run.checkpointer.save(state, is_last)
 
 
 def stop(run: "Run") -> None:
-    """Saves a checkpoint and ends the run, with the exit code of the signal."""
+    """Saves a checkpoint and exits with the exit code of the signal."""
     save(run)
     run.checkpointer.finish(run.state)
     run.print_stopped()
@@ -159,7 +160,7 @@ def stop(run: "Run") -> None:
 
 @hydra_main
 def main(config: "Config") -> None:
-    """Train as the settings say."""
+    """Trains with the given settings."""
     from training.setup import build_run
 
     with StopSignals() as signals:

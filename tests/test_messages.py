@@ -58,8 +58,8 @@ def test_several_problems_with_control_characters_and_a_secret():
     with pytest.raises(errors.ConfigError) as caught:
         compose(["name='a\x1b[31m\nb\u202e'", "wandb.api_key=s3cret"])
     assert str(caught.value).splitlines() == [
-        "wandb.api_key=(not shown): no such setting; keys and passwords are no settings; programs "
-        "read them from the environment",
+        "wandb.api_key=(not shown): no such setting; keys and passwords are not settings; use "
+        "environment variables",
         "name=a\\x1b[31m\\nb\\u202e: String should match pattern "
         "'^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$'; see --help",
     ]
@@ -107,7 +107,7 @@ def test_checkpoints(make_run, in_process, tmp_path):
             "no such directory; give a run or a checkpoint; hub:nowhere fetches it from the "
             "Hugging Face hub",
         ),
-        (f"{tmp_path}/copied/model.safetensors", "is not what SHA256SUMS says; use another one"),
+        (f"{tmp_path}/copied/model.safetensors", "is not what SHA256SUMS says; use another checkpoint"),
     ):
         given = f"checkpoint={path.removesuffix('/model.safetensors')}"
         code, _, err = in_process(generate.main, tmp_path, given)
@@ -164,7 +164,7 @@ def test_errors_of_other_ranks_and_unexpected_ones(capsys, monkeypatch):
     other = errors.OtherRankError([problem], 3)
     line = "data.path=x: no such file; check the path\n"
     assert printed(capsys, other) == (3, line)
-    unexpected = "RuntimeError: two lines; run again with debug=true for the traceback\n"
+    unexpected = "RuntimeError: two lines; rerun with debug=true to see the traceback\n"
     assert printed(capsys, RuntimeError("two\nlines")) == (4, unexpected)
     assert "Traceback" in printed(capsys, other, debug=True)[1]
     monkeypatch.setattr("training.config.command_line.WAIT_FOR_RANK_0", 0)
