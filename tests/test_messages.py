@@ -107,7 +107,10 @@ def test_checkpoints(make_run, in_process, tmp_path):
             "no such directory; give a run or a checkpoint; hub:nowhere fetches it from the "
             "Hugging Face hub",
         ),
-        (f"{tmp_path}/copied/model.safetensors", "is not what SHA256SUMS says; use another checkpoint"),
+        (
+            f"{tmp_path}/copied/model.safetensors",
+            "is not what SHA256SUMS says; use another checkpoint",
+        ),
     ):
         given = f"checkpoint={path.removesuffix('/model.safetensors')}"
         code, _, err = in_process(generate.main, tmp_path, given)
