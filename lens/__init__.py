@@ -1,7 +1,7 @@
-"""The lens: statistics, heatmaps and an interactive page of a model's attention heads.
+"""The attention lens: statistics, heatmaps and an interactive page of a model's attention heads.
 
-It imports nothing from outside this folder, so the folder can be copied into another project. All
-it needs is a function that runs the model and passes on each layer's attention weights:
+The folder imports no other package of this repository, so you can copy it into another project. You
+provide a function that runs the model and calls `capture` with the attention weights of each layer:
 
     def capture_attention(token_ids, capture):  # of a transformers model with eager attention
         output = model(torch.tensor([token_ids]), output_attentions=True)
@@ -14,7 +14,7 @@ it needs is a function that runs the model and passes on each layer's attention 
     lens = Lens(LensConfig(), tokenizer.encode, token_bytes, context_length=1024)
     snapshot = lens.snapshot(capture_attention, step=100, max_steps=1000, folder=Path("attention"))
 
-In reading order: config.py (settings), statistics.py (one number for each head), probe.py (prompts;
-running the model), history.py (statistics over the steps), heatmap.py (PNG pictures), page/ and
-assemble.py (the interactive page), snapshots.py (all of it at a step of training).
+In reading order: config.py (settings), statistics.py (statistics of heads), probe.py (prompts and
+forward pass), history.py (statistics of all snapshots), heatmap.py (PNG images), page/ and
+assemble.py (the interactive page), snapshots.py (attention snapshots during training).
 """

@@ -3,13 +3,13 @@
     html = assemble(Path("lens/page/index.html"))
     policy = content_security_policy(html.encode())
 
-The HTML file links its sources as any page does:
+The HTML file links its style sheet and its script in the usual way:
 
     <link rel="stylesheet" href="style.css">
     <script type="module" src="main.js"></script>
 
-so a browser can also load the folder from a local web server. `assemble` replaces the links by the
-content of the files. A script is replaced by one module: the file itself and all that it imports.
+so a browser can also load the folder from a local web server. `assemble` replaces each link with
+the content of its file. A script is joined with all modules that it imports.
 """
 
 import base64
@@ -25,7 +25,7 @@ BLOCK = re.compile(rb"<!--|<(script|style)\b([^>]*)>")
 
 
 def assemble(page: Path) -> str:
-    """The HTML of `page` with its style sheets and scripts inside."""
+    """Returns the HTML of `page` with its style sheets and scripts inlined."""
     folder = page.parent
 
     def style(found: re.Match) -> str:
@@ -39,11 +39,11 @@ def assemble(page: Path) -> str:
 
 
 def join_modules(main: Path) -> str:
-    """A JavaScript module and all that it imports as one module, each after what it imports.
+    """Joins a JavaScript module and all modules that it imports, imported modules first.
 
-    Imports have to be `import { name, name } from "./file.js";`, exports have to stand before a
-    declaration. The modules share one scope: two declarations of a name are a SyntaxError in the
-    browser. Raises ValueError when modules import each other or use another syntax.
+    An import must be `import { name, name } from "./file.js";`, and `export` must precede a
+    declaration. The modules share one scope: a name that is declared twice is a SyntaxError in the
+    browser. Raises ValueError if modules import each other or use another syntax.
     """
     joined: dict[Path, str] = {}
 
@@ -57,17 +57,17 @@ def join_modules(main: Path) -> str:
             add(path.parent / name, (*importers, path))
         joined[path] = EXPORT.sub("", IMPORT.sub("", text)).strip()
         if re.search(r"^(import|export)\b", joined[path], re.MULTILINE):
-            raise ValueError(f"{path} has an import or export that cannot be joined")
+            raise ValueError(f"{path}: unsupported form of import or export")
 
     add(main)
     return "\n\n".join(f"// {path.name}\n\n{text}" for path, text in joined.items()) + "\n"
 
 
 def content_security_policy(*pages: bytes) -> str:
-    """A policy that lets only the pages' own scripts and styles run, and nothing be fetched.
+    """Returns a Content-Security-Policy that allows only the scripts and styles of these pages.
 
-    Scripts and styles are named by their hashes. Several pages: the second is in a frame of the
-    first, and a frame inherits the policy of the page around it.
+    The policy lists them by their SHA-256 hashes and forbids network requests. Give two pages if
+    the first contains the second in a frame: a frame inherits the policy of the outer page.
     """
     blocks = [block for page in pages for block in inline_blocks(page)]
     hashes = {
@@ -86,10 +86,10 @@ def content_security_policy(*pages: bytes) -> str:
 
 
 def inline_blocks(page: bytes) -> list[tuple[str, bytes]]:
-    """("script" or "style", text) of each block that a browser would run; data blocks are none."""
+    """Returns ("script" or "style", text) of each inline block. Blocks of data are skipped."""
     blocks, position = [], 0
     while found := BLOCK.search(page, position):
-        # find() jumps over megabytes of data; a pattern would walk through them.
+        # find() skips megabytes of data faster than a regular expression.
         end = page.find(b"</" + found[1] + b">" if found[1] else b"-->", found.end())
         end = position = end if end >= 0 else len(page)
         is_data = b"type=" in (found[2] or b"") and b"module" not in found[2]

@@ -1,7 +1,7 @@
-"""Heatmaps of attention heads as PNG: all heads in one grid, or one layer's with their tokens.
+"""Heatmaps of attention heads as PNG: a grid of all heads, or the heads of one layer with tokens.
 
-Drawn with Pillow, because training waits for them: a picture takes some milliseconds. The colours
-and the font are matplotlib's.
+Pillow draws an image in a few milliseconds; training waits until it is written. The colour map and
+the font are matplotlib's.
 
 Shapes: L layers, H heads, T tokens of the prompt.
 """
@@ -19,9 +19,9 @@ from PIL import Image, ImageDraw, ImageFont
 from .probe import Prompt, from_codes, triangle_to_square
 from .statistics import uniform_attention
 
-COLOUR_MAP = "viridis"  # even steps of lightness: readable in grey and by colour-blind people
-WIDTH = 800  # pixels of a grid, about; dashboards show it at half of that
-MASKED = 236  # the grey of cells above the diagonal, which the causal mask excludes
+COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people
+WIDTH = 800  # approximate width of a grid in pixels; dashboards show it at half of this size
+MASKED = 236  # grey level of cells above the diagonal, which the causal mask excludes
 INK, PALE_INK = (25, 25, 25), (95, 95, 95)
 
 
@@ -30,7 +30,7 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
 
     codes: uint8 (L, H, T (T + 1) / 2), the lower triangles on a square-root scale (probe.to_codes):
     a weight of 0.04 is a fifth as bright as a weight of 1. The text is large because dashboards
-    show the picture at half of its size.
+    show the image at half of its size.
     """
     num_layers, num_heads, _ = codes.shape
     squares = triangle_to_square(codes)  # (L, H, T, T)
@@ -97,9 +97,9 @@ def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: P
     for head in range(num_heads):
         x, y = 12 + head % across * wide, 80 + head // across * high
         draw.text((x + margin, y), f"L{layer} H{head}", INK, _font(15, "Bold"))
-        place = (x + margin, y + 22)
-        image.paste(Image.fromarray(_tile(colour(squares[None, head, None]), scale, 0)), place)
-        _write_tokens(draw, labels, scale, place, size, font)
+        position = (x + margin, y + 22)
+        image.paste(Image.fromarray(_tile(colour(squares[None, head, None]), scale, 0)), position)
+        _write_tokens(draw, labels, scale, position, size, font)
     _draw_scale(image, 12 + margin, image.height - 46, _font(15))
     image.save(path, compress_level=1)
 
@@ -108,13 +108,13 @@ def _write_tokens(
     draw: ImageDraw.ImageDraw,
     labels: list[str],
     scale: int,
-    place: tuple[int, int],
+    position: tuple[int, int],
     size: int,
     font: ImageFont.FreeTypeFont,
 ) -> None:
-    """Writes tokens left of the rows and under the columns, as many as fit."""
+    """Writes the tokens left of the rows and below the columns, as many as fit."""
     upright = ImageFont.TransposedFont(font, Image.Transpose.ROTATE_90)
-    x, y = place
+    x, y = position
     for number in range(0, len(labels), math.ceil(13 / scale)):
         middle = (number + 0.5) * scale
         draw.text((x - 5, y + middle), labels[number], INK, font, anchor="rm")
@@ -122,7 +122,7 @@ def _write_tokens(
 
 
 def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont) -> None:
-    """Draws the colour bar and a key to rows and columns."""
+    """Draws the colour bar and a legend for rows and columns."""
     draw = ImageDraw.Draw(image)
     bar = np.linspace(0, 255, 200).astype(np.uint8)[None].repeat(round(font.size * 0.8), 0)
     draw.text((x, y), "0", PALE_INK, font)
@@ -133,21 +133,21 @@ def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont
 
 
 def colour(codes: np.ndarray) -> np.ndarray:
-    """Codes uint8 (..., T, T) -> colours (..., T, T, 3) uint8; masked cells are grey."""
+    """Returns the colours of codes: (..., T, T) -> (..., T, T, 3), uint8. Masked cells are grey."""
     colours = _table()[codes]
     colours[..., *np.triu_indices(codes.shape[-1], k=1), :] = MASKED
     return colours
 
 
 def label(token: str, longest: int = 12) -> str:
-    """A token as an axis label: white space and control characters visible, truncated."""
+    """Returns an axis label: the token, truncated, with visible white space."""
     shown = token.strip() or repr(token)[1:-1].replace(" ", "␣")
     shown = "".join(c if c.isprintable() else "·" for c in shown)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
 def _title(prompt: Prompt, fits: int) -> str:
-    """The prompt's text in about `fits` characters; says when the prompt is truncated."""
+    """Returns the prompt in about `fits` characters, with a note if the prompt is truncated."""
     note = f"  (first {prompt.shown} tokens)" if prompt.truncated else ""
     text = "".join(prompt.tokens[: prompt.shown]) if prompt.truncated else prompt.text
     text = "".join(c if c.isprintable() else " " for c in text)
@@ -156,13 +156,13 @@ def _title(prompt: Prompt, fits: int) -> str:
 
 
 def _pooled(squares: np.ndarray, factor: int) -> np.ndarray:
-    """Max-pools (..., T, T) by blocks of factor x factor cells."""
+    """Returns (..., T, T) max-pooled over blocks of factor x factor cells."""
     pooled = F.max_pool2d(torch.from_numpy(squares).float(), factor, ceil_mode=True)
     return pooled.byte().numpy()
 
 
 def _tile(colours: np.ndarray, scale: int, gap: int) -> np.ndarray:
-    """Heatmaps (L, H, T, T, 3) in a grid on white: (L * (T * scale + gap) - gap, ..., 3)."""
+    """Returns heatmaps (L, H, T, T, 3) as one white grid: (L * (T * scale + gap) - gap, ..., 3)."""
     colours = colours.repeat(scale, axis=2).repeat(scale, axis=3)
     num_layers, num_heads, size = colours.shape[:3]
     step = size + gap
@@ -173,7 +173,7 @@ def _tile(colours: np.ndarray, scale: int, gap: int) -> np.ndarray:
 
 @functools.cache
 def _table() -> np.ndarray:
-    """256 colours, (256, 3) uint8."""
+    """Returns the colour map as 256 colours, (256, 3) uint8."""
     import matplotlib
 
     colours = matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3]

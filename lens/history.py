@@ -1,8 +1,8 @@
-"""The statistics of every head over the steps of a run, in a file, and the table made of them.
+"""Statistics of every head at all snapshots of a run: statistics.jsonl and the table heads.csv.
 
 attention/statistics.jsonl has one line for each snapshot:
 
-    {"step": 40, "entropy": [[one number a head] for each layer], "distance": ..., ...}
+    {"step": 40, "entropy": [[one number for each head] for each layer], "distance": ..., ...}
 
 Shapes: L layers, H heads.
 """
@@ -19,9 +19,9 @@ import numpy as np
 
 from .statistics import STATISTICS
 
-# The statistics that name a kind of head.
+# Statistics that identify a type of head, such as an induction head.
 KINDS = ("previous_token", "induction", "duplicate_token", "first_token")
-MAX_LINE_BYTES = 2**22  # bytes; 2,000 heads have some 200,000
+MAX_LINE_BYTES = 2**22  # a line of 2,000 heads has about 200,000 bytes
 COLUMNS = ("statistic", "rank", "layer", "head", "value", "at_start", "halfway_step")
 
 
@@ -34,9 +34,9 @@ class Row:
 
 
 class History:
-    """All rows of a run, including those written before it was resumed.
+    """All rows of a run, including rows from before it was resumed.
 
-    A resumed run may repeat steps, so the rows of the file from `step` on are dropped.
+    A resumed run repeats the steps after its checkpoint, so rows of `step` and later are removed.
     """
 
     def __init__(self, file: Path, step: int):
@@ -47,15 +47,15 @@ class History:
 
     def add(self, row: Row) -> None:
         line = _line(row)
-        self.rows.append(_parsed(line))  # rounded, as a resumed run will read it
+        self.rows.append(_parsed(line))  # rounded, as a resumed run reads it
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(line)
 
     def table(self) -> list[tuple]:
-        """Every head ranked by each statistic, highest first; see COLUMNS.
+        """Returns all heads ranked by each statistic, highest value first. Columns: COLUMNS.
 
-        halfway_step is the first step at which a head's value was at or beyond the mean of its
-        first and its last value.
+        halfway_step is the first step at which the value has reached the mean of the first value
+        and the last value.
         """
         found = []
         for key in STATISTICS:
@@ -76,35 +76,35 @@ class History:
         return found
 
     def write_table(self, path: Path) -> list[tuple]:
-        """The table as CSV; returns it."""
+        """Writes the table as CSV and returns it."""
         rows = self.table()
-        path.unlink(missing_ok=True)  # a link would be followed
+        path.unlink(missing_ok=True)  # open() would follow a link
         with open(path, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([COLUMNS, *rows])
         return rows
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Writes a file under a temporary name, a new one each time, and renames it."""
+    """Writes a file atomically: to a unique temporary name, which is then renamed."""
     part = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
     try:
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)
-    except BaseException:  # an interrupt, too
+    except BaseException:  # including KeyboardInterrupt
         part.unlink(missing_ok=True)
         raise
 
 
 def evenly_spaced(items: list, most: int) -> list:
-    """At most `most` of the items, evenly spaced, including the first and the last."""
+    """Returns at most `most` items, evenly spaced, including the first and the last item."""
     if len(items) <= most:
         return items
-    places = np.linspace(0, len(items) - 1, max(most, 1)).round().astype(int)
-    return [items[place] for place in places]
+    indices = np.linspace(0, len(items) - 1, max(most, 1)).round().astype(int)
+    return [items[index] for index in indices]
 
 
 def json_values(values: np.ndarray) -> list:
-    """Values rounded to four decimals for JSON; nan and inf become None."""
+    """Returns values for JSON: rounded to four decimals, NaN and inf as None."""
     numbers = values.astype(np.float64).round(4).astype(object)
     numbers[~np.isfinite(values)] = None
     return numbers.tolist()
@@ -118,12 +118,12 @@ def _line(row: Row) -> str:
 def _parsed(line: str | bytes) -> Row:
     values = json.loads(line)
     known = {key: np.array(values[key], np.float32) for key in STATISTICS if key in values}
-    unknown = np.full_like(next(iter(known.values())), np.nan)  # of statistics that came later
+    unknown = np.full_like(next(iter(known.values())), np.nan)  # for newer statistics
     return Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS})
 
 
 def _read(file: Path) -> list[Row]:
-    if not file.is_file():  # a FIFO would wait for a writer
+    if not file.is_file():  # opening a FIFO would wait for a writer
         return []
     rows = []
     with open(file, "rb") as lines:
@@ -131,5 +131,5 @@ def _read(file: Path) -> list[Row]:
             with contextlib.suppress(
                 ValueError, KeyError, TypeError, RecursionError, StopIteration
             ):
-                rows.append(_parsed(line))  # damaged lines are skipped
+                rows.append(_parsed(line))  # invalid lines are skipped
     return rows

@@ -1,13 +1,13 @@
-"""The lens's prompts, and the attention weights and statistics of every head on them.
+"""Prompts of the lens, and the attention weights and statistics of all heads on these prompts.
 
-capture_attention(token_ids, capture) is the caller's function. It runs the model on T token ids
-without dropout and gradients and calls, for each layer in order,
+The caller provides the function capture_attention(token_ids, capture). It runs the model on T token
+ids without dropout and gradients and calls, for each layer in order,
 
     capture(layer, attn_weights, attn_scores)     both (1, H, T, T) or (H, T, T), rows are queries
 
-attn_scores (before the softmax, -inf where masked) may be omitted. Each layer is reduced on its
-device to eight numbers a head and one byte a cell before the next one runs, so that the weights of
-all layers are never in memory together: for GPT-2 small at 1,024 tokens they would take 576 MiB.
+attn_scores (before the softmax, -inf where masked) is optional. Each layer is reduced on its device
+to eight statistics per head and one byte per weight before the next layer runs, so the weights of
+only one layer are in memory. The weights of all layers of GPT-2 small at 1,024 tokens are 576 MiB.
 
 Shapes: L layers, H heads, T tokens, P period of the repeated sequence.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from .history import Row
 from .statistics import STATISTICS, measure, uniform_attention
 
-MAX_SHOWN = 256  # tokens that pages and pictures show at most; statistics use all tokens
+MAX_SHOWN = 256  # maximum number of tokens on pages and images; statistics use all tokens
 
 CaptureAttention = Callable[[list[int], Callable[..., None]], object]
 
@@ -37,13 +37,13 @@ class Prompt:
     name: str  # short; used in file names and dashboard keys
     text: str
     token_ids: list[int]
-    tokens: list[str]  # the text of each token; incomplete UTF-8 as <0xE2>
-    truncated: bool = False  # whether the text has more tokens than are used, or shown
-    period: int = 0  # P, when the prompt is [BOS] + R + R with R of P tokens
+    tokens: list[str]  # the text of each token; bytes of incomplete UTF-8 as <0xE2>
+    truncated: bool = False  # whether the text has more tokens than are used or shown
+    period: int = 0  # P, if the prompt is [BOS] + R + R, where R has P tokens; otherwise 0
 
     @property
     def shown(self) -> int:
-        """Number of tokens that pages and pictures show: the first ones."""
+        """Number of leading tokens that pages and images show."""
         return min(len(self.token_ids), MAX_SHOWN)
 
 
@@ -51,19 +51,19 @@ class Prompt:
 class Frame:
     """The attention of every head at one step."""
 
-    row: Row  # the step and the statistics, each the mean over prompts
+    row: Row  # the step and the statistics, averaged over prompts
     codes: list[np.ndarray]  # for each prompt uint8 (L, H, t (t + 1) / 2), t tokens shown
 
 
 def make_prompt(
     number: int, text: str, encode: Callable, token_bytes: Callable, limit: int
 ) -> Prompt:
-    """A text as a prompt of at most `limit` tokens, named after its number and first words.
+    """Returns the prompt of a text, truncated to `limit` tokens, named by number and first words.
 
     encode(text) returns token ids, token_bytes(id) the bytes of a token.
-    Raises ValueError when the text has no tokens.
+    Raises ValueError if the text has no tokens.
     """
-    # A lone surrogate, as a terminal may pass one, becomes the replacement character.
+    # A terminal may pass a lone surrogate; it becomes the replacement character.
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     token_ids = list(encode(text))
     if not token_ids:
@@ -76,10 +76,10 @@ def make_prompt(
 def repeated_prompt(
     number: int, vocabulary: Sequence[int], bos: int, token_bytes: Callable, period: int
 ) -> Prompt | None:
-    """[BOS] + R + R: `period` random tokens of the vocabulary, written twice.
+    """Returns the prompt [BOS] + R + R, where R is `period` random tokens of the vocabulary.
 
-    The tokens of R are distinct if the vocabulary is large enough. The sequence depends on the
-    vocabulary and the period only. None when the period is below two or the vocabulary is empty.
+    The tokens of R are distinct if the vocabulary is large enough. The sequence depends only on the
+    vocabulary and the period. Returns None if the period is below 2 or the vocabulary is empty.
     """
     tokens = np.asarray(vocabulary)
     tokens = tokens[tokens != bos]
@@ -93,7 +93,7 @@ def repeated_prompt(
 
 
 def probe(capture_attention: CaptureAttention, prompts: Sequence[Prompt], step: int) -> Frame:
-    """Runs the model on every prompt and records every head, one layer at a time."""
+    """Runs the model on all prompts and records weights and statistics, layer by layer."""
     codes, statistics = [], []
     for prompt in prompts:
         layers: list[tuple[Tensor, Tensor]] = []
@@ -114,7 +114,7 @@ def probe(capture_attention: CaptureAttention, prompts: Sequence[Prompt], step: 
 
 
 def uniform_values(prompts: Sequence[Prompt]) -> dict[str, float | None]:
-    """The value of each statistic on these prompts for uniform attention; None if undefined."""
+    """Returns each statistic for uniform attention on these prompts; None if it is undefined."""
     rows = [
         measure(uniform_attention(len(p.token_ids)), None, p.period).numpy()[..., None]
         for p in prompts
@@ -124,17 +124,17 @@ def uniform_values(prompts: Sequence[Prompt]) -> dict[str, float | None]:
 
 
 def to_codes(attn_weights: Tensor) -> Tensor:
-    """Weights as bytes, round(255 sqrt(w)): the error is at most 1/255, and less for small w."""
+    """Returns weights as bytes, round(255 sqrt(w)). The error is at most 1/255."""
     return (attn_weights.sqrt() * 255).round().to(torch.uint8)
 
 
 def from_codes(codes: np.ndarray) -> np.ndarray:
-    """The inverse of to_codes: (code / 255)^2, fp32."""
+    """Returns the weights of codes, the inverse of to_codes: (code / 255)^2, fp32."""
     return (codes.astype(np.float32) / 255) ** 2
 
 
 def triangle_to_square(codes: np.ndarray) -> np.ndarray:
-    """Lower triangles (..., T (T + 1) / 2) as squares (..., T, T), zero above the diagonal."""
+    """Returns lower triangles (..., T (T + 1) / 2) as (..., T, T), zero above the diagonal."""
     num_tokens = int((2 * codes.shape[-1]) ** 0.5)
     square = np.zeros((*codes.shape[:-1], num_tokens, num_tokens), codes.dtype)
     square[..., *np.tril_indices(num_tokens)] = codes
@@ -142,9 +142,9 @@ def triangle_to_square(codes: np.ndarray) -> np.ndarray:
 
 
 def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -> list[str]:
-    """The text of each token; bytes that are not whole UTF-8 characters as <0xE2>.
+    """Returns the text of each token. A byte of an incomplete UTF-8 character becomes <0xE2>.
 
-    An id without bytes (a vocabulary may be padded for speed) becomes <id NUMBER>.
+    An id that the tokenizer does not know (vocabularies may be padded) becomes <id NUMBER>.
     """
     texts = []
     for token in token_ids:
@@ -161,19 +161,19 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
 
 
 def _heads(attn: Tensor) -> Tensor:
-    """(1, H, T, T) or (H, T, T), a tensor or an array, as an fp32 tensor (H, T, T)."""
+    """Returns weights or scores, (1, H, T, T) or (H, T, T), as an fp32 tensor (H, T, T)."""
     attn = torch.as_tensor(attn).detach().float()
     return attn[0] if attn.dim() == 4 else attn
 
 
 def _mean(values: np.ndarray) -> dict[str, np.ndarray]:
-    """(prompts, S, L, H) -> {statistic: (L, H)}, the mean over prompts on which it is defined."""
+    """Returns {statistic: (L, H)} from (prompts, S, L, H): means over prompts, without NaN."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # defined on no prompt: nan
+        warnings.simplefilter("ignore", RuntimeWarning)  # undefined on all prompts: NaN
         return dict(zip(STATISTICS, np.nanmean(values, axis=0), strict=True))
 
 
 def _slug(text: str, words: int = 4) -> str:
-    """The first words of a text as a file name: "Où est-ce, là?" -> "ou-est-ce-la"."""
+    """Returns the first words of a text as a file name: "Où est-ce, là?" -> "ou-est-ce-la"."""
     plain = unicodedata.normalize("NFKD", text.lower()).encode("ascii", "ignore").decode()
     return "-".join(re.findall(r"[a-z0-9]+", plain)[:words])[:40] or "prompt"

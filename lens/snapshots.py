@@ -1,4 +1,4 @@
-"""Attention snapshots: what Lens.snapshot records at a step, and the files that it writes."""
+"""Attention snapshots: Lens.snapshot records all heads at a step and writes images and pages."""
 
 import contextlib
 import math
@@ -15,28 +15,28 @@ from .page import frame_data, page, read, run_data
 from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
 from .statistics import STATISTICS
 
-MAX_FILES = 900  # pictures and pages of a run: dashboards become slow beyond a thousand
-MAX_HISTORY = 60  # steps in the charts of a page
+MAX_FILES = 900  # images and pages of a run; dashboards become slow with more than 1,000
+MAX_HISTORY = 60  # maximum number of steps in the charts of a page
 
 
 @dataclass
 class Snapshot:
-    """The results of one snapshot, under their names on a dashboard."""
+    """The results of one snapshot, by their keys on a dashboard."""
 
-    metrics: dict[str, float]  # statistics, the mean over each layer's heads
-    heads: dict[str, float]  # statistics of each head: many, so dashboards hide them at first
-    histograms: dict[str, np.ndarray]  # for each statistic its values for all heads
+    metrics: dict[str, float]  # statistics, averaged over the heads of each layer
+    heads: dict[str, float]  # statistics of each head; dashboards hide them by default
+    histograms: dict[str, np.ndarray]  # values of each statistic, all heads
     images: dict[str, Path] = field(default_factory=dict)  # PNG
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     tables: dict[str, tuple[Sequence, Sequence]] = field(default_factory=dict)  # columns, rows
 
 
 class Lens:
-    """Takes attention snapshots on a fixed set of prompts and writes pictures and pages.
+    """Takes attention snapshots on a fixed set of prompts and writes images and pages.
 
-    encode(text) returns token ids, token_bytes(id) the bytes of a token (KeyError if it has none).
-    The repeated sequence is drawn from `vocabulary` and begins with `bos`; without a vocabulary
-    there is none.
+    encode(text) returns token ids, token_bytes(id) the bytes of a token (KeyError if unknown). The
+    tokens of the repeated sequence are drawn from `vocabulary`; it starts with `bos`. An empty
+    vocabulary disables the repeated sequence.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Lens:
             period = min(config.repeat_length, (limit - 1) // 2)
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
-        self.history: History | None = None  # opened at the first snapshot
+        self.history: History | None = None  # created at the first snapshot
         self.table: list[tuple] = []  # all heads ranked by each statistic; set at the end
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether to take a snapshot at this step: at the start, each interval and the end."""
+        """Whether this step has a snapshot: the first, the last and every interval between."""
         every = self.config.interval(max_steps)
         return every > 0 and bool(self.prompts) and (step % every == 0 or step == max_steps)
 
     def draws(self, step: int, max_steps: int) -> bool:
-        """Whether the snapshot at this step has pictures and a page: all, unless too many."""
+        """Whether the snapshot at this step has images and a page; in a long run only some have."""
         return step % self._drawn_every(max_steps) == 0 or step == max_steps
 
     def snapshot(
@@ -80,10 +80,10 @@ class Lens:
         run_name: str = "",
         write: bool = True,
     ) -> Snapshot | None:
-        """Runs the model on every prompt; writes statistics, pictures and pages into `folder`.
+        """Runs the model on all prompts and writes statistics, images and pages to `folder`.
 
-        capture_attention: see probe.py. run_name is the run's name on the pages. write=False only
-        runs the model and returns None: for ranks other than 0 of a sharded model.
+        capture_attention: see probe.py. run_name: the name of the run on the pages. With
+        write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         """
         frame = probe(capture_attention, self.prompts, step)
         if not write:
@@ -106,8 +106,8 @@ class Lens:
     def page_data(
         self, capture_attention: CaptureAttention, step: int, run_name: str
     ) -> tuple[dict, list[str]]:
-        """One step without files: the data of a page, and a line for each kind of head with the
-        strongest heads and, in brackets, the value of uniform attention.
+        """Returns the data of a page for one step, and a line for each type of head with the
+        strongest heads and, in parentheses, the value for uniform attention. Writes no files.
         """
         frame = probe(capture_attention, self.prompts, step)
         uniform = uniform_values(self.prompts)
@@ -116,14 +116,14 @@ class Lens:
             values = frame.row.values[key]  # (L, H)
             if not np.isnan(values).any():
                 order = np.argsort(-values, axis=None)[:5]
-                places = zip(*np.unravel_index(order, values.shape), strict=True)
-                heads = [f"L{layer} H{head} {values[layer, head]:.2f}" for layer, head in places]
+                indices = zip(*np.unravel_index(order, values.shape), strict=True)
+                heads = [f"L{layer} H{head} {values[layer, head]:.2f}" for layer, head in indices]
                 kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
                 lines.append(f"{kind:<24} {'   '.join(heads)}")
         return run_data(run_name, self.prompts, [frame_data(frame)], [frame.row]), lines
 
     def strongest_heads(self) -> list[str]:
-        """The strongest head of each kind, if its value is 0.25 or more:
+        """Returns the strongest head of each type if its value is at least 0.25, for example
         "induction L5 H1: 0.83 (halfway there at step 400)". Empty before the last snapshot.
         """
         found = []
@@ -136,14 +136,14 @@ class Lens:
         return found
 
     def _drawn_every(self, max_steps: int) -> int:
-        """Steps between snapshots with pictures: a multiple of the interval, for MAX_FILES."""
+        """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
         files = len(self.prompts) * (1 + len(self.config.layers)) + 1
-        drawn = max(2, MAX_FILES // files)  # including those at the start and the end
+        drawn = max(2, MAX_FILES // files)  # including the first and the last snapshot
         every = max(1, self.config.interval(max_steps))
         return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
 
     def _time_lapse_is_due(self, step: int, max_steps: int) -> bool:
-        """Whether a quarter of the run, or all of it, was completed since the last pictures."""
+        """Whether another quarter of the run was completed since the last images."""
         before = max(0, step - self._drawn_every(max_steps))
         return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
 
@@ -162,12 +162,12 @@ class Lens:
         snapshot.pages["attention/viewer"] = path
 
     def _write_timelapse(self, folder: Path, run_name: str, history: History) -> Path:
-        """Writes one page of many steps from the pages of single steps with the same prompts."""
+        """Writes the time-lapse from the pages of single steps that have the same prompts."""
         tokens = [prompt.tokens[: prompt.shown] for prompt in self.prompts]
         frames = []
         pages = sorted(path for path in folder.glob("step_*.html") if path.is_file())
         for path in evenly_spaced(pages, self.config.frames):
-            with contextlib.suppress(ValueError, KeyError):  # not a page of this version
+            with contextlib.suppress(ValueError, KeyError):  # not a page, or of another version
                 (run,) = read(path)
                 if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
                     frames += run["frames"]
@@ -179,15 +179,15 @@ class Lens:
         self, path: Path, frames: list[dict], history: list[Row], run_name: str
     ) -> None:
         data = run_data(run_name, self.prompts, frames, history)
-        # Atomic, because time-lapses read pages.
+        # Atomic, because the time-lapse is made from these pages.
         atomic_write(path, page([data], title=f"{run_name}: {path.stem}"))
 
 
 def _dashboard_values(row: Row) -> Snapshot:
-    """The row's numbers under their dashboard keys; undefined statistics are omitted.
+    """Returns the statistics of a row by dashboard key, without non-finite statistics.
 
-    The part of a key before the first slash is a section of the dashboard. Pictures and pages are
-    in "attention"; the many curves have other sections, so that the pictures are easy to find.
+    The part of a key before the first slash is a section of the dashboard. Images and pages are in
+    the section "attention"; curves are in other sections, so that the images are easy to find.
     """
     metrics, heads, histograms = {}, {}, {}
     for key, values in row.values.items():
@@ -202,7 +202,7 @@ def _dashboard_values(row: Row) -> Snapshot:
 
 
 def _remove_from(folder: Path, step: int) -> None:
-    """Removes pictures and pages of `step` and later: the run was resumed before them."""
+    """Removes images and pages of `step` and later steps, which a resumed run repeats."""
     for path in folder.glob("step_*"):
         if path.name[5:13].isdigit() and int(path.name[5:13]) >= step:
             path.unlink()

@@ -1,13 +1,11 @@
-"""Attention statistics: functions that reduce a head's attention weights to one number.
+"""Attention statistics: each function reduces the attention weights of a head to one number.
 
-Each function takes A, the attention weights of some heads on one prompt, fp32 (H, T, T), rows are
-queries, and returns (H,): the mean over queries of a property of the row. Query 0 is excluded where
-its value is fixed: it can only attend to itself.
+The argument A has the attention weights of some heads on one prompt, fp32 (H, T, T), rows are
+queries. The result (H,) is a mean over queries, without query 0 where its value is constant: it
+attends only to itself. Two statistics are defined only on the repeated sequence [BOS] + R + R,
+where R has P random tokens; P is their argument `period`.
 
-Two statistics are defined on the repeated sequence [BOS] + R + R only, R being P random tokens.
-They take P as `period`.
-
-"Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as of an untrained model.
+"Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model.
 
 Shapes: H heads, T tokens; q query and k key positions from 0; h(T) = 1 + 1/2 + ... + 1/T.
 """
@@ -21,11 +19,11 @@ from torch import Tensor
 
 
 def entropy(attn_weights: Tensor) -> Tensor:
-    """Entropy of the rows: 0 for one key token, 1 for uniform attention. (H, T, T) -> (H,).
+    """Returns the normalised entropy: 0 for one key token, 1 for uniform attention. -> (H,).
 
     mean over q >= 1 of  -sum_k A[q, k] ln A[q, k] / ln(q + 1).    Uniform: 1.
-    The entropy of attention rows as in Clark et al. 2019 (What Does BERT Look At?), section 3.3,
-    here divided by its maximum, so that rows of all lengths are comparable.
+    Entropy of attention rows: Clark et al. 2019 (What Does BERT Look At?), section 3.3. Divided
+    here by its maximum, so that rows of different lengths are comparable.
     """
     nats = -torch.special.xlogy(attn_weights, attn_weights).sum(-1)  # (H, T); 0 ln 0 = 0
     longest = torch.arange(1, nats.shape[-1] + 1, device=nats.device).log()
@@ -33,18 +31,18 @@ def entropy(attn_weights: Tensor) -> Tensor:
 
 
 def distance(attn_weights: Tensor) -> Tensor:
-    """Mean distance from query token to key token, in tokens. (H, T, T) -> (H,).
+    """Returns the mean distance from query token to key token, in tokens. (H, T, T) -> (H,).
 
     mean over q of  sum_k A[q, k] (q - k).    Uniform: (T - 1) / 4.
     Mean attention distance (Vig and Belinkov 2019), averaged over queries.
     """
-    places = torch.arange(attn_weights.shape[-1], device=attn_weights.device)
-    back = (places[:, None] - places).float()  # (T, T): q - k
-    return (attn_weights * back).sum(-1).mean(-1)
+    positions = torch.arange(attn_weights.shape[-1], device=attn_weights.device)
+    distances = (positions[:, None] - positions).float()  # (T, T): q - k
+    return (attn_weights * distances).sum(-1).mean(-1)
 
 
 def first_token(attn_weights: Tensor) -> Tensor:
-    """Weight on the first token, the attention sink. (H, T, T) -> (H,).
+    """Returns the mean weight on the first token, the attention sink. (H, T, T) -> (H,).
 
     mean over q >= 1 of  A[q, 0].    Uniform: (h(T) - 1) / (T - 1).
     (Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks.)
@@ -53,7 +51,7 @@ def first_token(attn_weights: Tensor) -> Tensor:
 
 
 def diagonal(attn_weights: Tensor) -> Tensor:
-    """Weight of each token on itself. (H, T, T) -> (H,).
+    """Returns the mean weight of a query token on itself. (H, T, T) -> (H,).
 
     mean over q >= 1 of  A[q, q].    Uniform: (h(T) - 1) / (T - 1).
     (Attention to relative positions: Clark et al. 2019, section 3.1.)
@@ -62,7 +60,7 @@ def diagonal(attn_weights: Tensor) -> Tensor:
 
 
 def previous_token(attn_weights: Tensor) -> Tensor:
-    """Weight of each token on the previous token. (H, T, T) -> (H,).
+    """Returns the mean weight of a query token on the previous token. (H, T, T) -> (H,).
 
     mean over q >= 1 of  A[q, q - 1].    Uniform: (h(T) - 1) / (T - 1).
     (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits.)
@@ -71,7 +69,7 @@ def previous_token(attn_weights: Tensor) -> Tensor:
 
 
 def induction(attn_weights: Tensor, period: int) -> Tensor:
-    """In the second copy: weight on the token that *followed* it in the first. -> (H,).
+    """Returns the mean weight of a token of the second copy on its successor in the first. -> (H,).
 
     mean over q = P + 1 .. 2 P of  A[q, q - P + 1].    Uniform: (h(2 P + 1) - h(P + 1)) / P.
     An induction head completes "... A B ... A" with B (Olsson et al. 2022, In-context Learning and
@@ -81,7 +79,7 @@ def induction(attn_weights: Tensor, period: int) -> Tensor:
 
 
 def duplicate_token(attn_weights: Tensor, period: int) -> Tensor:
-    """In the second copy: weight on the *same* token in the first. -> (H,).
+    """Returns the mean weight of a token of the second copy on itself in the first. -> (H,).
 
     mean over q = P + 1 .. 2 P of  A[q, q - P].    Uniform: (h(2 P + 1) - h(P + 1)) / P.
     (Wang et al. 2022, Interpretability in the Wild: duplicate token heads.)
@@ -90,17 +88,17 @@ def duplicate_token(attn_weights: Tensor, period: int) -> Tensor:
 
 
 def _second_copy(attn_weights: Tensor, period: int, back: int) -> Tensor:
-    """mean over q = P + 1 .. 2 P of A[q, q - back]."""
+    """Returns the mean over q = P + 1 .. 2 P of A[q, q - back]."""
     weights = attn_weights.diagonal(offset=-back, dim1=-2, dim2=-1)  # (H, T - back)
     first = period + 1 - back  # entry q - back of the diagonal belongs to query q
     return weights[:, first : first + period].mean(-1)
 
 
 def largest_logit(attn_scores: Tensor) -> Tensor:
-    """The largest score before the softmax. attn_scores (H, T, T), -inf where masked -> (H,).
+    """Returns the largest attention score. attn_scores (H, T, T), -inf where masked -> (H,).
 
-    max over q and k <= q of  Q[q] . K[k] / sqrt(D).    Uniform: any value, when all are equal.
-    If it keeps growing, rows become one-hot and training unstable (Dehghani et al. 2023,
+    max over q and k <= q of  Q[q] . K[k] / sqrt(D).    Uniform: any value, if all are equal.
+    If it keeps growing, rows become one-hot and training becomes unstable (Dehghani et al. 2023,
     Scaling Vision Transformers to 22 Billion Parameters; Wortsman et al. 2023).
     """
     return attn_scores.amax((-2, -1))
@@ -108,7 +106,7 @@ def largest_logit(attn_scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic, its title and description. `function` computes it, `needs` its arguments."""
+    """A statistic: its title, description and function, and the arguments that it needs."""
 
     title: str
     description: str  # one sentence, shown on the page
@@ -117,39 +115,40 @@ class Statistic:
 
 
 STATISTICS = {
-    "entropy": Statistic("entropy", "0: all weight on one token; 1: uniform attention.", entropy),
-    "distance": Statistic("distance", "Mean number of tokens from query back to key.", distance),
+    "entropy": Statistic("entropy", "0: all weight on one key; 1: uniform attention.", entropy),
+    "distance": Statistic("distance", "Mean distance from query to key, in tokens.", distance),
     "first_token": Statistic(
-        "first token", "Weight on the first token (attention sink).", first_token
+        "first token", "Mean weight on the first token (attention sink).", first_token
     ),
-    "diagonal": Statistic("diagonal", "Weight of each token on itself.", diagonal),
+    "diagonal": Statistic("diagonal", "Mean weight of a query token on itself.", diagonal),
     "previous_token": Statistic(
-        "previous token", "Weight of each token on the previous token.", previous_token
+        "previous token", "Mean weight of a query token on the previous token.", previous_token
     ),
     "induction": Statistic(
         "induction",
-        "In the second copy of a random sequence: weight on the token that followed this one"
-        " in the first.",
+        "On the repeated sequence: mean weight of a token of the second copy on the token that"
+        " follows it in the first copy.",
         induction,
         "repeated",
     ),
     "duplicate_token": Statistic(
         "duplicate token",
-        "In the second copy of a random sequence: weight on the same token in the first.",
+        "On the repeated sequence: mean weight of a token of the second copy on the same token in"
+        " the first copy.",
         duplicate_token,
         "repeated",
     ),
     "largest_logit": Statistic(
-        "largest logit", "The largest score before the softmax.", largest_logit, "scores"
+        "largest logit", "Largest attention score before the softmax.", largest_logit, "scores"
     ),
 }
 
 
 def measure(attn_weights: Tensor, attn_scores: Tensor | None, period: int) -> Tensor:
-    """All statistics of some heads on one prompt: (number of STATISTICS, H), nan where undefined.
+    """Returns all statistics of some heads on one prompt, (len(STATISTICS), H). Undefined: NaN.
 
-    attn_weights (H, T, T) fp32; attn_scores the same before the softmax, or None; period P if the
-    prompt is [BOS] + R + R, else 0. Does not synchronise with the device.
+    attn_weights: (H, T, T) fp32. attn_scores: (H, T, T) before the softmax, or None. period: P if
+    the prompt is [BOS] + R + R, else 0. Does not synchronise with the device.
     """
     given = {
         "weights": (attn_weights,),
@@ -165,6 +164,6 @@ def measure(attn_weights: Tensor, attn_scores: Tensor | None, period: int) -> Te
 
 
 def uniform_attention(num_tokens: int) -> Tensor:
-    """Uniform attention, (1, T, T): weight 1 / (q + 1) on each key."""
+    """Returns uniform attention, (1, T, T): weight 1 / (q + 1) on each key token."""
     ones = torch.ones(num_tokens, num_tokens).tril()
     return (ones / ones.sum(-1, keepdim=True))[None]

@@ -1,12 +1,12 @@
-"""The interactive page of attention heads: one HTML file that needs nothing else.
+"""The interactive page of attention heads: one self-contained HTML file.
 
     html = page([run_data("my run", prompts, [frame_data(frame)], [frame.row])], title="my run")
 
-index.html, style.css and the JavaScript modules of this folder are assembled into one file
-(lens/assemble.py), with the data as JSON in a block that no browser executes; weights are one byte
-a cell, compressed. The page's Content-Security-Policy lets no other script run and nothing be
-fetched. `read` takes the data out again, so pages are also the record of a run: the time-lapse is
-made of the pages of single steps. The data format is described at the top of index.html.
+lens/assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
+JSON in a block that the browser does not execute; weights are compressed, one byte each. The
+Content-Security-Policy of the page forbids other scripts and all network requests. `read` returns
+the data of a page: the time-lapse is made from the pages of single steps. The data format is
+described at the top of index.html.
 """
 
 import base64
@@ -28,7 +28,7 @@ START, END = '<script type="application/json" id="data">', "</script>"
 def run_data(
     name: str, prompts: Sequence[Prompt], frames: Sequence[dict], history: Sequence[Row]
 ) -> dict:
-    """One run's data: frames from `frame_data`, and the rows that the charts show."""
+    """Returns the data of one run. frames: from `frame_data`; history: the rows for the charts."""
     uniform = uniform_values(prompts)
     layers, heads = history[0].values["entropy"].shape
     return {
@@ -55,28 +55,28 @@ def run_data(
 
 
 def frame_data(frame: Frame) -> dict:
-    """One step's weights: base64 of zlib of the codes, prompt by prompt, layer by layer."""
+    """Returns the weights of one step: base64 of the zlib-compressed codes of all prompts."""
     codes = b"".join(code.tobytes() for code in frame.codes)
     return {"step": frame.row.step, "weights": _packed(codes)}
 
 
 def _history(history: Sequence[Row]) -> str:
-    """{"steps": [...], "values": {statistic: for each step L * H numbers}}, packed."""
+    """Returns {"steps": [...], "values": {statistic: [L * H numbers for each step]}}, packed."""
     values = {key: [json_values(row.values[key].ravel()) for row in history] for key in STATISTICS}
     return _packed(json.dumps({"steps": [row.step for row in history], "values": values}).encode())
 
 
 def page(runs: Sequence[dict], title: str) -> str:
-    """The page as HTML, for one run or for two to compare."""
+    """Returns the page as HTML, for one run or for two runs to compare."""
     data = json.dumps({"version": 1, "runs": list(runs)})
-    for character in "<>&":  # no text can end the data block
+    for character in "<>&":  # so that no text can end the data block
         data = data.replace(character, f"\\u{ord(character):04x}")
     before, after = _template()
     return before.replace("__TITLE__", html.escape(title)) + data + after
 
 
 def read(path: Path) -> list[dict]:
-    """The runs of a page written by `page`. Raises ValueError when it is no such page."""
+    """Returns the runs of a file that `page` wrote. Raises ValueError for any other file."""
     text = path.read_text(encoding="utf-8")
     _, found, rest = text.partition(START + "{")
     if not found:
@@ -88,7 +88,7 @@ def read(path: Path) -> list[dict]:
 
 
 def unpacked(data: str) -> bytes:
-    """The bytes of a frame's "weights" or the JSON of a run's "history"."""
+    """Returns the bytes of the "weights" of a frame, or the JSON of the "history" of a run."""
     return zlib.decompress(base64.b64decode(data))
 
 
@@ -98,7 +98,7 @@ def _packed(raw: bytes) -> str:
 
 @functools.cache
 def _template() -> tuple[str, str]:
-    """The page without its title: what is before the data and what is after it."""
+    """Returns the HTML before the data and after the data, without a title."""
     html = assemble(Path(__file__).parent / "index.html")
     html = html.replace("__CSP__", content_security_policy(html.encode()))
     before, after = html.split("__DATA__")

@@ -1,9 +1,9 @@
-/* A chart of each statistic over the steps: a line for each head. */
+/* One chart for each statistic: a line for each head over the steps. */
 
 import { clamp, format, headName, roundTicks, shortNumber } from "./text.js";
-import { $, dot, line, make, sharp } from "./dom.js";
+import { $, dot, line, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, foreign, here, indexInB, pointAt, pointed, run, selected, statisticOf,
+  A, B, here, indexInB, otherRunSide, hoverHead, hovered, run, selected, statisticOf,
 } from "./state.js";
 import { colours } from "./colours.js";
 import { select, sideWidth, tiles } from "./grid.js";
@@ -18,7 +18,7 @@ export function buildCharts() {
     chart.lines = make("canvas");
     chart.marks = make("canvas", { className: "marks" });
     chart.lines.setAttribute("role", "img");
-    chart.lines.setAttribute("aria-label", `${statistic.title} of every head over the steps`);
+    chart.lines.setAttribute("aria-label", `${statistic.title} of all heads at each step`);
     chart.frame = make("div", { className: "frame" }, chart.lines, chart.marks);
     const title = make("button", { textContent: statistic.title, title: statistic.description });
     title.addEventListener("click", () => openHelp(statistic.key));
@@ -29,9 +29,9 @@ export function buildCharts() {
     charts.push(chart);
     chart.lines.addEventListener("pointermove", (event) => {
       const near = nearest(chart, event);
-      pointAt(near?.index ?? null, near?.at ?? null);
+      hoverHead(near?.index ?? null, near?.at ?? null);
     });
-    chart.lines.addEventListener("pointerleave", () => pointAt(null));
+    chart.lines.addEventListener("pointerleave", () => hoverHead(null));
     chart.lines.addEventListener("click", (event) => {
       const near = nearest(chart, event);
       if (near) select(near.index);
@@ -39,10 +39,10 @@ export function buildCharts() {
   }
 }
 
-/** The chart's scales: x of a step (with one step: of a layer), y of a value. */
+/** Computes the scales of a chart: x of a step (of a layer if there is one step), y of a value. */
 function measure(chart) {
   const { statistic } = chart;
-  const second = foreign() && statisticOf(B.run, statistic.key);
+  const second = otherRunSide() && statisticOf(B.run, statistic.key);
   const known = [statistic, second].filter((s) => s && !s.empty);
   const bounds = known.flatMap((s) => [s.low, s.high]);
   if (Number.isFinite(statistic.uniform)) bounds.push(statistic.uniform);
@@ -60,12 +60,12 @@ function measure(chart) {
   Object.assign(chart, { width, tall, single, from, to, low, high, x, y });
 }
 
-/** Draws what is the same at all steps: axes and the faint lines of all heads. */
+/** Draws the axes and the faint lines of all heads, which do not depend on the shown step. */
 function drawChartLines() {
   for (const chart of charts) {
     measure(chart);
     const { statistic, width, tall, x, y } = chart;
-    const context = sharp(chart.lines, width, tall);
+    const context = prepareCanvas(chart.lines, width, tall);
     context.font = "10.5px system-ui, sans-serif";
     context.fillStyle = colours.muted;
     context.textBaseline = "middle";
@@ -87,7 +87,7 @@ function drawChartLines() {
       context.textAlign = chart.single ? "center" : n ? "right" : "left";
       context.fillText(text, x(value), tall - 3);
     });
-    for (const of of [foreign(), A]) {
+    for (const of of [otherRunSide(), A]) {
       if (!of) continue;
       const { count } = of.run;
       context.strokeStyle = context.fillStyle = of === A ? colours.ink : colours.other;
@@ -106,7 +106,7 @@ function drawChartLines() {
   }
 }
 
-/** Draws one head: a line with gaps where it has no value; with one step a dot. */
+/** Draws one head: a line with gaps for missing values, or a dot if there is one step. */
 function drawHistory(context, chart, of, index, at) {
   const values = statisticOf(of, chart.statistic.key)?.values ?? [];
   if (chart.single || of.steps.length === 1) {
@@ -125,12 +125,12 @@ function drawHistory(context, chart, of, index, at) {
   context.stroke();
 }
 
-/** Draws what changes: the shown step, the chosen head, the head under the pointer. */
+/** Draws the shown step, the selected head and the head under the pointer. */
 export function drawChartMarks() {
   for (const chart of charts) {
     if (!chart.x || chart.statistic.empty) continue;
     const { width, tall, x, y, statistic, single } = chart;
-    const context = sharp(chart.marks, width, tall);
+    const context = prepareCanvas(chart.marks, width, tall);
     const upright = (step, colour) => {
       context.strokeStyle = colour;
       context.lineWidth = 1;
@@ -146,23 +146,23 @@ export function drawChartMarks() {
       const place = single ? Math.floor(index / of.run.heads) : of.run.steps[at];
       if (Number.isFinite(value)) dot(context, x(place), y(value), 3.2);
     };
-    const at = pointed.at ?? here.at;
-    const index = pointed.index ?? selected();
-    const chosen = selected() ?? index; // none enlarged: the one in focus
+    const at = hovered.at ?? here.at;
+    const index = hovered.index ?? selected();
+    const chosen = selected() ?? index; // no head is enlarged: the hovered head
     if (chosen !== null) {
-      if (foreign()) trace(B, indexInB(chosen), colours.other, 2, B.at);
+      if (otherRunSide()) trace(B, indexInB(chosen), colours.other, 2, B.at);
       trace(here, chosen, colours.accent, 2, index === chosen ? at : here.at);
     }
     if (index !== chosen) trace(here, index, colours.ink, 1.4, at);
     const value = index === null ? null : statistic.values[at]?.[index] ?? null;
     const { layer, head } = tiles[index ?? 0];
-    const when = pointed.at === null || single ? "" : `· ${run.steps[at]} · `;
+    const when = hovered.at === null || single ? "" : `· ${run.steps[at]} · `;
     const text = `${headName(layer, head)} ${when}${format(value)}`;
     chart.value.textContent = index === null ? "" : text;
   }
 }
 
-/** The point nearest to the pointer: {index of the head, at: index of the step}, or null. */
+/** Returns the point nearest to the pointer, {index: of the head, at: of the step}, or null. */
 function nearest(chart, event) {
   const box = chart.lines.getBoundingClientRect();
   const [px, py] = [event.clientX - box.left, event.clientY - box.top];
@@ -184,7 +184,7 @@ let chartFacts = [];
 
 export function drawCharts() {
   const at = run.steps.length === 1 && B?.at;
-  const facts = [document.documentElement.dataset.theme, foreign()?.run, at, sideWidth];
+  const facts = [document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth];
   if (facts.some((fact, n) => fact !== chartFacts[n])) drawChartLines();
   chartFacts = facts;
   drawChartMarks();

@@ -3,20 +3,20 @@
 import { clamp } from "./text.js";
 import { state, update } from "./state.js";
 
-// matplotlib's viridis, within 2/255 everywhere: position:colour
+// matplotlib's viridis as "position:colour"; the maximum error is 2/255.
 const VIRIDIS = `0:440154 13:481467 30:472a7a 42:443983 58:3e4c8a 81:32648e 125:218e8d
   141:1e9d89 153:22a884 162:2ab07f 174:3bbb75 193:60ca60 201:73d056 215:95d840 233:c5e021
   240:d8e219 246:e7e419 251:f4e61e 255:fde725`;
-// Blue: less; orange: more. Zero is pale on a pale page and dark on a dark one.
+// Blue: less weight; orange: more. Zero is light in the light theme and dark in the dark theme.
 const DIVERGING = {
   light: "0:053061 64:3a87bd 128:fafafa 191:e08a1e 255:7a3606",
   dark: "0:b5dcff 64:3d86cc 128:3b3f45 191:d27f22 255:ffdf9e",
 };
 
 const rgb = (hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16));
-const packed = ([r, g, b]) => (255 << 24 | b << 16 | g << 8 | r) >>> 0; // as ImageData has it
+const packed = ([r, g, b]) => (255 << 24 | b << 16 | g << 8 | r) >>> 0; // as in ImageData
 
-/** "position:colour ..." -> 256 colours as [r, g, b]. */
+/** Returns 256 colours [r, g, b], interpolated between "position:colour ...". */
 function ramp(anchors) {
   const points = anchors.trim().split(/\s+/).map((point) => {
     const [place, hex] = point.split(":");
@@ -35,7 +35,7 @@ const viridisPacked = Uint32Array.from(viridis, packed);
 export const WEIGHTS = Float64Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
 
 export const dark = matchMedia("(prefers-color-scheme: dark)");
-export const colours = {}; // of the theme, for canvases
+export const colours = {}; // colours of the current theme, for canvases
 
 export function readTheme() {
   const isDark = state.theme === "auto" ? dark.matches : state.theme === "dark";
@@ -57,13 +57,13 @@ export function toggleTheme() {
   update();
 }
 
-/** A weight's place on the colour scale, 0 to 1; `most` is the weight at 1. */
+/** Returns the position of a weight on the colour scale, 0 to 1; `most` is the weight at 1. */
 export function height(value, most = 1) {
   const part = clamp(value / most, 0, 1);
   return state.scale === "sqrt" ? Math.sqrt(part) : part;
 }
 
-/** A table code -> colour; the scale ends at the code `most`. */
+/** Returns the colour of each code, on a scale that ends at the code `most`. */
 export function colourTable(most) {
   if (most === 255 && state.scale === "sqrt") return viridisPacked;
   const table = new Uint32Array(256);

@@ -1,11 +1,11 @@
-/* The controls at the top, the notes below them, and comparing with another page. */
+/* The controls at the top, the notes below them, and the comparison with another page. */
 
 import { format, joinBytes, plural, visible } from "./text.js";
-import { $, fillSelect, make, say } from "./dom.js";
+import { $, fillSelect, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import {
-  A, B, choosePrompt, foreign, gridShows, here, nearestFrame, other, run, setRuns, sideName, state,
-  statisticOf, update,
+  A, B, choosePrompt, gridShows, here, nearestFrame, other, otherRunSide, run, setRuns, sideName,
+  state, statisticOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { layOut, select, stepHead } from "./grid.js";
@@ -19,8 +19,8 @@ export function buildControls() {
     return [n, `${n + 1}: ${visible(text, 70) || prompt.name}`];
   }));
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
-  fillSelect($("sort"), [["", "layer order"], ...choices]);
-  fillSelect($("filter-statistic"), [["", "any values"], ...choices]);
+  fillSelect($("sort"), [["", "layer"], ...choices]);
+  fillSelect($("filter-statistic"), [["", "no filter"], ...choices]);
   buildCompare();
   $("step").max = run.frames.length - 1;
   $("time").hidden = run.frames.length === 1;
@@ -76,18 +76,18 @@ function buildCompare() {
     compare.append(make("optgroup", { label: text }, ...options));
   };
   const steps = (of, kind) => of.frames.map(({ step }) => [`${kind}:${step}`, `step ${step}`]);
-  if (run.frames.length > 1) group("a step of this run", steps(run, "step"));
+  if (run.frames.length > 1) group("another step of this run", steps(run, "step"));
   if (other) group(other.name, [["run", "same step"], ...steps(other, "run")]);
 }
 
-/** The range of the filter's slider: [low, high] of the statistic as the grid shows it. */
+/** Returns the range of the filter slider: [low, high] of the statistic shown in the grid. */
 function filterRange(key) {
   const found = [run, B?.run].map((of) => of && statisticOf(of, key)).filter((s) => s && !s.empty);
   const [low, high] = [Math.min(...found.map((s) => s.low)), Math.max(...found.map((s) => s.high))];
   return B && state.show === "difference" ? [low - high, high - low] : [low, high];
 }
 
-/** Sets all controls and notes to the state. */
+/** Updates all controls and notes from the state. */
 export function showControls() {
   $("step-number").textContent = `step ${here.step}`;
   $("step").value = state.frame;
@@ -126,8 +126,8 @@ function showNotes() {
     `${plural(run.heads, "head")} · ${plural(A.T, "token")}`];
   if (prompt.truncated) what.push(" (prompt truncated)");
   if (prompt.period > 0) {
-    what.push(` · ${prompt.period} random tokens, twice: an induction head has a stripe ` +
-      `${prompt.period - 1} left of the diagonal`);
+    what.push(` · ${prompt.period} random tokens, written twice: an induction head shows a ` +
+      `stripe ${prompt.period - 1} positions left of the diagonal`);
   }
   for (const key of new Set([state.sort, state.filter])) {
     const statistic = statisticOf(run, key);
@@ -136,26 +136,38 @@ function showNotes() {
   $("what").replaceChildren(...what);
   const notes = [];
   if (B) {
-    notes.push(`${sideName(A)}, ${sideName(B)}.`);
+    notes.push(`${sideName(A)}. ${sideName(B)}.`);
     if (!B.same) {
-      notes.push("These are different prompts, so only the statistics are subtracted" +
-        (state.show === "difference" ? "; the maps are A's." : "."));
+      notes.push(`${howPromptsDiffer()}, so only the statistics are subtracted` +
+        (state.show === "difference" ? "; the heatmaps show A." : "."));
     }
     if (B.run.layers !== run.layers || B.run.heads !== run.heads) {
       const size = `${plural(B.run.layers, "layer")} × ${plural(B.run.heads, "head")}`;
-      notes.push(`B has ${size}: only heads in both are compared.`);
+      notes.push(`B has ${size}; only heads that both models have are compared.`);
     }
   }
   $("compare-note").hidden = !B;
   const text = notes.join(" ");
   if ($("compare-note").textContent !== text) $("compare-note").textContent = text;
-  const across = run.steps.length > 1 ? "over the steps" : "by layer";
-  $("legend").replaceChildren(`Every head, ${across}, mean over all prompts · `,
-    make("i", { textContent: "the chosen head" }),
-    make("b", { textContent: foreign() ? " · B" : "" }), " · dashed: uniform");
+  const marks = run.steps.length > 1 ? "One line per head" : "One dot per head, by layer";
+  $("legend").replaceChildren(`${marks}; mean over all prompts · `,
+    make("i", { textContent: "selected head" }),
+    make("b", { textContent: otherRunSide() ? " · B" : "" }), " · dashed: uniform attention");
 }
 
-/** Reads the data of another page of the lens; nothing in that page is run. */
+/** Returns why the tokens of A and B are not the same. */
+function howPromptsDiffer() {
+  const [one, two] = [A, B].map((side) => side.run.prompts[side.prompt]);
+  if (one.text !== two.text) return "A and B have different prompts";
+  if (one.period) return "A and B have different random tokens";
+  const shared = Math.min(A.T, B.T);
+  if (one.tokens.slice(0, shared).join("\0") === two.tokens.slice(0, shared).join("\0")) {
+    return "A and B show different numbers of tokens";
+  }
+  return "A and B have different tokenizers";
+}
+
+/** Reads the data of another page. Scripts of that page are not executed. */
 async function openPage(file) {
   if (!file) return;
   try {
@@ -163,7 +175,7 @@ async function openPage(file) {
     const mark = 'type="application/json" id="data">';
     const begin = text.indexOf(mark) + mark.length;
     if (begin < mark.length) throw new Error("This is not a page of the attention lens.");
-    // The data has every < escaped, so the first one ends it.
+    // Every < in the data is escaped, so the first < is behind the data.
     const found = await prepare(readData(text.slice(begin, text.indexOf("<", begin)))[0]);
     await decode(found, nearestFrame(found, here.step));
     setRuns(run, found);
@@ -171,19 +183,19 @@ async function openPage(file) {
     await update({ compare: "run" });
     prefetch(found);
   } catch (error) {
-    say(error.message);
+    showMessage(error.message);
   }
   $("compare-file").value = "";
 }
 
 let lastCompare = null;
 
-/** Starts or stops comparing: with the last choice, the other run or the first step. */
+/** Starts or stops a comparison: with the last choice, the other run or the first step. */
 export function toggleCompare() {
   const fallback = other ? "run" : `step:${run.frames.at(state.frame ? 0 : -1).step}`;
   if (state.compare !== "off") lastCompare = state.compare;
   if (lastCompare === `step:${here.step}`) lastCompare = null;
   const possible = other || run.frames.length > 1;
-  if (!possible) say("This page has one step of one run: open another page to compare with.");
+  if (!possible) showMessage("This page has one step of one run. To compare, open another page.");
   else update({ compare: state.compare === "off" ? lastCompare ?? fallback : "off" });
 }

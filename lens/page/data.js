@@ -1,32 +1,32 @@
-/* Checks and decodes the data of a page. Format: index.html. */
+/* Checks and decodes the data of a page. index.html describes the format. */
 
-const DECODED_BYTES = 200e6; // of decoded frames that are kept
+const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
-/** The JSON text of a page -> its runs, checked. Throws an Error with a message for the user. */
+/** Returns the checked runs of the JSON text of a page. Throws an Error with a user message. */
 export function readData(text) {
   const not = (why) => new Error(`This is not a page of the attention lens: ${why}.`);
   let data;
   try {
     data = JSON.parse(text);
   } catch {
-    throw not("its data block is not JSON");
+    throw not("the data block is not valid JSON");
   }
-  if (data?.version !== 1) throw not("its data is not of version 1");
-  if (!Array.isArray(data.runs) || !data.runs.length) throw not("it has no runs");
+  if (data?.version !== 1) throw not("the data version is not 1");
+  if (!Array.isArray(data.runs) || !data.runs.length) throw not("the data has no runs");
   const whole = (n, low) => Number.isInteger(n) && n >= low && n <= 1e4;
   const strings = (list) => Array.isArray(list) && list.every((x) => typeof x === "string");
   for (const run of data.runs) {
     if (!whole(run?.layers, 1) || !whole(run.heads, 1)) throw not("layers or heads are missing");
-    if (!Array.isArray(run.prompts) || !run.prompts.length) throw not("it has no prompts");
+    if (!Array.isArray(run.prompts) || !run.prompts.length) throw not("the data has no prompts");
     for (const prompt of run.prompts) {
       if (!strings(prompt?.tokens) || !prompt.tokens.length) throw not("a prompt has no tokens");
     }
-    if (!Array.isArray(run.frames) || !run.frames.length) throw not("it has no weights");
+    if (!Array.isArray(run.frames) || !run.frames.length) throw not("the data has no weights");
     if (!run.frames.every((f) => Number.isFinite(f?.step) && typeof f.weights === "string")) {
-      throw not("its weights are damaged");
+      throw not("the weights are invalid");
     }
     const keys = Array.isArray(run.statistics) && run.statistics.map((s) => s?.key);
-    if (!strings(keys) || typeof run.history !== "string") throw not("its statistics are missing");
+    if (!strings(keys) || typeof run.history !== "string") throw not("the statistics are missing");
   }
   return data.runs;
 }
@@ -39,10 +39,10 @@ async function inflate(base64) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-/** Reads a run's history and computes where each prompt's weights begin in a frame. */
+/** Decodes the history of a run and computes the offset of each prompt in a frame. */
 export async function prepare(run) {
   if (typeof DecompressionStream === "undefined") {
-    throw new Error("This browser is too old for this page: it has no DecompressionStream.");
+    throw new Error("This browser has no DecompressionStream. Use a newer version.");
   }
   run.count = run.layers * run.heads;
   run.size = 0;
@@ -63,14 +63,14 @@ export async function prepare(run) {
       statistic.empty = !all.length;
     }
   } catch {
-    throw new Error(`The statistics of ${run.name} are damaged.`);
+    throw new Error(`The statistics of ${run.name} are invalid. Write the page again.`);
   }
   return run;
 }
 
-const decoded = []; // frames with bytes, the least recently decoded first
+const decoded = []; // frames with bytes, in the order in which they were decoded
 
-/** The bytes of a frame; decoded at the first call. */
+/** Returns the bytes of a frame. Decodes the frame at the first call. */
 export function decode(run, index) {
   const frame = run.frames[index];
   frame.pending ??= inflate(frame.weights).then(
@@ -87,12 +87,12 @@ export function decode(run, index) {
       return bytes;
     },
   ).catch(() => {
-    throw new Error(`The weights of step ${frame.step} of ${run.name} are damaged.`);
+    throw new Error(`The weights of step ${frame.step} of ${run.name} are invalid.`);
   });
   return frame.pending;
 }
 
-/** Decodes the other frames while the browser is idle, as many as are kept. */
+/** Decodes the other frames while the browser is idle, up to DECODED_BYTES. */
 export async function prefetch(run) {
   const many = Math.min(run.frames.length, Math.floor(DECODED_BYTES / run.size) - 2);
   for (let index = 0; index < many; index++) {
@@ -101,7 +101,7 @@ export async function prefetch(run) {
   }
 }
 
-/** One weight; NaN if its frame is not decoded or it does not exist. */
+/** Returns one weight; NaN if it does not exist or its frame is not decoded. */
 export function weight(run, frame, prompt, layer, head, query, key) {
   const { start, triangle } = run.prompts[prompt];
   const place = start + (layer * run.heads + head) * triangle + (query * (query + 1)) / 2 + key;

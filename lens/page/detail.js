@@ -1,12 +1,12 @@
-/* One head enlarged: its maps with tokens, the prompt as shaded text, its statistics. */
+/* The enlarged head: its heatmaps with tokens, the prompt as shaded text, its statistics. */
 
 import { clamp, format, headName, joinBytes, label, visible } from "./text.js";
-import { $, make, sharp } from "./dom.js";
+import { $, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, comparable, here, indexInB, pointed, run, selected, sideName, state, update, valueAt,
+  A, B, comparable, here, indexInB, hovered, run, selected, sideName, state, update, valueAt,
 } from "./state.js";
 import { WEIGHTS, colours, height, viridis } from "./colours.js";
-import { mostCode, mostDifference, paint } from "./maps.js";
+import { maxCode, maxDifference, paint } from "./maps.js";
 import { sideWidth } from "./grid.js";
 import { playing } from "./player.js";
 
@@ -29,14 +29,14 @@ export function buildDetail() {
       const key = place((event.clientX - box.left) / box.width);
       return { query, key: Math.min(key, query) };
     };
-    plot.map.addEventListener("pointermove", (event) => pointAtCell(cell(event)));
+    plot.map.addEventListener("pointermove", (event) => hoverCell(cell(event)));
     plot.map.addEventListener("pointerleave", (event) => {
-      if (event.pointerType === "mouse") pointAtCell(null);
+      if (event.pointerType === "mouse") hoverCell(null);
     });
     plot.map.addEventListener("click", (event) => {
       const { query, key } = cell(event);
       update({ query });
-      pointAtCell({ query, key });
+      hoverCell({ query, key });
     });
   }
   const text = $("text");
@@ -44,18 +44,18 @@ export function buildDetail() {
     const token = target.closest("[data-token]")?.dataset.token;
     if (token !== undefined) act(Number(token));
   });
-  onToken("pointerover", (query) => pointAtCell({ query, key: null }));
+  onToken("pointerover", (query) => hoverCell({ query, key: null }));
   onToken("click", (query) => update({ query }));
-  text.addEventListener("pointerleave", () => pointAtCell(null));
+  text.addEventListener("pointerleave", () => hoverCell(null));
 }
 
-/** Points at a cell of the map ({query, key}), at a row (key null), or at nothing (null). */
-export function pointAtCell(cell) {
-  Object.assign(pointed, cell ?? { query: null, key: null });
+/** Marks a cell of the heatmap ({query, key}), a row (key is null), or nothing (null). */
+export function hoverCell(cell) {
+  Object.assign(hovered, cell ?? { query: null, key: null });
   drawReading();
 }
 
-export const chosenQuery = () => Math.min(state.query ?? Infinity, A.T - 1);
+export const selectedQuery = () => Math.min(state.query ?? Infinity, A.T - 1);
 
 export function drawDetail() {
   const index = selected();
@@ -63,7 +63,7 @@ export function drawDetail() {
   if (index === null) return;
   const { layer, head } = state;
   $("detail-title").textContent = headName(layer, head);
-  if (pointed.query >= A.T) Object.assign(pointed, { query: null, key: null });
+  if (hovered.query >= A.T) Object.assign(hovered, { query: null, key: null });
   const shown = B?.same ? plots : plots.slice(0, 1);
   placePlots(shown);
   for (const plot of plots) {
@@ -82,9 +82,9 @@ export function drawDetail() {
 const FONT = "11px ui-monospace, SF Mono, Menlo, Consolas, DejaVu Sans Mono, monospace";
 const ruler = document.createElement("canvas").getContext("2d");
 
-const TOP = 6; // above a map, for the first label
+const TOP = 6; // space above a heatmap for the first label
 
-/** Sets the sizes of the enlarged maps: as large as fits, with whole pixels for each weight. */
+/** Sets the sizes of the enlarged heatmaps, if possible to whole pixels for each weight. */
 function placePlots(shown) {
   ruler.font = FONT;
   const labels = A.tokens.map((token) => label(token));
@@ -100,7 +100,7 @@ function placePlots(shown) {
   const whole = Math.floor(cell * devicePixelRatio) / devicePixelRatio;
   const size = (whole > 0.8 * cell ? whole : cell) * A.T;
   for (const plot of shown) {
-    const plain = plot.what !== "a" && !stacked; // the first map's labels are for the row
+    const plain = plot.what !== "a" && !stacked; // the labels of the first heatmap are for all
     Object.assign(plot, { left: plain ? 4 : left, size, cell: size / A.T, labels, plain });
     plot.width = plot.left + Math.max(size, 60) + 10;
     plot.height = TOP + size + left + 34;
@@ -112,9 +112,9 @@ function placePlots(shown) {
   }
 }
 
-/** Labels, cross-hair and colour bar of one map. */
+/** Draws labels, cross-hair and colour bar of one heatmap. */
 function drawMarks(plot, query, key) {
-  const context = sharp(plot.marks, plot.width, plot.height);
+  const context = prepareCanvas(plot.marks, plot.width, plot.height);
   const { left, size, cell } = plot;
   const every = Math.ceil(11.5 / cell);
   context.font = FONT;
@@ -166,7 +166,7 @@ function drawColourBar(context, plot) {
   const index = selected();
   const difference = what === "difference";
   if (what !== "a" && !comparable(index)) return;
-  const most = difference ? mostDifference(index) : WEIGHTS[mostCode(index)];
+  const most = difference ? maxDifference(index) : WEIGHTS[maxCode(index)];
   const table = difference ? colours.diverging : viridis;
   for (let x = 0; x < width; x++) {
     context.fillStyle = `rgb(${table[Math.min(255, Math.floor((x / width) * 256))]})`;
@@ -198,19 +198,19 @@ function drawColourBar(context, plot) {
   }
 }
 
-/** The weight of a cell of the enlarged head in A or B; null if B has none. */
+/** Returns a weight of the enlarged head in A or B; null if B does not have it. */
 function weightOf(of, query, key) {
   if (of === B && !comparable(selected())) return null;
   const index = of === A ? selected() : indexInB(selected());
   return WEIGHTS[of.bytes[of.start + index * of.triangle + (query * (query + 1)) / 2 + key]];
 }
 
-/** Draws what depends on the token under the pointer: cross-hairs, readout, text. */
+/** Draws cross-hairs, readout and text for the token under the pointer. */
 function drawReading() {
   if (selected() === null) return;
-  const query = pointed.query ?? chosenQuery();
-  for (const plot of plots) if (!plot.figure.hidden) drawMarks(plot, query, pointed.key);
-  drawReadout(query, pointed.key);
+  const query = hovered.query ?? selectedQuery();
+  for (const plot of plots) if (!plot.figure.hidden) drawMarks(plot, query, hovered.key);
+  drawReadout(query, hovered.key);
   drawText(query);
 }
 
@@ -240,9 +240,9 @@ function drawReadout(query, key) {
   $("readout").replaceChildren(...parts);
 }
 
-let textTokens = null; // the tokens that the text shows
+let textTokens = null; // the tokens that are shown as text
 
-/** The prompt as text; each key token is shaded by its weight. */
+/** Draws the prompt as text. Each key token is shaded by its weight. */
 function drawText(query) {
   const text = $("text");
   if (textTokens !== A.tokens) {
@@ -256,7 +256,7 @@ function drawText(query) {
   }
   const index = selected();
   const what = comparable(index) ? state.show : "a";
-  const most = what === "difference" ? mostDifference(index) : WEIGHTS[mostCode(index)];
+  const most = what === "difference" ? maxDifference(index) : WEIGHTS[maxCode(index)];
   const strongest = colours.isDark ? 0.6 : 0.85;
   [...text.children].forEach((span, key) => {
     span.className = key > query ? "after" : key === query ? "query" : "";
@@ -267,7 +267,7 @@ function drawText(query) {
     const hue = what !== "difference" ? "255 176 32" : value < 0 ? "60 130 215" : "235 125 20";
     span.style.backgroundColor = alpha > 0.01 ? `rgb(${hue} / ${alpha.toFixed(3)})` : "";
     span.title = key > query ? "" :
-      `${A.tokens[key].slice(0, 400)}\nposition ${key}: ${value.toFixed(3)}`;
+      `${A.tokens[key].slice(0, 400)}\nposition ${key}, weight ${value.toFixed(3)}`;
   });
 }
 

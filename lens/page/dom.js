@@ -1,8 +1,8 @@
-/* Elements of the page, messages and canvases. */
+/* DOM elements, messages and canvases. */
 
 export const $ = (id) => document.getElementById(id);
 
-/** A new element; strings become text, never markup. */
+/** Returns a new element. String children become text, never markup. */
 export function make(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
   node.append(...children);
@@ -16,15 +16,15 @@ export function fillSelect(select, choices) {
 
 let messageTimer;
 
-export function say(text) {
+export function showMessage(text) {
   $("message").textContent = text;
   $("message").hidden = false;
   clearTimeout(messageTimer);
   messageTimer = setTimeout(() => ($("message").hidden = true), 6000);
 }
 
-/** Makes a canvas as sharp as the screen; returns a context in CSS pixels. */
-export function sharp(canvas, width, height) {
+/** Resizes a canvas to the resolution of the screen. Returns a context in CSS pixels. */
+export function prepareCanvas(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== w || canvas.height !== h) {

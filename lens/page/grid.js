@@ -1,14 +1,14 @@
-/* The grid of all heads: order, filter, selection, and the layout of the page. */
+/* The grid of all heads: order, filter, selection; the layout of the page. */
 
 import { clamp, format, headName } from "./text.js";
 import { $, make } from "./dom.js";
 import {
-  A, B, gridShows, pointAt, pointed, run, selected, shownValue, state, statisticOf, update,
+  A, B, gridShows, hoverHead, hovered, run, selected, shownValue, state, statisticOf, update,
 } from "./state.js";
 import { paint } from "./maps.js";
 
-export const tiles = []; // of every head: its button, canvas and place
-let order = []; // the indices of the heads as the grid shows them
+export const tiles = []; // for each head: button, canvas and position
+let order = []; // indices of the heads in the order of the grid
 
 export function buildGrid() {
   const grid = $("grid");
@@ -17,7 +17,7 @@ export function buildGrid() {
     node.style.gridColumn = column;
     grid.append(node);
   };
-  const thin = run.heads > 16 ? 5 : 1; // with many heads, not every column has its label
+  const thin = run.heads > 16 ? 5 : 1; // with many heads, only some columns have labels
   for (let head = 0; head < run.heads; head++) {
     const text = head % thin ? "" : `H${head}`;
     put(make("span", { className: "label column", textContent: text }), 1, head + 2);
@@ -33,7 +33,7 @@ export function buildGrid() {
       button.dataset.layer = layer;
       button.dataset.head = head;
       put(button, layer + 2, head + 2);
-      // Only putImageData is used, so the pixels should stay in main memory.
+      // Only putImageData is used, so the pixels stay in main memory.
       const context = canvas.getContext("2d", { alpha: false, willReadFrequently: true });
       tiles.push({ button, canvas, context, value, index: tiles.length, layer, head });
     }
@@ -48,14 +48,14 @@ export function buildGrid() {
     const tile = tileOf(event);
     if (tile) select(tile.index);
   });
-  const point = (event) => pointAt(tileOf(event)?.index ?? null);
+  const point = (event) => hoverHead(tileOf(event)?.index ?? null);
   grid.addEventListener("pointerover", point);
   grid.addEventListener("focusin", point);
-  grid.addEventListener("pointerleave", () => pointAt(null));
-  grid.addEventListener("focusout", () => pointAt(null));
+  grid.addEventListener("pointerleave", () => hoverHead(null));
+  grid.addEventListener("focusout", () => hoverHead(null));
 }
 
-/** Filters and sorts the heads; moves the thumbnails if the order has changed. */
+/** Filters and sorts the heads. Moves the thumbnails if the order has changed. */
 function arrange() {
   const passes = (index) => {
     if (!state.filter) return true;
@@ -110,15 +110,15 @@ export function drawGrid() {
 let marked = null; // the tile of the head under the pointer
 
 /** Marks the head under the pointer in the grid. */
-export function markPointed() {
+export function markHovered() {
   marked?.button.classList.remove("marked");
-  marked = tiles[pointed.index] ?? null;
+  marked = tiles[hovered.index] ?? null;
   marked?.button.classList.add("marked");
 }
 
-/** Shows the values of the head under the pointer, unless it is the enlarged one. */
-export function sayPointed() {
-  const { index } = pointed;
+/** Shows the values of the head under the pointer, unless this head is enlarged. */
+export function showHovered() {
+  const { index } = hovered;
   const text = index === null ? "" : headValues(index);
   if (text) tiles[index].button.title = text.replaceAll(" · ", "\n");
   $("hovered").textContent = index === selected() ? "" : text;
@@ -130,7 +130,7 @@ function headValues(index) {
   return [headName(tiles[index].layer, tiles[index].head), ...values].join(" · ");
 }
 
-/** Enlarges a head; null: none. */
+/** Enlarges a head. null: closes the enlarged head. */
 export function select(index) {
   const before = selected();
   if (index === null) {
@@ -150,7 +150,7 @@ export function showDetail() {
   if (!$("app").classList.contains("wide")) $("detail").scrollIntoView();
 }
 
-/** Sets the grid's one tab stop, where arrow keys start; never a hidden head. */
+/** Sets the only tab stop of the grid, where arrow keys start. It is never a hidden head. */
 export function setTabStop(index) {
   if (tiles[index].button.hidden) index = order[0] ?? index;
   if (tiles[index].button.tabIndex === 0) return;
@@ -163,7 +163,7 @@ function focusTile(index, options = {}) {
   tiles[index].button.focus(options);
 }
 
-/** Moves to a neighbour of the enlarged head or, if there is none, of the head in focus. */
+/** Moves to a neighbour of the enlarged head or, if no head is enlarged, of the focused head. */
 export function moveHead(right, down) {
   const active = tiles.findIndex((tile) => tile.button === document.activeElement);
   const from = selected() ?? (active >= 0 ? active : null);
@@ -188,10 +188,10 @@ export function stepHead(by) {
   if (order.length) select(order[clamp(order.indexOf(selected()) + by, 0, order.length - 1)]);
 }
 
-let laidOut = ""; // what the current layout depends on
+let laidOut = ""; // the values that the current layout depends on
 export let sideWidth = 0; // pixels for the enlarged head and the charts
 
-/** Sets the sizes of thumbnails and columns, if something that they depend on has changed. */
+/** Sets the sizes of thumbnails and columns if a value that they depend on has changed. */
 export function layOut(force = false) {
   const [width, tall] = [document.documentElement.clientWidth, innerHeight];
   const facts = [width, tall, devicePixelRatio, A.T, Boolean(B), Boolean(state.sort)].join();
@@ -210,7 +210,7 @@ export function layOut(force = false) {
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
   tile = clamp(tile, 6, 150);
   const exact = (Math.floor((tile * devicePixelRatio) / A.T) * A.T) / devicePixelRatio;
-  if (exact >= 0.86 * tile) tile = exact; // each weight the same whole number of pixels
+  if (exact >= 0.86 * tile) tile = exact; // a whole number of pixels for each weight
   $("grid").classList.toggle("small", tile * devicePixelRatio < A.T);
   document.documentElement.style.setProperty("--tile", `${tile}px`);
   $("grid").classList.toggle("sorted", Boolean(state.sort));
@@ -222,7 +222,7 @@ export function measureBar() {
   document.documentElement.style.setProperty("--bar", `${$("bar").offsetHeight}px`);
 }
 
-/** Measures sideWidth; returns whether it has changed. */
+/** Measures sideWidth. Returns whether it has changed. */
 export function measureSide() {
   const width = $("side").clientWidth - ($("app").classList.contains("wide") ? 8 : 0);
   const changed = width !== sideWidth;

@@ -1,21 +1,21 @@
-/* The help: keys, statistics and colours. */
+/* The help dialog: keyboard shortcuts, statistics and colours. */
 
 import { $, make } from "./dom.js";
 import { run } from "./state.js";
 
 const KEYS = [
-  ["← → ↑ ↓", "the next head"],
+  ["← → ↑ ↓", "move to a neighbouring head"],
   ["Enter", "enlarge a head"],
   ["Esc", "close the enlarged head"],
-  [", .", "the previous step, the next step"],
-  ["Space", "play, pause"],
-  ["p", "the next prompt"],
-  ["Shift ← → ↑ ↓", "the next cell of the enlarged map"],
-  ["s", "colours: square root or linear"],
-  ["h", "hide the first column"],
-  ["d", "compare with the first step or the other run; stop comparing"],
-  ["t", "light or dark"],
-  ["?", "this help"],
+  [", .", "previous step, next step"],
+  ["Space", "play or pause"],
+  ["p", "next prompt"],
+  ["Shift ← → ↑ ↓", "move to a neighbouring cell of the enlarged heatmap"],
+  ["s", "colour scale: square root or linear"],
+  ["h", "hide or show the first column"],
+  ["d", "compare with the first step or the other run; stop the comparison"],
+  ["t", "light or dark theme"],
+  ["?", "show this help"],
 ];
 
 export function buildHelp() {
@@ -25,26 +25,28 @@ export function buildHelp() {
   const text = (textContent) => make("p", { textContent });
   const close = make("button", { textContent: "close" });
   close.addEventListener("click", () => $("help").close());
-  const title = make("h2", { id: "help-title", textContent: "How to read this" });
+  const title = make("h2", { id: "help-title", textContent: "How to read this page" });
   const keys = KEYS.map(([key, does]) => [make("kbd", { textContent: key }), does]);
   $("help").append(
     make("header", {}, title, close),
-    text("Each square is one attention head on one prompt. A row is a query token, a column a key " +
-      "token; brighter is more weight; the weights of a row sum to one. A token cannot attend to " +
-      "later tokens, so the upper right is empty. L3 H5 is head 5 of layer 3; layers, heads and " +
-      "positions count from 0."),
-    heading("Keys"), list(keys),
-    heading("Statistics"), text("Means over all prompts on which they are defined."),
+    text("Each heatmap shows one attention head on one prompt. Each row is a query token, each " +
+      "column is a key token, and a brighter cell is a larger attention weight. The weights of a " +
+      "row sum to one. A token cannot attend to later tokens, so the upper right is empty. L3 H5 " +
+      "is head 5 of layer 3. Layers, heads and positions are counted from 0."),
+    heading("Keyboard shortcuts"), list(keys),
+    heading("Statistics"),
+    text("Each value is the mean over all prompts on which the statistic is defined. The " +
+      "repeated sequence is a prompt of random tokens, written twice."),
     list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
     heading("Colours"),
-    text("Square root: a weight of 0.04 is a fifth as bright as a weight of 1. Hiding the first " +
-      "column blanks the first token, the attention sink of many heads, and rescales each head's " +
-      "colours to the largest remaining weight; the weights that you read do not change. A " +
-      "difference is B − A: orange where B has more weight, blue where it has less. Of two steps, " +
-      "A is the earlier."),
+    text("On the square-root scale, a weight of 0.04 is a fifth as bright as a weight of 1. " +
+      "“Hide first column” hides the weights on the first token, the attention sink of many " +
+      "heads. The colour scale of each head then ends at its largest remaining weight. The " +
+      "weights do not change. A comparison shows B − A: orange where B has more weight, blue " +
+      "where B has less. If A and B are two steps of one run, A is the earlier step."),
   );
   $("help").addEventListener("click", (event) => {
-    if (event.target === $("help")) $("help").close(); // outside of the box
+    if (event.target === $("help")) $("help").close(); // a click outside the dialog
   });
 }
 

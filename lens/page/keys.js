@@ -1,21 +1,21 @@
-/* The keyboard. */
+/* Keyboard shortcuts. */
 
 import { clamp } from "./text.js";
 import { $ } from "./dom.js";
-import { A, choosePrompt, pointed, run, selected, state, update } from "./state.js";
+import { A, choosePrompt, hovered, run, selected, state, update } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { moveHead, select, tiles } from "./grid.js";
-import { chosenQuery, pointAtCell } from "./detail.js";
+import { selectedQuery, hoverCell } from "./detail.js";
 import { goStep, togglePlay } from "./player.js";
 import { toggleCompare } from "./controls.js";
 import { openHelp } from "./help.js";
 
 function moveCell(right, down) {
   if (selected() === null) return;
-  const query = clamp((pointed.query ?? chosenQuery()) + down, 0, A.T - 1);
-  const key = clamp((pointed.key ?? query) + right, 0, query);
+  const query = clamp((hovered.query ?? selectedQuery()) + down, 0, A.T - 1);
+  const key = clamp((hovered.key ?? query) + right, 0, query);
   update({ query });
-  pointAtCell({ query, key });
+  hoverCell({ query, key });
 }
 
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -40,12 +40,13 @@ export function onKey(event) {
   const typing = target.matches("select, input:not([type=range], [type=checkbox], [type=radio])");
   if (typing && key !== "Escape") return;
   const onTile = target.matches(".head");
-  if (key === " " && target.matches("button:not(.head), input, [type=file]")) return; // theirs
+  // These elements handle the space key themselves.
+  if (key === " " && target.matches("button:not(.head), input, [type=file]")) return;
   if (key in ARROWS) {
     if (target.matches("input")) return;
     if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {
-      Object.assign(pointed, { query: null, key: null });
-      update({ query: clamp(chosenQuery() + ARROWS[key][0], 0, A.T - 1) });
+      Object.assign(hovered, { query: null, key: null });
+      update({ query: clamp(selectedQuery() + ARROWS[key][0], 0, A.T - 1) });
     } else if (event.shiftKey) moveCell(...ARROWS[key]);
     else moveHead(...ARROWS[key]);
     event.preventDefault();

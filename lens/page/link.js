@@ -1,7 +1,7 @@
-/* The view as the part of the address after #, and back. */
+/* Writes the view to the fragment of the address (after #) and restores it. */
 
-import { $, say } from "./dom.js";
-import { DEFAULTS, other, pointed, run, state, statisticOf, update } from "./state.js";
+import { $, showMessage } from "./dom.js";
+import { DEFAULTS, other, hovered, run, state, statisticOf, update } from "./state.js";
 import { readTheme } from "./colours.js";
 import { pause, playing } from "./player.js";
 
@@ -22,7 +22,7 @@ function linkText() {
   return "#" + parts;
 }
 
-/** The state that a link describes; invalid parts are ignored. */
+/** Returns the state that a link describes. Invalid parts are ignored. */
 export function readLink(text) {
   const parts = new URLSearchParams(text.replace(/^.*#/, ""));
   const found = { ...DEFAULTS, frame: run.frames.length - 1 };
@@ -54,7 +54,7 @@ export function readLink(text) {
 
 let linkTimer;
 
-/** Updates the address after a pause: browsers limit the number of changes. */
+/** Updates the address with a delay, because browsers limit the number of changes. */
 export function keepLink() {
   clearTimeout(linkTimer);
   if (playing) return;
@@ -70,7 +70,7 @@ export function keepLink() {
 /** Shows the view that a link describes. */
 export function restore(text) {
   pause();
-  Object.assign(pointed, { query: null, key: null });
+  Object.assign(hovered, { query: null, key: null });
   Object.assign(state, readLink(text));
   readTheme();
   return update();
@@ -81,7 +81,7 @@ export async function copyLink() {
   try {
     if (framed) throw 0;
     await navigator.clipboard.writeText(location.href.replace(/#.*$/s, "") + linkText());
-    say("The link is copied.");
+    showMessage("Link copied.");
   } catch {
     $("link").hidden = false;
     $("link-text").value = linkText();

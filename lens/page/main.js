@@ -1,4 +1,4 @@
-/* Builds the page and draws it. The other modules do not import this one. */
+/* Builds and draws the page. No other module imports this module. */
 
 import { $ } from "./dom.js";
 import { decode, prefetch, prepare, readData, weight } from "./data.js";
@@ -7,7 +7,7 @@ import {
 } from "./state.js";
 import { dark, readTheme } from "./colours.js";
 import {
-  buildGrid, drawGrid, layOut, markPointed, measureBar, measureSide, sayPointed, setTabStop,
+  buildGrid, drawGrid, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
   showDetail,
 } from "./grid.js";
 import { buildDetail, drawDetail } from "./detail.js";
@@ -25,21 +25,21 @@ function drawAll() {
   timing.grid = performance.now() - begin;
   drawDetail();
   drawCharts();
-  sayPointed();
+  showHovered();
   keepLink();
   timing.redraw = performance.now() - begin;
 }
 
 function drawPointer() {
-  markPointed();
-  sayPointed();
+  markHovered();
+  showHovered();
   drawChartMarks();
 }
 
-/** Listens to the keyboard, the address, the size and the theme, once something is drawn. */
+/** Registers the listeners for keyboard, address, size and theme, after the first drawing. */
 function listen() {
   document.addEventListener("keydown", onKey);
-  // Not location.hash: keepLink may have replaced that before this event arrives.
+  // Not location.hash: keepLink may replace it before this event arrives.
   addEventListener("hashchange", (event) => restore(new URL(event.newURL).hash));
   addEventListener("resize", () => update());
   dark.addEventListener("change", () => {
@@ -89,7 +89,7 @@ async function start() {
   prefetch(run).then(() => other && prefetch(other));
 }
 
-// For tests and for the console of a browser.
+// For tests and for the browser console.
 window.lens = {
   state,
   timing,

@@ -1,9 +1,9 @@
-/* One head as a picture: a pixel for each weight. */
+/* Draws one head as a heatmap: one pixel for each weight. */
 
 import { A, B, comparable, indexInB, state } from "./state.js";
 import { WEIGHTS, colourTable, colours } from "./colours.js";
 
-const images = new Map(); // T -> the ImageData that all maps of this size share
+const images = new Map(); // T -> the ImageData that all heatmaps of this size share
 
 function imageFor(T) {
   if (!images.has(T)) {
@@ -13,7 +13,7 @@ function imageFor(T) {
   return images.get(T);
 }
 
-/** The largest code of a head outside the first column (255 if there is none). */
+/** Returns the largest code of a head without the first column; 255 if all codes are 0. */
 function largestCode(of, index) {
   let most = 0;
   let place = of.start + index * of.triangle;
@@ -24,15 +24,15 @@ function largestCode(of, index) {
   return most || 255;
 }
 
-/** The code at the end of a head's colour scale; the same for A and B. */
-export function mostCode(index, of = A) {
+/** Returns the code at the end of the colour scale of a head, the same for A and B. */
+export function maxCode(index, of = A) {
   if (!state.hideFirst) return 255;
   if (comparable(index)) return Math.max(largestCode(A, index), largestCode(B, indexInB(index)));
   return largestCode(of, of === A ? index : indexInB(index));
 }
 
-/** The difference at the end of a head's colour scale. */
-export function mostDifference(index) {
+/** Returns the difference at the end of the colour scale of a head. */
+export function maxDifference(index) {
   if (!state.hideFirst) return 1;
   let most = 0;
   let [a, b] = [A.start + index * A.triangle, B.start + indexInB(index) * B.triangle];
@@ -47,7 +47,7 @@ export function mostDifference(index) {
   return most || 1;
 }
 
-/** Draws one head, T x T pixels. what: "a", "b" or "difference". */
+/** Draws one head with T x T pixels. what: "a", "b" or "difference". */
 export function paint({ canvas, context }, index, what) {
   const of = what === "b" ? B : A;
   if (canvas.width !== of.T) canvas.width = canvas.height = of.T;
@@ -56,8 +56,8 @@ export function paint({ canvas, context }, index, what) {
   const place = of === A ? index : indexInB(index);
   pixels.fill(colours.masked);
   if (what === "difference") {
-    if (comparable(index)) paintDifference(pixels, index, mostDifference(index), first);
-  } else if (place >= 0) paintWeights(pixels, of, place, mostCode(index, of), first);
+    if (comparable(index)) paintDifference(pixels, index, maxDifference(index), first);
+  } else if (place >= 0) paintWeights(pixels, of, place, maxCode(index, of), first);
   context.putImageData(image, 0, 0);
 }
 

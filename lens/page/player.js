@@ -1,4 +1,4 @@
-/* Playing the steps of a run. */
+/* Plays the steps of a run. */
 
 import { clamp } from "./text.js";
 import { $ } from "./dom.js";

@@ -1,6 +1,6 @@
-/* The state of the page (what controls change) and the one or two sides that it shows. */
+/* The state of the page, which the controls change, and A and B, which the page shows. */
 
-import { say } from "./dom.js";
+import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 
 export const DEFAULTS = {
@@ -16,22 +16,22 @@ export const DEFAULTS = {
   scale: "sqrt", // or "linear"
   hideFirst: false,
   compare: "off", // "run": the other run at this step, "run:40", "step:40"
-  show: "difference", // what the grid shows while comparing: "a", "b", "difference"
+  show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"
 };
 export const state = { ...DEFAULTS };
-export const pointed = { index: null, at: null, query: null, key: null }; // under the pointer
+export const hovered = { index: null, at: null, query: null, key: null }; // at the pointer
 export const timing = { ready: 0, grid: 0, redraw: 0 };
-export let run; // the run of the page
+export let run; // the first run of the page
 export let other = null; // a second run to compare with
-export let A; // what is shown: {run, frame, prompt, tokens, T, bytes}
-export let B = null; // what A is compared with, the later of two steps; B.same: its tokens are A's
-export let here; // A or B: the one that the slider moves
+export let A; // the shown step: {run, frame, prompt, tokens, T, bytes}
+export let B = null; // compared with A; of two steps, the later; B.same: same tokens as A
+export let here; // A or B: the side whose step the slider sets
 
 export const statisticOf = (of, key) => of.statistics.find((statistic) => statistic.key === key);
 export const selected = () => (state.layer === null ? null : state.layer * run.heads + state.head);
 
-/** What one side shows; has bytes when its frame is decoded. */
+/** Returns the data of one side. It has `bytes` if its frame is decoded. */
 function side(of, frame, prompt) {
   const { tokens, length, start, triangle } = of.prompts[prompt];
   const { step, bytes } = of.frames[frame];
@@ -47,7 +47,7 @@ export function nearestFrame(of, step) {
 
 const sameTokens = (one, two) => one.tokens.join("\0") === two.tokens.join("\0");
 
-/** The side to compare with, or null. */
+/** Returns the side to compare with, or null. */
 export function otherSide() {
   const [kind, step] = state.compare.split(":");
   if (kind === "step") return side(run, nearestFrame(run, Number(step)), state.prompt);
@@ -57,27 +57,27 @@ export function otherSide() {
   return side(other, frame, match >= 0 ? match : Math.min(state.prompt, other.prompts.length - 1));
 }
 
-/** The side of the other run, or null. */
-export const foreign = () => (B && B.run !== run ? B : null);
+/** Returns the side of the other run, or null. */
+export const otherRunSide = () => (B && B.run !== run ? B : null);
 
-/** What the maps of the grid show; maps of different prompts are not subtracted. */
+/** Returns what the grid shows. Heatmaps of different tokens are not subtracted. */
 export const gridShows = () => (B && (B.same || state.show === "b") ? state.show : "a");
 
-/** The index of A's head in the run of B, or -1. */
+/** Returns the index in B of a head of A, or -1. */
 export function indexInB(index) {
   const [layer, head] = [Math.floor(index / run.heads), index % run.heads];
   const fits = B && layer < B.run.layers && head < B.run.heads;
   return fits ? layer * B.run.heads + head : -1;
 }
 
-/** Whether A and B have weights of this head on the same prompt. */
+/** Returns whether A and B both have this head, on the same tokens. */
 export const comparable = (index) => Boolean(B?.same) && indexInB(index) >= 0;
 
 export function valueAt(of, key, index) {
   return statisticOf(of.run, key)?.values[of.at]?.[index] ?? null;
 }
 
-/** A statistic of a head as the grid shows it: of A, of B, or B − A. */
+/** Returns a statistic of a head as shown in the grid: of A, of B, or B − A. */
 export function shownValue(key, index) {
   const a = valueAt(A, key, index);
   if (!B || state.show === "a") return a;
@@ -89,11 +89,11 @@ export function shownValue(key, index) {
 
 export function sideName(of) {
   if (!B) return `step ${of.step}`;
-  const name = foreign() ? `, ${of.run.name}` : "";
+  const name = otherRunSide() ? ` (${of.run.name})` : "";
   return `${of === A ? "A" : "B"}: step ${of.step}${name}`;
 }
 
-/** What redraw and pointAt call to draw; set by main.js. */
+/** The functions that redraw and hoverHead call. main.js sets them. */
 export const draw = { all: () => {}, pointer: () => {} };
 
 export function setRuns(first, second) {
@@ -102,7 +102,7 @@ export function setRuns(first, second) {
 
 let tickets = 0;
 
-/** Changes the state and draws it, at once if its frames are decoded. */
+/** Changes the state and draws it, immediately if the needed frames are decoded. */
 export function update(changes = {}) {
   Object.assign(state, changes);
   const ticket = ++tickets;
@@ -114,27 +114,27 @@ export function update(changes = {}) {
     return Promise.resolve();
   }
   const waiting = Promise.all(needed.map(([of, frame]) => decode(of, frame)));
-  return waiting.then(() => ticket === tickets && redraw(), (error) => say(error.message));
+  return waiting.then(() => ticket === tickets && redraw(), (error) => showMessage(error.message));
 }
 
 export function choosePrompt(prompt) {
   update({ prompt, query: null });
 }
 
-/** Draws everything from the state; returns the milliseconds that it took. */
+/** Draws the page from the state. Returns the duration in milliseconds. */
 export function redraw() {
   here = side(run, state.frame, state.prompt);
   const there = otherSide();
-  // Of two steps of this run A is the earlier: B − A is what was gained since.
+  // Of two steps of one run, A is the earlier: B − A is the change from A to B.
   [A, B] = there?.run === run && there.step < here.step ? [there, here] : [here, there];
   if (B) B.same = sameTokens(A, B);
   draw.all();
   return timing.redraw;
 }
 
-/** Sets the head under the pointer (null: none), and in a chart the index of its step. */
-export function pointAt(index, at = null) {
-  if (index === pointed.index && at === pointed.at) return;
-  Object.assign(pointed, { index, at });
+/** Sets the head under the pointer (or null) and, in a chart, the index of the step. */
+export function hoverHead(index, at = null) {
+  if (index === hovered.index && at === hovered.at) return;
+  Object.assign(hovered, { index, at });
   draw.pointer();
 }

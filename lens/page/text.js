@@ -1,8 +1,8 @@
-/* Numbers, names and tokens as text. */
+/* Formats numbers, names and tokens as text. */
 
 export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
-/** A number as text: 0.42, 12.3, 250; without a value a dash. */
+/** Returns a number as text: 0.42, 12.3, 250; a dash if there is no value. */
 export function format(value, signed = false) {
   if (value === null || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -17,20 +17,20 @@ export const headName = (layer, head) => `L${layer} H${head}`;
 const SIGNS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\u2028\u2029]/gu;
 
-/** A token with its control characters visible, so that none can change the text around it. */
+/** Returns a token with visible control characters, which then cannot affect other text. */
 export function visible(token, longest = 60) {
   const shown = [...token.replace(UNSEEN, (c) => (c === "\u200d" ? c : SIGNS[c] ?? "·"))];
   return shown.length > longest ? shown.slice(0, longest - 1).join("") + "…" : shown.join("");
 }
 
-/** A token as a short label; white space at its ends is visible too. */
+/** Returns a token as a short label, with leading and trailing white space made visible. */
 export function label(token, longest = 12) {
   const spaces = (space) => "␣".repeat([...space].length);
   const marked = token.replace(/^[^\S\r\n\t]+|[^\S\r\n\t]+$/g, spaces);
   return visible(marked, longest) || "∅";
 }
 
-/** Tokens as text. A character split over tokens goes to the first of them; the others are null. */
+/** Returns the text of tokens. If tokens share a character, the first has it, the others null. */
 export function joinBytes(tokens) {
   const texts = [...tokens];
   for (let first = 0; first < tokens.length; first++) {
@@ -43,14 +43,14 @@ export function joinBytes(tokens) {
         first = n;
         break;
       } catch {
-        // not yet whole characters
+        // no complete character yet
       }
     }
   }
   return texts;
 }
 
-/** Round numbers from low to high, about `count` of them and at least two. */
+/** Returns about `count` round numbers from low to high, at least two. */
 export function roundTicks(low, high, count) {
   const rough = (high - low || 1) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
