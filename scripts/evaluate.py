@@ -9,7 +9,7 @@
 A text is its tokens after an end-of-text token, as in training. Each token is scored once, by the
 rule of inference/perplexity.py. A small stride takes more windows and gives the model more context.
 With stride=max_length these are the windows of training's validation, and of lm-eval's rolling
-perplexity (docs/models.md).
+perplexity (docs/evaluation.md).
 """
 
 import math

@@ -4,8 +4,8 @@
     python -m scripts.prepare_data data.path='web/*.jsonl.gz' out=web part=3/16
     python train.py data=shards data.path=web
 
-Text, JSON lines and Parquet become shards in llm.c's layout and a manifest (docs/data.md). All
-cores work, memory stays flat, and after a stop the same command resumes.
+Writes shards in llm.c's layout and a manifest (docs/token-files.md) from text, JSON lines and
+Parquet files. Uses all cores and little memory. After a stop, rerun the command to resume.
 """
 
 import os

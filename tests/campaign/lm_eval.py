@@ -1,5 +1,5 @@
-"""lm-eval on an exported folder, by the command and with the tasks of docs/models.md: it loads, and
-computes what we do. Needs lm-eval, in an environment of its own; without it, it is left out.
+"""lm-eval on an exported folder, by the command and with the tasks of docs/evaluation.md. Its
+results equal those of scripts.evaluate. Skipped when lm-eval is not installed.
 
     python -m pytest tests/campaign/lm_eval.py
 """
@@ -23,7 +23,7 @@ from scripts import evaluate
 from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
 pytest.importorskip("lm_eval")
-PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
 QUESTIONS = [
     {"question": "The quick fox jumps over the", "choices": ["dog", "zebra"], "answer": 0},
     {"question": "Line 5: the quick", "choices": ["xylophone", "fox", "Q"], "answer": 1},

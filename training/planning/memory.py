@@ -3,7 +3,7 @@
     job = Job(config, "single", world_size=1, precision="bf16", device="cuda", compiled=True)
     sum(estimate(job, windows=8).values())        # bytes
 
-Tests compare the formulas with what autograd keeps and what is allocated; docs/scaling.md compares
+Tests compare the formulas with what autograd keeps and what is allocated; docs/planning.md compares
 the totals with measured peaks. Terms below one or two percent of the total are omitted: biases,
 the statistics of norms, gradients of single matrices.
 
@@ -21,7 +21,7 @@ LOGITS_AT_ONCE = 2**28  # as in training/ops/cross_entropy.py, which needs torch
 USABLE = 0.92  # of a device's memory; the rest is left for fragments and other programs
 # Memory that the allocator holds and cannot use, as a fraction of all that is allocated. On a CPU,
 # training keeps freed memory (training/distributed/device.py): 10 to 28 % in measured runs, 20 % on
-# average (docs/scaling.md). For the caching allocator of a GPU 5 % is assumed, not measured.
+# average (docs/planning.md). For the caching allocator of a GPU 5 % is assumed, not measured.
 SLACK = {"cpu": 0.20, "cuda": 0.05}
 # The process without a model. On a CPU the libraries and a small text, measured; on a GPU the
 # context and the workspaces of cuBLAS, assumed.
