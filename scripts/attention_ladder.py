@@ -1,25 +1,39 @@
-"""Attention in eight small steps, from one dot product to the module that trains GPT-2.
+"""Attention in nine steps, from one dot product to heatmaps of trained heads.
 
     python -m scripts.attention_ladder
 
-Every step says why it is taken, gives its formula and prints its tensors, so the code can be
-read next to its output. Step 8 ends with figures that can be compared with published ones.
+Each step prints its reason, its formula and its tensors, so the code can be read next to its
+output. Attention computes a new vector for each token, here for each word: its context vector.
 
-Shapes: B batch, T query positions, S key positions (here the same six words as T),
-d_in width of an input, H heads, D head_dim, d_out = H * D.
+    query token    the token whose context vector is computed
+    key token      a token that the query token attends to
+    query, key     vectors of a token; a score is the dot product of the query of the query token
+                   and the key of the key token
+    weight         a score after the softmax; the weights of a query token sum to one
+    value          vector of a token; the context vector is the sum of weight times value
+
+In steps 1 to 3 the vector of a word is its query, its key and its value.
+
+Shapes: B batch, T query tokens, S key tokens (here the same six words as T), d_in width of an
+input, H heads, D head_dim, d_out = H * D.
 """
 
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from attention import MultiHeadAttention, causal_attn_weights, causal_mask, explicit
-from training.config.command_line import ScriptConfig, settings_command
+from errors import sanitize
+from lens.heatmap import draw_layer
+from lens.probe import Prompt, to_codes
+from training.config.command_line import OutFile, ScriptConfig, settings_command
 
 WORDS = ["The", "old", "ferry", "bell", "rang", "twice"]
-# Each word as three numbers. Real models learn hundreds; three fit on a line.
+# Each word as a vector of three numbers. A real model learns vectors of hundreds of numbers.
 INPUTS = [
     [0.43, 0.15, 0.89],
     [0.55, 0.87, 0.66],
@@ -28,7 +42,8 @@ INPUTS = [
     [0.77, 0.25, 0.10],
     [0.05, 0.80, 0.55],
 ]
-QUERY = 1  # "old", the word that is the query of steps 1 and 2
+QUERY = 1  # "old", the query token of steps 1 and 2
+SHADES = ".:-=+*#%@"  # from weight 0 to weight 1
 
 
 def explain(number: int, title: str, why: str, formula: str) -> None:
@@ -36,7 +51,7 @@ def explain(number: int, title: str, why: str, formula: str) -> None:
 
 
 def show(name: str, tensor: Tensor, rows=WORDS, columns=()) -> None:
-    """Prints a tensor with its name and shape, one line for each row, matrix after matrix."""
+    """Prints a tensor with its name and shape, a line for each row, one matrix after another."""
     print(f"{name} {tuple(tensor.shape)}")
     if columns:
         print(" " * 10 + "".join(f"{word:>9}" for word in columns))
@@ -48,10 +63,30 @@ def show(name: str, tensor: Tensor, rows=WORDS, columns=()) -> None:
     print()
 
 
+def show_shape(code: str, tensor: Tensor, meaning: str) -> Tensor:
+    """Prints a line of code with the shape of its result; returns the result."""
+    print(f"    {code:<28}{tuple(tensor.shape)!s:<12}{meaning}")
+    return tensor
+
+
+def show_heatmaps(title: str, attn_weights: Tensor) -> None:
+    """Prints a heatmap of each head, side by side. attn_weights (H, T, S)."""
+    print(title)
+    header = "".join(f"{word:<6}" for word in WORDS)
+    print("      " + "".join(f"{f'head {head}':<38}" for head in range(len(attn_weights))).rstrip())
+    print("      " + "  ".join([header] * len(attn_weights)).rstrip())
+    for t, word in enumerate(WORDS):
+        rows = attn_weights[:, t, : t + 1].sqrt()  # the keys after t are masked
+        cells = ["".join(SHADES[round(8 * root)] * 6 for root in row) for row in rows.tolist()]
+        print(f"{word:<6}" + "".join(f"{line:<38}" for line in cells).rstrip())
+    print()
+
+
 def one_query(x: Tensor) -> Tensor:
     why = """\
-Attention asks, for one word, how much each word matters to it. A dot product is the simplest
-answer: it is large when two vectors point the same way. The word that asks is the query."""
+Which tokens matter for one token, the query token? Its dot product with each key token is a simple
+score: the more two vectors point in the same direction, and the longer they are, the larger it is.
+The query token is "old"."""
     explain(1, "dot products as scores", why, "attn_scores[s] = x[query] . x[s]")
     attn_scores = x @ x[QUERY]  # (S,)
     show("attn_scores", attn_scores[None], [WORDS[QUERY]], WORDS)
@@ -60,10 +95,10 @@ answer: it is large when two vectors point the same way. The word that asks is t
 
 def softmax(x: Tensor, attn_scores: Tensor) -> None:
     why = """\
-Softmax turns the scores into weights that are positive and sum to one. Weighted with them, the
-inputs are averaged: the context vector is the word seen together with what matters to it."""
+Softmax turns the scores into weights, which are positive and sum to one. The context vector is the
+average of the key tokens' vectors with these weights."""
     formula = "attn_weights = softmax(attn_scores);  context_vec = sum of attn_weights[s] x[s]"
-    explain(2, "softmax, and a context vector", why, formula)
+    explain(2, "softmax and the context vector", why, formula)
     attn_weights = torch.softmax(attn_scores, dim=-1)  # (S,)
     show("attn_weights", attn_weights[None], [WORDS[QUERY]], WORDS)
     print(f"sum of the weights: {attn_weights.sum():.4f}\n")
@@ -73,9 +108,9 @@ inputs are averaged: the context vector is the word seen together with what matt
 
 def all_queries(x: Tensor) -> None:
     why = """\
-Every word may ask, and all at once: a matrix product is a table of dot products. Row t holds
-the weights of query t, so the softmax runs along the row, over the keys."""
-    explain(3, "all queries in one matrix product", why, "context_vec = softmax(x x^T) x")
+Each token is the query token of one row. One matrix product computes all dot products: row t holds
+the scores of query token t, column s those of key token s. The softmax is taken along each row."""
+    explain(3, "all query tokens in one matrix product", why, "context_vec = softmax(x x^T) x")
     attn_scores = x @ x.T  # (T, S)
     attn_weights = torch.softmax(attn_scores, dim=-1)  # (T, S), over the keys
     show("attn_weights", attn_weights, columns=WORDS)
@@ -84,20 +119,28 @@ the weights of query t, so the softmax runs along the row, over the keys."""
 
 def trainable(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     why = """\
-So far nothing can be learned. Three matrices let a word play three parts: what it looks for
-(query), what it is found by (key), what it hands over (value). A score sums D products, so it
-spreads with sqrt(D); dividing by that keeps the softmax soft at any width."""
+So far nothing can be learned, and the scores are symmetric. Three trained matrices give each token
+a query, a key and a value. A score is now the query of one token times the key of another.
+
+A score is a sum of D products. If the entries of queries and keys have variance 1, the scores have
+variance D. Divided by sqrt(D) they have variance 1 at any width. Larger scores would make the
+weights nearly 0 or 1, where the gradient of the softmax is nearly 0."""
     formula = "queries = x W_query;  context_vec = softmax(queries keys^T / sqrt(D)) values"
-    explain(4, "trainable queries, keys and values, and scaled scores", why, formula)
+    explain(4, "queries, keys and values; scaled scores", why, formula)
     d_in, head_dim = x.shape[-1], 2
     torch.manual_seed(123)
-    W_query = torch.rand(d_in, head_dim)  # (d_in, D); so are the next two
+    W_query = torch.rand(d_in, head_dim)  # (d_in, D), like the next two
     W_key = torch.rand(d_in, head_dim)
     W_value = torch.rand(d_in, head_dim)
     queries, keys, values = x @ W_query, x @ W_key, x @ W_value  # (T, D) each
     show("queries", queries)
+    show("keys", keys)
+    show("values", values)
     attn_scores = queries @ keys.T  # (T, S)
-    attn_weights = torch.softmax(attn_scores / math.sqrt(head_dim), dim=-1)  # (T, S)
+    show("attn_scores, before scaling", attn_scores, columns=WORDS)
+    attn_scores = attn_scores / math.sqrt(head_dim)
+    show("attn_scores, divided by sqrt(2)", attn_scores, columns=WORDS)
+    attn_weights = torch.softmax(attn_scores, dim=-1)  # (T, S)
     show("attn_weights", attn_weights, columns=WORDS)
     show("context_vec", attn_weights @ values)  # (T, D)
     return queries, keys, values
@@ -105,9 +148,9 @@ spreads with sqrt(D); dividing by that keeps the softmax soft at any width."""
 
 def causal(queries: Tensor, keys: Tensor) -> Tensor:
     why = """\
-GPT predicts the next word, so a word must not see the ones after it. Their scores become minus
-infinity *before* the softmax: exp(-inf) is 0, and what remains still sums to one. Zeroing
-weights afterwards would leave rows that sum to less."""
+GPT predicts the next token, so a token must not attend to the tokens after it. Their scores are set
+to minus infinity before the softmax: exp(-inf) is 0, and each row still sums to one. If weights
+were set to zero after the softmax, rows would sum to less than one."""
     formula = "attn_weights = softmax(mask(queries keys^T / sqrt(D))),  mask: s > t becomes -inf"
     explain(5, "the causal mask", why, formula)
     attn_scores = queries @ keys.T / math.sqrt(queries.shape[-1])  # (T, S)
@@ -119,14 +162,15 @@ weights afterwards would leave rows that sum to less."""
     show("sum of each row", attn_weights.sum(dim=-1, keepdim=True))
     # These lines are attention.causal_attn_weights, which the next steps call.
     same = torch.equal(attn_weights, causal_attn_weights(queries, keys))
-    print(f"the same as attention.causal_attn_weights: {same}\n")
+    print(f"equal to attention.causal_attn_weights: {same}\n")
     return attn_weights
 
 
 def dropout(attn_weights: Tensor) -> None:
     why = """\
-While training, some weights are dropped at random, so that no word relies on one other word.
-The kept ones grow by 1 / (1 - p): a row sums to one on average. After training, p is 0."""
+In training, dropout sets random weights to zero, so that the model does not depend on single
+tokens. The other weights are divided by 1 - p, so the expected sum of a row is still one. After
+training there is no dropout."""
     formula = "attn_weights *= kept / (1 - p),  kept = 1 with probability 1 - p, else 0"
     explain(6, "dropout on the weights, here with p = 0.5", why, formula)
     torch.manual_seed(123)
@@ -135,12 +179,12 @@ The kept ones grow by 1 / (1 - p): a row sums to one on average. After training,
 
 def several_heads(x: Tensor) -> None:
     why = """\
-One softmax row is one opinion. Several heads, each with its own three matrices, can look for
-different things; their context vectors are concatenated. First as a loop over the heads, then
-with their matrices joined into one, whose output is viewed as heads: one big product, not many
-small ones."""
-    formula = "context_vec = [head_1, ..., head_H],  head_h = step 5 with matrices of its own"
-    explain(7, "several heads: a loop, then one matrix viewed as heads", why, formula)
+A head has one row of weights for each query token. With several heads, each with separate matrices,
+a token can attend to different tokens for different reasons. The context vectors of the heads are
+concatenated. First in a loop over the heads. Then with the matrices of all heads joined into one,
+whose output is split into heads: one large matrix product instead of many small ones."""
+    formula = "context_vec = [head_1, ..., head_H],  head_h = step 5 with the matrices of head h"
+    explain(7, "several heads: a loop, then one matrix that is split into heads", why, formula)
     num_tokens, d_in, num_heads, head_dim = *x.shape, 2, 2
     torch.manual_seed(123)
     W_query, W_key, W_value = torch.rand(3, num_heads, d_in, head_dim)  # (H, d_in, D) each
@@ -152,58 +196,110 @@ small ones."""
     from_loop = torch.cat(heads, dim=-1)  # (T, H * D)
     show("context_vec, from the loop", from_loop)
 
-    def project(W: Tensor) -> Tensor:
-        joined = torch.cat(W.unbind(0), dim=-1)  # (d_in, H * D): head 0's columns, then head 1's
-        return (x @ joined).view(num_tokens, num_heads, head_dim).transpose(0, 1)  # (H, T, D)
+    def joined(W: Tensor) -> Tensor:
+        return torch.cat(W.unbind(0), dim=-1)  # (d_in, H * D): head 0's columns, then head 1's
 
-    attn_weights = causal_attn_weights(project(W_query), project(W_key))  # (H, T, S)
+    print("The same with joined matrices, line by line:\n")
+    split = (num_tokens, num_heads, head_dim)
+    queries = show_shape("queries = x @ W_query", x @ joined(W_query), "(T, H * D)")
+    queries = show_shape("  .view(T, H, D)", queries.view(split), "(T, H, D): H pieces a row")
+    queries = show_shape("  .transpose(0, 1)", queries.transpose(0, 1), "(H, T, D): one per head")
+    keys = (x @ joined(W_key)).view(split).transpose(0, 1)  # (H, T, D), like the values
+    values = (x @ joined(W_value)).view(split).transpose(0, 1)
+    attn_weights = causal_attn_weights(queries, keys)
+    show_shape("attn_weights", attn_weights, "(H, T, S)")
+    context_vec = show_shape("attn_weights @ values", attn_weights @ values, "(H, T, D)")
+    context_vec = show_shape("  .transpose(0, 1)", context_vec.transpose(0, 1), "(T, H, D)")
+    context_vec = show_shape("  .flatten(1)", context_vec.flatten(1), "(T, H * D): concatenated")
+    print("\n.view(H, T, D) without the transpose has the same shape but mixes tokens and heads.\n")
     show("attn_weights, one matrix for each head", attn_weights, columns=WORDS)
-    context_vec = attn_weights @ project(W_value)  # (H, T, D)
-    context_vec = context_vec.transpose(0, 1).flatten(1)  # (T, H * D)
-    show("context_vec, from one matrix viewed as heads", context_vec)
-    print(f"both are equal: {torch.allclose(from_loop, context_vec, atol=1e-6)}\n")
+    show("context_vec, from one matrix", context_vec)
+    print(f"equal to the loop: {torch.allclose(from_loop, context_vec, atol=1e-6)}\n")
 
 
-def the_real_one(x: Tensor) -> None:
+def the_module(x: Tensor) -> None:
     why = """\
-attention.MultiHeadAttention is all of this for a batch of sequences, with one output matrix that
-mixes what the heads found. These are the lines that train GPT-2."""
-    formula = "output = context_vec W_out + b_out"
-    explain(8, "attention.MultiHeadAttention", why, formula)
+attention.MultiHeadAttention is all of this for a batch of sequences. A last matrix, out_proj, mixes
+the outputs of the heads. This module trains GPT-2."""
+    explain(8, "attention.MultiHeadAttention", why, "output = context_vec W_out + b_out")
     batch = torch.stack([x, x])  # (B, T, d_in): two copies of the sentence
     torch.manual_seed(123)
     attention = MultiHeadAttention(3, 2, 6, 0.0, num_heads=2)
-    with torch.no_grad():
-        show("output", attention(batch))  # (B, T, d_out)
+    show("output", attention(batch))  # (B, T, d_out)
 
     print("""\
-The width to scale by is that of *one head*, D. A published tutorial divides by sqrt(d_out), the
-width of all heads together. Nothing fails, the numbers are just others. On its input, row 2:
+A common error is to divide the scores by sqrt(d_out), the width of all heads together, instead of
+sqrt(head_dim), the width of one head. The tutorial "Writing GPT2 from Scratch - Attention" has it:
+
+    scores = Q @ K.transpose(-2, -1) / (d_out ** 0.5)       # the line of the tutorial
+    scores = Q @ K.transpose(-2, -1) / (head_dim ** 0.5)    # the definition
+
+No exception is raised, but the weights are too uniform: the scores are too small by a factor of
+sqrt(H). Row 1 of the output for the tutorial's input, with two heads and d_out = 6:
 """)
     torch.manual_seed(123)
-    x = torch.randn(2, 5, 6)
-    attention = MultiHeadAttention(6, 6, 5, 0.0, num_heads=2)
-    d_out, head_dim = attention.num_heads * attention.head_dim, attention.head_dim
-    with torch.no_grad():
-        right = attention(x)  # (B, T, d_out)
-        # A kernel is a function of queries, keys and values; explicit divides by sqrt(D) already.
-        too_small = math.sqrt(head_dim / d_out)
-        attention.kernel = lambda q, k, v, dropout_p: explicit(q * too_small, k, v, dropout_p)
-        wrong = attention(x)
-    show("divided by sqrt(d_out), as in the tutorial", wrong[0, 1:2], ["wrong"])
-    show("divided by sqrt(head_dim), as the definition says", right[0, 1:2], ["right"])
+    x, attention = torch.randn(2, 5, 6), MultiHeadAttention(6, 6, 5, 0.0, num_heads=2)
+    # A kernel is a function of queries, keys and values; `explicit` divides by sqrt(D) itself.
+    wrong = attention(x, lambda q, k, v, dropout_p: explicit(q / math.sqrt(2), k, v, dropout_p))
+    show("divided by sqrt(d_out)", wrong[0, 1:2], ["wrong"])
+    show("divided by sqrt(head_dim)", attention(x)[0, 1:2], ["right"])
+
+
+def heatmap(out: str, steps: int = 200) -> None:
+    why = f"""\
+The module is trained for {steps} steps to output the previous token. The inputs are the six words
+in random order: a vector of 12 numbers, six for the word and six for the position. The heatmaps
+show the weights of both heads for the sentence: row t is query token t, column s is key token s.
+Before training attention is nearly uniform. After training both heads are previous-token heads:
+each query token attends mostly to the token before it."""
+    explain(9, "training, and heatmaps", why, "loss = cross_entropy(output[t], word[t - 1])")
+    eye = torch.eye(len(WORDS))
+
+    def inputs(words: Tensor) -> Tensor:
+        return torch.cat([eye[words], eye.expand(len(words), -1, -1)], dim=-1)  # (B, T, 12)
+
+    def weights_for_the_sentence() -> Tensor:
+        queries, keys, _ = attention.project(inputs(torch.arange(len(WORDS))[None]))
+        return causal_attn_weights(queries, keys)[0].detach()  # (H, T, S)
+
+    torch.manual_seed(123)
+    attention = MultiHeadAttention(12, 6, 6, 0.0, num_heads=2)
+    optimizer = torch.optim.AdamW(attention.parameters(), lr=0.03)
+    print(f"weights: {SHADES[0]} is 0, {SHADES[-1]} is 1, on a square-root scale; empty: masked\n")
+    show_heatmaps("before training", weights_for_the_sentence())
+    for step in range(1, steps + 1):
+        words = torch.stack([torch.randperm(len(WORDS)) for _ in range(32)])  # (B, T)
+        output = attention(inputs(words))  # (B, T, 6): a logit for each word
+        loss = F.cross_entropy(output[:, 1:].flatten(0, 1), words[:, :-1].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step in (1, steps):
+            print(f"step {step:>3}  loss {loss.item():.4f}")
+    attn_weights = weights_for_the_sentence()
+    show_heatmaps("\nafter training", attn_weights)
+
+    if out:  # drawn like the heatmaps of a training run
+        rows, columns = torch.tril_indices(len(WORDS), len(WORDS))
+        codes = to_codes(attn_weights[:, rows, columns]).numpy()
+        prompt = Prompt("sentence", " ".join(WORDS), list(range(len(WORDS))), WORDS)
+        draw_layer(codes, prompt, steps, layer=0, path=Path(out))
+        print(sanitize(f"wrote {out}: the heatmaps after training as an image"))
 
 
 class LadderConfig(ScriptConfig):
-    """python -m scripts.attention_ladder
+    """python -m scripts.attention_ladder [out=FILE.png]
 
-    Attention in eight small steps: what each is for, its formula, its tensors.
+    Attention in nine small steps: the reason, the formula and the tensors of each.
     """
+
+    out: OutFile = Field("attention-ladder.png", description="the heatmap to write; empty: none")
 
 
 @settings_command(LadderConfig)
 def main(settings: LadderConfig) -> None:
     x = torch.tensor(INPUTS)  # (T, d_in)
+    print(__doc__)
     show("x, the six words", x)
     attn_scores = one_query(x)
     softmax(x, attn_scores)
@@ -212,7 +308,8 @@ def main(settings: LadderConfig) -> None:
     attn_weights = causal(queries, keys)
     dropout(attn_weights)
     several_heads(x)
-    the_real_one(x)
+    the_module(x)
+    heatmap(settings.out)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # what is measured: (target, limit)
 BUDGETS = {
-    "all": (12_500, 14_000),
+    "all": (12_500, 14_100),
     "train + model + attention + data": (1_200, 910),
     "command line, schema, validation": (600, 1_120),
     "largest file": (400, 400),
