@@ -34,7 +34,7 @@ SETTINGS = {
 TEXTS = {
     "no.txt": (
         None,
-        "no such file; check the path; relative ones start at {here}; a list is [a,b]",
+        "file not found; check the path (relative to {here}); write a list as [a,b]",
     ),
     "a.jsonl": (
         b'{"text": "x"}\nno\n',
@@ -163,9 +163,9 @@ def printed(capsys, error, debug=False) -> tuple[int, str]:
 
 
 def test_errors_of_other_ranks_and_unexpected_ones(capsys, monkeypatch):
-    problem = errors.Problem("data.path", "x", "no such file", "check the path")
+    problem = errors.Problem("data.path", "x", "file not found", "check the path")
     other = errors.OtherRankError([problem], 3)
-    line = "data.path=x: no such file; check the path\n"
+    line = "data.path=x: file not found; check the path\n"
     assert printed(capsys, other) == (3, line)
     unexpected = "RuntimeError: two lines; rerun with debug=true to see the traceback\n"
     assert printed(capsys, RuntimeError("two\nlines")) == (4, unexpected)

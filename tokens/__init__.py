@@ -1,19 +1,18 @@
-"""Text -> tokens: everything before windows.
+"""Tokenizers, file readers, token files, data sets of windows, and the sampler.
 
-    tokenizers.py  GPT-2's tokenizer and the one of plain bytes
-    encoding.py    a text of any length -> the ids that one call on all of it would give;
-                   gigatoken_engine.py: its fast engine
-    paths.py       which files data.path names
-    readers.py     text, JSON lines, Parquet and hub data sets -> documents; parts of large files
-    stream.py      token ids of many files as one long array
-    shards.py      token files: llm.c's layout and nanoGPT's, and their manifest
-    prepare.py     texts -> a folder of shards, by many processes and machines
-    windows.py     windows of a stream of tokens, and mixtures of them
-    sampler.py     which windows each step trains on
-    synthetic.py   sequences made on the spot
+    tokenizers.py        GPT-2's tokenizer and a byte tokenizer
+    encoding.py          tokenizes texts of any length; gigatoken_engine.py: its fast engine
+    paths.py             finds the files of data.path
+    readers.py           reads documents from text, JSON lines, Parquet and Hugging Face data sets
+    stream.py            token ids of many files as one long array
+    shards.py            token files (the formats of llm.c and nanoGPT) and their manifest
+    prepare.py           writes token files with many processes and machines
+    windows.py           data sets of windows, and mixtures of data sets
+    sampler.py           selects the windows of each step
+    synthetic.py         generated sequences for the induction experiment
 
-In a stream of tokens every document begins with the end-of-text token, as in the files of llm.c
-and modded-nanogpt. So that token is where documents divide, wherever the tokens come from.
+In a stream of tokens every document starts with the end-of-text token, as in the files of llm.c and
+modded-nanogpt. So the end-of-text tokens are the document boundaries in every format.
 """
 
 END_OF_TEXT = "<|endoftext|>"

@@ -1,27 +1,28 @@
-"""A text of any length -> the ids that one call of the tokenizer on all of it would give.
+"""Encodes texts of any length; the ids are the same as those of one tokenizer call for the text.
 
     for ids in StreamEncoder("gpt2").encode(blocks):  # uint16 arrays
         ...
 
-A long text is cut into pieces at places where GPT-2's pattern always cuts, so that the ids of the
-pieces are those of the whole, and memory stays at a few pieces. The pattern (Radford et al. 2019;
-`r50k_pat_str` in tiktoken) takes, from the left,
+A long text is encoded in chunks, so that only a few chunks are in memory. A chunk ends only where a
+match of GPT-2's pre-tokenization pattern always ends, so the ids do not change. The pattern
+(Radford et al. 2019; `r50k_pat_str` in tiktoken) matches, from left to right,
 
-    's 't 're 've 'm 'll 'd | ?letters | ?digits | ?others | white space
+    's 't 're 've 'm 'll 'd | ?letters | ?digits | ?other characters | white space
 
-where an optional blank goes with what follows it, and white space before a visible character
-leaves its last one to it. No alternative looks back, so two neighbours are always parted when
+where ? is an optional space. White space before a visible character leaves its last character to
+the next match. No alternative looks behind, so two neighbouring characters are never in one match
+if
 
 - the left one is visible and the right one is white space, or
-- they are of two different kinds among letters, digits and others, the left one not being an
-  apostrophe, which a letter may follow in a contraction.
+- they are of different kinds (letter, digit, other), and the left one is not an apostrophe, which
+  starts a contraction.
 
 Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is encoded
 chunk by chunk by a property of byte-pair encoding; see `StreamEncoder`.
 
-Bulk encoding is gigatoken's (some ten to thirty times the speed of tiktoken); tiktoken stays the
-tokenizer of record: a sample of the pieces is encoded by both, and a difference ends the work. One
-difference is known, of the versions of Unicode that they are built on; see UNICODE_DIFFERENCES.
+gigatoken encodes ten to thirty times as fast as tiktoken. tiktoken is the reference: some chunks
+are encoded by both, and different ids raise an error. One difference is known: the two libraries
+use different versions of Unicode; see UNICODE_DIFFERENCES.
 """
 
 import functools
@@ -38,13 +39,13 @@ from tokens import END_OF_TEXT
 from tokens.gigatoken_engine import gigatoken
 from tokens.tokenizers import TOKENIZERS, get_tokenizer, token_byte_lengths
 
-CHUNK_BYTES = 2**18  # bytes; gigatoken is fastest with pieces from a quarter of a megabyte to one
-CHECK_EVERY = 128  # pieces: the beginning of every 128th, and of the first, is checked by tiktoken
-CHECKED_BYTES = 2**15  # bytes of such a beginning
+CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
+CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...
+CHECKED_BYTES = 2**15  # length of such a start
 
-# Where the pattern always cuts, in UTF-8, as far as it is seen without knowing all of Unicode: the
-# end of what is visible; a change of kind in ASCII. "|" is on no side, so the end-of-text token is
-# never cut in two.
+# Boundaries between two matches of the pattern, in UTF-8. It finds only those that do not need a
+# table of all Unicode characters: white space after a visible character, and a change of kind
+# between ASCII characters. "|" has no kind, so <|endoftext|> is never split.
 _BEFORE_WHITE_SPACE = (
     rb"(?=[\t-\r ])(?<![\t-\r\x1c-\x20])(?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)"
     rb"(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)"
@@ -62,10 +63,10 @@ BOUNDARY = re.compile(
 )
 
 
-# gigatoken 0.10 takes 4,657 characters for letters or digits, as Unicode 17 does, that tiktoken,
-# of an older version, takes for others. It shows before a contraction: "\u088f's" is two matches of
-# the pattern for the one, "\u088f'" and "s" for the other. No other difference was found
-# (docs/data.md). Text with one of these characters, or a neighbour of theirs, goes to tiktoken.
+# gigatoken 0.10 uses Unicode 17, tiktoken an older version: 4,657 characters are letters or digits
+# for gigatoken and other characters for tiktoken. This matters before a contraction: gigatoken
+# splits "\u088f's" into "\u088f" and "'s", tiktoken into "\u088f'" and "s". No other difference was
+# found (docs/data.md). tiktoken encodes the chunks that contain these characters or some near them.
 UNICODE_DIFFERENCES = re.compile(
     rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xea\x9f[\x8e\x8f\x92\x94\xb1]"
     rb"|\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]"
@@ -74,8 +75,8 @@ UNICODE_DIFFERENCES = re.compile(
 
 
 def find_boundary(text: bytes | bytearray | mmap.mmap, start: int, stop: int) -> int | None:
-    """The first place from `start` > 0 to before `stop` where BOUNDARY finds a cut, or None."""
-    found = BOUNDARY.search(text, start, min(len(text), stop + 1))  # it looks at the byte behind
+    """Returns the first boundary at a position p with 0 < start <= p < stop, or None."""
+    found = BOUNDARY.search(text, start, min(len(text), stop + 1))  # + 1: it reads the next byte
     return found.start() if found and found.start() < stop else None
 
 
@@ -83,16 +84,17 @@ def find_boundary(text: bytes | bytearray | mmap.mmap, start: int, stop: int) ->
 
 
 class StreamEncoder:
-    """Encodes texts of any length, piece by piece, in a few megabytes.
+    """Encodes texts of any length, chunk by chunk, with a few megabytes of memory.
 
-    tokenizer: gpt2 | byte. endoftext: what "<|endoftext|>" in the text is, token | text.
-    engine: gigatoken | tiktoken; bytes need neither.
+    tokenizer: gpt2 | byte. endoftext: token | text, the meaning of "<|endoftext|>" in the text.
+    engine: gigatoken | tiktoken; ignored by the byte tokenizer.
 
-    A run without a cut. Byte-pair encoding has this property: a sequence of tokens is the
-    encoding of its text exactly when each two neighbours are the encoding of theirs (van Antwerpen
-    and Neubeck 2024, "So many tokens, so little time"; crate `bpe`). So when a run is encoded up to
-    somewhere as A, and again from the end of A's k-th token on as B, and A's token k and B's first
-    are the encoding of theirs, then A's first k tokens followed by B are the encoding of it all.
+    Text without a boundary. Byte-pair encoding has this property: a sequence of tokens is the
+    encoding of its text if and only if each pair of neighbours is the encoding of the pair's text
+    (van Antwerpen and Neubeck 2024, crate `bpe`). Let A be the ids of a chunk that ends inside such
+    text. The text after A's first k tokens is encoded again, with more text, as B. If B starts with
+    A's next token, all pairs of neighbours in A[:k] + B occur in A or in B. So A[:k] + B is the
+    encoding of the complete text.
     """
 
     def __init__(
@@ -124,94 +126,91 @@ class StreamEncoder:
     def encode(
         self, blocks: Iterable[bytes], what: str = "the text", offset: int = 0
     ) -> Iterator[np.ndarray]:
-        """Blocks of UTF-8, whole characters each -> ids, uint16 arrays, in order.
+        """Encodes blocks of UTF-8 (no character split between blocks); yields uint16 arrays of ids.
 
-        `what` names the text in errors, and `offset` is the byte where it begins there. Raises
-        DataError when the two tokenizers differ.
+        what: the name of the text in errors. offset: the position of its first byte in the file.
+        Raises DataError when gigatoken and tiktoken return different ids.
         """
-        rest = bytearray()  # the text from `offset` on, as far as it was read
-        span = 2 * self.chunk_bytes  # a stretch without a cut is encoded so far at once
-        follows: int | None = None  # in a run: the id that is to come next
+        buffer = bytearray()  # text from `offset` on that is read but not encoded yet
+        limit = 2 * self.chunk_bytes  # maximum length of a chunk; grows if no boundary is found
+        next_id: int | None = None  # after a chunk without a boundary: the first id of the next one
         for block in itertools.chain(blocks, [None]):
-            rest += block or b""
-            while len(rest) > span or (block is None and rest):
-                end = cut = len(rest)
-                if len(rest) > span:
-                    end = cut = find_boundary(rest, self.chunk_bytes, span)
-                if cut is None:
-                    end = span
-                    while rest[end] & 0xC0 == 0x80:  # inside a character
+            buffer += block or b""
+            while len(buffer) > limit or (block is None and buffer):
+                end = boundary = len(buffer)
+                if len(buffer) > limit:
+                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit)
+                if boundary is None:
+                    end = limit
+                    while buffer[end] & 0xC0 == 0x80:  # inside a character
                         end -= 1
-                text = bytes(rest[:end])
+                text = bytes(buffer[:end])
                 ids = self._encode_chunk(text, what, offset)
-                if follows not in (None, ids[0]):  # not seen yet
-                    cause = f"a run without a break at byte {offset} cannot be tokenized in parts"
-                    raise DataError("data.path", what, cause, "put a line break into it")
-                if cut is None:
+                if next_id not in (None, ids[0]):  # has never been observed
+                    cause = f"the text without a word boundary at byte {offset} cannot be divided"
+                    raise DataError("data.path", what, cause, "insert a line break")
+                if boundary is None:
                     count = self._num_final(text, ids)
                     if count is None:
-                        span *= 2
+                        limit *= 2
                         continue
-                    follows, ids = int(ids[count]), ids[:count]
+                    next_id, ids = int(ids[count]), ids[:count]
                     end = int(token_byte_lengths(self.tokenizer.name)[ids].sum())
                 else:
-                    follows, span = None, 2 * self.chunk_bytes
+                    next_id, limit = None, 2 * self.chunk_bytes
                 self.text_bytes += end
                 yield ids
                 offset += end
-                del rest[:end]
+                del buffer[:end]
 
     def _num_final(self, text: bytes, ids: np.ndarray) -> int | None:
-        """How many ids of a run that was encoded up to somewhere can be given out.
+        """Returns how many ids of a chunk without a boundary do not depend on the text after it.
 
-        Its last tokens may change with more text. Before them: a place at the end of a character
-        where encoding what follows by itself begins with the same token.
+        The last ids may change with more text. This searches backwards for a token before them that
+        ends at the end of a character and after which the rest of the text, encoded separately,
+        starts with the same id. Returns None if there is none.
         """
         ends = np.cumsum(token_byte_lengths(self.tokenizer.name)[ids])
         last = int(np.searchsorted(ends, len(text) - max(512, self.chunk_bytes // 16)))
         for count in range(last, max(0, last - 100), -1):
-            begin = int(ends[count - 1])
-            if text[begin] & 0xC0 != 0x80 and self._encode(text[begin:])[0] == ids[count]:
+            start = int(ends[count - 1])
+            if text[start] & 0xC0 != 0x80 and self._encode(text[start:])[0] == ids[count]:
                 return count
         return None
 
     def _encode_with_gigatoken(self, text: bytes) -> np.ndarray:
-        # The search is a hundred times as slow as the rest of the test.
-        foreign = not text.isascii() and any(byte in text for byte in (b"\xe0", b"\xea", b"\xf0"))
-        if foreign and UNICODE_DIFFERENCES.search(text):
+        # These two tests are a hundred times as fast as the search.
+        possible = not text.isascii() and any(byte in text for byte in (b"\xe0", b"\xea", b"\xf0"))
+        if possible and UNICODE_DIFFERENCES.search(text):
             return self._reference(text.decode())
         return self._gigatoken.encode(text)
 
     def _encode_chunk(self, text: bytes, what: str, offset: int) -> np.ndarray:
-        """The ids of a piece; the beginning of one in `check_every` compared with tiktoken's."""
+        """Returns the ids of a chunk; tiktoken checks the start of every `check_every`-th chunk."""
         ids = self._encode(text).astype(np.uint16)
         if self.chunks % self.check_every == 0 and self.engine == "gigatoken":
-            cut = find_boundary(text, CHECKED_BYTES, len(text))
-            expected = self._reference(text[:cut].decode())
-            if not np.array_equal(ids[: len(expected)] if cut else ids, expected):
-                raise DataError(
-                    "data.path",
-                    what,
-                    "gigatoken and tiktoken disagree on the text from byte "
-                    f"{offset} to {offset + (cut or len(text))}",
-                    "prepare it with engine=tiktoken (python -m scripts.prepare_data), which is "
-                    "slower",
-                )
+            end = find_boundary(text, CHECKED_BYTES, len(text))
+            expected = self._reference(text[:end].decode())
+            if not np.array_equal(ids[: len(expected)] if end else ids, expected):
+                cause = "gigatoken and tiktoken return different ids for the text from byte "
+                cause += f"{offset} to {offset + (end or len(text))}"
+                hint = "tokenize it with python -m scripts.prepare_data engine=tiktoken (slower)"
+                raise DataError("data.path", what, cause, hint)
         self.chunks += 1
         return ids
 
 
 def encode_text(txt: str, tokenizer: tiktoken.Encoding) -> np.ndarray:
-    """The ids of a text; any encoding of tiktoken's will do, GPT-2's is the fastest."""
+    """Returns the ids of a text. tokenizer: any tiktoken encoding; GPT-2's is the fastest."""
     if tokenizer.name in TOKENIZERS:
         return concatenate(StreamEncoder(tokenizer.name).encode(utf8_blocks(txt)))
-    txt = b"".join(utf8_blocks(txt)).decode()  # without halves of surrogate pairs
+    txt = b"".join(utf8_blocks(txt)).decode()  # without lone surrogates
     ids = tokenizer.encode_to_numpy(txt, allowed_special={END_OF_TEXT}, disallowed_special=())
     return ids.astype(np.uint16) if tokenizer.n_vocab <= 2**16 else ids
 
 
 def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """uint16 arrays, as they come, as one."""
+    """Concatenates uint16 arrays."""
     data = bytearray()
     for ids in arrays:
         data += memoryview(ids)
@@ -219,12 +218,11 @@ def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def utf8_blocks(txt: str, size: int = 2**16) -> Iterator[bytes]:
-    """A string as blocks of UTF-8; a lone half of a surrogate pair becomes U+FFFD, as with
-    tiktoken."""
+    """Encodes a string as blocks of UTF-8. A lone surrogate becomes U+FFFD, as in tiktoken."""
     start = 0
     while start < len(txt):
         end = start + size
-        while "\ud800" <= txt[end - 1 : end] <= "\udbff":  # its other half may follow
+        while "\ud800" <= txt[end - 1 : end] <= "\udbff":  # do not split a surrogate pair
             end += 1
         part, start = txt[start:end], end
         try:
@@ -234,7 +232,7 @@ def utf8_blocks(txt: str, size: int = 2**16) -> Iterator[bytes]:
 
 
 def _encode_bytes(text: bytes, special: bool) -> np.ndarray:
-    """The byte tokenizer's ids: tiktoken's would be the same, one match of a pattern a byte."""
+    """Returns the byte tokenizer's ids, which are equal to tiktoken's but computed faster."""
     end_of_text = np.array([256], np.uint16)
     parts = text.split(END_OF_TEXT.encode()) if special else [text]
     arrays = [np.frombuffer(part, np.uint8).astype(np.uint16) for part in parts]

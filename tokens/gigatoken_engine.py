@@ -1,4 +1,4 @@
-"""gigatoken as the fast encoder of GPT-2's tokens, with a limit to its memory."""
+"""Encodes text to GPT-2's tokens with gigatoken, which is fast, and limits its memory."""
 
 import base64
 import contextlib
@@ -14,16 +14,16 @@ from tokens.tokenizers import get_tokenizer
 
 
 class Gigatoken:
-    """GPT-2's encoding by gigatoken, of the vocabulary that tiktoken has loaded and checked.
-    special: whether it knows the end-of-text token.
+    """gigatoken's GPT-2 tokenizer, built from the vocabulary that tiktoken has loaded.
 
-    gigatoken remembers every word that it has seen, and would grow by gigabytes on a long text:
-    it is created again whenever the process has grown by MAX_GROWTH.
+    special: whether "<|endoftext|>" in the text becomes the end-of-text token. gigatoken caches
+    every word, which would need gigabytes for a long text. So a new tokenizer replaces the old one
+    when the memory of the process has grown by MAX_GROWTH.
     """
 
     MAX_GROWTH = 2**25  # bytes
     CHECK_EVERY = 2**20  # bytes of text
-    RELOAD_EVERY = 2**26  # bytes of text, where the process's memory cannot be read
+    RELOAD_EVERY = 2**26  # bytes of text, on systems that do not report the process's memory
 
     def __init__(self, special: bool):
         tokenizer = get_tokenizer("gpt2")
@@ -36,7 +36,7 @@ class Gigatoken:
     def _reload(self) -> None:
         from gigatoken.gigatoken_rs import BPETokenizer
 
-        self._tokenizer = None  # the old one goes first
+        self._tokenizer = None  # free the old tokenizer first
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
             file.write(self._ranks)
             file.flush()
@@ -45,7 +45,7 @@ class Gigatoken:
         self._resident, self._read, self._checked = resident_bytes(), 0, 0
 
     def encode(self, text: bytes) -> np.ndarray:
-        """uint32 ids of UTF-8."""
+        """Returns the ids of a UTF-8 text, uint32."""
         self._read += len(text)
         if self._read - self._checked > self.CHECK_EVERY:
             self._checked = self._read
@@ -61,18 +61,18 @@ class Gigatoken:
         return resident_bytes() - self._resident > self.MAX_GROWTH
 
 
-gigatoken = functools.cache(Gigatoken)  # one in a process, with and without the end-of-text token
+gigatoken = functools.cache(Gigatoken)  # one object per process for each value of `special`
 
 
 def release_freed_memory() -> None:
-    """Returns freed memory to the system, which glibc by itself keeps: half a megabyte for each
-    megabyte of text, as blocks of many sizes come and go."""
-    with contextlib.suppress(AttributeError):  # other C libraries do not have it
+    """Returns freed memory to the operating system. glibc keeps it otherwise: half a megabyte for
+    each megabyte of text, because blocks of many sizes are allocated and freed."""
+    with contextlib.suppress(AttributeError):  # other C libraries do not have malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """The memory of this process; 0 where the system does not tell."""
+    """Returns the resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

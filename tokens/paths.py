@@ -1,4 +1,4 @@
-"""Which files data.path names, and what kind of text each of them is."""
+"""Finds the files that data.path names and their formats."""
 
 import contextlib
 import glob
@@ -8,35 +8,35 @@ from pathlib import Path
 
 from errors import DataError, message_of
 
-HUB = "hub:"  # data.path=hub:NAME is a data set of the Hugging Face hub
+HUB = "hub:"  # data.path=hub:NAME is a data set on the Hugging Face hub
 COMPRESSED = (".gz", ".zst")
-# Ending of a name, before that of a compression: kind of text (tokens/readers.py). A folder is
-# searched for these.
+# File extension (before .gz or .zst): format, a key of READERS in tokens/readers.py. In a folder,
+# files with these extensions are read.
 TEXT_EXTENSIONS = {
     ".txt": "text",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
-# A file of any other name is plain text, apart from these.
+# The same for files that are named directly. Any other extension is read as plain text.
 EXTENSIONS = TEXT_EXTENSIONS | {".json": "jsonl"}
 
 
 def format_of(path: str) -> str:
-    """The kind of text: a key of READERS in tokens/readers.py."""
+    """Returns the format of a file: a key of READERS in tokens/readers.py."""
     return "hub" if path.startswith(HUB) else EXTENSIONS.get(_extension(path), "text")
 
 
 def _extension(path: str) -> str:
-    name, ending = os.path.splitext(path.lower())
-    return os.path.splitext(name)[1] if ending in COMPRESSED else ending
+    name, extension = os.path.splitext(path.lower())
+    return os.path.splitext(name)[1] if extension in COMPRESSED else extension
 
 
 def find_files(path: str | list[str]) -> list[str]:
-    """The files that data.path names: a file, a folder (its texts, at any depth), a glob, a list.
+    """Returns the files of data.path: a file, a folder (read recursively), a glob, or a list.
 
-    In sorted order for each entry, so that the same folder is always the same text.
-    Raises DataError when an entry names nothing, or for a folder that cannot be listed.
+    The files of each entry are sorted, so that a folder always gives the same tokens.
+    Raises DataError if an entry matches no file or a folder cannot be listed.
     """
     files: list[str] = []
     for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
@@ -45,24 +45,24 @@ def find_files(path: str | list[str]) -> list[str]:
         elif os.path.isdir(entry):
             found = _text_files_in(entry)
             if not found:
-                fix = "name other files with a glob, such as FOLDER/*.md"
-                what = f"no {', '.join(f'*{ending}' for ending in TEXT_EXTENSIONS)} in this folder"
-                raise DataError("data.path", entry, what, fix)
+                fix = "use a glob for files with another extension, such as FOLDER/*.md"
+                names = ", ".join(f"*{extension}" for extension in TEXT_EXTENSIONS)
+                raise DataError("data.path", entry, f"the folder contains no {names}", fix)
         elif os.path.exists(entry):
             check_regular_file(entry)
             found = [entry]
         else:
             found = sorted(filter(os.path.isfile, glob.glob(entry, recursive=True)))
             if not found:
-                fix = f"check the path; relative ones start at {os.getcwd()}; a list is [a,b]"
-                raise DataError("data.path", entry, "no such file", fix)
+                fix = f"check the path (relative to {os.getcwd()}); write a list as [a,b]"
+                raise DataError("data.path", entry, "file not found", fix)
         files += found
     return files
 
 
 def _text_files_in(folder: str) -> list[str]:
-    """The texts in a folder, at any depth; what is hidden is skipped. Links are followed, and each
-    folder is entered once, each file named once."""
+    """Returns the text files in a folder and its subfolders, except hidden ones. Follows links,
+    but lists each folder and each file only once."""
     found, seen = [], {*map(str, Path(os.path.realpath(folder)).parents)}
     for here, folders, names in os.walk(folder, onerror=_raise_read_error, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != ".")
@@ -86,20 +86,20 @@ def _raise_read_error(error: OSError) -> None:
 
 @contextlib.contextmanager
 def translate_read_errors(path: str, *errors: type[Exception]) -> Iterator[None]:
-    """Makes a DataError of this file of the system's or another library's errors."""
+    """Raises DataError for this file in place of errors of the system or another library."""
     try:
         yield
     except DataError:
         raise
     except errors as error:
         reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
-        fix = "create or download it again, or check its permissions"
+        fix = "check its permissions, or create or download it again"
         if path.startswith(HUB):
-            fix = "check NAME:CONFIG:SPLIT, and the network"
+            fix = "check NAME:CONFIG:SPLIT and the network connection"
         raise DataError("data.path", path, f"cannot be read ({reason})", fix) from error
 
 
 def check_regular_file(path: str) -> None:
-    """Raises DataError for a folder, a FIFO, a device, or nothing."""
+    """Raises DataError if the path is a folder, a FIFO or a device, or does not exist."""
     if not os.path.isfile(path):
         raise DataError("data.path", path, "not a regular file", "give a text file")
