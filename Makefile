@@ -1,18 +1,18 @@
-# Two commands on a fresh machine: `make train` and `make test`. Each makes .venv and installs
-# what it needs there; `pip install -r requirements.txt` does for an environment of your own.
+# Start with `make train` or `make test`. Both create .venv and install the requirements there. To use
+# another environment: `pip install -r requirements.txt`.
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
-# Two processes; each file runs in one of them, so that what its tests share is made once.
+# Two processes. All tests of a file run in the same process, so that shared fixtures are built once.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
-# The tests of docs/reliability.md.
+# The tests whose results docs/reliability.md reports.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
     tests/training/config/test_problems.py tests/training/reporting/test_rows.py
-# Other tests that have more trials or more ranks with CAMPAIGN=1.
+# Other tests that run more trials or more ranks with CAMPAIGN=1.
 MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/interop/test_export.py \
     tests/training/distributed/test_ranks.py
 
-# What the type checker checks with its preset `default`; the rest has `basic`.
+# Files that the type checker checks with its preset `default`; all others have `basic`.
 STRICT := attention.py model.py files.py lens inference interop tests/budgets.py \
     $(addprefix tokens/,readers.py sampler.py windows.py) \
     $(addprefix training/distributed/,build.py process_group.py) \
@@ -24,13 +24,13 @@ STRICT := attention.py model.py files.py lens inference interop tests/budgets.py
 
 .PHONY: train test campaign extras audit lint format clean
 
-train: $(VENV)/train  ## train GPT-2 small on the sample; more settings: make train ARGS="seed=1"
+train: $(VENV)/train  ## train GPT-2 small on the sample story; with other settings: make train ARGS="seed=1"
 	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)
 
 test: $(VENV)/test  ## all tests
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of all texts there
+campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the tokens of all text files there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
 	CAMPAIGN=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(MORE_TRIALS) $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/training/distributed/test_ranks.py $(ARGS)
@@ -42,17 +42,18 @@ campaign: $(VENV)/test  ## what takes hours; TEXTS=FOLDER compares the tokens of
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
 	$(VENV)/bin/python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
 
-# In an environment of its own: these packages bring many others along, at versions of their choice,
-# and neither training nor the tests need any of them.
-extras:  ## what works with packages that are optional: Optuna, lm-eval; needs the network once
+# A separate environment, because these packages have many dependencies with fixed versions that
+# training and the other tests do not need.
+extras:  ## tests with optional packages (Optuna, lm-eval); needs the network once
 	$(PYTHON) -m venv $(VENV)/extras
 	$(VENV)/extras/bin/pip install -q --disable-pip-version-check -r requirements.txt pytest \
 	    hydra-optuna-sweeper "lm-eval[hf]"
 	$(VENV)/extras/bin/python -m pytest tests/campaign/extras.py tests/campaign/lm_eval.py $(ARGS)
 
-# In an environment of its own, so that what is installed is what is audited. --strict: a package
-# that the service does not know is a failure, not a pass. torch's "+cpu" is no version of PyPI's.
-audit: $(VENV)/test  ## known vulnerabilities of what is installed; needs the network; ARGS="-s osv"
+# pip-audit is installed in a separate environment, so that it audits the packages of .venv only.
+# --strict: a package that the service does not know is an error. sed removes torch's "+cpu" suffix,
+# because PyPI has no such version.
+audit: $(VENV)/test  ## known vulnerabilities of the installed packages; needs the network; ARGS="-s osv"
 	$(PYTHON) -m venv $(VENV)/audit
 	$(VENV)/audit/bin/pip install -q --disable-pip-version-check "pip-audit>=2.9"
 	$(VENV)/bin/pip freeze | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
@@ -80,6 +81,6 @@ $(VENV)/test: requirements.txt requirements-dev.txt requirements-floors.txt
 	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-clean:  ## removes the environment and caches, never runs/
+clean:  ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
