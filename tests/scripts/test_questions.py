@@ -1,4 +1,4 @@
-"""The programs of docs/questions.md print what the page shows; the names in docs/glossary.md exist."""
+"""The programs of docs/questions.md print what it shows; the names in docs/glossary.md exist."""
 
 import re
 
