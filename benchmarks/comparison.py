@@ -29,16 +29,16 @@ from training.distributed import device as devices
 from training.distributed.build import build_strategy
 from training.distributed.strategy import Strategy
 
-SEED = 0  # of the weights and the tokens
+SEED = 0  # for the weights and the tokens
 BATCHES = 4  # used in rotation
 TITLES = {
-    "shipped": "As shipped: each as its own project runs it on this device",
-    "equalised": "Equalised: the same precision for all, compiled where that is possible",
+    "shipped": "As shipped: each project with its default settings on this device",
+    "equalised": "Equalised: the same precision for all, compiled where possible",
 }
 
 
 def compare(settings: TrainingBenchmark) -> None:
-    """Checks that all implementations are equivalent, times them, prints and writes the figures."""
+    """Checks the equivalence of all implementations, times them, prints and writes the results."""
     config = compose([f"model={settings.model}", "model.dropout=0"])
     refuse(devices.check(settings.device, settings.precision))
     single = ParallelConfig.with_defaults(strategy="single")
@@ -65,7 +65,7 @@ def compare(settings: TrainingBenchmark) -> None:
 
 
 class Comparison:
-    """The implementations, and the weights and batches that all of them use."""
+    """The implementations, with the weights and batches that all of them use."""
 
     def __init__(self, settings: TrainingBenchmark, config: Config, strategy: Strategy):
         self.settings, self.optimizer, self.strategy = settings, config.optimizer, strategy
@@ -82,7 +82,7 @@ class Comparison:
         self.batches = [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids]
 
     def check(self) -> dict[str, dict]:
-        """The equivalence check; its figures for each implementation."""
+        """Runs the equivalence check. Returns its results for each implementation."""
         checked = equivalence.check_implementations(
             self.kinds, self.weights, self.batches[0], self.optimizer, self.strategy
         )
@@ -91,8 +91,8 @@ class Comparison:
         return checked
 
     def measure(self, rows: list[Variant]) -> list[dict]:
-        """Times the rows of one table."""
-        torch.compiler.reset()  # compiled code of the table before
+        """Times the rows of one table and returns their results."""
+        torch.compiler.reset()  # removes the compiled code of the previous table
         figures, work = [], {}
         for row in rows:
             implementation, first = self.start(row)
@@ -111,7 +111,7 @@ class Comparison:
         return figures
 
     def start(self, row: Variant) -> tuple[Implementation, dict]:
-        """Takes and checks the first step of a row, which also compiles."""
+        """Runs and checks the first step of a row. This step includes compilation."""
         set_freed_memory(row.keeps_memory, self.strategy.device)
         implementation = self.kinds[row.implementation](
             row, self.weights, self.optimizer, self.strategy
@@ -133,7 +133,7 @@ class Comparison:
         }
 
     def time_round(self, implementation: Implementation) -> float:
-        """Mean seconds of a step, after one that is not timed."""
+        """Returns the mean seconds per step, after one step that is not timed."""
         set_freed_memory(implementation.variant.keeps_memory, self.strategy.device)
         for number in range(self.settings.steps + 1):
             if number == 1:
@@ -144,14 +144,14 @@ class Comparison:
         return (time.perf_counter() - started) / self.settings.steps
 
     def synchronize(self) -> None:
-        """Waits until the device has finished its work, before a clock is read."""
+        """Waits until the device has finished its work. Call it before reading a clock."""
         if self.strategy.device.type != "cpu":
             torch.accelerator.synchronize(self.strategy.device)
 
 
 def text_table(rows: list[dict]) -> str:
     lines = [
-        f"  {'':<26}{'first, s':>9}{'ms/step':>10}{'tokens/s':>10}  our last row is N x as fast"
+        f"  {'':<26}{'first, s':>9}{'ms/step':>10}{'tokens/s':>10}  our last row is N times as fast"
     ]
     for row in rows:
         options = [row["precision"]] + ["compiled"] * row["compiled"]

@@ -1,9 +1,9 @@
-"""How fast texts become tokens and tokens batches on this machine.
+"""Measures the speed of tokenization and of the data loader on this machine.
 
     python -m benchmarks.data text=big.txt out=data.json
 
-Measures, on the beginning of the text, one call of tiktoken against `scripts.prepare_data` from
-file to shards, alternating, and the loader on a shard of 100 million tokens in the page cache.
+Tokenization: one call of tiktoken and `scripts.prepare_data` (text file to shards), alternating, on
+the start of the text. Data loader: a shard of 100 million tokens in the page cache.
 """
 
 import json
@@ -31,10 +31,10 @@ BATCH, LENGTH, BATCHES = 64, 1024, 10_000
 class BenchmarkConfig(ScriptConfig):
     """python -m benchmarks.data text=FILE [KEY=VALUE ...]"""
 
-    text: FilePath = Field(description="a plain text file, of about a gigabyte")
-    megabytes: Positive = Field(400, description="how much of it to compare speeds on")
+    text: FilePath = Field(description="plain text file of about 1 GB")
+    megabytes: Positive = Field(400, description="size of the part to tokenize")
     repeats: Positive = Field(3, description="measurements of each speed")
-    out: OutFile = Field("", description="a JSON file for the results")
+    out: OutFile = Field("", description="JSON file for the results")
 
 
 @settings_command(BenchmarkConfig)
@@ -49,12 +49,12 @@ def main(settings: BenchmarkConfig) -> None:
 
 
 def tokenizing(settings: BenchmarkConfig, folder: Path) -> dict:
-    """Megabytes per second: one call of tiktoken and file to shards with all cores, alternating."""
+    """Returns MB/s of one call of tiktoken and of prepare_data on all cores, alternating."""
     with open(settings.text, "rb") as file:
         text = file.read(settings.megabytes * 10**6).decode(errors="ignore")
     path, size = folder / "sample.txt", len(text.encode()) / 1e6
     path.write_text(text, encoding="utf-8", newline="")
-    encode = get_tokenizer("gpt2").encode_to_numpy  # some 1.5 times as fast as encode()
+    encode = get_tokenizer("gpt2").encode_to_numpy  # about 1.5 times as fast as encode()
     one_call, file_to_shards = [], []
     for turn in range(settings.repeats):
         started = time.perf_counter()
@@ -74,7 +74,7 @@ def tokenizing(settings: BenchmarkConfig, folder: Path) -> dict:
 
 
 def loader(folder: Path) -> dict:
-    """Tokens a second of 10,000 batches of 64 windows of 1,024 tokens, as training reads them."""
+    """Returns tokens/s for 10,000 batches of 64 windows of 1,024 tokens, read as in training."""
     from data import load_datasets, training_batches
 
     shard = folder / "loader" / "shard.bin"
@@ -85,7 +85,7 @@ def loader(folder: Path) -> dict:
         writer.append(random.integers(0, 50256, 1_000_000, np.uint16))
     writer.close()
     config = DataConfig.with_defaults(path=str(shard), max_length=LENGTH, val_fraction=0.0)
-    dataset = load_datasets(config).train  # verifies it, and so reads it into the page cache
+    dataset = load_datasets(config).train  # reads it into the page cache to verify it
     batches = training_batches(dataset, BATCH, seed=0)
     started = time.perf_counter()
     for _ in range(BATCHES):

@@ -1,12 +1,12 @@
-"""Equivalence check of benchmarks/training.py: all implementations have to compute the same.
+"""Equivalence check of benchmarks/training.py: all implementations must compute the same results.
 
-check_implementations   each implementation in fp32, on weights that use every parameter: loss,
-                        gradient norm, and loss after one update. Tight tolerances.
-check_first_step        the first step of each variant, in its own precision and compiled, on the
-                        weights that are timed. Looser, because bf16 is coarse.
+check_implementations   compares loss, gradient norm and loss after one update of each
+                        implementation in fp32. The weights are perturbed. Tight tolerances.
+check_first_step        compares the first step of each variant, in its precision and compiled, on
+                        the weights that are timed. Larger tolerances, because of bf16.
 
-Gradient norms are computed in fp64 here: clip_grad_norm_ in fp32 loses digits when it adds the
-squares of a large matrix, on some processors a thousandth or more.
+Gradient norms are computed in fp64: the sum of squares of a large matrix in clip_grad_norm_ in fp32
+has a relative error of 0.001 or more on some processors.
 """
 
 import copy
@@ -25,15 +25,15 @@ from training.distributed.strategy import Strategy
 
 Batch = tuple[Tensor, Tensor]  # input_ids (B, T), target_ids (B, T)
 FP32 = Variant("fp32", "ours", torch.float32)  # the variant of the check: eager, in fp32
-# Relative tolerances of loss and gradient norm of the first step, by precision. The GELUs of the
-# erf form in fp32 differ by 4e-5 in the norm; bf16 by 5e-4.
+# Relative tolerances for loss and gradient norm of the first step, by precision. An erf GELU in
+# fp32 changes the norm by 4e-5, bf16 by 5e-4.
 TOLERANCES = {torch.float32: (1e-4, 2e-4), torch.bfloat16: (1e-3, 5e-3)}
 # In fp32 with the same GELU; loss_after is the loss after an optimizer step.
 TIGHT = {"loss": 1e-5, "grad_norm": 1e-4, "loss_after": 1e-4}
 
 
 class NotEquivalent(ClearheadError):
-    """An implementation that computes something else; its speed would mean nothing."""
+    """An implementation computes other results than ours, so its speed is not comparable."""
 
 
 def check_implementations(
@@ -43,17 +43,17 @@ def check_implementations(
     optimizer: OptimizerConfig,
     strategy: Strategy,
 ) -> dict[str, dict]:
-    """The figures of each implementation, ours first; NotEquivalent if one differs from ours.
+    """Returns the results of each implementation. Raises NotEquivalent if one differs from ours.
 
-    Fresh weights would hide mistakes: their attention is uniform, so a missing mask changes
-    little, and biases of zero equal missing biases.
+    The weights are perturbed, because initial weights hide errors: their attention is uniform, so a
+    missing mask changes little, and a bias of zero is the same as no bias.
     """
-    perturbed, results = perturb(pad_vocabulary(weights)), {}  # nanoGPT pads it anyway
+    perturbed, results = perturb(pad_vocabulary(weights)), {}  # nanoGPT pads the vocabulary
     for key, kind in kinds.items():
         found = results[key] = _figures(kind(FP32, perturbed, optimizer, strategy), batch)
         ours = results["ours"]
         if found["optimizer"] != ours["optimizer"]:
-            reason = f"another AdamW: {found['optimizer']} where ours has {ours['optimizer']}"
+            reason = f"different AdamW: {found['optimizer']}, ours: {ours['optimizer']}"
             _refuse(key, reason)
         for name, tolerance in TIGHT.items():
             _compare(key, f"{name} in fp32", found[name], ours[name], tolerance)
@@ -61,15 +61,15 @@ def check_implementations(
 
 
 def _figures(implementation: Implementation, batch: Batch) -> dict:
-    """What an implementation computes, and of each group of its optimizer the hyperparameters and
-    the number of parameters."""
+    """Returns loss, gradient norm and loss after one step, and for each parameter group of the
+    optimizer its hyperparameters and number of parameters."""
     kind = type(implementation.optimizer).__name__
     optimizer = sorted(
         (kind, g["lr"], *g["betas"], g["eps"], g["weight_decay"], count)
         for g in implementation.optimizer.param_groups
         if (count := sum(p.numel() for p in g["params"]))
     )
-    # GELUs of the erf form differ from GPT-2's by up to 5e-4, more than many mistakes.
+    # An erf GELU differs from GPT-2's tanh GELU by up to 5e-4, more than many errors change.
     modules = implementation.model.modules()
     gelus = [m for m in modules if isinstance(m, nn.GELU) and m.approximate == "none"]
     for gelu in gelus:
@@ -80,13 +80,13 @@ def _figures(implementation: Implementation, batch: Batch) -> dict:
         "loss": loss,
         "grad_norm": norm,
         "loss_after": after,
-        "own_gelu": "erf" if gelus else "tanh",  # the check uses tanh for all, as GPT-2 does
+        "own_gelu": "erf" if gelus else "tanh",  # the check uses tanh for all, as in GPT-2
         "optimizer": optimizer,
     }
 
 
 def first_step(implementation: Implementation, batch: Batch) -> tuple[float, float]:
-    """Takes an optimizer step. Returns loss and gradient norm."""
+    """Runs one optimizer step. Returns loss and gradient norm."""
     loss = float(implementation.backward(*batch))
     norm = grad_norm(implementation.model)
     implementation.update()
@@ -101,7 +101,7 @@ def grad_norm(model: nn.Module) -> float:
 def check_first_step(
     implementation: Implementation, found: tuple[float, float], batch: Batch
 ) -> None:
-    """NotEquivalent if loss or norm of the first step differ from ours in fp32."""
+    """Raises NotEquivalent if loss or norm of the first step differ from ours in fp32."""
     model = copy.deepcopy(implementation.weights).to(batch[0].device).train()
     _, loss = model(*batch)
     loss.backward()
@@ -113,18 +113,18 @@ def check_first_step(
 
 def _compare(key: str, name: str, own: float, ours: float, tolerance: float) -> None:
     if not abs(own - ours) <= tolerance * abs(ours):  # also true for NaN
-        _refuse(key, f"not the same computation: the {name} is {own:.7g} and ours {ours:.7g}")
+        _refuse(key, f"different results: {name} is {own:.7g}, ours: {ours:.7g}")
 
 
 def _refuse(key: str, reason: str) -> None:
-    raise NotEquivalent("implementations", key, reason, "check its version, or leave it out")
+    raise NotEquivalent("implementations", key, reason, "check its version, or omit it")
 
 
 @torch.no_grad()
 def perturb(weights: GPT) -> GPT:
-    """A copy whose attention is not uniform and whose biases and norms all matter."""
+    """Returns a copy with random changes: non-uniform attention, non-zero biases."""
     perturbed, random = copy.deepcopy(weights), torch.Generator().manual_seed(0)
     for parameter in perturbed.parameters():
-        std = 0.2 if parameter.dim() < 2 else parameter.shape[1] ** -0.5  # rows of length one
+        std = 0.2 if parameter.dim() < 2 else parameter.shape[1] ** -0.5  # rows of norm 1
         parameter.add_(std * torch.randn(parameter.shape, generator=random))
     return perturbed

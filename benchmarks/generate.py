@@ -2,10 +2,10 @@
 
     python -m benchmarks.generate model=gpt2-small batch_sizes=[1,8]
 
-Both generate greedily from the same weights and prompts: transformers with generate(), clearhead as
-generate.py does. First all tokens have to be equal in fp32; otherwise nothing is timed (exit code
-4). Then their runs are interleaved: A B C, then C B A. A figure is the median of tokens per second,
-a ratio the median of the ratios within each round.
+Both decode greedily with the same weights and prompts: transformers with generate(), clearhead with
+the code of generate.py. First the tokens in fp32 are compared. If they differ, the command exits
+with code 4. Then the runs are interleaved: A B C, then C B A. The speed is the median of tokens per
+second; the ratio is the median of the ratios within each round.
 """
 
 from benchmarks.settings import GenerationBenchmark

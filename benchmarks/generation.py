@@ -21,17 +21,17 @@ from training.config import compose
 from training.config.command_line import write_out
 from training.distributed import device as devices
 
-SEED = 0  # of the weights and the prompts
-Generate = Callable[[], list[list[int]]]  # the new ids of each text
+SEED = 0  # for the weights and the prompts
+Generate = Callable[[], list[list[int]]]  # returns the new ids of each prompt
 
 
 def compare(settings: GenerationBenchmark) -> None:
-    """Checks that both generate the same ids, times them, prints and writes the figures."""
+    """Checks that both generate the same ids, times them, prints and writes the results."""
     refuse(devices.check(settings.device))
     config = ModelConfig(**compose([f"model={settings.model}"]).model.model_dump())
     if (needed := settings.prompt_tokens + settings.max_new_tokens) > config.context_length:
-        reason = f"with the prompt {needed} tokens, more than the {config.context_length} "
-        reason += "of the model's context"
+        reason = f"prompt and new tokens are {needed} tokens; the context of the model is "
+        reason += f"{config.context_length}"
         refuse([("max_new_tokens", settings.max_new_tokens, reason, "use fewer")])
     device = devices.prepare(settings.device, SEED)
     weights = GPT(config).eval()
@@ -41,10 +41,10 @@ def compare(settings: GenerationBenchmark) -> None:
         shape = (batch_size, settings.prompt_tokens)
         prompts = torch.randint(config.vocab_size, shape, generator=random)  # (B, T)
         work = implementations(weights, prompts, settings.max_new_tokens, device)
-        theirs, ours, *_ = [run() for run in work.values()]  # also makes caches, compiles
+        theirs, ours, *_ = [run() for run in work.values()]  # also creates caches and compiles
         if theirs != ours:
             reason = "the tokens of clearhead and transformers differ in fp32"
-            raise NotEquivalent("generation", NO_VALUE, reason, "no speed is measured")
+            raise NotEquivalent("generation", NO_VALUE, reason, "check the version of transformers")
         timed = {name: functools.partial(seconds_of, run) for name, run in work.items()}
         seconds = interleave(timed, settings.rounds)
         rows = [
@@ -57,7 +57,7 @@ def compare(settings: GenerationBenchmark) -> None:
             for name, own in seconds.items()
         ]
         results["tables"][str(batch_size)] = rows
-        print(f"texts at once: {batch_size}; tokens/s, times as fast as the first")
+        print(f"batch size {batch_size}: tokens/s, ratio to the first row")
         for row in rows:
             figures = f"{row['tokens_per_second']:>10.1f}  {show_speedup(row['ratio'])}"
             print(f"  {row['name']:<22}{figures}", flush=True)
@@ -68,7 +68,7 @@ def compare(settings: GenerationBenchmark) -> None:
 def implementations(
     weights: GPT, prompts: torch.Tensor, max_new_tokens: int, device: torch.device
 ) -> dict[str, Generate]:
-    """Both in fp32, and in the best precision of the device if that is another. prompts (B, T)."""
+    """Returns both in fp32 and in the fastest precision of the device. prompts: (B, T)."""
     theirs = transformers_model(weights, use_cache=True)
     best = devices.best_dtype(device)
     dtypes = {"fp32": torch.float32} | ({} if best == torch.float32 else {"bf16": best})
@@ -103,7 +103,7 @@ def by_clearhead(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Generate:
-    """Generation as in generate.py, compiled where a long text would be."""
+    """Returns a function that generates as generate.py does for a long text."""
     compiler = devices.compiled_step("auto", device, 10**6)
     model = copy.deepcopy(weights).to(device)
     pack_weights(model, dtype, len(prompts), to_compile=compiler is not None)

@@ -1,11 +1,11 @@
 """The implementations that benchmarks/training.py compares: clearhead and other projects.
 
-    Variant          a row of a table: an implementation and the options it runs with
+    Variant          a row of a table: an implementation and its options
     variants         the rows of both tables
     Implementation   a project's model with our weights, its loss, optimizer and training step
 
-transformers is used where it is installed, nanoGPT from a checkout whose folder the user names;
-its model.py runs unchanged.
+transformers is included if it is installed. nanoGPT is included if the user gives the folder of a
+checkout; its model.py runs unchanged.
 
 Shapes: B batch, T query positions, V vocabulary.
 """
@@ -40,26 +40,26 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of a table: an implementation and the options it runs with."""
+    """A row of a table: an implementation and its options."""
 
     name: str
     implementation: str  # ours | nanogpt | transformers
-    dtype: torch.dtype  # of matrix products; all else is fp32
+    dtype: torch.dtype  # of matrix products; everything else is fp32
     compiled: bool = False
-    switched_on: bool = False  # fused AdamW, kept freed memory: what ours has and others have not
+    switched_on: bool = False  # with fused AdamW and kept freed memory, as in ours
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether, on a CPU, freed memory is not returned to the system."""
+        """Whether glibc keeps freed memory (CPU only)."""
         return self.switched_on or self.implementation == "ours"
 
 
 def variants(device: str, dtype: torch.dtype, compiles: bool) -> dict[str, list[Variant]]:
-    """The rows of both tables. device: cpu | cuda | mps.
+    """Returns the rows of both tables. device: cpu | cuda | mps.
 
-    As shipped: ours eager as in short runs and compiled as in long ones; nanoGPT on a CPU with
-    --device=cpu --compile=False, as its README says, which is fp32; transformers as its Trainer
-    runs by default, and with bf16=True.
+    As shipped: ours eager, as in short runs, and compiled, as in long runs; nanoGPT on a CPU with
+    --device=cpu --compile=False (fp32), as its README recommends; transformers with the defaults of
+    its Trainer, and with bf16=True.
     """
     fp32 = torch.float32
     defaults = (dtype, compiles) if device == "cuda" else (fp32, False)
@@ -82,8 +82,8 @@ def variants(device: str, dtype: torch.dtype, compiles: bool) -> dict[str, list[
 class Implementation:
     """A project's model with our weights and its optimizer, with the options of a variant.
 
-    step() is one optimizer step, as in the projects' own training scripts, which differ only in
-    names. weights: ours, with the vocabulary size that the project trains.
+    step() is one optimizer step as in the training scripts of the projects, which differ only in
+    names. weights: our weights, with the vocabulary size of the project.
     """
 
     version = ""  # or the commit
@@ -100,22 +100,22 @@ class Implementation:
             self.optimizer = torch.optim.AdamW(groups, fused=True)
 
     def build(self) -> nn.Module:
-        """Its model with a copy of the weights, without dropout."""
+        """Returns the project's model with a copy of the weights, without dropout."""
         raise NotImplementedError
 
     def compile(self) -> nn.Module:
         return torch.compile(self.model) if self.variant.compiled else self.model
 
     def build_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
-        """AdamW as the project constructs it, with weight decay for matrices only."""
+        """Returns AdamW as the project creates it, with weight decay only for matrices."""
         raise NotImplementedError
 
     def loss(self, input_ids: Tensor, target_ids: Tensor) -> Tensor:
-        """Mean cross-entropy. input_ids, target_ids: (B, T)."""
+        """Returns the mean cross-entropy. input_ids, target_ids: (B, T)."""
         return self.fast_model(input_ids, target_ids)[1]
 
     def step(self, input_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """One optimizer step. Returns loss and gradient norm, both still on the device."""
+        """Runs one optimizer step. Returns loss and gradient norm as tensors on the device."""
         return self.backward(input_ids, target_ids), self.update()
 
     def backward(self, input_ids: Tensor, target_ids: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class Implementation:
 
 
 class Ours(Implementation):
-    """This repository: the parts of train.py, in the order of its training step."""
+    """This repository: the calls of the training step of train.py, in the same order."""
 
     def build(self) -> GPT:
         return copy.deepcopy(self.weights)
@@ -189,10 +189,10 @@ class Transformers(Implementation):
 
 
 def transformers_model(weights: GPT, use_cache: bool) -> nn.Module:
-    """transformers' model with a copy of our weights, on the CPU, in eval mode."""
+    """Returns GPT2LMHeadModel with a copy of our weights, on the CPU, in eval mode."""
     import transformers
 
-    transformers.logging.set_verbosity_error()  # warns of special tokens outside a vocabulary
+    transformers.logging.set_verbosity_error()  # no warning about special tokens
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         to_hf(weights, folder)
@@ -203,13 +203,13 @@ class NanoGPT(Implementation):
     """github.com/karpathy/nanoGPT, from a checkout in `folder`."""
 
     def __init__(self, folder: Path, variant: Variant, weights: GPT, *args):
-        # An own module name: our model.py has the same file name.
+        # A different module name, because our model.py has the same file name.
         spec = importlib.util.spec_from_file_location("_nanogpt_model", folder / "model.py")
         self.module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = self.module  # dataclasses need it there
+        sys.modules[spec.name] = self.module  # required by dataclasses
         spec.loader.exec_module(self.module)
         self.version = git(folder, "rev-parse", "--short", "HEAD")
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the number of parameters
             super().__init__(variant, pad_vocabulary(weights), *args)  # as in its train.py
 
     def build(self) -> nn.Module:
@@ -224,12 +224,12 @@ class NanoGPT(Implementation):
             bias=True,
         )
         transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        tensors = {  # Hugging Face's names, with Linear instead of Conv1D
+        tensors = {  # names as in Hugging Face, but Linear instead of Conv1D
             name: value.T if name.endswith(transposed) else value
             for name, value in hf_tensors(self.weights).items()
         }
         model = self.module.GPT(shape)
-        model.load_state_dict(tensors, strict=False)  # buffers stay, and the tied head is not there
+        model.load_state_dict(tensors, strict=False)  # buffers and the tied head are not in tensors
         return model
 
     def build_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -241,7 +241,7 @@ class NanoGPT(Implementation):
 
 
 def pad_vocabulary(weights: GPT) -> GPT:
-    """A copy whose vocabulary is a multiple of 64; the added embedding rows are zero."""
+    """Returns a copy with a vocabulary size that is a multiple of 64. Added rows are zero."""
     padded = -(-weights.config.vocab_size // 64) * 64
     larger = GPT(dataclasses.replace(weights.config, vocab_size=padded))
     tensors = weights.state_dict()
@@ -252,12 +252,12 @@ def pad_vocabulary(weights: GPT) -> GPT:
 
 
 def set_freed_memory(keep: bool, device: torch.device) -> None:
-    """Whether glibc keeps freed memory, as our training does on a CPU, or returns it.
+    """Sets whether glibc keeps freed memory, as in our training on a CPU, or returns it.
 
-    glibc adapts two thresholds to what a program frees, until one of them is set. Returning sets
-    them to their adapted values: 32 MiB for memory with its own mapping, 64 MiB for returning the
-    end of the heap. nanoGPT's steps then had as many page faults as in a process of their own, or
-    up to a fifth fewer; with 128 KiB, where glibc starts, they had twice as many.
+    glibc adapts M_MMAP_THRESHOLD and M_TRIM_THRESHOLD to the program until one of them is set.
+    keep=False sets the values that glibc reaches: 32 MiB and 64 MiB. With them, a step of nanoGPT
+    has as many page faults as in a separate process, or up to a fifth fewer. With the initial value
+    of 128 KiB it has twice as many.
     """
     if device.type != "cpu" or sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return
@@ -269,4 +269,4 @@ def set_freed_memory(keep: bool, device: torch.device) -> None:
     libc.mallopt(m_mmap_max, 65536)
     libc.mallopt(m_mmap_threshold, 32 * 2**20)
     libc.mallopt(m_trim_threshold, 64 * 2**20)
-    libc.malloc_trim(0)  # no variant uses what another one has kept
+    libc.malloc_trim(0)  # memory that another variant has kept

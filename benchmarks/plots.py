@@ -1,8 +1,8 @@
-"""The picture of docs/benchmarks.md: training speed of each implementation.
+"""Draws the plot of docs/benchmarks.md: training speed of each implementation.
 
     python -m benchmarks.plots [out=FILE.png]
 
-Draws the newest figures of benchmarks/training.py in benchmarks/results, *-others-cpu.json.
+Reads the newest results of benchmarks/training.py, benchmarks/results/*-others-cpu.json.
 """
 
 import io
@@ -21,11 +21,11 @@ TITLES = {"shipped": "as shipped", "equalised": "equalised: bf16, compiled"}
 class PlotsConfig(ScriptConfig):
     """python -m benchmarks.plots [KEY=VALUE ...]
 
-    Draws the picture of docs/benchmarks.md from the figures in benchmarks/results.
+    Draws the plot of docs/benchmarks.md from the newest results in benchmarks/results.
     """
 
     out: OutFile = Field(
-        str(REPOSITORY / "docs" / "benchmarks-speed.png"), description="the PNG file to write"
+        str(REPOSITORY / "docs" / "benchmarks-speed.png"), description="PNG file to write"
     )
 
 
@@ -33,11 +33,11 @@ class PlotsConfig(ScriptConfig):
 def main(settings: PlotsConfig) -> None:
     newest = max(RESULTS.glob("20??-??-??-others-cpu.json"))
     write_out(settings.out, draw(json.loads(newest.read_text(encoding="utf-8"))))
-    print(f"{newest.name} drawn to {settings.out}")
+    print(f"wrote {settings.out} from {newest.name}")
 
 
 def draw(results: dict) -> bytes:
-    """A PNG: tokens per second of each implementation, as shipped and equalised."""
+    """Returns a PNG: tokens per second of each implementation, as shipped and equalised."""
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -65,9 +65,9 @@ def draw(results: dict) -> bytes:
         )
         title += f", {results['cores']} cores of {results['processor']}"
         figure.suptitle(title.replace("(R)", ""), fontsize=10, x=0.01, ha="left")
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
-    return picture.getvalue()
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=110, metadata={"Software": None})
+    return image.getvalue()
 
 
 if __name__ == "__main__":

@@ -11,27 +11,27 @@ from training.config.schema import Device, Name, Positive
 class TrainingBenchmark(ScriptConfig):
     """python -m benchmarks.training [model=NAME] [nanogpt=FOLDER] [KEY=VALUE ...]"""
 
-    model: Name = Field("gpt2-small", description="as in training")
+    model: Name = Field("gpt2-small", description="model group of train.py")
     batch_size: Positive = Field(4, description="windows per step")
     length: Positive = Field(256, description="tokens per window")
-    nanogpt: DirectoryPath | None = Field(None, description="the folder of a checkout of nanoGPT")
+    nanogpt: DirectoryPath | None = Field(None, description="folder of a checkout of nanoGPT")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto | fp32 | bf16")
-    compile: bool = Field(True, description="false: nothing is compiled")
-    rounds: Positive = Field(5, description="in each, every row of a table runs some steps")
-    steps: Positive = Field(3, description="timed steps of a round")
-    out: OutFile = Field("", description="a JSON file for everything measured")
+    compile: bool = Field(True, description="false: do not use torch.compile")
+    rounds: Positive = Field(5, description="measurements of each row of a table")
+    steps: Positive = Field(3, description="timed steps per measurement")
+    out: OutFile = Field("", description="JSON file for the results")
 
 
 class GenerationBenchmark(ScriptConfig):
     """python -m benchmarks.generate [model=NAME] [KEY=VALUE ...]"""
 
-    model: Name = Field("gpt2-small", description="as in training")
+    model: Name = Field("gpt2-small", description="model group of train.py")
     batch_sizes: Annotated[list[Positive], Field(min_length=1)] = Field(
-        [1, 8], description="texts at once, one table each"
+        [1, 8], description="batch sizes, one table each"
     )
     prompt_tokens: Positive = Field(64, description="tokens per prompt")
-    max_new_tokens: Positive = Field(64, description="new tokens per text")
-    rounds: Positive = Field(5, description="runs of each implementation")
+    max_new_tokens: Positive = Field(64, description="new tokens per prompt")
+    rounds: Positive = Field(5, description="measurements of each implementation")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
-    out: OutFile = Field("", description="a JSON file for everything measured")
+    out: OutFile = Field("", description="JSON file for the results")

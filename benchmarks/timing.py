@@ -1,4 +1,4 @@
-"""Interleaved timing and the origin of figures, for benchmarks/training.py and generate.py."""
+"""Interleaved timing and provenance of results, for benchmarks/training.py and generate.py."""
 
 import datetime
 import shlex
@@ -13,8 +13,8 @@ from training.reporting.machine import git, machine
 
 
 def interleave(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The seconds that each call returns, by name. Every round calls all of them, in the order
-    A B C, then C B A, so that changes of the machine's speed affect all of them."""
+    """Returns the seconds that each call returns, by name. Every round runs all calls: A B C, then
+    C B A. So changes in the speed of the machine affect all of them."""
     seconds = {name: [] for name in work}
     for number in range(rounds):
         for name in list(work)[:: -1 if number % 2 else 1]:
@@ -23,8 +23,8 @@ def interleave(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 
 def speedup(own: list[float], other: list[float]) -> dict[str, float]:
-    """How many times as fast `own` is as `other`: median, least and most of the ratios within
-    each round, whose measurements are from the same minute."""
+    """Returns the speedup of `own` over `other`: median, minimum ("least") and maximum ("most") of
+    the ratios within each round."""
     ratios = [theirs / ours for ours, theirs in zip(own, other, strict=True)]
     return {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
 
@@ -34,7 +34,7 @@ def show_speedup(found: dict[str, float]) -> str:
 
 
 def origin(module: str, device: torch.device, packages: tuple[str, ...]) -> dict:
-    """Command, date, commit, hardware and versions."""
+    """Returns command, date, commit, hardware and versions."""
     found = {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),

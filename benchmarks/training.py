@@ -2,13 +2,13 @@
 
     python -m benchmarks.training model=gpt2-small batch_size=4 length=256 nanogpt=../nanoGPT
 
-Whole optimizer steps (forward, backward, clipping, AdamW) in one process, on the same random
-tokens, from the same weights, without dropout. First each implementation has to compute the same
-loss, gradient norm and update as ours; otherwise the command ends with exit code 4. Then their
+Measures complete optimizer steps (forward, backward, clipping, AdamW) in one process, with the same
+random tokens and weights, without dropout. First an equivalence check compares loss, gradient norm
+and update of each implementation with ours. If they differ, the command exits with code 4. Then the
 steps are interleaved: A B C, then C B A, and so on.
 
-Two tables. As shipped: each as its own project runs it on this device by default. Equalised: all in
-the same precision and compiled. The rows: benchmarks/implementations.py.
+There are two tables. As shipped: each project with its default settings on this device. Equalised:
+all in the same precision and compiled. benchmarks/implementations.py defines the rows.
 """
 
 from benchmarks.settings import TrainingBenchmark

@@ -1,4 +1,4 @@
-"""Commands: python -m scripts.NAME. Ctrl-C while one of them is imported ends it quietly."""
+"""Commands: python -m scripts.NAME. Ctrl-C during the imports of a command prints no traceback."""
 
 import sys
 

@@ -1,12 +1,12 @@
-"""Which settings were better? A table of some runs, from their directories.
+"""Compares training runs: a table with one row for each combination of settings.
 
     python train.py -m optimizer=adamw,muon optimizer.lr=3e-3,1e-2 seed=0,1,2
     python -m scripts.compare runs='runs/*' target=1.9
 
-Runs that differ by their seed alone are one row. The settings in which any two runs differ are the
-columns; the best row comes first. Runs of different texts or tokenizers are in separate tables:
-their losses cannot be compared (metric=val/bits_per_byte can, between tokenizers). Reads run.json
-and metrics.jsonl, changes nothing.
+Runs that differ only in their seed are one row. Settings that differ between runs are columns. The
+best row is first. Runs of different texts or tokenizers are in separate tables, because losses are
+not comparable between them (between tokenizers, metric=val/bits_per_byte is). Reads run.json and
+metrics.jsonl of each run.
 """
 
 import datetime
@@ -27,16 +27,16 @@ from training.reporting.machine import machine
 class CompareConfig(ScriptConfig):
     """python -m scripts.compare runs='runs/*' [target=LOSS] [KEY=VALUE ...]
 
-    Tables of runs: one row for each setting that differs, seeds together, the lowest metric first.
+    Prints a table: one row for each combination of settings, averaged over seeds, the best first.
     """
 
-    runs: Paths = Field("runs/*", description="run directories: a pattern, or [A,B,...]")
-    metric: Name = Field("val/loss", description="which metric of metrics.jsonl to compare")
+    runs: Paths = Field("runs/*", description="run directories: a glob pattern, or [A,B,...]")
+    metric: Name = Field("val/loss", description="metric of metrics.jsonl to compare")
     target: float | None = Field(
-        None, description="also the tokens until a row of the log is at or below this"
+        None, description="also print the tokens until the metric is at or below this value"
     )
-    out: OutFile = Field("", description="a JSON file for the figures")
-    plot: OutFile = Field("", description="a PNG file for a plot of the runs")
+    out: OutFile = Field("", description="JSON file for the results")
+    plot: OutFile = Field("", description="PNG file for a plot of the runs")
 
 
 @settings_command(CompareConfig)
@@ -59,34 +59,34 @@ def main(settings: CompareConfig) -> None:
 
 
 def found(settings: CompareConfig) -> list[results.Run]:
-    """The runs that have the metric; a line on stderr for each of the others."""
+    """Returns the runs that have the metric. Prints a line on stderr for each other path."""
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     runs: list[results.Run] = []
     for pattern in patterns:
-        # A name may contain what has a meaning in a pattern.
+        # The name of a directory may contain characters such as * or [.
         paths = [pattern] if os.path.isdir(pattern) else sorted(glob.glob(pattern))
         folders = [folder for folder in map(Path, paths) if folder.is_dir()]
         if not folders:
-            say(f"{pattern}: no such folder")
+            say(f"{pattern}: directory not found")
         for folder in folders:
             try:
                 runs.append(results.read(folder, settings.metric))
             except (ValueError, RecursionError) as error:
-                say(f"{folder}: skipped, not a run ({message_of(error)})")
+                say(f"{folder}: skipped, not a run directory ({message_of(error)})")
                 continue
             if not runs[-1].points:
                 say(f"{folder}: skipped, no {settings.metric} after step 0")
     if not runs:
-        fix = "use runs='runs/*' where training has been"
-        refuse([("runs", " ".join(patterns), "no run's directory", fix)])
+        fix = "use runs='runs/*' in the directory in which train.py was started"
+        refuse([("runs", " ".join(patterns), "no run directory found", fix)])
     if not any(run.points for run in runs):
         fix = f"use one of {', '.join(sorted(set().union(*(run.metrics for run in runs))))}"
-        refuse([("metric", settings.metric, "none of the runs has it", fix)])
+        refuse([("metric", settings.metric, "no run has this metric", fix)])
     return [run for run in runs if run.points]
 
 
 def say(line: str) -> None:
-    """A line on stderr. Names of files and folders come from anywhere."""
+    """Prints a line on stderr. File names may contain control characters, which are escaped."""
     print(sanitize(line, keep=""), file=sys.stderr)
 
 

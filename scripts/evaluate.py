@@ -1,15 +1,15 @@
-"""How well a model predicts a text: loss, perplexity, bits per byte.
+"""Evaluates a model on a text: loss, perplexity, bits per byte.
 
     python -m scripts.evaluate checkpoint=runs/NAME data.path=my.txt
-    python -m scripts.evaluate checkpoint=DIR data.path=tokens stride=128 out=figures.json
+    python -m scripts.evaluate checkpoint=DIR data.path=tokens stride=128 out=results.json
 
-`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory or hub:NAME;
-`data.path` what training reads: texts, or a folder of token files.
+`checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME.
+`data.path` is the same as in training: text files, or a folder of token files.
 
-A text is its tokens after an end-of-text token, as in training. Each token is scored once, by the
-rule of inference/perplexity.py. A small stride takes more windows and gives the model more context.
-With stride=max_length these are the windows of training's validation, and of lm-eval's rolling
-perplexity (docs/evaluation.md).
+An end-of-text token precedes each text, as in training. Each token is scored once, in sliding
+windows (inference/perplexity.py). A smaller stride gives each token more context and takes more
+time. With stride=max_length, the windows are those of the validation in training and of the rolling
+perplexity of lm-eval (docs/evaluation.md).
 """
 
 import math
@@ -45,24 +45,24 @@ if TYPE_CHECKING:
     from interop.pretrained import PretrainedModel
     from tokens.stream import TokenStream
 
-FROM_RUN = ("text_key", "endoftext", "val_fraction")  # data settings that default to the run's
+FROM_RUN = ("text_key", "endoftext", "val_fraction")  # default: the settings of the run
 
 
 class TextConfig(ScriptGroup):
-    """Which text, and how it is read."""
+    """The text, and how it is read."""
 
-    path: Paths = Field(description="a text or token file, a folder, a glob, a list of these")
+    path: Paths = Field(description="text or token file, folder, glob pattern, or a list of these")
     within_documents: bool = Field(
-        False, description="true: each document by itself, end-of-text not scored"
+        False, description="true: no context from other documents; end-of-text is not scored"
     )
     val_fraction: Annotated[AboveZero, Field(lt=1)] | None = Field(
-        None, description="where split=val and train part; null: the run's own"
+        None, description="fraction of the text for split=val; null: as in the run"
     )
     text_key: Name | None = Field(
-        None, description="field or column of JSON and Parquet with the text; null: the run's own"
+        None, description="JSON field or Parquet column that has the text; null: as in the run"
     )
     endoftext: Literal["token", "text"] | None = Field(
-        None, description="how <|endoftext|> in a text is read: token | text; null: the run's own"
+        None, description="read <|endoftext|> in the text as: token | text; null: as in the run"
     )
 
 
@@ -72,20 +72,17 @@ class EvaluateConfig(ScriptConfig):
     checkpoint: Checkpoint
     data: TextConfig
     split: Literal["auto", "val", "train"] = Field(
-        "auto", description="val | train, as a run splits it; auto: files named val, else all"
+        "auto",
+        description="val | train, split as in a run; auto: the val files, or all of the text",
     )
-    max_length: Positive | None = Field(
-        None, description="tokens that a window reads; null: as many as in training"
-    )
+    max_length: Positive | None = Field(None, description="tokens per window; null: as in training")
     stride: Positive | None = Field(
-        None, description="tokens from window to window; null: max_length, no overlap"
+        None, description="tokens between the starts of windows; null: max_length, no overlap"
     )
-    batch_size: Positive = Field(8, description="windows at once")
-    precision: Precision = Field(
-        "fp32", description="fp32 | bf16 | fp16 | auto (what training would take)"
-    )
+    batch_size: Positive = Field(8, description="windows per batch")
+    precision: Precision = Field("fp32", description="fp32 | bf16 | fp16 | auto (as in training)")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
-    out: OutFile = Field("", description="a JSON file for the figures")
+    out: OutFile = Field("", description="JSON file for the results")
 
 
 @settings_command(EvaluateConfig)
@@ -100,23 +97,23 @@ def main(settings: EvaluateConfig) -> None:
     tokens, what = read(settings, pretrained)
     windows = ScoredWindows(tokens, rule)
     if not windows.num_targets:
-        reason = f"{len(tokens)} tokens ({what}), and to score one takes two"
+        reason = f"{len(tokens)} tokens ({what}); at least 2 are needed"
         raise DataError("data.path", settings.data.path, reason, "use a longer text")
     single = ParallelConfig.with_defaults(strategy="single")
     strategy = build.build_strategy(single, settings.device, settings.precision, seed=0)
     model = pretrained.model.to(strategy.device)
-    strategy.wrap(model, compiled=False)  # the fastest operations for this device
+    strategy.wrap(model, compiled=False)  # selects the fastest operations of this device
     sizes = token_byte_lengths(pretrained.tokenizer_name).copy()
     sizes[pretrained.tokenizer.eot_token] = 0  # it is not part of the text
     with strategy.inference(model):
-        figures = evaluate(model, windows, sizes, settings.batch_size)
-    if not math.isfinite(figures["loss"]):
-        hint = "use another one, or precision=fp32"
-        raise CheckpointError("checkpoint", settings.checkpoint, "its loss is NaN or inf", hint)
+        results = evaluate(model, windows, sizes, settings.batch_size)
+    if not math.isfinite(results["loss"]):
+        hint = "use another checkpoint, or precision=fp32"
+        raise CheckpointError("checkpoint", settings.checkpoint, "the loss is NaN or inf", hint)
     step = pretrained.state.step if pretrained.state else None
     print(sanitize(f"{settings.checkpoint}, step {step}, in {strategy.precision}, on {what}"))
     print(f"windows of {rule.max_length:,} tokens, {rule.stride:,} apart\n")
-    for name, value in figures.items():
+    for name, value in results.items():
         shown = f"{value:.4f}" if isinstance(value, float) else value
         print(f"{name:<14} {shown}")
     if settings.out:
@@ -128,7 +125,7 @@ def main(settings: EvaluateConfig) -> None:
             "path": settings.data.path,
             "part": what,
             "rule": asdict(rule),
-            **figures,
+            **results,
             "precision": strategy.precision,
             "device": str(strategy.device),
             **machine(("torch", "numpy", "tiktoken")),
@@ -137,8 +134,8 @@ def main(settings: EvaluateConfig) -> None:
 
 
 def window_sizes(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple[int, int]:
-    """max_length and stride of the windows, by default those of training. Raises ConfigError when
-    the model reads fewer tokens, or windows would skip tokens between them."""
+    """Returns max_length and stride of the windows. Raises ConfigError if max_length is larger than
+    the context of the model, or stride is larger than max_length."""
     max_length = settings.max_length or pretrained.window
     stride = settings.stride or max_length
     for key, value, most in (
@@ -148,15 +145,15 @@ def window_sizes(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tup
         if value > most:
             refuse([Problem(key, value, f"must be at most {most}", f"use {most}")])
     if max_length > pretrained.window:
-        reason = f"the model was trained on windows of {pretrained.window} only"
+        reason = f"the model was trained on windows of {pretrained.window} tokens"
         print(f"note: max_length={max_length}: {reason}", file=sys.stderr)
     return max_length, stride
 
 
 def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["TokenStream", str]:
-    """The tokens of data.path, or of its part, by the checkpoint's tokenizer; and a description.
+    """Returns the tokens of the split, by the tokenizer of the checkpoint, and their description.
 
-    Raises DataError when they cannot be read or split.
+    Raises DataError if the data cannot be read or split.
     """
     from data import load_streams, split_tokens
 
@@ -168,12 +165,12 @@ def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["Toke
     streams, split = load_streams(config, config.path), settings.split
     if "val" in streams:
         split = "val" if split == "auto" else split
-        tokens, what = streams[split], f"its {split} files"
+        tokens, what = streams[split], f"the {split} files"
     elif split == "auto":
-        tokens, what = streams["train"], "all of it"
+        tokens, what = streams["train"], "all of the text"
     else:
         tokens = split_tokens(config, streams["train"], notes)[split == "val"]
-        what = f"its {split} part, data.val_fraction={config.val_fraction:g}"
+        what = f"the {split} split, data.val_fraction={config.val_fraction:g}"
     for note in notes:
         print(sanitize(f"note: {note}"), file=sys.stderr)
     return tokens, what

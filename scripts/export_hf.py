@@ -1,9 +1,9 @@
-"""A trained model as a folder that the transformers library loads, to be used or published.
+"""Exports a trained model to a folder that transformers loads.
 
     python -m scripts.export_hf checkpoint=runs/NAME out=DIR
 
-`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory or hub:NAME. A run may
-be training meanwhile. The folder is atomic: written under a temporary name, then renamed.
+`checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The run
+may still be training. The folder is written atomically: under a temporary name, then renamed.
 """
 
 import os
@@ -25,14 +25,14 @@ class ExportConfig(ScriptConfig):
     """python -m scripts.export_hf checkpoint=runs/NAME out=DIR"""
 
     checkpoint: Checkpoint
-    out: Name = Field(description="the folder to make; it may exist if it is empty")
+    out: Name = Field(description="folder to write; must be empty or not exist")
 
     @field_validator("out")
     @classmethod
     def _is_free(cls, out: str) -> str:
         path = Path(out)
         if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
-            raise rejected("exists already", "give a folder that does not exist yet")
+            raise rejected("already exists", "use a folder that does not exist")
         return out
 
 
@@ -40,7 +40,9 @@ class ExportConfig(ScriptConfig):
 def main(settings: ExportConfig) -> None:
     from interop import export, pretrained
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half made goes, too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that the temporary folder is removed
     model = pretrained.load_pretrained(settings.checkpoint)
     out = Path(os.path.abspath(settings.out))
     part = temporary_name(out)
@@ -52,11 +54,11 @@ def main(settings: ExportConfig) -> None:
         rename(part, out)
     except (OSError, SafetensorError) as error:
         cause = f"cannot be written ({getattr(error, 'strerror', None) or message_of(error)})"
-        refuse([("out", settings.out, cause, "make room, or give another folder")])
+        refuse([("out", settings.out, cause, "free disk space, or use another folder")])
     finally:
         shutil.rmtree(part, ignore_errors=True)
     load = f"transformers.pipeline('text-generation', model={settings.out!r})"
-    print(sanitize(f"written from {model.folder}; load it: {load}"))
+    print(sanitize(f"exported {model.folder} to {settings.out}; load with: {load}"))
 
 
 if __name__ == "__main__":

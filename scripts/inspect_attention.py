@@ -1,11 +1,11 @@
-"""Every attention head of a trained model on any text, as one interactive page.
+"""Writes an interactive page of all attention heads of a model on any text.
 
     python -m scripts.inspect_attention checkpoint=runs/NAME text="The bell rang twice."
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
 
-`checkpoint` is a run, one of its checkpoints, a Hugging Face GPT-2 directory or hub:NAME. The
-page is the one that training makes (docs/lens.md); the strongest heads of each kind are printed.
-The repeated sequence is drawn from the whole vocabulary; in training, from frequent tokens.
+`checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The page
+is the same as in training (docs/lens.md). The command also prints the strongest heads of each type.
+The repeated sequence is drawn from the complete vocabulary, in training from frequent tokens.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ class InspectConfig(ScriptConfig):
     """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
 
     checkpoint: Checkpoint
-    text: str = Field("", description="the prompt to show; empty: three sentences")
-    out: OutFile = Field("attention.html", description="the page to write")
-    compare: str = Field("", description="a second model, side by side")
+    text: str = Field("", description="prompt; empty: three default sentences")
+    out: OutFile = Field("attention.html", description="HTML file to write")
+    compare: str = Field("", description="second model, shown next to the first")
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)] = Field(
-        64, description="longer texts are truncated, and marked"
+        64, description="longer prompts are truncated"
     )
     repeat_length: Annotated[Count, Field(le=127)] = Field(
-        24, description="length of a random token sequence shown twice; 0: none"
+        24, description="number of random tokens that an extra prompt repeats; 0: none"
     )
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
 
@@ -61,7 +61,7 @@ def main(settings: InspectConfig) -> None:
 
 
 def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device") -> dict:
-    """One model's data for the page; prints its strongest heads of each kind."""
+    """Returns the data of one model for the page. Prints its strongest heads of each type."""
     import torch
 
     from interop.pretrained import load_pretrained
@@ -88,7 +88,7 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
 
     step = state.step if state else 0
     data, strongest = lens.page_data(capture_attention, step, Path(path).resolve().name)
-    print(sanitize(f"{path}: strongest heads (in brackets: uniform attention)"))
+    print(sanitize(f"{path}: strongest heads (in parentheses: uniform attention)"))
     print("\n".join(f"  {line}" for line in strongest))
     return data
 

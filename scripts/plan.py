@@ -1,12 +1,12 @@
-"""Memory, time and cost of a training run, before a machine is rented for it.
+"""Estimates memory, time and cost of a training run. Needs no GPU and no data.
 
     python -m scripts.plan model=gpt2-xl data=text trainer.batch_size=512 parallel=fsdp \\
         devices=64 kind=h100 tokens=10e9
 
-Takes the settings of train.py and those below. Nothing is trained and no GPU is needed. Memory
-comes from the formulas of training/planning/memory.py, time from the FLOPs of the model and
-`utilisation`, the share of the device's peak FLOP/s that training reaches: measured where
-training/planning/devices.py has a figure for the device, else assumed, and printed as such.
+The settings are those of train.py and of PlanConfig. The formulas for memory are in
+training/planning/memory.py. The time is computed from the FLOPs of the model and `utilisation`, the
+fraction of the peak FLOP/s that training reaches. It is measured for some devices
+(training/planning/devices.py) and assumed for others; the output states which.
 """
 
 import math
@@ -42,23 +42,22 @@ class PlanConfig(ScriptConfig):
 
     devices: Positive = Field(1, description="number of devices, one rank on each")
     kind: Literal["b200", "h200", "h100", "a100", "a100-40gb", "l40s", "l4", "rtx4090", "cpu"] = (
-        Field("h100", description=f"kind of device: {', '.join(KINDS)}")
+        Field("h100", description=f"device: {', '.join(KINDS)}")
     )
     tokens: AboveZero | None = Field(
-        None, description="tokens to train on; null: trainer.max_steps times the batch"
+        None, description="tokens to train on; null: trainer.max_steps times tokens per step"
     )
     utilisation: Annotated[AboveZero, Field(le=1)] | None = Field(
-        None, description="fraction of the peak FLOP/s; null: measured, else assumed"
+        None, description="fraction of the peak FLOP/s; null: measured, or assumed"
     )
     price: NonNegative | None = Field(
-        None, description="US dollars per device and hour; null: a round figure"
+        None, description="US dollars per device-hour; null: an approximate price"
     )
-    out: OutFile = Field("", description="a JSON file for all figures")
+    out: OutFile = Field("", description="JSON file for the results")
 
 
 def make_plan(config: Config, plan: PlanConfig) -> dict:
-    """The whole plan as JSON types. Bytes, seconds, US dollars. Raises ConfigError as training
-    would."""
+    """Returns the estimate (bytes, seconds, US dollars). Raises ConfigError as train.py does."""
     trainer, kind, strategy = config.trainer, KINDS[plan.kind], config.parallel.strategy
     if strategy == "auto":
         strategy = "ddp" if plan.devices > 1 else "single"
@@ -107,32 +106,32 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
 
 
 def flops_per_token(config: Config) -> float:
-    """FLOPs to train on one token, as in GPT.flops_per_token, without importing torch."""
+    """Returns the FLOPs to train on one token, as GPT.flops_per_token, without importing torch."""
     model = config.model
     matrices = memory.block_matrices(model) * model.num_layers + model.vocab_size * model.emb_dim
     return 6 * (matrices + model.num_layers * model.emb_dim * (config.data.max_length + 1))
 
 
 def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float, str]:
-    """(fraction of the peak FLOP/s, its source)."""
+    """Returns (fraction of the peak FLOP/s, its source)."""
     if plan.utilisation is not None:
         return plan.utilisation, "as given"
     share, source = MEASURED_UTILISATION.get((plan.kind, precision)), "measured"
     if share is None:
         share, source = ASSUMED_UTILISATION, "assumed"
     if config.trainer.activation_checkpointing:
-        # Forward, backward and at most the forward again: 4 units instead of 3.
+        # The backward pass costs 2 forward passes; recomputation adds at most 1: 4 instead of 3.
         return 0.75 * share, f"{source}, less a quarter for activation checkpointing"
     return share, source
 
 
 def text_of(config: Config, plan: dict) -> str:
-    """The plan as text, at most 100 columns wide."""
+    """Returns the estimate as text, at most 100 columns wide."""
     model, length, needed = config.model, config.data.max_length, plan["memory"]
     how = [plan["strategy"], plan["precision"], "compiled" if plan["compiled"] else "not compiled"]
     if config.trainer.activation_checkpointing:
         how.append("activation checkpointing")
-    shards = f", 1/{plan['devices']} of them" if plan["strategy"] == "fsdp" else ""
+    shards = f", 1/{plan['devices']} per device" if plan["strategy"] == "fsdp" else ""
     parts = memory.PARTS | {name: memory.PARTS[name] + shards for name in ("weights", "optimizer")}
     room = f"{plan['kind']} has {plan['device_memory'] / 1e9:.0f} GB"
     parts["total"] = f"{room}: {'fits' if plan['fits'] else 'does NOT fit'}"
@@ -149,22 +148,22 @@ Devices  {plan["devices"]} x {plan["kind"]}: {", ".join(how)}
 Batch    {plan["batch_size"]:,} windows of {length:,} tokens; on each device \
 {plan["micro_batches"]} x {plan["micro_batch_size"]} windows
 
-{"Peak memory of a device":<68}{"GB":>8}
+{"Peak memory per device":<68}{"GB":>8}
 {chr(10).join(rows)}
-  largest micro-batch that fits: {plan["largest_micro_batch"] or "none, not even one window"}
+  largest micro-batch that fits: {plan["largest_micro_batch"] or "none, one window does not fit"}
 
 Speed    {plan["tokens_per_second"]:,.0f} tokens/s with utilisation={plan["utilisation"]:.2f} \
 ({plan["utilisation_source"]})
 Time     {timedelta(seconds=round(plan["seconds"]))} for {plan["tokens"]:,.0f} tokens, \
 {steps:,.0f} steps
-Cost     ${plan["cost"]:,.2f} at ${plan["price"]:.2f} per device and hour
+Cost     ${plan["cost"]:,.2f} at ${plan["price"]:.2f} per device-hour
 
-Estimates. Time is FLOPs / (devices x peak x utilisation): communication, validation,
-samples and checkpoints count only as far as the utilisation includes them."""
+These are estimates. Time = FLOPs / (devices x peak FLOP/s x utilisation). Communication,
+validation, samples and checkpoints are included only if the utilisation includes them."""
 
 
 def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
-    """The settings of training and those of the plan; ConfigError with the problems of both."""
+    """Returns the settings of training and of the plan. ConfigError lists the problems of both."""
     own = list(PlanConfig.model_fields)
     mine = [text for text in arguments if text.startswith("-") or text.partition("=")[0] in own]
     others = [text for text in arguments if text not in mine]
@@ -186,7 +185,7 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
 
 
 def of_training(overrides: list[str]) -> Config:
-    """The settings of a training command, which needs no data here."""
+    """Returns the settings of a training command; data.path may be missing."""
     try:
         return compose(overrides)
     except ConfigError:
@@ -197,7 +196,7 @@ def main() -> None:
     with command_line() as arguments:
         if not {"-h", "--help"}.isdisjoint(arguments):
             show_help(PlanConfig)
-            print("\nAll settings of a training command are taken too: python train.py --help")
+            print("\nAll settings of train.py are accepted too: python train.py --help")
             return
         config, plan = composed(arguments)
         found = make_plan(config, plan)

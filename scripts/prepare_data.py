@@ -1,11 +1,11 @@
-"""Texts of any size -> token files that training maps into memory.
+"""Tokenizes texts of any size to token files that training maps into memory.
 
     python -m scripts.prepare_data data.path=corpus/sample.txt out=tokens-sample
     python -m scripts.prepare_data data.path='web/*.jsonl.gz' out=web part=3/16
     python train.py data=shards data.path=web
 
-Writes shards in llm.c's layout and a manifest (docs/token-files.md) from text, JSON lines and
-Parquet files. Uses all cores and little memory. After a stop, rerun the command to resume.
+Reads text, JSON lines and Parquet. Writes shards in the format of llm.c, and a manifest
+(docs/token-files.md). Uses all cores and constant memory. To resume, rerun the same command.
 """
 
 import os
@@ -35,15 +35,15 @@ from training.reporting.console import rich_console
 
 
 class SourceConfig(ScriptGroup):
-    """Which texts, and how they are tokenized."""
+    """The texts, and how they are tokenized."""
 
     path: Paths = Field(
-        description="a file, a folder, a glob, a list of these, or hub:NAME:CONFIG:SPLIT"
+        description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
     tokenizer: Literal["gpt2", "byte"] = Field("gpt2", description="gpt2 | byte")
-    text_key: Name = Field("text", description="field or column of JSON and Parquet with the text")
+    text_key: Name = Field("text", description="JSON field or Parquet column that has the text")
     endoftext: Literal["token", "text"] = Field(
-        "token", description="how <|endoftext|> in a text is read: token | text"
+        "token", description="read <|endoftext|> in the text as: token | text"
     )
 
 
@@ -51,11 +51,11 @@ class PrepareConfig(ScriptConfig):
     """python -m scripts.prepare_data data.path=TEXTS out=DIR [KEY=VALUE ...]"""
 
     data: SourceConfig
-    out: Name = Field(description="the folder of the token files")
-    part: Name = Field("1/1", description="i/n: the i-th of n machines that share the work")
+    out: Name = Field(description="folder for the token files")
+    part: Name = Field("1/1", description="i/n: this is machine i of n machines")
     workers: Annotated[Count, Field(le=1024)] = Field(0, description="processes; 0: one per core")
     shard_tokens: Annotated[Positive, Field(lt=2**31)] = Field(
-        100_000_000, description="most tokens in a file"
+        100_000_000, description="maximum tokens per file"
     )
     engine: Literal["gigatoken", "tiktoken"] = Field(
         "gigatoken", description="gigatoken | tiktoken (slower)"
@@ -66,7 +66,7 @@ class PrepareConfig(ScriptConfig):
     def _is_a_part(cls, part: str) -> str:
         numbers = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
         if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-            raise rejected("must be i/n, with i from 1 to n", "such as part=1/4")
+            raise rejected("must be i/n, with i from 1 to n", "for example part=1/4")
         return part
 
 
@@ -82,15 +82,15 @@ def main(settings: PrepareConfig) -> None:
         preparation.start()
     except OSError as error:
         cause = f"cannot be written ({error.strerror})"
-        raise ConfigError([("out", settings.out, cause, "give another folder")]) from error
+        raise ConfigError([("out", settings.out, cause, "use another folder")]) from error
     tasks = preparation.unfinished(preparation.assigned)
     if done := len(preparation.assigned) - len(tasks):
-        print(f"{done} of {done + len(tasks)} tasks were done before")
+        print(f"{done} of {done + len(tasks)} tasks are already complete")
     if tasks:
-        can_tell = hasattr(os, "sched_getaffinity")  # how many cores this process may use
-        cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+        has_affinity = hasattr(os, "sched_getaffinity")  # the cores that this process may use
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         workers = settings.workers or cores
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers end, too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers also end
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=rich_console()) as progress:
             bar = progress.add_task("", total=sum(task.size for task in tasks) or None)
@@ -102,13 +102,15 @@ def main(settings: PrepareConfig) -> None:
     manifest = preparation.finish()
     if manifest is None:
         left = len(preparation.unfinished(preparation.tasks))
-        print(f"part {settings.part} ends; {left} tasks (other parts, changed texts) are not done")
+        print(
+            f"part {settings.part} is complete; {left} tasks of other parts or changed texts remain"
+        )
         return
     report(manifest, settings)
 
 
 def report(manifest: dict, settings: PrepareConfig) -> None:
-    """Says what there is now, and how to train on it."""
+    """Prints the number of tokens, documents and shards, and the command that trains on them."""
     counts = {"token": manifest["tokens"], "document": manifest["documents"]}
     counts["shard"] = len(manifest["shards"])
     counted = ", ".join(f"{count:,} {of}{'s' * (count != 1)}" for of, count in counts.items())

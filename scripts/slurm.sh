@@ -3,15 +3,16 @@
 #
 #   sbatch --nodes=2 --gpus-per-node=8 scripts/slurm.sh name=big model=gpt2-xl parallel=fsdp ...
 #
-# The arguments are those of train.py. name= is needed: a requeued job resumes the run of that name.
-# Do not give trainer.resume=PATH: a requeued job would start from that path again and be refused.
-# Options of sbatch go before the script and override those below. Each machine runs one torchrun,
-# which starts a process for each of its GPUs (PROCESSES= sets another number, as for machines
-# without GPUs). When a process dies, torchrun restarts all of them from the last checkpoint, up to
-# RESTARTS times. Before the time limit, and when Slurm preempts the job, training saves and stops,
-# and the job is requeued. The environment (venv, modules) is that of the shell that calls sbatch.
-# Give --exclusive or --cpus-per-task= too: some clusters give one core otherwise. Machines need to
-# see the same folder, or at least the same data; the first one writes.
+# The arguments are those of train.py. name= is required: a requeued job resumes the run of this name.
+# Do not use trainer.resume=PATH: a requeued job would start from this path again and fail.
+# Put options of sbatch before the script name; they override the options below. Each machine runs
+# one torchrun, which starts one process for each GPU. Set PROCESSES= for another number of
+# processes, for example on machines without GPUs. If a process dies, torchrun restarts all processes
+# from the last checkpoint, up to RESTARTS times. Before the time limit, and when Slurm preempts the
+# job, training saves a checkpoint and stops, and the job is requeued. The environment (venv, modules)
+# is the environment of the shell that calls sbatch. Use --exclusive or --cpus-per-task=; without
+# them, some clusters allocate only one core. All machines need access to this folder, or at least to
+# the same data; only the first machine writes.
 #SBATCH --job-name=clearhead
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
@@ -21,16 +22,16 @@
 
 set -uo pipefail
 restarts=${RESTARTS:-3}
-grace=${GRACE:-150} # seconds to save in, of the 180 above
+grace=${GRACE:-150} # seconds for the last checkpoint; less than the 180 seconds above
 port=$((20000 + SLURM_JOB_ID % 20000))
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 if [[ " $* " != *" name="* ]]; then
-  echo "name=: is missing; a requeued job resumes the run of that name; give name=NAME" >&2
+  echo "name=: missing; a requeued job resumes the run of this name; add name=NAME" >&2
   exit 2
 fi
 
-# torchrun passes a SIGTERM on to the processes and gives them this long.
+# After SIGTERM, torchrun waits this many seconds for its processes.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$grace
 
 # One torchrun on each machine. The processes of a machine share its cores.
@@ -43,13 +44,13 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_O
 step=$!
 
 stopped=
-stop() { # by Slurm: near the time limit, or preempted
+stop() { # called near the time limit or on preemption
   stopped=yes
   scancel --signal=TERM "$SLURM_JOB_ID.0"
 }
 trap stop USR1 TERM
 
-# A signal ends wait before the step has ended.
+# A signal interrupts wait, so wait again until the step has ended.
 code=1
 while kill -0 "$step" 2>/dev/null; do
   wait "$step"
@@ -57,7 +58,7 @@ while kill -0 "$step" 2>/dev/null; do
 done
 
 if [[ -n $stopped && $code -ne 0 ]]; then
-  echo "stopped by Slurm; requeued, to resume from the last checkpoint" >&2
+  echo "stopped by Slurm; the job is requeued and resumes from the last checkpoint" >&2
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
