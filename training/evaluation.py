@@ -82,7 +82,6 @@ class Evaluator:
     validation: Validation | None  # None without validation data
     tokenizer: tiktoken.Encoding
     batch_size: int  # windows at a time on this rank
-    last_sample: str = ""
 
     def validate(self, model: GPT, step: int) -> dict[str, float]:
         """Validation metrics; empty without validation data.
@@ -113,5 +112,4 @@ class Evaluator:
                 vocab_size=tokenizer.n_vocab,
             )
             new_ids = [token for (token,) in steps]
-        self.last_sample = prompt + tokenizer.decode(new_ids)
-        return {"step": step, "prompt": prompt, "text": self.last_sample}
+        return {"step": step, "prompt": prompt, "text": prompt + tokenizer.decode(new_ids)}

@@ -1,6 +1,6 @@
-"""The components of a training run in one dataclass, and what it prints when it starts and ends.
+"""The components of a training run as one dataclass, and the output at its start and end.
 
-Built by training/setup.py; the loop in train.py works on it.
+`build_run` (training/setup.py) creates a Run; `fit` (train.py) trains it.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from errors import DivergedError, best_effort, format_error
 from model import GPT
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
-from training.checkpoint.resume import resume_command
+from training.checkpoint.resume import Start, resume_command
 from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
@@ -34,14 +34,14 @@ from training.translate_errors import translate_errors
 
 @dataclass
 class Run:
-    """The components of one training run. Made by `build_run`, used by train.py."""
+    """The components of one training run."""
 
     config: Config
     strategy: Strategy  # device, precision and ranks
-    state: State  # what state.json of a checkpoint holds: step, tokens, best loss
+    state: State  # step, tokens, best loss, ...; a checkpoint stores it as state.json
     directory: Path
     data: LoadedData
-    # Of each step, this rank's micro-batches: ((input_ids, target_ids), number of targets) each.
+    # For each step the micro-batches of this rank: ((input_ids, target_ids), number of targets).
     batches: Iterator[list[tuple[Sequence[torch.Tensor], int]]]
     model: GPT  # evaluated, saved and read by the lens
     trained_model: torch.nn.Module  # the same parameters, possibly wrapped and compiled
@@ -58,7 +58,7 @@ class Run:
     closing: contextlib.ExitStack  # closes the components, the last opened first
 
     def is_due(self, every: int) -> bool:
-        """Whether something that happens every N steps, and at the last one, happens now."""
+        """Returns whether this is the last step, or a multiple of `every` if that is not 0."""
         step = self.state.step
         return step == self.config.trainer.max_steps or (every > 0 and step % every == 0)
 
@@ -67,28 +67,28 @@ class Run:
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
-        """Closes all components: what is being written is finished."""
+        """Closes all components; pending writes are completed."""
         if isinstance(error, Exception):
             title = "Diverged" if isinstance(error, DivergedError) else "Failed"
             self.tracker.alert(title, format_error(error), "ERROR")
         if error is not None:
-            self.write_report()  # a failed run is one to look at
+            self.write_report()  # shows the metrics up to the error
         self.closing.__exit__(kind, error, trace)
 
     def translate_errors(self) -> contextlib.AbstractContextManager:
-        """A context that raises errors of torch as what they mean to the user."""
+        """Returns a context that replaces errors of torch by errors with a message for users."""
         windows = self.evaluator.batch_size
         return translate_errors(self.config, self.strategy, self.checkpointer, windows)
 
     # ---------------------------------------------------------------------- periodic work
 
     def evaluate(self) -> dict[str, float]:
-        """Validates, prints the result, and returns the metrics."""
+        """Computes, prints and returns the validation metrics."""
         row = self.evaluator.validate(self.model, self.state.step)
         if row:
             self.state.val_loss = row["val/loss"]
             if "val/accuracy" in row:
-                text = f"{row['val/accuracy']:.1%} right"
+                text = f"accuracy {row['val/accuracy']:.1%}"
             else:
                 text = f"{row['val/bits_per_byte']:.3f} bits per byte"
             step, loss = self.state.step, row["val/loss"]
@@ -96,7 +96,7 @@ class Run:
         return row
 
     def sample(self) -> dict:
-        """Samples a text, prints it, and returns its row of samples.jsonl."""
+        """Generates and prints a sample; returns its row of samples.jsonl."""
         row = self.evaluator.sample(self.model, self.state.step)
         self.console.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
         return row
@@ -104,7 +104,7 @@ class Run:
     def write_report(self) -> None:
         """Writes report.html, on rank 0."""
         if self.strategy.is_rank_0:
-            with best_effort("report.html: not written", self.config.debug):
+            with best_effort("report.html: could not be written", self.config.debug):
                 write_report(self.directory)
 
     # ------------------------------------------------------------------------ end and stop
@@ -112,7 +112,7 @@ class Run:
     def finish(self, trained_here: bool, seconds: float) -> None:
         """After the last step: waits for the last checkpoint, uploads the model, prints a summary.
 
-        trained_here: whether there was a step to train. seconds: of training.
+        trained_here: whether this process trained any step. seconds: the duration of the training.
         """
         self.signals.phase = "finishing"
         state, out, prefix = self.state, self.console, self.strategy.label
@@ -128,63 +128,68 @@ class Run:
             out.print(f"training loss    {loss:.4f}  (step {state.step})")
         best = ""
         if state.best_loss is not None:
-            best = f"; best {state.best_loss:.4f} at step {state.best_step}"
+            best = f"  (best: {state.best_loss:.4f} at step {state.best_step})"
             self.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
         if state.val_loss is not None:
             out.print(f"validation loss  {state.val_loss:.4f}{best}")
-        if sample := self.evaluator.last_sample:
-            out.print(f"\n{sample}\n")
         out.print(f"run directory    {self.directory}")
         if trained_here:
-            waited = f"training waited {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
-            out.print(f"checkpoints      written in the background; {waited}")
-        for finding in self.lens.strongest_heads():
-            out.print(f"heads            {finding}")
+            waited = (
+                f"training waited {self.checkpointer.seconds:.1f} s of {seconds:.0f} s for them"
+            )
+            out.print(f"checkpoints      {self.directory / 'checkpoints'}  ({waited})")
+        for description in self.lens.strongest_heads():
+            out.print(f"attention heads  {description}")
         if (timelapse := self.directory / "attention" / "timelapse.html").is_file():
-            share = f"  (attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s)"
-            out.print(f"watch the heads  {timelapse}{share if trained_here else ''}")
+            cost = f"  (attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s)"
+            out.print(f"attention page   {timelapse}{cost if trained_here else ''}")
         out.print(f"report           {self.directory / 'report.html'}")
         if self.config.trainer.profile:
             out.print(f"profile          {self.directory / 'profile'}")
         prompt = f"prompt={self.config.trainer.sample_prompt}"
         command = shlex.join(["python", "generate.py", f"checkpoint={self.directory}", prompt])
-        out.print(f"more text        {command}")
+        out.print(f"generate text    {command}")
         if uploaded:
-            out.print(f"model for W&B    {uploaded}")
+            out.print(f"W&B model        {uploaded}")
         if where := self.tracker.where():
             out.print(f"W&B              {where}")
 
     def print_stopped(self) -> None:
-        """After a signal: where the run was saved and how to resume it."""
+        """After a stop signal: prints where the checkpoint is and how to resume the run."""
         self.console.close()
         if self.strategy.is_rank_0:
             name = signal.Signals(self.signals.received).name
-            text = f"stopped by {name} after step {self.state.step}; saved in {self.directory}"
+            folder = self.directory / "checkpoints"
+            text = f"stopped by {name} after step {self.state.step}; checkpoint saved in {folder}"
             hint = resume_command(self.directory, is_saved=True)
             print(f"{text}; {hint}", file=sys.stderr)
 
 
-def print_introduction(run: Run, is_compiled: bool, notes: list[str]) -> None:
-    """What a run prints before its first step."""
+def print_introduction(run: Run, start: Start, is_compiled: bool, notes: list[str]) -> None:
+    """Prints model, data, notes, run directory and first step before the training starts."""
     config, strategy, trainer, step = run.config, run.strategy, run.config.trainer, run.state.step
     compiled = ", compiled" if is_compiled else ""
     extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
     val, validation = len(run.data.val or ()), run.evaluator.validation
     used = len(validation.windows) if validation else 0
-    evaluated = f" ({used:,} of them each time)" if used < val else ""
-    share, size = trainer.batch_size // strategy.world_size, run.evaluator.batch_size
-    ranks = f", {share} on each of {strategy.world_size} ranks" if strategy.world_size > 1 else ""
-    pieces = f", {size} at a time" if size < share else ""
-    windows = f"{len(run.data.train):,} windows of {config.data.max_length} tokens to train on"
+    evaluated = f"; each evaluation uses {used:,}" if used < val else ""
+    per_rank, size = trainer.batch_size // strategy.world_size, run.evaluator.batch_size
+    world = strategy.world_size
+    ranks = f", {per_rank} on each of {world} ranks" if world > 1 else ""
+    micro = f", in micro-batches of {size}" if size < per_rank else ""
     out = run.console.print
-    out(f"{run.model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}")
-    out(f"{windows}, {val:,} to validate{evaluated}; {trainer.batch_size} a step{ranks}{pieces}")
+    out(f"model: {run.model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}")
+    out(f"training data: {len(run.data.train):,} windows of {config.data.max_length} tokens")
+    out(f"validation data: {val:,} windows{evaluated}")
+    out(f"batch size: {trainer.batch_size} windows per step{ranks}{micro}")
     for note in (*run.data.notes, *notes):
         out(f"note: {note}")
     out(f"run directory: {run.directory}")
     if where := run.tracker.where():
         out(f"W&B: {where}")
     if step >= trainer.max_steps:
-        out(f"finished already, after step {step}; a larger trainer.max_steps continues it")
+        out(f"already finished after step {step}; set a larger trainer.max_steps to train longer")
+    elif step > 0 and start.in_place:
+        out(f"resuming after step {step}")
     elif step > 0:
-        out(f"resumed after step {step}")
+        out(f"branch of {trainer.resume}, starting after step {step}")

@@ -142,7 +142,7 @@ def _build(
         signals=signals,
         closing=closing,
     )
-    print_introduction(run, is_compiled, notes)
+    print_introduction(run, start, is_compiled, notes)
     return run
 
 

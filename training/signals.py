@@ -77,7 +77,7 @@ class StopSignals:
     def _handle(self, number: int, _) -> None:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1 and not self._relayed:
-            self._print("stopped at once; what was saved before is intact")
+            self._print("stopped immediately; complete checkpoints are intact")
             os._exit(exit_code(number))
         if self.phase == "starting":
             self._print(f"stopped by {signal.Signals(number).name} before the first step")
@@ -85,8 +85,8 @@ class StopSignals:
         if not self.received:
             self.received = number
             once_more = number == signal.SIGINT and not self._relayed
-            then = "stopping after this step" if self.phase == "training" else "finishing"
-            self._print(f"{then}{'; once more to stop at once' * once_more}")
+            then = "stopping after this step" if self.phase == "training" else "finishing the run"
+            self._print(f"{then}{'; press Ctrl-C again to stop immediately' * once_more}")
 
     def _print(self, line: str) -> None:
         if self._prints:  # not by print(), which the signal may have interrupted

@@ -7,6 +7,9 @@ import sys
 
 from helpers import REPOSITORY
 
+from errors import sanitize
+from files import read_rows
+from train import fit
 from training.reporting import console as console_file
 from training.reporting.console import Console
 
@@ -55,6 +58,26 @@ def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert console_file.duration(999 * 3600) in lines[0]
     assert console_file.duration(1000 - 39) in lines[-1]
+
+
+def test_the_last_sample_is_printed_once(make_run, capsys):
+    run = make_run("name=a", "trainer.sample_tokens=8", "trainer.eval_every=2")
+    fit(run)
+    samples = [row["text"] for row in read_rows(run.directory / "samples.jsonl")]
+    assert len(samples) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(sanitize(" ".join(samples[-1].split()))) == 1
+
+
+def test_a_branch_names_the_run_it_starts_from(make_run, capsys):
+    """A resumed run does not."""
+    fit(make_run("name=a"))
+    for name, is_branch in (("a", False), ("b", True)):
+        capsys.readouterr()
+        make_run(f"name={name}", "trainer.resume=runs/a", "trainer.max_steps=5").closing.close()
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert ("branch of runs/a" in last) == is_branch
+        assert "after step 4" in last
 
 
 TWO_STEPS = """
