@@ -38,7 +38,8 @@ TEXTS = {
     ),
     "a.jsonl": (
         b'{"text": "x"}\nno\n',
-        "the line at byte 14 is not JSON (Expecting value: line 1 column 1 (char 0)); correct it",
+        "the line at byte 14 is not valid JSON (Expecting value: line 1 column 1 (char 0)); "
+        "correct the line",
     ),
     "a.txt": (
         b"caf\xe9",

@@ -1,13 +1,13 @@
-"""Texts -> a folder of shards, by all cores, restartable, shared by machines.
+"""Converts text files to a folder of shards, with many processes and machines; can be restarted.
 
-The texts are divided into tasks, each of which makes its own shards (most make one) without
-knowing of the others. What the tasks are depends on the texts alone, so the outcome does not depend
-on the number of workers or machines. A finished task leaves a record; an interrupted one is done
-again. When every record is there, they become the manifest.
+The text is divided into tasks. Each task writes its own shards (usually one), independently of
+other tasks. The division depends only on the files and settings, so the shards do not depend on the
+number of workers or machines. A finished task writes a record. An interrupted task is repeated.
+When all tasks have a record, the manifest is written.
 
-    DIR/shard_00000_00.bin, ...        the shards (tokens/shards.py)
-    DIR/preparing/00000.json, ...      a record of each task
-    DIR/manifest.json                  when it is complete
+    DIR/shard_00000_00.bin, ...        the shards (tokens/shards.py), named by task and number
+    DIR/preparing/00000.json, ...      the record of each finished task
+    DIR/manifest.json                  written last
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt
 
 from errors import DataError, PreparationError
 from files import atomic_write, read_json, remove_temporary_files
@@ -42,13 +42,13 @@ from tokens.shards import (
     write_manifest,
 )
 
-MIN_TASK_BYTES = 2**24  # bytes of text
-MIN_TASKS = 32  # of a large text, so that many workers are busy to the end
+MIN_TASK_BYTES = 2**24  # of text
+MIN_TASKS = 32  # for a large text, so that all workers are busy until the end
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What is done with the texts."""
+    """The settings of a preparation; see scripts/prepare_data.py."""
 
     tokenizer: str
     endoftext: str
@@ -59,7 +59,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Task:
-    """File parts that are written to shards of their own."""
+    """The file parts that one task converts to shards."""
 
     number: int
     parts: tuple[FilePart, ...]
@@ -67,17 +67,18 @@ class Task:
 
     @property
     def size(self) -> int:
-        """Bytes to read, about; rows of a hub data set count as none."""
+        """The approximate number of bytes to read; 0 for hub data sets."""
         return sum(part.size for part in self.parts)
 
 
 class TaskRecord(BaseModel):
-    """What a finished task leaves."""
+    """The record of a finished task, stored as JSON."""
 
     model_config = ConfigDict(strict=True)
 
-    plan: str  # what it belongs to
-    fingerprint: str  # the fingerprint of its texts
+    plan: str  # Preparation.plan
+    # Of the files. The first version of the command called it made_of.
+    fingerprint: str = Field(validation_alias=AliasChoices("fingerprint", "made_of"))
     text_bytes: NonNegativeInt
     shards: list[ShardEntry]
 
@@ -87,29 +88,29 @@ def hash_of(values: list) -> str:
 
 
 def fingerprint_of(parts: Iterable[FilePart]) -> str:
-    """Changes when a text does."""
-    texts = []
+    """Returns a hash of the files' names, sizes and modification times, and of the byte ranges."""
+    values = []
     for part in parts:
         changed = None
         if part.format != "hub":
             with translate_read_errors(part.path, OSError):
                 state = os.stat(part.path)
             changed = [state.st_size, state.st_mtime_ns]
-        texts.append([os.path.basename(part.path), part.start, part.stop, changed])
-    return hash_of(texts)
+        values.append([os.path.basename(part.path), part.start, part.stop, changed])
+    return hash_of(values)
 
 
 def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]:
-    """Divides files among tasks of about equal size, in order.
+    """Divides files into tasks of similar size, in order.
 
-    A task is at most about one shard; large files are divided.
+    Large files are split and small ones combined. A task has about one shard of tokens at most.
     """
     total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
-    most = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
+    task_bytes = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
     groups: list[list[FilePart]] = [[]]
-    size = 0  # of the last one
-    for part in itertools.chain.from_iterable(split_file(file, most, text_key) for file in files):
-        if groups[-1] and (size + part.size > most or part.format == "hub"):
+    size = 0  # of the last group
+    for part in itertools.chain.from_iterable(split_file(f, task_bytes, text_key) for f in files):
+        if groups[-1] and (size + part.size > task_bytes or part.format == "hub"):
             groups.append([])
             size = 0
         groups[-1].append(part)
@@ -121,8 +122,10 @@ def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]
 
 
 class Preparation:
-    """The preparation of a folder of shards. part=(i, n): `own` are the i-th of n parts of the
-    tasks."""
+    """The preparation of a folder of shards.
+
+    part=(i, n): `assigned` are the tasks of this machine, the i-th of n.
+    """
 
     def __init__(
         self, files: list[str], folder: Path, settings: PrepareSettings, part: tuple[int, int]
@@ -132,30 +135,29 @@ class Preparation:
         self.part, self.parts = part
         self.tasks = make_tasks(files, settings.text_key, settings.shard_tokens)
         self.assigned = [task for task in self.tasks if task.number % self.parts == self.part - 1]
-        # The same names of texts and the same settings are the same preparation. Each task checks
-        # whether its texts have changed.
+        # Identifies a preparation by file names and settings. Changed files are detected per task.
         names = [os.path.basename(file) for file in files]
         values = [settings.tokenizer, settings.endoftext, settings.shard_tokens, settings.text_key]
         self.plan = hash_of([names, values])
 
     def start(self) -> None:
-        """Makes the folder. Raises DataError when it holds other token files."""
+        """Creates the folder. Raises DataError when it contains other token files."""
         preparing = self.folder / "preparing"
         cause = None
         if not preparing.exists() and any(self.folder.glob("*.bin")):
-            cause = "holds token files of another origin"
+            cause = "contains other token files"
         elif any(record.plan != self.plan for record in self._records().values()):
-            cause = "its preparation was begun with other texts or settings"
+            cause = "contains a preparation of other files or with other settings"
         elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
-            cause = "its texts have changed since, or its token files are damaged"
+            cause = "its text files have changed, or its token files are damaged"
         if cause:
-            fix = "give another out=, or delete the folder to begin again"
+            fix = "use another out=, or delete the folder"
             raise DataError("out", self.folder, cause, fix)
         preparing.mkdir(parents=True, exist_ok=True)
 
     def _records(self) -> dict[int, TaskRecord]:
-        """The record of each finished task; one that cannot be read, or whose shards are not there
-        in full size, is none."""
+        """Returns the records of finished tasks by task number. Ignores a record that is invalid or
+        whose shards are missing or truncated."""
         records = {}
         for path in (self.folder / "preparing").glob("[0-9]*.json"):
             with contextlib.suppress(OSError, ValueError):
@@ -167,18 +169,18 @@ class Preparation:
         return records
 
     def unfinished(self, tasks: list[Task]) -> list[Task]:
-        """Those that have no record, or one of other texts."""
+        """Returns the tasks that have no record, or whose files have changed since."""
         done = {number: record.fingerprint for number, record in self._records().items()}
         return [task for task in tasks if done.get(task.number) != fingerprint_of(task.parts)]
 
     def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
-        """Runs those of these tasks that are unfinished, in `workers` processes; calls
-        progress(bytes read) after each."""
-        name = f"lock-{self.part}-of-{self.parts}"  # a lock ends with the process
+        """Runs the unfinished tasks of the list in `workers` processes; calls progress(bytes read)
+        after each."""
+        name = f"lock-{self.part}-of-{self.parts}"  # the system releases it if the process dies
         try:
             lock = FileLock(self.folder / "preparing" / name, timeout=0)
             with self._translate_write_errors(), lock:
-                tasks = self.unfinished(tasks)  # another process may have had the lock before
+                tasks = self.unfinished(tasks)  # another process may have finished some of them
                 work = functools.partial(
                     run_task, folder=self.folder, settings=self.settings, plan=self.plan
                 )
@@ -188,35 +190,35 @@ class Preparation:
                 else:
                     _run_in_processes(work, tasks, workers, progress)
         except Timeout:
-            cause = "is being prepared by another process"
-            raise DataError("out", self.folder, cause, "wait for it, or stop it") from None
+            cause = "another process is preparing this folder"
+            raise DataError("out", self.folder, cause, "wait for it or stop it") from None
 
     @contextlib.contextmanager
     def _translate_write_errors(self) -> Iterator[None]:
-        """Makes a PreparationError of the system's errors; those of reading are a DataError."""
+        """Raises PreparationError in place of OSError. (Read errors are DataError already.)"""
         try:
             yield
-        except Timeout:  # of a lock
+        except Timeout:  # a lock is held; this is a subclass of OSError
             raise
         except OSError as error:
             cause = f"cannot be written ({error.strerror or error})"
-            fix = "make room, then rerun the same command"
+            fix = "free disk space, then rerun the same command"
             raise PreparationError("out", self.folder, cause, fix) from error
 
     def finish(self) -> dict | None:
-        """Writes the manifest when all tasks of all parts are done; its values, or None."""
+        """Writes the manifest and returns it if all tasks of all parts are finished, else None."""
         if self.unfinished(self.tasks):
             return None
         known = self._records()
         records = [known[task.number] for task in self.tasks]
         shards = [shard for record in records for shard in record.shards]
         if not shards:
-            raise DataError("out", self.folder, "no text in any of the files", "check data.path")
+            raise DataError("out", self.folder, "the files contain no text", "check data.path")
         with self._translate_write_errors(), FileLock(self.folder / "preparing" / "lock"):
             remove_temporary_files(self.folder)
             found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
             for path in found - {self.folder / shard.file for shard in shards}:
-                path.unlink(missing_ok=True)  # of texts before a change
+                path.unlink(missing_ok=True)  # from before a change of the text files
             return write_manifest(
                 self.folder,
                 shards,
@@ -229,14 +231,14 @@ class Preparation:
 def _run_in_processes(
     work: Callable[[Task], int], tasks: list[Task], workers: int, progress: Callable[[int], None]
 ) -> None:
-    context = multiprocessing.get_context("spawn")  # fork and threads do not go together
+    context = multiprocessing.get_context("spawn")  # fork is unsafe with threads
     with ProcessPoolExecutor(min(workers, len(tasks)), context, _init_worker) as pool:
         try:
             for future in as_completed([pool.submit(work, task) for task in tasks]):
-                progress(future.result())  # raises what the task raised
+                progress(future.result())  # raises the error of the task
         except BrokenProcessPool as error:
-            cause = "a worker was killed, out of memory perhaps"
-            raise PreparationError("workers", workers, cause, "use fewer") from error
+            cause = "a worker process was killed, possibly because the memory was full"
+            raise PreparationError("workers", workers, cause, "use fewer workers") from error
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()
@@ -244,8 +246,8 @@ def _run_in_processes(
 
 
 def _init_worker() -> None:
-    """Ctrl-C reaches all processes, and only the main one handles it. When that has ended, for
-    example by SIGKILL, the worker ends."""
+    """Ignores SIGINT, which Ctrl-C sends to all processes: the parent process handles it. Ends the
+    worker when the parent has ended, for example by SIGKILL."""
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
@@ -259,12 +261,12 @@ def _init_worker() -> None:
 
 
 def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> int:
-    """Makes the shards of a task and leaves its record; returns the bytes that were read."""
+    """Writes the shards of a task, then its record. Returns the number of bytes read."""
     encoder = StreamEncoder(settings.tokenizer, settings.endoftext, settings.engine)
     record_file = folder / "preparing" / f"{task.number:05d}.json"
-    record_file.unlink(missing_ok=True)  # it would tell of other shards
+    record_file.unlink(missing_ok=True)  # an old record would describe the old shards
     for path in folder.glob(f"shard_{task.number:05d}_*.bin*"):
-        path.unlink(missing_ok=True)  # of a run that was interrupted
+        path.unlink(missing_ok=True)  # from an interrupted preparation
     shards: list[ShardEntry] = []
     writer: ShardWriter | None = None
     try:

@@ -1,18 +1,17 @@
-"""Files of text -> documents, as blocks of UTF-8, without ever holding a file whole.
+"""Reads documents from files as blocks of UTF-8, with a bounded amount of memory.
 
-    for part in split_file("web.jsonl", most=2**24):
+    for part in split_file("web.jsonl", max_bytes=2**24):
         for blocks in documents(part):
-            for block in blocks:  # bytes, whole characters
+            for block in blocks:  # bytes; no character is split between two blocks
                 ...
 
-The kind of a file follows from its name (tokens/paths.py), and READERS has a function for each
-kind: JSON lines (an object a line), Parquet, a data set of the Hugging Face hub, and plain text,
-one document a file. Each but Parquet also as *.gz and *.zst. Parquet and zstd need pyarrow, the
-hub needs datasets; both are imported when needed.
+The file extension selects the format (tokens/paths.py), and READERS contains a function for each
+format: plain text (one document per file), JSON lines (one JSON object per line), Parquet, and data
+sets on the Hugging Face hub. Text and JSON lines may be compressed (*.gz, *.zst). Parquet and zstd
+need the package pyarrow, the hub needs datasets; both are imported on first use.
 
-What cannot be read is a DataError with the file and the byte (or line, or row) where it happens.
-Skipped are a byte-order mark at the start of a text, an empty text, and half a surrogate pair in
-JSON, which becomes U+FFFD as with tiktoken.
+An error in a file is a DataError with the byte, line or row. A byte-order mark at the start of a
+file and empty texts are skipped. A lone surrogate in JSON becomes U+FFFD, as in tiktoken.
 """
 
 import codecs
@@ -35,24 +34,24 @@ from tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
 from tokens.paths import COMPRESSED, HUB, check_regular_file, format_of, translate_read_errors
 
 BLOCK = 2**20  # bytes read at once
-MAX_ROWS = 64  # of Parquet read at once, fewer where a row may be long
-MAX_RECORD = 2**26  # bytes of a line of JSON lines, characters of a text in Parquet
-MAX_COMPRESSION_RATIO = 100  # of the texts of a row group, if they exceed MAX_RECORD bytes
+MAX_ROWS = 64  # rows of Parquet read at once; fewer if rows may be long
+MAX_RECORD = 2**26  # bytes of a line of JSON lines, characters of a text; both are in memory
+MAX_COMPRESSION_RATIO = 100  # of texts in Parquet that are larger than MAX_RECORD
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A file, or the part of a large one that is read by itself.
+    """A file, or a part of a large file.
 
-    `start` and `stop`: bytes; row groups of Parquet; of a hub data set, which part of how many.
-    stop=None: to the end.
+    start, stop: byte positions; row groups of a Parquet file; for a hub data set, the number of the
+    part and the number of parts. stop=None: until the end.
     """
 
     path: str
     start: int = 0
     stop: int | None = None
-    text_key: str = "text"  # where JSON and Parquet have the text
-    size: int = 0  # bytes to read, about; 0 for the hub
+    text_key: str = "text"  # key or column of the text in JSON and Parquet
+    size: int = 0  # approximate number of bytes to read; 0 for a hub data set
 
     @property
     def format(self) -> str:
@@ -60,11 +59,11 @@ class FilePart:
         return format_of(self.path)
 
 
-def split_file(path: str, most: int, text_key: str = "text") -> Iterator[FilePart]:
-    """The parts of a file, of about `most` bytes, which together have its documents and tokens.
+def split_file(path: str, max_bytes: int, text_key: str = "text") -> Iterator[FilePart]:
+    """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
 
-    A text is divided where that changes no token, JSON lines at the beginning of a line, Parquet
-    between row groups, a hub data set as it is stored. What is compressed is not divided.
+    Plain text is split at token boundaries (`find_boundary`), JSON lines between lines, Parquet
+    between row groups, a hub data set as it is stored. Compressed files are not split.
     """
     format = format_of(path)
     if format == "hub":
@@ -78,54 +77,51 @@ def split_file(path: str, most: int, text_key: str = "text") -> Iterator[FilePar
         first = size = 0
         for group in groups:
             size += sizes[group]
-            if size >= most or group == groups[-1]:
+            if size >= max_bytes or group == groups[-1]:
                 yield FilePart(path, first, group + 1, text_key, size)
                 first, size = group + 1, 0
     else:
         size = os.path.getsize(path)
-        can_divide = format in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
-        cuts = []
-        if can_divide and size > most:
-            cuts = _part_boundaries(path, format, -(-size // most))
-        for start, stop in itertools.pairwise([0, *cuts, size]):
+        can_split = format in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
+        count = -(-size // max_bytes) if can_split else 1
+        boundaries = _part_boundaries(path, format, count) if count > 1 else []
+        for start, stop in itertools.pairwise([0, *boundaries, size]):
             yield FilePart(path, start, None if stop == size else stop, text_key, stop - start)
 
 
 def _part_boundaries(path: str, format: str, count: int) -> list[int]:
-    """The bytes where a file is divided into `count` parts; fewer where it has a long run."""
-    cuts, cut = [], 0
+    """Returns the positions in bytes that split a file into `count` parts; into fewer if it
+    contains long text without a boundary."""
+    boundaries, boundary = [], 0
     with (
         open_decompressed(path) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
     ):
         for number in range(1, count):
-            place = max(4, number * len(text) // count)  # behind a byte-order mark
-            if place <= cut:  # in a long run that is searched already
+            position = max(4, number * len(text) // count)  # after a byte-order mark
+            if position <= boundary:  # the text before `boundary` contains no other one
                 continue
             if format == "jsonl":
-                cut = text.find(b"\n", place - 1) + 1 or len(text)
+                boundary = text.find(b"\n", position - 1) + 1 or len(text)
             else:
-                cut = find_boundary(text, place, len(text)) or len(text)
-            cuts.append(cut)
-        return [cut for cut in cuts if cut < len(text)]
+                boundary = find_boundary(text, position, len(text)) or len(text)
+            boundaries.append(boundary)
+        return [boundary for boundary in boundaries if boundary < len(text)]
 
 
 def documents(part: FilePart) -> Iterator[Iterable[bytes]]:
-    """The documents of a file or part of one, each as blocks of UTF-8.
-
-    Raises DataError naming the file, the place and a way out.
-    """
+    """Yields the documents of a part, each as an iterable of blocks of UTF-8. Raises DataError."""
     return READERS[part.format](part)
 
 
 def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
-    """The token ids of a file or part of one, uint16; each document begins with the end-of-text
-    token, which is not added where it is there already. A document without a text is skipped."""
+    """Yields the token ids of a part, uint16. An end-of-text token is inserted before each document
+    that does not start with one. Empty documents are skipped."""
     end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
-    begin = part.start if part.format == "text" else 0  # above 0: inside a document
+    offset = part.start if part.format == "text" else 0  # > 0: the part starts inside a document
     for blocks in documents(part):
-        for number, ids in enumerate(encoder.encode(blocks, part.path, begin)):
-            if number == 0 and not begin and ids[0] != end_of_text[0]:
+        for number, ids in enumerate(encoder.encode(blocks, part.path, offset)):
+            if number == 0 and not offset and ids[0] != end_of_text[0]:
                 yield end_of_text
             yield ids
 
@@ -135,7 +131,7 @@ def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
-    """The file's bytes, unpacked where its name says so. An error of reading is a DataError."""
+    """Opens a file for reading; decompresses *.gz and *.zst. Read errors become DataError."""
     check_regular_file(path)
     with translate_read_errors(path, OSError, EOFError, zlib.error):
         file: io.BufferedIOBase
@@ -151,7 +147,7 @@ def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
 
 
 def import_optional(module: str, path: str, what: str, package: str):
-    """A library that only some data needs; DataError with the command that installs it."""
+    """Imports an optional library. Raises DataError with the install command if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -167,7 +163,7 @@ def _plain_text(part: FilePart) -> Iterator[Iterable[bytes]]:
 
 
 def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
-    """A text file as it is, line ends included, in whole characters; checked on the way."""
+    """Reads a text file as blocks of UTF-8, without changing line ends, and checks the encoding."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, end = part.start, part.stop
     with open_decompressed(part.path) as file:
@@ -178,9 +174,9 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
             if (zero := raw.find(b"\0")) >= 0:
                 cause = f"binary (a zero byte at byte {offset + zero})"
-                fix = "unpack it (*.gz and *.zst are read) or convert it to UTF-8"
+                fix = "decompress it (only *.gz and *.zst are supported) or convert it to UTF-8"
                 raise DataError("data.path", part.path, cause, fix)
-            carried = decoder.getstate()[0]  # of a character that this block completes
+            carried = decoder.getstate()[0]  # first bytes of a character that continues here
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
@@ -199,7 +195,7 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
 
 
 def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
-    """The texts of the lines; blank lines are skipped."""
+    """Reads the text of each line; blank lines are skipped."""
     offset, end = part.start, part.stop
     with open_decompressed(part.path) as file:
         if offset:
@@ -211,30 +207,30 @@ def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
                 try:
                     record = json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-                    cause = f"{where} is not JSON ({message_of(error)})"
-                    raise DataError("data.path", part.path, cause, "correct it") from error
+                    cause = f"{where} is not valid JSON ({message_of(error)})"
+                    raise DataError("data.path", part.path, cause, "correct the line") from error
                 yield utf8_blocks(_text_field(record, part, where), BLOCK)
             offset += len(line)
 
 
 def _text_field(record: object, part: FilePart, where: str) -> str:
-    """The text under the part's key; DataError without one. where: which record it is."""
+    """Returns the text of a record. Raises DataError if it has none. where: its position."""
     text = record.get(part.text_key) if isinstance(record, dict) else None
     if isinstance(text, str):
         _check_length(text, part, where)
         return text
     keys = itertools.islice(record, 10) if isinstance(record, dict) else ()
     names = ", ".join(f"{name!r:.60}" for name in keys) or "no keys"
-    cause = f"{where} has no text under {part.text_key!r} (it has {names})"
-    raise DataError("data.path", part.path, cause, "set data.text_key, or correct it")
+    cause = f"{where} has no text with the key {part.text_key!r} (its keys: {names})"
+    raise DataError("data.path", part.path, cause, "set data.text_key, or correct the file")
 
 
 def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
-    """Raises DataError for a text that would take too much memory."""
+    """Raises DataError for a text that would need too much memory."""
     if len(text) > MAX_RECORD:
         unit = "bytes" if isinstance(text, bytes) else "characters"
         cause = f"{where} is longer than {MAX_RECORD:,} {unit}"
-        raise DataError("data.path", part.path, cause, "divide its text into several")
+        raise DataError("data.path", part.path, cause, "split the text into several records")
 
 
 def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
@@ -245,34 +241,35 @@ def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
             number: file.metadata.row_group(number)
             for number in range(file.num_row_groups)[part.start : part.stop]
         }
-        rows = min((_rows_per_batch(groups[n], n, part) for n in groups), default=MAX_ROWS)
-        batches = file.iter_batches(rows, row_groups=list(groups), columns=[part.text_key])
+        size = min((_rows_per_batch(groups[n], n, part) for n in groups), default=MAX_ROWS)
+        batches = file.iter_batches(size, row_groups=list(groups), columns=[part.text_key])
         values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-        places = ((row, n) for n, group in groups.items() for row in range(group.num_rows))
-        for value, (row, number) in zip(values, places, strict=True):
+        rows = ((row, n) for n, group in groups.items() for row in range(group.num_rows))
+        for value, (row, number) in zip(values, rows, strict=True):
             where = f"row {row} of row group {number}"
             yield utf8_blocks(_text_field({part.text_key: value.as_py()}, part, where), BLOCK)
 
 
 def _rows_per_batch(metadata, group: int, part: FilePart) -> int:
-    """How many rows to read at once, in at most half a gigabyte.
+    """Returns how many rows to read at once, so that they need at most half a gigabyte.
 
-    Raises DataError for texts that are far longer than the file, as repetitions of a long one are.
+    Raises DataError if the texts are far larger than the file: a small file could fill the memory.
     """
     columns = [metadata.column(number) for number in range(metadata.num_columns)]
     columns = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{part.text_key}.")]
     size = sum(column.total_uncompressed_size for column in columns)
     packed = sum(column.total_compressed_size for column in columns)
     if size > max(MAX_RECORD, MAX_COMPRESSION_RATIO * packed):
-        cause = f"the texts of row group {group} are unpacked to {size:,} bytes, more than "
-        cause += f"{MAX_COMPRESSION_RATIO} times their packed size and more than {MAX_RECORD:,}"
+        cause = f"the texts of row group {group} have {size:,} bytes, more than {MAX_RECORD:,} and "
+        cause += f"more than {MAX_COMPRESSION_RATIO} times their compressed size"
         raise DataError("data.path", part.path, cause, "write smaller row groups")
     return min(MAX_ROWS, 8 * MAX_RECORD // max(1, min(size, MAX_RECORD)))
 
 
 @contextlib.contextmanager
 def _open_parquet(path: str):
-    """The open Parquet file. Damage shows in many ways: any error inside is a DataError."""
+    """Opens a Parquet file. Any error while it is open becomes DataError, as damaged files cause
+    errors of many types."""
     parquet = import_optional("pyarrow.parquet", path, "Parquet", "pyarrow")
     check_regular_file(path)
     with translate_read_errors(path, Exception), parquet.ParquetFile(path) as file:
@@ -280,19 +277,19 @@ def _open_parquet(path: str):
 
 
 def _hub_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
-    """The texts of part `start` of `stop` parts, as the hub stores the data set."""
+    """Reads the texts of part `start` of the `stop` parts in which the hub stores a data set."""
     rows = load_hub_dataset(part.path)
     if part.stop:
         rows = rows.shard(num_shards=part.stop, index=part.start)
-    with translate_read_errors(part.path, Exception):  # of the network, of a file
+    with translate_read_errors(part.path, Exception):  # network or file errors
         for record in rows:
             yield utf8_blocks(_text_field(record, part, "a row"), BLOCK)
 
 
 def load_hub_dataset(path: str):
-    """The streamed data set of hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT.
+    """Streams the data set hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT.
 
-    The one place where data comes over the network, because the user named it so.
+    Only this function reads data from the network.
     """
     datasets = import_optional("datasets", path, "the Hugging Face hub", "datasets")
     name, config, split = [*path.removeprefix(HUB).split(":"), "", ""][:3]
@@ -300,7 +297,7 @@ def load_hub_dataset(path: str):
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
 
 
-# Kind of file: its reader, a function of the part that yields each document as blocks of UTF-8.
+# Format: its reader, a function of a FilePart that yields each document as blocks of UTF-8.
 READERS: dict[str, Callable[[FilePart], Iterator[Iterable[bytes]]]] = {
     "text": _plain_text,
     "jsonl": _json_lines,

@@ -1,11 +1,11 @@
-"""Which windows each step trains on: a pure function of (seed, step, rank, world size).
+"""Sampler: the windows of each step are a pure function of (seed, step, rank, world size).
 
     order = WindowOrder(1000, batch_size=8, seed=0)
     order.windows(step=5)                       # the global batch of step 5: int64 (8,)
     order.windows(step=5, rank=1, world_size=2) # its second half
 
-No shuffling state to save, and nothing to lose: step one million is found as fast as step one, of
-a thousand windows or of 10^12. Needs numpy.
+The sampler has no state, so a checkpoint does not store one. The time per step does not depend on
+the step or on the number of windows. Needs numpy.
 """
 
 import functools
@@ -17,23 +17,24 @@ from fractions import Fraction
 
 import numpy as np
 
-MAX_PERIOD = 100_000  # places until a mixture's schedule repeats
+MAX_PERIOD = 100_000  # windows after which the schedule of a mixture repeats
 
 
 class WindowOrder:
-    """The order of windows of one source, or of several that are mixed.
+    """The order in which training reads the windows of one source or of a mixture of sources.
 
-    The training run reads places 0, 1, 2, ... of an endless sequence, `batch_size` a step. Of one
-    source of n windows, place p lies in epoch p // n, and a permutation keyed with (seed, epoch)
-    tells its window. So every window comes exactly once per epoch, and the global batch of a step
-    is the same whatever the number of ranks.
+    Training reads positions 0, 1, 2, ... of an endless sequence, `batch_size` positions per step.
+    With one source of n windows, position p is in epoch p // n, and a permutation with the key
+    (seed, epoch) selects its window. So every window is read exactly once per epoch, and the global
+    batch of a step does not depend on the number of ranks.
 
-    Of several sources, a schedule tells whose turn a place is, and how often it was that source's
-    turn before: its j-th turn is the j-th place of its own sequence, with epochs of its own. Among
-    any p first places a source has its weight's share of p, to within one window.
+    With several sources, a periodic schedule (weighted round-robin) assigns each position to a
+    source. The j-th position of a source reads position j of that source's endless sequence, which
+    has its own epochs. Among the first p positions, a source with weight w has p w / sum(weights)
+    windows, with an error below one window.
 
-    num_windows: of the source, or a list, of each source; windows of the second are numbered
-    behind those of the first, and so on. weights: of each source; they need not add up to 1.
+    num_windows: of the source, or a list with one number per source. Windows are numbered
+    consecutively: those of source 1 follow those of source 0. weights: one per source, of any sum.
     """
 
     def __init__(
@@ -46,119 +47,123 @@ class WindowOrder:
         self.sizes = [num_windows] if isinstance(num_windows, int) else num_windows
         self.batch_size = batch_size
         self.seed = seed
-        turns = integer_weights(weights) if weights else [1]
-        if len(turns) != len(self.sizes):
-            raise ValueError(f"{len(turns)} weights for {len(self.sizes)} sources")
+        counts = integer_weights(weights) if weights else [1]
+        if len(counts) != len(self.sizes):
+            raise ValueError(f"{len(counts)} weights for {len(self.sizes)} sources")
         self.offsets = np.cumsum([0, *self.sizes])[:-1]
-        self.turns = np.array(turns)  # of each source in one round of the schedule
-        self.schedule = schedule(turns)  # (round,) whose turn it is
-        is_turn = self.schedule[:, None] == np.arange(len(turns))  # (round, sources)
-        self.turns_before = np.cumsum(is_turn, axis=0) - is_turn
+        self.counts = np.array(counts)  # windows of each source in a period of the schedule
+        self.schedule = round_robin(counts)  # (period,): the source of each position
+        is_source = self.schedule[:, None] == np.arange(len(counts))  # (period, sources)
+        self.counts_before = np.cumsum(is_source, axis=0) - is_source
 
     def windows(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """The windows of this rank at this step: int64 (batch_size / world_size,).
+        """Returns the windows of this rank at this step: int64 (batch_size / world_size,).
 
-        The ranks' parts, one after the other, are the global batch.
-        Raises ValueError when the batch cannot be shared out evenly.
+        The global batch is the concatenation of the windows of rank 0, 1, ... Raises ValueError if
+        world_size does not divide batch_size.
         """
         if self.batch_size % world_size != 0:
-            raise ValueError(f"batch_size={self.batch_size} over {world_size} ranks is uneven")
-        share = self.batch_size // world_size
-        first = step * self.batch_size + rank * share
-        places = np.arange(first, first + share, dtype=np.int64)
-        rounds, moments = np.divmod(places, len(self.schedule))
-        sources = self.schedule[moments]
-        turns = rounds * self.turns[sources] + self.turns_before[moments, sources]
-        windows = np.empty_like(places)
+            raise ValueError(f"{world_size} ranks must divide batch_size={self.batch_size}")
+        per_rank = self.batch_size // world_size
+        first = step * self.batch_size + rank * per_rank
+        positions = np.arange(first, first + per_rank, dtype=np.int64)
+        periods, indices = np.divmod(positions, len(self.schedule))
+        sources = self.schedule[indices]
+        # The same positions, counted separately for each source.
+        positions = periods * self.counts[sources] + self.counts_before[indices, sources]
+        windows = np.empty_like(positions)
         for source in np.unique(sources):
-            mine = sources == source
+            rows, size = sources == source, self.sizes[source]
             key = (self.seed,) if len(self.sizes) == 1 else (self.seed, int(source))
-            windows[mine] = self.offsets[source] + shuffled(turns[mine], self.sizes[source], key)
+            windows[rows] = self.offsets[source] + shuffled(positions[rows], size, key)
         return windows
 
     def steps(
         self, first_step: int = 0, rank: int = 0, world_size: int = 1
     ) -> Iterator[np.ndarray]:
-        """This rank's windows of each step from first_step on: a batch sampler for DataLoader."""
+        """Yields the windows of this rank for first_step, first_step + 1, ...: a batch sampler for
+        DataLoader."""
         for step in itertools.count(first_step):
             yield self.windows(step, rank, world_size)
 
 
-def shuffled(places: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """Places of an endless sequence of epochs -> the one of n items at each place."""
-    epochs = places // n
-    items = np.empty_like(places)
+def shuffled(positions: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
+    """Returns the item (0 to n - 1) at each position of an endless sequence of shuffled epochs."""
+    epochs = positions // n
+    items = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        inside = epochs == epoch
-        items[inside] = permute(places[inside] % n, n, (key[0], int(epoch), *key[1:]))
+        rows = epochs == epoch
+        items[rows] = permute(positions[rows] % n, n, (key[0], int(epoch), *key[1:]))
     return items
 
 
 def integer_weights(weights: list[float]) -> list[int]:
-    """Weights as whole numbers in the same proportion, as small as can be: .5, .25 -> 2, 1.
+    """Returns the smallest integers in the proportion of the weights: 0.5, 0.25 -> 2, 1.
 
-    Decimals are taken as they are written, so nothing is rounded.
-    Raises ValueError when their proportion needs a schedule that is too long.
+    A weight is read as the decimal number in its shortest notation, so nothing is rounded.
+    Raises ValueError if the sum of the integers, the period of the schedule, is above MAX_PERIOD.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     unit = Fraction(1, math.lcm(*(weight.denominator for weight in exact)))
-    turns = [int(weight / unit) for weight in exact]
-    turns = [turn // math.gcd(*turns) for turn in turns]
-    if sum(turns) > MAX_PERIOD:
-        raise ValueError(f"weights {weights} repeat after {sum(turns)} windows only")
-    return turns
+    counts = [int(weight / unit) for weight in exact]
+    counts = [count // math.gcd(*counts) for count in counts]
+    if sum(counts) > MAX_PERIOD:
+        raise ValueError(f"weights {weights} have a period of {sum(counts)} windows")
+    return counts
 
 
-def schedule(turns: list[int]) -> np.ndarray:
-    """Whose turn it is at each of sum(turns) places, each source's turns spread evenly.
+def round_robin(counts: list[int]) -> np.ndarray:
+    """Returns the source of each of sum(counts) positions, with each source evenly spread.
 
-    Source i has t of n turns. Its j-th turn (from 0) may come from the place on in which j n / t
-    lies, and has to come before place (j + 1) n / t; then at any place it is less than one turn
-    ahead or behind. Taking the turn that is due first, of those that may come, keeps all these
-    dates (earliest deadline first; Liu and Layland 1973, Baruah et al. 1996).
+    This is weighted round-robin, computed as earliest-deadline-first scheduling: n = sum(counts)
+    slots, and source i has c = counts[i] jobs. Job j is released at slot floor(j n / c) and must
+    run before slot ceil((j + 1) n / c), so a source is always less than one job ahead or behind.
+    Running the released job with the earliest deadline meets all deadlines (Liu and Layland 1973,
+    Baruah et al. 1996).
     """
-    n = sum(turns)
-    waiting = [(0, source, 0) for source in range(len(turns))]  # (may come at, source, turn)
+    n = sum(counts)
+    waiting = [(0, source, 0) for source in range(len(counts))]  # (release, source, job)
     heapq.heapify(waiting)
-    due: list[tuple[int, int, int]] = []
+    released: list[tuple[int, int, int]] = []  # (deadline, source, job)
     order = np.empty(n, np.int64)
-    for place in range(n):
-        while waiting and waiting[0][0] <= place:
-            _, source, turn = heapq.heappop(waiting)
-            heapq.heappush(due, (-(-(turn + 1) * n // turns[source]), source, turn))
-        _, source, turn = heapq.heappop(due)
-        order[place] = source
-        if turn + 1 < turns[source]:
-            heapq.heappush(waiting, ((turn + 1) * n // turns[source], source, turn + 1))
+    for slot in range(n):
+        while waiting and waiting[0][0] <= slot:
+            _, source, job = heapq.heappop(waiting)
+            heapq.heappush(released, (-(-(job + 1) * n // counts[source]), source, job))
+        _, source, job = heapq.heappop(released)
+        order[slot] = source
+        if job + 1 < counts[source]:
+            heapq.heappush(waiting, ((job + 1) * n // counts[source], source, job + 1))
     return order
 
 
 def permute(index: np.ndarray, n: int, key: tuple[int, ...]) -> np.ndarray:
-    """A keyed permutation of 0..n-1, evaluated at `index` only: O(1) memory for any n.
+    """Evaluates a pseudorandom permutation of 0, ..., n - 1 at `index`. The key selects it.
 
-    A Feistel network permutes the smallest 4^k that holds n; a result of n or more is sent
-    through again until it falls below n ("cycle walking"; Black and Rogaway 2002), four times at
-    most on average. Eight rounds, each mixed with the finaliser of SplitMix64 (Steele et al. 2014).
+    Nothing of size n is stored. A Feistel network permutes 0, ..., 4^k - 1, for the smallest 4^k
+    that is at least n. A result that is not below n is permuted again until it is ("cycle walking";
+    Black and Rogaway 2002), at most four times on average. The network has eight rounds, each with
+    the finaliser of SplitMix64 (Steele et al. 2014).
     """
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     mask, shift = np.uint64(2**half_bits - 1), np.uint64(half_bits)
     round_keys = _round_keys(key)
 
-    def once(x: np.ndarray) -> np.ndarray:
+    def feistel(x: np.ndarray) -> np.ndarray:
         left, right = x >> shift, x & mask
         for round_key in round_keys:
             left, right = right, left ^ (_splitmix64(right + round_key) & mask)
         return left << shift | right
 
-    result = once(np.asarray(index).astype(np.uint64))
+    result = feistel(np.asarray(index).astype(np.uint64))
     while (outside := result >= n).any():
-        result[outside] = once(result[outside])
+        result[outside] = feistel(result[outside])
     return result.astype(np.int64)
 
 
 @functools.lru_cache(64)
 def _round_keys(key: tuple[int, ...]) -> list[np.ndarray]:
-    """A key for each of the eight rounds: uint64 (1,)."""
+    """Returns a key for each of the eight rounds: uint64 (1,)."""
     round_key = np.zeros(1, np.uint64)
     for part in key:
         round_key = _splitmix64(round_key ^ np.uint64(part % 2**64))
@@ -166,7 +171,8 @@ def _round_keys(key: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
-    """SplitMix64: every bit of the input changes half the bits of the output. uint64, wrapping."""
+    """Applies SplitMix64: each bit of the input changes about half the bits of the output. uint64;
+    overflow wraps."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,16 +1,16 @@
-"""Token files: llm.c's shards, nanoGPT's plain ones, written and read.
+"""Reads and writes token files in the formats of llm.c and nanoGPT.
 
-A shard, as llm.c published the layout and modded-nanogpt reads it, all little-endian:
+A shard in the format of llm.c and modded-nanogpt, little-endian:
 
     256 x int32   header: magic 20240520, version 1, number of tokens, zeros
     n x uint16    token ids
 
 nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
-shards, and next to them manifest.json: tokenizer, counts, and the SHA-256 of each 4 MiB, so that
-the place of damage is known.
+shards and manifest.json. The manifest contains the tokenizer, the numbers of tokens and documents,
+and the SHA-256 of each block of 4 MiB, so that an error message can name the damaged block.
 
-    streams = open_shards("fineweb/", "gpt2")     # maps the files
-    streams["train"].gather(np.array([5]), 1024)  # ids from the fifth on (tokens/stream.py)
+    streams = open_shards("fineweb/", "gpt2")     # memory-maps the files
+    streams["train"].gather(np.array([5]), 1024)  # ids 5 to 1028 (tokens/stream.py)
 """
 
 import functools
@@ -35,13 +35,13 @@ from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
 
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 2**28  # bytes; of 15 TB of shards
-MAGIC = 20240520  # how a token file of llm.c begins
+MANIFEST_LIMIT = 2**28  # bytes; enough for 15 TB of shards
+MAGIC = 20240520  # the first number in the header of llm.c's token files
 VERSION = 1
 HEADER_BYTES = 256 * 4
-MAX_VERIFY_ALL = 2**30  # bytes that are that are verified completely whenever they are opened
+MAX_VERIFY_ALL = 2**30  # bytes; up to this size all blocks are verified when files are opened
 TOKEN_DTYPE = np.dtype("<u2")
-# Names of files to validate on, without the ending.
+# Matches the name of a validation file (without its extension).
 VALIDATION_NAME = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
 
 
@@ -49,19 +49,19 @@ VALIDATION_NAME = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
 
 
 class ShardEntry(BaseModel):
-    """What the manifest says of one shard."""
+    """The entry of a shard in the manifest."""
 
     model_config = ConfigDict(strict=True)
 
-    # A name in the manifest's folder.
+    # A file name in the folder of the manifest.
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin$")]
     tokens: NonNegativeInt
-    documents: NonNegativeInt  # that begin in it
-    sha256: list[str]  # of each BLOCK_BYTES of the file
+    documents: NonNegativeInt  # number of documents that start in the shard
+    sha256: list[str]  # of each block of BLOCK_BYTES
 
 
 class Manifest(BaseModel):
-    """What a folder of token files is; more may be in the file, for people."""
+    """The manifest of a folder of token files. Other keys in the file are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -77,14 +77,14 @@ class Manifest(BaseModel):
         files = {shard.file for shard in self.shards}
         tokens = sum(shard.tokens for shard in self.shards)
         if (len(files), tokens, BLOCK_BYTES) != (len(self.shards), self.tokens, self.block_bytes):
-            raise ValueError("it contradicts its shards")
+            raise ValueError("its totals do not match its shards")
         return self
 
 
 def write_manifest(
     folder: Path, shards: list[ShardEntry], tokenizer: str, **extra: str | int
 ) -> dict:
-    """The manifest of the shards in this folder, in this order; extra go into it as they are."""
+    """Writes the manifest of the shards in a folder and returns it. extra: additional entries."""
     manifest = {
         "format": "clearhead-shards",
         "version": 1,
@@ -101,12 +101,12 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, every value of it checked: it may come from anywhere."""
+    """Reads the manifest of a folder and validates it: the file may be from an unknown source."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate(read_json(path, MANIFEST_LIMIT))
     except (OSError, ValueError) as error:
-        cause = f"cannot be used ({message_of(error)})"
+        cause = f"invalid manifest ({message_of(error)})"
         raise DataError("data.path", path, cause, "prepare the data again") from error
 
 
@@ -114,20 +114,20 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class ShardWriter:
-    """Writes one shard; until `close` under another name, so that a shard is always whole."""
+    """Writes one shard atomically: under a temporary name, which `close` changes."""
 
     def __init__(self, path: Path, end_of_text: int):
         self.path = path
         self.end_of_text = end_of_text
         self.tokens = 0
-        self._buffer: list[np.ndarray] = []  # to be written
+        self._buffer: list[np.ndarray] = []  # ids that are not written yet
         self._written = self._documents = 0
         self._part = temporary_name(path)
         self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
         self._file.write(bytes(HEADER_BYTES))
 
     def append(self, ids: np.ndarray) -> None:
-        """More token ids, uint16."""
+        """Appends token ids, uint16."""
         self._buffer.append(ids)
         self.tokens += len(ids)
         if self.tokens - self._written >= 2**20:
@@ -140,7 +140,7 @@ class ShardWriter:
         self._buffer, self._written = [], self.tokens
 
     def close(self) -> ShardEntry:
-        """Completes the file and gives it its name."""
+        """Writes the header, flushes the file to disk and renames it. Returns its entry."""
         self._write()
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, self.tokens
@@ -158,7 +158,7 @@ class ShardWriter:
         )
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Removes the temporary file."""
         self._file.close()
         self._part.unlink(missing_ok=True)
 
@@ -167,20 +167,20 @@ class ShardWriter:
 
 
 def is_shards(path: str | list[str] | None) -> bool:
-    """Whether data.path names token files: *.bin, or a folder with a manifest or *.bin in it."""
+    """Returns whether data.path names token files: *.bin, or a folder with a manifest or *.bin."""
     entries = [path] if isinstance(path, str) else path or []
     return any(_shard_files(os.path.expanduser(entry)) for entry in entries)
 
 
 def _shard_files(entry: str) -> list[Path]:
-    """The token files that one entry of data.path names, in order; none for an entry of texts."""
+    """Returns the token files of one entry of data.path, in order; [] for text files."""
     if os.path.isdir(entry):
         folder = Path(entry)
         if os.path.lexists(folder / MANIFEST):
             return [folder / shard.file for shard in read_manifest(folder).shards]
         if os.path.exists(folder / "preparing"):
-            fix = "rerun the command that prepares it"
-            raise DataError("data.path", entry, "is not completely prepared", fix)
+            fix = "rerun python -m scripts.prepare_data with the same settings"
+            raise DataError("data.path", entry, "the preparation is not complete", fix)
         return sorted(folder.glob("*.bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
@@ -190,34 +190,31 @@ def _shard_files(entry: str) -> list[Path]:
 def open_shards(
     path: str | list[str], tokenizer: str, verify: str | bool = "auto"
 ) -> dict[str, TokenStream]:
-    """The token files that data.path names, mapped: {"train": ..., "val": ...}.
+    """Memory-maps the token files of data.path: {"train": ..., "val": ...}.
 
-    Files with "val" in their names are for validation where others are not: llm.c's and nanoGPT's
-    way; otherwise there is no "val". verify: true reads every byte, false only headers, auto all
-    of it up to 1 GiB and beyond that the first and last block of each file.
-    Raises DataError naming the file and the byte, before anything large is allocated.
+    Files with "val" in their names are the validation data, as in llm.c and nanoGPT. If all files
+    or none have such a name, there is only "train". verify: true reads every byte; false reads only
+    headers; auto reads every byte up to 1 GiB in total, otherwise the first and last block of each
+    file. Raises DataError with the file and the byte position.
     """
     files = []
     for entry in [path] if isinstance(path, str) else path:
         found = _shard_files(os.path.expanduser(entry))
         if not found:
-            find_files(entry)  # refuses what is not there
-            cause = "a text, and other entries of data.path are token files"
-            fix = "prepare it too: python -m scripts.prepare_data"
+            find_files(entry)  # raises DataError if there is no file
+            cause = "is a text file, but other entries of data.path are token files"
+            fix = "convert it to token files: python -m scripts.prepare_data"
             raise DataError("data.path", entry, cause, fix)
         files += found
     folders = {file.parent for file in files}
     manifests = {f: read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
     for folder, manifest in manifests.items():
         if manifest.tokenizer != tokenizer:
-            raise DataError(
-                "data.tokenizer",
-                tokenizer,
-                f"{folder / MANIFEST} is of shards made with {manifest.tokenizer}",
-                f"train with data.tokenizer={manifest.tokenizer}, or prepare them with {tokenizer}",
-            )
+            cause = f"{folder} was tokenized with {manifest.tokenizer}"
+            fix = f"set data.tokenizer={manifest.tokenizer}, or prepare the data with {tokenizer}"
+            raise DataError("data.tokenizer", tokenizer, cause, fix)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(files) + 256  # each mapped file is an open one
+    wanted = len(files) + 256  # each memory-mapped file needs a file descriptor
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft < wanted:
@@ -249,18 +246,18 @@ def _stream(shards: list["_Shard"]) -> TokenStream:
 
 @dataclass
 class _Shard:
-    """A token file whose header fits its size."""
+    """An opened token file."""
 
     path: Path
     size: int  # bytes of the file
-    first_byte: int  # where its ids begin
-    ids: np.ndarray  # mapped, not read
+    first_byte: int  # position of the first id
+    ids: np.ndarray  # memory-mapped
     vocab_size: int
-    entry: ShardEntry | None  # what the manifest says of it
-    checksums: list[str]  # of its blocks, shortened; "" for one that was not read
+    entry: ShardEntry | None  # of the manifest
+    checksums: list[str]  # 12 digits for each block; "" for a block that was not read
 
     def verify(self, blocks: Iterable[int]) -> None:
-        """Reads these blocks: are their ids in the vocabulary, and is their checksum right?"""
+        """Reads blocks and checks their checksums and that their ids are in the vocabulary."""
         with open(self.path, "rb", buffering=0) as file:
             for block in blocks:
                 first = block * BLOCK_BYTES
@@ -268,18 +265,16 @@ class _Shard:
                 raw = file.read(BLOCK_BYTES)
                 checksum = hashlib.sha256(raw).hexdigest()
                 if self.entry and checksum != self.entry.sha256[block]:
-                    cause = f"checksum mismatch in the {len(raw)} bytes from byte {first} on"
-                    raise _bad_file(self.path, f"{cause} ({MANIFEST})")
+                    cause = f"checksum mismatch with {MANIFEST} in the {len(raw)} bytes that start "
+                    raise _bad_file(self.path, f"{cause}at byte {first}")
                 self.checksums[block] = checksum[:12]
                 skip = max(0, self.first_byte - first)
                 ids = np.frombuffer(raw[skip : len(raw) // 2 * 2], TOKEN_DTYPE)
                 if len(ids) and ids.max() >= self.vocab_size:
-                    place = int((ids >= self.vocab_size).argmax())
-                    cause = (
-                        f"id {ids[place]} at byte {first + skip + 2 * place} is beyond the "
-                        f"vocabulary of {self.vocab_size}"
-                    )
-                    raise _bad_file(self.path, cause, "use its own tokenizer, or prepare it again")
+                    index = int((ids >= self.vocab_size).argmax())
+                    cause = f"id {ids[index]} at byte {first + skip + 2 * index} is not below the "
+                    cause += f"vocabulary size {self.vocab_size}"
+                    raise _bad_file(self.path, cause, "set data.tokenizer, or prepare it again")
 
 
 def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> DataError:
@@ -287,7 +282,7 @@ def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> 
 
 
 def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard:
-    """Maps a token file after its header, its size and the manifest agree."""
+    """Checks a token file's header against its size and the manifest, and memory-maps it."""
     with translate_read_errors(str(path), OSError), open_regular(path) as file:
         header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     vocab_size = TOKENIZERS[tokenizer]
@@ -295,38 +290,38 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
     if int.from_bytes(header[:4], "little") == MAGIC:
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
     else:
-        # nanoGPT's: ids without a header, which is known by the zeros behind its three words.
+        # nanoGPT's format: ids without a header. A header has zeros after its three numbers.
         ids = np.frombuffer(header[: len(header) // 2 * 2], TOKEN_DTYPE)
         is_header = len(header) == HEADER_BYTES and not any(header[12:])
         if entry or is_header or size == 0 or size % 2 or ids.max() >= vocab_size:
             magic = int.from_bytes(header[:4], "little", signed=True)
-            cause = f"wrong magic {magic} at byte 0 instead of {MAGIC}, and its {size} bytes "
-            cause += f"are no plain uint16 ids below {vocab_size} either"
-            raise _bad_file(path, cause, "give token files of llm.c's or nanoGPT's layout")
+            cause = f"not a token file: magic number {magic} at byte 0 instead of {MAGIC}, and its "
+            cause += f"{size} bytes are not uint16 ids below {vocab_size}"
+            raise _bad_file(path, cause, "use token files in the format of llm.c or nanoGPT")
         first_byte, count = 0, size // 2
     blocks = -(-size // BLOCK_BYTES)
     checksums = [checksum[:12] for checksum in entry.sha256] if entry else [""] * blocks
     if len(checksums) != blocks or (entry and entry.tokens != count):
-        raise _bad_file(path, f"its {count} tokens (byte 8) contradict {MANIFEST}")
+        raise _bad_file(path, f"its number of tokens, {count} (byte 8), does not match {MANIFEST}")
     try:
         ids = np.asarray(np.memmap(path, TOKEN_DTYPE, "r", first_byte, (count,)))
     except OSError as error:
         fix = "raise the limit of open files: ulimit -n"
-        raise _bad_file(path, f"cannot be mapped ({error.strerror})", fix) from error
+        raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", fix) from error
     return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
 
 
 def _count_in_header(path: Path, header: bytes, size: int) -> int:
-    """The number of tokens in llm.c's header; DataError unless the file is as long as that."""
+    """Returns the number of tokens in llm.c's header. Raises DataError if the size differs."""
     version = int.from_bytes(header[4:8], "little", signed=True)
     if version != VERSION:
-        cause = f"version {version} at byte 4, and this reads version {VERSION}"
-        raise _bad_file(path, cause, "get the GPT-2 files, of uint16 ids")
-    # Read as 64 bits, of which the layout uses 31, so that a wrong count is reported as it is.
+        cause = f"version {version} at byte 4 instead of {VERSION}"
+        raise _bad_file(path, cause, "use the files for GPT-2, with uint16 ids")
+    # The format has 32 bits. 64 bits are read so that the message shows a damaged count completely.
     count = int.from_bytes(header[8:16], "little")
     needed = HEADER_BYTES + 2 * count
     if needed != size:
-        wrong = f"truncated at byte {size}" if needed > size else f"trailing bytes up to {size}"
-        cause = f"{wrong}: the header (byte 8) counts {count} tokens, which end at byte {needed}"
+        wrong = "truncated" if needed > size else "too long"
+        cause = f"{wrong}: {size} bytes, but the header (byte 8) has {count} tokens, {needed} bytes"
         raise _bad_file(path, cause)
     return count
