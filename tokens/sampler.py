@@ -63,7 +63,7 @@ class WindowOrder:
         world_size does not divide batch_size.
         """
         if self.batch_size % world_size != 0:
-            raise ValueError(f"batch_size={self.batch_size} is not a multiple of {world_size} ranks")
+            raise ValueError(f"batch_size={self.batch_size} is not divisible by {world_size} ranks")
         per_rank = self.batch_size // world_size
         first = step * self.batch_size + rank * per_rank
         positions = np.arange(first, first + per_rank, dtype=np.int64)
