@@ -1,4 +1,4 @@
-"""Settings: configs/ and overrides, composed by Hydra and checked by pydantic."""
+"""Settings: Hydra composes configs/ and overrides, pydantic checks them."""
 
 from training.config.compose import compose
 from training.config.schema import Config

@@ -1,11 +1,11 @@
-"""The command line of train.py: Hydra's, with every problem named before anything starts.
+"""Command line of train.py: hydra.main, after a check that reports all problems at once.
 
     @hydra_main
     def main(config: Config) -> None: ...
 
-`hydra_main` composes and checks the settings once, so that all mistakes are reported together in
-one line each, and then calls `hydra.main` with the same arguments: launchers, sweepers, callbacks
-and all of Hydra's own options work as documented by Hydra. Exit codes: errors.py.
+`hydra_main` composes and checks the settings, reports each problem in one line, and then calls
+`hydra.main` with the same arguments, so launchers, sweepers, callbacks and all options of Hydra
+work as Hydra documents them. Exit codes: errors.py.
 """
 
 import argparse
@@ -33,17 +33,17 @@ from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
 from training.reporting.sweep import run_job
 
-# The options of hydra.main; unknown ones are refused before Hydra starts.
+# The options of hydra.main. Unknown options are reported before Hydra starts.
 FLAGS = "-h/--help --hydra-help --version -r/--run -m/--multirun -sc/--shell-completion --resolve"
 WITH_VALUE = "-p/--package -cp/--config-path -cd/--config-dir --experimental-rerun"
-# Overrides of ranks other than 0: Hydra makes no directories there and logs nothing.
+# Overrides on ranks other than 0: Hydra creates no directories and writes no logs there.
 OTHER_RANKS = ["hydra.run.dir=.", "hydra.output_subdir=null"]
 OTHER_RANKS += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-MOST_VALUES = 1000  # of one swept setting that are checked before the sweep starts
+MAX_VALUES = 1000  # of one setting that are checked before a sweep starts
 
 
 def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
-    """Makes run(config) a Hydra application whose errors are one line each."""
+    """Decorator: turns run(config) into a Hydra application that prints errors as single lines."""
 
     @functools.wraps(run)
     def task(values: DictConfig) -> object:
@@ -75,9 +75,9 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 
 
 def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> None:
-    """hydra.main with more overrides; its errors become ConfigError."""
+    """Calls hydra.main with additional overrides. Raises ConfigError for errors of Hydra."""
     sys.argv[1:] = sorted(sys.argv[1:], key=options.overrides.__contains__) + more  # options first
-    if options.config_path:  # relative to train.py, as Hydra documents it
+    if options.config_path:  # relative to train.py, as in Hydra
         sys.argv += ["--config-path", str(REPOSITORY / options.config_path)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
@@ -89,7 +89,7 @@ def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> N
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Hydra's options and the overrides, in any order. Raises ConfigError for unknown options."""
+    """Options of Hydra and overrides, in any order. Raises ConfigError for unknown options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = lambda message: refuse(
         [Problem("command line", NO_VALUE, message, "see --hydra-help")]
@@ -108,11 +108,12 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> Config | None:
-    """The config, or that of the first job of a sweep, once every value has been checked; None
-    where nothing is composed. Raises ConfigError with every problem."""
+    """The checked config, of a sweep that of the first job; None for options that compose nothing.
+
+    Raises ConfigError with all problems, of all jobs."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1" and options.multirun:
-        fix = "start it without torchrun, or leave out -m"
+        fix = "start it without torchrun, or remove -m"
         refuse([Problem("WORLD_SIZE", ranks, "a sweep runs in one process", fix)])
     shown = (options.hydra_help, options.version, options.info, options.shell_completion)
     if any(shown) or options.experimental_rerun:
@@ -131,29 +132,32 @@ def check(options: argparse.Namespace) -> Config | None:
 
 
 def sweep_variants(overrides: list[str]) -> list[list[str]]:
-    """Single runs that together have every value of a sweep: the first of each setting's values,
-    and each other one with the first ones of the rest. Of an interval its lower end."""
+    """Overrides of single runs that together contain every value of a sweep.
+
+    The first run has the first value of each setting. Each other run changes one of them. Intervals
+    contribute their lower bound.
+    """
     choices = [texts for texts in map(_values, overrides) if texts]
     first = [texts[0] for texts in choices]
     return [first] + [
-        [*first[:place], text, *first[place + 1 :]]
-        for place, texts in enumerate(choices)
+        [*first[:index], text, *first[index + 1 :]]
+        for index, texts in enumerate(choices)
         for text in texts[1:]
     ]
 
 
 def _values(text: str) -> list[str]:
-    """The overrides of single runs that an override of a sweep stands for."""
+    """The overrides of single runs for one override of a sweep."""
     try:
         override = OverridesParser.create().parse_override(text)
         if not override.is_sweep_override():
             return [text]
         if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-            return []  # Hydra finds the choices
+            return []  # only Hydra knows the choices
         if override.is_interval_sweep():
             choices = [override.value().start]
         else:
-            choices = itertools.islice(override.sweep_string_iterator(), MOST_VALUES)
+            choices = itertools.islice(override.sweep_string_iterator(), MAX_VALUES)
         return [f"{text.partition('=')[0]}={choice}" for choice in choices]
     except (HydraException, TypeError, ValueError, RecursionError, AssertionError):
-        return [text]  # composing reports it
+        return [text]  # `compose` reports the problem

@@ -1,9 +1,9 @@
-"""Command lines of scripts (key=value, --help), and errors as one line each.
+"""Command line of scripts (KEY=VALUE, --help) and the format of errors: one line per problem.
 
-    @settings_command(MyConfig)  # a ScriptConfig
+    @settings_command(MyConfig)  # a subclass of ScriptConfig
     def main(config: MyConfig) -> None: ...
 
-The command line of train.py is Hydra's: training/config/application.py.
+The command line of train.py: training/config/application.py.
 """
 
 import contextlib
@@ -47,39 +47,39 @@ WAIT_FOR_RANK_0 = 10  # seconds
 
 
 class ScriptGroup(BaseModel):
-    """Settings of a command, given as text. Text settings are taken as typed."""
+    """A group of settings of a script. Values are text, which pydantic converts."""
 
     model_config = ConfigDict(extra="forbid")
 
     @field_validator("*", mode="wrap")
     @classmethod
     def _from_text(cls, value: object, validated: ValidatorFunctionWrapHandler) -> object:
-        """null and [a,b] are YAML where the setting takes such a value."""
+        """Reads null and [a,b] as YAML if the setting accepts the result, else as text."""
         if isinstance(value, str) and (value == "null" or value[:1] + value[-1:] == "[]"):
             with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
                 return validated(yaml.safe_load(value))
-        return validated(value)  # pydantic reads numbers, true and false
+        return validated(value)
 
 
 class ScriptConfig(ScriptGroup):
-    """The settings of a command without groups of YAML files. The docstring is the usage line."""
+    """Base class of the settings of a script. The docstring of a subclass is its usage line."""
 
-    debug: bool = Field(False, description="true: errors with their traceback")
+    debug: bool = Field(False, description="true: print errors with their traceback")
 
 
 def _writable_file(path: str) -> str:
-    """Refuses a path that is a folder, or in a folder that does not exist."""
+    """Raises `rejected` for a folder, and for a path in a folder that does not exist."""
     if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path)))):
-        raise rejected("cannot be written there", "give the name of a file in an existing folder")
+        raise rejected("not a file in an existing folder", "give the path of a file")
     return path
 
 
-OutFile = Annotated[str, AfterValidator(_writable_file)]  # "" for none
+OutFile = Annotated[str, AfterValidator(_writable_file)]  # "": no file
 Schema = TypeVar("Schema", bound=ScriptConfig)
 
 
 def settings_command(schema: type[Schema]) -> Callable:
-    """Makes run(config) a command whose settings are one pydantic model: key=value and --help."""
+    """Decorator: turns run(config) into a command with the settings of `schema` and --help."""
 
     def decorate(run: Callable[[Schema], None]) -> Callable[[], None]:
         def main() -> None:
@@ -95,7 +95,7 @@ def settings_command(schema: type[Schema]) -> Callable:
 
 
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
-    """key=value arguments as an instance of the schema; ConfigError lists every problem."""
+    """KEY=VALUE arguments as an instance of the schema. Raises ConfigError with all problems."""
     fields, problems = flat_fields(schema), []
     values: dict[str, object] = {}
     for text in current_names(arguments, fields):
@@ -104,20 +104,19 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
             problems.append(unknown_option(text, list(fields)))
         elif not equals:
             likely = next((key for key in ("checkpoint", "data.path", "runs") if key in fields), "")
-            hint = meant(text, likely)
-            problems.append(Problem(text, NO_VALUE, "is not of the form key=value", hint))
+            problems.append(not_a_setting(text, likely))
         elif key not in fields:
             problems.append(unknown_key(key, raw, list(fields)))
         else:
             values[key] = raw
-    empty: dict = {group: {} for group in groups_of(schema)}  # names what is missing in a group
+    empty: dict = {group: {} for group in groups_of(schema)}  # to report missing settings of groups
     config, more = validate(schema, empty | nested(values))
     refuse(problems + more)
     return config
 
 
 def show_help(schema: type[BaseModel]) -> None:
-    """Prints what a script takes: its usage line, each setting with its meaning and default."""
+    """Prints the usage line of a script and the meaning and default value of each setting."""
     print(inspect.cleandoc(schema.__doc__), end="\n\n")
     fields = sorted(flat_fields(schema).items(), key=lambda item: item[0] == "debug")
     rows = [
@@ -128,27 +127,28 @@ def show_help(schema: type[BaseModel]) -> None:
 
 
 def show_settings(config: BaseModel) -> None:
-    """Prints what train.py takes: groups and their choices, each setting with its meaning and the
-    value that the rest of the command line gives it."""
+    """Prints the groups of train.py with their choices, and the meaning and value of each setting.
+
+    config: the values, those of the other arguments on the command line."""
     print(USAGE)
     print("Groups (GROUP=CHOICE)")
     for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
         print(f"  {folder.name:<10} {' | '.join(sorted(p.stem for p in folder.glob('*.yaml')))}")
-    print("\nSettings (KEY=VALUE), their meaning and [value]")
+    print("\nSettings (KEY=VALUE), meaning and [value]")
     meanings, values = defaults_and_meanings(), flat(config.model_dump())
     _print_table([(key, meaning, as_yaml(values[key])) for key, (_, meaning) in meanings.items()])
-    print("\nAll options, -m and --cfg among them: python train.py --hydra-help")
+    print("\nOptions of Hydra, such as -m and --cfg: python train.py --hydra-help")
 
 
 USAGE = """\
-Train GPT-2 from a text and watch its attention heads learn.
+Train GPT-2 on text files and watch its attention heads learn.
 
 python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]
   python train.py model=gpt2-nano                     a small model
-  python train.py data.path=my.txt                    your own text
+  python train.py data.path=my.txt                    your text file
   python train.py trainer.max_steps=20 optimizer.lr=3e-4
   python train.py -m optimizer.lr=1e-3,3e-4           one run for each value
-  python train.py --cfg job                           show the settings, train nothing
+  python train.py --cfg job                           print the settings without training
 """
 
 
@@ -159,47 +159,50 @@ def _print_table(rows: list[tuple[str, str, str]]) -> None:
         print(f"  {key:<{width}} {meaning} [{value}]")
 
 
-def meant(text: str, key: str) -> str:
-    """The hint for an argument that is no setting: an existing file may be the value of `key`."""
+def not_a_setting(text: str, key: str) -> Problem:
+    """The problem of an argument without "=". If it is an existing file, the hint is KEY=FILE."""
+    hint = "write KEY=VALUE; if it contains blanks, quote it: 'KEY=some words'"
     if key and os.path.exists(text):
-        return f"did you mean {shlex.quote(f'{key}={text}')}?"
-    return "write key=value without blanks, or with quotes around it: 'key=some words'"
+        hint = f"did you mean {shlex.quote(f'{key}={text}')}?"
+    return Problem(
+        text if text.strip() else repr(text), NO_VALUE, "not of the form KEY=VALUE", hint
+    )
 
 
 def unknown_option(text: str, known: Sequence[str]) -> Problem:
-    """The problem of an option that does not exist: --max-steps=2 is trainer.max_steps=2."""
+    """The problem of an unknown option, with the setting that was probably meant."""
     option, _, value = text.partition("=")
     hint = unknown_key(option.lstrip("-").replace("-", "_"), value, known).hint
-    return Problem(option, NO_VALUE, "no such option", f"settings have no dashes; {hint}")
+    return Problem(option, NO_VALUE, "no such option", f"write settings without dashes; {hint}")
 
 
 def write_out(path: str, content: bytes | dict, key: str = "out") -> None:
-    """Writes a command's results to a file, atomically; a dict as JSON. Raises ConfigError."""
+    """Writes results to a file, atomically; a dict as JSON. Raises ConfigError."""
     if isinstance(content, dict):
         content = (json.dumps(content, indent=1) + "\n").encode()
     try:
         atomic_write(Path(path), content)
     except OSError as error:
         reason = error.strerror or str(error)
-        refuse([Problem(key, str(path), reason, "write it to another place")])
+        refuse([Problem(key, str(path), reason, "give another path")])
 
 
 @contextlib.contextmanager
 def command_line() -> Iterator[list[str]]:
-    """The arguments of a script, whose errors inside are one line each."""
+    """Yields the arguments of a script. Errors inside are printed as one line per problem."""
     with errors_in_one_line(debug="debug=true" in sys.argv):
         try:
             yield sys.argv[1:]
             print(end="", flush=True)
-        except BrokenPipeError:  # as with `| head`; Python would report it again at its exit
+        except BrokenPipeError:  # `| head` closes stdout; Python would report it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def errors_in_one_line(debug: bool = False) -> Iterator[None]:
-    """Turns an exception into its one line on stderr and its exit code; debug: the traceback.
+    """Prints an error as one line per problem (debug: its traceback) and exits with its exit code.
 
-    Ranks other than 0 print only what that rank alone knows.
+    Ranks other than 0 print only errors that rank 0 does not have.
     """
     try:
         yield

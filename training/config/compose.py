@@ -1,6 +1,7 @@
-"""compose(["model=gpt2-nano", ...]): configs/ and overrides, composed by Hydra and checked.
+"""compose(["model=gpt2-nano", ...]): Hydra composes configs/ and overrides, pydantic checks them.
 
-Works in scripts, notebooks and inside a Hydra application: Hydra's global state is restored.
+`compose` works in scripts, in notebooks and inside a Hydra application: it restores Hydra's global
+state.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from errors import NO_VALUE, ConfigError, Problem, refuse
-from training.config.command_line import meant
+from training.config.command_line import not_a_setting
 from training.config.other_names import current_names, unknown_key
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
 
-# `${repository:}` in a YAML file is the folder of this repository.
+# In YAML files, `${repository:}` is the folder of this repository.
 OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
-QUOTES = """text with a comma, bracket or quote needs two pairs of quotes: 'key="some, text"'"""
+QUOTES = """quote text with a comma, bracket or quote twice: 'KEY="some, text"'"""
 
 
 def compose(
@@ -40,13 +41,13 @@ def compose(
     config_name: str = "config",
     config_path: str | Path = CONFIGS,
 ) -> Config:
-    """The config that these overrides make, as on the command line of train.py.
+    """The checked config for these overrides, which are written as on the command line of train.py.
 
-    config_dir: a folder of more YAML files (--config-dir). Raises ConfigError with every problem.
+    config_dir: a folder with more YAML files (--config-dir). Raises ConfigError with all problems.
     """
     problems: list[Problem] = []
     if config_dir is not None and not os.path.isdir(config_dir):
-        refuse([Problem("--config-dir", config_dir, "no such folder", "check the path")])
+        refuse([Problem("--config-dir", config_dir, "folder not found", "check the path")])
     with _hydra_state(config_path, config_dir):
         texts = _checked(list(overrides), problems)
         values = _composed(config_name, texts, problems)
@@ -57,14 +58,14 @@ def compose(
 
 @contextlib.contextmanager
 def _hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[None]:
-    """Hydra initialised for these folders; its global state is restored afterwards."""
+    """Initializes Hydra for these folders; restores its global state at exit."""
 
     class ConfigDir(SearchPathPlugin):
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-            """As hydra.main does it for --config-dir."""
+            """Adds the folder as hydra.main does for --config-dir."""
             search_path.append("command-line", f"file://{os.path.abspath(config_dir)}")
 
-    before = Singleton.get_state()  # of Hydra and of the resolvers of OmegaConf
+    before = Singleton.get_state()  # Hydra's state and OmegaConf's resolvers
     if config_dir is not None:
         Plugins.instance().register(ConfigDir)
     GlobalHydra.instance().clear()
@@ -76,24 +77,23 @@ def _hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[No
 
 
 def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
-    """The overrides without those that cannot be composed, which are added to the problems: Hydra
-    would stop at the first one. Keys that are added (+key=value) are left to the schema."""
+    """The overrides that Hydra can compose. Adds all others to `problems`, because Hydra would stop
+    at the first one. The schema checks added keys (+KEY=VALUE)."""
     parser, texts = OverridesParser.create(), []
-    loader = GlobalHydra.instance().config_loader()  # it knows the groups in the user's folders
+    loader = GlobalHydra.instance().config_loader()  # includes the groups in config_dir
     known = [*known_settings(), *loader.get_group_options("", ObjectType.GROUP)]
     for text in current_names(overrides, known):
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError):
-            fix = QUOTES if "=" in text else meant(text, "data.path")
-            cause = "is not of the form key=value"
-            problems.append(Problem(text if text.strip() else repr(text), NO_VALUE, cause, fix))
+            invalid = Problem(text, NO_VALUE, "not a valid Hydra override", QUOTES)
+            problems.append(invalid if "=" in text else not_a_setting(text, "data.path"))
             continue
         key = override.key_or_group
         is_known = key.partition("/")[0] in known or override.package is not None
         if override.is_sweep_override():
-            fix = f"-m trains once for each value; a list has brackets; {QUOTES}"
-            problems.append(Problem(text, NO_VALUE, "several values for one run", fix))
+            fix = f"use -m to train one run per value, or [1,2] for a list; {QUOTES}"
+            problems.append(Problem(text, NO_VALUE, "has several values", fix))
         elif override.type is OverrideType.CHANGE and not (is_known or key.startswith("hydra.")):
             problems.append(unknown_key(key, text.partition("=")[2], known))
         else:
@@ -102,12 +102,12 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
 
 
 def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
-    """The plain values of a composition; None where there is none. Adds to the problems.
+    """The composed values; None if Hydra cannot compose them. Adds to `problems`.
 
-    A choice that does not exist is skipped, so that the rest is checked too.
+    An unknown choice of a group is skipped, so that the other overrides are checked too.
     """
     try:
-        # hydra.job has these in jobs only, and ${hydra:job.num} may name a run.
+        # Hydra sets these in jobs only, but name=${hydra:job.num} needs them here.
         jobs = ["hydra.job.num=0", "hydra.job.id='0'"]
         config = hydra.compose(config_name, [*jobs, *overrides], return_hydra_config=True)
         HydraConfig.instance().set_config(config)
@@ -119,18 +119,22 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
             if f"{key}/{value}" == error.missing_cfg_file:
                 fix = f"use one of {', '.join(error.options or [])}"
                 if key == "data" and os.path.exists(value):
-                    fix = meant(value, "data.path")
+                    fix = not_a_setting(value, "data.path").hint
                 problems.append(Problem(key, value, f"no such {key}", fix))
                 rest = [other for other in overrides if other != text]
                 return _composed(config_name, rest, problems)
         problems.append(problem_of(error, overrides))
-    except Exception as error:  # Hydra, OmegaConf and YAML raise many types
+    except Exception as error:  # of Hydra, OmegaConf or YAML
         problems.append(problem_of(error, overrides))
     return None
 
 
 def problem_of(error: Exception, overrides: list[str]) -> Problem:
-    """What Hydra or OmegaConf reports, with the setting where that is known."""
+    """An error of Hydra or OmegaConf as a problem, with the setting if it is known."""
+    for text in overrides:
+        key, _, value = text.removeprefix("+").partition("=")
+        if text.startswith("+") and key in known_settings():
+            return Problem(key, value, "exists already", f"write {key}={value}, without +")
     said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
     key = getattr(error, "full_key", None)
     value = NO_VALUE if key else " ".join(overrides)

@@ -1,4 +1,4 @@
-"""Other names of settings: renamed settings, names in other projects, misspelt names."""
+"""Other names of settings: old names, names in other projects, misspelled names."""
 
 import difflib
 import functools
@@ -12,8 +12,8 @@ import yaml
 
 from errors import UnknownSetting
 
-# Name in version 1: name today. An old name still works on the command line, with a warning, and in
-# the settings that a run has stored. Remove these aliases in version 3.
+# Name in version 1: current name. The old names still work on the command line, with a warning, and
+# in the stored settings of a run. Remove these aliases in version 3.
 RENAMED = {
     "lens.repeated": "lens.repeat_length",
     "trainer.keep": "trainer.keep_checkpoints",
@@ -23,7 +23,7 @@ RENAMED = {
 
 
 def current_names(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """The arguments (KEY=VALUE) with the new names of renamed settings; warns on stderr."""
+    """The arguments KEY=VALUE with current names; prints a warning for each old name."""
     found = []
     for text in arguments:
         prefix, key, rest = re.fullmatch(r"([+~]*)([\w.]*)(.*)", text, re.DOTALL).groups()
@@ -36,7 +36,7 @@ def current_names(arguments: Sequence[str], known: Collection[str]) -> list[str]
 
 
 def rename_stored(settings: dict) -> dict:
-    """Gives the renamed settings of a stored run their new names, in place. Returns `settings`."""
+    """Replaces old names in the stored settings of a run, in place. Returns `settings`."""
     for old, new in RENAMED.items():
         group, _, key = old.rpartition(".")
         if isinstance(values := settings.get(group), dict) and key in values:
@@ -46,17 +46,17 @@ def rename_stored(settings: dict) -> dict:
 
 @functools.cache
 def other_names() -> list[tuple[str, str, str]]:
-    """(setting, its names in other projects, what to know about its value) of other_names.yaml."""
+    """Rows of other_names.yaml: (setting, its names in other projects, remark about its value)."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return [tuple(row) for row in yaml.safe_load(text)]
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
-    """The setting that a misspelt key probably means, in its own group first."""
+    """The setting whose name is most similar to a misspelled key, preferably in the same group."""
     group, _, last = key.rpartition(".")
     own = [name for name in known if name.rpartition(".")[0] == group]
     for names in (own, known):
-        # Without their groups: a group that two names share makes any two of them look alike.
+        # Compares names without groups: a common group would make any two names similar.
         by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
         if hits := difflib.get_close_matches(last, by_last, n=1, cutoff=0.75):
             return by_last[hits[0]]
@@ -64,7 +64,7 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def unknown_key(key: str, value: object, known: Sequence[str]) -> UnknownSetting:
-    """The problem of a key that does not exist, with the setting that was probably meant."""
+    """The problem of an unknown key, with the setting that was probably meant."""
     last = key.rpartition(".")[2].lower()
     for setting, names, remark in other_names():
         if last in names.split() and setting in known:

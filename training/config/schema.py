@@ -1,10 +1,11 @@
-"""The settings of a training run: types, ranges, choices, and what has to fit together.
+"""Schema of the settings of a training run: types, ranges, choices and rules between settings.
 
-One pydantic model for each group of configs/; default values and meanings are in the YAML files.
-`validate` returns every problem as a line for the user.
+There is one pydantic model per group of configs/. The YAML files have the default values and the
+descriptions. `validate` returns all problems, each as one line for the user.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -21,25 +22,43 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from errors import NO_VALUE, Problem, refuse
+from errors import NO_VALUE, Problem, as_yaml, refuse
 from training.config.other_names import unknown_key
-from training.config.yaml_files import default_values, flat
+from training.config.yaml_files import default_values, defaults_and_meanings, flat
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
-MOST_PROMPTS = 20  # of the lens: every page holds all prompts
+MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
 MUST_BE = "must be "
 FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
+PROJECT_NAME = r"^[^/\\#?%:]+$"  # as W&B requires
+PATTERNS = {
+    FOLDER_NAME: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ ; after the first character "
+    "also . = , + -",
+    PROJECT_NAME: r"must not be empty and must not contain / \ # ? % :",
+    r"\S": "must not be empty or blank",
+}
+WORDING = {  # pydantic's wording: ours
+    "(Input|List|String) should": "must",
+    ", unable to .*| after validation.*| valid(?= (number|list))|'": "",
+    "a valid integer": "an integer",
+    "a valid boolean": "true or false",
+    "a valid string": "text",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "False": "false",
+    "9223372036854776000": "2^63",
+}
 
 
 def rejected(reason: str, hint: str, key: str = "") -> PydanticCustomError:
-    """The error of a validator. key: the setting, where it is not the one being validated."""
+    """The error that a validator raises. key: the setting, if it is not the validated one."""
     return PydanticCustomError("rejected", "{reason}", {"reason": reason, "hint": hint, "key": key})
 
 
 def rule(check: Callable[[Any, dict], None]) -> AfterValidator:
-    """Makes check(value, others), which raises `rejected`, a validator of a setting.
+    """A validator that calls check(value, others), which raises `rejected`.
 
-    others: the valid settings above it in its class. `validate(..., rules=False)` skips it.
+    others: the valid settings above this one in its class. `validate(..., rules=False)` skips it.
     """
 
     def checked(value: object, info: ValidationInfo) -> object:
@@ -50,18 +69,18 @@ def rule(check: Callable[[Any, dict], None]) -> AfterValidator:
     return AfterValidator(checked)
 
 
-def _whole(value: object) -> object:
-    """1e5 steps are 100000."""
+def _to_int(value: object) -> object:
+    """Accepts 1e5 as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=10**15)]
-Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=10**15)]
-Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
+Count = Annotated[int, BeforeValidator(_to_int), Field(ge=0, le=10**15)]
+Positive = Annotated[int, BeforeValidator(_to_int), Field(ge=1, le=10**15)]
+Seed = Annotated[int, BeforeValidator(_to_int), Field(ge=0, lt=2**63)]
 NonNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 AboveZero = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 Fractional = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-# A name may be a number: name=2026. The length makes pydantic refuse what is not UTF-8.
+# A name may be a number: name=2026. min_length makes pydantic check that the text is UTF-8.
 Text = Annotated[str, Field(strict=False, coerce_numbers_to_str=True, min_length=0)]
 Name = Annotated[Text, Field(min_length=1)]
 Sentence = Annotated[Text, Field(pattern=r"\S")]
@@ -75,13 +94,13 @@ AutoOrBool = bool | Literal["auto"]
 
 
 class Settings(BaseModel):
-    """A group of settings, or all. Unknown ones are refused; values keep their type."""
+    """Base class. Unknown settings are errors; values are not converted to another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @classmethod
     def with_defaults(cls, **values: object) -> Self:
-        """A group with the default values of configs/ and these. Raises ConfigError."""
+        """A group with these values and, for the others, the defaults. Raises ConfigError."""
         group = next(name for name, schema in GROUPS.items() if schema is cls)
         made, problems = validate(cls, default_values()[group] | values)
         refuse([p._replace(key=f"{group}.{p.key.removeprefix(f'{group}.')}") for p in problems])
@@ -92,22 +111,21 @@ class Settings(BaseModel):
 def _divides_width(heads: int, others: dict) -> None:
     width = others.get("emb_dim", heads)
     if width % heads:
-        reason = f"emb_dim={width} cannot be split into {heads} equal heads"
-        raise rejected(reason, f"use a divisor of {width}")
+        raise rejected(f"does not divide model.emb_dim={width}", f"use a divisor of {width}")
 
 
 @rule
 def _has_dropout(kernel: str, others: dict) -> None:
     if kernel == "flex" and others.get("dropout", 0) > 0:
-        reason = "FlexAttention has no dropout on attention weights"
-        raise rejected(reason, "set model.dropout=0 or use model.attention=sdpa")
+        hint = "set model.dropout=0 or use model.attention=sdpa"
+        raise rejected("does not support dropout on attention weights", hint)
 
 
 KernelName = Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
 
 
 class ModelSettings(Settings):
-    """The model's shape; model.ModelConfig has the same fields."""
+    """Architecture of the model; model.ModelConfig has the same fields."""
 
     vocab_size: Positive
     context_length: Positive
@@ -123,15 +141,15 @@ class ModelSettings(Settings):
 def _one_source(path: object, others: dict) -> None:
     synthetic = others.get("synthetic")
     if path is None and not synthetic and "synthetic" in others:
-        hint = "set data.path=FILE, or the folder that scripts.prepare_data wrote"
-        raise rejected("no text given", hint)
+        hint = "set data.path to a text file, or to the output folder of scripts.prepare_data"
+        raise rejected("no data given", hint)
     if path is not None and synthetic:
-        hint = "give one of the two: data=induction, or data.synthetic=null"
-        raise rejected("data.synthetic makes its own sequences", hint)
+        reason = f"cannot be combined with data.synthetic={synthetic}, which generates the data"
+        raise rejected(reason, "use data=induction, or set data.synthetic=null")
     length = others.get("max_length", 64)
     if synthetic and (others.get("tokenizer") != "byte" or not 16 <= length <= 124):
         reason = "needs data.tokenizer=byte and data.max_length from 16 to 124"
-        raise rejected(reason, "use data=induction as it is", "data.synthetic")
+        raise rejected(reason, "use data=induction without other data settings", "data.synthetic")
 
 
 @rule
@@ -139,12 +157,12 @@ def _one_per_path(weights: list[float] | None, others: dict) -> None:
     path = others.get("path")
     entries = len(path) if isinstance(path, list) else 1
     if weights is not None and "path" in others and len(weights) != entries:
-        hint = "give one weight for each, such as [0.7,0.3]"
-        raise rejected(f"data.path has {entries} entries", hint)
+        reason = f"has {len(weights)} values, but the number of entries of data.path is {entries}"
+        raise rejected(reason, "give one weight per entry, such as [0.7,0.3]")
 
 
 class DataConfig(Settings):
-    """Which text or token files, and how they are cut into windows."""
+    """Text files or token files, and how they are split into windows."""
 
     synthetic: Literal["induction"] | None
     tokenizer: Literal["gpt2", "byte"]
@@ -181,12 +199,12 @@ class OptimizerConfig(Settings):
 def _within_batch(micro: int | str | None, others: dict) -> None:
     batch = others.get("batch_size")
     if isinstance(micro, int) and batch and micro > batch:
-        hint = "use a part of the batch, or null for the whole"
-        raise rejected(f"must be at most batch_size={batch}", hint)
+        hint = "use a smaller number, or null for the complete batch"
+        raise rejected(f"must be at most trainer.batch_size={batch}", hint)
 
 
 class TrainerConfig(Settings):
-    """The loop: how long, in which portions, how often it evaluates, and on what it runs."""
+    """The training loop: length, batch, evaluation, checkpoints, device and precision."""
 
     max_steps: Positive
     batch_size: Annotated[Positive, Field(le=2**24)]
@@ -213,26 +231,26 @@ class TrainerConfig(Settings):
 
 
 @rule
-def _has_something_to_show(prompts: list[str], others: dict) -> None:
+def _has_a_prompt(prompts: list[str], others: dict) -> None:
     known = {"every": 0, "repeat_length": 0, "max_tokens": 64} | others
     repeats = known["repeat_length"] > 0 and known["max_tokens"] >= 5
     if known["every"] != 0 and not prompts and not repeats:
-        raise rejected("there is nothing to show", "give a prompt, or use lens=off")
+        raise rejected("snapshots need a prompt", "give one, or use lens=off")
 
 
 class LensSettings(Settings):
-    """What the lens shows, and how often; lens.config.LensConfig has the same fields."""
+    """Attention snapshots; lens.config.LensConfig has the same fields."""
 
     every: Count | None
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
     repeat_length: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
-    prompts: Annotated[list[Sentence], Field(max_length=MOST_PROMPTS), _has_something_to_show]
+    prompts: Annotated[list[Sentence], Field(max_length=MAX_PROMPTS), _has_a_prompt]
     layers: list[Count]
     frames: Annotated[Positive, Field(ge=2, le=200)]
 
 
 class ParallelConfig(Settings):
-    """How several processes share the work."""
+    """Distributed training."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"]
     timeout: Annotated[Positive, Field(lt=1800)]
@@ -243,11 +261,11 @@ Label = Annotated[Name, Field(max_length=128)]
 
 
 class WandbConfig(Settings):
-    """The run on Weights & Biases. Lengths are those that W&B accepts."""
+    """Weights & Biases. The maximum lengths are those of W&B."""
 
     mode: Literal["auto", "online", "offline", "disabled"]
     entity: Name | None
-    project: Annotated[Label, Field(pattern=r"^[^/\\#?%:]+$")]
+    project: Annotated[Label, Field(pattern=PROJECT_NAME)]
     name: Label | None
     group: Label | None
     job_type: Annotated[Name, Field(max_length=64)]
@@ -257,11 +275,11 @@ class WandbConfig(Settings):
     alerts: bool
 
     def wanted(self) -> str:
-        """The mode; with auto, the one in the environment if there is one."""
+        """The mode; for auto, the value of WANDB_MODE if it is set."""
         return os.environ.get("WANDB_MODE", "auto") if self.mode == "auto" else self.mode
 
     def ignored(self) -> list[str]:
-        """A note for each setting that has no effect because W&B is off."""
+        """One line for each setting that has no effect because W&B is off."""
         asked = [key for key in ("log_model", "alerts") if getattr(self, key)]
         is_off = self.wanted() == "disabled"
         return [f"wandb.{key}: no effect, because W&B is off" for key in asked if is_off]
@@ -272,10 +290,10 @@ def _fits_model(data: DataConfig, others: dict) -> None:
     if not (model := others.get("model")):
         return
     if data.max_length > (most := model.context_length):
-        reason = f"the model reads at most model.context_length={most} tokens"
+        reason = f"must be at most model.context_length={most}"
         raise rejected(reason, f"use data.max_length={most} or less", "data.max_length")
     if model.vocab_size < (needed := VOCABULARIES[data.tokenizer]):
-        reason = f"data.tokenizer={data.tokenizer} has {needed} ids"
+        reason = f"data.tokenizer={data.tokenizer} has {needed} token ids"
         raise rejected(reason, f"use {needed} or more", "model.vocab_size")
 
 
@@ -284,7 +302,7 @@ def _layers_exist(lens: LensSettings, others: dict) -> None:
     model = others.get("model")
     if model and any(layer >= model.num_layers for layer in lens.layers):
         reason = f"the model has layers 0 to {model.num_layers - 1}"
-        raise rejected(reason, "leave the others out", "lens.layers")
+        raise rejected(reason, "remove the other layers", "lens.layers")
 
 
 class Config(Settings):
@@ -306,8 +324,8 @@ class Config(Settings):
 
     @property
     def overrides(self) -> list[str] | None:
-        """Settings and groups that the command line names, where trainer.resume is the path of a
-        run whose settings are not known yet; None once `stored.complete` has added them."""
+        """Settings and groups on the command line, if trainer.resume is a path and the settings of
+        that run are not read yet. None otherwise, and after `stored.complete` has added them."""
         return self._overrides
 
 
@@ -317,9 +335,9 @@ Schema = TypeVar("Schema", bound=BaseModel)
 def validate(
     schema: type[Schema], values: Mapping, *, rules: bool = True
 ) -> tuple[Schema | None, list[Problem]]:
-    """An instance of the schema, or None, and every problem: one for each key.
+    """(An instance of the schema or None, all problems, at most one per key).
 
-    rules: whether settings have to fit together (`rule`); types and ranges are always checked.
+    rules: whether to check rules between settings (`rule`); types and ranges are always checked.
     """
     try:
         return schema.model_validate(values, context=None if rules else "without rules"), []
@@ -328,31 +346,35 @@ def validate(
         for details in error.errors(include_url=False):
             problem = _problem(schema, values, details)
             before = found.setdefault(problem.key, problem)
-            if before is not problem and before.reason.startswith(MUST_BE):  # of a union
+            if before is not problem and before.reason.startswith(MUST_BE):  # other type of a union
                 reason = problem.reason.replace(MUST_BE, f"{before.reason} or ", 1)
                 found[problem.key] = before._replace(reason=reason)
         return None, list(found.values())
 
 
 def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) -> Problem:
-    """pydantic's error as a line for the user."""
+    """pydantic's error as a problem: a line for the user."""
     path, context, fields = details["loc"], details.get("ctx", {}), flat_fields(schema)
-    # The rest of the path is an element of a list or of a union.
+    # Omits the rest of the path: the index in a list or the type in a union.
     length = 2 if path[0] in groups_of(schema) else 1
     key = context.get("key") or ".".join(map(str, path[:length]))
     if details["type"] == "extra_forbidden":
         return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
     if details["type"] == "missing":
-        return Problem(key, NO_VALUE, "missing", f"give it as {key}=VALUE")
-    reason = details["msg"].replace("Input should be ", MUST_BE).replace(" False", " false")
-    if context.get("min_length") == 1:
-        reason = "must not be empty"
-    hint = context.get("hint") or "see --help"
-    return Problem(key, flat(values).get(key, NO_VALUE), reason, hint)
+        return Problem(key, NO_VALUE, "is missing", f"set {key}=VALUE")
+    reason = "must not be empty" if context.get("min_length") == 1 else details["msg"]
+    reason = PATTERNS.get(context.get("pattern"), reason)
+    if "hint" not in context:
+        for pattern, ours in WORDING.items():
+            reason = re.sub(pattern, ours, reason)
+    default = defaults_and_meanings().get(key, [None])[0] if schema is Config else None
+    has_default = isinstance(default, int | float | str) and "/" not in str(default)
+    hint = f"the default is {as_yaml(default)}; see --help" if has_default else "see --help"
+    return Problem(key, flat(values).get(key, NO_VALUE), reason, context.get("hint", hint))
 
 
 def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The fields of a schema that are groups of settings themselves."""
+    """The groups of settings of a schema, by name."""
     return {
         name: info.annotation
         for name, info in schema.model_fields.items()
@@ -361,7 +383,7 @@ def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a schema by dotted key, those of its groups too."""
+    """The fields of a schema and its groups, by dotted key."""
     return flat(schema.model_fields | {n: g.model_fields for n, g in groups_of(schema).items()})
 
 

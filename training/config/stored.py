@@ -1,7 +1,6 @@
-"""Settings that follow from others, and the settings of an earlier run as the base of a new one.
+"""Automatic values of settings, and the stored settings of a run that is resumed.
 
-Nothing that a run has stored is interpolated, imported or executed: its settings are plain values
-that have to pass the schema.
+Stored settings are plain values that the schema checks. They are never interpolated or executed.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,38 +10,38 @@ from errors import CheckpointError, Problem, as_yaml, format_problem, refuse, sh
 from training.config.schema import GROUPS, Config, validate
 from training.config.yaml_files import REPOSITORY, flat, nested
 
-SAMPLE = ("corpus", "sample.txt")  # the text of data=sample
-# Settings of one launch on one machine, and those that say which run it is. A run that is resumed
-# by its path has all others from its checkpoint.
+SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
+# These settings belong to one start of a run. With trainer.resume=PATH, all others come from the
+# checkpoint.
 OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
 OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume", "trainer.resume_override")
-# They follow from other settings where they are null; a longer run keeps them: resolve_auto.
-FOLLOWING = (
+# If these are null, `resolve_auto` sets them. A resumed run keeps their values.
+AUTOMATIC = (
     "trainer.warmup_steps",
     "trainer.eval_every",
     "trainer.eval_windows",
     "trainer.log_every",
 )
-# What may differ between the ranks of a run. Data are compared by their checksums.
+# Settings that may differ between the ranks of a run. Data are compared by checksum.
 OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
 
 
 def resolve_auto(config: Config, before: dict | None = None) -> None:
-    """Sets the settings that are null and follow from others.
+    """Sets automatic settings that are null.
 
-    before: the settings of the run that is resumed, which keeps its values.
+    before: the settings of the run that is resumed; it keeps its values.
     """
     trainer, steps, known = config.trainer, config.trainer.max_steps, flat(before or {})
-    # With 12 steps of warm-up the loss of GPT-2 small jumps by four nats (docs/benchmarks.md).
+    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/benchmarks.md).
     warmup = min(max(steps // 10, 24), 2000, steps // 5)
     _resolve(config, "trainer.warmup_steps", known, warmup)
     _resolve(config, "trainer.eval_every", known, min(max(steps // 10, 40), 1000))
-    # A validation window costs at most a third of a training window: below 1 % of the time, except
-    # in the smallest runs, where fewer windows would tell too little.
+    # A validation window takes at most a third of the time of a training window: validation takes
+    # less than 1 % of the time, except in very short runs, which validate on at least 8 windows.
     between = trainer.batch_size * (trainer.eval_every or steps)
     _resolve(config, "trainer.eval_windows", known, min(max(between * 2 // 100, 8), 400))
     _resolve(config, "trainer.log_every", known, max(steps // 500, 1))
-    if known.get("lens.every") == 0:  # it was off, and now it is asked for
+    if known.get("lens.every") == 0:  # the lens was off and is now on
         del known["lens.every"]
     _resolve(config, "lens.every", known, min(max(steps // 20, 40), 1000))
 
@@ -55,10 +54,10 @@ def _resolve(config: Config, key: str, before: dict, value: int) -> None:
 
 
 def config_from(values: dict, overrides: Sequence[str], found: Sequence[Problem] = ()) -> Config:
-    """The config of composed plain values. Raises ConfigError with the problems `found` and these.
+    """The config for composed values. Raises ConfigError with `found` and all new problems.
 
-    overrides: the command line. Where trainer.resume is a path, whether the settings fit together
-    is known once `complete` has combined them with those of the run.
+    overrides: the command line. If trainer.resume is a path, the rules between settings are checked
+    later, by `complete`, with the settings of that run.
     """
     resume = flat(values).get("trainer.resume")
     names_run = isinstance(resume, str) and resume not in ("auto", "must")
@@ -72,11 +71,10 @@ def config_from(values: dict, overrides: Sequence[str], found: Sequence[Problem]
 
 
 def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str]]:
-    """The stored settings of a run with the command line's on top, and which ones have changed.
+    """(The stored settings of a run, overridden by the command line; the changes as text).
 
-    found, stored: as of `training.checkpoint.resume.stored_settings`. Unknown stored settings are
-    ignored. Raises CheckpointError for stored values that cannot be used, ConfigError for what the
-    command line makes of them.
+    found, stored: from `training.checkpoint.resume.stored_settings`. Unknown stored settings are
+    ignored. Raises CheckpointError for invalid stored settings, ConfigError for invalid overrides.
     """
     given, known = flat(config.model_dump()), flat(stored)
     if broken := sorted(GROUPS.keys() & known.keys()):
@@ -87,10 +85,10 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     }
     path = before["data.path"]
     is_sample = isinstance(path, str) and Path(path).parts[-2:] == SAMPLE
-    if is_sample and not Path(path).exists():  # the repository was in another folder
+    if is_sample and not Path(path).exists():  # the repository was moved
         before["data.path"] = str(REPOSITORY.joinpath(*SAMPLE))
-    merged = before | dict.fromkeys(FOLLOWING)
-    if config.name not in (None, Path(found).parent.parent.name):  # a branch: another run on W&B
+    merged = before | dict.fromkeys(AUTOMATIC)
+    if config.name not in (None, Path(found).parent.parent.name):  # a branch is another run on W&B
         merged["wandb.name"] = None
     merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
     names = [*config.overrides, *GROUPS] if "experiment" in config.overrides else config.overrides
@@ -105,18 +103,18 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     changed = [
         f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(before[key]))})"
         for key, value in merged.items()
-        if value != before[key] and not (value is None and key in FOLLOWING)
+        if value != before[key] and not (value is None and key in AUTOMATIC)
     ]
     return result, changed
 
 
 def _is_of(key: str, names: Collection[str]) -> bool:
-    """Whether the names have this setting or its group."""
+    """Whether `names` contains this setting or its group."""
     return key in names or key.partition(".")[0] in names
 
 
 def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:
-    """The problems of a rank that was started with other settings than rank 0; both plain."""
+    """A problem for each setting of this rank that differs from rank 0."""
     theirs, fix = flat(of_rank_0), "start all ranks with the same settings"
     return [
         Problem(key, value, f"on rank {rank}, {as_yaml(theirs.get(key))} on rank 0", fix)

@@ -1,4 +1,4 @@
-"""The YAML files of configs/: the default value of every setting and, beside it, its meaning."""
+"""Reads configs/: the default value of every setting and its meaning, the comment after it."""
 
 import copy
 import functools
@@ -15,14 +15,14 @@ SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
 
 @functools.cache
 def defaults_and_meanings() -> dict[str, tuple[object, str]]:
-    """(default value, meaning) of every setting by its dotted key, in the order of the files."""
+    """(default value, meaning) of every setting, by dotted key, in the order of the files."""
     found = {}
     entries = yaml.safe_load((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     chosen = [item for entry in entries if entry != "_self_" for item in entry.items()]
     for group, name in [("", "config"), *chosen]:
         path = CONFIGS / group / f"{name}.yaml"
         if not path.is_file():
-            continue  # experiment=null, and files of Hydra's own
+            continue  # experiment=null, or a file of Hydra
         text = path.read_text(encoding="utf-8")
         values = yaml.safe_load(text)
         for line in text.splitlines():
@@ -42,7 +42,7 @@ def default_values() -> dict:
 
 
 def flat(tree: Mapping) -> dict[str, object]:
-    """Settings by dotted name (trainer.device), as on the command line."""
+    """Settings by dotted key, such as trainer.device."""
     leaves: dict[str, object] = {}
     for key, value in tree.items():
         is_group = isinstance(value, Mapping)

@@ -106,7 +106,13 @@ WHOLE = [
 ]
 WHOLE += ["model=" + "{a:" * 300 + "1" + "}" * 300]
 KEYS = dict(zip(WHOLE, WHOLE, strict=True))
-KEYS |= {"data=text": "data.path", "": "''", "~seed": "seed", "+seed=1": "command line"}
+KEYS |= {
+    "data=text": "data.path",
+    "": "''",
+    "~seed": "seed",
+    "+seed=1": "seed",
+    "+lens=off": "lens",
+}
 KEYS |= {"model={emb_dim:3}": "model.num_heads", "hydra.ouput=x": "command line"}
 KEYS |= {"seed=${nope:1}": "seed"}
 
