@@ -104,6 +104,9 @@ def home(tmp_path_factory):
         prepare(folder / "my.txt", folder / name, tokenizer="byte")
     to_hf(tiny_model(vocab_size=257, context_length=32), folder / "path" / "to" / "gpt2")
     shutil.copytree(folder / "path" / "to" / "gpt2", folder / "DIR")
+    settings_page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", settings_page, re.DOTALL | re.MULTILINE)
+    write_source(folder / "my-configs" / "experiment" / "mine.yaml", [example])
     run = train_in(folder, *TRAINING, "name=NAME")
     (folder / "runs" / "tutorial").symlink_to("NAME")
     shutil.copytree(run / "checkpoints" / "last", folder / "mine")
@@ -129,7 +132,7 @@ def test_settings_of_every_training(home, monkeypatch):
     for words in given:
         if REFUSED.search(" ".join(words)) or words == ["--help"]:
             continue
-        if words[:1] == ["-m"]:
+        if any(word.startswith("-") for word in words):
             check(parse_options(words))
         elif "induction" in " ".join(words):  # has no data.path
             compose(words)
