@@ -1,11 +1,11 @@
-"""The size of the code, compared with the budgets of the design. Part of `make lint`.
+"""Compares the size of the code with limits. Part of `make lint`.
 
-    python -m tests.budgets           prints the table; exits with 1 if a figure is above its limit
+    python -m tests.budgets           prints the table; exits with 1 if a value is above its limit
     python -m tests.budgets --step    prints the files to read to follow one training step
 
-Lines are physical lines of Python outside tests/. `target` is the design's budget. `limit` is what
-`make lint` allows: lower it when the figure falls; raise it, in the same commit, for a feature that
-is worth its lines.
+Lines are physical lines of Python outside tests/. `target` is the size planned in the design.
+`limit` is the maximum that `make lint` accepts. Lower a limit when the value falls. Raise it, in
+the same commit, for a feature that is worth its lines.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 TRUNK = ("train.py", "model.py", "attention.py", "data.py")
 # The files whose functions compute or move data in one training step on a CPU, in the order of the
-# calls. The profiler, the metrics and the dataclass of the run are called too; they are not listed.
+# calls. Not listed: the profiler, the metrics and the dataclass of the run.
 STEP = (
     "train.py",
     "data.py",
@@ -30,7 +30,7 @@ STEP = (
     "training/optim/optimizers.py",
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# what is measured: (target, limit)
+# name of the value: (target, limit)
 BUDGETS = {
     "all": (12_500, 14_100),
     "train + model + attention + data": (1_200, 910),
@@ -70,7 +70,7 @@ def deferred_imports(tree: ast.Module) -> int:
 
 
 def measure(files: dict[str, str]) -> dict[str, tuple[int, str]]:
-    """Of each budget the figure, and where its largest item is."""
+    """Returns each value of BUDGETS, with a detail such as the name of the largest file."""
     lines = {name: text.count("\n") for name, text in files.items()}
     trees = {name: ast.parse(text) for name, text in files.items()}
     bodies = [(length(f), f"{name}: {f.name}") for name in files for f in functions(trees[name])]

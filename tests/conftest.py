@@ -1,4 +1,4 @@
-"""What all tests share: no network, no W&B account, one thread each, runs in temporary folders."""
+"""Settings and fixtures of all tests: no network, no W&B account, one thread, temporary folders."""
 
 import functools
 import getpass
@@ -16,10 +16,10 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What tests compile is nothing to keep.
+# Compiled code of tests is not cached.
 cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-# Neither a W&B account nor the launcher whose allocation the tests may run in.
+# No W&B account, and no variables of a launcher that may have started the tests.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_")
 for name in tuple(os.environ):
     if name.startswith(("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", *LAUNCHER)):
@@ -27,14 +27,14 @@ for name in tuple(os.environ):
 
 pytest.register_assert_rewrite("helpers")
 sys.path.insert(0, str(Path(__file__).resolve().parent / "no_network"))
-sys.modules.pop("sitecustomize", None)  # Debian's Python has one of its own
-import sitecustomize  # noqa: E402  blocks sockets; the processes that tests start find it too
+sys.modules.pop("sitecustomize", None)  # Debian's Python contains another one
+import sitecustomize  # noqa: E402  blocks sockets, also in processes that tests start
 
 assert sitecustomize.BLOCKED
 
 from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY  # noqa: E402
 
-# The slowest files, started first so that no process has a long one left at the end.
+# The slowest files run first, so that no process is left with a long one at the end.
 SLOWEST = ["test_ranks.py", "test_kills.py", "test_ranks_lost.py", "test_train.py"]
 SLOWEST += ["test_wandb_faults.py", "test_sweep.py", "test_training.py", "test_page.py"]
 
@@ -53,8 +53,8 @@ def text_file(tmp_path):
 
 @pytest.fixture
 def make_run(tmp_path, monkeypatch, text_file):
-    """make_run(*overrides) -> a Run with a tiny model, in a temporary folder. tiny=False: with the
-    overrides alone."""
+    """make_run(*overrides) -> a Run with a tiny model, in a temporary folder. tiny=False: only the
+    overrides, without the settings of the tiny model."""
     monkeypatch.chdir(tmp_path)
 
     from helpers.settings import settings
@@ -62,7 +62,7 @@ def make_run(tmp_path, monkeypatch, text_file):
     from training.setup import build_run
 
     def make(*overrides, tiny=True):
-        for earlier in runs:  # whose process would have ended
+        for earlier in runs:  # as if their processes had ended
             earlier.closing.close()
         first = [*TINY, f"data.path={text_file}"] if tiny else []
         runs.append(build_run(settings(*first, *overrides)))
@@ -93,8 +93,8 @@ def command(tmp_path):
 
 @pytest.fixture
 def in_process(monkeypatch, capsys):
-    """in_process(main, folder, *arguments) -> (exit code, out, err) of a command, run in a folder
-    by this process: faster, and what a test has patched is so for the command."""
+    """in_process(main, folder, *arguments) -> (exit code, out, err) of a command that runs in this
+    process. This is faster, and patches of the test apply to the command."""
 
     def run(main, folder, *arguments):
         monkeypatch.chdir(folder)
@@ -111,7 +111,7 @@ def in_process(monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def browser():
-    """A real Chromium: the machine's own, none is ever downloaded."""
+    """A Chromium that is installed on the machine; nothing is downloaded."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -126,7 +126,7 @@ def browser():
 
 @pytest.fixture(scope="session")
 def window(browser):
-    """window(**options) -> a browser window, kept for the next test that wants one like it."""
+    """window(**options) -> a browser window, reused by later tests with the same options."""
 
     @functools.cache
     def make(options):
@@ -137,9 +137,9 @@ def window(browser):
 
 @pytest.fixture
 def opened(window):
-    """opened(page.html, fragment) -> it in a browser, `before` being run before its own scripts.
-    Fails when anything was fetched or refused, when a script failed, or when the page said
-    anything on the console."""
+    """opened(page.html, fragment) -> the page in a browser. `before` runs before its scripts. Fails
+    when the page loaded or was refused a resource, when a script failed, or when the page wrote to
+    the console."""
     pages, wrong, fetched, allowed = [], [], [], set()
 
     def dismiss(dialog):
@@ -169,7 +169,7 @@ def opened(window):
 
 @pytest.fixture
 def write(tmp_path):
-    """write(run, ...) -> the path of their page (runs as of helpers/pages.py)."""
+    """write(run, ...) -> the path of a page with these runs (see helpers/pages.py)."""
     from lens.page import page
 
     def to_file(*runs, title="attention", name="page.html"):
@@ -182,9 +182,9 @@ def write(tmp_path):
 
 @pytest.fixture
 def shown(write, opened):
-    """shown(run, ...) -> their page in a browser, its first view standing, every frame decoded:
-    a change of the step shows at once then, however busy the machine is. What happens while
-    frames are being decoded has tests of its own."""
+    """shown(run, ...) -> a page with these runs in a browser, after its first view is drawn and all
+    frames are decoded. So a change of the step is visible at once, also on a busy machine. Other
+    tests check what happens while frames are decoded."""
     from helpers.pages import DECODE_ALL, a_run, ready
 
     def show(*runs, fragment="", title="attention", **options):

@@ -1,4 +1,4 @@
-"""attention.py against published figures, the definition in plain Python and per-head slices.
+"""attention.py compared with published values, a definition in plain Python and per-head slices.
 
 More published figures: scripts/test_attention_ladder.py.
 """
@@ -33,7 +33,7 @@ def multi_head(name="sdpa", num_heads=3, dropout=0.0):
 
 
 def weights_by_definition(queries, keys):
-    """softmax(q . k / sqrt(D)) over the keys up to the query, with Python's floats."""
+    """softmax(q . k / sqrt(D)) over the keys up to the query, in plain Python."""
     (B, H, T, D), S = queries.shape, keys.shape[2]
     attn_weights = torch.zeros(B, H, T, S)
     for b in range(B):
@@ -49,8 +49,8 @@ def weights_by_definition(queries, keys):
 
 
 def test_attention_weights_are_the_definition():
-    """The mask is aligned bottom right: query t of T sees the first S - T + t + 1 keys."""
-    # In the first shape H = T = S = D, where every wrong transpose has a shape that fits.
+    """Query t of T may attend to the first S - T + t + 1 keys."""
+    # In the first shape H = T = S = D, so that a wrong transpose raises no error.
     for T, S, H, D in [(4, 4, 4, 4), (7, 7, 3, 5), (3, 9, 3, 4), (1, 4, 3, 4), (1, 1, 1, 1)]:
         queries, keys, _ = random_heads(T, S, H=H, D=D)
         attn_weights = causal_attn_weights(queries, keys)
@@ -109,7 +109,7 @@ def test_dropout_rate_and_expectation(name):
     dropped = KERNELS[name](queries, keys, torch.eye(T).expand(4, 8, T, T), rate)
     attn_weights = causal_attn_weights(queries, keys)
     kept = dropped != 0
-    # What is kept is scaled by 1 / (1 - p), so that the expectation stays the same.
+    # The remaining weights are scaled by 1 / (1 - p), so that the expectation does not change.
     torch.testing.assert_close(dropped[kept], attn_weights[kept] / (1 - rate))
     share_dropped = 1 - kept.sum() / attn_weights.count_nonzero()
     assert abs(share_dropped - rate) < 0.01  # 37,632 draws: four standard deviations
@@ -119,7 +119,7 @@ def test_dropout_rate_and_expectation(name):
 
 
 def rounded(tensor):
-    """To the four digits that a source prints."""
+    """Equal to four digits, as printed in the source."""
     return [" ".join(f"{x:.4f}" for x in row) for row in tensor.tolist()]
 
 
@@ -140,7 +140,7 @@ def test_figures_of_the_book(name):
 
 
 def by_hand(module, x):
-    """The module's output and weights, head by head from slices of its matrices."""
+    """The module's output and weights, computed for each head from slices of its matrices."""
     D = module.head_dim
     heads, head_weights = [], []
     for h in range(module.num_heads):
@@ -175,7 +175,7 @@ def test_module_equals_separate_heads(name):
 
 @each_kernel
 def test_a_kernel_given_for_one_call_replaces_the_modules_own(name):
-    """It gets the dropout rate as the module's own does."""
+    """It gets the same dropout rate as self.kernel."""
     module, x, seen = multi_head(name, dropout=0.5), torch.randn(2, 9, 6), []
 
     def kernel(queries, keys, values, dropout_p):
@@ -194,7 +194,7 @@ def test_a_kernel_given_for_one_call_replaces_the_modules_own(name):
 
 
 def test_interface_and_parameters():
-    """The signature of the book's class; a seed gives the same weights in every version."""
+    """Same signature as the book's class; a seed gives the same weights in all versions."""
     parameters = list(inspect.signature(MultiHeadAttention).parameters.values())
     names = "d_in d_out context_length dropout num_heads qkv_bias"
     assert " ".join(p.name for p in parameters[:6]) == names

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md, applied to a copy of the repository, and their commands."""
+"""Applies the examples of CONTRIBUTING.md to a copy of the repository and runs their commands."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from helpers import REPOSITORY
 
 TEXT = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^### (Add .*?)\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL))
-# A new file, whose path is in the line before; a patch; or commands.
+# A code block: a new file (its path is in the line before), a patch, or commands.
 BLOCK = re.compile(r"(?:^`([^`\n]+)`:\n\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "results", "*.png", "*.ipynb")
 

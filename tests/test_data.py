@@ -1,4 +1,4 @@
-"""data.py: windows and data sets, each against its plain definition, and what is validated on."""
+"""data.py: windows, data sets and the validation split, each compared with a plain definition."""
 
 import itertools
 import json
@@ -36,11 +36,11 @@ some = trials(25, 200)
 
 BYTE = get_tokenizer("byte")
 GPT2 = get_tokenizer("gpt2")
-cuts = st.sets(st.integers(0, 100), max_size=5)  # where a stream is cut into arrays
+cuts = st.sets(st.integers(0, 100), max_size=5)  # positions where a stream is split into arrays
 
 
 def load(path: object, **changes) -> data.LoadedData:
-    """A tiny text with these settings, one token per byte."""
+    """The data settings for a tiny text, with one token per byte."""
     path = [str(p) for p in path] if isinstance(path, list) else str(path)
     values = {"tokenizer": "byte", "max_length": 4, "val_fraction": 0.0} | changes
     config = DataConfig.with_defaults(path=path, **values)
@@ -48,18 +48,18 @@ def load(path: object, **changes) -> data.LoadedData:
 
 
 def stream_of(ids, cuts=(), dtype=np.uint16, vocab_size: int = 257) -> TokenStream:
-    """Ids in one array, or in several, cut at these places; the last id ends a text."""
+    """A stream of these ids, split into arrays at `cuts`; the last id is the end-of-text token."""
     arrays = np.split(np.array(ids, dtype), sorted(cuts))
     return TokenStream(arrays, vocab_size, vocab_size - 1)
 
 
 def ids_of(dataset: GPTDatasetV1) -> list[int]:
-    """All the ids that windows are cut from."""
+    """All ids of the stream of a data set."""
     return np.concatenate(dataset.tokens.arrays).tolist()
 
 
 def pairs_of(dataset, windows=None) -> list[tuple[list[int], list[int]]]:
-    """All windows, or these, as (input ids, target ids)."""
+    """All windows of a data set, or the given ones, as (input ids, target ids)."""
     input_ids, target_ids = dataset.batch(np.arange(len(dataset)) if windows is None else windows)
     assert input_ids.dtype == target_ids.dtype == torch.int64
     return as_pairs(zip(input_ids, target_ids, strict=True))
@@ -70,7 +70,7 @@ def as_pairs(windows) -> list[tuple[list[int], list[int]]]:
 
 
 def classic_windows(text: str, tokenizer, max_length: int, stride: int) -> list[tuple]:
-    """The classic implementation: two lists, filled window by window."""
+    """The implementation of the book: two lists, filled window by window."""
     token_ids = tokenizer.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
     input_ids, target_ids = [], []
     for i in range(0, len(token_ids) - max_length, stride):
@@ -109,8 +109,8 @@ END = 9  # the end-of-text token of the streams below
 
 
 def windows_within_documents(documents, max_length, stride) -> list[tuple]:
-    """The plain definition: each document by itself, with the next one's first token to predict;
-    a window every `stride` tokens until one has reached the document's end."""
+    """The plain definition. Of each document, with the first token of the next document as last
+    target: windows every `stride` tokens, until one contains the last target."""
     windows = []
     for number, document in enumerate(documents):
         is_last = number == len(documents) - 1
@@ -128,7 +128,7 @@ def windows_within_documents(documents, max_length, stride) -> list[tuple]:
 
 @st.composite
 def document_lists(draw) -> list[list[int]]:
-    """Documents, each beginning with END; the first may be the rest of one that was cut."""
+    """Documents that start with END; the first one may be the end of a document, without END."""
     texts = draw(st.lists(st.lists(st.integers(0, 8), max_size=13), min_size=1, max_size=8))
     documents = [[END, *text] for text in texts]
     if len(documents[0]) > 1 and draw(st.booleans()):
@@ -159,7 +159,7 @@ def test_windows_within_documents_equal_the_plain_definition(documents, max_leng
 
 
 def datasets_of(sizes: list[int]) -> list[SlidingWindows]:
-    """Data sets with so many windows, no two windows alike."""
+    """Data sets with these numbers of windows; all windows are different."""
     ids = [range(1000 * n, 1000 * n + 2 * size + 1) for n, size in enumerate(sizes)]
     return [SlidingWindows(stream_of(own, vocab_size=50257), 2, 2) for own in ids]
 
@@ -192,7 +192,7 @@ def test_evenly_spread_windows_of_a_mixture():
     for sizes, weights, most, expected in [
         ([100, 100], [0.5, 0.5], 4, [0, 99, 100, 199]),
         ([5, 5], [3.0, 1.0], 4, [0, 2, 4, 5]),
-        ([100, 2, 1], [0.1, 0.4, 0.5], 10, [0, 100, 101, 102]),  # no more than a source has
+        ([100, 2, 1], [0.1, 0.4, 0.5], 10, [0, 100, 101, 102]),  # at most all windows of a source
         ([3, 100], [0.999, 0.001], 4, [0, 1, 2, 3]),  # at least one of each
         ([9, 9, 9, 9], [1.0, 1.0, 1.0, 1.0], 6, [0, 9, 18, 26, 27, 35]),  # at most six
     ]:
@@ -201,15 +201,15 @@ def test_evenly_spread_windows_of_a_mixture():
 
 
 def split_of(ids: list[int], val_fraction: float) -> tuple[int, int]:
-    """The plain definition: (where the validation part begins, how many notes there are: one when
-    it begins inside a document of several)."""
-    wished = len(ids) - int(len(ids) * val_fraction)
-    reach = int(len(ids) * val_fraction) // 2
+    """The plain definition: (first position of the validation data, number of notes). There is a
+    note if it is inside a document and the text has several documents."""
+    target = len(ids) - int(len(ids) * val_fraction)
+    max_distance = int(len(ids) * val_fraction) // 2
     starts = [place for place in range(1, len(ids)) if ids[place] == 256]
-    near = [(abs(place - wished), place) for place in starts if abs(place - wished) <= reach]
+    near = [(abs(place - target), place) for place in starts if abs(place - target) <= max_distance]
     if near:
         return min(near)[1], 0
-    return wished, bool(starts)
+    return target, bool(starts)
 
 
 @trials(50, 300)
@@ -219,10 +219,10 @@ def split_of(ids: list[int], val_fraction: float) -> tuple[int, int]:
     st.integers(1, 3),
     st.none() | st.integers(1, 5),
 )
-@example([60, 26, 11], 0.1, 11, None)  # one window, of the document nearest to what is wished for
-@example([83, 15], 0.1, 4, None)  # the nearest document is too far: inside one
-@example([10, 75, 4, 10], 0.2, 3, 1)  # two are as near: the first
-@example([39], 0.125, 4, None)  # one window to validate on, none, one to train on
+@example([60, 26, 11], 0.1, 11, None)  # one window; starts at the nearest document
+@example([83, 15], 0.1, 4, None)  # the nearest document is too far away: inside a document
+@example([10, 75, 4, 10], 0.2, 3, 1)  # two at the same distance: the first one
+@example([39], 0.125, 4, None)  # one validation window, no note, one training window
 @example([3], 0.1, 4, None)  # four and five tokens for windows of four
 def test_validation_is_the_end_of_the_text(
     tmp_path_factory, lengths, val_fraction, max_length, stride
@@ -247,7 +247,7 @@ def test_validation_is_the_end_of_the_text(
         assert ids_of(loaded.val) == ids[place:]
         assert len(loaded.notes) == notes
         assert (loaded.train.max_length, loaded.train.stride) == (max_length, stride or max_length)
-        # Each validation token is predicted once, whatever the stride.
+        # Each validation token is predicted once, for every stride.
         predicted = list(itertools.chain(*(targets for _, targets in pairs_of(loaded.val))))
         assert predicted == ids[place + 1 :][: len(predicted)]
         assert len(ids) - place - 1 - len(predicted) < max_length
@@ -264,7 +264,7 @@ def test_validation_on_a_text_of_its_own(tmp_path):
     loaded = load(path, val_path=in_turn, within_documents=True)
     assert ids_of(loaded.val) == [256, *b"is no. 1", 256, *b"is no. 0"]
     assert type(loaded.val) is DocumentWindows
-    # Both are to stay what they were.
+    # Neither may change.
     assert loaded.checksums == load(path).checksums + load(in_turn).checksums
     short = write_source(tmp_path / "short.txt", ["abc"])
     with refused(DataError, "data.val_path", short, exit_code=3):
@@ -272,7 +272,7 @@ def test_validation_on_a_text_of_its_own(tmp_path):
 
 
 def test_a_mixture_of_texts(tmp_path):
-    """Each source is split by itself; a text to validate on is used once."""
+    """Each source is split separately; data.val_path is used once."""
     texts = ("a" * 99, "b" * 39)
     files = [write_source(tmp_path / f"{text[0]}.txt", [text]) for text in texts]
     loaded = load(files, weights=[0.7, 0.3], val_fraction=0.25)
@@ -292,9 +292,9 @@ def test_a_mixture_of_texts(tmp_path):
 
 
 def test_files_named_val_are_to_validate_on(tmp_path):
-    """Whatever the share to validate on, unless it is 0: then they are not used."""
+    """For each val_fraction except 0, which means no validation."""
     texts = {"train_2": b"second", "train_1": b"the first", "val_0": b"held back"}
-    for name, text in texts.items():  # one token per byte, plain, as nanoGPT writes them
+    for name, text in texts.items():  # one token per byte, in nanoGPT's format
         write_packed(tmp_path / f"web_{name}.bin", np.array([*text], "<u2").tobytes())
     loaded = load(tmp_path, val_fraction=0.5, stride=1)
     assert ids_of(loaded.train) == [*b"the first", *b"second"]
@@ -307,7 +307,7 @@ def test_files_named_val_are_to_validate_on(tmp_path):
 
 
 def test_shards_give_the_windows_of_the_text(tmp_path):
-    """Also those that reach from one shard into the next."""
+    """Also those that start in one shard and end in the next."""
     for n in range(3):
         words = [f"{n}{i} don't 1234 日本語 {'word ' * (i * 7 % 23)}" for i in range(12)]
         documents = END_OF_TEXT.join(" ".join(words[first:]) for first in range(12))
@@ -325,7 +325,7 @@ def test_shards_give_the_windows_of_the_text(tmp_path):
 
 
 def test_other_tokens_than_those_of_a_checkpoint_or_of_rank_0_are_refused():
-    """The reason has the file and the byte, or both files."""
+    """The reason contains the file and the byte, or both files."""
     a, b = ("a.bin", ["1", "2", "3"]), ("b.bin", ["4"])
     for now, names, numbers in [
         ([("a.bin", ["1", "2", "x"]), b], ["a.bin"], {2**23}),
@@ -347,7 +347,7 @@ def test_other_tokens_than_those_of_a_checkpoint_or_of_rank_0_are_refused():
 
 
 def problems(**changes) -> list[str]:
-    """The keys of the problems with these settings of data, without the group."""
+    """The keys of the problems of these data settings, without the group name."""
     try:
         DataConfig.with_defaults(**{"path": "a.txt"} | changes)
     except ConfigError as error:
@@ -356,7 +356,7 @@ def problems(**changes) -> list[str]:
 
 
 def test_problems_name_their_keys(tmp_path):
-    """More of them: tests/training/config/test_problems.py."""
+    """More problems: tests/training/config/test_problems.py."""
     assert problems() == problems(path=["a.txt"], stride=1, val_fraction=0.0, verify=False) == []
     bad = {
         "path": [None, "", []],
@@ -370,12 +370,12 @@ def test_problems_name_their_keys(tmp_path):
         assert problems(**{key: value}) == [key]
     assert sorted(problems(path="", max_length=0)) == ["max_length", "path"]
     assert problems(path=["a", "b"], weights=[1.0, -0.5]) == ["weights"]
-    for weights in ([1.0, 0.333333], [1.0, 100_000.0]):  # too many until they repeat
+    for weights in ([1.0, 0.333333], [1.0, 100_000.0]):  # the period is too long
         with refused(ConfigError, "data.weights", exit_code=2):
             load_datasets(DataConfig.with_defaults(path=["a", "b"], weights=weights))
     for weights in ([0.7, 0.3], [1, 2], [1.0, 99_999.0]):
         assert problems(path=["a", "b"], weights=weights) == []
-    # Synthetic sequences need no text, and bytes.
+    # Synthetic sequences need no text, but they need the byte tokenizer.
     values = {"path": None, "tokenizer": "byte", "max_length": 64, "synthetic": "induction"}
     assert problems(**values) == []
     assert problems(**values | {"path": "a.txt"}) == ["path"]
@@ -399,5 +399,5 @@ def test_dataloader_has_the_classic_windows():
     assert shuffled != expected
     assert sorted(shuffled) == sorted(expected)
     assert read(shuffle=False) == expected[:12]
-    with refused(DataError, "batch_size", 15):  # no whole batch
+    with refused(DataError, "batch_size", 15):  # there is no full batch
         create_dataloader(text, **options | {"batch_size": 15})

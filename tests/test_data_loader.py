@@ -1,6 +1,6 @@
-"""data.py: batches of training, read ahead and split; training/evaluation.py: what is averaged.
+"""data.py: training batches, reading ahead, micro-batches; training/evaluation.py: the mean loss.
 
-tests/tokens/test_sampler.py has the order of windows with any number of ranks.
+The order of windows for any number of ranks: tests/tokens/test_sampler.py.
 """
 
 import functools
@@ -29,13 +29,13 @@ from training.evaluation import Validation
 some = trials(15, 100)
 
 CPU = Strategy(torch.device("cpu"), torch.float32)
-AT_MOST = 20  # seconds until a thread that does not answer is a failure
+AT_MOST = 20  # seconds, the timeout of waiting for a thread
 END = 256  # the byte tokenizer's end-of-text token
 bytes_of = functools.partial(bytes_per_token, get_tokenizer("byte"))
 
 
 class Numbers:
-    """Window w is the number w."""
+    """A data set whose window w contains the number w."""
 
     def __init__(self, size: int = 100):
         self.size = size
@@ -50,7 +50,7 @@ class Numbers:
 
 
 def numbers(batches: Iterator, steps: int) -> list[list[int]]:
-    """The windows of the next batches of Numbers."""
+    """The windows of the next batches of a data set of Numbers."""
     return [batch[0].tolist() for batch in itertools.islice(batches, steps)]
 
 
@@ -74,7 +74,7 @@ def test_batches_of_a_mixture_follow_its_weights():
 
 
 def test_the_next_batch_is_read_while_this_one_is_used():
-    """Reading batch 1 is blocked until batch 0 was returned; then it is read unasked."""
+    """Batch 1 is read after batch 0 was returned and before it is requested."""
     go_on, is_ready = threading.Event(), threading.Event()
 
     class Slow(Numbers):
@@ -104,7 +104,7 @@ def test_reading_ahead_ends_with_the_batches_and_raises_their_errors():
 
 
 def documents_of(lengths: list[int]) -> DocumentWindows:
-    """Windows of five within documents with these numbers of letters."""
+    """Windows of five tokens within documents with these numbers of letters."""
     ids = [id for n, k in enumerate(lengths) for id in (END, *range(97 + n, 97 + n + k))]
     stream = TokenStream([np.array(ids, np.uint16)], 257, END)
     return DocumentWindows(stream, 5, 5)
@@ -136,7 +136,7 @@ def test_batches_are_those_of_the_data_set_and_their_targets_are_counted(dataset
 
 
 class Table(torch.nn.Module):
-    """A bigram model: (input_ids, target_ids) -> (logits, mean loss over targets that count)."""
+    """A bigram model: (input_ids, target_ids) -> (logits, mean loss of targets not IGNORED)."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ class Table(torch.nn.Module):
 def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(
     lengths, batch_size, micro_batch_size, step
 ):
-    """Loss and gradients: every target counts the same, in padded windows or not."""
+    """Loss and gradients: every target has the same weight, also in padded windows."""
     dataset, model = documents_of([*lengths, 5]), Table()
     order = WindowOrder(len(dataset), batch_size, 0)
     _, expected = model(*dataset.batch(order.windows(step)))
@@ -182,8 +182,8 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(
 @some
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=9), st.integers(1, 9), st.data())
 def test_every_target_counts_the_same(lengths, batch_size, draw):
-    """The mean over all targets at once, however windows are padded and batched. The model is in
-    evaluation mode and without gradients meanwhile, and in its own mode afterwards."""
+    """It is the mean over all targets, independent of padding and batch size. During evaluation the
+    model is in eval mode without gradients; afterwards its mode is restored."""
     dataset, model = documents_of([*lengths, 5]), Table()
     dataset = MixedDataset([dataset, documents_of([2, 9])], [0.5, 0.5])
     some_windows = st.lists(st.integers(0, len(dataset) - 1), min_size=1, max_size=12)
@@ -208,9 +208,9 @@ def test_every_target_counts_the_same(lengths, batch_size, draw):
 
 
 def test_bits_per_byte_where_targets_are_ignored():
-    """A model that gives all ids the same probability: log 257 nats per target."""
+    """A model for which all ids have the same probability: the loss is log 257 nats."""
     dataset = documents_of([3, 11, 1, 4])
-    num_targets = 3 + 11 + 1 + 4 + 3  # and an end-of-text token after each but the last
+    num_targets = 3 + 11 + 1 + 4 + 3  # and an end-of-text token after each document except the last
     model = Table()
     torch.nn.init.zeros_(model.table)
     validation = Validation(dataset, np.arange(len(dataset)), bytes_of)
@@ -223,7 +223,7 @@ def test_bits_per_byte_where_targets_are_ignored():
 
 
 def test_targets_without_bytes_are_measured_by_accuracy():
-    """End-of-text tokens are no text: there are no bits per byte."""
+    """End-of-text tokens have 0 bytes, so bits per byte are not defined."""
     dataset = documents_of([0] * 12)
     metrics = Validation(dataset, np.arange(len(dataset)), bytes_of).run(Table(), CPU, 2)
     assert metrics.keys() == {"val/loss", "val/accuracy"}

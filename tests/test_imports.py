@@ -1,4 +1,4 @@
-"""Imports: what can be copied out, no cycles, and heavy libraries only when they are needed."""
+"""Imports: files that can be copied, no cycles, and large libraries only when they are needed."""
 
 import ast
 import graphlib
@@ -60,7 +60,7 @@ def test_ctrl_c_during_the_imports_of_a_script_ends_it_quietly(name):
 
 
 def test_attention_model_and_lens_can_be_copied_out(tmp_path):
-    """attention.py and model.py need torch alone; lens/ needs nothing else of this repository."""
+    """attention.py and model.py need only torch; lens/ needs no other file of this repository."""
     for name in ("attention.py", "model.py"):
         shutil.copy(REPOSITORY / name, tmp_path)
         tree = ast.parse((REPOSITORY / name).read_text(encoding="utf-8"))

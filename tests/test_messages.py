@@ -1,4 +1,4 @@
-"""The wording of messages: an example of each kind. Other tests check keys, types and exit codes.
+"""The text of messages, with an example of each kind. Other tests check keys, types, exit codes.
 
 A line is `key=value: reason; hint`, one per problem, without control characters or secrets.
 """
@@ -21,7 +21,7 @@ from training.planning import micro_batch
 NAME = (
     "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ ; after the first character also . = , + -"
 )
-# What is given to train.py -> what is printed.
+# Argument of train.py -> message.
 SETTINGS = {
     "modle=gpt2-small": "no such setting; did you mean model?",
     "trainer.epochs=3": "no such setting; use trainer.max_steps (a run has a number of steps, each "
@@ -42,7 +42,7 @@ SETTINGS = {
     "'KEY=\"some, text\"'",
     "+lens=often": "exists already; write lens=often, without +",
 }
-# Of a single text file.
+# Text file: (content, message).
 TEXTS = {
     "no.txt": (
         None,

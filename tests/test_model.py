@@ -44,7 +44,7 @@ def test_flops_of_gpt2_small():
     with torch.device("meta"):
         small = GPT(preset("gpt2-small"))
     assert f"{small.flops_per_token(1024) / 1e9:.3f}" == "0.798"
-    # By pieces: four attention matrices, two of the MLP, the head; then q.k and weights.v.
+    # Terms: four attention matrices, two MLP matrices, output layer; then q.k and weights.v.
     C, V, L, T = 768, 50257, 12, 1024
     matrices = L * (4 * C * C + 2 * C * 4 * C) + C * V
     causal_products = L * 2 * C * (T + 1) / 2
@@ -65,7 +65,7 @@ def test_impossible_shapes_are_refused():
 
 def test_initialisation_statistics_and_first_loss():
     torch.manual_seed(0)
-    initialised = GPT(ModelConfig(1000, 128, 128, 4, 4, 0.0))  # large enough for statistics
+    initialised = GPT(ModelConfig(1000, 128, 128, 4, 4, 0.0))  # enough parameters for statistics
     for name, parameter in initialised.named_parameters():
         if name.endswith("bias"):
             assert parameter.count_nonzero() == 0, name
@@ -73,14 +73,14 @@ def test_initialisation_statistics_and_first_loss():
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         else:
             expected = 0.02 / math.sqrt(2 * 4) if "out_proj" in name else 0.02
-            # The deviation of n draws is within 1 / sqrt(2 n); four of that.
+            # The standard error of the deviation of n draws is 1 / sqrt(2 n); four times that.
             n = parameter.numel()
             assert abs(parameter.std() / expected - 1) < 4 / math.sqrt(2 * n), name
             assert abs(parameter.mean()) < 4 * expected / math.sqrt(n), name
 
     ids = torch.randint(1000, (4, 65), generator=torch.Generator().manual_seed(0))
     _, loss = initialised(ids[:, :-1], ids[:, 1:])
-    assert abs(loss.item() - math.log(1000)) < 0.1  # of guessing
+    assert abs(loss.item() - math.log(1000)) < 0.1  # the loss of random guessing
 
 
 def test_the_same_seed_gives_the_same_weights_with_every_kernel():
@@ -104,8 +104,8 @@ def test_order_of_the_parameters():
 
 
 def logits_by_hand(model, ids):
-    """GPT-2 as functions of its parameters, with the token embedding as head; nothing of model.py
-    is called."""
+    """GPT-2 as a function of its parameters, with the token embedding as output layer. Does not
+    call model.py."""
     p, c = dict(model.named_parameters()), model.config
     D, T = c.emb_dim // c.num_heads, ids.shape[1]
 
@@ -131,7 +131,7 @@ def logits_by_hand(model, ids):
             heads.append(attn_scores.softmax(-1) @ v)
         x = x + linear(torch.cat(heads, -1), f"{block}.attn.out_proj")
         h = linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.fc")
-        # Hendrycks and Gimpel 2016, the approximation that GPT-2 uses.
+        # The tanh approximation (Hendrycks and Gimpel 2016), which GPT-2 uses.
         h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
         x = x + linear(h, f"{block}.mlp.out_proj")
     return norm(x, "final_norm") @ p["token_emb.weight"].T
@@ -141,7 +141,7 @@ def logits_by_hand(model, ids):
 def test_logits_are_gpt2s_with_its_epsilon(name):
     ids = random_ids()
     for std, more in [(0.3, {}), (0.3, {"qkv_bias": False}), (0.003, {})]:
-        model = tiny_model(std=std, attention=name, **more)  # at the smallest the epsilons count
+        model = tiny_model(std=std, attention=name, **more)  # with the smallest std, eps matters
         atol = 1e-4 * std
         torch.testing.assert_close(model(ids)[0], logits_by_hand(model, ids), atol=atol, rtol=1e-4)
 
@@ -152,7 +152,7 @@ def test_loss_is_the_cross_entropy_of_the_logits():
     no_logits, loss = model(ids[:, :-1], ids[:, 1:])
     assert no_loss is None
     assert no_logits is None
-    # By hand: the mean of minus the log-probability of each target.
+    # The definition: the mean of the negative log-probabilities of the targets.
     expected = -logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).mean()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(loss, F.cross_entropy(logits.mT, ids[:, 1:]))
@@ -189,7 +189,7 @@ def test_dropout_only_in_training():
 
 @each_kernel
 def test_attention_is_captured_in_every_layer(name):
-    """Before dropout, in fp32 also under autocast; the output is that of the model's own kernel."""
+    """Before dropout, and in fp32 also with autocast. The output is the same as without capture."""
     model, ids = tiny_model(attention=name), random_ids()
     found = []
     model.capture_attention(ids, lambda *captured: found.append(captured))
@@ -223,6 +223,6 @@ def test_attn_weights_leave_no_trace():
             torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 9))
             assert weights.triu(diagonal=1).count_nonzero() == 0
     assert all(parameter.grad is None for parameter in model.parameters())
-    # Without dropout: twice the same.
+    # Without dropout, two calls return the same.
     for once, twice in zip(layers, model.attn_weights(ids), strict=True):
         assert torch.equal(once, twice)

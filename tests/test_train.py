@@ -1,4 +1,4 @@
-"""The training loop on a tiny model: learning, the files of a run, resume, stopping."""
+"""The training loop with a tiny model: learning, files of a run, resuming, stopping."""
 
 import contextlib
 import json
@@ -40,26 +40,26 @@ from training.distributed.strategy import Strategy
 from training.optim.optimizers import NonFiniteCheck
 from training.translate_errors import translate_errors
 
-# Settings of the finished run that tests resume; they differ from the defaults.
+# Settings of the finished run that the tests resume. They differ from the defaults.
 OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.log_every=2")
 OWN += ("trainer.max_steps=6", "trainer.save_every=1", "trainer.keep_checkpoints=9")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of 6 steps with a checkpoint of each."""
+    """A run of 6 steps with a checkpoint at each step."""
     return train_in(tmp_path_factory.mktemp("whole"), "name=a", *OWN)
 
 
 @pytest.fixture
 def run(whole, make_run):
-    """Its copy in the current directory, runs/a."""
+    """A copy of the run in the current directory, runs/a."""
     return copy_run(whole)
 
 
 @pytest.fixture
 def resumed(make_run):
-    """resumed(*overrides) -> a Run that has its other settings from the run it names."""
+    """resumed(*overrides) -> a Run; its other settings are those of the run that it resumes."""
     return lambda *overrides: make_run("trainer.device=cpu", *overrides, tiny=False)
 
 
@@ -68,7 +68,7 @@ def step_in(run: Path, step: int) -> Path:
 
 
 def model_of(run: Path, name: str = "model.safetensors") -> str:
-    """The checksum of a file of the checkpoint of step 6."""
+    """The checksum of a file in the checkpoint of step 6."""
     return checkpoint.checksum(step_in(run, 6) / name)
 
 
@@ -91,13 +91,13 @@ def test_two_windows_are_memorized(make_run, tmp_path):
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_batch(make_run):
-    """8 windows as 8, 8 x 1, 4 x 2, and 3 + 3 + 2, where each window must count the same."""
+    """8 windows in micro-batches of 8, 1, 2, and 3 (3 + 3 + 2: equal weight for each window)."""
 
     def gradients(size):
         run = make_run("model.dropout=0", f"trainer.micro_batch_size={size}")
         taken = {}
 
-        def keep(model, optimizer, grad_clip, guard):
+        def keep(model, optimizer, grad_clip, check):
             taken.update({name: p.grad.clone() for name, p in model.named_parameters()})
             return torch.tensor(0.0)
 
@@ -114,8 +114,8 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(make_run):
 
 
 def test_gradients_are_clipped_to_the_norm():
-    """Fused AdamW and the plain one: the same parameters, moments and norms after three steps, the
-    second within the norm. SGD moves by the norm."""
+    """Fused and plain AdamW have the same parameters, moments and norms after three steps; the
+    gradient of the second step is not clipped. An SGD step has the length of the clipped norm."""
     for grad_clip in (0, 0.5, 1e6):
         results = []
         for fused in (True, False):
@@ -123,24 +123,24 @@ def test_gradients_are_clipped_to_the_norm():
             layer = torch.nn.Linear(5, 3)
             optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=fused)
             parallel = Strategy(torch.device("cpu"), torch.float32)
-            guard, norms = NonFiniteCheck(1, parallel.device), []
+            check, norms = NonFiniteCheck(1, parallel.device), []
             for size in (100, 0.01, 1):
                 parallel.backward(layer(torch.full((1, 5), float(size))).square().sum())
-                norms.append(parallel.update(layer, optimizer, grad_clip, guard))
+                norms.append(parallel.update(layer, optimizer, grad_clip, check))
             moments = [optimizer.state[p]["exp_avg_sq"] for p in layer.parameters()]
             results.append([*layer.parameters(), *moments, *norms])
         for fused, plain in zip(*results, strict=True):
             torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-12)
     before = torch.nn.utils.parameters_to_vector(layer.parameters()).detach().clone()
     parallel.backward(100 * layer(torch.ones(1, 5)).sum())
-    parallel.update(layer, torch.optim.SGD(layer.parameters(), lr=1.0), 0.5, guard)
+    parallel.update(layer, torch.optim.SGD(layer.parameters(), lr=1.0), 0.5, check)
     moved = torch.nn.utils.parameters_to_vector(layer.parameters()).detach() - before
     assert float(moved.norm()) == pytest.approx(0.5, rel=1e-4)
     assert all(p.grad is None for p in layer.parameters())
 
 
 def test_gradient_norm_of_a_large_matrix_is_exact():
-    """A plain fp32 sum of ten million squares has an error of a thousandth."""
+    """A naive fp32 sum of ten million squares has an error of 0.1 %."""
     layer = torch.nn.Linear(4096, 2500, bias=False)
     layer.weight.grad = torch.randn(2500, 4096, generator=torch.Generator().manual_seed(0))
     norm = Strategy(torch.device("cpu"), torch.float32).total_norm(layer)
@@ -158,7 +158,7 @@ def test_optimizer_uses_the_learning_rate_of_the_schedule(make_run):
 
 
 def test_weights_depend_on_the_seed_and_not_on_evaluation(make_run):
-    """Validation, samples and logging change no bit, with dropout."""
+    """Validation, samples and logging do not change the weights, also with dropout."""
 
     def final(*overrides):
         run = make_run("model.dropout=0.2", *overrides)
@@ -193,7 +193,7 @@ def test_validation_is_the_mean_over_evenly_spaced_windows(make_run):
         input_ids, target_ids = run.data.val[window]
         losses.append(run.model(input_ids[None], target_ids[None])[1].item())
     assert found["val/loss"] == pytest.approx(sum(losses) / 5, rel=1e-5)
-    # Before training, all 257 ids are about equally likely.
+    # Before training, all 257 ids have about the same probability.
     assert found["val/loss"] == pytest.approx(math.log(257), abs=0.1)
     # One byte per token: bits per byte are nats per token divided by ln 2.
     assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
@@ -238,7 +238,7 @@ def test_run_directory(make_run, tmp_path):
 
 
 def test_every_row_has_the_number_of_tokens(make_run):
-    """Rows of attention alone (steps 0, 2), of a sample without validation (3), of a loss (4)."""
+    """Rows with only attention (steps 0, 2), a sample without validation (3), a loss (4)."""
     rare = ("trainer.log_every=4", "trainer.eval_every=3", "data.val_fraction=0")
     run = make_run(*rare, "lens=default", "lens.every=2")
     fit(run)
@@ -247,7 +247,7 @@ def test_every_row_has_the_number_of_tokens(make_run):
 
 
 def test_newest_checkpoints_and_the_best_are_kept(make_run, monkeypatch):
-    """A best loss of 0.0 is a loss like any other."""
+    """A best loss of 0.0 is not treated as missing."""
     run = make_run("trainer.save_every=1", "trainer.keep_checkpoints=2", "trainer.max_steps=6")
     losses = iter([5.0, 0.0, 3.0, 4.0])  # at steps 0, 2, 4, 6
     monkeypatch.setattr(run, "evaluate", lambda: {"val/loss": next(losses)})
@@ -260,8 +260,8 @@ def test_newest_checkpoints_and_the_best_are_kept(make_run, monkeypatch):
 
 
 def test_resume_is_bit_exact(make_run, run, resumed, whole):
-    """Weights, moments, state, log and samples equal those of the uninterrupted run, whether the
-    run is named by name, path, or checkpoint."""
+    """Weights, moments, state, log and samples equal those of the uninterrupted run. The run is
+    given as a name, a path or a checkpoint."""
 
     def state(folder):
         found = json.loads((step_in(folder, 6) / "state.json").read_text())
@@ -299,7 +299,7 @@ def test_runs_are_in_runs_dir(make_run, tmp_path):
 
 
 def test_longer_run_keeps_warmup_and_intervals(make_run, resumed):
-    """They are chosen by the number of steps where nothing else is given."""
+    """By default they depend on the number of steps of the original run."""
     open_settings = ("trainer.warmup_steps=null", "trainer.eval_every=null")
     run = make_run("name=a", *open_settings, "trainer.max_steps=20")
     train_step(run)
@@ -320,7 +320,7 @@ def test_longer_run_keeps_warmup_and_intervals(make_run, resumed):
 
 
 def test_invalid_settings_of_a_run_are_an_error_of_its_checkpoint(run, resumed):
-    """Named in a short line. A given setting replaces one that is no longer valid."""
+    """The message is short. An override replaces a stored setting that is not valid any more."""
     given = (f"trainer.resume={run}", "trainer.max_steps=7")
     for key, value, valid in (
         ("lens.prompts", ["a prompt"] * 25, "lens=off"),
@@ -352,8 +352,9 @@ def test_a_sweep_branches_off_from_a_run(run, in_process, tmp_path):
     assert {state.settings["optimizer"]["lr"] for state in states} == {1e-3}
 
 
-# What cannot be continued or begun: the settings, the error, its keys. In runs/ are a, a finished
-# run; b, another; gone, one without its checkpoints; begun, one that has none yet; notes, a file.
+# Runs that cannot be resumed or started: (settings, error, keys). In runs/: a, a finished run;
+# b, another run; gone, a run without its checkpoints; begun, a run without a checkpoint yet; and
+# notes, a file.
 REFUSALS = [
     ("name=new trainer.resume=must", ConfigError, ["trainer.resume"]),
     ("name=a trainer.resume=false", ConfigError, ["name"]),
@@ -364,10 +365,10 @@ REFUSALS = [
     ("trainer.resume=runs/a name=b trainer.max_steps=9", ConfigError, ["name"]),
     ("trainer.resume=runs/a name=c", ConfigError, ["trainer.max_steps"]),
     ("trainer.resume=runs/a/checkpoints/step_00000002", ConfigError, ["trainer.resume"]),
-    # The default is refused where it is given.
+    # An override with the default value is refused too.
     ("trainer.resume=runs/a trainer.max_steps=9 optimizer.lr=3e-4", ConfigError, ["optimizer.lr"]),
     ("name=a optimizer.lr=0.5 model.emb_dim=64", ConfigError, ["model.emb_dim", "optimizer.lr"]),
-    # No override changes the shape of a model.
+    # trainer.resume_override does not allow another model shape.
     ("name=a model.emb_dim=64 trainer.resume_override=true", ConfigError, ["model.emb_dim"]),
 ]
 
@@ -390,8 +391,8 @@ def test_refusals_name_the_settings_and_change_nothing(run, make_run, resumed):
 
 
 def test_settings_that_change_what_is_computed_are_not_free(run, resumed):
-    """A new setting of the trainer is not, until this test and the list of free ones have it. A
-    checkpoint from before there was a choice of the optimizer is one of AdamW."""
+    """A new trainer setting must be added to this test or to the list of free settings. A
+    checkpoint without an optimizer name is one of AdamW."""
     before = {f"trainer.{key}": 0 for key in TrainerConfig.model_fields} | {"trainer.new": 0}
     problems = changed_settings(before, dict.fromkeys(before, 1), run)
     different = ("batch_size", "warmup_steps", "grad_clip", "precision", "new")
@@ -417,7 +418,7 @@ def test_override_accepts_changed_settings_and_data(run, resumed):
     assert branch.state.settings["optimizer"]["lr"] == 1e-2
 
 
-# Branches of a run: the settings, the step, the directory (None: a new one).
+# Branches of a run: (settings, step, directory; None: a new directory).
 BRANCHES = [
     ("trainer.resume=runs/a/checkpoints/step_00000002 name=b", 2, "runs/b"),
     ("trainer.resume=elsewhere/c name=c trainer.max_steps=7", 6, "runs/c"),
@@ -436,12 +437,12 @@ def test_a_branch_leaves_the_run_as_it_was_and_has_its_own_best_loss(run, resume
         assert folder in (None, str(branch.directory)), text
         fit(branch)
         assert not [name for name, was in before.items() if changed_paths(Path(name), was)], text
-    # From step 2 on, the branch repeated the run.
+    # The branch repeated the steps of the run after step 2.
     assert model_of(Path("runs/b")) == model_of(run)
 
 
 def test_the_command_that_began_a_branch_continues_it(run, resumed):
-    """Before its first checkpoint it starts again."""
+    """Before the branch has a checkpoint, it starts again."""
     branch = ["name=b", f"trainer.resume={run}", "trainer.max_steps=8"]
     assert resumed(*branch).state.step == 6
     again = resumed(*branch)
@@ -461,11 +462,11 @@ def test_a_finished_run_is_not_changed_by_starting_it_again(run, make_run):
     before = contents(run)
     for steps in (6, 3):
         fit(make_run(*OWN, "name=a", f"trainer.max_steps={steps}"))
-        assert set(changed_paths(run, before)) <= {"report.html"}  # says when it was written
+        assert set(changed_paths(run, before)) <= {"report.html"}  # it contains the time
 
 
 def test_train_without_network_account_or_stdout(tmp_path, text_file):
-    """As in README, in a process of its own, with stdout on a full disk: it trains, says once that
+    """As in README, in a separate process with stdout on a full disk: it trains, reports once that
     W&B is offline and once that output is lost."""
     arguments = [s for s in TINY if not s.startswith(("lens", "wandb"))]
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -493,7 +494,7 @@ def test_debug_adds_the_traceback(in_process, tmp_path):
 
 
 def test_a_signal_during_the_agreement_of_ranks_is_not_lost(make_run, monkeypatch):
-    """Signals at any other moment: faults/test_kills.py."""
+    """Signals at other times: tests/faults/test_kills.py."""
     run = make_run("trainer.eval_every=0")
 
     def largest(number):
@@ -510,7 +511,7 @@ def test_a_signal_during_the_agreement_of_ranks_is_not_lost(make_run, monkeypatc
 
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_a_rank_saves_and_stops_when_its_torchrun_has_died(make_run, monkeypatch, by_torchrun):
-    """Without torchrun, a process may leave its parent and continues."""
+    """Without torchrun, a process continues when its parent has ended."""
     run = make_run("trainer.eval_every=0")
     step = train.train_step
 
@@ -529,7 +530,7 @@ def test_a_rank_saves_and_stops_when_its_torchrun_has_died(make_run, monkeypatch
 
 
 def test_compiled_training_uses_and_saves_the_same_parameters(make_run, tmp_path, monkeypatch):
-    """With an eager backend in place of torch.compile's code generator."""
+    """Uses the eager backend of torch.compile, which generates no code."""
     real, made, ran = torch.compile, [], []
 
     def backend(graph, _):
@@ -546,7 +547,7 @@ def test_compiled_training_uses_and_saves_the_same_parameters(make_run, tmp_path
     plain = make_run("trainer.compile=false", *short)
     fit(compiled)
     fit(plain)
-    assert len(made) == 1  # the blocks share their code
+    assert len(made) == 1  # all blocks use the same compiled code
     # Validation, samples and the lens run the uncompiled module.
     assert ran == [True] * compiled.config.model.num_layers * 2
     assert compiled.metrics.train_loss == pytest.approx(plain.metrics.train_loss, rel=1e-5)

@@ -1,6 +1,6 @@
-"""tokens/encoding.py: texts of any length, cut at any places, against one call of tiktoken.
+"""tokens/encoding.py: texts of any length, split at any position, compared with one tiktoken call.
 
-The pieces are tens of bytes here instead of a quarter of a megabyte, so that a short text has many.
+Chunks have tens of bytes here instead of a quarter of a megabyte, so that a short text has many.
 """
 
 import functools
@@ -12,7 +12,7 @@ from unittest import mock
 import gigatoken.gigatoken_rs
 import numpy as np
 import pytest
-import regex  # tiktoken's own dependency: its engine knows \p{L}
+import regex  # a dependency of tiktoken, for \p{L}
 import tiktoken
 from helpers.refusals import refused
 from helpers.tally import CAMPAIGN, trials
@@ -36,7 +36,7 @@ FRAGMENTS = [
     *("。", "、", "「", "，", "：", "“", "endoftext", "<|", "|>", "||", "<", ">"),
 ]
 fragments = st.sampled_from(FRAGMENTS) | st.text(max_size=3)
-# Each fragment once or many times: runs of one kind, and changes from kind to kind.
+# Each fragment once or many times: long text of one kind, and changes of the kind.
 repeated = st.tuples(fragments, st.sampled_from([1, 1, 1, 2, 7, 60])).map(
     lambda pair: "".join([pair[0]] * pair[1])
 )
@@ -51,7 +51,7 @@ def kept(engine: str, endoftext: str) -> StreamEncoder:
 
 
 def encoder_of(engine: str, endoftext: str = "token", chunk_bytes: int = 32) -> StreamEncoder:
-    """An encoder that leaves the comparison to the test; kept, because making one takes time."""
+    """A cached encoder without its comparison with tiktoken, which the test makes."""
     encoder = kept(engine, endoftext)
     encoder.chunk_bytes, encoder.chunks = chunk_bytes, 1
     return encoder
@@ -62,7 +62,7 @@ def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def check_ids(encoder: StreamEncoder, text: str, blocks: Iterable[bytes], endoftext="token"):
-    """That the ids are those of one call of tiktoken. Returns the arrays."""
+    """Asserts that the ids equal those of one tiktoken call. Returns the arrays."""
     arrays = list(encoder.encode(blocks))
     assert all(ids.dtype == np.uint16 and len(ids) for ids in arrays)
     expected = encode_at_once(text, encoder.tokenizer.name, endoftext)
@@ -78,14 +78,14 @@ def check_ids(encoder: StreamEncoder, text: str, blocks: Iterable[bytes], endoft
     st.integers(32, 100),
     st.integers(1, 60) | st.just(10_000),
 )
-@example("=" * 159, "gigatoken", "token", 63, 1000)  # a token is longer than such a piece
+@example("=" * 159, "gigatoken", "token", 63, 1000)  # a token is longer than a chunk
 @example("ÃÂ" * 200, "tiktoken", "token", 32, 1000)
 @example("a <|endoftext|> b <|endoftext|>\n\nc" * 9, "gigatoken", "token", 32, 33)
 @example("!'s" * 300, "gigatoken", "token", 32, 1000)
-@example(f".{'※' * 170}'{'s' * 999}", "tiktoken", "token", 32, 1000)  # "'s" is no contraction here
+@example(f".{'※' * 170}'{'s' * 999}", "tiktoken", "token", 32, 1000)  # not a contraction
 def test_streamed_ids_are_those_of_one_call(text, engine, endoftext, piece, size):
     encoder = encoder_of(engine, endoftext, piece)
-    for _ in range(2):  # one text after the other: each by itself
+    for _ in range(2):  # two texts sequentially: the first has no effect on the second
         check_ids(encoder, text, utf8_blocks(text, size), endoftext)
 
 
@@ -116,7 +116,7 @@ def test_a_run_without_a_cut_has_the_ids_of_one_call(engine):
 
 @pytest.mark.parametrize("character", [*"a \n-'日\u0301"])
 def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
-    """The engine gets hardly more text than the run has; after it pieces are small again."""
+    """The engine encodes little text twice; after the long text chunks are small again."""
     encode = mock.create_autospec(Gigatoken.encode, side_effect=Gigatoken.encode)
     monkeypatch.setattr(Gigatoken, "encode", encode)
     text = character * 100_000
@@ -133,7 +133,7 @@ def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
 
 
 def test_a_million_line_ends_before_a_word():
-    """tiktoken's own pattern fails on them all at once, not on pieces of the real size."""
+    """tiktoken's pattern fails for all of them in one call, but not for chunks of the real size."""
     text = "a" + "\n" * 1_000_000 + "b c"
     ids = joined(StreamEncoder("gpt2", engine="tiktoken").encode(utf8_blocks(text)))
     assert np.array_equal(ids, module.gigatoken(True).encode(text.encode()))
@@ -143,29 +143,29 @@ PATTERN = regex.compile(r50k_pat_str)
 
 
 def pattern_cuts(text: str) -> set[int]:
-    """The bytes of a text where a match of the pattern begins."""
+    """The positions in bytes where a match of the pattern starts."""
     return {len(text[: match.start()].encode()) for match in PATTERN.finditer(text)}
 
 
 @functools.cache
 def is_cut(left: str, right: str) -> bool:
-    """Whether there is a cut between two neighbours."""
+    """Whether there is a boundary between two neighbours."""
     place = len(left.encode())
     return find_boundary((left + right).encode(), place, place + 1) == place
 
 
 def cuts_of(text: str) -> list[int]:
-    """The plain definition of find_boundary: each two neighbours by themselves."""
+    """The plain definition of find_boundary: each pair of neighbours separately."""
     pairs = enumerate(itertools.pairwise(text), 1)
     return [len(text[:end].encode()) for end, pair in pairs if is_cut(*pair)]
 
 
 def test_cuts_between_two_characters_are_those_of_tiktoken():
-    """Each character with one of each kind behind it, and all of ASCII with all of ASCII: a single
+    """For each character followed by one of each kind, and for all pairs of ASCII characters: one
     match of the pattern, or two.
 
-    tiktoken returns a match that is in the vocabulary as that id, so the vocabulary made here, of
-    all these pairs, shows what the pattern takes together.
+    tiktoken encodes a match that is in the vocabulary as one id. The vocabulary in this test
+    consists of all these pairs, so one id means one match.
     """
     codes = [*range(0x3400), *range(0x3400, 0xD800, 16), *range(0xE000, 0x20000, 5)]
     alphabet = [chr(code) for code in [*codes, *range(0x2F800, 0x2FA1E, 5)]]
@@ -193,7 +193,7 @@ def test_cuts_between_two_characters_are_those_of_tiktoken():
 @example("'sé", 0, 2)
 @example(f"|{END_OF_TEXT}|", 0, 90)
 def test_the_first_cut_is_found_and_is_one_of_the_pattern(text, start, length):
-    """In the text, and in a window of any bytes of it with four before, as parts of files are."""
+    """In the text, and in a byte range of it with four bytes before it, as in a part of a file."""
     whole, cuts = text.encode(), cuts_of(text)
     assert set(cuts) <= pattern_cuts(text)
     begin = whole.find(END_OF_TEXT.encode())
@@ -203,7 +203,7 @@ def test_the_first_cut_is_found_and_is_one_of_the_pattern(text, start, length):
     for stop in (min(start + length % 20, len(whole)), len(whole)):
         first = next((cut for cut in cuts if start <= cut < stop), None)
         assert find_boundary(whole, start, stop) == first
-        end = len(whole[:stop].decode(errors="ignore").encode())  # the last may be cut off
+        end = len(whole[:stop].decode(errors="ignore").encode())  # without a split character
         base = start - min(4, start)
         found = find_boundary(whole[base:stop], start - base, stop - base)
         expected = next((cut for cut in cuts if start <= cut < end), None)
@@ -211,8 +211,8 @@ def test_the_first_cut_is_found_and_is_one_of_the_pattern(text, start, length):
 
 
 def test_engines_agree_on_all_of_unicode():
-    """Their versions of Unicode differ: text with characters that only gigatoken knows is encoded
-    by tiktoken."""
+    """Their versions of Unicode differ: tiktoken encodes text with characters that only gigatoken
+    knows."""
     encoder, step = encoder_of("gigatoken", chunk_bytes=2**14), 1 if CAMPAIGN else 4
     blocks = [*range(0, 0xD800, 256), *range(0xE000, 0x40000, 256), 0xE0000, 0xE0100]
     for first in blocks:
@@ -227,7 +227,7 @@ def test_engines_agree_on_all_of_unicode():
 
 
 def test_a_difference_from_tiktoken_is_refused(monkeypatch):
-    """In the pieces that are checked: every fourth of them here."""
+    """In the chunks that are checked, every fourth one here."""
     texts, real = [], Gigatoken.encode
 
     def encode(self, text):
@@ -262,8 +262,8 @@ def test_the_engine_that_is_used():
         check_ids(encoder, WORDS * 100, utf8_blocks(WORDS * 100))
 
 
-def test_gigatoken_is_made_anew_when_the_process_has_grown(monkeypatch):
-    """It remembers every word that it has seen."""
+def test_gigatoken_is_reloaded_when_the_process_has_grown(monkeypatch):
+    """It caches every word."""
     memory, words = [10**9], WORDS.encode()
     made = mock.Mock(side_effect=gigatoken.gigatoken_rs.BPETokenizer.from_tiktoken)
     monkeypatch.setattr("gigatoken.gigatoken_rs.BPETokenizer", mock.Mock(from_tiktoken=made))

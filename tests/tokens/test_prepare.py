@@ -1,5 +1,5 @@
-"""scripts/prepare_data.py and tokens/prepare.py: the shards hold tiktoken's ids, whichever process
-does which part of the work. Interrupted preparations: tests/faults/test_prepare_stopped.py.
+"""scripts/prepare_data.py and tokens/prepare.py: the shards contain tiktoken's ids, for any number
+of processes and parts. Interrupted preparations: tests/faults/test_prepare_stopped.py.
 """
 
 import functools
@@ -44,16 +44,16 @@ from tokens.readers import split_file
 from training.config.command_line import parse
 
 few = trials(10, 100)
-# In shards of 30 tokens unless a test has other ones.
+# Shards have 30 tokens unless a test sets another number.
 preparation = functools.partial(texts.preparation, shard_tokens=30)
 prepare = functools.partial(texts.prepare, shard_tokens=30)
 
-TEXT = "Some words of a text. " * 20  # four tasks of 30 tokens a shard
+TEXT = "Some words of a text. " * 20  # four tasks with shards of 30 tokens
 
 
 @pytest.fixture
 def here(in_process, tmp_path):
-    """here(*arguments) -> (exit code, out, err) of the command, run in this process."""
+    """here(*arguments) -> (exit code, out, err) of the command; it runs in this process."""
     return functools.partial(in_process, main, tmp_path, "workers=1")
 
 
@@ -63,15 +63,15 @@ def test_number_of_tasks(tmp_path, monkeypatch):
     for name, size, shard_tokens, count in (
         ("a.txt", 120, 10**8, 1),
         ("a.txt", 126, 10**8, 2),
-        ("a.txt", 30_720, 10**8, 32),  # a large text: enough for many workers
-        ("a.txt", 30_000, 30, 250),  # about a shard each: four bytes per token
-        ("A.TXT.GZ", 10**6, 10**8, 1),  # it cannot be divided
+        ("a.txt", 30_720, 10**8, 32),  # a large text: tasks for many workers
+        ("a.txt", 30_000, 30, 250),  # about one shard per task: four bytes per token
+        ("A.TXT.GZ", 10**6, 10**8, 1),  # cannot be split
     ):
         path = write_packed(tmp_path / name, b"A word" * (size // 6))
         made = make_tasks([str(path)], "text", shard_tokens)
         assert [task.number for task in made] == list(range(count))
         assert sum(task.size for task in made) == path.stat().st_size
-    groups = write_source(tmp_path / "a.parquet", ["a" * 60] * 8)  # two rows a group
+    groups = write_source(tmp_path / "a.parquet", ["a" * 60] * 8)  # two rows per group
     sizes = [part.size for part in split_file(str(groups), 1)]
     assert len(sizes) == 4
     monkeypatch.setattr(module, "MIN_TASK_BYTES", sum(sizes[:2]))
@@ -112,7 +112,7 @@ def test_shards_hold_the_ids_of_each_document(
 
 
 def test_command_with_two_processes(command, here, tmp_path):
-    """It makes the same files as one process does. Run again, it changes nothing."""
+    """It writes the same files as one process. A second call changes nothing."""
     kinds = ["txt", "jsonl", "txt.gz", "parquet", "jsonl.zst"]
     collection = [(kind, [varied_text(60_000, number)]) for number, kind in enumerate(kinds)]
     write_collection(tmp_path / "web", collection)
@@ -132,7 +132,7 @@ def test_command_with_two_processes(command, here, tmp_path):
 
 
 def test_text_key(here, tmp_path):
-    """A preparation that failed because of it does not prevent the next one."""
+    """A preparation with a wrong key fails and can be repeated with the right one."""
     (tmp_path / "a.jsonl").write_text('{"body": "One bell.", "text": 5}\n')
     arguments = ["data.path=a.jsonl", "out=out"]
     code, _, errors = here(*arguments)
@@ -142,7 +142,7 @@ def test_text_key(here, tmp_path):
 
 
 def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
-    """A stand-in of three parts; the real ones need the network."""
+    """A fake data set of three parts; real ones need the network."""
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
     data_set = SimpleNamespace(num_shards=3)
     data_set.shard = lambda num_shards, index: {3: rows}[num_shards][index]
@@ -156,7 +156,7 @@ def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
 @few
 @given(st.data(), collections.filter(expected_ids), st.integers(1, 6), st.integers(10, 80))
 def test_parts_in_any_order_make_the_same_files(draw, collection, n, smallest):
-    """The last part writes the manifest. A part that is done twice changes nothing."""
+    """The last part writes the manifest. Running a part twice changes nothing."""
     order = draw.draw(st.permutations(range(1, n + 1)))
     twice = draw.draw(st.lists(st.sampled_from(order), max_size=2))
     order = [*twice, *order, *twice]
@@ -181,7 +181,7 @@ def test_other_texts_or_settings_are_refused(tmp_path, subtests):
     other = str(write_source(tmp_path / "other.txt", [TEXT.replace("text", "test")]))
     others = [{"path": [str(path), other]}, {"tokenizer": "byte"}, {"endoftext": "text"}]
     others += [{"text_key": "body"}, {"shard_tokens": 29}]
-    for n in (1, 2):  # complete, and begun
+    for n in (1, 2):  # a complete preparation and an incomplete one
         out = tmp_path / f"out{n}"
         prepare(path, out, 1, n)
         before = files_of(out)
@@ -189,10 +189,10 @@ def test_other_texts_or_settings_are_refused(tmp_path, subtests):
             with subtests.test(n=n, **changes), refused(DataError, "out", out, 3):
                 prepare(**{"path": path, "folder": out} | changes)
             assert files_of(out) == before
-        # Settings that change no token may change.
+        # Settings that do not change tokens may differ.
         prepare(path, out, 2, 2, engine="tiktoken")
         assert ids_of(out) == expected_ids([("txt", [TEXT])])
-    os.utime(path, ns=(1, 1))  # a changed text
+    os.utime(path, ns=(1, 1))  # a changed file
     with refused(DataError, "out", out, 3):
         prepare(path, out)
 
@@ -201,22 +201,22 @@ def test_task_with_a_damaged_record_is_done_again(tmp_path):
     path = write_source(tmp_path / "a.txt", [TEXT])
     prepare(path, tmp_path / "out", 1, 2)
     record = tmp_path / "out/preparing/00000.json"
-    sound = json.loads(record.read_text())
-    for content in ("{", "null", json.dumps(sound | {"text_bytes": -5, "shards": [{}]})):
+    valid = json.loads(record.read_text())
+    for content in ("{", "null", json.dumps(valid | {"text_bytes": -5, "shards": [{}]})):
         record.write_text(content)
         prepare(path, tmp_path / "out", 1, 2)
-        assert json.loads(record.read_text()) == sound
+        assert json.loads(record.read_text()) == valid
     prepare(path, tmp_path / "out")
     assert ids_of(tmp_path / "out") == expected_ids([("txt", [TEXT])])
 
 
 @pytest.mark.parametrize("size", [None, 0, 1030])
 def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
-    """Of a complete folder it is refused: a run may be training on it."""
+    """If the folder was complete, this is an error: a run may be training on it."""
     path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
     prepare(path, tmp_path / "whole")
     prepare(path, out, 1, 2)
-    for number in (1, 2):  # begun, and complete
+    for number in (1, 2):  # an incomplete preparation and a complete one
         shard = out / "shard_00000_00.bin"
         if size is None:
             shard.unlink()
@@ -231,7 +231,7 @@ def test_missing_or_truncated_shard_is_made_again(tmp_path, size):
 
 
 def test_shards_of_a_longer_text_do_not_stay(tmp_path):
-    """It is replaced when half of its tasks are done."""
+    """The file is replaced when half of its tasks are done."""
     path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
     prepare(path, out, 2, 2)
     assert (out / "shard_00003_00.bin").exists()
@@ -240,7 +240,7 @@ def test_shards_of_a_longer_text_do_not_stay(tmp_path):
 
 
 def test_tasks_that_another_process_finished_are_kept(tmp_path):
-    """It finished them after this one had looked which are left."""
+    """The other process finished them after this one had listed the unfinished tasks."""
     path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
     made = preparation(path, out)
     made.start()
@@ -254,7 +254,7 @@ def test_tasks_that_another_process_finished_are_kept(tmp_path):
 
 
 def test_other_files_in_the_folder(here, tmp_path):
-    """They stay as they are. Token files of another origin are refused."""
+    """They are not changed. Other token files are an error."""
     write_source(tmp_path / "a.txt", [TEXT])
     write_source(tmp_path / "out" / "film.part-1.rar", ["mine"])
     prepare(tmp_path / "a.txt", tmp_path / "out")
@@ -279,7 +279,7 @@ def test_empty_texts_are_refused(tmp_path, subtests):
 
 
 def test_bad_byte_is_reported_with_its_position(tmp_path):
-    """By the process that finds it, to the one that was started."""
+    """A worker process finds the error, and the command prints it."""
     web, out = tmp_path / "web", tmp_path / "out"
     raw = b"A text, some words of it.\n" * 600
     write_packed(web / "1.txt", raw)
@@ -292,14 +292,14 @@ def test_bad_byte_is_reported_with_its_position(tmp_path):
 
 @pytest.mark.parametrize("share", [0.3, 1])
 def test_text_that_changes_during_preparation_is_prepared_again(tmp_path, share):
-    """The others are not. No shard is left of one that became shorter."""
+    """Other files are not. If a file became shorter, its superfluous shards are removed."""
     collection = [("txt", [f"Text {n}, some words of it. " * 300]) for n in range(5)]
     web, out = write_collection(tmp_path / "web", collection), tmp_path / "out"
     recipe = {"tokenizer": "byte", "shard_tokens": 2500}
     prepare(web, out, 1, 2, **recipe)
     before = finished_shards(out)
     text = f"Other words, {share} times as many. " * int(share * 240)
-    collection[4] = ("txt", [text])  # the third that is read
+    collection[4] = ("txt", [text])  # the third file
     write_source(web / "0" / "04.txt", [text])
     manifest = prepare(web, out, **recipe)
     kept = {name: known for name, known in before.items() if not name.startswith("shard_00002")}
@@ -321,7 +321,7 @@ def test_text_that_changes_after_it_was_divided_is_prepared_again(tmp_path):
 
 
 def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
-    """A gigatoken that is wrong from the second task on."""
+    """gigatoken is patched to return wrong ids from the second task on."""
     text = TEXT * 10
     path, out = write_source(tmp_path / "a.txt", [text]), tmp_path / "out"
     real, made = encoding.gigatoken, []
@@ -356,8 +356,8 @@ def test_settings_are_taken_as_they_are_given():
         assert parse(PrepareConfig, [f"data.path={text}", "out=x"]).data.path == text
 
 
-def test_mistakes_are_refused(here, subtests):
-    """With the key, and all at once."""
+def test_invalid_settings_are_refused(here, subtests):
+    """All problems are reported together, each with its key."""
     for argument in (
         *("a.txt", "data=a.txt", "data.path=", "data.tokenizer=words"),
         *("data.endoftext=no", "out=", "part=5/4", "part=x", "workers=-1", "shard_tokens=0"),
@@ -373,7 +373,7 @@ def test_mistakes_are_refused(here, subtests):
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """A compressed file is one task, whatever its size."""
+    """A compressed file of any size is one task."""
     path = write_packed(tmp_path / "a.txt.zst", b"Some words of a text.\n" * 2**21)  # 46 MB
     recipe = {"tokenizer": "byte", "shard_tokens": 10**8}
     manifest, peak = peak_memory(lambda: prepare(path, tmp_path / "out", **recipe))

@@ -1,4 +1,4 @@
-"""tokens/paths.py, readers.py: files -> documents -> ids, whole or in parts; refusals."""
+"""tokens/paths.py, readers.py: files -> documents -> ids, of files and of parts; errors."""
 
 import errno
 import glob
@@ -44,7 +44,7 @@ def json_line(text: str, key: str = "text") -> str:
 
 
 def read(path: object, *rest, **options) -> list[bytes]:
-    """Each document of a file, or of a part of one, as one block."""
+    """The documents of a file or of a part, each as one block."""
     return [b"".join(blocks) for blocks in documents(FilePart(str(path), *rest, **options))]
 
 
@@ -55,7 +55,7 @@ def read_parts(path: object, most: int) -> list[bytes]:
 
 
 def encode_all(path: object, encoder: StreamEncoder, most: int = 10**9) -> list[int]:
-    """The ids of all parts, by one encoder."""
+    """The ids of all parts, from one encoder."""
     arrays = [encode_part(part, encoder) for part in split_file(str(path), most)]
     return [token for part in arrays for ids in part for token in ids.tolist()]
 
@@ -65,7 +65,7 @@ def ids_of(texts: list[str], tokenizer: str = "gpt2", endoftext: str = "token") 
 
 
 def check_refused(path: object, *rest) -> DataError:
-    """The error of reading a file, which names the file."""
+    """The error of reading a file; asserts that it names the file."""
     with refused(DataError, "data.path", path) as caught:
         read(path, *rest)
     return caught.value
@@ -73,7 +73,7 @@ def check_refused(path: object, *rest) -> DataError:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """For tests with hypothesis, which write the same files over and over."""
+    """A folder for tests with hypothesis, which overwrite their files."""
     return tmp_path_factory.mktemp("sources")
 
 
@@ -97,7 +97,7 @@ def test_find_files(tmp_path, monkeypatch):
     deep = ["deep/er/y.txt", "deep/z.txt"]
     for path, expected in (
         (".", ["a.txt", "a[1].txt", *texts, "b.txt", *deep]),
-        ("a[1].txt", ["a[1].txt"]),  # a file of that name comes before a pattern
+        ("a[1].txt", ["a[1].txt"]),  # a file with this name has precedence over the pattern
         (["b.txt", "deep", "c.md", "b.*"], ["b.txt", *deep, "c.md", "b.txt"]),
         ("~/deep", [f"{tmp_path}/{name}" for name in deep]),
     ):
@@ -120,7 +120,7 @@ def test_links_are_followed_and_not_circular(tmp_path):
     write(tmp_path / "elsewhere" / "b.txt")
     for n, target in enumerate([top, top.parent, tmp_path / "elsewhere", top / "gone"]):
         (top / f"link{n}").symlink_to(target)
-    for name in ("sub/a.txt", "z.txt"):  # linked files are named once
+    for name in ("sub/a.txt", "z.txt"):  # linked files are listed once
         (top / name).parent.mkdir(exist_ok=True)
         (top / name).symlink_to(a)
     with time_limit():
@@ -130,7 +130,7 @@ def test_links_are_followed_and_not_circular(tmp_path):
 @pytest.mark.parametrize(("ending", "count"), [("", 40), (".gz", 1), (".zst", 1)])
 @pytest.mark.parametrize("line", ["A line of a text.\n", "OneLongLineOfText"])
 def test_text_is_read_and_encoded_in_little_memory(line, ending, count, tmp_path, monkeypatch):
-    """Many lines, and a single one without any place where it may be cut."""
+    """Many lines, and one line without a boundary."""
     path = write(tmp_path / f"a.txt{ending}", line * 200_000)
     encoder = StreamEncoder("byte", chunk_bytes=2**12)
     monkeypatch.setattr(readers, "BLOCK", 2**16)
@@ -145,8 +145,8 @@ def test_text_is_read_and_encoded_in_little_memory(line, ending, count, tmp_path
     assert peak < 10 * 2**16
 
 
-def test_unusable_text_is_refused(tmp_path):
-    for content, numbers in (  # of the reason
+def test_invalid_text_is_refused(tmp_path):
+    for content, numbers in (  # numbers: in the reason
         (b"x" * 2_000_000 + b"\0", (2_000_000,)),
         ("café".encode("latin1"), (0xE9, 3)),
         ("text".encode("utf-16"), ()),
@@ -164,7 +164,7 @@ def test_whole_and_damaged_archives(ending, tmp_path):
     line = json_line("some text").encode()
     for file, text in zip(files, (line, b"some text"), strict=True):
         whole = write(file, line).read_bytes()
-        file.write_bytes(whole * 2)  # of two members
+        file.write_bytes(whole * 2)  # a file with two members
         assert b"".join(read(file)) == text * 2
         truncated = [(2 * whole)[:end] for end in range(1, 2 * len(whole)) if end != len(whole)]
         damaged = whole[:12] + b"\xff" * 9 + whole[21:]
@@ -184,9 +184,9 @@ def test_json_lines(tmp_path):
     assert read(write(tmp_path / "a.jsonl", "\ufeff" + json_line("é") * 2)) == ["é".encode()] * 2
 
 
-def test_unusable_json_line_is_refused(tmp_path):
+def test_invalid_json_line_is_refused(tmp_path):
     good = b'{"text": "good"}\n'
-    for line, words in (  # keys, types and programs in the message
+    for line, words in (  # words: keys, types and programs in the message
         (b"some text", ""),
         (b'{"text": "a\xff"}', "0xff"),
         (b'{"id": 1, "a\\nb": ""}', "'id' 'a\\nb' data.text_key"),
@@ -195,14 +195,14 @@ def test_unusable_json_line_is_refused(tmp_path):
         (b'{"a":' * 100_000, ""),
     ):
         path = write(tmp_path / "a.jsonl", good + b"\n" + line + b"\n" + good)
-        assert b"".join(next(documents(FilePart(str(path))))) == b"good"  # read before it
+        assert b"".join(next(documents(FilePart(str(path))))) == b"good"  # is read first
         for error in (check_refused(path), check_refused(path, 17)):
             assert 18 in numbers_in(error), line
             assert all(word in str(error) for word in words.split()), line
 
 
 def test_parquet(tmp_path):
-    texts = ["one", "", "é日🙂\n\0", "one"] * 200  # more than are read at once
+    texts = ["one", "", "é日🙂\n\0", "one"] * 200  # more rows than one batch
     for kind in ("string", "large_string", "string_view", "dictionary"):
         column = pyarrow.array(texts)
         column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
@@ -221,10 +221,10 @@ def test_parquet_of_many_row_groups(tmp_path):
     assert sum(part.size for part in parts) == sum(one.size for one in single)
     assert read(path, 0, 700) == read(path, 0, 300) + read(path, 300, 700)
     assert read(path, 300, 700) == [text.encode() for text in texts[300:700]]
-    assert numbers_in(check_refused(path, 300)) == {0, 700}  # the row and its group
+    assert numbers_in(check_refused(path, 300)) == {0, 700}  # the row and its row group
 
 
-def test_unusable_parquet_is_refused(tmp_path):
+def test_invalid_parquet_is_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["a"], "content")
     assert "'content'" in check_refused(path).reason
     check_refused(write_parquet(path, [b"a", b"b"]))
@@ -246,7 +246,7 @@ DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three "
 @pytest.mark.parametrize("endoftext", ["token", "text"])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, endoftext, tmp_path):
-    encoder = StreamEncoder(name, endoftext, chunk_bytes=100)  # a long document is several pieces
+    encoder = StreamEncoder(name, endoftext, chunk_bytes=100)  # a long document has several chunks
     for file in ("a.jsonl", "a.ndjson.gz", "a.parquet"):
         path = write_source(tmp_path / file, DOCUMENTS)
         assert encode_all(path, encoder) == ids_of(DOCUMENTS, name, endoftext)
@@ -296,7 +296,7 @@ def test_bad_bytes_are_refused_whichever_part_has_them(folder, content, most):
     assert expected <= numbers_in(caught.value)
 
 
-# Lone surrogates become U+FFFD as with tiktoken; a pair of them is one character.
+# A lone surrogate becomes U+FFFD, as in tiktoken; a surrogate pair is one character.
 surrogates = st.sampled_from(["a\ud800", "\udc00b\ud83d", "\ud83d\ude42", "\ude42\ud83d"])
 
 
@@ -317,7 +317,7 @@ def test_parts_of_parquet_give_the_ids_of_the_whole(folder, encoder, texts, size
 
 
 def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch):
-    """The limit and the place are named. Nothing longer than the limit is read at once."""
+    """The error names the limit and the position. At most `limit` bytes are read at once."""
     monkeypatch.setattr(readers, "MAX_RECORD", 100_000)
     line, place = json_line("a" * 99_950), len(json_line("b"))
     assert len(line) <= 100_000
@@ -332,7 +332,7 @@ def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch
     assert len(read(path)) == 2
     write_parquet(path, ["b", "a" * 100_001], row_group_size=1)
     assert {100_000, 0, 1} <= numbers_in(check_refused(path))
-    # Small files of many rows that repeat an entry, which are read, and of one long row.
+    # Small files: many rows that repeat one value are read; one long row is an error.
     pool = pyarrow.default_memory_pool()
     for texts, is_read in ((["a" * 99_000] * 500, True), (["a" * 2 * 10**7], False)):
         write_parquet(path, texts, compression="zstd")
@@ -349,7 +349,7 @@ def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):
-    """root may read everything, so the calls of the system are replaced."""
+    """System calls are patched, because root may read everything."""
     path = write(tmp_path / "a.txt.gz")
     denied = mock.Mock(side_effect=PermissionError(errno.EACCES, "denied", str(tmp_path)))
     monkeypatch.setattr("gzip.open", denied)
@@ -357,7 +357,7 @@ def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", denied)
     with refused(DataError, "data.path", tmp_path):
         find_files(str(tmp_path))
-    os.mkfifo(tmp_path / "fifo")  # opening it would wait for somebody to write into it
+    os.mkfifo(tmp_path / "fifo")  # opening it would block until another process writes
     with time_limit():
         check_refused(tmp_path / "fifo")
 
@@ -372,13 +372,13 @@ def test_missing_library_is_named_with_the_command_that_installs_it(tmp_path, mo
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The folder of a data set of the hub."""
+    """A folder with a data set, as on the hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "set"
 
 
 def test_hub_data_set(hub, encoder):
-    """Whole, and shard by shard."""
+    """The complete data set, and each part separately."""
     shards = [DOCUMENTS[:2], DOCUMENTS[2:3], DOCUMENTS[3:]]
     for number, rows in enumerate(shards):
         write_source(hub / f"train-{number}.jsonl", rows)

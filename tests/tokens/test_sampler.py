@@ -1,6 +1,6 @@
-"""tokens/sampler.py: the order of windows, of one source and of mixtures, against its definition.
+"""tokens/sampler.py: the order of windows of one source and of mixtures; plain definitions.
 
-How training reads it: tests/test_data_loader.py.
+How training uses it: tests/test_data_loader.py.
 """
 
 import itertools
@@ -24,18 +24,18 @@ decimals = st.builds(lambda n, unit: n / unit, st.integers(1, 30), st.sampled_fr
 
 @st.composite
 def mixtures(draw) -> tuple[list[int], list[float]]:
-    """(windows of each source, weights), two to six sources."""
+    """(number of windows of each source, weights), with two to six sources."""
     count = draw(st.integers(2, 6))
     sizes = draw(st.lists(st.integers(1, 30), min_size=count, max_size=count))
     return sizes, draw(st.lists(decimals, min_size=count, max_size=count))
 
 
-# (windows, weights) of one source or of several
+# (number of windows, weights) of one or several sources
 anything = st.tuples(st.integers(1, 200), st.none()) | mixtures()
 
 
 def by_source(windows: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(the source of each window, its number in that source)."""
+    """(the source of each window, its index in that source)."""
     ends = np.cumsum(sizes)
     sources = np.searchsorted(ends, windows, side="right")
     return sources, windows - (ends - sizes)[sources]
@@ -48,12 +48,12 @@ def by_source(windows: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, np.nda
 @example(([1, 1], [1.0, 1.0]), 8, 1, 1)
 @example(([4, 6, 1], [0.5, 0.4, 0.1]), 3, 2, 2**64 - 1)
 def test_every_window_comes_once_per_epoch(what, world_size, share, seed):
-    """Of each source, and at most once in an epoch that has not ended. Neither the number of ranks
-    nor the batch size changes the order."""
+    """This holds for each source; in an incomplete epoch, at most once. The number of ranks and the
+    batch size do not change the order."""
     num_windows, weights = what
     batch_size = world_size * share
     order = WindowOrder(num_windows, batch_size, seed, weights)
-    places = 100 if weights else 2 * num_windows  # two epochs; a batch may belong to both
+    places = 100 if weights else 2 * num_windows  # two epochs; a batch may contain windows of both
     steps = range(-(-places // batch_size))
     batches = [order.windows(step) for step in steps]
     sources, numbers = by_source(np.concatenate(batches), order.sizes)
@@ -90,7 +90,7 @@ def test_each_seed_epoch_and_source_has_its_own_order(n, one, other):
 
 
 def test_order_is_frozen():
-    """A run that is resumed with a later version must keep its order."""
+    """The order must not change in later versions: runs are resumed with them."""
     expected = [[1, 3, 6, 9, 4, 7], [2, 5, 8, 0, 0, 8], [3, 5, 2, 7, 4, 9]]
     for num_windows, weights in ((10, None), ([10], [0.3])):
         order = WindowOrder(num_windows, batch_size=6, seed=123, weights=weights)
@@ -116,7 +116,7 @@ def test_any_step_of_a_huge_run_costs_no_memory(weights):
     assert (numbers >= 0).all()
     huge = windows[sources != 1]
     assert len(set(huge.tolist())) == len(huge)
-    assert len(set((huge // 10**9).tolist())) > 1  # from everywhere, not from the beginning
+    assert len(set((huge // 10**9).tolist())) > 1  # from all parts of the range
 
 
 def test_arguments_that_do_not_fit_are_refused():
@@ -139,11 +139,11 @@ def test_arguments_that_do_not_fit_are_refused():
 @example(([2, 2, 2, 2, 2, 2], [6.0, 0.1, 6.0, 0.1, 6.0, 0.1]))
 @example(([9, 9, 9], [3000.0, 0.1, 0.7]))
 def test_each_source_has_its_share_of_any_first_places(mixture):
-    """Among any p first places, less than one window away from its weight's share of p."""
+    """Among the first p positions, p w / sum(weights) windows with an error below one."""
     sizes, weights = mixture
-    parts = [int(40 * Fraction(str(weight))) for weight in weights]  # tenths and eighths: whole
+    parts = [int(40 * Fraction(str(weight))) for weight in weights]  # 40: lcm of 10 and 8
     total = sum(parts)
-    num_places = 2 * total // math.gcd(*parts) + 1  # two rounds of the schedule
+    num_places = 2 * total // math.gcd(*parts) + 1  # two periods of the schedule
     windows = WindowOrder(sizes, num_places, 0, weights).windows(0)
     sources, _ = by_source(windows, sizes)
     p = np.arange(1, num_places + 1)
@@ -156,12 +156,12 @@ def test_each_source_has_its_share_of_any_first_places(mixture):
 @given(st.lists(decimals, min_size=1, max_size=6))
 @example([0.1, 0.2, 0.3])  # as floats 0.1 + 0.2 is not 0.3
 @example([1e-9, 3e-9])
-def test_shares_are_exact_and_the_smallest(weights):
-    turns = integer_weights(weights)
+def test_integer_weights_are_exact_and_the_smallest(weights):
+    counts = integer_weights(weights)
     exact = [Fraction(str(weight)) for weight in weights]
-    assert all(type(turn) is int for turn in turns)
-    assert [Fraction(turn, sum(turns)) for turn in turns] == [w / sum(exact) for w in exact]
-    assert math.gcd(*turns) == 1
+    assert all(type(count) is int for count in counts)
+    assert [Fraction(count, sum(counts)) for count in counts] == [w / sum(exact) for w in exact]
+    assert math.gcd(*counts) == 1
 
 
 def test_permute_is_a_bijection_of_any_size():
@@ -175,12 +175,12 @@ def test_permute_is_a_bijection_of_any_size():
     assert windows.max() < n
     tenths = np.bincount(windows // (n // 10), minlength=10)
     assert chi_square(tenths) < 40  # 9 degrees of freedom: exceeded by chance once in 100,000
-    for place in (0, 1234, len(index) - 1):  # each place is evaluated alone
+    for place in (0, 1234, len(index) - 1):  # each index is evaluated separately
         assert permute(index[[place]], n, (0, 0)).item() == windows[place]
 
 
 def chi_square(counts: np.ndarray) -> float:
-    """How far counts are from equal: about their number, less one, if by chance."""
+    """The chi-square statistic against equal counts; its mean is len(counts) - 1."""
     return float(((counts - counts.mean()) ** 2).sum() / counts.mean())
 
 

@@ -1,6 +1,6 @@
-"""tokens/shards.py: token files in llm.c's and nanoGPT's layouts, their manifest, and damaged ones.
+"""tokens/shards.py: token files in the formats of llm.c and nanoGPT, manifests, damaged files.
 
-Damage at random places: tests/faults/test_damage.py and test_fuzz.py.
+Damage at random positions: tests/faults/test_damage.py and test_fuzz.py.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def ids_of(count: int, period: int = 50) -> list[int]:
 
 
 def write_shards(folder: Path, shards: dict[str, list[int]], tokenizer: str = "gpt2") -> Path:
-    """A folder of shards with their manifest, as scripts/prepare_data.py writes it."""
+    """Writes a folder of shards with a manifest, as scripts/prepare_data.py does."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for name, ids in shards.items():
@@ -54,7 +54,7 @@ def ids_in(stream: TokenStream) -> list[int]:
 
 
 def read(path: object, tokenizer: str = "gpt2") -> list[int]:
-    """All ids of what has training data only."""
+    """All ids of token files that contain only training data."""
     streams = opened(path, tokenizer)
     assert list(streams) == ["train"]
     return ids_in(streams["train"])
@@ -62,14 +62,14 @@ def read(path: object, tokenizer: str = "gpt2") -> list[int]:
 
 @contextlib.contextmanager
 def refuses(file: object, *numbers: int):
-    """Expects a DataError of this file, whose reason has these numbers (such as the byte)."""
+    """Expects a DataError of this file; its reason contains these numbers (such as the byte)."""
     with refused(DataError, "data.path", file, exit_code=3) as caught:
         yield
     assert set(numbers) <= numbers_in(caught.value), caught.value.reason
 
 
 def put(path: Path, byte: int, content: bytes) -> None:
-    """Overwrites the bytes of a file from this one on; negative: from its end."""
+    """Overwrites bytes of a file from this position on; negative: counted from its end."""
     with open(path, "r+b") as file:
         file.seek(byte, 2 if byte < 0 else 0)
         file.write(content)
@@ -80,7 +80,7 @@ HAND_MADE = (
     b"\x01\x00\x00\x00"  # version 1
     b"\x07\x00\x00\x00"  # seven tokens
     + bytes(253 * 4)
-    + b"\x50\xc4"  # 50256: a document begins
+    + b"\x50\xc4"  # 50256: a document starts
     + b"\x88\x3c\x0b\x00\xe3\x03\x00\x00"  # 15496, 11, 995, 0: "Hello, world!"
     + b"\x50\xc4\x0d\x00"  # 50256, 13
 )
@@ -88,22 +88,22 @@ HAND_MADE_IDS = [50256, 15496, 11, 995, 0, 50256, 13]
 
 
 def shard(*header: int, ids: list[int]) -> bytes:
-    """A file with these words at the beginning of its header, and zeros."""
+    """A header that starts with these numbers, followed by zeros."""
     return struct.pack("<256i", *header, *[0] * (256 - len(header))) + plain(ids)
 
 
 def llm_c_bytes(ids: list[int]) -> bytes:
-    """A shard after llm.c's description alone: 256 int32, of which three are used; uint16 ids."""
+    """A shard as llm.c describes it: 256 int32, of which three are used; uint16 ids."""
     return shard(20240520, 1, len(ids), ids=ids)
 
 
 def plain(ids: list[int]) -> bytes:
-    """nanoGPT's layout: ids without a header."""
+    """nanoGPT's format: ids without a header."""
     return struct.pack(f"<{len(ids)}H", *ids)
 
 
 def test_format_is_frozen(tmp_path):
-    """Later versions must read existing files, and write the same bytes."""
+    """Later versions must read existing files and write the same bytes."""
     assert llm_c_bytes(HAND_MADE_IDS) == HAND_MADE
     path = write_shards(tmp_path, {"a.bin": HAND_MADE_IDS}) / "a.bin"
     assert path.read_bytes() == HAND_MADE
@@ -119,7 +119,7 @@ def test_format_is_frozen(tmp_path):
 
 
 def test_shard_of_several_blocks(tmp_path):
-    """Longer than the writer's buffer and three checksums long."""
+    """Longer than the buffer of the writer; it has three checksums."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 50257, 2**22 + 1000).astype(np.uint16)
     ids[rng.integers(0, len(ids), 500)] = EOT
@@ -158,22 +158,22 @@ def test_files_are_renamed_after_fsync(tmp_path, monkeypatch):
 
 
 IDS = ids_of(3000)
-WHOLE = llm_c_bytes(IDS)  # 7024 bytes
+COMPLETE = llm_c_bytes(IDS)  # 7024 bytes
 
-# What the file is, and numbers that the error must name.
+# (content of the file, numbers that the error must contain)
 DAMAGED = {
     "Llama 3's tokens": (shard(20240801, 7, 4, ids=[62464, 1, 1, 0, 2, 0, 3, 0]), (20240801,)),
     "empty": (b"", (0,)),
     "version 7": (shard(20240520, 7, 3000, ids=IDS), (7, 4)),
     "one token is missing": (shard(20240520, 1, 3001, ids=IDS), (7024, 3001, 7026)),
-    "count -1 in 64 bits": (WHOLE[:8] + b"\xff" * 8 + WHOLE[16:], (18446744073709551615,)),
-    "one byte too many": (WHOLE + b"\0", (7024, 7025, 3000)),
+    "count -1 in 64 bits": (COMPLETE[:8] + b"\xff" * 8 + COMPLETE[16:], (18446744073709551615,)),
+    "one byte too many": (COMPLETE + b"\0", (7024, 7025, 3000)),
     "plain ids like a header": (plain([1, 2, 3, 4, 5, 6, *[0] * 506, 1, 2, 3]), (131073, 0)),
 }
 
 
 def test_damaged_shard_is_refused(tmp_path, subtests):
-    """Alone, and with the manifest of the whole one; even with verify=false."""
+    """Without a manifest and with the manifest of the undamaged file; also with verify=false."""
     folder = write_shards(tmp_path / "prepared", {"a.bin": IDS})
     alone = tmp_path / "a.bin"
     for damage, (content, numbers) in DAMAGED.items():
@@ -188,7 +188,7 @@ NOT_FILES = SPECIAL_FILES | {"missing": Path.unlink}
 
 @pytest.mark.parametrize("kind", NOT_FILES)
 def test_what_is_not_a_regular_file_is_refused_without_waiting(kind, tmp_path):
-    """In the place of each file of a preparation. Reading some of them would not end."""
+    """It replaces each file of a preparation. Reading some of them would not end."""
     file = write_shards(tmp_path, {"a.bin": [EOT, 1]}) / "a.bin"
     for path in [file] if kind == "missing" else [file, tmp_path / MANIFEST]:
         NOT_FILES[kind](path)
@@ -196,7 +196,7 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(kind, tmp_path):
             opened(tmp_path)
 
 
-# Values of the manifest, and of its second shard, that are refused.
+# Invalid values in the manifest, and in the entry of its second shard.
 BAD_VALUES = {
     "format": ("webdataset",),
     "version": (None, 2),
@@ -214,15 +214,15 @@ NOT_OBJECTS = (b"", b"{", b"\xff\xfe\xff", b"9" * 5000, b"[" * 100_000, b"[]", b
 
 
 def test_damaged_manifest_is_refused(tmp_path, subtests):
-    """A manifest that contradicts its shards, too."""
+    """Also a manifest whose totals do not match its shards."""
     folder = write_shards(tmp_path / "folder", {"a.bin": IDS, "b.bin": ids_of(70)})
     file, path = folder / "b.bin", folder / MANIFEST
-    (tmp_path / "b.bin").write_bytes(file.read_bytes())  # where "../" leads
-    sound = json.loads(path.read_bytes())
-    first, second = sound["shards"]
-    damaged = [sound | {key: value} for key, values in BAD_VALUES.items() for value in values]
+    (tmp_path / "b.bin").write_bytes(file.read_bytes())  # the target of "../b.bin"
+    valid = json.loads(path.read_bytes())
+    first, second = valid["shards"]
+    damaged = [valid | {key: value} for key, values in BAD_VALUES.items() for value in values]
     for key, values in BAD_SHARD_VALUES.items():
-        damaged += [sound | {"shards": [first, second | {key: value}]} for value in values]
+        damaged += [valid | {"shards": [first, second | {key: value}]} for value in values]
     for content in (*NOT_OBJECTS, *(json.dumps(values).encode() for values in damaged)):
         path.write_bytes(content)
         with subtests.test(content[:999]), refused(DataError, "data.path", exit_code=3) as caught:
@@ -231,7 +231,7 @@ def test_damaged_manifest_is_refused(tmp_path, subtests):
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    """By the manifest, though every id is in both vocabularies."""
+    """The manifest names the tokenizer; all ids are in both vocabularies."""
     path = write_shards(tmp_path, {"a.bin": [1, 2, 3]}, tokenizer="byte") / "a.bin"
     assert read(path, "byte") == [1, 2, 3]
     with refused(DataError, "data.tokenizer", "gpt2", 3):
@@ -239,7 +239,7 @@ def test_another_tokenizer_is_refused(tmp_path):
 
 
 def test_plain_ids_are_read(tmp_path):
-    """nanoGPT's files, as its prepare.py writes them, of any length."""
+    """Files as written by nanoGPT's prepare.py, of any length."""
     train = [EOT, *range(1, 200), EOT, EOT] * 5
     path = tmp_path / "some.bin"
     for length in (1, 511, 512, 513):
@@ -253,7 +253,7 @@ def test_plain_ids_are_read(tmp_path):
 
 
 def test_plain_ids_are_told_from_headers_and_texts(tmp_path):
-    """A header is known by the zeros that follow its three words."""
+    """A header has zeros after its three numbers."""
     path = tmp_path / "train.bin"
     for place, length in ((6, 515), (511, 515), (0, 511)):  # the last one is shorter than a header
         ids = [1, 2, 3, 4, 5, 6, *[0] * 509][:length]
@@ -294,7 +294,7 @@ def test_limit_of_open_files_is_raised_as_far_as_needed_and_allowed(
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """Token files and texts in the working directory, which is the home directory too."""
+    """Token files and text files in the working directory, which is also the home directory."""
     write_shards(tmp_path / "prepared", {"c.bin": [1, 2], "a.bin": [3], "b.bin": [4, 5]})
     for name, token in {"y/2": 12, "y/10": 10, "y/deep/3": 13, "y/[1]": 14, "y/1": 11}.items():
         write_packed(tmp_path / f"{name}.bin", llm_c_bytes([token]))
@@ -306,11 +306,11 @@ def tree(tmp_path, monkeypatch):
 
 def test_data_path_names_token_files(tree, subtests):
     for path, expected in (
-        ("prepared", [1, 2, 3, 4, 5]),  # the manifest's order
+        ("prepared", [1, 2, 3, 4, 5]),  # the order in the manifest
         ("prepared/[abc].bin", [3, 4, 5, 1, 2]),
         ("y", [11, 10, 12, 14]),  # sorted by name, without subdirectories
         ("y/*", [11, 10, 12, 14]),
-        ("y/[1].bin", [14]),  # a file of that name takes precedence over a pattern
+        ("y/[1].bin", [14]),  # a file with this name has precedence over the pattern
         (["~/y/2.bin", "prepared", "~/y/?.bin"], [12, 1, 2, 3, 4, 5, 11, 12]),
         ("**/[23].bin", [12, 13]),
     ):
@@ -336,7 +336,7 @@ def test_unfinished_preparation_is_refused(tmp_path):
 
 
 def test_files_named_val_are_validation_data(tmp_path):
-    """Unless all are. Other files for validation: tests/test_data.py."""
+    """Except when all files are named val. Other validation files: tests/test_data.py."""
     for names, val in (
         (("a.bin", "b.val.bin", "c-val-2.bin", "val_3.bin"), [1, 2, 3]),
         (("fineweb_val_000000.bin", "val.bin"), []),
@@ -348,7 +348,7 @@ def test_files_named_val_are_validation_data(tmp_path):
         assert (ids_in(found["val"]) if "val" in found else []) == val
 
 
-BLOCK = 2048  # bytes of a checksum, so that small files have several
+BLOCK = 2048  # bytes per checksum, so that small files have several
 EVERY_BLOCK = [("a.bin", n) for n in range(4)] + [("b.bin", 0), ("val.bin", 0), ("val.bin", 1)]
 OUTER_BLOCKS = [block for block in EVERY_BLOCK if block not in (("a.bin", 1), ("a.bin", 2))]
 
@@ -364,7 +364,7 @@ OUTER_BLOCKS = [block for block in EVERY_BLOCK if block not in (("a.bin", 1), ("
     ],
 )
 def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_path, monkeypatch):
-    """Damage is found in these blocks only, and without a manifest they alone have checksums."""
+    """Damage is found only in these blocks; without a manifest only they have checksums."""
     assert module.MAX_VERIFY_ALL == 2**30  # as docs/data.md says
     monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr("tokens.stream.BLOCK_BYTES", BLOCK)
@@ -380,7 +380,7 @@ def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_pat
         path, byte = tmp_path / name, max(1024, block * BLOCK)
         whole = path.read_bytes()
         put(path, byte, b"\xff\xff")
-        place = block * BLOCK if with_manifest else byte  # of the checksum, or of the id
+        place = block * BLOCK if with_manifest else byte  # position of the block, or of the id
         with refuses(path, place) if (name, block) in expected else contextlib.nullcontext():
             opened(tmp_path, verify=verify)
         path.write_bytes(whole)

