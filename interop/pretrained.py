@@ -86,6 +86,6 @@ def _folder(path: str | Path, key: str) -> Path:
         return Path(path)
     is_name = hub.MODEL_NAME.fullmatch(text) and ("/" not in text or not Path(text).parent.exists())
     if is_name and not os.path.lexists(text) and not similar_run(Path(text)):
-        hint = f"give a run or a checkpoint; hub:{text} fetches it from the Hugging Face hub"
-        raise CheckpointError(key, text, "no such directory", hint)
+        hint = f"give a run directory or a checkpoint; hub:{text} downloads it from Hugging Face"
+        raise CheckpointError(key, text, "directory not found", hint)
     return find_checkpoint(path, key)

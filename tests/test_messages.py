@@ -116,12 +116,12 @@ def test_checkpoints(make_run, in_process, tmp_path):
     for path, message in (
         (
             "nowhere",
-            "no such directory; give a run or a checkpoint; hub:nowhere fetches it from the "
-            "Hugging Face hub",
+            "directory not found; give a run directory or a checkpoint; hub:nowhere downloads it "
+            "from Hugging Face",
         ),
         (
             f"{tmp_path}/copied/model.safetensors",
-            "is not what SHA256SUMS says; use another checkpoint",
+            "checksum mismatch with SHA256SUMS; use another checkpoint",
         ),
     ):
         given = f"checkpoint={path.removesuffix('/model.safetensors')}"
@@ -149,8 +149,8 @@ def test_while_training(make_run, in_process, tmp_path, monkeypatch):
     )
     given = [*TINY, "data.path=text.txt", "name=run", "trainer.max_steps=6"]
     assert in_process(train.main, tmp_path, *given)[2] == (
-        "name=run: runs/run is being written by another process (process "
-        f"{os.getpid()} on {os.uname().nodename}); wait for it, or give another name\n"
+        "name=run: runs/run is in use by another process (process "
+        f"{os.getpid()} on {os.uname().nodename}); wait until it ends, or use another name\n"
     )
     monkeypatch.setattr("sys.argv", ["train.py", "seed=0"])
     monkeypatch.setattr(type(run.strategy), "is_lost_rank", lambda *_: True)

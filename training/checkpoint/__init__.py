@@ -1,10 +1,10 @@
-"""Checkpoints of a run: written, found and resumed.
+"""Checkpoints of a run: saving, finding and resuming.
 
-checkpointer.py   component of a run, on all ranks: which step is saved, which one is the best
-saver.py          on rank 0, in a thread: atomic writing, links, removal of old ones
-tensors.py        parameters and optimizer state as tensors, and back
-format.py         the files of one checkpoint, their checksums, the types in state.json
-listing.py        the checkpoints of a run, and the one that a path means
-resume.py         where a run starts: new, from its own checkpoint, or as a branch
-run_directory.py  name, lock and settings of a run's directory
+checkpointer.py   component of a run on all ranks: saves its state, tracks the best checkpoint
+saver.py          writes files on rank 0 in a thread: atomic writes, links, removal of old ones
+tensors.py        collects and loads parameters and optimizer state
+format.py         the files of a checkpoint, their checksums, the fields of state.json
+listing.py        lists the checkpoints of a run, and finds the checkpoint for a path
+resume.py         decides how a run starts: as a new run, resumed, or as a branch of another run
+run_directory.py  name, lock and settings files of a run directory
 """

@@ -1,7 +1,7 @@
-"""The checkpoints of a training run: which step is saved, which one is the best, what to resume.
+"""Saving the state of a run: collects it from all ranks and tracks the best checkpoint.
 
-`Checkpointer` is a component of a run on every rank; rank 0's writes in the background with a
-`Saver` (saver.py). The files are described in format.py.
+`Checkpointer` is a component of a run on every rank. On rank 0 it writes in the background with a
+`Saver` (saver.py). format.py describes the files.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from training.planning.micro_batch import spare_memory
 
 @dataclass
 class Checkpointer:
-    """Saves the state of a run, on all ranks together."""
+    """Saves the state of a run. All ranks call its methods together, except where noted."""
 
-    directory: Path  # of the run
-    saver: Saver | None  # writes on rank 0; None on the others
+    directory: Path  # the run directory
+    saver: Saver | None  # None on ranks other than 0
     strategy: Strategy
     model: GPT
     optimizer: torch.optim.Optimizer
-    seconds: float = 0.0  # that training has waited for checkpoints
+    seconds: float = 0.0  # time for which training waited for checkpoints
     _best_before: tuple[float | None, int | None] = (None, None)
 
     def update_best(self, state: checkpoint.State, val_loss: float) -> bool:
-        """Whether this validation loss is the lowest so far; the state then says so."""
-        self.wait(state)  # the best one so far may turn out not to be on disk
+        """Stores a validation loss in the state if it is the lowest; returns whether it is."""
+        self.wait(state)  # if the best checkpoint so far could not be written, it does not count
         if val_loss >= (math.inf if state.best_loss is None else state.best_loss):
             return False
         self._best_before = state.best_loss, state.best_step
@@ -46,11 +46,11 @@ class Checkpointer:
         return True
 
     def save(self, state: checkpoint.State, is_last: bool) -> None:
-        """Saves this step. The files are written while training continues, if the host has memory
-        for a copy of the tensors. is_last: nothing is trained after it, so no copy is needed."""
+        """Saves a checkpoint. It is written while training continues if the host has enough memory
+        for a copy of the tensors. is_last: no step follows, so no copy is needed."""
         state.scaler = self.strategy.scaler.state_dict() or None
-        # Where the parameters are on the host, a copy of them must leave room for a step. Rank 0
-        # makes the copy and knows whether training waits.
+        # When training on the CPU, the copy must leave enough memory for a training step. Rank 0
+        # makes the copy, so it decides.
         needed = 12 * self.model.num_parameters()
         copy = self.strategy.device.type != "cpu" or spare_memory() > 2 * needed
         copy, is_last = self.strategy.broadcast([copy, is_last])
@@ -61,18 +61,15 @@ class Checkpointer:
             self.wait(state)
 
     def wait(self, state: checkpoint.State) -> int:
-        """Waits until no checkpoint is being written; returns the step of the last one that is on
-        disk for certain, 0 without.
-
-        A checkpoint that could not be written is a warning, since the next may succeed.
-        """
+        """Waits for the pending checkpoint. Returns the step of the last checkpoint known to be on
+        disk, 0 without one. Only warns if writing failed, because the next write may succeed."""
         saved, failed = self._wait(state)
         if failed and self.strategy.is_rank_0:
             print(f"{failed}; training continues", file=sys.stderr)
         return saved
 
     def finish(self, state: checkpoint.State) -> None:
-        """Waits for the last checkpoint. Raises NotSavedError if it could not be written."""
+        """Waits for the pending checkpoint. Raises NotSavedError if it could not be written."""
         _, failed = self._wait(state)
         if failed:
             raise failed
@@ -90,20 +87,20 @@ class Checkpointer:
         self.seconds += time.perf_counter() - started
         return saved, failed and NotSavedError(*failed)
 
-    # ------------------------------------------------------------ after an error, on any rank
+    # ------------------------------------------- after an error: one rank may call these alone
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint, once the pending one is written; 0 without one."""
+        """Waits for the pending checkpoint; returns the newest checkpoint's step, 0 without one."""
         if self.saver:
             with contextlib.suppress(Exception):
                 self.saver.wait()
         return listing.newest_step(self.directory)
 
     def describe(self) -> str:
-        """Which checkpoint is intact."""
+        """Returns which checkpoint is intact, for an error message."""
         step = self.newest_step()
-        return f"the checkpoint of step {step} is intact" if step else "there is no checkpoint yet"
+        return f"the checkpoint of step {step} is intact" if step else "no checkpoint was saved yet"
 
     def how_to_resume(self) -> str:
-        """The command that resumes the run."""
+        """Returns how to resume the run, for an error message."""
         return resume_command(self.directory) if self.newest_step() else "rerun the same command"

@@ -1,14 +1,26 @@
-"""Checkpoint format and integrity checks: safetensors and JSON. No pickle is read or written.
+"""Checkpoint format: the files of a checkpoint, their checksums and the fields of state.json.
 
-    runs/<name>/checkpoints/step_00000100/model.safetensors      parameters, by the model's names
-                                          optimizer.safetensors  moments, momentum
-                                          state.json             step, settings, best loss, ...
-                                          SHA256SUMS             of the three: sha256sum -c
-    runs/<name>/checkpoints/last, best                           links to two of them
+    runs/NAME/checkpoints/step_00000100/      one checkpoint: the state after optimizer step 100
+        model.safetensors                     parameters
+        optimizer.safetensors                 optimizer state
+        state.json                            step, settings, losses, counters: class `State`
+        SHA256SUMS                            checksums of the three files: sha256sum -c SHA256SUMS
+    runs/NAME/checkpoints/last, best          relative links to the newest checkpoint and to the one
+                                              with the lowest validation loss (for users only)
 
-Each checkpoint is written to a temporary name and renamed (saver.py), so it is complete or absent.
-Rank 0 writes and reads. The files do not depend on the number of ranks or the distributed strategy:
-any other may resume from them.
+model.safetensors has one fp32 tensor for each entry of GPT.named_parameters(), with the same name
+and shape. The output head is not stored: it is token_emb.weight. optimizer.safetensors has tensors
+named KEY.PARAMETER, such as exp_avg.token_emb.weight. AdamW has the keys step (shape ()), exp_avg
+and exp_avg_sq; Muon has momentum_buffer; both as in optimizer.state_dict(). A parameter without
+tensors starts with an empty optimizer state. state.json is UTF-8 and may contain NaN and Infinity,
+which Python's json reads. Random generators and the data position are not stored: they are
+functions of seed, step and rank. No file is a pickle.
+
+saver.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the
+directory, so a checkpoint is complete or absent. Only rank 0 reads and writes. The files do not
+depend on the number of ranks or on the parallel strategy, so a run can resume with other ones.
+Format 2 has no SHA256SUMS. Format 1 also has random.* tensors in optimizer.safetensors; they are
+ignored. Values are checked when they are read, because anybody may have edited the files.
 """
 
 import hashlib
@@ -30,41 +42,41 @@ from files import fsync, open_regular, read_bounded, read_json
 from training.config.other_names import rename_stored
 from training.optim.loss_spikes import Count, LossSpikes, Number
 
-FORMAT = 3  # of state.json; raised when an older reader would misunderstand
-FIRST_FORMAT_WITH_CHECKSUMS = 3  # the format
+FORMAT = 3  # increased when older versions of this code would read a checkpoint incorrectly
+FIRST_FORMAT_WITH_CHECKSUMS = 3
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 FILES = (MODEL, OPTIMIZER, STATE)
 CHECKSUMS = "SHA256SUMS"
-MODEL_FILES = (MODEL, STATE, CHECKSUMS)  # what makes a model, without the moments
-MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # bytes
-CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # of a checkpoint that was written completely
+MODEL_FILES = (MODEL, STATE, CHECKSUMS)  # enough for inference
+MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # larger files are refused
+CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # directory name of a complete checkpoint
 
+# (Model tensors, optimizer tensors), by the names in the files; None on ranks other than 0.
 Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
 
 
 def read_error(file: Path, error: OSError) -> CheckpointError:
+    """Returns the error for a file that cannot be read."""
     if isinstance(error, FileNotFoundError):
-        return DamagedCheckpointError(file, "is missing")
-    if isinstance(error, PermissionError):  # an older one would not be allowed either
-        cause = f"may not be read ({error.strerror})"
-        return CheckpointError("checkpoint", file, cause, "change its owner or mode")
-    return DamagedCheckpointError(file, f"is unreadable ({error.strerror or error})")
+        return DamagedCheckpointError(file, "file not found")
+    if isinstance(error, PermissionError):  # not damaged: do not fall back to an older checkpoint
+        hint = "change the owner or mode of the file"
+        return CheckpointError("checkpoint", file, f"cannot be read ({error.strerror})", hint)
+    return DamagedCheckpointError(file, f"cannot be read ({error.strerror or error})")
 
 
 def _require_nan_or_inf(loss: float) -> float:
-    # A finite loss is a Number; one that comes here is beyond the largest Number.
-    if math.isfinite(loss):
+    if math.isfinite(loss):  # and not a `Number`, so its absolute value is above 1e100
         raise ValueError("is too large")
     return loss
 
 
-# Types of the values in state.json, which may have been changed by anybody. Losses of skipped steps
-# may be NaN or inf.
+# A loss in state.json: a number up to 1e100, or NaN or inf, as the loss of a skipped step may be.
 Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_require_nan_or_inf)]
 Id = Annotated[str, Field(pattern=r"^[\w-]{1,128}$")]
 
 
-# The loss scale of fp16, as torch.amp.GradScaler.state_dict() has it.
+# The state of the fp16 loss scaler: torch.amp.GradScaler.state_dict().
 class GradScalerState(TypedDict):
     scale: Number
     growth_factor: Number
@@ -75,7 +87,8 @@ class GradScalerState(TypedDict):
 
 @with_config(ConfigDict(extra="allow"))
 class StoredTrainerSettings(TypedDict, total=False):
-    """The settings of the trainer that a resumed run takes from its checkpoint."""
+    """Settings of the trainer that are computed at the start of a run if they are null (auto); a
+    resumed run takes them from the checkpoint."""
 
     warmup_steps: Count | None
     eval_every: Count | None
@@ -90,7 +103,7 @@ class StoredLensSettings(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow"))
 class StoredSettings(TypedDict):
-    """The settings of the run; their other values are checked when they are used."""
+    """The settings of the run. The values without a type here are checked when they are used."""
 
     model: dict
     data: dict
@@ -100,45 +113,45 @@ class StoredSettings(TypedDict):
 
 @dataclass
 class State:
-    """The state of a run, besides its tensors: state.json."""
+    """The contents of state.json: the state of a run without the tensors."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    step: Count  # optimizer steps done
-    settings: StoredSettings  # the resolved configuration
-    tokens: Count = 0  # tokens trained on
-    val_loss: Number | None = None  # nats per token, at this step
-    best_loss: Number | None = None
-    best_step: Count | None = None
-    wandb_id: Id | None = None
-    scaler: GradScalerState | None = None  # with fp16
-    data: list[tuple[str, list[str]]] | None = None  # (file, checksum of each block) of the tokens
-    losses: list[Loss] | None = None  # of the steps since the last row of the log
-    skipped: Count = 0  # steps skipped because the loss or gradient was not finite
-    skipped_in_a_row: Count = 0  # of them, up to this step
-    spikes: LossSpikes = field(default_factory=LossSpikes)
-    format: Count = FORMAT
+    step: Count  # number of optimizer steps; equals the number in the directory name
+    settings: StoredSettings  # all settings of the run, as in config.yaml
+    tokens: Count = 0  # number of tokens trained on
+    val_loss: Number | None = None  # last validation loss, in nats per token
+    best_loss: Number | None = None  # lowest validation loss of the run
+    best_step: Count | None = None  # its step
+    wandb_id: Id | None = None  # id of the W&B run, which a resumed run continues
+    scaler: GradScalerState | None = None  # None unless trainer.precision=fp16
+    data: list[tuple[str, list[str]]] | None = None  # (file, checksums) of the data's token blocks
+    losses: list[Loss] | None = None  # of each step since the last row of metrics.jsonl
+    skipped: Count = 0  # number of steps skipped because the gradient was NaN or inf
+    skipped_in_a_row: Count = 0  # number of consecutive skipped steps up to this step
+    spikes: LossSpikes = field(default_factory=LossSpikes)  # running statistics of the loss
+    format: Count = FORMAT  # version of the checkpoint format
 
     @classmethod
     def from_values(cls, values: object) -> Self:
-        """A state from plain values. Raises ValueError, naming the first wrong field."""
+        """Builds a state from field values. Raises ValueError for the first invalid field."""
         try:
             state = TypeAdapter(cls).validate_python(values)
             rename_stored(state.settings)
             return state
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(map(str, first["loc"][:3])) or "it"
+            name = ".".join(map(str, first["loc"][:3])) or "state"
             raise ValueError(f"{name}: {first['msg']}") from None
 
 
 def write(folder: Path, tensors: Tensors, state: dict) -> None:
-    """Writes a checkpoint into an empty folder, and waits until the disk has it."""
+    """Writes the files of a checkpoint into an empty directory and flushes them to disk."""
     model_tensors, optimizer_tensors = tensors
     save_file(model_tensors, folder / MODEL, {"format": "pt"})
     save_file(optimizer_tensors, folder / OPTIMIZER)
     (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-    for name in (MODEL, OPTIMIZER):  # the library makes them readable for their owner only
+    for name in (MODEL, OPTIMIZER):  # save_file makes files readable by the owner only
         (folder / name).chmod((folder / STATE).stat().st_mode)
     (folder / CHECKSUMS).write_text("".join(_checksum_line(folder / name) for name in FILES))
     for name in (*FILES, CHECKSUMS):
@@ -147,6 +160,7 @@ def write(folder: Path, tensors: Tensors, state: dict) -> None:
 
 
 def checksum(file: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal digits."""
     with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -156,43 +170,42 @@ def _checksum_line(file: Path) -> str:
 
 
 def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
-    """Compares files of a checkpoint with their checksums.
+    """Compares files of a checkpoint with their checksums, if its format has checksums.
 
-    Raises DamagedCheckpointError when one is missing or is not what was written. Checkpoints of
-    formats before 3 have no checksums; their content is checked when it is read.
+    Raises DamagedCheckpointError when a file is missing or its checksum differs.
     """
     file = folder / CHECKSUMS
     try:
-        sums = read_bounded(file, MAX_CHECKSUMS_BYTES)
+        content = read_bounded(file, MAX_CHECKSUMS_BYTES)
         with ThreadPoolExecutor(len(names)) as threads:  # hashing releases the GIL
             lines = list(threads.map(lambda name: _checksum_line(folder / name), names))
     except OSError as error:
-        missing_sums = isinstance(error, FileNotFoundError) and not file.exists()
-        if missing_sums and load_state(folder).format < FIRST_FORMAT_WITH_CHECKSUMS:
+        no_checksums = isinstance(error, FileNotFoundError) and not file.exists()
+        if no_checksums and load_state(folder).format < FIRST_FORMAT_WITH_CHECKSUMS:
             return
         raise read_error(Path(error.filename or folder), error) from error
-    known = sums.splitlines(keepends=True)
+    expected = content.splitlines(keepends=True)
     for name, line in zip(names, lines, strict=True):
-        if len(known) != len(FILES) or line.encode() != known[FILES.index(name)]:
-            raise DamagedCheckpointError(folder / name, f"is not what {CHECKSUMS} says")
+        if len(expected) != len(FILES) or line.encode() != expected[FILES.index(name)]:
+            raise DamagedCheckpointError(folder / name, f"checksum mismatch with {CHECKSUMS}")
 
 
 def load_state(folder: Path) -> State:
-    """Reads state.json. Raises CheckpointError when it is damaged or of a newer format."""
+    """Reads state.json. Raises CheckpointError if it is damaged or has a newer format."""
     file = folder / STATE
     try:
         values = read_json(file, MAX_STATE_BYTES)
-        newer = isinstance(values, dict) and values.get("format")
-        if isinstance(newer, int) and newer > FORMAT:
-            fix = "update this repository"
-            raise CheckpointError("checkpoint", file, f"of newer format {newer}", fix)
+        version = isinstance(values, dict) and values.get("format")
+        if isinstance(version, int) and version > FORMAT:
+            reason = f"format {version} is newer than format {FORMAT} of this code"
+            raise CheckpointError("checkpoint", file, reason, "update clearhead")
         state = State.from_values(values)
         if (found := CHECKPOINT_NAME.fullmatch(folder.name)) and state.step != int(found[1]):
-            raise ValueError(f"step is {state.step}")
+            raise ValueError(f"step is {state.step}, unlike in the directory name")
         return state
     except CheckpointError:
         raise
     except OSError as error:
         raise read_error(file, error) from error
     except (ValueError, TypeError) as error:
-        raise DamagedCheckpointError(file, f"is unreadable ({message_of(error)})") from error
+        raise DamagedCheckpointError(file, f"invalid contents ({message_of(error)})") from error

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, and which one a path means."""
+"""Lists the checkpoints of a run, and finds the checkpoint for a path."""
 
 import difflib
 import os
@@ -11,12 +11,12 @@ from training.checkpoint.format import CHECKPOINT_NAME, MODEL, STATE, verify
 
 
 def run_directory_of(folder: Path) -> Path | None:
-    """The run directory of a checkpoint; None for one that was copied elsewhere."""
+    """Returns the run directory of a checkpoint; None if it was copied out of one."""
     return folder.parent.parent if folder.parent.name == "checkpoints" else None
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, the newest first."""
+    """Returns the complete checkpoints of a run, newest first."""
     found = [p for p in (run / "checkpoints").glob("step_*") if CHECKPOINT_NAME.fullmatch(p.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -26,17 +26,17 @@ def step_of(folder: Path) -> int:
 
 
 def newest_step(run: Path) -> int:
-    """The step of a run's newest checkpoint, 0 when there is none."""
+    """Returns the step of a run's newest checkpoint, 0 without one."""
     return max((step_of(folder) for folder in list_checkpoints(run)), default=0)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path names a checkpoint, damaged or not, and not a run."""
+    """Returns whether a path is a checkpoint, intact or damaged, and not a run directory."""
     return (path / STATE).is_file() or bool(CHECKPOINT_NAME.fullmatch(path.resolve().name))
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether a run has, or had, a checkpoint."""
+    """Returns whether a run has or had a checkpoint: a link `last` may remain."""
     return bool(list_checkpoints(run)) or (run / "checkpoints" / "last").is_symlink()
 
 
@@ -46,50 +46,50 @@ def find_checkpoint(
     names: tuple[str, ...] = (STATE, MODEL),
     warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Path:
-    """The checkpoint that a path means: itself, or the newest intact one of a run directory.
+    """Returns the checkpoint at a path, or the newest intact checkpoint of a run directory.
 
-    names: the files that are needed; their checksums are verified. A damaged checkpoint of a run is
-    skipped with a warning; a damaged one that the path names is refused. Raises CheckpointError for
-    the setting `key` when there is none.
+    Verifies the checksums of the files `names`. In a run directory, a damaged checkpoint is skipped
+    and reported with `warn`. Raises CheckpointError, naming the setting `key`, if there is no
+    checkpoint, and DamagedCheckpointError if the path is a damaged one or all are damaged.
     """
     path = Path(path)
     if is_checkpoint(path):
-        folder = path.resolve()  # once: `last` may lead to another one a moment later
+        folder = path.resolve()  # once: a training process may switch `last` at any time
         try:
             verify(folder, names)
         except DamagedCheckpointError:
             if path.resolve() == folder:
                 raise
-            return find_checkpoint(path, key, names, warn)  # pruned meanwhile
+            return find_checkpoint(path, key, names, warn)  # it was removed meanwhile
         return folder
     damage, last = None, path / "checkpoints" / "last"
     if last.is_symlink() and not last.exists():
-        damage = DamagedCheckpointError(last, "its target is missing")
+        damage = DamagedCheckpointError(last, "the target of this link does not exist")
     for folder in list_checkpoints(path):
         try:
             verify(folder, names)
         except DamagedCheckpointError as error:
-            if not os.path.lexists(folder):  # pruned by the run, which is training
+            if not os.path.lexists(folder):  # a training process has removed it
                 return find_checkpoint(path, key, names, warn)
             damage = damage or error
             continue
         if damage:
-            warn(f"{damage.without_hint}; resuming from {folder.name} instead")
+            warn(f"{damage.without_hint}; using {folder.name} instead")
         return folder.resolve()
     if damage:
         raise damage
     if not path.exists() and not path.is_symlink():
         near = similar_run(path)
-        hint = f"did you mean {near}?" if near else "give a run or a checkpoint"
-        raise CheckpointError(key, path, "no such directory", hint)
+        hint = f"did you mean {near}?" if near else "give a run directory or a checkpoint"
+        raise CheckpointError(key, path, "directory not found", hint)
     hint = "give runs/NAME or runs/NAME/checkpoints/step_..."
     if (path / "last").exists():
         hint = f"did you mean {path / 'last'}?"
-    raise CheckpointError(key, path, "has no checkpoint", hint)
+    raise CheckpointError(key, path, "contains no checkpoint", hint)
 
 
 def similar_run(path: Path) -> Path | None:
-    """The run in runs/ that a wrong path may mean: its name alone, or misspelt."""
+    """Returns the run in runs/ with a name similar to a path's; None if there is none."""
     runs = {folder.name: folder for folder in Path("runs").glob("*/") if folder.is_dir()}
     near = difflib.get_close_matches(path.name, runs, n=1, cutoff=0.7)
     return runs[near[0]] if near else None

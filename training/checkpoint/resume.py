@@ -1,6 +1,6 @@
-"""Where a run starts: new, from its own checkpoint, or as a branch of another run.
+"""Decides how a run starts: as a new run, resumed from its checkpoint, or as a branch of another.
 
-Nothing here changes anything on disk except for locking the run directory.
+The functions here only read, and lock the run directory.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from training.distributed.strategy import Strategy
 if TYPE_CHECKING:
     from training.config.schema import Config
 
-# Part of a model's tensors: no override makes the weights of a checkpoint fit another one.
+# These settings determine the parameters' shapes, so trainer.resume_override does not apply.
 FIXED_BY_WEIGHTS = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
-# What may differ between a run and its continuation without changing what is computed: groups, and
-# settings of other groups. A new setting is not free to change until it is listed.
+# Settings and groups that may be changed when a run is resumed, because they do not change what is
+# learned. A new setting must not be changed until it is listed here.
 FREE_TRAINER_SETTINGS = (
     *("max_steps", "micro_batch_size", "activation_checkpointing", "compile", "device", "profile"),
     *("eval_every", "eval_windows", "log_every", "save_every", "keep_checkpoints", "sample_prompt"),
@@ -40,69 +40,71 @@ FREE_TRAINER_SETTINGS = (
 )
 FREE_TO_CHANGE = {
     *("name", "debug", "runs_dir", "parallel", "lens", "wandb", "model.attention"),
-    *("data.path", "data.val_path", "data.verify"),  # what is there is compared by its checksums
+    *("data.path", "data.val_path", "data.verify"),  # the tokens are compared by checksum
     *(f"trainer.{key}" for key in FREE_TRAINER_SETTINGS),
 }
 
 
 @dataclass
 class Start:
-    """What a run starts from. The same on all ranks."""
+    """How a run starts. The same on all ranks, except `locked`."""
 
     checkpoint: Path | None = None  # None: a new run
-    state: State | None = None  # of that checkpoint
-    in_place: bool = False  # whether its run continues in its own directory; else this is a branch
-    locked: Path | None = None  # the run directory, where rank 0 has locked it already
+    state: State | None = None  # of the checkpoint
+    in_place: bool = (
+        False  # whether the run resumes in the checkpoint's run directory; else a branch
+    )
+    locked: Path | None = None  # the run directory if rank 0 has locked it already, on rank 0
 
 
 def resume_settings(
     config: "Config", strategy: Strategy, notes: list[str]
 ) -> tuple["Config", bool]:
-    """(The settings, whether they are those of the run that trainer.resume names, on top of which
-    come those of the command line.) On all ranks; rank 0 reads the run."""
+    """Returns (settings, whether they come from a run). If trainer.resume is the path of a run, its
+    settings are used, overridden by the command line. On all ranks; rank 0 reads the files."""
     stored = strategy.broadcast(strategy.on_rank_0(lambda: stored_settings(config)))
     if not stored:
         return config, False
     changed = []
     with strategy.raise_on_all_ranks():
-        if config.overrides is not None:  # else `check_same_settings` refuses this rank's settings
+        if config.overrides is not None:  # if not, check_same_settings reports it
             config, changed = complete(config, *stored)
     if changed:
-        notes.append(f"settings from {stored[0]}, overridden: {', '.join(changed)}")
+        notes.append(f"settings of {stored[0]}, overridden by {', '.join(changed)}")
     return config, True
 
 
 def check_same_settings(config: "Config", strategy: Strategy) -> None:
-    """Raises ConfigError on all ranks where they were started with different settings."""
-    mine = json.loads(json.dumps(config.model_dump()))
-    of_rank_0 = strategy.broadcast(mine)
+    """Raises ConfigError on all ranks if any rank has other settings than rank 0."""
+    settings = json.loads(json.dumps(config.model_dump()))
+    of_rank_0 = strategy.broadcast(settings)
     with strategy.raise_on_all_ranks():
-        refuse(different_settings(mine, of_rank_0, strategy.rank))
+        refuse(different_settings(settings, of_rank_0, strategy.rank))
 
 
 def find_start(
     config: "Config", strategy: Strategy, closing: contextlib.ExitStack, notes: list[str]
 ) -> Start:
-    """What the run starts from. Rank 0 finds it, and locks the run directory if there is one until
-    `closing` is closed.
+    """Decides how the run starts. Rank 0 searches for a checkpoint and locks an existing run
+    directory until `closing` is closed.
 
-    Settings that follow from others (warmup_steps=null) become those of the checkpoint, or are
-    chosen. Raises ConfigError for settings that would make it another run.
+    Automatic settings (such as warmup_steps=null) get the checkpoint's values, or are computed.
+    Raises ConfigError if a setting differs from the checkpoint's and must not.
     """
     locked = None
 
     def find() -> tuple[str, dict, bool] | None:
         nonlocal locked
         own = own_directory(config)
-        # A run that has checkpoints needs no other files.
+        # Settings files may be missing from a run with checkpoints.
         if own and own.is_dir() and (listing.has_checkpoint(own) or not has_other_files(own)):
-            closing.enter_context(lock_directory(own))  # no other process changes it from here on
+            closing.enter_context(lock_directory(own))  # no other process can change it now
             locked = own
         if (found := find_resume_checkpoint(config)) is None:
             return None
         return str(found), asdict(checkpoint.load_state(found)), is_in_place(found, config)
 
-    # Other ranks may not see the directory.
+    # Other ranks may have no access to the directory.
     shared = strategy.broadcast(strategy.on_rank_0(find))
     if shared is None:
         resolve_auto(config)
@@ -116,8 +118,8 @@ def find_start(
         notes += [f"{key}={value}: {reason}" for key, value, reason, _ in problems]
         problems = [problem for problem in problems if problem.key in FIXED_BY_WEIGHTS]
     if not in_place and state.step >= config.trainer.max_steps:
-        reason = f"{found} is of step {state.step}, nothing is left to train"
-        hint = "a new run from it needs more steps"
+        reason = f"the checkpoint {found} is already at step {state.step}"
+        hint = "use a larger trainer.max_steps for a branch"
         problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
@@ -125,7 +127,7 @@ def find_start(
 
 
 def own_directory(config: "Config") -> Path | None:
-    """The run directory that the settings name; None for a new one, named by the clock."""
+    """Returns the run directory given by the settings; None for a new one named by the date."""
     if config.name:
         return Path(config.runs_dir) / config.name
     if (resume := config.trainer.resume) in ("auto", "must", False):
@@ -137,23 +139,23 @@ def own_directory(config: "Config") -> Path | None:
 
 
 def is_in_place(found: Path, config: "Config") -> bool:
-    """Whether a checkpoint belongs to the run directory that the settings name."""
+    """Returns whether a checkpoint is in the run directory given by the settings."""
     own = own_directory(config)
-    # Either may be a link to another disk.
+    # resolve: either may be a symbolic link.
     return own is not None and found.resolve().parent == (own / "checkpoints").resolve()
 
 
 def stored_settings(config: "Config") -> tuple[str, dict] | None:
-    """(Checkpoint, its settings) of the run that trainer.resume names; None where it names none.
+    """Returns (path, settings) of the checkpoint at trainer.resume; None if that is not a path.
 
-    Raises CheckpointError when there is no checkpoint, or its settings cannot be read.
+    Raises CheckpointError if there is no checkpoint or its settings cannot be read.
     """
     if config.overrides is None:
         return None
     path, own = config.trainer.resume, own_directory(config)
     if own and is_branch_of(own, path):
         path = own
-    # Damage is reported when the checkpoint itself is read.
+    # No warning about damage here: find_start reports it.
     found = listing.find_checkpoint(
         path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None
     )
@@ -161,22 +163,22 @@ def stored_settings(config: "Config") -> tuple[str, dict] | None:
 
 
 def find_resume_checkpoint(config: "Config") -> Path | None:
-    """The checkpoint to resume; None for a new run. Damaged checkpoints of a run are skipped.
+    """Returns the checkpoint to resume; None for a new run. Skips damaged checkpoints of a run.
 
-    trainer.resume=auto: resume when the run has a checkpoint. must: it has to have one. false: the
-    run must not exist. A path: resume that one, in place or as a branch. Raises ConfigError,
-    CheckpointError when no checkpoint can be read.
+    trainer.resume=auto resumes if the run has a checkpoint; must requires one; false requires that
+    the run does not exist; a path resumes that run or checkpoint, in place or as a branch. Raises
+    ConfigError, or CheckpointError if no checkpoint can be read.
     """
     resume, run = config.trainer.resume, own_directory(config) if config.name else None
     has_any = run is not None and listing.has_checkpoint(run)
     if resume is False and (has_any or (run and settings_of(run))):
-        hint = "give another name, or trainer.resume=auto to continue it"
-        refuse([Problem("name", config.name, f"{run} holds a run", hint)])
+        hint = "use another name, or trainer.resume=auto to resume it"
+        refuse([Problem("name", config.name, f"{run} already contains a run", hint)])
     if has_any and (resume in ("auto", "must") or is_branch_of(run, resume)):
         return listing.find_checkpoint(run, "name", checkpoint.FILES)
     if resume == "must":
-        hint = "give the name= of a run that has a checkpoint, or trainer.resume=auto"
-        refuse([Problem("trainer.resume", "must", "there is nothing to resume", hint)])
+        hint = "set name= to a run with a checkpoint, or use trainer.resume=auto"
+        refuse([Problem("trainer.resume", "must", "there is no checkpoint to resume", hint)])
     found = None
     if resume not in ("auto", False):
         found = find_named_checkpoint(resume)
@@ -184,27 +186,27 @@ def find_resume_checkpoint(config: "Config") -> Path | None:
             check_is_newest(found, resume)
             return found
         if has_any:
-            hint = f"trainer.resume={run} continues it, or give a new name"
-            refuse([Problem("name", config.name, f"{run} holds another run", hint)])
+            hint = f"use trainer.resume={run} to resume it, or another name"
+            refuse([Problem("name", config.name, f"{run} already contains another run", hint)])
     if run:
         check_directory(run, config)
     return found
 
 
 def find_named_checkpoint(resume: str) -> Path:
-    """The checkpoint that trainer.resume=PATH means."""
+    """Returns the checkpoint for trainer.resume=PATH."""
     path = Path(resume).resolve()
     is_copy = listing.is_checkpoint(path) and listing.run_directory_of(path) is None
     if is_copy and not (path / checkpoint.OPTIMIZER).exists():
-        reason = f"has no {checkpoint.OPTIMIZER}, like a model from W&B"
-        hint = f"{shlex.quote(f'trainer.init_from={resume}')} starts a new run with its weights"
+        reason = f"has no {checkpoint.OPTIMIZER}, as a model downloaded from W&B"
+        hint = f"start a new run from its weights: {shlex.quote(f'trainer.init_from={resume}')}"
         refuse([Problem("trainer.resume", resume, reason, hint)])
     return listing.find_checkpoint(resume, "trainer.resume", checkpoint.FILES)
 
 
 def is_branch_of(run: Path, resume: str) -> bool:
-    """Whether a run with checkpoints began as a branch of what trainer.resume names: it continues
-    when the same command is rerun, as Slurm does after a requeue."""
+    """Returns whether a run with checkpoints was started as a branch with trainer.resume=`resume`.
+    Rerunning its command, as Slurm does after a requeue, then resumes the branch."""
     if not listing.has_checkpoint(run):
         return False
     trainer = (settings_of(run) or settings_of_newest(run)).get("trainer")
@@ -212,7 +214,7 @@ def is_branch_of(run: Path, resume: str) -> bool:
 
 
 def settings_of_newest(run: Path) -> dict:
-    """The settings of the newest checkpoint whose state can be read; empty without one."""
+    """Returns the settings of the newest checkpoint with a readable state; {} without one."""
     for folder in listing.list_checkpoints(run):
         with contextlib.suppress(CheckpointError):
             return dict(checkpoint.load_state(folder).settings)
@@ -220,25 +222,25 @@ def settings_of_newest(run: Path) -> dict:
 
 
 def check_is_newest(found: Path, resume: str) -> None:
-    """Refuses to resume in place from a checkpoint that is named and not the newest: what the run
-    did since would be overwritten."""
+    """Raises ConfigError if a checkpoint given by its path is not the newest of its run: resuming
+    from it would overwrite later steps."""
     newest = listing.newest_step(run := listing.run_directory_of(found))
     if listing.is_checkpoint(Path(resume)) and listing.step_of(found) < newest:
-        reason = f"{run} has a newer checkpoint, of step {newest}"
-        hint = "give name=NEW to branch off there, or resume the run itself"
+        reason = f"{run} has a newer checkpoint (step {newest})"
+        hint = f"use name=NEW to start a branch, or trainer.resume={run} for the newest"
         refuse([Problem("trainer.resume", resume, reason, hint)])
 
 
 def check_directory(run: Path, config: "Config") -> None:
-    """Refuses a directory for a new run that holds something else, or a run of other settings that
-    has no checkpoint yet. The same run is started again there."""
+    """Raises ConfigError if the directory for a new run contains other files, or a run that has no
+    checkpoint and has other settings. With equal settings that run is started again."""
     if has_other_files(run):
-        reason = f"{run} holds something other than a run"
+        reason = f"{run} contains files that do not belong to a run"
         refuse([Problem("name", run.name, reason, "give another name")])
     if (before := settings_of(run)) is None:
         return
     now = config.model_dump()
-    if config.trainer.warmup_steps is None:  # follows from others
+    if config.trainer.warmup_steps is None:  # automatic
         del now["trainer"]["warmup_steps"]
     hint = f"give another name, or remove {run}"
     problems = changed_settings(before, now, run)
@@ -246,32 +248,32 @@ def check_directory(run: Path, config: "Config") -> None:
 
 
 def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
-    """A problem for each setting that would make the resumed run another one."""
+    """Returns a problem for each setting that must not differ from the saved one."""
     problems = []
     saved = flat(saved)
-    saved.setdefault("optimizer.name", "adamw")  # of checkpoints from before there was a choice
+    saved.setdefault("optimizer.name", "adamw")  # old checkpoints do not have this setting
     for key, value in flat(now).items():
-        # A setting that the checkpoint does not have came later and left things as they were.
+        # A setting that the checkpoint lacks is newer than it; its default changes nothing.
         is_free = FREE_TO_CHANGE & {key, key.partition(".")[0]}
         if is_free or key not in saved or value == saved[key]:
             continue
-        hint = f"use {key}={as_yaml(saved[key])}, or start a new run with another name="
+        hint = f"use {key}={as_yaml(saved[key])}, or start a new run with another name"
         if key not in FIXED_BY_WEIGHTS:
-            hint += ", or trainer.resume_override=true to continue anyway"
+            hint += ", or trainer.resume_override=true to resume anyway"
         problems.append(Problem(key, value, f"{run} was trained with {as_yaml(saved[key])}", hint))
     return problems
 
 
 def resume_command(directory: Path, is_saved: bool = False) -> str:
-    """How to resume a run after a stop: "resume with: COMMAND", or the setting that continues the
-    sweep that the run is a job of.
+    """Returns how to resume a run after it stopped: "resume with: COMMAND", or for a job of a sweep
+    how to resume the sweep.
 
-    is_saved: whether the checkpoint has the settings of this command; then only those of this
-    machine are repeated.
+    is_saved: whether the checkpoint has the settings of this command. The command then repeats only
+    the settings of this machine.
     """
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")
-        return f"run the sweep again with {folder}"
+        return f"rerun the same command with {folder}"
     kept = []
     for text in sys.argv[1:]:
         key = text.lstrip("+-")

@@ -1,8 +1,8 @@
-"""The run directory: its name, its lock and its settings.
+"""The run directory: its name, its lock and its settings files.
 
-runs/<name>/.lock          locked while a process writes there; says which
-            run.json       the settings, for programs
-            config.yaml    the settings, for people: no program reads them from there
+runs/NAME/.lock          locked while a process writes to the directory; contains process and host
+          run.json       all settings, read by programs
+          config.yaml    all settings, for users: no program reads this file
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from files import atomic_write, fsync, make_folder, read_json, remove_temporary_
 from training.config.other_names import rename_stored
 
 LOCK, SETTINGS_JSON, CONFIG_YAML = ".lock", "run.json", "config.yaml"
-# Opened in place; all other files are replaced by rename.
+# These files are opened for writing; all others are written to a temporary name and renamed.
 OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl")
-# What flock fails with where the file system has no locks.
+# Errors of flock on a file system without locks.
 LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-WAIT_FOR_PREDECESSOR = 30  # seconds; torchrun restarts processes while the others end
+WAIT_FOR_PREDECESSOR = 30  # seconds; torchrun restarts processes before the old ones have ended
 
 
 def create(runs: Path, name: str | None, model_name: str) -> Path:
-    """Creates runs/<name>, which may exist; without a name a new one named by date and model."""
+    """Creates runs/<name>, which may exist. Without a name it is new: DATE_TIME_MODEL."""
     if name is not None:
         make_folder(runs / name)
         return runs / name
@@ -47,28 +47,27 @@ def create(runs: Path, name: str | None, model_name: str) -> Path:
 
 @contextlib.contextmanager
 def writable(runs: Path) -> Iterator[None]:
-    """Raises RunDirectoryError for an OSError inside."""
+    """Raises RunDirectoryError for an OSError inside the context."""
     try:
         yield
     except OSError as error:
         reason = f"{error.filename or runs} cannot be written ({error.strerror})"
-        hint = "give a folder that can be written, or another name"
+        hint = "use a writable directory or another name"
         raise RunDirectoryError("runs_dir", runs, reason, hint) from error
 
 
 def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
-    """Locks a run directory, and removes what a killed process left unfinished there. The lock ends
-    with the context that is returned, or with the process.
+    """Locks a run directory and removes temporary files of killed processes from it. Returns a
+    context; the lock is released when the context or the process ends.
 
-    Where the file system has no locks, a line says so. Raises RunDirectoryError when another
-    process has it or it cannot be written to, RunFileError when it has a link, a FIFO or a device
-    among its files.
+    Only warns if the file system has no locks. Raises RunDirectoryError if another process has the
+    lock or the directory is not writable, and RunFileError if a file is a link, a FIFO or a device.
     """
     for name in OPENED_IN_PLACE:
         file = folder / name
         if file.is_symlink() or (file.exists() and not file.is_file()):
             cause = f"{file} is not a regular file"
-            raise RunFileError("name", folder.name, cause, "remove it, or give another name")
+            raise RunFileError("name", folder.name, cause, "remove it, or use another name")
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     path, timeout = folder / LOCK, WAIT_FOR_PREDECESSOR if restarted else 0
     with writable(folder.parent):
@@ -76,14 +75,14 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
             lock = FileLock(path).acquire(timeout=timeout)
         except Timeout:
             holder = path.read_text(encoding="utf-8", errors="replace").strip()
-            cause = f"{folder} is being written by another process ({holder or 'unknown'})"
-            fix = "wait for it, or give another name"
+            cause = f"{folder} is in use by another process ({holder or 'unknown'})"
+            fix = "wait until it ends, or use another name"
             raise RunDirectoryError("name", folder.name, cause, fix) from None
         except OSError as error:
             if error.errno not in LOCKS_UNSUPPORTED:
                 raise
-            words = f"{folder}: its file system has no locks ({error.strerror}); start one run"
-            print(f"{words} at a time there", file=sys.stderr)
+            reason = f"this file system does not support locks ({error.strerror})"
+            print(f"{folder}: {reason}; do not start two runs here", file=sys.stderr)
             lock = contextlib.nullcontext()
         else:
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -93,20 +92,20 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
 
 
 def write_settings(run: Path, settings: dict) -> None:
-    """Writes the resolved settings of a run, for programs and for people."""
+    """Writes all settings of a run to run.json and config.yaml."""
     import yaml
 
     atomic_write(
         run / SETTINGS_JSON, (json.dumps({"settings": settings}, indent=1) + "\n").encode()
     )
-    # Not by OmegaConf, for which a "${" in a prompt is a reference.
+    # Not with OmegaConf, which interprets "${" in a prompt as an interpolation.
     atomic_write(
         run / CONFIG_YAML, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode()
     )
 
 
 def settings_of(run: Path) -> dict | None:
-    """The resolved settings of a run; None where none can be read."""
+    """Returns all settings of a run; None if run.json is missing or invalid."""
     try:
         settings = read_json(run / SETTINGS_JSON)["settings"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,15 +114,15 @@ def settings_of(run: Path) -> dict | None:
 
 
 def has_other_files(folder: Path) -> bool:
-    """Whether something else than a run is there: something, and no settings of a run."""
+    """Returns whether a directory contains files but is not a run: it has no valid run.json."""
     if not folder.is_dir() or settings_of(folder) is not None:
         return False
-    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML}  # and what they are called in the making
+    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML}  # also as NAME.part-..., before they are complete
     return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
 
 
 def check_new(folder: Path) -> None:
-    """Raises RunDirectoryError when another process has begun a run there meanwhile."""
+    """Raises RunDirectoryError if another process has started a run there in the meantime."""
     if settings_of(folder) is not None or (folder / "checkpoints").exists():
-        cause = f"another process has begun {folder} just now"
-        raise RunDirectoryError("name", folder.name, cause, "give another name")
+        cause = f"another process has just started a run in {folder}"
+        raise RunDirectoryError("name", folder.name, cause, "use another name")

@@ -1,9 +1,11 @@
-"""Writing checkpoints atomically in the background.
+"""Writes checkpoints atomically in a background thread.
 
-A checkpoint is written as step_00000100.part, flushed to disk (fsync) and renamed; then the links
-`last` and `best` are switched, and only then are older ones renamed to .part and removed. So every
-folder called step_... is complete at every moment, and after the first one there always is one.
-What a killed process left unfinished is removed by the next start.
+1. Write the files to step_00000100.part, flush them to disk (fsync) and rename the directory.
+2. Point the links `last` and `best` to the new checkpoint.
+3. Rename older checkpoints to step_... .part and remove them.
+
+So a directory named step_... is always complete, and after the first checkpoint there is always
+one. The next start of the run removes .part directories of killed processes.
 """
 
 import contextlib
@@ -24,29 +26,29 @@ from training.checkpoint import listing
 from training.checkpoint.format import State, Tensors
 from training.checkpoint.tensors import all_finite
 
-RETRY_AFTER = 2  # seconds until a checkpoint that could not be written is tried once more
+RETRY_AFTER = 2  # seconds until the second attempt to write a checkpoint
 
 
 class Saver:
     """Writes the checkpoints of a run, one at a time.
 
-    run: its directory, locked by this process. keep: how many of the newest stay, besides the best.
-    resumed: the state of the run's checkpoint that is resumed.
+    run: the run directory, locked by this process. keep: number of newest checkpoints to keep; the
+    best one is kept too. resumed: the state of the checkpoint from which the run resumes, if any.
     """
 
     def __init__(self, run: Path, keep: int, resumed: State | None = None):
         self.run, self.folder, self.keep = run, run / "checkpoints", keep
-        self.saved = resumed.step if resumed else 0  # the last step that is on disk for certain
+        self.saved = resumed.step if resumed else 0  # the last step that is known to be on disk
         self._links_work = True
         self._pending: tuple[int, Future] | None = None
         self._clean_up(resumed.step if resumed else 0)
         if resumed:
-            self._link(resumed.best_step)  # the process may have been killed before it did
+            self._link(resumed.best_step)  # the process may have been killed before this
             self._prune(resumed.best_step)
 
     def _clean_up(self, newest: int) -> None:
-        """Removes unfinished checkpoints, and renames those after the resumed step, which are
-        damaged."""
+        """Removes incomplete checkpoints. Renames damaged ones: those after the step `newest`, from
+        which the run resumes."""
         for part in self.folder.glob("*.part"):
             remove(part)
         for folder in listing.list_checkpoints(self.run):
@@ -55,28 +57,28 @@ class Saver:
                 while aside.exists():
                     aside = aside.with_name(f"{aside.name}.damaged")
                 rename(folder, aside)
-                what = f"not used, the run resumes from step {newest}; now {aside.name}"
+                what = f"damaged, renamed to {aside.name}; the run resumes from step {newest}"
                 print(f"checkpoint={folder}: {what}", file=sys.stderr)
 
     def save(self, tensors: Tensors, state: State) -> None:
-        """Starts writing the checkpoint of a step. The tensors must not change before `wait`."""
+        """Starts writing a checkpoint. The tensors must not change until `wait` returns."""
         self.wait()
-        # One thread for each checkpoint: computing checksums gives a thread OpenMP threads of its
-        # own, and while those exist, each step of training takes a tenth longer
+        # A new thread for each checkpoint: in a thread that computes checksums OpenMP starts its
+        # threads, and as long as these exist, a training step takes 10 % longer
         # (benchmarks/results/2026-11-22-saving-cpu.json).
         thread = ThreadPoolExecutor(1, "saver")
         self._pending = state.step, thread.submit(self._save, tensors, asdict(state))
-        thread.shutdown(wait=False)  # it ends when it has done this
+        thread.shutdown(wait=False)  # the thread ends after this task
 
     def wait(self) -> NotSavedError | None:
         """Waits for the pending checkpoint; returns the error if it could not be written.
 
-        Raises DivergedError when its tensors are not finite.
+        Raises DivergedError if its tensors contain NaN or inf.
         """
         if self._pending is None:
             return None
         step, writing = self._pending
-        writing.exception()  # waits; after an interrupt here `close` has to wait
+        writing.exception()  # waits; if it is interrupted here, `close` waits
         self._pending = None
         try:
             writing.result()
@@ -84,17 +86,17 @@ class Saver:
         except (OSError, SafetensorError) as error:
             cause = getattr(error, "strerror", None) or message_of(error)
             with contextlib.suppress(OSError):
-                cause += f", {_format_size(shutil.disk_usage(self.run).free)} free on its disk"
+                cause += f", {_format_size(shutil.disk_usage(self.run).free)} free on this disk"
             folder, reason = self.folder / _folder_name(step), f"could not be written ({cause})"
-            return NotSavedError("checkpoint", str(folder), reason, "make room there")
+            return NotSavedError("checkpoint", str(folder), reason, "free disk space there")
 
     def close(self) -> None:
-        """Waits for the pending checkpoint, whether it can be written or not."""
+        """Waits for the pending checkpoint and ignores errors."""
         if self._pending:
             self._pending[1].exception()
 
     def disk_space_notes(self, size: float) -> list[str]:
-        """A note when the disk has no room for the checkpoints of a run. size: bytes of one."""
+        """Returns a note if the checkpoints, `size` bytes each, may not fit on the disk."""
         missing = max(0, self.keep - len(listing.list_checkpoints(self.run))) + 2
         free = shutil.disk_usage(self.run).free
         if free > missing * size:
@@ -103,25 +105,25 @@ class Saver:
         reason = f"{kept}, may not fit on the disk ({_format_size(free)} free)"
         return [f"trainer.keep_checkpoints={self.keep}: {reason}"]
 
-    # ------------------------------------------------------------------------- in the thread
+    # ----------------------------------------------------------- in the background thread
 
     def _save(self, tensors: Tensors, state: dict) -> None:
         for name, tensor in (tensors[0] | tensors[1]).items():
-            if not all_finite(tensor):  # it must not replace a good checkpoint
-                reason = f"is not finite after step {state['step']}"
+            if not all_finite(tensor):  # do not replace a good checkpoint
+                reason = f"contains NaN or inf after step {state['step']}"
                 raise DivergedError(name, NO_VALUE, reason, DIVERGENCE_HINT)
         folder = self.folder / _folder_name(state["step"])
         try:
             self._write(folder, tensors, state)
         except (OSError, SafetensorError):
-            time.sleep(RETRY_AFTER)  # space may be freed, or a file server may return
+            time.sleep(RETRY_AFTER)  # disk space or a file server may be available again
             self._write(folder, tensors, state)
         self.saved = state["step"]
         self._link(state["best_step"])
         self._prune(state["best_step"])
 
     def _write(self, folder: Path, tensors: Tensors, state: dict) -> None:
-        if folder.exists():  # complete; its name may not be on disk yet
+        if folder.exists():  # complete; the rename may not be flushed yet
             fsync(self.folder)
             return
         part = folder.with_name(folder.name + ".part")
@@ -132,14 +134,12 @@ class Saver:
             checkpoint.write(part, tensors, state)
             rename(part, folder)
         except (OSError, SafetensorError):
-            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(part, ignore_errors=True)  # free the space on a full disk
             raise
 
     def _link(self, best_step: int | None) -> None:
-        """Links `last` to the newest checkpoint and `best` to the best, if there is one.
-
-        Only users need the links; some file systems have none.
-        """
+        """Points the links `last` to the newest and `best` to the best checkpoint, if there is one.
+        Only users need them, so an error is only a warning: some file systems have no links."""
         names = [folder.name for folder in listing.list_checkpoints(self.run)]
         best = None if best_step is None else _folder_name(best_step)
         try:
@@ -147,7 +147,10 @@ class Saver:
             _set_link(self.folder / "last", names[0])
         except OSError as error:
             if self._links_work:
-                print(f"{self.folder}: no links to best and last ({error})", file=sys.stderr)
+                print(
+                    f"{self.folder}: cannot create the links best and last ({error})",
+                    file=sys.stderr,
+                )
             self._links_work = False
 
     def _prune(self, best_step: int | None) -> None:
@@ -159,7 +162,10 @@ class Saver:
                 os.replace(old, part)
                 shutil.rmtree(part)
             except OSError as error:
-                print(f"checkpoint={old}: not removed ({error.strerror or error})", file=sys.stderr)
+                print(
+                    f"checkpoint={old}: cannot be removed ({error.strerror or error})",
+                    file=sys.stderr,
+                )
 
 
 def _format_size(size: float) -> str:
@@ -171,7 +177,7 @@ def _folder_name(step: int) -> str:
 
 
 def _set_link(link: Path, target: str | None) -> None:
-    """Makes `link` a relative link to `target` in the same folder, atomically; None: no link."""
+    """Atomically makes `link` a relative link to `target` in its directory; None removes it."""
     if target is None:
         link.unlink(missing_ok=True)
     elif not link.is_symlink() or os.readlink(link) != target:

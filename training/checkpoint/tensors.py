@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint: parameters and optimizer state, saved and loaded as safetensors.
+"""The tensors of a checkpoint: collects and loads parameters and optimizer state (safetensors).
 
-Nothing is unpickled. Every tensor is checked for its name, shape, type and finite values before
-it is used.
+Before a tensor is used, its name, shape and type are checked, and that it has no NaN or inf. No
+pickle is loaded.
 """
 
 import math
@@ -24,16 +24,16 @@ from training.optim.optimizers import state_keys
 if TYPE_CHECKING:
     from training.distributed.strategy import Strategy
 
-SAVED_SETTINGS_HINT = "use the model settings that it was saved with"
+SAVED_SETTINGS_HINT = "use the model settings of the checkpoint"
 
 
 def collect(
     model: GPT, optimizer: torch.optim.Optimizer, strategy: "Strategy", copy: bool
 ) -> Tensors:
-    """The parameters, and the optimizer's state, both under the parameters' names, on the CPU.
+    """Returns the parameters and the optimizer state on the CPU, by their names in the files.
 
-    On all ranks; rank 0 gets the tensors, the others None in their places. copy: also where they
-    are on the CPU already, so that training does not change them.
+    On all ranks; rank 0 gets tensors, the others None. copy: copies tensors that are already on the
+    CPU, so that training does not change them.
     """
     model_tensors, optimizer_tensors = {}, {}
     for name, parameter in model.named_parameters():
@@ -44,26 +44,26 @@ def collect(
 
 
 def load_model(folder: Path) -> tuple[GPT, State]:
-    """The model of a checkpoint that `find_checkpoint` has found, in eval mode, and its state."""
+    """Returns the model, in eval mode, and the state of a checkpoint from `find_checkpoint`."""
     state = load_state(folder)
     settings, problems = validate(ModelSettings, state.settings["model"])
     if problems:
-        reason = f"its model settings do not fit ({problems[0].key}: {problems[0].reason})"
+        reason = f"invalid model settings ({problems[0].key}: {problems[0].reason})"
         raise _checkpoint_error(folder, reason)
     return load_parameters(folder, ModelConfig(**settings.model_dump())), state
 
 
 def load_parameters(folder: Path, config: ModelConfig) -> GPT:
-    """A model of this shape, in eval mode, with the parameters of a checkpoint."""
+    """Returns a model with these settings, in eval mode, and the parameters of a checkpoint."""
     file = folder / MODEL
     return model_from_tensors(config, read_tensors(file), file)
 
 
 def model_from_tensors(config: ModelConfig, tensors: dict[str, torch.Tensor], file: Path) -> GPT:
-    """A model in eval mode with these tensors, by our names.
+    """Returns a model in eval mode with these tensors, by the names of GPT's parameters.
 
-    Raises CheckpointError naming the first tensor that is missing, unknown or of another shape.
-    Whatever size the settings claim, no more is allocated than the tensors have.
+    Raises CheckpointError naming the first tensor that is missing, unknown or has a wrong shape.
+    Memory is allocated only after this check, so invalid settings cannot allocate too much.
     """
     for name, rows in (
         ("token_emb.weight", config.vocab_size),
@@ -73,7 +73,7 @@ def model_from_tensors(config: ModelConfig, tensors: dict[str, torch.Tensor], fi
     numbers = (re.match(r"blocks\.(\d{1,8})\.", name) for name in tensors)
     layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
     if layers != config.num_layers:
-        reason = f"has {layers} layers, the model needs {config.num_layers}"
+        reason = f"contains {layers} layers, the settings require {config.num_layers}"
         raise _checkpoint_error(file, reason, SAVED_SETTINGS_HINT)
     with torch.device("meta"):
         model = GPT(config)
@@ -91,21 +91,20 @@ def model_from_tensors(config: ModelConfig, tensors: dict[str, torch.Tensor], fi
 def load_optimizer(
     folder: Path, model: GPT, optimizer: torch.optim.Optimizer, strategy: "Strategy"
 ) -> None:
-    """Restores the optimizer's state. On all ranks; rank 0 reads.
+    """Restores the optimizer state. On all ranks; rank 0 reads the file.
 
-    The state that another optimizer kept for a parameter is skipped, and its moments start at zero:
-    resuming with another optimizer is allowed only on request (trainer.resume_override). Raises
-    CheckpointError for a state that no optimizer has.
+    A parameter whose saved state is of another optimizer (trainer.resume_override) starts with an
+    empty state. Raises CheckpointError for keys that no optimizer here has.
     """
     tensors = strategy.on_rank_0(lambda: read_optimizer(folder / OPTIMIZER, model)) or {}
-    keys = strategy.broadcast({name: list(of_one) for name, of_one in tensors.items()})
-    # A fused optimizer counts its steps on the device, any other on the host.
+    keys = strategy.broadcast({name: list(state) for name, state in tensors.items()})
+    # A fused optimizer has its step counters on the device, any other on the CPU.
     of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"
     needed = {p: state_keys(group) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if name not in keys or (found := set(keys[name])) != needed[parameter]:
             if name in keys and found not in OPTIMIZER_STATE.values():
-                reason = f"of {name} it has {', '.join(sorted(found))}, as no optimizer keeps it"
+                reason = f"unknown optimizer state of {name}: {', '.join(sorted(found))}"
                 raise _checkpoint_error(folder / OPTIMIZER, reason)
             continue
         like = {"step": torch.empty((), device=of_steps)}
@@ -116,16 +115,16 @@ def load_optimizer(
 
 
 def read_optimizer(file: Path, model: GPT) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's state of a checkpoint: for each parameter's name, tensors by key.
+    """Returns the optimizer state of a checkpoint: parameter name -> key -> tensor.
 
-    Raises CheckpointError when it does not fit the model, DamagedCheckpointError for a negative
-    number of steps or second moment, which would lead to NaN.
+    Raises CheckpointError if it does not match the model, DamagedCheckpointError for a negative
+    step or second moment, which would result in NaN.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     state: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, value in read_tensors(file).items():
         key, _, name = full_name.partition(".")
-        if key == "random":  # of format 1: what is drawn follows from seed, step and rank now
+        if key == "random":  # random states of format 1: no longer used
             continue
         if name not in shapes:
             raise _checkpoint_error(file, f"unknown tensor {full_name:.80}")
@@ -137,7 +136,9 @@ def read_optimizer(file: Path, model: GPT) -> dict[str, dict[str, torch.Tensor]]
     return state
 
 
-def _checkpoint_error(file: Path, reason: str, hint: str = "use another one") -> CheckpointError:
+def _checkpoint_error(
+    file: Path, reason: str, hint: str = "use another checkpoint"
+) -> CheckpointError:
     return CheckpointError("checkpoint", file, reason, hint)
 
 
@@ -148,37 +149,39 @@ def _check_tensor(
         raise _checkpoint_error(file, f"{name} is missing")
     tensor = tensors[name]
     if tensor.shape != tuple(shape):
-        reason = f"{name} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}"
+        reason = f"{name} has shape {tuple(tensor.shape)}, the model requires {tuple(shape)}"
         raise _checkpoint_error(file, reason, SAVED_SETTINGS_HINT)
-    # 8-bit floats: torch cannot compare all of their types.
+    # 8-bit floats are refused: torch cannot compare values of all these types.
     if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise _checkpoint_error(file, f"{name} is of {tensor.dtype}")
+        raise _checkpoint_error(file, f"{name} has the type {tensor.dtype}")
     if not all_finite(tensor):
-        raise _checkpoint_error(file, f"{name} has NaN or inf")
+        raise _checkpoint_error(file, f"{name} contains NaN or inf")
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    # Extremes keep NaN, and finding them takes one pass without a copy.
+    """Returns whether a tensor has no NaN or inf."""
+    # aminmax propagates NaN, and needs one pass and no copy, unlike isfinite().all().
     return tensor.numel() == 0 or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
 def pickle_error(file: Path, besides: str = "") -> CheckpointError:
-    """The error of a file that is one."""
-    hint = "convert it to safetensors where its maker is trusted"
-    return _checkpoint_error(file, f"is a pickle, which could run code{besides}", hint)
+    """Returns the error for a file that is a pickle."""
+    hint = "convert it to safetensors if you trust its source"
+    return _checkpoint_error(file, f"is a pickle, which can execute code{besides}", hint)
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file. Raises CheckpointError when it is none."""
+    """Returns all tensors of a safetensors file. Raises CheckpointError for any other file."""
     try:
         with open_regular(file) as opened:
             first = opened.read(8)
-        # A zip, as torch.save makes, or the first bytes of a pickle; a safetensors file begins
-        # with a small number of eight bytes.
+        # A zip file, as written by torch.save, or a pickle. A safetensors file starts with the
+        # length of its header in eight bytes.
         if first[:4] == b"PK\3\4" or (first[:1] == b"\x80" and any(first[4:])):
             raise pickle_error(file)
         return load_file(file)
     except OSError as error:
         raise read_error(file, error) from error
     except SafetensorError as error:
-        raise DamagedCheckpointError(file, f"is unreadable ({message_of(error)})") from error
+        reason = f"not a valid safetensors file ({message_of(error)})"
+        raise DamagedCheckpointError(file, reason) from error

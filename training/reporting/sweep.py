@@ -64,7 +64,10 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
         result |= {"exit_code": 0, "error": ""}
     except SystemExit:  # by a signal
         folder = hydra.sweep.dir
-        print(f"sweep stopped; continue with hydra.sweep.dir={folder}", file=sys.stderr)
+        print(
+            f"sweep stopped; to resume: rerun the same command with hydra.sweep.dir={folder}",
+            file=sys.stderr,
+        )
         raise
     except Exception as error:
         if stopped := getattr(error, "stopped", 0):  # by a signal before the error
