@@ -38,8 +38,7 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
 def causal_attn_scores(queries: Tensor, keys: Tensor) -> Tensor:
     """Returns the masked attention scores, mask(Q K^T / sqrt(D)), in fp32.
 
-    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S). The score of every key after the query
-    is -inf.
+    queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S), -inf for every key after the query.
     """
     attn_scores = queries @ keys.transpose(-2, -1)  # (B, H, T, S)
     # The dot product of two random vectors of length D has variance D. Division by sqrt(D) makes
@@ -79,8 +78,7 @@ def sdpa(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) 
         return F.scaled_dot_product_attention(
             queries, keys, values, dropout_p=dropout_p, is_causal=True
         )
-    # is_causal=True aligns the mask at its upper left corner: a single query would attend only to
-    # the first key.
+    # is_causal aligns the mask at its upper left corner: one query would attend to one key only.
     mask = causal_mask(num_queries, num_keys, queries.device)
     return F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, dropout_p=dropout_p

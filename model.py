@@ -121,7 +121,7 @@ def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """The complete model. Its output layer has no parameters: it uses the token embedding."""
+    """The complete model. Its output layer uses the weights of the token embedding."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -146,9 +146,8 @@ class GPT(nn.Module):
         biases                                                 0
         norms                                                  weight 1, bias 0
 
-        Each of the 2 L branches adds its output to the residual stream. Because of the factor
-        1 / sqrt(2 L), the variance of the sum does not grow with the number of layers
-        (Radford et al. 2019, section 2.3).
+        Each of the 2 L branches adds its output to the residual stream. The factor 1 / sqrt(2 L)
+        keeps the variance of the sum from growing with L (Radford et al. 2019, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():

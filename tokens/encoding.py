@@ -10,8 +10,7 @@ match of GPT-2's pre-tokenization pattern always ends, so the ids do not change.
     's 't 're 've 'm 'll 'd | ?letters | ?digits | ?other characters | white space
 
 where ? is an optional space. White space before a visible character leaves its last character to
-the next match. No alternative looks behind, so two neighbouring characters are never in one match
-if
+the next match. No alternative looks behind, so two neighbours are never in one match if
 
 - the left one is visible and the right one is white space, or
 - they are of different kinds (letter, digit, other), and the left one is not an apostrophe, which

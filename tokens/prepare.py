@@ -122,10 +122,8 @@ def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]
 
 
 class Preparation:
-    """The preparation of a folder of shards.
-
-    part=(i, n): `assigned` are the tasks of this machine, the i-th of n.
-    """
+    """The preparation of a folder of shards. part=(i, n): `assigned` are the tasks of the i-th of n
+    machines."""
 
     def __init__(
         self, files: list[str], folder: Path, settings: PrepareSettings, part: tuple[int, int]
@@ -174,8 +172,7 @@ class Preparation:
         return [task for task in tasks if done.get(task.number) != fingerprint_of(task.parts)]
 
     def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
-        """Runs the unfinished tasks of the list in `workers` processes; calls progress(bytes read)
-        after each."""
+        """Runs the unfinished ones of these tasks. Calls progress(bytes read) after each."""
         name = f"lock-{self.part}-of-{self.parts}"  # the system releases it if the process dies
         try:
             lock = FileLock(self.folder / "preparing" / name, timeout=0)
@@ -202,7 +199,7 @@ class Preparation:
             raise
         except OSError as error:
             cause = f"cannot be written ({error.strerror or error})"
-            fix = "free disk space, then rerun the same command"
+            fix = "check disk space and permissions, then rerun the same command"
             raise PreparationError("out", self.folder, cause, fix) from error
 
     def finish(self) -> dict | None:
@@ -286,9 +283,8 @@ def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> 
     finally:
         if writer:
             writer.discard()
-    text_bytes = encoder.text_bytes
     record = TaskRecord(
-        plan=plan, fingerprint=task.fingerprint, text_bytes=text_bytes, shards=shards
+        plan=plan, fingerprint=task.fingerprint, text_bytes=encoder.text_bytes, shards=shards
     )
     atomic_write(record_file, record.model_dump_json().encode())
-    return task.size or text_bytes  # the size of a hub data set is unknown
+    return task.size or encoder.text_bytes  # the size of a hub data set is unknown

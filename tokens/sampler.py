@@ -81,8 +81,7 @@ class WindowOrder:
     def steps(
         self, first_step: int = 0, rank: int = 0, world_size: int = 1
     ) -> Iterator[np.ndarray]:
-        """Yields the windows of this rank for first_step, first_step + 1, ...: a batch sampler for
-        DataLoader."""
+        """Yields this rank's windows, step by step from first_step: a DataLoader batch sampler."""
         for step in itertools.count(first_step):
             yield self.windows(step, rank, world_size)
 

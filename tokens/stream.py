@@ -94,7 +94,6 @@ class TokenStream:
             self._maps[n].madvise(mmap.MADV_DONTNEED)
 
     def _raise_invalid_id(self, token: int, position: int) -> None:
-        """Raises DataError for an id that is not in the vocabulary."""
         number = int(np.searchsorted(self.array_starts, position, side="right")) - 1
         name, first_byte = self.names[number]
         byte = first_byte + (position - int(self.array_starts[number])) * self.dtype.itemsize
@@ -109,10 +108,9 @@ class TokenStream:
         arrays, names = [], []
         for n, position, part in self._slices(start, end):
             name, byte = self.names[n]
+            byte += (position - int(self.array_starts[n])) * self.dtype.itemsize
             arrays.append(part)
-            names.append(
-                (name, byte + (position - int(self.array_starts[n])) * self.dtype.itemsize)
-            )
+            names.append((name, byte))
         return TokenStream(arrays, self.vocab_size, self.end_of_text, names)
 
     def document_starts(self) -> np.ndarray:
