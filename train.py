@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from training.config.application import hydra_main
 from training.reporting.terminal import never_fail
-from training.signals import StopSignals, end_quietly
+from training.signals import StopSignals, exit_on_stop_signals
 
 if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked
     from torch import Tensor
@@ -168,7 +168,7 @@ def main(config: "Config") -> None:
 
 
 if __name__ == "__main__":
-    end_quietly()
+    exit_on_stop_signals()
     prints_only = {"-h", "--help", "-c", "--cfg", "-i", "--info", "--hydra-help"}
     never_fail(quiet=not prints_only.isdisjoint(sys.argv))
     main()

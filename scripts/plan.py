@@ -74,8 +74,11 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     def fits(windows: int) -> bool:
         return memory.fits(job, windows, kind.memory)
 
-    largest, micro = memory.largest_micro_batch(job.share, fits), trainer.micro_batch_size
-    micro = min(micro, job.share) if isinstance(micro, int) else largest or 1
+    largest, micro = (
+        memory.largest_micro_batch(job.windows_per_rank, fits),
+        trainer.micro_batch_size,
+    )
+    micro = min(micro, job.windows_per_rank) if isinstance(micro, int) else largest or 1
     parts = memory.estimate(job, micro)
     share, source = utilisation(config, plan, precision)
     rate = plan.devices * share * (kind.fp32 if precision == "fp32" else kind.flops) / per_token
@@ -90,7 +93,7 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         "compiled": compiled,
         "batch_size": trainer.batch_size,
         "micro_batch_size": micro,
-        "micro_batches": math.ceil(job.share / micro),
+        "micro_batches": math.ceil(job.windows_per_rank / micro),
         "largest_micro_batch": largest,
         "memory": parts | {"total": sum(parts.values())},
         "device_memory": kind.memory,

@@ -133,7 +133,9 @@ def test_while_training(make_run, in_process, tmp_path, monkeypatch):
     fit(make_run("name=run"))
     run = make_run("name=run", "trainer.max_steps=6")
     intact = "the checkpoint of step 4 is intact"
-    error = micro_batch.what_would_fit(run.config, run.strategy, 8, run.checkpointer.describe())
+    error = micro_batch.out_of_memory_error(
+        run.config, run.strategy, 8, run.checkpointer.describe()
+    )
     assert isinstance(error, errors.OutOfMemoryError)
     assert str(error) == (
         "trainer.micro_batch_size=8: 8 windows of 32 tokens do not fit into the memory of cpu; use "

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from training.distributed.strategy import Strategy
 
 # What schedulers and people send. Slurm can be asked for SIGUSR1 some time before the end.
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PARENT = os.getppid()  # when the process began
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+PARENT_PID = os.getppid()  # when the process began
 
 
 def exit_code(number: int) -> int:
@@ -19,10 +19,10 @@ def exit_code(number: int) -> int:
     return 130 if number == signal.SIGINT else 143
 
 
-def end_quietly() -> None:
+def exit_on_stop_signals() -> None:
     """Signals that come before and after StopSignals end the process at once, with the exit code of
     a stop and without a traceback."""
-    for number in ASKING:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: os._exit(exit_code(number)))
 
 
@@ -43,7 +43,7 @@ class StopSignals:
         self._before = {}
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._handle) for number in ASKING}
+        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
@@ -65,7 +65,7 @@ class StopSignals:
         Also where torchrun has started this process and has died: nothing else would stop it, and a
         restart would find its directory locked.
         """
-        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
+        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_PID
         if orphaned and not self.received:
             self.received = signal.SIGTERM
             self._print("torchrun has ended; stopping after this step")

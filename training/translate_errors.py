@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from errors import DivergedError, NotSavedError, RankLostError
 from training.checkpoint.checkpointer import Checkpointer
 from training.distributed.strategy import Strategy
-from training.planning.micro_batch import is_out_of_memory, what_would_fit
+from training.planning.micro_batch import is_out_of_memory, out_of_memory_error
 
 if TYPE_CHECKING:
     from training.config.schema import Config
@@ -39,7 +39,7 @@ def translate_errors(
     except Exception as error:
         if checkpointer and micro_batch_size and is_out_of_memory(error):
             intact = checkpointer.describe()
-            raise what_would_fit(config, strategy, micro_batch_size, intact) from error
+            raise out_of_memory_error(config, strategy, micro_batch_size, intact) from error
         if not strategy.is_lost_rank(error):
             raise
         # The first sentence of the library's message, without its file names and addresses.

@@ -28,7 +28,7 @@ import train
 from helpers import REPOSITORY, SOURCES
 from helpers.planted_faults import plant
 from training.config import command_line, compose
-from training.signals import end_quietly
+from training.signals import exit_on_stop_signals
 
 # What a training imports only when it needs it.
 PARTS = """
@@ -54,7 +54,7 @@ def run(order: dict) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    end_quietly()
+    exit_on_stop_signals()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

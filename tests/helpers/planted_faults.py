@@ -345,7 +345,7 @@ def compiler(backend: str) -> None:
 
 def no_memory() -> None:
     """This rank's machine has no room for the copy of a checkpoint."""
-    replace(micro_batch, "spare_memory", lambda _: lambda: 0)
+    replace(micro_batch, "available_memory", lambda _: lambda: 0)
 
 
 FUNCTIONS = (failing, file_size_limit, full_disk, interrupt, infinite_loss, watch_parameters)

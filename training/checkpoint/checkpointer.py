@@ -21,7 +21,7 @@ from training.checkpoint.resume import resume_command
 from training.checkpoint.saver import Saver
 from training.checkpoint.tensors import collect
 from training.distributed.strategy import Strategy
-from training.planning.micro_batch import spare_memory
+from training.planning.micro_batch import available_memory
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Checkpointer:
         # When training on the CPU, the copy must leave enough memory for a training step. Rank 0
         # makes the copy, so it decides.
         needed = 12 * self.model.num_parameters()
-        copy = self.strategy.device.type != "cpu" or spare_memory() > 2 * needed
+        copy = self.strategy.device.type != "cpu" or available_memory() > 2 * needed
         copy, is_last = self.strategy.broadcast([copy, is_last])
         tensors = collect(self.model, self.optimizer, self.strategy, copy and not is_last)
         if self.saver:

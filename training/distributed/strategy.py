@@ -82,7 +82,7 @@ class Strategy:
         """
         model.head_loss = head_loss
         if self.device.type == "cpu":
-            cpu.speed_up(model)
+            cpu.use_cpu_kernels(model)
         self.wrapped = self._wrap(model)
         if not compiled:
             return self.wrapped

@@ -1,7 +1,7 @@
-"""Attention and dropout as CPUs compute them faster. Measured in docs/benchmarks.md.
+"""Faster attention and dropout for training on a CPU. Measured in docs/benchmarks.md.
 
-The result is that of model.py and attention.py up to rounding; only how the gradient of attention
-is computed and how dropout masks are drawn differs.
+Results equal those of model.py and attention.py up to rounding. The gradient of attention and the
+random numbers of dropout masks are computed differently.
 
 Shapes: B batch, H heads, T positions, D head_dim.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from attention import causal_attn_weights, sdpa
 from model import GPT
 
-# Whether the processor multiplies bf16 matrices in tiles (AMX); torch before 2.12 does not tell.
-HAS_TILES = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
+# Whether the CPU has AMX, which multiplies bf16 matrices in tiles. Unknown before torch 2.12.
+HAS_AMX = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
 
 
-def speed_up(model: GPT) -> None:
-    """Replaces dropout and the sdpa kernel of a model that is trained on a CPU."""
+def use_cpu_kernels(model: GPT) -> None:
+    """Replaces dropout and the sdpa kernel of a model by those of this module."""
     for module in (model, *model.blocks):
         module.dropout = Dropout(module.dropout.p).train(module.training)
     for block in model.blocks:
@@ -32,30 +32,30 @@ def speed_up(model: GPT) -> None:
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The sdpa kernel of attention.py, with faster dropout and, in bf16 on processors with tiles, a
-    faster gradient of short sequences.
+    """The sdpa kernel of attention.py with faster dropout and, in bf16 on CPUs with AMX, a faster
+    gradient of short sequences.
 
     queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D).
     """
-    if dropout_p > 0:  # no fused kernel on CPU has dropout: torch writes the weights out as well
+    if dropout_p > 0:  # no fused CPU kernel has dropout: torch writes the weights to memory too
         attn_weights = causal_attn_weights(queries, keys).to(values.dtype)
         return dropout(attn_weights, dropout_p) @ values
-    # For longer sequences the fused kernel's gradient is faster, which skips the masked half.
+    # For longer sequences the fused kernel has a faster gradient: it skips the masked half.
     longest = 512 if torch.compiler.is_compiling() else 128
     fits = queries.shape == keys.shape and keys.shape[-2] <= longest
-    if HAS_TILES and fits and queries.dtype == torch.bfloat16:
+    if HAS_AMX and fits and queries.dtype == torch.bfloat16:
         return _Attention.apply(queries, keys, values)
     return sdpa(queries, keys, values)
 
 
 class _Attention(torch.autograd.Function):
-    """The fused kernel forward. Backward computes the weights P again and multiplies in tiles,
-    which the fused backward does not:
+    """Fused forward. Backward recomputes the weights P and multiplies with AMX, which the fused
+    backward does not use:
 
         dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(P dP)) / sqrt(D);  dQ = dS K;  dK = dS^T Q
 
-    P is normalised here, not by the logsumexp of the fused kernel: its scores are rounded to bf16,
-    and rows of P would no longer sum to 1.
+    P is normalized here and not by the logsumexp of the fused kernel, which belongs to scores that
+    are rounded to bf16: rows of P would not sum to 1.
     """
 
     @staticmethod
@@ -78,19 +78,19 @@ class _Attention(torch.autograd.Function):
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with faster masks."""
+    """nn.Dropout with faster random masks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.p) if self.training else x
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """F.dropout in training, with masks of 16 random bits per number: torch draws 53 bits, one
-    number after another, which takes a quarter of a step. p is rounded to a multiple of 2^-16."""
+    """Computes F.dropout in training mode with 16 random bits per element. torch draws 53 bits per
+    element, which takes a quarter of a step. p is rounded to a multiple of 2^-16."""
     dropped = min(round(p * 2**16), 2**16 - 1)
     if not dropped:
         return x
-    # Out of place, so that torch.compile accepts it.
+    # Not in place, because torch.compile does not support that.
     drawn = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 4),), dtype=torch.int64)
     kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
-    return (x * kept).mul_(2**16 / (2**16 - dropped))  # so that the expectation is x
+    return (x * kept).mul_(2**16 / (2**16 - dropped))  # the expected value is x

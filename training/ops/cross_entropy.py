@@ -1,32 +1,30 @@
-"""Head and cross-entropy in one, so that the logits of a whole batch never exist in fp32.
+"""Head and cross-entropy in one function, without fp32 logits of the complete batch.
 
     loss = mean over targets of  logsumexp(x W^T) - (x W^T)[target]
     d loss / d logits = (softmax(x W^T) - onehot(target)) / number of targets
 
-The plain form, `head_loss` in model.py, makes three tensors of B T V numbers: the logits, their
-copy in fp32, their gradient. Here some positions at a time get their logits; the gradient, which
-needs nothing but its own row, takes their place at once, is multiplied on, and is gone. So all
-gradients are made in forward, and backward only scales them (as in Hsu et al. 2024, Liger Kernel).
+`head_loss` in model.py, the plain version, allocates three tensors of B T V elements: the logits,
+their copy in fp32 and their gradient. This version processes a chunk of positions at a time. The
+gradient of a row of logits depends on that row only, so it overwrites the logits and is multiplied
+immediately. All gradients are computed in forward; backward only scales them (Hsu et al. 2024,
+Liger Kernel). On a CPU this is also faster, because chunks stay in the cache (docs/benchmarks.md).
 
-On a CPU it is faster, too: what lies between the products stays in the cache (docs/benchmarks.md).
-
-Shapes: N positions (B T), n of them at a time, C emb_dim, V vocabulary.
+Shapes: N positions (B T), n positions per chunk, C emb_dim, V vocabulary.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_AT_ONCE = 2**28  # enough to keep a GPU busy; half a gigabyte in bf16
-CACHED = 2**19  # logits that stay in a CPU's cache between two matrix products
+LOGITS_AT_ONCE = 2**28  # elements per chunk: enough to keep a GPU busy; 512 MiB in bf16
+CACHED = 2**19  # elements that stay in the cache of a CPU between two matrix products
 
 
 def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """The mean cross-entropy in nats, (), of x (N, C) against target_ids (N,); NaN when there are
-    no targets.
+    """Returns the mean cross-entropy in nats, (), of x (N, C) and target_ids (N,).
 
-    weight: the head's matrix (V, C). Negative targets do not count. The products run in autocast's
-    precision where it is on, everything else in fp32.
+    weight: the matrix of the head (V, C). Negative targets are ignored; without other targets the
+    result is NaN. Matrix products have the precision of autocast, everything else is fp32.
     """
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device):
@@ -40,7 +38,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.dtypes = x.dtype, weight.dtype
         wants_grad = ctx.needs_input_grad[0]
         x, weight = x.to(dtype), weight.to(dtype)
-        # In fp16 a gradient that is not divided by N yet can exceed the largest number.
+        # In fp16, a gradient can overflow before it is divided by N.
         ctx.shrink = 1 / 64 if dtype == torch.float16 else 1.0
         counts = (target_ids >= 0)[:, None]  # (N, 1)
         targets = target_ids.clamp(min=0)[:, None]  # (N, 1)
@@ -52,7 +50,7 @@ class _HeadLoss(torch.autograd.Function):
             logits = x_n @ weight.t()  # (n, V)
             losses.append(_losses(logits, targets_n, wants_grad))
             if wants_grad:
-                grad_logits = logits  # that is what they are now
+                grad_logits = logits  # _losses has overwritten them
                 grads_x.append(grad_logits @ weight * counts_n)
                 part = grad_logits.t() @ (x_n * counts_n * ctx.shrink)  # (V, C)
                 grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
@@ -72,8 +70,8 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, targets: Tensor, wants_grad: bool) -> Tensor:
-    """Each position's cross-entropy, (n, 1) in fp32. wants_grad: softmax - onehot, its gradient,
-    takes the place of the logits (n, V). targets (n, 1)."""
+    """Returns the cross-entropy per position, (n, 1) in fp32. targets: (n, 1). wants_grad: also
+    overwrite the logits (n, V) by their gradient, softmax - onehot."""
     if logits.device.type != "cpu" or torch.compiler.is_compiling():
         return _losses_at_once(logits, targets, wants_grad)
     size = max(1, CACHED // logits.shape[1])
@@ -86,7 +84,7 @@ def _losses_at_once(logits: Tensor, targets: Tensor, wants_grad: bool) -> Tensor
     losses = -log_probs.gather(1, targets)
     if not wants_grad:
         return losses
-    if torch.compiler.is_compiling():  # all in one pass
+    if torch.compiler.is_compiling():  # the compiler fuses this into one pass
         vocabulary = torch.arange(logits.shape[1], device=logits.device)
         logits.copy_(log_probs.exp() - (vocabulary == targets).float())
     else:

@@ -1,4 +1,4 @@
-"""Losses far above the others, which `train/loss_spikes` and `train/loss_z_score` log."""
+"""Loss spikes: the metrics `train/loss_spikes` and `train/loss_z_score`."""
 
 import math
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-# As they are read from a checkpoint. The square of a Number is finite.
+# Types of values in a checkpoint. The square of a Number is finite.
 Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Number = Annotated[float, Field(strict=True, ge=-1e100, le=1e100)]
 
 
 @dataclass
 class LossSpikes:
-    """Counts steps whose loss is far above the losses before it.
+    """Counts steps whose loss is much larger than the losses before it.
 
-    From loss number WARM_UP on, a spike is a loss more than THRESHOLD standard deviations above the
-    mean; mean and variance are exponential averages over about 1 / (1 - DECAY) steps, and a loss
-    enters them clipped at the threshold, so that one spike does not hide the next. Before that,
-    while the loss still falls by nats, a spike is a loss more than EARLY_RISE nats above an
+    After WARM_UP losses, a spike is a loss more than THRESHOLD standard deviations above the mean.
+    Mean and variance are exponential averages over about 1 / (1 - DECAY) steps. Losses are clipped
+    at the threshold before they are averaged, so that one spike does not hide the next. During the
+    first WARM_UP losses, which fall fast, a spike is a loss more than EARLY_RISE nats above an
     exponential average over about RECENT steps.
     """
 
@@ -28,7 +28,7 @@ class LossSpikes:
     mean: Number = 0.0
     variance: Annotated[Number, Field(ge=0)] = 0.0
     count: Count = 0  # spikes so far
-    recent: Number = 0.0  # the short average
+    recent: Number = 0.0  # average over about RECENT steps
 
     DECAY = 0.98
     THRESHOLD = 6.0  # standard deviations
@@ -40,7 +40,7 @@ class LossSpikes:
         self.recent = self.recent or self.mean  # a checkpoint of version 1 may lack it
 
     def add(self, loss: float) -> float | None:
-        """The z-score of a loss, (loss - mean) / standard deviation; None before there is one."""
+        """Adds a loss. Returns its z-score, (loss - mean) / standard deviation; None at first."""
         if not math.isfinite(loss):  # a skipped step, counted by NonFiniteCheck
             return None
         z = None
@@ -53,7 +53,7 @@ class LossSpikes:
             self.count += loss > self.recent + self.EARLY_RISE
         self.seen += 1
         self.recent += (loss - self.recent) / min(self.seen, self.RECENT)
-        # At first the plain mean of all losses so far.
+        # For the first losses, this is the plain mean.
         weight = max(1 - self.DECAY, 1 / self.seen)
         away = loss - self.mean
         self.mean += weight * away

@@ -1,15 +1,15 @@
 """Muon for the matrices of the blocks and AdamW for all other parameters, as one optimizer.
 
-Muon makes the momentum of a matrix nearly orthogonal before it is added, so that all directions
-move by the same amount, however small their gradients (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/). Scaled as in Liu et al. 2025 (arXiv:2502.16982), its
-updates are as large as AdamW's, and one learning rate and weight decay serve both.
+Muon orthogonalizes the momentum of a matrix before it updates the weights, so that all directions
+change by the same amount, even those with small gradients (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/). With the scale of Liu et al. 2025 (arXiv:2502.16982),
+updates have the size of AdamW's, and both optimizers use the same learning rate and weight decay.
 
-torch.optim.Muon computes the same; a test compares the two. Here matrices of one shape are updated
-together, the ranks of FSDP divide them among themselves, and a step is clipped and skipped on the
-device, as in fused AdamW, so that the host does not wait for it.
+torch.optim.Muon computes the same; a test compares the two. This version updates matrices of one
+shape together, distributes them over the ranks of FSDP, and clips and skips steps on the device, as
+fused AdamW does, so that the host does not wait.
 
-Shapes: N matrices of a batch, M of them on a rank, (rows, columns) each; R ranks.
+Shapes: N matrices in a batch, M of them on a rank, (rows, columns) each; R ranks.
 """
 
 import math
@@ -19,21 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: as steep at zero as possible (Jordan)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; maximal slope at zero (Jordan)
 EPSILON = 1e-7
-LIKE_ADAMW = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
-TOGETHER = 2**23  # elements of the matrices that a rank updates at once
+ADAMW_RMS = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
+MAX_ELEMENTS = 2**23  # of the matrices that a rank updates at once
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW over groups of parameters, and Muon over one group of matrices.
+    """AdamW for groups of parameters and Muon for one group of matrices.
 
-    groups: AdamW's, with its settings in `adamw`. matrices: Muon's group, {"params": [...], "lr",
-    "weight_decay", "momentum", "nesterov", "ns_steps"}; its parameters are 2-D. dtype: of the
-    iteration's matrix products.
+    groups: the groups of AdamW; `adamw`: its settings. matrices: the group of Muon,
+    {"params": [...], "lr", "weight_decay", "momentum", "nesterov", "ns_steps"}; its parameters are
+    2-D. dtype: of the matrix products in newton_schulz.
 
-    found_inf and grad_scale, () or None, are what torch's GradScaler sets: to skip a step (1.) and
-    to divide the gradients first. Fused AdamW reads them, and here Muon does too.
+    found_inf and grad_scale, () or None, have the meaning that torch's GradScaler gives them: 1.
+    skips the step; gradients are divided by grad_scale first. Fused AdamW and Muon read them.
     """
 
     found_inf: Tensor | None = None
@@ -63,14 +63,14 @@ class Muon(torch.optim.AdamW):
 
         With momentum m, learning rate lr and weight decay w, for gradient G, average B, matrix W:
             B <- m B + (1 - m) G
-            U =  m B + (1 - m) G with Nesterov's momentum, else B
+            U =  m B + (1 - m) G with Nesterov momentum, else B
             W <- (1 - lr w) W - lr 0.2 sqrt(max(rows, columns)) newton_schulz(U)
         """
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         skip = self.found_inf
-        if skip is not None and skip.device.type == "cpu":  # the host can read it without waiting
+        if skip is not None and skip.device.type == "cpu":  # reading it does not wait for a device
             if skip:
                 return
             skip = None
@@ -85,10 +85,10 @@ class Muon(torch.optim.AdamW):
         averaged = average.lerp(grads, 1 - momentum)
         update = grads.lerp_(averaged, momentum) if group["nesterov"] else averaged
         update = _orthogonalized(update.to(self.dtype), like, group["ns_steps"])
-        rate = lr * LIKE_ADAMW * math.sqrt(max(like.shape))
+        rate = lr * ADAMW_RMS * math.sqrt(max(like.shape))
         after = (before * (1 - lr * group["weight_decay"])).sub_(update, alpha=rate)
         if skip is not None:
-            # Selected, not multiplied by zero: NaN times zero is NaN.
+            # torch.where, not a product with zero: NaN times zero is NaN.
             averaged = torch.where(skip > 0, average, averaged)
             after = torch.where(skip > 0, before, after)
         torch._foreach_copy_(averages, averaged.unbind())
@@ -96,15 +96,15 @@ class Muon(torch.optim.AdamW):
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """U S V^T -> approximately U V^T for each matrix, (..., rows, columns).
+    """Maps each matrix U S V^T to approximately U V^T, (..., rows, columns).
 
-    Each step maps every singular value s to a s + b s^3 + c s^5. Five steps bring all between 0.002
-    and 1 to between 0.68 and 1.21; more steps would not bring them closer to one (Jordan et al.).
+    Each step maps every singular value s to a s + b s^3 + c s^5. Five steps map values from 0.002
+    to 1 into the interval 0.68 to 1.21; more steps do not move them closer to 1 (Jordan et al.).
     """
     a, b, c = COEFFICIENTS
-    is_tall = matrices.shape[-2] > matrices.shape[-1]  # then the smaller of both products
+    is_tall = matrices.shape[-2] > matrices.shape[-1]  # then x x^T is smaller for the transpose
     x = matrices.mT if is_tall else matrices
-    # No singular value is above the Frobenius norm.
+    # The Frobenius norm is at least as large as the largest singular value.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
     for _ in range(steps):
         gram = x @ x.mT
@@ -113,12 +113,12 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
 
 def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of parameters of one shape, of at most TOGETHER elements; the same on all ranks."""
+    """Yields parameters of one shape, at most MAX_ELEMENTS elements, equal on all ranks."""
     of_shape: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         of_shape.setdefault(tuple(parameter.shape), []).append(parameter)
     for same in of_shape.values():
-        most = max(1, TOGETHER * _ranks(same[0]) // same[0].numel())
+        most = max(1, MAX_ELEMENTS * _ranks(same[0]) // same[0].numel())
         for start in range(0, len(same), most):
             yield same[start : start + most]
 
@@ -127,7 +127,7 @@ def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds some of its rows only: whether it is a DTensor."""
+    """Returns whether it is a DTensor, of which this rank holds some rows."""
     return hasattr(tensor, "to_local")
 
 
@@ -136,29 +136,29 @@ def _ranks(tensor: Tensor) -> int:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of it."""
+    """Returns this rank's part of the tensor."""
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def _orthogonalized(update: Tensor, like: Tensor, steps: int) -> Tensor:
-    """newton_schulz of N matrices, of which each rank holds some rows, (N, rows here, columns).
+    """Computes newton_schulz of N matrices; each rank holds some rows, (N, local rows, columns).
 
-    like: a parameter of their shape. Every rank receives M whole matrices and sends their rows
-    back: two all-to-all exchanges instead of R times the computation.
+    like: a parameter of that shape. Every rank receives M complete matrices and sends their rows
+    back. These two all-to-all exchanges avoid the same computation on all R ranks.
     """
     if not _is_sharded(like):
         return newton_schulz(update, steps)
     from torch.distributed import all_to_all_single
 
     (number, mine, columns), ranks = update.shape, _ranks(like)
-    each, part = -(-number // ranks), -(-like.shape[0] // ranks)  # M, rows on a rank
+    each, part = -(-number // ranks), -(-like.shape[0] // ranks)  # M, rows per rank
 
     def exchange(parts: Tensor) -> Tensor:  # the i-th part of rank j becomes the j-th of rank i
         received = torch.empty_like(parts)
         all_to_all_single(received, parts, group=like.device_mesh.get_group())
         return received
 
-    # Padded with zeros to equal shards; the first ranks' are full, so rows stay in order.
+    # Padding with zeros makes shards equal. Only the last ranks have padding: rows stay in order.
     padded = F.pad(update, (0, 0, 0, part - mine, 0, each * ranks - number))
     received = exchange(padded.view(ranks, each, part, columns))  # (R, M, part, columns)
     whole = received.transpose(0, 1).reshape(each, ranks * part, columns)[:, : like.shape[0]]

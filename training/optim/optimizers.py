@@ -1,7 +1,7 @@
 """The optimizer, its learning-rate schedule, and the check for non-finite gradients.
 
-The optimizer is AdamW, or Muon with AdamW (training/optim/muon.py). The learning rate is a plain
-function of the step: it has no state to save and can be plotted without training.
+The optimizer is AdamW, or Muon with AdamW (training/optim/muon.py). The learning rate is a function
+of the step without state, so a checkpoint does not contain it.
 """
 
 import math
@@ -13,18 +13,18 @@ from torch import Tensor
 from training.config.schema import OptimizerConfig
 from training.optim.muon import Muon
 
-STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}  # of a parameter
+STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}  # per parameter
 
 
 def build_optimizer(
     model: torch.nn.Module, config: OptimizerConfig, muon_dtype: torch.dtype | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW over the model's parameters; matrices and embeddings have weight decay, vectors none.
+    """Builds the optimizer. Matrices and embeddings have weight decay, vectors have none.
 
-    With muon, Muon updates the matrices of the blocks in products of muon_dtype (None: fp32), and
-    AdamW the embeddings, one of which is the head, and all vectors. Fused where the device has such
-    a kernel: one pass over the parameters instead of ten. Each group has the peak of its learning
-    rate as "peak_lr".
+    With muon, Muon updates the matrices of the blocks (products in muon_dtype; None: fp32), and
+    AdamW updates the embeddings, which include the head, and all vectors. AdamW is fused on devices
+    with such a kernel: one pass over the parameters instead of ten. "peak_lr" of each group is its
+    peak learning rate.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     of_muon = set(matrices_of(model)) if config.name == "muon" else set()
@@ -57,15 +57,15 @@ def build_optimizer(
 
 
 def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The weight matrices inside the blocks: of each W_query, W_key, W_value, out_proj, mlp.fc and
-    mlp.out_proj. The other 2-D parameters are embeddings or the head."""
+    """Returns W_query, W_key, W_value, out_proj, mlp.fc and mlp.out_proj of all blocks: the weight
+    matrices except embeddings and head."""
     return [
         p for p in model.get_submodule("blocks").parameters() if p.requires_grad and p.dim() == 2
     ]
 
 
 def state_keys(group: dict) -> set[str]:
-    """What an optimizer keeps for each parameter of one of its groups."""
+    """Returns the keys of the optimizer state of each parameter in a group."""
     return STATE["muon" if "ns_steps" in group else "adamw"]
 
 
@@ -76,10 +76,10 @@ def learning_rate(
     max_steps: int,
     peak: float | None = None,
 ) -> float:
-    """The learning rate of optimizer step `step`, 0 <= step < max_steps.
+    """Returns the learning rate of optimizer step `step`, 0 <= step < max_steps.
 
-    peak: lr of a group of parameters; None means config.lr. Rises linearly to lr over warmup_steps.
-    Then, with r = min_lr_ratio and u in 0..1 the share of the remaining steps done:
+    peak: lr of a parameter group; None: config.lr. It rises linearly to lr over warmup_steps. Then,
+    with r = min_lr_ratio and u from 0 to 1, the completed fraction of the remaining steps:
       cosine    lr (r + (1 - r) (1 + cos(pi u)) / 2)             (Loshchilov and Hutter 2017)
       wsd       lr, then linearly to r lr over the last decay_fraction of all steps
                                                                  (Hu et al. 2024)
@@ -105,8 +105,8 @@ def learning_rate(
 class NonFiniteCheck:
     """Checks the gradient of every step before the optimizer uses it.
 
-    A step with a non-finite gradient is skipped. After `limit` of them in a row every later step is
-    skipped too: the parameters stay as they are until the host reads the counts and ends the run.
+    A step with a non-finite gradient is skipped. After `limit` such steps in a row, all later steps
+    are skipped too: parameters do not change until the host reads the counts and ends the run.
     """
 
     def __init__(self, limit: int, device: torch.device):
@@ -114,10 +114,10 @@ class NonFiniteCheck:
         self.in_a_row, self.skipped, self.halted_for = torch.zeros(3, device=device).unbind()
 
     def found_inf(self, grad_norm: Tensor, loss_scale: Tensor) -> Tensor:
-        """1. when the step is to be skipped, else 0., on the device.
+        """Returns 1. if the step has to be skipped, else 0., on the device.
 
-        grad_norm: of all ranks' gradients together, (). loss_scale: fp16's, which an overflow
-        lowers; while it is above 1 the overflow is not counted towards the limit.
+        grad_norm: of the gradients of all ranks, (). loss_scale: of fp16. An overflow lowers it; as
+        long as it is above 1, the overflow does not count towards the limit.
         """
         bad = (~torch.isfinite(grad_norm)).float()
         self.in_a_row = (self.in_a_row + bad * (loss_scale <= 1)) * bad
@@ -128,12 +128,12 @@ class NonFiniteCheck:
         return skip
 
     def read(self) -> tuple[int, int, int]:
-        """(steps skipped so far, non-finite ones in a row up to now, steps since the limit was
-        reached); waits for the device."""
+        """Returns (skipped steps, non-finite steps in a row until now, steps since the limit was
+        reached). Waits for the device."""
         numbers = torch.stack([self.skipped, self.in_a_row, self.halted_for]).tolist()
         return tuple(round(number) for number in numbers)
 
     def restore(self, skipped: int, in_a_row: int) -> None:
-        """Continues counting from a checkpoint."""
+        """Sets the counts to those of a checkpoint."""
         self.skipped = torch.full_like(self.skipped, skipped)
         self.in_a_row = torch.full_like(self.in_a_row, in_a_row)

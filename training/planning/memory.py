@@ -63,7 +63,7 @@ class Job:
         return self.strategy == "fsdp"
 
     @property
-    def share(self) -> int:
+    def windows_per_rank(self) -> int:
         """Windows of a step on one device."""
         return self.config.trainer.batch_size // self.world_size
 
@@ -85,7 +85,7 @@ def estimate(job: Job, windows: int) -> dict[str, float]:
     positions = windows * job.config.data.max_length  # B T
     parameters, share = 4 * num_parameters(model), 1 / job.world_size if job.sharded else 1
     embedding = 4 * model.vocab_size * model.emb_dim  # and the head
-    before = parameters * ((windows < job.share) + (job.strategy == "ddp"))
+    before = parameters * ((windows < job.windows_per_rank) + (job.strategy == "ddp"))
     kept = activations(job, windows)
     at_loss = {"gradients": before, "casts": casts(job), "activations": kept}
     at_loss["logits"] = head(job, positions)

@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def what_would_fit(
+def out_of_memory_error(
     settings: Config, strategy: Strategy, windows: int, intact: str
 ) -> OutOfMemoryError:
     """The error of a step that ran out of memory, with a suggestion that keeps the batch.
@@ -62,13 +62,13 @@ def check_memory(settings: Config, strategy: Strategy) -> list[tuple]:
     moments, or on a CPU a step, need more memory than the device has.
 
     On a CPU the process would be killed without a message. On a GPU a step that does not fit ends
-    with the error of `what_would_fit`.
+    with the error of `out_of_memory_error`.
     """
     trainer, limit = settings.trainer, memory_of(strategy.device)
     # Whether compile=auto compiles is not known yet; compiled, a step needs less.
     job = job_of(settings, strategy, trainer.compile is not False)
     asked = trainer.micro_batch_size
-    windows = 1 if asked == "auto" else min(job.share, asked or job.share)
+    windows = 1 if asked == "auto" else min(job.windows_per_rank, asked or job.windows_per_rank)
     parts, has = estimate(job, windows), f"and {strategy.device} has {limit / 1e9:,.1f} GB"
     states, total = 2 * parts["weights"] + parts["optimizer"], sum(parts.values())
     if states > limit:
@@ -89,7 +89,7 @@ def find_micro_batch(settings: Config, strategy: Strategy, compiled: bool) -> in
     """trainer.micro_batch_size=auto: the largest that is estimated to fit on all ranks, in windows,
     of those that divide a rank's share evenly; 1 when none is."""
     job, limit = job_of(settings, strategy, compiled), memory_of(strategy.device)
-    found = largest_micro_batch(job.share, lambda n: fits(job, n, limit)) or 1
+    found = largest_micro_batch(job.windows_per_rank, lambda n: fits(job, n, limit)) or 1
     return -strategy.all_reduce_max(-found)
 
 
@@ -112,7 +112,7 @@ def memory_of(device: torch.device) -> float:
     return min(machine, _container_limit()) / processes
 
 
-def spare_memory() -> float:
+def available_memory() -> float:
     """Bytes of the machine's memory that no process uses; 0 where that is unknown."""
     try:
         meminfo = Path("/proc/meminfo").read_text()

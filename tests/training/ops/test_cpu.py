@@ -43,14 +43,14 @@ def check_errors(got, baseline, right, most):
 def test_torch_that_does_not_tell_what_the_processor_can(monkeypatch):
     """torch before 2.12."""
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not runpy.run_path(cpu.__file__)["HAS_TILES"]
+    assert not runpy.run_path(cpu.__file__)["HAS_AMX"]
     assert best_dtype(torch.device("cpu")) == torch.float32
 
 
 @pytest.fixture
 def tiles(monkeypatch):
     """A processor with AMX."""
-    monkeypatch.setattr(cpu, "HAS_TILES", True)
+    monkeypatch.setattr(cpu, "HAS_AMX", True)
 
 
 @pytest.mark.parametrize("sharpness", [1, 10])
@@ -149,6 +149,6 @@ def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, t
 
 def test_other_kernels_and_the_mode_stay(monkeypatch):
     model = tiny_model(attention="explicit").eval()
-    cpu.speed_up(model)
+    cpu.use_cpu_kernels(model)
     assert all(block.attn.kernel is explicit for block in model.blocks)
     assert not any(module.training for module in model.modules())

@@ -72,8 +72,8 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 def test_steps_are_muon_by_the_formula(nesterov, monkeypatch):
     """Jordan's rule with Liu's scale, arXiv:2502.16982 equation 4, and the EMA of torch's; with
     matrices of one shape together and one by one."""
-    for together in (1, muon.TOGETHER):
-        monkeypatch.setattr(muon, "TOGETHER", together)
+    for together in (1, muon.MAX_ELEMENTS):
+        monkeypatch.setattr(muon, "MAX_ELEMENTS", together)
         model = tiny()
         rates = {"lr": 1e-3, "matrix_lr": 0.02, "weight_decay": 0.3}
         optimizer = built(model, momentum=0.9, nesterov=nesterov, **rates)

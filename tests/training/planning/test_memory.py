@@ -42,7 +42,7 @@ def trained(job) -> tuple[GPT, Strategy, torch.Tensor]:
     config, strategy = job.config, Strategy(torch.device("cpu"), DTYPES[job.precision])
     model = GPT(ModelConfig(**config.model.model_dump())).train()
     model.activation_checkpointing = config.trainer.activation_checkpointing
-    ids = torch.randint(0, config.model.vocab_size, (job.share, config.data.max_length))
+    ids = torch.randint(0, config.model.vocab_size, (job.windows_per_rank, config.data.max_length))
     return strategy.wrap(model, compiled=False), strategy, ids
 
 
@@ -136,7 +136,7 @@ def test_estimates_are_within_10_percent_of_measured_peaks():
         config = settings("model=gpt2-small", "data.path=none", *run["settings"].split())
         strategy = "ddp" if "ranks" in run else "single"
         job = Job(config, strategy, run.get("ranks", 1), config.trainer.precision, "cpu", False)
-        windows = min(job.share, config.trainer.micro_batch_size or job.share)
+        windows = min(job.windows_per_rank, config.trainer.micro_batch_size or job.windows_per_rank)
         total = sum(estimate(job, windows).values())
         assert total == pytest.approx(run["peak_bytes"], rel=0.10), run["settings"]
 

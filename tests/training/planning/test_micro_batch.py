@@ -57,7 +57,9 @@ def test_a_run_out_of_memory_continues_with_what_is_suggested(make_run):
 def test_what_is_suggested_when_one_window_does_not_fit(make_run):
     run = make_run("trainer.micro_batch_size=1")
     for setting in ("trainer.activation_checkpointing=true", "parallel=fsdp"):
-        error = micro_batch.what_would_fit(run.config, run.strategy, 1, run.checkpointer.describe())
+        error = micro_batch.out_of_memory_error(
+            run.config, run.strategy, 1, run.checkpointer.describe()
+        )
         assert suggested(error) == setting
         run.config.trainer.activation_checkpointing = True
 
