@@ -3,6 +3,7 @@
 PYTHONPATH=.:tests python tests/scripts/test_tutorial.py   # runs it and rewrites its outputs
 """
 
+import ast
 import base64
 import io
 import itertools
@@ -15,6 +16,7 @@ import nbformat
 from helpers import NO_NETWORK, REPOSITORY
 from nbclient import NotebookClient
 from PIL import Image
+from playwright.sync_api import expect
 
 NOTEBOOK = REPOSITORY / "docs" / "tutorial.ipynb"
 METADATA = {
@@ -31,62 +33,102 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
     (folder / "docs").mkdir()
     env = {"IPYTHONDIR": folder / "ipython", "JUPYTER_RUNTIME_DIR": folder / "jupyter"}
     env = {name: str(value) for name, value in (env | {"PYTHONPATH": NO_NETWORK}).items()}
-    place = {"metadata": {"path": str(folder / "docs")}}
-    client = NotebookClient(notebook, timeout=300, record_timing=False, resources=place)
+    resources = {"metadata": {"path": str(folder / "docs")}}
+    client = NotebookClient(notebook, timeout=300, record_timing=False, resources=resources)
     client.execute(env=os.environ | env)
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[list]:
-    """What each cell of code shows: (kind, text or PNG)."""
-    shown = []
+    """The outputs of each code cell: (kind, content). Kinds: text, image (PNG), page (HTML)."""
+    cells = []
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         found = []
-        for kind, group in itertools.groupby(cell.outputs, lambda output: output.output_type):
-            if kind == "stream":
-                found.append(("text", "".join(output.text for output in group)))
-            else:
-                found += [("picture", output.data["image/png"]) for output in group]
-        shown.append(found)
-    return shown
+        for output in cell.outputs:
+            data = output.get("data", {})
+            if "image/png" in data:
+                found.append(("image", data["image/png"]))
+            elif "<iframe" in data.get("text/html", ""):
+                found.append(("page", data["text/html"]))
+            else:  # rich displays each line of a training run as HTML and as plain text
+                found.append(("text", data["text/plain"] if data else output.text))
+        groups = itertools.groupby(found, lambda item: item[0])
+        joined = [(kind, [content for _, content in group]) for kind, group in groups]
+        cells.append(
+            [
+                (kind, content)
+                for kind, contents in joined
+                for content in (["".join(contents)] if kind == "text" else contents)
+            ]
+        )
+    return cells
 
 
 def test_it_runs(tmp_path):
-    """With fewer steps of training and fewer windows to evaluate."""
+    """With fewer training steps and fewer windows in the evaluation; answers to exercises too."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    kept = outputs(notebook)
+    stored = outputs(notebook)
     for long, short in (("STEPS = 600", "STEPS = 8"), (" stride=8", " stride=64")):
-        (cell,) = (cell for cell in notebook.cells if long in cell.source)
+        (cell,) = (c for c in notebook.cells if c.cell_type == "code" and long in c.source)
         cell.source = cell.source.replace(long, short)
     execute(notebook, tmp_path)
-    assert (tmp_path / "runs" / "tutorial" / "attention" / "timelapse.html").is_file()
+    for name in ("tutorial", "tutorial-no-mask"):
+        assert (tmp_path / "runs" / name / "report.html").is_file()
     now = outputs(notebook)
-    for cell, before in zip(now, kept, strict=True):
+    for cell, before in zip(now, stored, strict=True):
         assert [kind for kind, _ in cell] == [kind for kind, _ in before]
-    *_, sample, figures = ("".join(text) for (_, text), *_ in now)
-    assert sample.startswith("The bell")
-    assert re.search(r"bits_per_byte +\d\.\d{4}\n", figures)
+    texts = [content for kind, content in itertools.chain(*now) if kind == "text"]
+    assert any(text.startswith("The bell") for text in texts)
+    assert any(re.search(r"bits_per_byte +\d\.\d{4}\n", text) for text in texts)
+
+
+def test_every_setting_is_explained():
+    """Each KEY=VALUE of a command has a row in a table, or is explained as `KEY=VALUE`."""
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    nodes = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Constant)]
+    strings = [n.value for n in nodes if isinstance(n.value, str)]
+    used = {key for text in strings for key in re.findall(r"(?<![\w.])([a-z][\w.]*)=(?!\")", text)}
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \|", prose, re.MULTILINE))
+    assert len(used) > 25
+    assert {key for key in used if f"`{key}=" not in prose} <= set(rows) <= used
+    for key, value in rows.items():
+        if re.fullmatch(r"`[a-z0-9/.-]+`", value):  # others are variables or have blanks
+            assert f"{key}={value[1:-1]}" in code, key
 
 
 def test_its_outputs_are_complete_and_name_no_machine():
-    assert NOTEBOOK.stat().st_size < 300_000
+    assert NOTEBOOK.stat().st_size < 600_000
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata == METADATA
     assert all(cell.metadata == {} for cell in notebook.cells)
-    shown = outputs(notebook)
+    stored = outputs(notebook)
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
-    assert counts == list(range(1, len(shown) + 1))
-    assert all(shown)
-    for kind, content in itertools.chain(*shown):
-        if kind == "picture":
+    assert counts == list(range(1, len(stored) + 1))
+    assert all(stored)
+    for kind, content in itertools.chain(*stored):
+        if kind == "image":
             Image.open(io.BytesIO(base64.b64decode(content))).verify()
-    for text in [cell.source for cell in notebook.cells] + [c for cell in shown for _, c in cell]:
-        assert not re.search(r"(?<![\w.])/(home|root|Users|tmp|work|mnt|var)/", text)
+    for text in [cell.source for cell in notebook.cells] + [c for cell in stored for _, c in cell]:
+        assert not re.search(r"(?<![\w.+/])/(home|root|Users|tmp|work|mnt|var)/", text)
         assert "\x1b" not in text
 
 
-def make_anew() -> None:
-    """Writes the notebook with the outputs of a whole run and without its metadata."""
+def test_the_stored_page_works_in_a_browser(opened, tmp_path):
+    """As the notebook stores it, in a frame and without network; it shows the last step."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (page,) = [content for kind, content in itertools.chain(*outputs(notebook)) if kind == "page"]
+    (tmp_path / "cell.html").write_text(f"<!doctype html>{page}", encoding="utf-8")
+    frame = opened(tmp_path / "cell.html").frame_locator("iframe")
+    expect(frame.locator("#step-number")).to_have_text(re.compile("600"))
+    expect(frame.locator("#grid .head")).to_have_count(8)
+    frame.locator("#grid .head").first.click()
+    expect(frame.locator("#detail-title")).to_be_visible()
+
+
+def rewrite() -> None:
+    """Runs the complete notebook and writes it with its outputs and without its metadata."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         execute(notebook, Path(folder))
@@ -95,11 +137,11 @@ def make_anew() -> None:
         cell.id, cell.metadata = f"cell-{number:02d}", {}
         if cell.cell_type == "code":
             texts = [o for o in cell.outputs if o.output_type == "stream"]
-            for output in texts[1:]:  # a run comes in many pieces
+            for output in texts[1:]:  # the output of a command arrives in many pieces
                 texts[0].text += output.text
             cell.outputs = [o for o in cell.outputs if o not in texts[1:]]
     nbformat.write(notebook, NOTEBOOK)
 
 
 if __name__ == "__main__":
-    make_anew()
+    rewrite()
