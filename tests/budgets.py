@@ -43,7 +43,7 @@ BUDGETS = {
 
 
 def source_files() -> list[str]:
-    """Python files outside tests/ that git tracks or would track, relative to the repository."""
+    """Returns the Python files outside tests/ that git tracks or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     names = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     found = [name for name in names.stdout.splitlines() if not name.startswith("tests/")]
@@ -107,10 +107,10 @@ def main() -> int:
         return 0
     print(f"{'':36}{'now':>8}{'limit':>8}{'target':>8}")
     above = []
-    for name, (figure, detail) in measure(files).items():
+    for name, (value, detail) in measure(files).items():
         target, limit = BUDGETS[name]
-        print(f"{name:36}{figure:8,}{limit:8,}{target:8,}  {detail}")
-        if figure > limit:
+        print(f"{name:36}{value:8,}{limit:8,}{target:8,}  {detail}")
+        if value > limit:
             above.append(name)
     problems = [f"above the limit: {name}" for name in above]
     problems += [f"STEP names a file that does not exist: {n}" for n in STEP if n not in files]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports torch or wandb. Two test processes run at once on two cores.
+# Must be set before torch or wandb is imported. One thread, because tests run in two processes.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -76,7 +76,7 @@ def make_run(tmp_path, monkeypatch, text_file):
 
 @pytest.fixture
 def command(tmp_path):
-    """command("train.py", *arguments) -> the finished process; no network, no account, no cache."""
+    """Returns command("train.py", *arguments), which runs a script without network and caches."""
 
     def run(script, *arguments, timeout=120, **environment):
         home = tmp_path / "home"

@@ -2,8 +2,8 @@
 
     python tests/mutations.py [NAME or AREA ...] [--list]
 
-The faults and the tests of each area: tests/mutations.toml. The tests of an area have to pass
-without a fault first. Exit code 1: a fault was not detected.
+tests/mutations.toml has the faults and the tests of each area. The tests of an area must pass
+without a fault. Exits with code 1 if a fault was not detected.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
-TIMEOUT = 300  # seconds of a test run; a fault that makes it hang is detected
+TIMEOUT = 300  # seconds per test run; a fault that makes the tests hang counts as detected
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of the code in one place."""
+    """One change of the code."""
 
     area: str
     name: str
     file: str
-    before: str  # the code that is there, once
-    after: str  # the code that replaces it
-    where: str = ""  # the function or class, as Class.method; "" is the whole file
+    before: str  # the code to replace; must occur once
+    after: str  # the new code
+    where: str = ""  # the function or class, as Class.method; "": the complete file
 
 
 AREAS = tomllib.loads((REPOSITORY / "tests" / "mutations.toml").read_text("utf-8"))
@@ -42,8 +42,8 @@ FAULTS = [Fault(area, **fault) for area, values in AREAS.items() for fault in va
 
 
 def planted(source: str, fault: Fault) -> str:
-    """The source with the fault; LookupError unless `before` is there exactly once."""
-    if not fault.file.endswith(".py"):  # text, whatever its white space
+    """Returns the source with the fault. Raises LookupError unless `before` occurs exactly once."""
+    if not fault.file.endswith(".py"):  # text; white space is ignored
         pattern = r"\s*".join(map(re.escape, "".join(fault.before.split())))
         changed, count = re.subn(pattern, lambda _: fault.after, source)
     else:
@@ -52,7 +52,7 @@ def planted(source: str, fault: Fault) -> str:
             scope = next((n for n in scope.body if getattr(n, "name", "") == name), ast.Module([]))
         before, after = ast.parse(fault.before).body, ast.parse(fault.after).body
         if all(len(code) == 1 and isinstance(code[0], ast.Expr) for code in (before, after)):
-            before, after = [before[0].value], [after[0].value]  # an expression, anywhere
+            before, after = [before[0].value], [after[0].value]  # an expression at any position
         count = _replace(scope, before, after)
         changed = ast.unparse(tree)
     if count != 1:
@@ -62,7 +62,7 @@ def planted(source: str, fault: Fault) -> str:
 
 
 def _replace(scope: ast.AST, before: list[ast.AST], after: list[ast.AST]) -> int:
-    """Puts `after` where `before` is the first time; how often it is there."""
+    """Replaces the first occurrence of `before` by `after`. Returns the number of occurrences."""
     wanted, size, places = [ast.dump(node) for node in before], len(before), []
     for node in ast.walk(scope):
         for field, value in ast.iter_fields(node):
@@ -79,11 +79,13 @@ def _replace(scope: ast.AST, before: list[ast.AST], after: list[ast.AST]) -> int
 
 
 def failing_test(copy: Path, area: str) -> str | None:
-    """The first test of an area that fails, None when all pass."""
+    """Runs the tests of an area. Returns the first test that fails, or None."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    # Where CI is set, pytest writes the difference of whole files out, which takes minutes.
+    # With CI set, pytest prints complete differences of files, which takes minutes.
     environment = os.environ | {"TMPDIR": str(copy.parent), "CI": ""}
-    with tempfile.TemporaryFile("w+") as out:  # a pipe would wait for what tests leave running
+    with tempfile.TemporaryFile(
+        "w+"
+    ) as out:  # a pipe would wait for processes that tests leave running
         options = {"cwd": copy, "env": environment, "stdout": out, "stderr": subprocess.STDOUT}
         run = subprocess.Popen([*command, *AREAS[area]["tests"]], start_new_session=True, **options)
         try:
@@ -94,15 +96,15 @@ def failing_test(copy: Path, area: str) -> str | None:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)
         out.seek(0)
-        said = out.read()
+        output = out.read()
     if code not in (0, 1):
-        raise RuntimeError(f"{area}: pytest ended with {code}\n{said}")
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+        raise RuntimeError(f"{area}: pytest ended with {code}\n{output}")
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return found[1] if code else None
 
 
 def missed(copy: Path, area: str, faults: list[Fault]) -> list[str]:
-    """The faults of an area that no test detects. Prints a row of a table for each fault."""
+    """Returns the faults of an area that no test detects. Prints a table row for each fault."""
     if first := failing_test(copy, area):
         raise RuntimeError(f"{area}: {first} fails without a fault")
     found = []
@@ -129,7 +131,7 @@ def main() -> None:
     faults = [fault for fault in FAULTS if wanted & {fault.area, fault.name}]
     if options.list:
         return print("\n".join(f"{fault.area}: {fault.name}" for fault in faults))
-    for fault in faults:  # before anything is run: can all be planted?
+    for fault in faults:  # fail before any test runs if a fault cannot be planted
         planted((REPOSITORY / fault.file).read_text("utf-8"), fault)
     print("| area | fault | seconds | first test that fails |\n|---|---|---|---|", flush=True)
     undetected = []

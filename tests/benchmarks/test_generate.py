@@ -1,4 +1,4 @@
-"""benchmarks/generate: nothing is timed unless the tokens are equal; the figures."""
+"""benchmarks/generate: only equal tokens are timed; results."""
 
 import functools
 import json
@@ -52,7 +52,7 @@ def test_settings_that_are_refused(run):
         assert (code, out, printed_keys(err)) == (2, "", [argument.partition("=")[0]])
 
 
-def test_figures_are_printed_though_the_disk_is_full(run, monkeypatch):
+def test_results_are_printed_if_the_disk_is_full(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

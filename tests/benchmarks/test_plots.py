@@ -1,4 +1,4 @@
-"""benchmarks/plots: the picture of docs/benchmarks.md."""
+"""benchmarks/plots: the plot of docs/benchmarks.md."""
 
 from helpers import REPOSITORY
 from PIL import Image
@@ -6,7 +6,7 @@ from PIL import Image
 from benchmarks import plots
 
 
-def test_the_figures_in_the_repository_are_drawn(in_process, tmp_path):
+def test_the_results_in_the_repository_are_plotted(in_process, tmp_path):
     assert in_process(plots.main, tmp_path, "out=drawn.png")[0] == 0
     assert "](benchmarks-speed.png)" in (REPOSITORY / "docs" / "benchmarks.md").read_text()
     for path in (tmp_path / "drawn.png", REPOSITORY / "docs" / "benchmarks-speed.png"):

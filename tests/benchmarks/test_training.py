@@ -1,4 +1,4 @@
-"""benchmarks/training: equivalence check, interleaved timing, and the figures made from them.
+"""benchmarks/training: equivalence check, interleaved timing, results.
 
 No speed is asserted. The checkout is a small model with the interface of the real one.
 """
@@ -34,7 +34,7 @@ OPTIMIZER = OptimizerConfig.with_defaults()
 
 @pytest.fixture
 def nanogpt(tmp_path):
-    """nanogpt(was, now) -> a checkout of it in which one piece of the code is replaced."""
+    """Returns nanogpt(was, now), which writes a checkout with one change of the code."""
 
     def make(was="class GPT(", now="class GPT("):
         assert was in NANOGPT
@@ -48,7 +48,7 @@ def nanogpt(tmp_path):
 
 @pytest.fixture
 def bench(in_process, tmp_path):
-    """bench(*arguments) -> (exit code, out, err)"""
+    """Returns bench(*arguments), which returns (exit code, out, err)."""
     return lambda *arguments: in_process(training.main, tmp_path, *TINY, *arguments)
 
 
@@ -98,7 +98,9 @@ def test_which_rows_are_compiled(bench, nanogpt, tmp_path, monkeypatch):
     eager = {"ours": False, "nanoGPT": False, "transformers": False}
     assert rows[0] == eager | {"ours, compiled": True}
     assert all(rows[1].values())
-    assert len(compiled) == 4 + 4 + 2 + 1  # our four blocks, twice; the others as a whole
+    assert (
+        len(compiled) == 4 + 4 + 2 + 1
+    )  # our four blocks, in two rows; the complete model of others
 
 
 FAULTS = {
@@ -170,7 +172,7 @@ def test_calls_are_interleaved():
 
 
 def test_ratios_are_those_of_a_round():
-    # The machine is half as fast in the second round, which no ratio shows.
+    # The machine is slower in the second round; the ratios do not change.
     found = speedup([1.0, 2.0, 1.0], [2.0, 4.0, 3.0])
     assert found == {"median": 2.0, "least": 2.0, "most": 3.0}
 

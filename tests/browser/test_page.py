@@ -1,4 +1,4 @@
-"""The interactive page in a real browser: what it draws, and the numbers it shows."""
+"""The interactive page in Chromium: heatmaps, charts, statistics and comparisons."""
 
 import itertools
 import re
@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from lens.page import START, page
 from lens.statistics import STATISTICS
 
-TALL = {"width": 1280, "height": 1500}  # a window that shows the grid and all charts
+TALL = {"width": 1280, "height": 1500}  # large enough for the grid and all charts
 
 
 def test_maps_and_weights_of_every_prompt_and_step(shown):
@@ -42,12 +42,12 @@ def test_color_scale_and_first_column(shown):
         part = part if scale == "linear" else np.sqrt(part)
         within = 3 if (scale, hide) == ("sqrt", False) else 9
         pages.assert_drawn(lens, part, within=within, first=int(hide))
-    at = lens.evaluate("window.lens.weight(0, 3, 0, 1, 0, 5, 0)")  # the numbers stay
+    at = lens.evaluate("window.lens.weight(0, 3, 0, 1, 0, 5, 0)")  # the weights do not change
     assert at == pytest.approx(weights[1, 0, 5, 0], abs=1 / 255)
 
 
 def test_dark_and_light_theme(shown):
-    """The system's, then the chosen one."""
+    """The theme of the system first, then the selected theme."""
     lens = shown(color_scheme="dark")
     for theme in ("dark", "light"):
         expect(lens.locator("html")).to_have_attribute("data-theme", theme)
@@ -70,7 +70,7 @@ WATCH_TEXT = """() => {
 
 
 def test_reading_an_enlarged_head(shown):
-    """The tokens on both axes, the weight under the pointer, and the shaded text."""
+    """Tokens on both axes, the weight under the pointer, and the shaded text."""
     lens = shown(viewport={"width": 1280, "height": 1000})
     pages.tile(lens, 1, 2).click()
     assert lens.locator("#detail-title").inner_text() == "L1 H2"
@@ -128,10 +128,10 @@ def test_character_split_over_tokens_is_joined_in_the_text(shown):
 
 
 def test_play_and_pause(shown):
-    # Options that no other test has open a separate window, whose clock may stay stopped.
+    # Options that no other test uses, so that this window is not shared: its clock is stopped.
     lens = shown(fragment="#step=40", timezone_id="Etc/GMT+5")
     lens.clock.install(time=0)
-    lens.clock.pause_at(1000)  # from here time passes only in run_for
+    lens.clock.pause_at(1000)  # now time passes only in run_for
     lens.locator("#speed").select_option("1")
     play = lens.locator("#play")
     label = play.get_attribute("aria-label")
@@ -142,7 +142,7 @@ def test_play_and_pause(shown):
     lens.clock.run_for(5000)
     assert pages.state(lens, "frame") == 2
     lens.locator("#step").fill("3")
-    play.click()  # from the last step it starts over
+    play.click()  # at the last step, play restarts at the first step
     for frame in (0, 1, 2, 3):
         assert pages.state(lens, "frame") == frame
         assert (play.get_attribute("aria-label") == label) == (frame == 3)
@@ -150,7 +150,7 @@ def test_play_and_pause(shown):
 
 
 def test_one_step_without_a_repeated_prompt(shown):
-    """No controls of time, nothing to compare with, statistics that no prompt has."""
+    """No time controls, nothing to compare with, statistics that are undefined on all prompts."""
     run = a_run(prompts=PROMPTS[:2], steps=(40,), history=(40,))
     lens = shown(run, fragment="#head=0.0")
     assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == ["40"]
@@ -162,7 +162,7 @@ def test_one_step_without_a_repeated_prompt(shown):
     assert lens.locator(".chart").count() == len(STATISTICS)
     lens.evaluate(WATCH_TEXT)
     lens.locator("#theme").click()
-    assert Chart(lens, "entropy").steps == ["L0", "L1"]  # one step is drawn by layer
+    assert Chart(lens, "entropy").steps == ["L0", "L1"]  # with one step, the x axis is the layer
 
 
 def test_sorting_and_filtering(shown):
@@ -173,13 +173,13 @@ def test_sorting_and_filtering(shown):
         lens.locator("#direction").click()
         assert pages.grid_order(lens) == pages.ranked(values, descending=False), key
         lens.locator("#direction").click()
-    lens.locator("#step").fill("3")  # sorted by the values of the step that is shown
+    lens.locator("#step").fill("3")  # sorted by the values of the shown step
     assert pages.grid_order(lens) == pages.ranked(a_run().rows[120].values[key], descending=True)
 
     values = a_run().rows[120].values["diagonal"]
     of_all_steps = np.stack([row.values["diagonal"] for row in a_run().rows.values()])
     low, high = of_all_steps.min(), of_all_steps.max()
-    assert values.min() == low  # at part 0 a head with just the smallest value passes
+    assert values.min() == low  # at 0 a head with the minimum passes
     lens.locator("#filter-statistic").select_option("diagonal")
     for part in (0, 0.25, 0.4, 0.2):
         lens.locator("#filter-value").fill(str(round(200 * part)))
@@ -190,13 +190,13 @@ def test_sorting_and_filtering(shown):
             is_out = "out" in pages.tile(lens, *place).get_attribute("class").split()
             assert is_out == (not passing[place])
     assert 0 < passing.sum() < 6
-    lens.locator("#sort").select_option("diagonal")  # after sorting, the others are hidden
+    lens.locator("#sort").select_option("diagonal")  # when sorted, other heads are hidden
     order = pages.ranked(values, descending=True)
     assert pages.grid_order(lens) == [place for place in order if passing[place]]
 
 
 class Chart:
-    """A chart as a reader reads it: steps and values by the labels of its axes."""
+    """Converts between values and pixels of a chart by the labels of its axes."""
 
     def __init__(self, lens, key):
         self.figure = lens.locator(f".chart[data-statistic='{key}']")
@@ -216,7 +216,7 @@ class Chart:
         return bottom + (value - low) / (high - low) * (top - bottom)
 
     def drawn(self, what):
-        """The pixels of its lines (0) or its marks (1), (height, width, 4)."""
+        """Returns the pixels of the lines (0) or the marks (1), (height, width, 4)."""
         return pages.pixels(self.figure.locator("canvas").nth(what))[0]
 
 
@@ -229,14 +229,14 @@ def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
     found = {key: Chart(lens, key) for key in STATISTICS}
     assert all(chart.steps == ["0", "120"] for chart in found.values())
 
-    chart = found["entropy"]  # the marker of the step that is shown
+    chart = found["entropy"]  # the marker of the shown step
     middle = int(np.mean([y for _, y in chart.ticks]))
     for frame, step in enumerate(STEPS):
         lens.locator("#step").fill(str(frame))
         row = chart.drawn(1)[middle, :, 3]
         assert [at for at in STEPS if row[int(chart.x(at)) - 1 :][:3].any()] == [step]
 
-    values = a_run().rows[60].values["diagonal"]  # the pointer reads a chart
+    values = a_run().rows[60].values["diagonal"]  # the pointer on a chart
     for place in ((0, 1), (1, 2)):
         chart = found["diagonal"]
         box = chart.figure.locator("canvas").first.bounding_box()
@@ -246,12 +246,12 @@ def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
 
     pages.go_to(lens, "step=80")
     values = {key: of_heads[1, 1] for key, of_heads in a_run().rows[80].values.items()}
-    pages.tile(lens, 1, 1).click()  # the chosen head, also under the pointer
+    pages.tile(lens, 1, 1).click()  # the selected head, also under the pointer
     for key, value in values.items():
         assert found[key].figure.locator(".value").inner_text() == f"L1 H1 {pages.as_shown(value)}"
         r, g, b, alpha = found[key].drawn(1)[int(found[key].y(value)), int(found[key].x(80))]
         assert alpha > 200
-        assert r > g + 50 > b, (key, r, g, b)  # the colour of the chosen head
+        assert r > g + 50 > b, (key, r, g, b)  # the colour of the selected head
 
     pages.go_to(lens, "")
     pages.tile(lens, 0, 2).hover()
@@ -261,7 +261,7 @@ def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
 
 
 def compared_steps(lens):
-    """The steps of A and B."""
+    """Returns the steps of A and B."""
     note = lens.locator("#compare-note").inner_text()
     return [int(step) for step in re.findall(r"[AB]: step (\d+)", note)]
 
@@ -311,7 +311,7 @@ def test_two_runs_are_compared_from_the_start(shown):
 
 
 def open_file(lens, text):
-    """Opens a file to compare with."""
+    """Opens a file for a comparison."""
     file = {"name": "other.html", "mimeType": "text/html", "buffer": text.encode()}
     lens.locator("#compare-file").set_input_files(file)
 
@@ -337,18 +337,21 @@ def test_other_pages_are_opened_to_compare_with(shown):
         open_file(lens, text)
         expect(lens.locator("#message")).not_to_have_text("")
         assert pages.state(lens, "compare") == "off", text[:100]
-    assert lens.evaluate("window.hacked") is None  # nothing in a page is run
+    assert lens.evaluate("window.hacked") is None  # no script of the opened page runs
 
     longer = a_run("longer", history=(*HISTORY, 240), steps=(120,), seed=7)
     for run, end in ((longer, 240), (pages.second_run(), 120)):
         lens.evaluate("() => { window.written = []; }")
         open_other(lens, run)
         pages.assert_difference(lens, run.weights[120][0] - a_run().weights[120][0])
-        chart = Chart(lens, "diagonal")  # as far as the longer of the two goes
+        chart = Chart(lens, "diagonal")  # up to the last step of the longer run
         assert chart.steps == sorted([str(end), "0"])
         value = run.rows[120].values["diagonal"]
         x = int(chart.x(120, end))
-        for what, place, least in ((1, (1, 1), 200), (0, (0, 0), 30)):  # the chosen one strong
+        for what, place, least in (
+            (1, (1, 1), 200),
+            (0, (0, 0), 30),
+        ):  # the selected head has a strong line
             y = int(chart.y(value[place]))
             near = chart.drawn(what)[y - 3 : y + 4, x - 2 : x + 1]
             blue = near[..., 2] > near[..., 0] + 50
@@ -356,7 +359,7 @@ def test_other_pages_are_opened_to_compare_with(shown):
 
 
 def test_runs_that_differ_are_compared_as_far_as_possible(shown):
-    """Prompts are matched by their tokens; maps of different prompts are not subtracted."""
+    """Prompts are matched by their tokens. Heatmaps of different tokens are not subtracted."""
     lens = shown(fragment="#head=0.0")
     smaller = a_run("smaller", 1, 4, (PROMPTS[1], PROMPTS[0]), seed=3)
     open_other(lens, smaller)
@@ -364,7 +367,7 @@ def test_runs_that_differ_are_compared_as_far_as_possible(shown):
     pages.assert_difference(lens, difference, "[data-layer='0'] canvas")
     missing = pages.colours(lens, "[data-layer='1'] canvas", difference.shape)
     assert (missing == pages.tint(lens)).all()  # B has no such layer
-    lens.locator("#prompt").select_option("2")  # which the other run has not
+    lens.locator("#prompt").select_option("2")  # the other run does not have this prompt
     assert not lens.locator("#map-difference").is_visible()
     assert "→" in pages.statistics_of(lens)[STATISTICS["entropy"].title]
 

@@ -1,4 +1,4 @@
-"""The interactive page in a real browser: links, keys, odd windows and data, and safety."""
+"""The interactive page in Chromium: links, keys, small windows, invalid data and security."""
 
 import base64
 import html
@@ -45,7 +45,7 @@ def test_link_restores_the_view(shown):
         assert (old == new).all()
 
 
-# One for each part of a link, and texts that are no link.
+# Invalid values for each part of a link, and texts that are not links.
 BAD_LINKS = """prompt=3 prompt=-1 prompt=1.5 prompt=x step=41 step= step=constructor head=2.0
 head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__ filter=entropy
 filter=entropy:x filter=entropy:1e999 filter=nothing:0.5 scale=cubic first=1 compare=run
@@ -58,18 +58,18 @@ def test_changed_address_is_followed(shown):
     for bad in [*BAD_LINKS.split(), HOSTILE]:
         assert pages.go_to(lens, bad) == usual, bad
     found = pages.go_to(lens, "prompt=99&step=zz&scale=linear&head=1.1")
-    assert found == usual | {"scale": "linear", "layer": 1, "head": 1}  # the rest still counts
+    assert found == usual | {"scale": "linear", "layer": 1, "head": 1}  # valid parts are used
     pages.go_to(lens, "head=1.0&prompt=1&step=40")
     expect(lens.locator("#detail-title")).to_have_text("L1 H0")
     expect(lens.locator("#step-number")).to_contain_text("40")
     pages.assert_drawn(lens, np.sqrt(a_run().weights[40][1]))
 
 
-PRESSED = [  # from a view, a key and what it changes
+PRESSED = [  # view, key, what it changes, new value
     ("head=0.1", "ArrowRight", "head", 2),
     ("head=0.1", "ArrowLeft", "head", 0),
     ("head=0.1", "ArrowDown", "layer", 1),
-    ("head=0.1", "ArrowUp", "layer", 0),  # at the edge it stays
+    ("head=0.1", "ArrowUp", "layer", 0),  # no change at the edge
     ("head=0.1", "Escape", "layer", None),
     ("step=120", ",", "frame", 2),
     ("step=40", ".", "frame", 2),
@@ -91,7 +91,7 @@ def assert_keys_work(lens):
 
 
 def test_sources_run_without_being_assembled(window):
-    """As a developer's web server has them: each module imports what it uses."""
+    """As on a local web server of a developer: each module imports what it uses."""
     tab, wrong = window().new_page(), []
     tab.on("pageerror", lambda error: wrong.append(error))
     whole = page([a_run().data], "x")
@@ -116,13 +116,13 @@ def test_keys(shown):
     lens = shown()
     assert_keys_work(lens)
     order = pages.ranked(a_run().rows[120].values["entropy"], descending=True)
-    pages.go_to(lens, "sort=-entropy")  # sorted, arrows follow the order
+    pages.go_to(lens, "sort=-entropy")  # when sorted, arrows follow the order
     pages.tile(lens, *order[0]).click()
     lens.keyboard.press("ArrowRight")
     assert (pages.state(lens, "layer"), pages.state(lens, "head")) == order[1]
 
     pages.go_to(lens, "head=0.1&query=5")
-    lens.locator("#text").focus()  # where arrows go through the tokens
+    lens.locator("#text").focus()  # here arrows select a token
     lens.keyboard.press("ArrowLeft")
     assert (pages.state(lens, "query"), pages.state(lens, "head")) == (4, 1)
     assert pages.readout(lens)[0] == ("⏎", 4)
@@ -132,7 +132,7 @@ def test_keys(shown):
     lens.keyboard.press("ArrowRight")
     lens.keyboard.press("ArrowDown")
     expect(pages.tile(lens, 1, 1)).to_be_focused()
-    assert pages.state(lens, "layer") is None  # only in focus
+    assert pages.state(lens, "layer") is None  # focused, not enlarged
     lens.locator("#speed").select_option("10")
     play = lens.locator("#play").get_attribute("aria-label")
     pages.tile(lens, 1, 1).focus()
@@ -141,7 +141,7 @@ def test_keys(shown):
     expect(lens.locator("#play")).to_have_attribute("aria-label", play)
     lens.keyboard.press("Enter")
     assert lens.locator("#detail-title").inner_text() == "L1 H1"
-    lens.locator("#prompt").focus()  # keys that a field needs are left to it
+    lens.locator("#prompt").focus()  # keys that a field needs are not shortcuts
     lens.keyboard.press("s")
     assert pages.state(lens, "scale") == "sqrt"
 
@@ -168,7 +168,7 @@ def test_every_control_is_reached_by_tab(shown):
             assert outline not in (False, "0px"), name
         reached.add(name)
     assert wanted <= reached
-    assert any(name.startswith("head") for name in reached)  # one of the heads that are left
+    assert any(name.startswith("head") for name in reached)  # one of the remaining heads
 
 
 def test_small_window_with_touch(shown):
@@ -194,7 +194,7 @@ def test_small_window_with_touch(shown):
 
 
 def test_sandboxed_frame(tmp_path, write, opened):
-    """As Weights & Biases shows it: no origin, no storage, no network."""
+    """As in Weights & Biases: no origin, no storage, no network."""
     text = html.escape(write(a_run()).read_text(encoding="utf-8"))
     host = tmp_path / "host.html"
     frame = f'<iframe sandbox="allow-scripts" width="600" height="420" srcdoc="{text}"></iframe>'
@@ -227,14 +227,14 @@ def test_hostile_text_stays_text(shown):
     lens.keyboard.press("Escape")
     assert HOSTILE[:40] in lens.locator("#prompt option").first.inner_text()
     lens.mouse.move(*pages.cell(lens, 7, 1, size=len(tokens)))
-    assert "\u202e" not in lens.locator("#readout").inner_text()  # it would reverse the sentence
+    assert "\u202e" not in lens.locator("#readout").inner_text()  # it would reverse the text
     lens.locator("#copy-link").click()
     assert lens.locator("img").count() == 0
     assert lens.locator("script").count() == 2
 
 
 def test_policy_refuses_other_scripts_and_styles(tmp_path, write, browser):
-    """Content-Security-Policy holds where the escaping would not, in report.html too."""
+    """The Content-Security-Policy blocks scripts that were not escaped, also in report.html."""
     planted = "<script>document.title = 'taken'</script><p id=planted style='color: red'>x</p>"
     for path in (write(a_run()), write_report(tmp_path)):
         text = path.read_text(encoding="utf-8")
@@ -262,7 +262,7 @@ def test_step_whose_weights_are_not_decoded_yet(write, opened):
 
 
 def test_damaged_pages_and_old_browsers(tmp_path, opened):
-    """Each shows one line and nothing else."""
+    """Each shows an error of one line and nothing else."""
     data = a_run().data
     *frames, last = data["frames"]
     raw = zlib.decompress(base64.b64decode(last["weights"]))

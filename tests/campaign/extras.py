@@ -1,5 +1,5 @@
-"""What works with packages that neither training nor the tests need: `make extras` installs them in
-an environment of their own. Without one of them its tests are left out.
+"""Tests with packages that neither training nor other tests need. `make extras` installs them in a
+separate environment. Tests whose package is missing are skipped.
 
     python -m pytest tests/campaign/extras.py
 """
@@ -18,7 +18,7 @@ SEARCH += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "trainer.max_sk
 
 
 def search(in_process, folder, *arguments):
-    """(exit code, the results, what Optuna has found) of a sweep that searches."""
+    """Runs a sweep with Optuna. Returns (exit code, results.json, results of Optuna)."""
     code, _, err = in_process(train.main, folder, *SEARCH, *arguments)
     (path,) = (folder / "runs" / "multirun").iterdir()
     assert (path / "results.json").is_file(), err
@@ -26,7 +26,9 @@ def search(in_process, folder, *arguments):
     return code, found, (path / "optimization_results.yaml").read_text()
 
 
-def test_optuna_draws_from_an_interval_and_is_told_the_best_loss(in_process, tmp_path, text_file):
+def test_optuna_samples_from_an_interval_and_receives_the_best_loss(
+    in_process, tmp_path, text_file
+):
     varied = ["optimizer.lr=tag(log, interval(1e-4,1e-1))", "trainer.warmup_steps=choice(1,2)"]
     code, found, said = search(in_process, tmp_path, *varied)
     assert code == 0
@@ -61,7 +63,7 @@ def test_a_trial_that_fails_does_not_end_the_search(in_process, tmp_path, text_f
     "argument",
     ["optimizer.lr=interval(-1,1e-2)", "hydra.sweeper.n_trials=many", "hydra/sweeper/sampler=best"],
 )
-def test_what_cannot_be_searched_is_refused(in_process, tmp_path, text_file, argument):
+def test_invalid_search_settings_are_refused(in_process, tmp_path, text_file, argument):
     code, out, err = in_process(train.main, tmp_path, *OPTUNA, argument)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert not (tmp_path / "runs").exists()

@@ -1,5 +1,5 @@
-"""lm-eval on an exported folder, by the command and with the tasks of docs/evaluation.md. Its
-results equal those of scripts.evaluate. Skipped when lm-eval is not installed.
+"""lm-eval on an exported folder, with the command and the tasks of docs/evaluation.md. Its results
+equal those of scripts.evaluate. Skipped if lm-eval is not installed.
 
     python -m pytest tests/campaign/lm_eval.py
 """
@@ -33,7 +33,7 @@ QUESTIONS = [
 
 @pytest.mark.parametrize(("tokenizer", "window"), [("byte", 48), ("gpt2", 24)])
 def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
-    """On a model of 48 positions that has learned so many. The texts are longer and shorter."""
+    """A model with a context of 48 tokens. Some texts are longer than the window, some shorter."""
     torch.manual_seed(1)
     config = ModelConfig(TOKENIZERS[tokenizer], 48, 16, 2, 2, dropout=0.0, qkv_bias=True)
     model = GPT(config).eval()

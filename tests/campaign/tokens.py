@@ -1,9 +1,9 @@
-"""The tokens of hundreds of megabytes of real text, streamed, against one call of tiktoken.
+"""Tokens of hundreds of MB of real text: streaming compared with one call of tiktoken.
 
-    make campaign TEXTS=FOLDER          # any folder of texts; what is not UTF-8 is passed over
+    make campaign TEXTS=FOLDER          # any folder of texts; files that are not UTF-8 are skipped
 
-Without TEXTS it is what this Python has installed. Not part of `make test`; the file's name keeps
-it out.
+The default folder is site-packages of this Python. Not part of `make test`: pytest does not collect
+a file with this name.
 """
 
 import os
@@ -22,7 +22,7 @@ FOLDER = os.environ.get("TEXTS") or sysconfig.get_path("purelib")
 
 
 def texts():
-    """The texts of the folder in random order, joined to strings of about GROUP bytes."""
+    """Yields the texts of the folder in random order, joined to strings of about GROUP bytes."""
     files = sorted(path for path in Path(FOLDER).rglob("*") if path.is_file())
     random.Random(0).shuffle(files)
     group, size = [], 0
@@ -47,7 +47,7 @@ def test_streamed_tokens_are_those_of_one_call(engine):
     tokenizer, draw, total = get_tokenizer("gpt2"), random.Random(1), 0
     for text in texts():
         if engine == "tiktoken" and total > 200e6:
-            break  # a tenth of the speed
+            break  # ten times slower
         expected = tokenizer.encode_to_numpy(text, allowed_special="all")
         chunk_bytes = draw.choice([2**10, 2**14, 2**18])
         encoder = StreamEncoder("gpt2", engine=engine, chunk_bytes=chunk_bytes)

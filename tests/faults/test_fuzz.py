@@ -91,7 +91,7 @@ def shard(folder: Path):
 
 
 def manifest(folder: Path):
-    """manifest.json beside a shard and its documents."""
+    """manifest.json of a shard and its documents."""
     writer = ShardWriter(folder / "a.bin", 256)
     writer.append(np.array([256, 1, 2, 256, 3] * 9, np.uint16))
     values = write_manifest(folder, [writer.close()], "byte")

@@ -1,7 +1,7 @@
-"""Runs that are killed, stopped, cut off from power, short of disk or fed with NaN and inf resume
-to the same end, bit for bit, as runs that nothing happened to.
+"""Runs with faults (kills, signals, loss of power, full disks, NaN and inf) resume and end with the
+same result as undisturbed runs, bit for bit.
 
-A few trials of each kind here; CAMPAIGN=1 makes hundreds, as does CAMPAIGN_KILLS=N of kills.
+`make test` runs a few trials of each fault, CAMPAIGN=1 hundreds. CAMPAIGN_KILLS=N sets the kills.
 """
 
 import json
@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_at_the_start_is_refused(faults, small_disk):
     tally(DISK, 2)
 
 
-STOPS = [  # what is sent, one after the other, and the exit code
+STOPS = [  # signals in the order in which they are sent, and the exit code
     ([signal.SIGTERM], 143),
     ([signal.SIGUSR1], 143),
     ([signal.SIGTERM] * 5, 143),

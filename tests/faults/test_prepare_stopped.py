@@ -200,7 +200,7 @@ def test_full_disk_at_the_manifest(here, tmp_path):
 
 
 def test_full_disk(here, tmp_path):
-    """A limit on the size of files stands for the disk. The first task stays below it."""
+    """A limit on the size of files simulates a full disk. The first task stays below it."""
     collection = [("txt", ["Short. " * 6000]), ("txt", ["A text of some length. " * 9000])]
     write_collection(tmp_path / "web", collection)
     arguments = [*ARGUMENTS, "data.path=web", "shard_tokens=60000"]

@@ -1,17 +1,17 @@
-"""Starts trainings by forking from a process that has imported everything: a start takes some
-milliseconds, where Python and torch take seconds.
+"""Starts trainings by forking a process that has already imported all modules. A fork takes
+milliseconds; the imports of torch take seconds.
 
     python tests/helpers/fork_server.py
 
-Each line of stdin is an order and has an answer on stdout, both JSON:
+Each line of stdin is a request. Each request has a response on stdout. Both are JSON:
 
     {"folder": ..., "arguments": [...], "environment": {...}, "log": ..., "fault": {...}}
-                        -> {"pid": 123}: `train.py arguments` runs in that folder; its stdout is in
+                        -> {"pid": 123}: `train.py arguments` runs in the folder; its stdout is in
                            log.out, its stderr in log.err
-    {"wait": 123}       -> {"code": 143}, once it has ended; -9 after SIGKILL
+    {"wait": 123}       -> {"code": 143} after the process has ended; -9 after SIGKILL
 
-A fault is what goes wrong in the process, by the names of FAULTS in planted_faults.py. The client
-is ForkServer in trainings.py. When stdin ends, processes that still run are killed.
+The keys of `fault` are names of FAULTS in planted_faults.py. The client is ForkServer in
+trainings.py. When stdin is closed, running processes are killed.
 """
 
 import atexit
@@ -30,7 +30,7 @@ from helpers.planted_faults import plant
 from training.config import command_line, compose
 from training.signals import exit_on_stop_signals
 
-# What a training imports only when it needs it.
+# Modules that training imports inside functions.
 PARTS = """
     lens.heatmap numpy.ctypeslib numpy.random rich._emoji_codes torch._dynamo
     torch._functorch.config torch._inductor.utils torch.distributed torch.distributed.fsdp
@@ -39,7 +39,7 @@ PARTS = """
 
 
 def import_everything() -> None:
-    """Without starting a thread, since threads do not survive a fork."""
+    """Imports all modules of a training. No thread may start, because a fork loses threads."""
     sources = [path.relative_to(REPOSITORY).with_suffix("") for path in SOURCES]
     ours = [".".join(path.parts) for path in sources if path.parts[0] in ("training", "tokens")]
     for name in [*ours, *PARTS.split()]:
@@ -49,7 +49,7 @@ def import_everything() -> None:
 
 
 def run(order: dict) -> int:
-    """A training in this process, as Python would run it; its exit code."""
+    """Runs a training in this process. Returns its exit code."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
@@ -61,9 +61,9 @@ def run(order: dict) -> int:
     for number, suffix in ((1, ".out"), (2, ".err")):
         log = os.open(order["log"] + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, number)
-    os.closerange(3, 256)  # the server's own, and its other children's
+    os.closerange(3, 256)  # file descriptors of the server and its other children
     sys.stdout.reconfigure(line_buffering=True)
-    command_line.WAIT_FOR_RANK_0 = 0  # no launcher ends the other ranks here
+    command_line.WAIT_FOR_RANK_0 = 0  # there is no launcher that ends the other ranks
     sys.argv = ["train.py", *order["arguments"]]
     code = 0
     try:
@@ -75,7 +75,7 @@ def run(order: dict) -> int:
         traceback.print_exc()
         code = 1
     with contextlib.suppress(Exception):
-        threading._shutdown()  # waits for threads, as Python does
+        threading._shutdown()  # waits for threads, as Python does at exit
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Prompts and their greedy text."""
+"""Prompts and generated ids for tests of decoding."""
 
 from helpers.models import random_ids
 from inference.decoding import Sampling, generate
@@ -8,6 +8,6 @@ PROMPTS = [random_ids(B=1, T=n, seed=n)[0].tolist() for n in (3, 12, 1, 30, 7)] 
 
 
 def generated_ids(model, prompts, num_tokens, sampling=GREEDY, **options):
-    """The tokens of each prompt."""
+    """Returns the generated ids of each prompt, greedy by default."""
     steps = generate(model, prompts, num_tokens, sampling, **options)
     return [list(row) for row in zip(*steps, strict=True)]

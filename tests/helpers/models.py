@@ -15,8 +15,8 @@ TINY_MODEL = {
 
 
 def tiny_model(seed: int = 0, std: float | None = 0.3, **changes) -> GPT:
-    """A small model. std: of its weights, large enough for every part to change the logits; None
-    keeps GPT-2's initialisation. changes: of TINY_MODEL."""
+    """Returns a small model. std: standard deviation of the weights, large enough that every module
+    changes the logits; None: the initialisation of GPT-2. changes: overrides of TINY_MODEL."""
     torch.manual_seed(seed)
     model = GPT(ModelConfig(**TINY_MODEL | changes))
     if std is None:
@@ -31,5 +31,5 @@ def tiny_model(seed: int = 0, std: float | None = 0.3, **changes) -> GPT:
 def random_ids(
     B: int = 2, T: int = 9, seed: int = 1, vocab_size: int = TINY_MODEL["vocab_size"]
 ) -> torch.Tensor:
-    """Token ids (B, T)."""
+    """Returns random token ids (B, T)."""
     return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))

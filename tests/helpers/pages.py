@@ -1,4 +1,4 @@
-"""Pages of runs whose weights are known, and what a browser shows of them."""
+"""Pages of runs with known weights, and functions that read these pages in a browser."""
 
 import base64
 import functools
@@ -17,7 +17,7 @@ WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ","
 
 
 class Given(Prompt):
-    __hash__ = object.__hash__  # so that runs of it are made once
+    __hash__ = object.__hash__  # so that a_run can cache its results
 
 
 def prompt(name, tokens, period=0):
@@ -35,7 +35,7 @@ HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
 
 @dataclass
 class Run:
-    """What the page is given of a run, and what it was made of."""
+    """The data of a run for the page, and the weights and statistics behind it."""
 
     data: dict
     weights: dict  # step -> for each prompt fp32 (L, H, T, T)
@@ -44,7 +44,7 @@ class Run:
 
 @functools.cache
 def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history=HISTORY, seed=0):
-    """Random heads, sharper from step to step."""
+    """Returns a run of random heads whose attention becomes sharper with each step."""
     weights, rows, frames = {}, {}, {}
     for step in history:
         draw = torch.Generator().manual_seed(1000 * seed + step)
@@ -88,7 +88,7 @@ def tile(lens, layer, head):
 
 
 def as_shown(value):
-    """A statistic as the page writes it."""
+    """Returns a statistic as the page formats it."""
     return f"{value:.{1 if abs(value) >= 10 else 2}f}"
 
 
@@ -109,7 +109,7 @@ READ_WEIGHTS = """async ([run, frame, places]) => {
 
 
 def pixels(canvases):
-    """The pixels of each canvas, (height, width, 4)."""
+    """Returns the pixels of each canvas, (height, width, 4)."""
     return [
         np.frombuffer(base64.b64decode(data), np.uint8).reshape(high, wide, 4).astype(int)
         for wide, high, data in canvases.evaluate_all(READ_PIXELS)
@@ -117,7 +117,7 @@ def pixels(canvases):
 
 
 def tint(lens):
-    """The colour of masked cells."""
+    """Returns the colour of masked cells."""
     html = lens.locator("html")
     pair = html.evaluate("node => getComputedStyle(node).getPropertyValue('--tint')")
     hexes = dict(zip(("light", "dark"), re.findall("#(......)", pair), strict=True))
@@ -125,12 +125,12 @@ def tint(lens):
 
 
 def colours(lens, canvases, shape):
-    """The pixels of all these canvases without their opacity, (*shape, 3)."""
+    """Returns the pixels of these canvases without alpha, (*shape, 3)."""
     return np.stack(pixels(lens.locator(canvases)))[..., :3].reshape(*shape, 3)
 
 
 def assert_drawn(lens, part, of=".head canvas", within=3, first=0):
-    """These canvases have the colours of part (..., T, T), 0 to 1; the rest has the tint."""
+    """Checks that canvases show `part` (..., T, T), 0 to 1; other cells have the masked colour."""
     found = colours(lens, of, part.shape)
     below = np.tril(np.ones(part.shape[-2:], bool))
     below[:, :first] = False
@@ -140,7 +140,7 @@ def assert_drawn(lens, part, of=".head canvas", within=3, first=0):
 
 
 def assert_difference(lens, difference, of=".head canvas"):
-    """Orange where B has more weight, blue where it has less; further from pale, more of it."""
+    """Checks a difference: orange where B has more weight, blue where less; stronger if larger."""
     found = colours(lens, of, difference.shape)
     below = np.tril(np.ones(difference.shape[-2:], bool))
     assert (found[..., ~below, :] == tint(lens)).all()
@@ -150,14 +150,14 @@ def assert_difference(lens, difference, of=".head canvas"):
     assert (redder[difference < -0.02] < 0).all()
     assert (found[difference == 0] == 250).all()
     for sign in (-1, 1):
-        clear = sign * difference > 0.03  # more than bytes round off
+        clear = sign * difference > 0.03  # larger than the rounding to bytes
         if clear.any():
             size, light = sign * difference[clear], found[clear].sum(-1)
             assert np.corrcoef(size, light)[0, 1] < -0.8
 
 
 def assert_weights(lens, run, number=0):
-    """Every weight of every step, to the precision of a byte. number: 1 for the second run."""
+    """Checks all weights of all steps, to the precision of a byte. number: 1 for the second run."""
     for frame, step in enumerate(STEPS):
         of_prompts = run.weights[step]
         places = [[n, *place] for n, w in enumerate(of_prompts) for place in np.ndindex(w.shape)]
@@ -167,7 +167,7 @@ def assert_weights(lens, run, number=0):
 
 
 def cell(lens, query, key, canvas="#map", size=len(WORDS)):
-    """The middle of a cell of an enlarged map, as a place in the window."""
+    """Returns the window coordinates of the centre of a cell of an enlarged heatmap."""
     box = lens.locator(canvas).bounding_box()
     side = box["width"] / size
     return box["x"] + (key + 0.5) * side, box["y"] + (query + 0.5) * side
@@ -179,7 +179,7 @@ def grid_order(lens):
 
 
 def ranked(values, descending):
-    """(layer, head) by value; those without one last."""
+    """Returns all (layer, head) sorted by value; heads without a value are last."""
     places = [place for place in np.ndindex(values.shape) if not np.isnan(values[place])]
     places.sort(key=lambda place: round(float(values[place]), 4), reverse=descending)
     return places + [place for place in np.ndindex(values.shape) if np.isnan(values[place])]
@@ -187,18 +187,18 @@ def ranked(values, descending):
 
 GO_TO = """hash => new Promise((done) => {
   addEventListener("hashchange", () => done({ ...lens.state }), { once: true });
-  window.visits = (window.visits ?? 0) + 1; // the same link again is no change
+  window.visits = (window.visits ?? 0) + 1; // otherwise the same link is no change
   location.hash = `${hash}&visit=${visits}`;
 })"""
 
 
 def go_to(lens, fragment):
-    """Follows a link within the page; the state that it leads to."""
+    """Follows a link within the page. Returns the new state."""
     return lens.evaluate(GO_TO, f"#{fragment}")
 
 
 def readout(lens):
-    """(token, position) of the query and of the key under the pointer, and the weights shown."""
+    """Returns (token, position) of the query and of the key, and the weights, of the readout."""
     text = lens.locator("#readout").inner_text()
     query, key = re.findall(r'"(.*?)" \((\d+)\)', text, re.DOTALL)
     weights = [float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d\.\d{3}", text)]
@@ -206,5 +206,5 @@ def readout(lens):
 
 
 def statistics_of(lens):
-    """The statistics shown beside the enlarged head: title -> text."""
+    """Returns the statistics of the enlarged head: {title: text}."""
     return dict(text.split("\n") for text in lens.locator("#values > div").all_inner_texts())

@@ -1,9 +1,9 @@
-"""What goes wrong in a training, planted by the fork server before it begins.
+"""Faults that the fork server plants in a training before it starts.
 
     {"crash": {"at": 7}, "infinite_loss": {"steps": [3]}}
 
-Each is a function of FAULTS, called with the values next to its name. "The saver" is the thread
-that writes checkpoints (training/checkpoint/saver.py).
+Each key is a function in FAULTS; its value has the arguments. "The saver" is the thread that writes
+checkpoints (training/checkpoint/saver.py).
 """
 
 import contextlib
@@ -35,12 +35,12 @@ def plant(faults: dict[str, dict]) -> None:
 
 
 def replace(owner: object, name: str, wrap: Callable[[Callable], Callable]) -> None:
-    """wrap(the function) takes its place."""
+    """Replaces a function by wrap(function)."""
     setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def on_call(function: str, before: Callable) -> None:
-    """Calls before(*arguments) whenever train.train_step, for example, is called."""
+    """Calls before(*arguments) before each call of a function, such as train.train_step."""
     owner, _, name = function.rpartition(".")
 
     def wrap(real):
@@ -58,7 +58,7 @@ def in_saver() -> bool:
 
 
 def before_step(step: int | None, action: Callable[[Run], None]) -> None:
-    """Calls action(run) when this step is about to begin; never with None."""
+    """Calls action(run) before this step starts. step=None: never."""
 
     def at_its_step(run):
         if run.state.step == step:
@@ -68,26 +68,26 @@ def before_step(step: int | None, action: Callable[[Run], None]) -> None:
 
 
 WRITING = os.O_WRONLY | os.O_RDWR
-# Audit events of Python: where the path and the descriptor of its folder are in their arguments.
+# Audit events of Python: positions of the path and of the directory descriptor in their arguments.
 EVENTS = {"os.remove": (0, 1), "os.rmdir": (0, 1), "os.mkdir": (0, 2), "os.symlink": (1, 2)}
 
 
 class Operations:
-    """Counts the saver's disk operations for the second checkpoint, until the first is pruned, and
-    kills the process before operation `at`.
+    """Counts the disk operations of the saver for the second checkpoint, until the first checkpoint
+    is removed, and kills the process before operation `at`.
 
-    names: a file that gets the names of the operations, one a line. lost: a file that gets, at the
-    crash, what a loss of power could undo, of all threads and since the process began:
+    names: file to which the names of the operations are written, one per line. lost: file to which,
+    at the crash, all changes are written that a loss of power could undo:
 
-        {"files": {path: bytes that are on the disk}, "names": [what was done to names, in order]}
+        {"files": {path: bytes that are on the disk}, "names": [changes of names, in order]}
     """
 
     def __init__(self, at: int | None = None, names: str | None = None, lost: str | None = None):
         self.at, self.names, self.lost = at, names, lost
         self.count = self.saves = self.kept = 0
         self.root = os.path.join(os.getcwd(), "runs")
-        self.on_disk: dict[int, int] = {}  # by inode: the size when it was last synced
-        self.unsynced: list[dict] = []  # changes of names that may not be on the disk
+        self.on_disk: dict[int, int] = {}  # by inode: the size at the last fsync
+        self.unsynced: list[dict] = []  # changes of names that may not be on disk yet
         self.lock = threading.RLock()
         on_call("training.checkpoint.saver.Saver.save", self._count_saves)
         replace(checkpoint, "save_file", self._save_file)
@@ -95,10 +95,10 @@ class Operations:
         sys.addaudithook(self._watch)
 
     def _count_saves(self, *_) -> None:
-        self.saves += 1  # training has waited for the checkpoint before
+        self.saves += 1  # training has waited for the previous checkpoint
 
     def _point(self, what: str, path: str) -> None:
-        """Here the process may be killed."""
+        """Counts an operation, and kills the process if it is operation `at`."""
         if self.saves != 2 or not in_saver():
             return
         self.count += 1
@@ -127,12 +127,12 @@ class Operations:
             self._operation("open", arguments[0])
 
     def _path(self, path: object, folder: int = -1) -> str:
-        """Absolute; folder: a descriptor that a name is relative to."""
+        """Returns the absolute path. folder: descriptor of the directory of a relative path."""
         base = os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else os.getcwd()
         return os.path.normpath(os.path.join(base, os.fspath(path)))
 
     def _operation(self, what: str, path: object, folder: int = -1, source: str = "") -> None:
-        """A change of a name, or of a file's content, that is about to be made."""
+        """Records a change of a name or of the content of a file, before it is made."""
         path, old = self._path(path, folder), None
         if path != self.root and not path.startswith(self.root + os.sep):
             return
@@ -142,9 +142,9 @@ class Operations:
             loses_name = exists and what in ("rename", "remove") and not os.path.isdir(path)
             if loses_name and self.lost:
                 self.kept += 1
-                old = f"{self.lost}.{self.kept}"  # a second name
+                old = f"{self.lost}.{self.kept}"  # a hard link
                 os.link(path, old, follow_symlinks=False)
-            for change in self.unsynced:  # what is in a folder that is renamed
+            for change in self.unsynced:  # paths in a directory that is renamed
                 if source and change["path"].startswith(source + os.sep):
                     change["path"] = path + change["path"].removeprefix(source)
             if not exists or what in ("rename", "remove", "rmdir"):
@@ -171,8 +171,8 @@ class Operations:
 
 
 def failing(what: str, code: str, steps: list[int], times: int | None, only: str = "") -> None:
-    """An operation of the saver fails with an error, such as ENOSPC, at the checkpoints of these
-    steps; times: at most so often, only: on paths with this end. what: os.NAME, or save_file."""
+    """Makes an operation of the saver fail, for example with ENOSPC, at checkpoints of these steps.
+    times: maximum number of failures. only: suffix of the path. what: os.NAME, or save_file."""
     left, now = math.inf if times is None else times, {"step": 0}
 
     def fail(*arguments):
@@ -193,8 +193,7 @@ def failing(what: str, code: str, steps: list[int], times: int | None, only: str
 
 
 def between(before: int, until: int | None, begin: Callable, end: Callable) -> None:
-    """Calls begin() before one step, and end() before a later one; no checkpoint is being written
-    meanwhile."""
+    """Calls begin() before one step and end() before a later step. Both wait for a pending save."""
 
     def after_pending_save(action):
         def act(run):
@@ -209,7 +208,7 @@ def between(before: int, until: int | None, begin: Callable, end: Callable) -> N
 
 
 def file_size_limit(before: int, until: int | None, size: int) -> None:
-    """No file may become larger: the kernel takes a part of a write and then fails (EFBIG)."""
+    """Limits the size of files: the kernel writes a part of the data and then fails with EFBIG."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     set_limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE)
@@ -220,9 +219,9 @@ BALLAST = Path("runs/ballast")
 
 
 def fill_up(path: Path, leave: int = 0) -> None:
-    """A file that takes the free bytes of its disk, but for so many."""
+    """Writes a file that fills its disk, except for `leave` bytes."""
     with open(path, "wb", buffering=0) as file:
-        with contextlib.suppress(OSError):  # until there is no room
+        with contextlib.suppress(OSError):  # until the disk is full
             while file.write(bytes(4096)):
                 pass
         file.truncate(max(0, file.tell() - leave))
@@ -233,13 +232,13 @@ def full_disk(before: int, until: int | None, leave: int) -> None:
 
 
 def interrupt(each: list[dict]) -> None:
-    """Signals to the process and errors, one after the other.
+    """Sends signals to the process and raises errors, in this order.
 
-    Each {"what": SIGTERM or the text of an error, "at": train.train_step and the like, "call":
-    the number of that call, from 1, counted once the one before has happened, "when": "before" the
-    call, "after" it, or "saved": before it, when no checkpoint is being written.}
+    Each is a dict: "what": a signal name or the text of an error; "at": a function, such as
+    train.train_step; "call": the number of the call, from 1, counted after the previous interrupt;
+    "when": "before" the call, "after" it, or "saved": before it, after a pending save.
     """
-    left = [{"call": 1, "when": "before"} | one for one in each]
+    left = [{"call": 1, "when": "before"} | event for event in each]
 
     def act(what: str) -> None:
         if not what.startswith("SIG"):
@@ -253,25 +252,25 @@ def interrupt(each: list[dict]) -> None:
                 left[0]["call"] -= 1
             if not is_next or left[0]["call"]:
                 return real(*arguments, **options)
-            one = left.pop(0)
-            if one["when"] == "saved":
+            event = left.pop(0)
+            if event["when"] == "saved":
                 arguments[0].checkpointer.wait(arguments[0].state)
-            if one["when"] != "after":
-                act(one["what"])
+            if event["when"] != "after":
+                act(event["what"])
             result = real(*arguments, **options)
-            if one["when"] == "after":
-                act(one["what"])
+            if event["when"] == "after":
+                act(event["what"])
             return result
 
         return wrapper
 
-    for at in {one["at"] for one in each}:
+    for at in {event["at"] for event in each}:
         owner, _, name = at.rpartition(".")
         replace(pkgutil.resolve_name(owner), name, functools.partial(wrap, at))
 
 
 def infinite_loss(steps: list[int]) -> None:
-    """The loss of these steps (the first is 1) is inf, and its gradients are finite."""
+    """Makes the loss of these steps (from 1) inf, with finite gradients."""
     from model import GPT
 
     now = {"step": 0}
@@ -290,8 +289,7 @@ def infinite_loss(steps: list[int]) -> None:
 
 
 def watch_parameters(file: str) -> None:
-    """Appends [step, before, after] to the file for each step: the digests of parameters and
-    moments."""
+    """Appends [step, before, after] to the file at each step: digests of parameters and moments."""
 
     def digest(run) -> str:
         found = hashlib.sha256()
@@ -316,7 +314,7 @@ def watch_parameters(file: str) -> None:
 
 
 def wait_at(step: int, file: str) -> None:
-    """Waits before a step until a file exists, and creates another one first."""
+    """Creates the file FILE.reached before a step, then waits until FILE exists."""
 
     def wait(_):
         Path(f"{file}.reached").touch()
@@ -327,7 +325,7 @@ def wait_at(step: int, file: str) -> None:
 
 
 def slow(seconds: float) -> None:
-    """This rank takes its time for everything but training."""
+    """Delays everything on this rank except training steps."""
     parts = ("run.Run.evaluate", "run.Run.sample", "run.Run.write_report", "setup.open_directory")
     for name in parts:
         on_call(f"training.{name}", lambda *_: time.sleep(seconds))
@@ -337,14 +335,14 @@ def slow(seconds: float) -> None:
 
 
 def compiler(backend: str) -> None:
-    """torch.compile with another backend than its own, which takes a minute."""
+    """Uses another backend in torch.compile, because the default takes a minute."""
     import torch
 
     replace(torch, "compile", lambda real: functools.partial(real, backend=backend))
 
 
 def no_memory() -> None:
-    """This rank's machine has no room for the copy of a checkpoint."""
+    """Simulates that this rank has no memory for the copy of a checkpoint."""
     replace(micro_batch, "available_memory", lambda _: lambda: 0)
 
 

@@ -1,4 +1,4 @@
-"""Trainings by several ranks: their settings, how tests start processes and compare runs."""
+"""Trainings with several ranks: settings, starting of processes, comparison of runs."""
 
 import contextlib
 import json
@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY
 from helpers.runs import rows
 
-TIMEOUT = 600  # seconds until a test gives up waiting; nothing is expected to take so long
+TIMEOUT = 600  # seconds that a test waits at most
 SHORT = 8  # steps of most runs
 STRATEGIES = ("ddp", "fsdp")
 
-# One process and several differ by rounding. The bias of W_key has a gradient of zero but for
-# rounding, which Adam would amplify at a large rate.
+# Settings with which one process and several ranks differ only by rounding. The gradient of the
+# bias of W_key is zero except for rounding, which Adam amplifies at a large learning rate.
 COMPARABLE = (
     *TINY,
     "model.dropout=0",
@@ -44,7 +44,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 
 
 def write_texts(folder: Path) -> Path:
-    """Texts to train on: one text, and one of short documents, whose windows are filled up."""
+    """Writes a text, and a file of short documents, whose windows are padded."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     documents = [{"text": line * (1 + n % 4)} for n, line in enumerate(TEXT.splitlines())]
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def environment(**more: object) -> dict[str, str]:
-    """Of a process: no network, no account, no cache."""
+    """Returns the environment of a process: no network, no W&B account, no cache."""
     path = [NO_NETWORK, REPOSITORY, REPOSITORY / "tests"]
     kept = {key: os.environ[key] for key in ("PATH", "TMPDIR") if key in os.environ}
     fixed = {
@@ -74,8 +74,8 @@ def environment(**more: object) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """start(*command, **environment) -> a process that goes on, its words in the file .log; at
-    the end nothing is left of it, nor of what it started."""
+    """Yields start(*command, **environment), which starts a process with its output in process.log.
+    At the end these processes and all their children are killed."""
     processes = []
 
     def start(*command: object, **more: object) -> subprocess.Popen:
@@ -105,24 +105,24 @@ def started(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 def processes_of(process: subprocess.Popen, *variables: str) -> list[int]:
-    """The living processes that came of one, itself too, with these variables. torchrun gives each
-    rank its own session, so processes are found by their environment."""
+    """Returns the running processes that a process started, and itself, with these variables.
+    torchrun gives each rank a session, so processes are found by their environment."""
     wanted = {text.encode() for text in (f"TEST_MARK={process.log}", *variables)}
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
                 found.append(int(entry.name))
     return found
 
 
 def rank_of(process: subprocess.Popen, rank: int) -> int | None:
-    """The process of one rank that torchrun started, None while there is none."""
-    return min(processes_of(process, f"RANK={rank}"), default=None)  # it may have started others
+    """Returns the process of a rank that torchrun started; None if there is none."""
+    return min(processes_of(process, f"RANK={rank}"), default=None)  # the rank may have children
 
 
 def wait_until(happens: Callable[[], object], *processes: subprocess.Popen) -> None:
-    """Waits for something that is certain to come while these processes live."""
+    """Waits until happens() is true. Fails if one of the processes ends before."""
     deadline = time.monotonic() + TIMEOUT
     while not happens():
         for process in processes:
@@ -132,28 +132,28 @@ def wait_until(happens: Callable[[], object], *processes: subprocess.Popen) -> N
 
 
 def wait_for_exit(process: subprocess.Popen) -> int:
-    """Its exit code, once it has come to its end."""
+    """Waits until a process ends. Returns its exit code."""
     try:
         return process.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
-        pytest.fail(f"still there after {TIMEOUT} s:\n{process.log.read_text()}")
+        pytest.fail(f"still running after {TIMEOUT} s:\n{process.log.read_text()}")
 
 
 LIBRARY_LINE = re.compile(r"\[(W|E|I|rank|Gloo)|W\d{4} |\S+\.py:\d+: \w*Warning|  \S")
 
 
 def without_library_lines(text: str) -> str:
-    """Without the lines that torch, gloo and Python's warnings write."""
+    """Returns the text without lines from torch, gloo and Python warnings."""
     return "".join(line for line in text.splitlines(keepends=True) if not LIBRARY_LINE.match(line))
 
 
 def values(run: Path, key: str) -> dict[int, float]:
-    """One column of the log, by step."""
+    """Returns one column of the log, by step."""
     return {row["step"]: row[key] for row in rows(run) if key in row}
 
 
 def check_same_losses(run: Path, other: Path, after: int = 0, rel: float = 1e-5) -> None:
-    """Two runs have the same losses and norms after a step, but for rounding."""
+    """Checks that two runs have the same losses and norms after a step, except for rounding."""
     for key, precision in [("train/loss", rel), ("val/loss", rel), ("train/grad_norm", 10 * rel)]:
         mine, theirs = values(run, key), values(other, key)
         theirs = {step: value for step, value in theirs.items() if step > after}
@@ -164,13 +164,13 @@ def check_same_losses(run: Path, other: Path, after: int = 0, rel: float = 1e-5)
 
 
 def last(run: Path, step: int | None = None) -> Path:
-    """A run's checkpoint."""
+    """Returns a checkpoint of a run."""
     return run / "checkpoints" / ("last" if step is None else f"step_{step:08d}")
 
 
 def check_same_tensors(checkpoint: Path, other: Path, most: float = 1e-5) -> None:
-    """Two checkpoints have the same tensors, by names, shapes and types, and about the same
-    parameters."""
+    """Checks that two checkpoints have tensors of the same names, shapes and types, and parameters
+    that differ by less than `most`."""
     for file in ("model.safetensors", "optimizer.safetensors"):
         mine, theirs = load_file(checkpoint / file), load_file(other / file)
         assert mine.keys() == theirs.keys()
@@ -186,6 +186,6 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def check_same_bytes(run: Path, other: Path) -> None:
-    """Two runs have the same final parameters and moments, bit for bit."""
+    """Checks that two runs have the same final parameters and moments, bit for bit."""
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (last(run) / file).read_bytes() == (last(other) / file).read_bytes(), file

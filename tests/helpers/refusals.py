@@ -1,4 +1,4 @@
-"""Checks of errors by type, key, value and exit code; files whose reading would not end."""
+"""Checks of errors by type, key, value and exit code; special files that cannot be read."""
 
 import contextlib
 import os
@@ -11,15 +11,15 @@ import pytest
 
 from errors import ClearheadError
 
-ANY = object()  # any value will do
+ANY = object()  # matches any value
 
 
 @contextlib.contextmanager
 def refused(
     kind: type[ClearheadError], key: str, value: object = ANY, exit_code: int | None = None
 ):
-    """Expects one problem: an error of this type, with this key and value, a reason, a hint and
-    one line of text. Yields pytest's ExceptionInfo."""
+    """Expects an error of this type with one problem: this key and value, a reason, a hint, and a
+    message of one line. Yields pytest's ExceptionInfo."""
     with pytest.raises(kind) as caught:
         yield caught
     error = caught.value
@@ -33,7 +33,7 @@ def refused(
 
 
 def printed_keys(stderr: str) -> list[str]:
-    """The keys of the problems that a command printed, one per line."""
+    """Returns the keys of the problems that a command printed, one per line."""
     assert "Traceback" not in stderr
     return [re.match(r"[^=:]*", line)[0] for line in stderr.splitlines()]
 
@@ -48,13 +48,13 @@ def _link_to_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-# Each replaces a file by something that is not a regular file and whose reading would not end.
+# Each function replaces a file by a special file; reading it never ends.
 SPECIAL_FILES = {"FIFO": _fifo, "device": _link_to_device}
 
 
 @contextlib.contextmanager
 def time_limit(seconds: int = 60) -> Iterator[None]:
-    """Fails when the code inside waits longer, for the other end of a FIFO."""
+    """Fails if the code inside takes longer, for example because it waits for a FIFO."""
 
     def too_long(*_):
         raise AssertionError(f"took more than {seconds} s")

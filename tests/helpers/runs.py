@@ -1,4 +1,4 @@
-"""Training runs of tests: how they are made, read and changed."""
+"""Training runs of tests: functions that create, read and change them."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from helpers import TEXT, TINY
 
 
 def train_in(folder: Path, *overrides: str) -> Path:
-    """Trains a tiny run to its end, on text.txt in this folder. Returns the run's directory."""
+    """Trains a tiny run to its end, on text.txt in this folder. Returns the run directory."""
     from helpers.settings import settings
     from train import fit
     from training.setup import build_run
@@ -30,12 +30,12 @@ def train_in(folder: Path, *overrides: str) -> Path:
 
 
 def copy_run(run: Path) -> Path:
-    """A copy of a run's directory, of the same name, in runs/ of the current directory."""
+    """Copies a run directory to runs/ in the current directory. Returns the copy."""
     return Path(shutil.copytree(run, Path("runs") / run.name, symlinks=True))
 
 
 def run_command(main: Callable, folder: Path, *arguments: object) -> tuple[int, str, str]:
-    """(exit code, out, err) of a command, run in a folder by this process."""
+    """Runs a command in a folder, in this process. Returns (exit code, out, err)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
         patch.setattr("sys.argv", ["train.py", *map(str, arguments)])
@@ -48,12 +48,12 @@ def run_command(main: Callable, folder: Path, *arguments: object) -> tuple[int, 
 
 
 def rows(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl."""
+    """Returns the rows of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def repeatable_rows(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl without the speed, which differs from run to run."""
+    """Returns the rows of metrics.jsonl without the speed, which differs between runs."""
     found = rows(folder)
     for row in found:
         row.pop("train/tokens_per_second", None)
@@ -61,7 +61,7 @@ def repeatable_rows(folder: Path) -> list[dict]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """All paths in a folder with the SHA-256 of files, except the lock files."""
+    """Returns {path: SHA-256} of all files in a folder, except lock files. Folders: ""."""
     found = {}
     for path in folder.rglob("*"):
         if path.name != ".lock":
@@ -71,7 +71,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def changed_paths(folder: Path, before: dict[str, str]) -> list[str]:
-    """The paths whose contents are not those of `before`."""
+    """Returns the paths whose contents differ from `before`."""
     now = contents(folder)
     return sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
 
@@ -81,14 +81,14 @@ def weights(run) -> dict[str, torch.Tensor]:
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
+    """Checks that tensors are equal, bit for bit."""
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
 
 
 def train_past_checkpoint(run, step: int) -> None:
-    """Trains to a checkpoint at this step and one step more, which is lost; then changes the state
+    """Trains to a checkpoint at this step and one more step, which is lost. Then changes the state
     of torch's random generator."""
     from train import evaluate_and_log, log_row, save, train_step
 
@@ -105,7 +105,7 @@ def train_past_checkpoint(run, step: int) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Writes the checksums that fit the files of a checkpoint."""
+    """Writes the correct checksums of the files of a checkpoint."""
     from training.checkpoint import format as checkpoint
 
     sums = [f"{checkpoint.checksum(folder / name)}  {name}\n" for name in checkpoint.FILES]
@@ -113,7 +113,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def change_state(folder: Path, **values: object) -> None:
-    """Changes state.json of a checkpoint and its checksum; a key with dots is a path in it."""
+    """Changes state.json of a checkpoint and its checksum. A key with dots is a nested key."""
     file = folder / "state.json"
     state = json.loads(file.read_text())
     for key, value in values.items():
@@ -127,7 +127,7 @@ def change_state(folder: Path, **values: object) -> None:
 
 
 def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Changes the tensors of a safetensors file in place, by name."""
+    """Calls change(tensors) and writes the changed tensors to the safetensors file."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(file)
@@ -136,7 +136,7 @@ def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], objec
 
 
 def damage(file: Path, how: str) -> None:
-    """Flips a bit, removes the last byte, adds one, or removes the file."""
+    """Flips a bit, removes the last byte, appends a byte, or removes the file."""
     raw = bytearray(file.read_bytes())
     if how == "flip":
         raw[len(raw) // 2] ^= 4

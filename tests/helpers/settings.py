@@ -1,4 +1,4 @@
-"""Checked settings of a training run, composed once for each set of overrides."""
+"""Validated settings of a training run, composed once for each set of overrides."""
 
 import functools
 
@@ -11,11 +11,11 @@ def _composed(overrides: tuple[str, ...]) -> Config:
 
 
 def settings(*overrides: str) -> Config:
-    """The config of these overrides; data.path=none unless they say which data.
+    """Returns the config for these overrides, with data.path=none if they do not select data.
 
-    Raises ConfigError with every problem.
+    Raises ConfigError with all problems.
     """
-    says_which = ("data=", "data.path=", "experiment=", "trainer.resume=")
-    if not any(text.startswith(says_which) for text in overrides):
+    selects_data = ("data=", "data.path=", "experiment=", "trainer.resume=")
+    if not any(text.startswith(selects_data) for text in overrides):
         overrides = ("data.path=none", *overrides)
     return _composed(overrides).model_copy(deep=True)

@@ -1,4 +1,4 @@
-"""How often the tests have made which fault; `make campaign` counts, docs/reliability.md tells.
+"""Counts the faults that tests inject. `make campaign` writes the counts of docs/reliability.md.
 
 CAMPAIGN_LOG=campaign.jsonl python -m pytest ...
 python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
@@ -19,34 +19,34 @@ CAMPAIGN = os.environ.get("CAMPAIGN") == "1"
 
 
 def in_campaign(test: Callable) -> Callable | None:
-    """A test that takes long and whose like the short form has: collected in a campaign only."""
+    """Returns the test in a campaign, otherwise None. For slow tests that have a fast variant."""
     return test if CAMPAIGN else None
 
 
 def campaign(variable: str, few: int, many: int) -> int:
-    """How many trials: a few in `make test`, many in the campaign."""
+    """Returns the number of trials: `few` in `make test`, `many` in a campaign."""
     return int(os.environ.get(variable, many if CAMPAIGN else few))
 
 
 def trials(few: int, many: int) -> Callable:
-    """Settings of a hypothesis test: the number of examples, and the same examples in each run."""
+    """Returns settings of a hypothesis test: number of examples, the same examples in each run."""
     from hypothesis import settings
 
     return settings(max_examples=many if CAMPAIGN else few, deadline=None, derandomize=True)
 
 
-def tally(fault: str, number: int = 1, **figures: float) -> None:
-    """Counts faults of a kind in the file that CAMPAIGN_LOG names; without one, nothing.
+def tally(fault: str, number: int = 1, **measurements: float) -> None:
+    """Appends a count of a type of fault to the file CAMPAIGN_LOG, if this variable is set.
 
-    figures: of these trials, such as seconds=1.5; the largest of each is kept.
+    measurements: of these trials, such as seconds=1.5. The summary has the largest of each.
     """
     if log := os.environ.get("CAMPAIGN_LOG"):
         with open(log, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"fault": fault, "number": number} | figures) + "\n")
+            file.write(json.dumps({"fault": fault, "number": number} | measurements) + "\n")
 
 
 def summary(lines: list[str]) -> dict[str, dict[str, float]]:
-    """For each kind of fault how many trials have passed, and the largest of each figure."""
+    """Returns for each type of fault the trials that passed and the largest of each measurement."""
     found = defaultdict(lambda: {"passed": 0})
     for row in map(json.loads, lines):
         of_fault = found[row.pop("fault")]

@@ -1,4 +1,4 @@
-"""Texts of every kind, their tokens by single calls of tiktoken, and shards made of them."""
+"""Texts of all formats, their tokens by one call of tiktoken, and shards made of them."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ FRAGMENTS = [
 ]
 mixes = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=40).map("".join)
 rows = st.sampled_from(["jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "parquet"])
-# A text file is one document, neither empty nor with a zero byte; the others hold any number.
+# A text file is one document, not empty and without a zero byte. Other files have 0 to 5 documents.
 a_text = mixes.map(lambda text: [text.replace("\0", "") or "x"])
 sources = st.tuples(st.sampled_from(["txt", "txt.gz", "txt.zst"]), a_text)
 sources |= st.tuples(rows, st.lists(mixes, max_size=5))
@@ -36,7 +36,7 @@ collections = st.lists(sources, min_size=1, max_size=5)
 
 
 def write_source(path: Path, texts: list[str]) -> Path:
-    """A file of these documents, of the kind and compression that its name says."""
+    """Writes documents to a file. Its extension selects format and compression."""
     if path.name.endswith(".parquet"):
         path.parent.mkdir(parents=True, exist_ok=True)
         table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())})
@@ -49,7 +49,7 @@ def write_source(path: Path, texts: list[str]) -> Path:
 
 
 def write_packed(path: Path, content: str | bytes = "text") -> Path:
-    """A file with this content, compressed as its name says."""
+    """Writes content to a file, compressed according to its extension."""
     raw = content.encode() if isinstance(content, str) else content
     if path.suffix.lower() == ".gz":
         raw = gzip.compress(raw, 1, mtime=0)
@@ -61,26 +61,26 @@ def write_packed(path: Path, content: str | bytes = "text") -> Path:
 
 
 def write_collection(folder: Path, collection: list[tuple[str, list[str]]]) -> Path:
-    """A folder of files, whose sorted order is that of the list."""
+    """Writes the files of a collection to two subfolders of a folder."""
     for number, (kind, texts) in enumerate(collection):
         write_source(folder / f"{number % 2}" / f"{number:02d}.{kind}", texts)
     return folder
 
 
 def in_order(collection: list) -> list:
-    """The order in which a folder of two folders is read."""
+    """Returns a collection in the order in which its two subfolders are read."""
     return [*collection[::2], *collection[1::2]]
 
 
 def encode_at_once(text: str, tokenizer: str = "gpt2", endoftext: str = "token") -> np.ndarray:
-    """The ids of a text by a single call of tiktoken."""
+    """Returns the ids of a text by one call of tiktoken."""
     special = {END_OF_TEXT} if endoftext == "token" else set()
     encode = get_tokenizer(tokenizer).encode
     return np.array(encode(text, allowed_special=special, disallowed_special=()), np.uint16)
 
 
 def expected_ids(collection: list, tokenizer: str = "gpt2", endoftext: str = "token") -> list[int]:
-    """One call of tiktoken for each document, each behind an end-of-text token."""
+    """Returns the ids of all documents, one tiktoken call each, each after an end-of-text token."""
     end_of_text, ids = get_tokenizer(tokenizer).eot_token, []
     for kind, texts in collection:
         for text in texts:
@@ -91,13 +91,13 @@ def expected_ids(collection: list, tokenizer: str = "gpt2", endoftext: str = "to
 
 
 def numbers_in(error: ClearheadError) -> set[int]:
-    """The numbers that the reason of an error names, decimal or hexadecimal."""
+    """Returns the decimal and hexadecimal numbers in the reason of an error."""
     found = re.findall(r"(?<![\w-])(?:0x[0-9a-f]+|\d[\d,]*)", error.reason)
     return {int(number.replace(",", ""), 0) for number in found}
 
 
 def peak_memory(function: Callable[[], object]) -> tuple[object, int]:
-    """What the function returns, and the most bytes that Python had at once for it."""
+    """Calls a function. Returns its result and the peak of the memory that Python allocated."""
     tracemalloc.start()
     try:
         return function(), tracemalloc.get_traced_memory()[1]
@@ -106,7 +106,7 @@ def peak_memory(function: Callable[[], object]) -> tuple[object, int]:
 
 
 def varied_text(size: int, seed: int = 0) -> str:
-    """So many made-up characters, among them ends of documents; no two stretches alike."""
+    """Returns `size` random characters, including end-of-text tokens."""
     characters = "etaoinshrdlu αβγδε あいうえお 0123 .,\n" * 20
     return "".join(random.Random(seed).choices([*characters, END_OF_TEXT], k=size))
 
@@ -119,7 +119,7 @@ def preparation(path: object, folder: Path, i: int = 1, n: int = 1, **changes) -
 
 
 def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1, **changes):
-    """What the command does with part=i/n: the manifest; None while other parts are missing."""
+    """Runs the preparation of part i/n. Returns the manifest; None if other parts are missing."""
     made = preparation(path, folder, i, n, **changes)
     made.start()
     made.run(made.unfinished(made.assigned), workers, lambda count: None)
@@ -127,21 +127,21 @@ def prepare(path: object, folder: Path, i: int = 1, n: int = 1, workers: int = 1
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file under a folder, but for the records of a preparation."""
+    """Returns the content of all files in a folder, except the records of a preparation."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [path for path in files if path.parent.name != "preparing"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def ids_of(folder: Path) -> list[int]:
-    """The ids of all shards, in the manifest's order, read without any code of ours."""
+    """Returns the ids of all shards in the order of the manifest, read with NumPy only."""
     shards = json.loads((folder / "manifest.json").read_text())["shards"]
     raw = [(folder / shard["file"]).read_bytes()[HEADER_BYTES:] for shard in shards]
     return np.frombuffer(b"".join(raw), "<u2").tolist()
 
 
 def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: int) -> None:
-    """It says what is there, and nothing else is."""
+    """Checks that the manifest matches the shards, and that there are no other files."""
     assert json.loads((folder / "manifest.json").read_text()) == manifest
     end_of_text = TOKENIZERS[tokenizer] - 1
     assert (manifest["tokenizer"], manifest["vocab_size"]) == (tokenizer, end_of_text + 1)
@@ -156,7 +156,7 @@ def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: i
 
 
 def finished_shards(folder: Path) -> dict[str, tuple]:
-    """The shards of all tasks that left a record, and what would change if they were made again."""
+    """Returns the inode and time of all shards of complete tasks; rewriting would change them."""
     records = [json.loads(path.read_text()) for path in folder.glob("preparing/[0-9]*.json")]
     return {s["file"]: _state(folder / s["file"]) for record in records for s in record["shards"]}
 
@@ -167,5 +167,5 @@ def _state(path: Path) -> tuple:
 
 
 def check_kept(folder: Path, before: dict[str, tuple]) -> None:
-    """Finished shards are the very same files."""
+    """Checks that complete shards were not written again."""
     assert {file: _state(folder / file) for file in before} == before

@@ -1,8 +1,7 @@
-"""Trainings that are killed, stopped and hindered: how tests start them and what they check.
+"""Trainings with faults: functions that start them, and checks of their results.
 
-A training is started by a fork server (fork_server.py), what goes wrong in it is planted there
-(planted_faults.py), and the run is compared with one of the same settings in another folder that
-nothing happened to.
+A fork server starts a training (fork_server.py) and plants its faults (planted_faults.py). The
+result is compared with an undisturbed run with the same settings in another folder.
 """
 
 import contextlib
@@ -33,17 +32,17 @@ STEP = "train.train_step"
 
 
 def interrupt(*each: tuple) -> dict:
-    """Signals and errors, as faults (see planted_faults.py): what, at, call, when."""
+    """Returns the fault "interrupt" for tuples of (what, at, call, when); see planted_faults.py."""
     keys = ("what", "at", "call", "when")
-    return {"interrupt": {"each": [dict(zip(keys, one, strict=False)) for one in each]}}
+    return {"interrupt": {"each": [dict(zip(keys, event, strict=False)) for event in each]}}
 
 
 class ForkServer:
-    """Starts trainings; a context, at whose end none is left."""
+    """Starts trainings. A context manager that kills all remaining trainings at its end."""
 
     def __init__(self, home: Path):
         self.home = home
-        self.numbers = itertools.count()  # of the logs
+        self.numbers = itertools.count()  # for the names of logs
 
     def __enter__(self) -> "ForkServer":
         self.process = subprocess.Popen(
@@ -69,11 +68,11 @@ class ForkServer:
     def _read(self) -> dict:
         ready, _, _ = select.select([self.process.stdout], [], [], TIMEOUT)
         line = self.process.stdout.readline() if ready else ""
-        assert line, "the fork server has ended, or does not answer"
+        assert line, "the fork server has ended or does not respond"
         return json.loads(line)
 
     def start(self, folder: Path, *arguments: str, fault: dict | None = None, **more) -> "Training":
-        """`train.py arguments` in a folder. more: of its environment."""
+        """Starts `train.py arguments` in a folder. more: variables of its environment."""
         log = folder / f"log{next(self.numbers)}"
         values = {key: str(value) for key, value in more.items()}
         order = {"folder": str(folder), "arguments": arguments, "environment": values}
@@ -87,8 +86,8 @@ class ForkServer:
         each: Sequence[str] = (),
         **more,
     ) -> list["Training"]:
-        """As many ranks as there are faults, without torchrun. each: an argument for each of them.
-        {rank} in the folder and the arguments becomes the rank's number."""
+        """Starts one rank for each item of `faults`, without torchrun. each: one argument for each
+        rank. {rank} in the folder and the arguments is replaced by the number of the rank."""
         more = {"LOCAL_WORLD_SIZE": len(faults), "WORLD_SIZE": len(faults)} | more
         more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         trainings = []
@@ -102,7 +101,7 @@ class ForkServer:
     def run_ranks(
         self, folder: Path, *arguments: str, codes: Sequence[int] = (0, 0), **more
     ) -> list["Training"]:
-        """The same, to their ends, which have these exit codes."""
+        """Starts ranks and waits until they end. Checks their exit codes."""
         trainings = self.start_ranks(folder, *arguments, **more)
         found = [training.wait() for training in trainings]
         assert found == list(codes), [training.err for training in trainings]
@@ -110,7 +109,7 @@ class ForkServer:
 
 
 class Training:
-    """A process that trains."""
+    """A training process."""
 
     def __init__(self, server: ForkServer, pid: int, log: Path):
         self.server = server
@@ -120,12 +119,12 @@ class Training:
         self._handle = os.pidfd_open(pid)
 
     def send(self, number: int) -> None:
-        """A signal, unless it has ended."""
+        """Sends a signal, unless the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
     def has_ended(self, within: float) -> bool:
-        """Whether it has ended, or does so within some seconds."""
+        """Whether the process has ended, or ends within this number of seconds."""
         if self.code is not None:
             return True
         waiting = select.poll()
@@ -133,18 +132,18 @@ class Training:
         return bool(waiting.poll(within * 1000))
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Waits until the process ends. Returns its exit code."""
         if self.code is None:
             if not self.has_ended(TIMEOUT):
                 self.send(signal.SIGKILL)
-                raise AssertionError(f"still there after {TIMEOUT} s:\n{self.err}")
+                raise AssertionError(f"still running after {TIMEOUT} s:\n{self.err}")
             self.code = self.server.ask(wait=self.pid)["code"]
             os.close(self._handle)
         return self.code
 
     @property
     def err(self) -> str:
-        """What it wrote to stderr, but for what libraries write."""
+        """Its stderr without the lines of libraries."""
         path = Path(f"{self.log}.err")
         return without_library_lines(path.read_text(errors="replace")) if path.exists() else ""
 
@@ -154,7 +153,7 @@ class Training:
 
 
 def printed_command(err: str) -> tuple[str, list[str]]:
-    """The last command that was printed: what starts train.py, and its arguments."""
+    """Returns the last printed command: the launcher before train.py, and the arguments."""
     *_, found = re.findall(r"((?:python|torchrun) .*?)\S*train\.py (.*)$", err, re.MULTILINE)
     return found[0].strip(), shlex.split(found[1])
 
@@ -163,8 +162,8 @@ STEPS = 60 if CAMPAIGN else 30
 RUN = (*TINY, "name=run", "data.path=text.txt", "model.dropout=0.2")
 RUN += (f"trainer.max_steps={STEPS}", "trainer.eval_every=20", "trainer.save_every=5")
 RUN += ("trainer.keep_checkpoints=2", "trainer.log_every=3")
-# Three checkpoints, of which one is to go when the next is there. The second is the best: the
-# learning rate becomes too large. (Two ranks draw other dropout, and get there with a smaller one.)
+# Three checkpoints with keep_checkpoints=1. The second is the best, because the learning rate
+# becomes too large. (Two ranks have other dropout masks, so they need a smaller learning rate.)
 THREE = (*RUN, "trainer.max_steps=15", "trainer.eval_every=5", "trainer.keep_checkpoints=1")
 THREE += ("trainer.warmup_steps=14", "optimizer.lr=1.1")
 KINDS = {
@@ -181,18 +180,18 @@ KINDS = {
 
 
 def setting(kind: str, key: str) -> int:
-    """Of a kind of runs, as it was given last."""
+    """Returns the last value of a setting in KINDS[kind]."""
     return int([a.partition("=")[2] for a in KINDS[kind] if a.startswith(f"{key}=")][-1])
 
 
 class Faults:
-    """A fork server, folders to run in, and the undisturbed run of each kind, made when needed."""
+    """A fork server, folders for runs, and the undisturbed run of each kind, run when needed."""
 
     def __init__(self, server: ForkServer, home: Path):
         self.server, self.home = server, home
         self.numbers = itertools.count()
         self.undisturbed_runs: dict[str, Path] = {}
-        self.seconds: dict[str, float] = {}  # that they took
+        self.seconds: dict[str, float] = {}  # duration of the undisturbed runs
         self.names: dict[str, list[str]] = {}
         self.template = home / "texts"
         self.template.mkdir()
@@ -201,7 +200,7 @@ class Faults:
         prepare(text, self.template / "tokens", tokenizer="byte", shard_tokens=1500)
 
     def folder(self) -> Path:
-        """A new one, with what the runs train on."""
+        """Returns a new folder with the training data."""
         return Path(shutil.copytree(self.template, self.home / f"place{next(self.numbers)}"))
 
     def undisturbed(self, kind: str) -> Path:
@@ -213,7 +212,7 @@ class Faults:
         return self.undisturbed_runs[kind]
 
     def operations(self, kind: str) -> list[str]:
-        """What the saver does to the disk from the second checkpoint on until the first is gone."""
+        """Returns the disk operations of the saver for the second checkpoint (see Operations)."""
         if kind not in self.names:
             folder = self.folder()
             self.run(folder, kind, fault={"crash": {"names": str(folder / "names")}})
@@ -224,27 +223,27 @@ class Faults:
         return self.names[kind]
 
     def start(self, folder: Path, kind: str, *more: str, fault=None) -> list[Training]:
-        """All ranks of a run; the fault is the first one's."""
+        """Starts all ranks of a run. The fault is planted in rank 0."""
         arguments = (*KINDS[kind], *more)
         if "ranks" in kind:
             return self.server.start_ranks(folder, *arguments, faults=[fault, None])
         return [self.server.start(folder, *arguments, fault=fault)]
 
     def run(self, folder: Path, kind: str, *more: str, fault=None, code: int = 0) -> Training:
-        """The same to its end, at which all ranks have this exit code; the first one."""
+        """Runs all ranks to their end and checks their exit code. Returns rank 0."""
         trainings = self.start(folder, kind, *more, fault=fault)
         codes = {training.wait() for training in trainings}
         assert codes == {code}, [training.err for training in trainings]
         return trainings[0]
 
     def kill_at(self, folder: Path, call: int, when: str = "before") -> None:
-        """A short run that is killed at this call of train_step."""
+        """Runs a short training that is killed at this call of train_step."""
         fault = interrupt(("SIGKILL", STEP, call, when))
         self.run(folder, "short", fault=fault, code=-signal.SIGKILL)
 
     def complete(self, folder: Path, kind: str, was_stopped: bool = False) -> None:
-        """The same command again, to the end, which is that of the undisturbed run; every step
-        after the newest checkpoint is computed once."""
+        """Reruns the command to its end. Checks that the result equals that of the undisturbed run
+        and that every step after the newest checkpoint is computed once."""
         run, steps = folder / "runs" / "run", folder / f"steps{next(self.numbers)}"
         newest = newest_valid_step(run) or 0
         self.run(folder, kind, fault={"watch_parameters": {"file": str(steps)}})
@@ -255,7 +254,7 @@ class Faults:
 
 
 def newest_valid_step(run: Path) -> int | None:
-    """The step of the newest checkpoint that is what was written, None when there is none."""
+    """Returns the step of the newest valid checkpoint; None if there is none."""
     for folder in listing.list_checkpoints(run):
         with contextlib.suppress(checkpoint.DamagedCheckpointError):
             checkpoint.verify(folder)
@@ -264,21 +263,21 @@ def newest_valid_step(run: Path) -> int | None:
 
 
 def check_all_valid(run: Path) -> None:
-    """Whatever is called a checkpoint is one."""
+    """Checks that all checkpoints of a run are valid."""
     for folder in listing.list_checkpoints(run):
         checkpoint.verify(folder)
 
 
 def last_row(run: Path) -> int:
-    """The last step in the log, 0 before there is one. The last line may be half written."""
+    """Returns the last step in the log; 0 if it is empty. The last line may be incomplete."""
     log = run / "metrics.jsonl"
     whole = log.read_bytes().rpartition(b"\n")[0].split(b"\n") if log.exists() else []
     return json.loads(whole[-1])["step"] if whole and whole[-1] else 0
 
 
 def result_of(run: Path) -> dict[str, object]:
-    """What two runs of the same settings have in common, by name: the last and the best checkpoint,
-    but for how the command was worded, and the log, but for the speed."""
+    """Returns the parts of a run that are equal for equal settings, by name: the last and the best
+    checkpoint without the names in the command, and the log without the speed."""
     found = {"metrics.jsonl": [row | {"train/tokens_per_second": None} for row in rows(run)]}
     for link in ("last", "best"):
         folder = run / "checkpoints" / link
@@ -293,13 +292,13 @@ def result_of(run: Path) -> dict[str, object]:
 
 
 def check_same_result(run: Path, undisturbed: Path, was_stopped: bool = False) -> None:
-    """Two runs have the same checkpoints, to the byte, and the same log: every step once.
-    was_stopped: there may be one more, of the step at which it was."""
+    """Checks that two runs have the same checkpoints, byte for byte, and the same log.
+    was_stopped: the run may have one more checkpoint, of the step at which it stopped."""
     folders = [run / "checkpoints", undisturbed / "checkpoints"]
     names, expected = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert names == expected or (was_stopped and len(names) <= len(expected) + 1)
     mine, theirs = result_of(run), result_of(undisturbed)
-    # Their names alone: pytest would take minutes to show how long values differ.
+    # Only the names: pytest would take minutes to compare long values.
     different = [name for name in theirs if mine[name] != theirs[name]]
     assert not different
     check_all_valid(run)
@@ -307,8 +306,8 @@ def check_same_result(run: Path, undisturbed: Path, was_stopped: bool = False) -
 
 
 def lose_power(lost: Path, chance: random.Random) -> None:
-    """Makes of the disk what it may be after a loss of power: of files that were not handed to it,
-    a part; of names that were not, any choice of them or, on a journal, the first ones."""
+    """Simulates a loss of power. Of file contents without fsync, a part is lost. Of name changes
+    without fsync, a random subset is undone or, as with a journal, all after a random one."""
     record = json.loads(lost.read_text())
     for path, kept in record["files"].items():
         size = os.path.getsize(path)
@@ -322,7 +321,7 @@ def lose_power(lost: Path, chance: random.Random) -> None:
 
 
 def undo(change: dict) -> None:
-    """A change of a name, where that can still be."""
+    """Undoes a change of a name, if this is possible."""
     what, path = change["what"], Path(change["path"])
     with contextlib.suppress(OSError):
         if what in ("open", "symlink"):

@@ -1,4 +1,4 @@
-"""A W&B server on this machine that answers just enough for an online run, until it fails.
+"""A local W&B server that supports an online run until it fails with a given fault.
 
 with WandbServer(fault="hangs", after="upsertBucket") as server:
     ... WANDB_BASE_URL=server.url ...
@@ -10,7 +10,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 STATUS = {"500": 500, "429": 429, "403": 403, "404": 404}
-# Connections are refused, not answered or reset; or the answer is a status, or no JSON.
+# Connections are refused, get no response or are reset; the response is a status code, or no JSON.
 FAULTS = ("closed", "hangs", "resets", *STATUS, "garbage")
 
 ARTIFACT = {"__typename": "Artifact", "id": "a", "state": "COMMITTED", "digest": "d", "size": 1}
@@ -22,17 +22,17 @@ ARTIFACT |= dict.fromkeys(("commitHash", "updatedAt"))
 
 
 class WandbServer:
-    """Fails with `fault` as soon as a request with `after` in it was answered; "" is at once."""
+    """Fails with `fault` after a request that contains `after`; "": from the start."""
 
     def __init__(self, fault: str = "", after: str = ""):
         self.fault, self.after = fault, after
         self.failing = bool(fault) and not after
-        self.requests: list[tuple[str, bytes]] = []  # path and body of each that came
+        self.requests: list[tuple[str, bytes]] = []  # path and body of each request
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
-        self.server.handle_error = lambda *_: None  # the other side may go whenever it likes
+        self.server.handle_error = lambda *_: None  # clients may disconnect at any time
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         if self.failing and fault == "closed":
             self.server.socket.close()
@@ -97,7 +97,7 @@ class WandbServer:
         return address | {"storagePath": name, "uploadMultipartUrls": None, "artifact": {"id": "a"}}
 
     def asked(self, part: str) -> list[dict]:
-        """The variables of each question to its database with this in it."""
+        """Returns the variables of each GraphQL request that contains this text."""
         bodies = [json.loads(body) for path, body in list(self.requests) if path == "/graphql"]
         return [body.get("variables") or {} for body in bodies if part in body["query"]]
 

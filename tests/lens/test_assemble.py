@@ -1,4 +1,4 @@
-"""Pages assembled from HTML, CSS and JavaScript modules, and the policy that they carry."""
+"""Assembly of HTML, CSS and JavaScript modules, and the Content-Security-Policy."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def written(folder, **modules):
     return folder / "main.js"
 
 
-def test_modules_stand_once_and_after_what_they_import(tmp_path):
+def test_modules_are_joined_once_and_after_their_imports(tmp_path):
     both = 'import {\n  one,\n  two,\n} from "./two.js";\n'
     text = join_modules(
         written(

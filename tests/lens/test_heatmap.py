@@ -1,4 +1,4 @@
-"""The pictures: every weight can be read back from the pixels at its labels."""
+"""Heatmap images: every weight can be read from the pixels next to its labels."""
 
 import matplotlib
 import numpy as np
@@ -12,7 +12,7 @@ TABLE = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).
 
 
 def random_codes(num_layers, num_heads, num_tokens):
-    """uint8 (L, H, T (T + 1) / 2) whose first cell is 255, as it is for every head."""
+    """Returns uint8 (L, H, T (T + 1) / 2). The first cell is 255, as for every head."""
     cells = num_tokens * (num_tokens + 1) // 2
     codes = np.random.default_rng(0).integers(0, 255, (num_layers, num_heads, cells))
     codes[..., 0] = 255
@@ -34,7 +34,7 @@ def drawn_grid(codes, path):
 
 
 def corners(pixels):
-    """Where maps begin: (ys, xs) of pixels of weight 1 with none above and none to the left."""
+    """Returns (y, x) of the top left corner of heatmaps: weight 1, but not above and not left."""
     yellow = (pixels == TABLE[255]).all(-1)
     above = np.pad(yellow, ((1, 0), (0, 0)))[:-1]
     left = np.pad(yellow, ((0, 0), (1, 0)))[:, :-1]
@@ -42,14 +42,14 @@ def corners(pixels):
 
 
 def layout(pixels):
-    """Of the grid in a picture: the ys of the first column of maps, the xs of the first row."""
+    """Returns the ys of the first column of heatmaps and the xs of the first row."""
     found = corners(pixels)
     top, left = found.min(0)
     return [y for y, x in found if x == left], [x for y, x in found if y == top]
 
 
 def shows(pixels, y, x, scale, square):
-    """Whether the map of one head begins at (y, x) and its cells are `scale` pixels wide."""
+    """Whether the heatmap of a head is at (y, x), with cells of `scale` pixels."""
     expected = TABLE[square]
     expected[np.triu_indices(len(square), 1)] = MASKED
     expected = expected.repeat(scale, 0).repeat(scale, 1)
@@ -58,7 +58,7 @@ def shows(pixels, y, x, scale, square):
 
 
 def test_every_cell_and_label_of_the_grid(tmp_path, monkeypatch):
-    assert MASKED not in TABLE.min(-1)  # a grey that no weight has
+    assert MASKED not in TABLE.min(-1)  # no weight has this grey
     places, draw_text = {}, ImageDraw.ImageDraw.text
 
     def text(self, place, text, *rest, **more):
@@ -85,7 +85,7 @@ def test_every_cell_and_label_of_the_grid(tmp_path, monkeypatch):
             assert label_x == pytest.approx(x + size / 2, abs=1)
 
 
-def test_picture_of_a_layer_shows_each_head_enlarged(tmp_path):
+def test_image_of_a_layer_shows_each_head_enlarged(tmp_path):
     codes = random_codes(1, 5, 9)[0]
     draw_layer(codes, prompt_of(codes), 40, 3, tmp_path / "layer.png")
     pixels = pixels_of(tmp_path / "layer.png")
@@ -94,7 +94,7 @@ def test_picture_of_a_layer_shows_each_head_enlarged(tmp_path):
 
 
 def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):
-    """255 tokens of 12 heads: each pixel is the largest of two by two cells."""
+    """255 tokens, 12 heads: each pixel is the maximum of 2 x 2 cells."""
     codes = random_codes(1, 12, 255)
     pixels = drawn_grid(codes, tmp_path / "long.png")
     padded = np.pad(triangle_to_square(codes)[0], ((0, 0), (0, 1), (0, 1)))
@@ -104,7 +104,7 @@ def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):
         assert shows(pixels, top, left, 1, square)
 
 
-def test_pictures_of_any_shape_have_a_usable_size(tmp_path):
+def test_images_of_any_shape_have_a_reasonable_size(tmp_path):
     for shape in ((1, 1, 1), (1, 1, 256), (48, 25, 16)):
         pixels = drawn_grid(random_codes(*shape), tmp_path / "grid.png")
         height, width, _ = pixels.shape

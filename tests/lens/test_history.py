@@ -1,4 +1,4 @@
-"""Statistics over the steps: the file, the table of heads, and what a resumed run keeps."""
+"""Statistics of all snapshots: the file, the table of heads, and resuming."""
 
 import csv
 import json
@@ -17,13 +17,13 @@ NAN = math.nan
 
 
 def row(step, **values):
-    """Two layers of two heads; every statistic that is not given is 0."""
+    """Returns a Row of two layers with two heads. Statistics that are not given are 0."""
     zeros = {key: np.zeros((2, 2), np.float32) for key in STATISTICS}
     return Row(step, zeros | {key: np.float32(value) for key, value in values.items()})
 
 
 def induction_table(folder, rows):
-    """The rows of the table for induction."""
+    """Returns the rows of the table for induction."""
     history = History(folder / "statistics.jsonl", step=0)
     history.rows = rows
     return [line for line in history.table() if line[0] == "induction"]
@@ -37,12 +37,12 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     file = tmp_path / "attention" / "statistics.jsonl"
     history = History(file, step=0)
     history.add(row(0, entropy=[[1, 0.123456], [0, NAN]]))
-    (first,) = logged(file)  # at once
+    (first,) = logged(file)  # written immediately
     assert list(first) == ["step", *STATISTICS]
     assert first["entropy"] == [[1, 0.1235], [0, None]]
     for step in (40, 80, 120):
         history.add(row(step, entropy=[[step, 1], [2, NAN]]))
-    resumed = History(file, step=80)  # drops its own step and those after it
+    resumed = History(file, step=80)  # removes this step and later steps
     assert [row.step for row in resumed.rows] == [0, 40]
     np.testing.assert_array_equal(resumed.rows[1].values["entropy"], [[40, 1], [2, NAN]])
     resumed.add(row(80))
@@ -60,7 +60,7 @@ def test_rows_without_a_newer_statistic_are_kept(tmp_path):
     assert [line["step"] for line in logged(file)] == [0, 40]
     assert logged(file)[0]["induction"] == [[None, None], [None, None]]
     found = {line[0]: line for line in reversed(history.table())}
-    assert found["induction"][4:] == (0.5, 0.5, 40)  # known from step 40 on
+    assert found["induction"][4:] == (0.5, 0.5, 40)  # defined from step 40
     assert found["entropy"][4:] == (0, 1, 40)
 
 
@@ -75,8 +75,8 @@ def test_damaged_lines_are_dropped(tmp_path):
         assert [line["step"] for line in logged(file)] == [40, 80], damaged[:40]
 
 
-def test_a_file_that_is_not_completed_is_removed(tmp_path, monkeypatch):
-    """At once after an error, at the next start after a kill."""
+def test_an_incomplete_file_is_removed(tmp_path, monkeypatch):
+    """Immediately after an error; at the next start after a kill."""
     parts = []
 
     def broken(part, _):
@@ -103,7 +103,7 @@ def test_heads_are_ranked_highest_first_and_equals_in_their_order(tmp_path):
     ]
 
 
-def test_the_table_has_every_statistic_in_order_and_leaves_out_the_undefined(tmp_path):
+def test_the_table_has_all_defined_statistics_in_order(tmp_path):
     history = History(tmp_path / "statistics.jsonl", 0)
     for step in (0, 5):
         nothing = np.full((2, 2), NAN)
@@ -121,9 +121,9 @@ def test_the_table_has_every_statistic_in_order_and_leaves_out_the_undefined(tmp
 
 def test_halfway_is_the_first_snapshot_past_half_of_the_change(tmp_path):
     for values, halfway in (
-        ((0.25, 0.5, 0.625, 1), 20),  # half of the change, reached; not half of the value
+        ((0.25, 0.5, 0.625, 1), 20),  # half of the change, not half of the value
         ((0, 0.9, 0.1, 0.8), 10),  # the first time counts
-        ((1.0, 0.9, 0.6, 0.5, 0.2), 20),  # falling
+        ((1.0, 0.9, 0.6, 0.5, 0.2), 20),  # decreasing
         ((0.3, 0.3, 0.3), 0),  # constant
         ((0, NAN, 0.8), 20),
     ):

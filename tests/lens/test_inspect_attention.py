@@ -19,7 +19,7 @@ from scripts.inspect_attention import main
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a trained run of ours, runs/one, and a Hugging Face directory, gpt2."""
+    """Returns a folder with a trained run, runs/one, and a Hugging Face directory, gpt2."""
     folder = tmp_path_factory.mktemp("inspect")
     train_in(folder, "name=one")
     to_hf(tiny_model(vocab_size=50257, context_length=48, num_layers=3), folder / "gpt2")
@@ -30,7 +30,7 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     out = tmp_path / "a\x1b[31m.html"
     code, told, err = in_process(main, home, "checkpoint=runs/one", "text=The fox.", f"out={out}")
     assert (code, err) == (0, "")
-    assert len(re.findall(r" L\d H\d \d\.\d\d", told)) == 16  # four heads of each kind
+    assert len(re.findall(r" L\d H\d \d\.\d\d", told)) == 16  # four heads of each type
     assert "\x1b" not in told
     (run,) = read(out)
     assert (run["name"], run["layers"], run["heads"]) == ("one", 2, 2)
@@ -62,7 +62,7 @@ def test_hugging_face_directory_and_two_models(in_process, home):
 
 
 def test_bad_values(in_process, home):
-    to_hf(tiny_model(vocab_size=61), home / "other")  # of another tokenizer than GPT-2's
+    to_hf(tiny_model(vocab_size=61), home / "other")  # its vocabulary size matches no tokenizer
     before = sorted(home.iterdir())
     for code, keys, arguments in (
         (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),

@@ -1,4 +1,4 @@
-"""The lens: when it takes snapshots, which files it writes, and that training is unchanged."""
+"""The lens: steps of snapshots, files, and that training is unchanged, bit for bit."""
 
 import base64
 import hashlib
@@ -41,7 +41,7 @@ def lens_on(*prompts, context_length=1024, vocabulary=range(256), **changes):
 
 
 def model_at(step):
-    """capture_attention of two layers of two heads; weights depend on the step and the prompt."""
+    """Returns capture_attention for two layers of two heads. Weights depend on step and prompt."""
 
     def capture_attention(token_ids, capture):
         num_tokens = len(token_ids)
@@ -56,7 +56,7 @@ def model_at(step):
 
 
 def watched(lens, folder, max_steps, first_step=0):
-    """The snapshots of a whole run: {step: Snapshot}."""
+    """Takes all snapshots of a run. Returns {step: Snapshot}."""
     return {
         step: lens.snapshot(model_at(step), step, max_steps, folder, "a run")
         for step in range(first_step, max_steps + 1)
@@ -69,7 +69,7 @@ def names(folder, pattern="*"):
 
 
 def steps_of(path):
-    """The steps whose weights a page has."""
+    """Returns the steps whose weights are on a page."""
     (run,) = read(path)
     return [frame["step"] for frame in run["frames"]]
 
@@ -119,7 +119,7 @@ def test_steps_of_snapshots():
     repeat_length=st.sampled_from([0, 24]),
 )
 def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, repeat_length):
-    """All snapshots of a short run are drawn; of a long one evenly spaced ones."""
+    """A short run draws all snapshots. A long run draws snapshots at equal intervals."""
     changes = {"every": every, "layers": list(range(layers)), "repeat_length": repeat_length}
     lens = lens_on(*["x"] * prompts, **changes)
     files = len(lens.prompts) * (1 + layers) + 1
@@ -155,7 +155,7 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     assert set(snapshot.metrics) == {
         f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)
     }
-    for key, values in line.items():  # the same numbers everywhere
+    for key, values in line.items():  # the same values in all outputs
         assert history["values"][key] == [values[0] + values[1]]
         head = snapshot.heads[f"attention_heads/{key}/L01H00"]
         assert head == pytest.approx(values[1][0], abs=1e-4)
@@ -163,7 +163,7 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
         assert mean == pytest.approx(sum(values[1]) / 2, abs=1e-4)
 
 
-def test_undefined_and_infinite_values_are_left_out(tmp_path):
+def test_undefined_and_infinite_values_are_omitted(tmp_path):
     def diverged(token_ids, capture):
         weights = torch.eye(len(token_ids)).expand(2, -1, -1)
         capture(0, weights, torch.full((2, *weights.shape[1:]), torch.inf))
@@ -244,7 +244,7 @@ def hostile_page():
     return page([run_data(HOSTILE, [prompt], [frame_data(frame)], [frame.row])], HOSTILE)
 
 
-def test_text_cannot_end_the_element_it_stands_in(hostile_page, tmp_path):
+def test_text_cannot_end_its_html_element(hostile_page, tmp_path):
     assert "<img" not in hostile_page
     (tmp_path / "page.html").write_text(hostile_page, encoding="utf-8")
     (run,) = read(tmp_path / "page.html")
@@ -252,7 +252,7 @@ def test_text_cannot_end_the_element_it_stands_in(hostile_page, tmp_path):
     assert run["prompts"][0]["tokens"] == [HOSTILE, "</SCRIPT >"]
 
 
-def test_policy_allows_our_own_script_and_style_alone(hostile_page):
+def test_policy_allows_only_the_script_and_style_of_the_page(hostile_page):
     policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', hostile_page)[1]
 
     def sha256(tag):
@@ -283,19 +283,19 @@ def test_other_and_truncated_pages_are_refused(hostile_page, tmp_path):
 
 
 def watched_run(make_run, *overrides):
-    # One short prompt and few tokens: a snapshot takes a tenth of the usual time.
+    # One short prompt with few tokens makes a snapshot ten times faster.
     short = ("lens.prompts=[the bank]", "lens.repeat_length=3")
     return make_run("model.dropout=0.1", "lens=default", "lens.every=1", *short, *overrides)
 
 
 def result(run):
-    """The losses and the weights after a run."""
+    """Trains a run. Returns its losses and final weights."""
     fit(run)
     return [row.get("train/loss") for row in rows(run.directory)], weights(run)
 
 
 def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_path, monkeypatch):
-    """Dropout on; the model of snapshots is not the one that may be compiled."""
+    """With dropout. Snapshots do not use the model that may be compiled."""
     losses, expected = result(make_run("model.dropout=0.1", "name=without"))
     for name in ("with", "failing"):
         run = watched_run(make_run, f"name={name}", "lens.layers=[1]")

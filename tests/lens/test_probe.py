@@ -1,4 +1,4 @@
-"""The probe: prompts as the model reads them, exact weights, and a model that is not changed."""
+"""The probe: prompts, exact weights and statistics; the model is not changed."""
 
 import random
 
@@ -61,7 +61,7 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
         ids, scores = torch.tensor([prompt.token_ids]), []
         with torch.no_grad():
             weights = oracle(ids, output_attentions=True).attentions  # (1, H, T, T) each
-        assert torch.stack(weights).var() > 0.001  # there is something to see
+        assert torch.stack(weights).var() > 0.001  # the attention is not uniform
         assert codes.dtype == np.uint8
         assert_shows(codes, torch.cat(weights))
         ours.capture_attention(ids, lambda _, w, s, out=scores: out.append(s))
@@ -76,11 +76,11 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
         np.testing.assert_allclose(frame.row.values[key], mean, atol=1e-5, err_msg=key)
 
 
-def test_long_prompt_is_measured_whole_and_its_first_tokens_are_shown():
+def test_long_prompt_is_measured_completely_and_its_first_tokens_are_shown():
     model = byte_model(context_length=300)
     prompt = text_prompt("x1y2z3" * 50, limit=300)
     assert len(prompt.token_ids) == 300
-    assert prompt.truncated  # what is shown is
+    assert prompt.truncated  # the shown part is truncated
     assert prompt.shown == 256
     frame = probe(captured(model), [prompt], step=0)
     layers = model.attn_weights(torch.tensor([prompt.token_ids]))
@@ -118,7 +118,7 @@ def random_states():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_snapshot_changes_nothing(training):
-    """Random states, mode, parameters, gradients and what the model computes: all as before."""
+    """Random states, mode, parameters, gradients and outputs of the model stay the same."""
     model = byte_model(dropout=0.5).train(training)
     ids = torch.tensor([text_prompt().token_ids])
     model(ids[:, :-1], ids[:, 1:])[1].backward()
@@ -137,12 +137,12 @@ def test_a_snapshot_changes_nothing(training):
         assert parameter.requires_grad
         assert torch.equal(parameter.grad, grads[name])
         assert torch.equal(parameter, state[name])
-    again = probe(captured(model), prompts, step=0)  # no dropout: the same at every snapshot
+    again = probe(captured(model), prompts, step=0)  # no dropout, so all snapshots are equal
     assert all(np.array_equal(a, b) for a, b in zip(frame.codes, again.codes, strict=True))
 
 
 def test_weights_of_one_layer_at_a_time_are_in_memory():
-    """At 1,024 tokens: when a layer is handed over, those of the layers before it are gone."""
+    """At 1,024 tokens: when a layer is captured, the weights of earlier layers are freed."""
     model, alive, most = byte_model(context_length=1024), [], []
     prompt = text_prompt("abcdefg " * 200, limit=1024)
 
@@ -191,7 +191,7 @@ def test_prompt_is_tokenized_truncated_and_named():
     assert prompt.tokens == list("She s")
     assert (prompt.truncated, prompt.shown, prompt.period) == (True, 5, 0)
     assert not text_prompt("12345", limit=5).truncated
-    for text, name in (  # fit for files and dashboards
+    for text, name in (  # names for files and dashboards
         ("渡船的钟声响了", "prompt"),
         ("../../etc/passwd", "etc-passwd"),
         ("漢字 and words", "and-words"),
@@ -204,7 +204,7 @@ def test_tokens_are_shown_as_text_bytes_or_numbers():
     texts = token_texts(gpt2.encode_ordinary("a 漢"), gpt2.decode_single_token_bytes)
     assert texts[0] == "a"
     assert all("�" not in text for text in texts)
-    assert "".join(texts[1:]).endswith("<0xA2>")  # 漢 is E6 BC A2, in parts
+    assert "".join(texts[1:]).endswith("<0xA2>")  # 漢 is E6 BC A2, in several tokens
     assert token_texts([50300], gpt2.decode_single_token_bytes) == ["<id 50300>"]
     assert text_prompt("a \ud83d b").text == "a � b"  # a lone surrogate
 
@@ -219,5 +219,8 @@ def test_repeated_prompt_is_bos_and_two_equal_copies():
     assert repeated().token_ids == prompt.token_ids  # the same at every call
     assert random_states() == before
     assert repeated(127, vocabulary=range(257), bos=7).token_ids.count(7) == 1
-    assert set(repeated(vocabulary=[3, 5, 256]).token_ids[1:]) == {3, 5}  # too few to differ
+    assert set(repeated(vocabulary=[3, 5, 256]).token_ids[1:]) == {
+        3,
+        5,
+    }  # fewer tokens than the period
     assert repeated(period=1) is repeated(vocabulary=[256]) is None

@@ -1,4 +1,4 @@
-"""The statistics of heads: closed forms of pure patterns, and loops over random weights."""
+"""Head statistics: closed forms for pure patterns, plain loops for random weights."""
 
 import math
 from statistics import fmean
@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from lens.statistics import STATISTICS, measure, uniform_attention
 
-T, P = 21, 10  # number of tokens, [BOS] + R + R, and length of R, random tokens that repeat
+T, P = 21, 10  # tokens of [BOS] + R + R, and of R
 
 
 def attending(at):
-    """One head, (1, T, T), whose query q attends to key at(q) alone."""
+    """Returns one head, (1, T, T), whose query q attends only to key at(q)."""
     return torch.eye(T)[[at(q) for q in range(T)]][None]
 
 
 def back(n):
-    """Looks n tokens back; the first ones, which cannot, at themselves."""
+    """Returns a head that attends n tokens back; the first n tokens attend to themselves."""
     return attending(lambda q: q - n if q >= n else q)
 
 
 def random_weights(num_heads, num_tokens, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = 3 * torch.randn(num_heads, num_tokens, num_tokens, generator=generator)
-    scores -= 20  # so that the largest is negative: less than a mask of zeros would be
+    scores -= 20  # so that the maximum is negative: below a mask of zeros
     future = torch.ones(num_tokens, num_tokens).triu(1).bool()
     scores = scores.masked_fill(future, -math.inf)
     return scores.softmax(-1), scores
@@ -41,11 +41,11 @@ def harmonic(n):
     return sum(1 / i for i in range(1, n + 1))
 
 
-# Those whose closed forms PATTERNS has.
+# The statistics for which PATTERNS has closed forms.
 NAMES = ["entropy", "distance", "first_token", "diagonal", "previous_token"]
 NAMES += ["induction", "duplicate_token"]
-ONE_CELL = (harmonic(T) - 1) / (T - 1)  # of uniform attention: the mean of 1/2 to 1/T
-# A query of the second R, at q = P + 1 to 2 P, gives each token 1 / (q + 1): their mean.
+ONE_CELL = (harmonic(T) - 1) / (T - 1)  # for uniform attention: the mean of 1/2 to 1/T
+# A query of the second R, q = P + 1 .. 2 P, gives each token the weight 1 / (q + 1): their mean.
 ONE_STRIPE = (harmonic(2 * P + 1) - harmonic(P + 1)) / P
 UNIFORM = (1, (T - 1) / 4, ONE_CELL, ONE_CELL, ONE_CELL, ONE_STRIPE, ONE_STRIPE)
 # Weights, and the closed form of each statistic in NAMES.
@@ -53,7 +53,7 @@ PATTERNS = {
     "uniform": (uniform_attention(T), UNIFORM),
     "itself": (back(0), (0, 0, 0, 1, 0, 0, 0)),
     "previous": (back(1), (0, 20 / 21, 1 / 20, 0, 1, 0, 0)),
-    # Token 0 precedes token 1 alone; induction and duplicate count weight on tokens 1 to P + 1.
+    # Token 0 precedes only token 1; induction and duplicate count weight on tokens 1 to P + 1.
     "first": (attending(lambda q: 0), (0, 10, 1, 0, 1 / 20, 0, 0)),
     # Queries from 9 on attend 9 back: 12 of them; the other 8 of 20 attend to themselves.
     "induction": (back(P - 1), (0, 9 * 12 / 21, 1 / 20, 8 / 20, 0, 1, 0)),
@@ -73,7 +73,7 @@ def test_pure_patterns_and_their_mixture():
 
 
 def by_loops(a, period):
-    """The definitions, term by term. a: nested lists (T, T)."""
+    """Returns the statistics by their definitions. a: nested lists (T, T)."""
     n = len(a)
 
     def nats(row):

@@ -1,8 +1,8 @@
-"""Every command in README.md and docs/: settings are checked, a few commands of each kind are run.
+"""Commands in README.md and docs/: all settings are checked, and some commands of each kind run.
 
-The commands are read from the fenced blocks and from what stands in `backticks`. The arguments of
-every training are checked; those of `RUN` and all scripts of SHORT are run, with short settings, in
-one folder where the names that the pages use exist: my.txt, runs/NAME, DIR and the rest.
+Commands are read from fenced blocks and from inline code in `backticks`. The settings of every
+training are checked. The trainings of RUN and all commands of the scripts in SHORT are executed,
+with short settings, in a folder that has the names of the pages: my.txt, runs/NAME, DIR, ...
 """
 
 import importlib
@@ -27,13 +27,13 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"
 COMMAND = re.compile(rf"([A-Z_]+=\S+ )*({PROGRAMS})\s")
 
-# What makes a training short; overrides the values of the command.
+# Settings that make a training short. They override the settings of the command.
 TRAINING = [setting for setting in TINY if not setting.startswith(("model=", "lens=", "wandb="))]
 TRAINING += ["trainer.max_steps=2", "trainer.batch_size=2", "trainer.micro_batch_size=2"]
 TRAINING += ["trainer.compile=false", "data.val_fraction=0.2", "wandb.mode=disabled"]
-# Trainings that are run: the first command in which each of these stands.
+# Trainings that are executed: the first command that contains each of these texts.
 RUN = ["data=shards", "data.weights", "experiment=induction", "trainer.resume=", "lens.every=20"]
-# What makes the commands of a script short. All of them are run.
+# Settings that make the commands of a script short. All these commands are executed.
 SHORT = {
     "generate.py": ["max_new_tokens=3"],
     "scripts.prepare_data": ["data.tokenizer=byte", "workers=1"],
@@ -45,13 +45,13 @@ SHORT = {
     "scripts.attention_ladder": [],
     "benchmarks.plots": ["out=speed.png"],
 }
-# Not run: they need other projects, minutes, hours, the network or an account.
+# Not executed: they need other projects, minutes, hours, the network or an account.
 ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate"}
 ELSEWHERE |= {"tests/mutations.py", "tests.budgets", "wandb", "lm_eval"}
 REFUSED = re.compile(r"modle=|num_heads=5$|optuna")  # see test_readme.py, campaign/extras.py
 
-# What stands for names in the pages.
-STANDS_FOR = {
+# Values for placeholders in the pages.
+PLACEHOLDERS = {
     r"hub:[\w/-]+": "path/to/gpt2",
     r"(?<==)[BT]\b": "2",
     r"(?<=precision=)P\b": "fp32",
@@ -62,7 +62,7 @@ STANDS_FOR = {
 
 
 def commands() -> list[str]:
-    """Each once, in the order of the pages."""
+    """Returns all different commands in the order of the pages."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -80,8 +80,8 @@ def commands() -> list[str]:
 def arguments_of(kind: str) -> list[list[str]]:
     found = []
     for line in COMMANDS:
-        for name, here in STANDS_FOR.items():
-            line = re.sub(name, here, line)
+        for name, value in PLACEHOLDERS.items():
+            line = re.sub(name, value, line)
         words = shlex.split(line)
         while words[0] in ("python", "-m") or re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
@@ -113,7 +113,7 @@ def home(tmp_path_factory):
     return folder
 
 
-def test_every_command_is_of_a_kind_that_is_checked():
+def test_every_command_has_a_known_kind():
     assert len(COMMANDS) > 40
     kinds = {*SHORT, *ELSEWHERE, "train.py", "torchrun", "sbatch", "make", "pip"}
     assert sum(len(arguments_of(kind)) for kind in kinds) == len(COMMANDS), kinds

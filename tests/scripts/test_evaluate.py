@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: loss, perplexity and bits per byte by the rule of sliding windows."""
+"""scripts/evaluate.py: loss, perplexity and bits per byte with sliding windows."""
 
 import json
 import math
@@ -26,8 +26,8 @@ BELL = "A bell rang: “twice”, said the keeper, naïve as ever.\n" * 3
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with texts, token files, Hugging Face directories, and runs/one, a run trained on
-    the token files."""
+    """Returns a folder with texts, token files, Hugging Face directories, and runs/one, a run that
+    was trained on the token files."""
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     (folder / "bell.txt").write_text(BELL, encoding="utf-8")
@@ -50,7 +50,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def figures(in_process, home):
-    """figures(*arguments) -> what is written to out=."""
+    """Returns figures(*arguments), which evaluates and returns the content of out=."""
 
     def run(*arguments):
         code, out, err = in_process(main, home, *arguments, "out=figures.json")
@@ -63,7 +63,7 @@ def figures(in_process, home):
 
 
 def by_the_rule(num_tokens, max_length, stride):
-    """The windows of the rule by its definition: (begin, first scored, end), the end being behind
+    """Returns the windows by their definition: (start, first scored token, end). The end is after
     the last target."""
     windows, first = [], 1
     while first < num_tokens:
@@ -73,12 +73,12 @@ def by_the_rule(num_tokens, max_length, stride):
     return windows
 
 
-RULES = [(32, 32, 8), (32, 1, 64), (30, 7, 3)]  # of the first, the last window is moved back
+RULES = [(32, 32, 8), (32, 1, 64), (30, 7, 3)]  # in the first, the last window is moved back
 
 
 @pytest.mark.parametrize(("max_length", "stride", "batch_size"), RULES)
 def test_loss_equals_that_of_transformers(figures, home, max_length, stride, batch_size):
-    """Tokens that are not scored are labelled -100, as in its documentation on perplexity."""
+    """Tokens that are not scored have the label -100, as in the guide of transformers."""
     from transformers import GPT2LMHeadModel
 
     ids, total = [256, *BELL.encode()], 0.0
@@ -101,8 +101,8 @@ def test_loss_equals_that_of_transformers(figures, home, max_length, stride, bat
 
 
 @pytest.mark.parametrize("within_documents", [False, True])
-def test_each_token_is_scored_once_behind_the_context_of_the_rule(within_documents):
-    """Brute force over documents of 0 to 20 tokens, each of which is a number of its own."""
+def test_each_token_is_scored_once_with_the_specified_context(within_documents):
+    """Brute force over documents of 0 to 20 tokens; all tokens are different."""
     ids, end_of_text = [], 999
     for length in (0, 20, 1, 2, 0, 3, 7, *range(4, 14), 0):
         ids += [end_of_text, *range(len(ids), len(ids) + length)]
@@ -112,7 +112,7 @@ def test_each_token_is_scored_once_behind_the_context_of_the_rule(within_documen
     spans = spans if within_documents else [(0, len(ids))]
     for max_length, stride in ((1, 1), (4, 4), (5, 3), (6, 1), (40, 9)):
         windows = ScoredWindows(stream, SlidingWindow(max_length, stride, within_documents))
-        expected = []  # (what is read, what is scored behind it)
+        expected = []  # (tokens that are read, token that is scored after them)
         for begin, end in spans:
             for window in by_the_rule(end - begin, max_length, stride):
                 first, scored, stop = (begin + place for place in window)
@@ -136,7 +136,7 @@ def test_loss_of_a_run_is_its_validation_loss(figures, home):
     assert found["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], abs=1e-5)
     assert (found["rule"]["max_length"], found["rule"]["stride"]) == (32, 32)
     assert figures("checkpoint=runs/one", "data.path=tokens", "split=train")["tokens"] == 1999
-    # The parts of a text are those of training.
+    # The splits of a text are those of training.
     parts = load_datasets(
         DataConfig.with_defaults(path=str(home / "text.txt"), tokenizer="byte", max_length=32)
     )

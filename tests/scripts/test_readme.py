@@ -39,7 +39,7 @@ def test_files_that_pages_name_exist():
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a Markdown page, as GitHub makes them from the headings."""
+    """Returns the anchors of the headings of a Markdown page, as on GitHub."""
     prose = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     found = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
@@ -65,7 +65,7 @@ def test_the_notebook_example_runs(tmp_path, monkeypatch):
 
 
 def test_the_lens_beside_another_model(tmp_path, monkeypatch):
-    """The example of docs/lens.md, with a tiny transformers model and a tokenizer of bytes."""
+    """The example of docs/lens.md, with a tiny transformers model and a byte tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     class Tokenizer:

@@ -31,12 +31,12 @@ run_in = functools.partial(run_command, train.main)
 
 
 def sweep_in(folder, run, *arguments):
-    """(exit code, out, err) of a sweep each of whose jobs is run(config)."""
+    """Runs a sweep whose jobs call run(config). Returns (exit code, out, err)."""
     return run_command(hydra_main(run), folder, "-m", "data.path=none", *arguments)
 
 
 def log(config):
-    """Leaves what a run without validation leaves."""
+    """Writes the files of a run without validation."""
     folder = Path(config.runs_dir) / config.name
     folder.mkdir(parents=True)
     settings = config.model_dump(mode="json")
@@ -46,14 +46,14 @@ def log(config):
 
 
 def results_of(folder):
-    """(the directory of the only sweep, results.json)"""
+    """Returns (directory of the only sweep, results.json)."""
     (path,) = (folder / "runs" / "multirun").iterdir()
     return path, json.loads((path / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """(folder, code, out, err) of a sweep of four jobs, of which the first two diverge."""
+    """Returns (folder, code, out, err) of a sweep of four jobs; the first two diverge."""
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder, *run_in(folder, "-m", *SHORT, "optimizer.lr=1e9,1e-2", "seed=1,2")
@@ -73,7 +73,7 @@ def test_a_failed_job_does_not_stop_the_others(swept):
         assert job["error"] in (path / "results.md").read_text()
 
 
-def test_results_are_a_table_figures_and_a_picture(swept):
+def test_results_are_a_table_json_and_a_plot(swept):
     """scripts/compare finds the same runs."""
     folder, _, out, _ = swept
     path, found = results_of(folder)
@@ -100,7 +100,7 @@ def test_a_job_after_failures_is_the_same_as_alone(swept, tmp_path, text_file):
 
 
 def test_a_stopped_sweep_continues_in_its_folder(tmp_path, text_file, monkeypatch):
-    """The running job is saved, and no other one starts."""
+    """The running job saves a checkpoint, and no other job starts."""
     arguments = ["-m", *SHORT, "optimizer.lr=1e-3,1e-2", "trainer.max_steps=3"]
     real = train.train_step
 
@@ -144,7 +144,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path):
 
 
 def test_values_that_do_not_fit_together_fail_their_job_alone(tmp_path):
-    """Each of them is valid with the first value of the other, so that the sweep starts."""
+    """Each value is valid with the first value of the other setting, so the sweep starts."""
     code, *_ = sweep_in(tmp_path, log, "model.emb_dim=128,96", "model.num_heads=4,64")
     jobs = results_of(tmp_path)[1]["jobs"]
     assert (code, [job["exit_code"] for job in jobs]) == (2, [0, 0, 0, 2])
@@ -186,7 +186,7 @@ def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
 
 
 def test_files_of_others_are_left_alone(tmp_path):
-    """Those of an earlier sweep in a folder below, too. Its own of an earlier start are removed."""
+    """Also files of a sweep in a subfolder. Earlier results of this sweep are removed."""
     assert sweep_in(tmp_path, log, "seed=1,2")[0] == 0
     others = {tmp_path / "other" / "result.json": b"{", tmp_path / "result.json": b'{"job": 0}'}
     for path, content in others.items():
@@ -215,7 +215,7 @@ def test_a_result_that_cannot_be_read_is_a_failure(tmp_path):
 
 
 def test_a_result_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
-    """The other jobs continue; a sweeper gets infinity."""
+    """The other jobs continue. The sweeper gets inf."""
     losses, full, write = [], [], sweep.atomic_write
 
     def run(config):
@@ -239,7 +239,7 @@ def test_a_result_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
 
 
 def test_a_stopped_job_names_the_sweep(tmp_path, monkeypatch):
-    """Also in a process of a launcher, whose command is not that of the sweep."""
+    """Also in a process of a launcher, which has another command line."""
     hints = []
 
     def run(config):
@@ -260,7 +260,7 @@ def test_a_sweep_of_several_ranks_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_launchers_of_hydra(tmp_path, text_file, launcher):
-    """Each job in a separate process, started from another folder than the repository."""
+    """Each job runs in a separate process, started outside the repository."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     arguments = [*SHORT, "optimizer.lr=1e9,1e-2", f"hydra/launcher={launcher}"]
     arguments += ["hydra.launcher.n_jobs=1"] * (launcher == "joblib")
@@ -274,7 +274,7 @@ def test_launchers_of_hydra(tmp_path, text_file, launcher):
 
 
 def test_the_agents_command_composes(swept):
-    """Filled in by W&B's own code, with the last of each parameter's values."""
+    """W&B's code fills in the last value of each parameter."""
     from wandb.sdk.launch.sweeps import utils
 
     agent = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
@@ -294,7 +294,7 @@ def test_the_agents_command_composes(swept):
 
 
 def test_the_agents_trial_is_the_run(tmp_path, monkeypatch):
-    """The agent gives each trial its id on W&B in the environment, and waits for that one."""
+    """The agent sets the W&B run id of each trial in the environment and waits for that run."""
     monkeypatch.setenv("WANDB_SWEEP_ID", "thesweep")
     monkeypatch.setenv("WANDB_RUN_ID", "thetrial")
     config = compose(["data.path=none", "wandb=offline"])
