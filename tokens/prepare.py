@@ -154,8 +154,7 @@ class Preparation:
         preparing.mkdir(parents=True, exist_ok=True)
 
     def _records(self) -> dict[int, TaskRecord]:
-        """Returns the records of finished tasks by task number. Ignores a record that is invalid or
-        whose shards are missing or truncated."""
+        """Returns valid records by task number. The shards of a record must exist in full size."""
         records = {}
         for path in (self.folder / "preparing").glob("[0-9]*.json"):
             with contextlib.suppress(OSError, ValueError):

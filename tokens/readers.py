@@ -90,8 +90,8 @@ def split_file(path: str, max_bytes: int, text_key: str = "text") -> Iterator[Fi
 
 
 def _part_boundaries(path: str, format: str, count: int) -> list[int]:
-    """Returns the positions in bytes that split a file into `count` parts; into fewer if it
-    contains long text without a boundary."""
+    """Returns byte positions that split a file into `count` parts, or fewer if it has too few
+    boundaries."""
     boundaries, boundary = [], 0
     with (
         open_decompressed(path) as file,
@@ -268,8 +268,7 @@ def _rows_per_batch(metadata, group: int, part: FilePart) -> int:
 
 @contextlib.contextmanager
 def _open_parquet(path: str):
-    """Opens a Parquet file. Any error while it is open becomes DataError, as damaged files cause
-    errors of many types."""
+    """Opens a Parquet file. Errors become DataError; damaged files cause errors of many types."""
     parquet = import_optional("pyarrow.parquet", path, "Parquet", "pyarrow")
     check_regular_file(path)
     with translate_read_errors(path, Exception), parquet.ParquetFile(path) as file:

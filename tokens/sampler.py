@@ -170,8 +170,7 @@ def _round_keys(key: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
-    """Applies SplitMix64: each bit of the input changes about half the bits of the output. uint64;
-    overflow wraps."""
+    """Applies SplitMix64 (uint64, wraps): each input bit changes about half of the output bits."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -53,8 +53,8 @@ def test_every_window_comes_once_per_epoch(what, world_size, share, seed):
     num_windows, weights = what
     batch_size = world_size * share
     order = WindowOrder(num_windows, batch_size, seed, weights)
-    places = 100 if weights else 2 * num_windows  # two epochs; a batch may contain windows of both
-    steps = range(-(-places // batch_size))
+    positions = 100 if weights else 2 * num_windows  # two epochs; a batch may contain windows of both
+    steps = range(-(-positions // batch_size))
     batches = [order.windows(step) for step in steps]
     sources, numbers = by_source(np.concatenate(batches), order.sizes)
     for source, n in enumerate(order.sizes):
@@ -175,8 +175,8 @@ def test_permute_is_a_bijection_of_any_size():
     assert windows.max() < n
     tenths = np.bincount(windows // (n // 10), minlength=10)
     assert chi_square(tenths) < 40  # 9 degrees of freedom: exceeded by chance once in 100,000
-    for place in (0, 1234, len(index) - 1):  # each index is evaluated separately
-        assert permute(index[[place]], n, (0, 0)).item() == windows[place]
+    for position in (0, 1234, len(index) - 1):  # each index is evaluated separately
+        assert permute(index[[position]], n, (0, 0)).item() == windows[position]
 
 
 def chi_square(counts: np.ndarray) -> float:
@@ -187,10 +187,10 @@ def chi_square(counts: np.ndarray) -> float:
 @pytest.mark.parametrize("varied", [0, 1, 2], ids=["seed", "epoch", "source"])
 def test_permute_is_about_uniform(varied):
     count = 5000 if CAMPAIGN else 600
-    keys = [tuple(i if place == varied else 0 for place in range(3)) for i in range(count)]
+    keys = [tuple(i if position == varied else 0 for position in range(3)) for i in range(count)]
     orders = np.array([permute(np.arange(6), 6, key) for key in keys])
-    for place in range(6):  # bounds: exceeded by chance about once in 100,000
-        assert chi_square(np.bincount(orders[:, place], minlength=6)) < 31
+    for position in range(6):  # bounds: exceeded by chance about once in 100,000
+        assert chi_square(np.bincount(orders[:, position], minlength=6)) < 31
     for one, other in itertools.combinations(range(6), 2):
         pairs = np.bincount(orders[:, one] * 6 + orders[:, other], minlength=36)
         unequal = [6 * i + j for i in range(6) for j in range(6) if i != j]

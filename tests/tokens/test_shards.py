@@ -28,7 +28,7 @@ EOT = 50256
 
 def ids_of(count: int, period: int = 50) -> list[int]:
     """Token ids of documents of `period` tokens."""
-    return [EOT if place % period == 0 else (place * 7919) % EOT for place in range(count)]
+    return [EOT if position % period == 0 else (position * 7919) % EOT for position in range(count)]
 
 
 def write_shards(folder: Path, shards: dict[str, list[int]], tokenizer: str = "gpt2") -> Path:
@@ -255,9 +255,9 @@ def test_plain_ids_are_read(tmp_path):
 def test_plain_ids_are_told_from_headers_and_texts(tmp_path):
     """A header has zeros after its three numbers."""
     path = tmp_path / "train.bin"
-    for place, length in ((6, 515), (511, 515), (0, 511)):  # the last one is shorter than a header
+    for position, length in ((6, 515), (511, 515), (0, 511)):  # the last one is shorter than a header
         ids = [1, 2, 3, 4, 5, 6, *[0] * 509][:length]
-        ids[place] = 1
+        ids[position] = 1
         path.write_bytes(plain(ids))
         assert read(path) == ids
     path.write_bytes(b"This is a text, and not at all of token ids.")
@@ -380,8 +380,8 @@ def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_pat
         path, byte = tmp_path / name, max(1024, block * BLOCK)
         whole = path.read_bytes()
         put(path, byte, b"\xff\xff")
-        place = block * BLOCK if with_manifest else byte  # position of the block, or of the id
-        with refuses(path, place) if (name, block) in expected else contextlib.nullcontext():
+        position = block * BLOCK if with_manifest else byte  # position of the block, or of the id
+        with refuses(path, position) if (name, block) in expected else contextlib.nullcontext():
             opened(tmp_path, verify=verify)
         path.write_bytes(whole)
 
