@@ -53,7 +53,7 @@ def test_every_window_comes_once_per_epoch(what, world_size, share, seed):
     num_windows, weights = what
     batch_size = world_size * share
     order = WindowOrder(num_windows, batch_size, seed, weights)
-    positions = 100 if weights else 2 * num_windows  # two epochs; a batch may contain windows of both
+    positions = 100 if weights else 2 * num_windows  # two epochs
     steps = range(-(-positions // batch_size))
     batches = [order.windows(step) for step in steps]
     sources, numbers = by_source(np.concatenate(batches), order.sizes)

@@ -255,7 +255,7 @@ def test_plain_ids_are_read(tmp_path):
 def test_plain_ids_are_told_from_headers_and_texts(tmp_path):
     """A header has zeros after its three numbers."""
     path = tmp_path / "train.bin"
-    for position, length in ((6, 515), (511, 515), (0, 511)):  # the last one is shorter than a header
+    for position, length in ((6, 515), (511, 515), (0, 511)):  # (0, 511): no full header
         ids = [1, 2, 3, 4, 5, 6, *[0] * 509][:length]
         ids[position] = 1
         path.write_bytes(plain(ids))
