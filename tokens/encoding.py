@@ -19,8 +19,8 @@ the next match. No alternative looks behind, so two neighbours are never in one 
 Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is encoded
 chunk by chunk by a property of byte-pair encoding; see `StreamEncoder`.
 
-gigatoken is ten to thirty times as fast as tiktoken, the reference. Some chunks are encoded by both,
-and different ids raise an error. One difference is known; see UNICODE_DIFFERENCES.
+gigatoken is ten to thirty times as fast as tiktoken, the reference. Some chunks are encoded by
+both, and different ids raise an error. One difference is known; see UNICODE_DIFFERENCES.
 """
 
 import functools
