@@ -1,11 +1,11 @@
-"""A trained model as a folder that transformers loads without this code.
+"""Exports a trained model to a folder that transformers loads without this repository.
 
-    config.json, model.safetensors    by interop/huggingface.py, which reads them back
-    generation_config.json            the tokens that begin and end a text
-    vocab.json, merges.txt, tokenizer_config.json    a tokenizer with the same ids as ours
-    README.md                         the model card: numbers of the model and of its training
+    config.json, model.safetensors    written by interop/huggingface.py
+    generation_config.json            ids of the start, end and padding tokens
+    vocab.json, merges.txt, tokenizer_config.json    a tokenizer with the same ids
+    README.md                         the model card: size, settings and losses of the model
 
-The files are text and safetensors only, and have no text of the run: no paths, no names.
+The files contain no strings of the run, such as paths and names, and no pickle.
 """
 
 import math
@@ -35,8 +35,8 @@ generate = pipeline("text-generation", model="PATH/OF/THIS/FOLDER")
 print(generate("The", max_new_tokens={new})[0]["generated_text"])
 ```
 
-It was trained on {window:,} positions: a prompt and its continuation should not exceed that many
-tokens together. Its tokenizer is {tokenizer}.
+It was trained on windows of {window:,} tokens: a prompt and its continuation together should not be
+longer. Its tokenizer is {tokenizer}.
 
 | | |
 |---|---|
@@ -44,9 +44,9 @@ tokens together. Its tokenizer is {tokenizer}.
 """
 TOKENIZER_DESCRIPTIONS = {
     "gpt2": "GPT-2's byte-pair encoding",
-    "byte": "of bytes: 256 ids, and one for the end of a text",
+    "byte": "a byte tokenizer: 256 ids, and one for the end of a text",
 }
-CARD_SETTINGS = (  # settings in the model card, where they are numbers
+CARD_SETTINGS = (  # settings in the model card, if they are numbers
     *("optimizer.lr", "optimizer.weight_decay", "trainer.batch_size", "trainer.warmup_steps"),
     *("trainer.max_steps", "model.dropout"),
 )
@@ -63,16 +63,16 @@ def write(pretrained: PretrainedModel, folder: Path) -> None:
 
 
 def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
-    """Writes the files from which AutoTokenizer makes a tokenizer with the same ids as ours.
+    """Writes files from which AutoTokenizer loads a tokenizer with the same ids.
 
-    Bytes are GPT-2's tokenizer without merges. It reads <|endoftext|> in a text as the token, as
-    data.endoftext=token does.
+    The byte tokenizer is exported as GPT-2's tokenizer without merges. The exported tokenizers
+    encode the characters <|endoftext|> as the end-of-text token, as data.endoftext=token does.
     """
     if pretrained.tokenizer_name == "gpt2":
         for file, name in zip(vocabulary_files(), ("merges.txt", "vocab.json"), strict=True):
             (folder / name).write_bytes(file.read_bytes())
     else:
-        ids = {letter: byte for byte, letter in enumerate(bytes_to_unicode())}
+        ids = {character: byte for byte, character in enumerate(bytes_to_unicode())}
         write_json(folder / "vocab.json", ids | {END_OF_TEXT: pretrained.tokenizer.eot_token})
         (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     settings = {
@@ -86,28 +86,28 @@ def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
 
 
 def bytes_to_unicode() -> list[str]:
-    """A printable letter for each byte, as GPT-2 has it: printable bytes of Latin-1 are themselves,
-    the others are letters from U+0100 on."""
+    """Returns the character for each byte in GPT-2's vocab.json: printable Latin-1 characters stay,
+    the other bytes get characters from U+0100 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + number) for number in range(256))
     return [chr(byte) if byte in visible else next(others) for byte in range(256)]
 
 
 def model_card(pretrained: PretrainedModel) -> str:
-    """The card in Markdown. Texts of the run's files are not shown: they could be Markdown."""
+    """Returns the model card. It has no strings from the run, which could be Markdown."""
     base, state = "", pretrained.state
-    figures: dict[str, object] = {"parameters": pretrained.model.num_parameters()}
+    values: dict[str, object] = {"parameters": pretrained.model.num_parameters()}
     if state:
-        figures |= {"steps": state.step, "tokens trained on": state.tokens}
-        figures["validation loss (nats per token)"] = state.val_loss
+        values |= {"steps": state.step, "tokens trained on": state.tokens}
+        values["validation loss (nats per token)"] = state.val_loss
         settings = flat(dict(state.settings))
-        figures |= {f"`{key}`": settings.get(key) for key in CARD_SETTINGS}
+        values |= {f"`{key}`": settings.get(key) for key in CARD_SETTINGS}
         source = str(settings.get("trainer.init_from"))
         if hub.is_hub_path(source) and hub.MODEL_NAME.fullmatch(
             name := source.removeprefix("hub:")
         ):
             base = f'base_model: "{name}"\n'
-    shown = {key: value for key, value in figures.items() if isinstance(value, int | float)}
+    shown = {key: value for key, value in values.items() if isinstance(value, int | float)}
     return CARD.format(
         base=base,
         new=max(1, min(40, pretrained.window - 8)),

@@ -1,10 +1,9 @@
-"""Hugging Face GPT-2 directories, in and out: `from_hf` and `to_hf`.
+"""Reads and writes Hugging Face GPT-2 directories: `from_hf` and `to_hf`.
 
-The only file with Hugging Face's parameter names. Their layout differs from ours in three ways:
-queries, keys and values are concatenated in one matrix `c_attn`; every projection is a `Conv1D`,
-whose weight is the transpose of a Linear's; and files may have a `transformer.` prefix and old
-causal-mask buffers. The files are safetensors and JSON, read and written here without the
-transformers library. Weights may also be in shards.
+Hugging Face's parameters differ from those of model.py in three ways. Queries, keys and values are
+concatenated in one matrix `c_attn`. Each projection is a `Conv1D`, whose weight is the transpose of
+a Linear's weight. Names may have the prefix `transformer.`, and old files contain causal masks. The
+files are safetensors, possibly in shards, and JSON. The transformers library is not needed.
 """
 
 import json
@@ -26,10 +25,10 @@ from training.config.schema import ModelSettings, validate
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CLEARHEAD = (
-    "clearhead"  # the key of config.json for what GPT-2's settings lack: tokenizer and window
+    "clearhead"  # key in config.json for our additional settings: tokenizer, window, qkv_bias
 )
 
-# ours: (theirs, transposed)
+# Our name: (Hugging Face name, whether the matrix is transposed).
 BLOCK_NAMES = {
     "attn_norm.weight": ("ln_1.weight", False),
     "attn_norm.bias": ("ln_1.bias", False),
@@ -48,8 +47,8 @@ OTHER_NAMES = {
     "final_norm.weight": "ln_f.weight",
     "final_norm.bias": "ln_f.bias",
 }
-PROJECTIONS = ("W_query", "W_key", "W_value")  # their order inside c_attn
-SIZES = {  # ours: theirs, in config.json
+PROJECTIONS = ("W_query", "W_key", "W_value")  # in the order of c_attn
+SIZES = {  # our name: name in config.json
     "vocab_size": "vocab_size",
     "context_length": "n_positions",
     "emb_dim": "n_embd",
@@ -57,10 +56,10 @@ SIZES = {  # ours: theirs, in config.json
     "num_layers": "n_layer",
 }
 
-# What a GPT-2 config.json must have (or leave to its default) for our model to compute the same.
+# Values required in config.json, if present, for model.py to compute the same function.
 REQUIRED: dict[str, object] = {
     "model_type": "gpt2",
-    "activation_function": "gelu_new",  # the tanh form
+    "activation_function": "gelu_new",  # GELU with the tanh approximation
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -70,9 +69,9 @@ REQUIRED: dict[str, object] = {
 
 
 def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
-    """The model of a Hugging Face GPT-2 directory (config.json and weights), in eval mode.
+    """Returns the model of a Hugging Face GPT-2 directory (config.json and weights) in eval mode.
 
-    Raises CheckpointError when it is not a GPT-2, or a variant that computes something else.
+    Raises CheckpointError if it is not a GPT-2, or a variant that model.py cannot compute.
     """
     folder = Path(folder)
     config = model_config(folder / CONFIG, attention)
@@ -80,7 +79,7 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     theirs = {
         name.removeprefix("transformer."): value
         for name, value in tensors.items()
-        # Some files have the tied head twice; old versions saved masks as buffers.
+        # Some files also contain the tied head; old versions of transformers saved masks.
         if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias"))
     }
     try:
@@ -95,10 +94,10 @@ def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
 def to_hf(
     model: GPT, folder: str | Path, tokenizer: str | None = None, window: int | None = None
 ) -> None:
-    """Writes config.json and model.safetensors such that transformers loads the same model.
+    """Writes config.json and model.safetensors, from which transformers loads the same model.
 
-    tokenizer, window: the name of the tokenizer and the number of trained positions, for
-    `load_pretrained`.
+    tokenizer, window: name of the tokenizer and number of trained positions, which
+    `load_pretrained` reads back.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,7 @@ def to_hf(
         window = window or c.context_length
         settings[CLEARHEAD] = {"tokenizer": tokenizer, "window": window, "qkv_bias": c.qkv_bias}
     write_json(folder / CONFIG, settings)
-    # safetensors gives its file a mode that other users cannot read.
+    # save_file makes files readable by the owner only.
     (folder / SINGLE_FILE).chmod((folder / CONFIG).stat().st_mode)
 
 
@@ -123,9 +122,9 @@ def write_json(file: Path, content: dict) -> None:
 
 
 def hf_tensors(model: GPT) -> dict[str, Tensor]:
-    """The weights by Hugging Face's names and in their layout, in fp32.
+    """Returns the weights with Hugging Face's names and layout, in fp32.
 
-    GPT-2 always has biases of queries, keys and values: zeros for a model without them.
+    Their GPT-2 always has biases for queries, keys and values; they are 0 for a model without them.
     """
     ours = {name: value.detach().float() for name, value in model.named_parameters()}
     c = model.config
@@ -144,41 +143,40 @@ def hf_tensors(model: GPT) -> dict[str, Tensor]:
 
 
 def read_config(file: Path) -> dict:
-    """The content of a config.json. Raises CheckpointError when it is unreadable."""
+    """Returns the contents of a config.json. Raises CheckpointError if it cannot be read."""
     try:
         theirs = read_json(file, MAX_STATE_BYTES)
         if not isinstance(theirs, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
-        raise gpt2_error(file, f"unreadable ({message_of(error)})") from error
+        raise gpt2_error(file, f"cannot be read ({message_of(error)})") from error
     return theirs
 
 
 def gpt2_error(file: Path, reason: str) -> CheckpointError:
-    return CheckpointError("checkpoint", file, reason, "use a plain GPT-2")
+    return CheckpointError("checkpoint", file, reason, "use a standard GPT-2")
 
 
 def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file that lists a directory's weights, and the weights by name. They are memory-mapped
-    where the operating system can."""
+    """Returns (the weights file or index, the tensors by name), memory-mapped if possible."""
     if (folder / SINGLE_FILE).is_file():
         return folder / SINGLE_FILE, read_tensors(folder / SINGLE_FILE)
     if (folder / INDEX).is_file():
         return folder / INDEX, _read_shards(folder / INDEX)
     if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
         raise pickle_error(pickles[0], f", and there is no {SINGLE_FILE}")
-    raise DamagedCheckpointError(folder / SINGLE_FILE, "is missing")
+    raise DamagedCheckpointError(folder / SINGLE_FILE, "file not found")
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """The tensors of all files that an index lists."""
-    places = read_config(index).get("weight_map")
-    names = set(map(str, places.values())) if isinstance(places, dict) else {"nothing"}
+    """Returns the tensors of all files in an index."""
+    weight_map = read_config(index).get("weight_map")
+    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else {"nothing"}
     tensors: dict[str, Tensor] = {}
     for name in sorted(names):
         if not name.endswith(".safetensors") or os.path.basename(name) != name:
             raise gpt2_error(
-                index, f"lists {name!r:.80}, which is not a safetensors file next to it"
+                index, f"lists {name!r:.80}, which is not a safetensors file in this folder"
             )
         tensors |= read_tensors(index.with_name(name))
     return tensors
@@ -188,7 +186,7 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     theirs = read_config(file)
     for key, needed in REQUIRED.items():
         if theirs.get(key, needed) != needed:
-            reason = f"{key} is {theirs[key]!r:.80}, and our model supports only {needed!r}"
+            reason = f"{key} is {theirs[key]!r:.80}, only {needed!r} is supported"
             raise gpt2_error(file, reason)
     values = {key: theirs.get(name) for key, name in SIZES.items()}
     values |= {"dropout": theirs.get("resid_pdrop", 0.1), "qkv_bias": True, "attention": attention}
@@ -197,12 +195,12 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
         key, _, reason, _ = problems[0]
         raise gpt2_error(file, f"{SIZES.get(key, key)}: {reason}")
     if theirs.get("n_inner") not in (None, 4 * settings.emb_dim):
-        raise gpt2_error(file, "n_inner is not 4 n_embd")
+        raise gpt2_error(file, "n_inner is not 4 * n_embd")
     return ModelConfig(**settings.model_dump())
 
 
 def _from_hf_names(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Removes every known tensor from `theirs` and returns them by our names."""
+    """Removes all known tensors from `theirs` and returns them with our names and layout."""
     ours = {key: theirs.pop(name) for key, name in OTHER_NAMES.items()}
     for layer in range(num_layers):
         for key, (name, transposed) in BLOCK_NAMES.items():

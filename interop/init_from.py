@@ -1,4 +1,4 @@
-"""Initial weights from a trained model: `trainer.init_from`."""
+"""Initial weights of a new run from a trained model: `trainer.init_from`."""
 
 from typing import TYPE_CHECKING
 
@@ -11,16 +11,16 @@ from model import GPT, ModelConfig
 if TYPE_CHECKING:
     from training.config.schema import Config
 
-# What the weights and the model must have in common; for positions there is a rule.
+# Settings that must equal those of the weights. For the context length see `positions`.
 SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
 
 
 def initial_weights(settings: "Config", notes: list[str]) -> GPT:
-    """A model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
+    """Returns a model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
 
-    Dropout and the kernel are this run's choice; the weights fit all of them. Biases of queries,
-    keys and values that the weights lack begin as zeros; for positions see `positions`. notes: gets
-    a line when the run uses positions that were not trained.
+    Dropout and the attention kernel may differ. Missing biases of queries, keys and values start as
+    zeros; for positions see `positions`. Appends a note to `notes` if the run uses positions that
+    were not trained.
     """
     source = settings.trainer.init_from
     assert source is not None
@@ -41,7 +41,7 @@ def initial_weights(settings: "Config", notes: list[str]) -> GPT:
     sizes = (pretrained.window, wanted.context_length, settings.data.max_length)
     weights["pos_emb.weight"], more = positions(weights["pos_emb.weight"], *sizes)
     notes.extend(more)
-    with torch.device("meta"):  # nothing is held twice
+    with torch.device("meta"):  # allocates nothing
         fresh = GPT(wanted)
     for name, parameter in fresh.named_parameters():
         if name not in weights:  # a bias
@@ -53,17 +53,18 @@ def initial_weights(settings: "Config", notes: list[str]) -> GPT:
 def positions(
     learned: torch.Tensor, window: int, context_length: int, used: int
 ) -> tuple[torch.Tensor, list[str]]:
-    """Position vectors (context_length, C) from a model's (S, C), of which `window` were trained,
-    and a note if the run, which uses `used` of them, uses others than the trained ones.
+    """Returns position embeddings (context_length, C) and notes about positions without training.
 
-    A shorter context has the first ones. A longer one repeats the trained ones, as Longformer did
-    at its start (Beltagy et al. 2020): neighbouring positions then differ as they did before.
+    learned: the model's embeddings (S, C), of which the first `window` were trained. used: number
+    of positions that the run uses. A shorter context gets the first embeddings. A longer context
+    repeats the trained ones, as Longformer does (Beltagy et al. 2020), which preserves the
+    differences between neighbouring positions.
     """
     rows = learned[torch.arange(context_length) % window]
     note = f"model.context_length={context_length}: the weights have {window} trained positions; "
     if context_length < window:
-        return rows, [f"{note}the first are used"]
+        return rows, [f"{note}the first {context_length} are used"]
     if used > window or len(learned) != context_length > window:
-        repeated = f"they are repeated from position {window} on; "
-        return rows, [f"{note}{repeated}data.max_length={window} stays within them"]
+        repeated = f"they are repeated for positions {window} and above; "
+        return rows, [f"{note}{repeated}data.max_length={window} uses trained positions only"]
     return rows, []

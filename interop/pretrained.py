@@ -1,4 +1,4 @@
-"""A trained model, loaded from a run, a checkpoint, a Hugging Face directory or hub:NAME.
+"""Loads a trained model from a run, a checkpoint, a Hugging Face directory or hub:NAME.
 
 pretrained = load_pretrained("runs/NAME")
 ids = pretrained.tokenizer.encode("The ferry bell")
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class PretrainedModel:
-    """A trained model with its tokenizer and what is known of its training."""
+    """A trained model with its tokenizer and information about its training."""
 
     model: GPT  # in eval mode
     tokenizer_name: str
     tokenizer: "tiktoken.Encoding"
     window: int  # the number of trained positions; the model may have more
     state: State | None  # None for a Hugging Face directory
-    folder: Path  # the checkpoint, or the Hugging Face directory, that it was read from
+    folder: Path  # the checkpoint or the Hugging Face directory
 
 
 def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedModel:
     """Loads a trained model from a run, a checkpoint, a Hugging Face directory or hub:NAME.
 
-    A Hugging Face directory that was exported from a run names its tokenizer and window. Others
-    have GPT-2's tokenizer, or with 257 ids that of bytes, and all positions trained. Raises
-    CheckpointError, naming the setting `key`.
+    A Hugging Face directory that was exported from a run contains the tokenizer's name and the
+    window. Otherwise the tokenizer is GPT-2's, or the byte tokenizer if there are 257 ids, and all
+    positions count as trained. Raises CheckpointError, naming the setting `key`.
     """
     folder, model, state = _load(path, key)
     vocab_size, context = model.config.vocab_size, model.config.context_length
@@ -54,16 +54,16 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
         name, window = ours.get("tokenizer"), ours.get("window")
     fits = type(window) is int and 1 <= window <= context
     if not isinstance(name, str) or name not in TOKENIZERS or not fits:
-        reason = f"it has tokenizer {name!r:.40} and a window of {window!r:.40} tokens"
-        raise CheckpointError(key, path, reason, "use another one")
+        reason = f"invalid tokenizer {name!r:.40} or window of {window!r:.40} tokens"
+        raise CheckpointError(key, path, reason, "use another checkpoint")
     if vocab_size < (needed := TOKENIZERS[name]):
-        reason = f"has {vocab_size} token ids, and the {name} tokenizer {needed}"
-        raise CheckpointError(key, path, reason, "use a model of that tokenizer")
+        reason = f"the model has {vocab_size} token ids, its tokenizer {name} has {needed}"
+        raise CheckpointError(key, path, reason, "use a model with at least as many ids")
     return PretrainedModel(model, name, get_tokenizer(name), window, state, folder)
 
 
 def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
-    """The directory that a path means, and the model and state in it."""
+    """Returns (directory, model, state) for a path."""
     folder = _folder(path, key)
     try:
         if (folder / CONFIG).is_file():
@@ -72,15 +72,17 @@ def _load(path: str | Path, key: str) -> tuple[Path, GPT, State | None]:
     except DamagedCheckpointError:
         if folder.exists():
             raise
-    # A run that is still training has replaced the checkpoint by a newer one.
+    # The run is still training and has replaced the checkpoint by a newer one.
     return _load(path, key)
 
 
 def _folder(path: str | Path, key: str) -> Path:
-    """The checkpoint or the Hugging Face directory that a path means."""
+    """Returns the checkpoint or the Hugging Face directory for a path."""
     text = str(path)
     if hub.is_hub_path(text):
-        model_config(hub.download(text, key, [CONFIG]) / CONFIG)  # before the weights are fetched
+        model_config(
+            hub.download(text, key, [CONFIG]) / CONFIG
+        )  # before the weights are downloaded
         return hub.download(text, key, hub.FILES)
     if (Path(path) / CONFIG).is_file():
         return Path(path)

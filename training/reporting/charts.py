@@ -1,8 +1,8 @@
-"""The points of the charts in report.html, from the rows of metrics.jsonl.
+"""Data for the charts in report.html, from the rows of metrics.jsonl.
 
     json.dumps(chart_data(rows))
 
-main.js of report_page/ draws them.
+report_page/main.js draws the charts.
 """
 
 import itertools
@@ -17,14 +17,14 @@ KEYS = (
     "train/tokens_per_second",
     "train/grad_norm",
 )
-POINTS_PER_LINE = 1000  # a screen shows no more
-SMOOTH_FROM = 60  # points; below that a line is readable as it is
+POINTS_PER_LINE = 1000  # a screen cannot show more
+SMOOTH_FROM = 60  # with fewer points, smoothing is not necessary
 
-Points = list[tuple[int, float]]  # (step, value) in the order of steps; NaN is a gap
+Points = list[tuple[int, float]]  # (step, value), ordered by step; NaN is a gap in the line
 
 
 def number(value: object) -> float:
-    """A metric as a number that can be drawn; NaN for "nan", "inf" and all else that cannot."""
+    """Returns a metric as a number that can be drawn; NaN for anything else, such as "inf"."""
     try:
         return value if -1e100 < (value := float(value)) < 1e100 else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -40,8 +40,8 @@ def finite(points: Points) -> Points:
 
 
 def chart_data(rows: list[dict]) -> dict:
-    """The first and last step, and of each metric that was logged its points [step, value], where
-    null is a gap; "smoothed" is the training loss if it has many points."""
+    """Returns {"steps": [first, last], "lines": {metric: [(step, value), ...]}}; None is a gap. A
+    training loss with many points also has a line "smoothed"."""
     lines = {key: points_of(rows, key) for key in KEYS}
     if len(lines["train/loss"]) >= SMOOTH_FROM:
         lines["smoothed"] = smooth(lines["train/loss"])
@@ -56,10 +56,9 @@ def chart_data(rows: list[dict]) -> dict:
 
 
 def smooth(points: Points) -> Points:
-    """The mean of a centred window around each point, so without lag; shorter at the left end, and
-    with fewer later points at the right end.
+    """Returns a centred moving average, which has no lag. Windows are smaller at both ends.
 
-    Values that are not finite stay gaps and do not count in their neighbours' windows.
+    Gaps stay gaps, and the averages of other points ignore them.
     """
     known = [not math.isnan(value) for _, value in points]
     values = [value if is_known else 0 for (_, value), is_known in zip(points, known, strict=True)]
@@ -74,8 +73,8 @@ def smooth(points: Points) -> Points:
 
 
 def thin(points: Points, limit: int = POINTS_PER_LINE) -> Points:
-    """At most `limit` points and some gaps: the lowest and highest of each interval, so that spikes
-    stay, and its first gap."""
+    """Returns about `limit` points: the lowest, the highest and the first gap of each interval, so
+    that spikes stay visible."""
     if len(points) <= limit:
         return points
     kept = {points[0], points[-1]}

@@ -1,12 +1,12 @@
-"""Comparison of runs: read from their directories, as tables and a picture.
+"""Comparison of runs: reads run directories, and creates tables and a plot.
 
     rows = summarize([read(folder, "val/loss") for folder in folders], "val/loss")
     print(tables(rows, "val/loss"))
     Path("results.png").write_bytes(plot(rows, "val/loss"))
 
-Runs that differ by their seed alone are one row, the lowest metric first. Runs of different texts
-or tokenizers are in separate tables, since their losses cannot be compared. Used after a sweep
-(training/reporting/sweep.py) and by scripts/compare.py. Reads run.json and metrics.jsonl.
+Runs that differ only in their seed share a row; rows are sorted by the metric, lowest first. Runs
+with different texts or tokenizers are in separate tables, because their losses are not comparable.
+Used by sweeps (training/reporting/sweep.py) and scripts/compare.py. Reads run.json, metrics.jsonl.
 """
 
 import io
@@ -25,10 +25,10 @@ from training.checkpoint.run_directory import settings_of
 from training.config.yaml_files import flat
 from training.reporting.charts import number
 
-# Settings that a resumed run may change and that still change what a run learns.
+# Settings that change what a run learns, although they may be changed when it is resumed.
 LEARNING = {"data.path", "data.val_path", "trainer.max_steps", "trainer.init_from"}
-Y_LIMIT = 1.5  # times the median of the first values: above it a curve is truncated
-COLOURS = 10  # of matplotlib; later rows repeat them and are not in the legend
+Y_LIMIT = 1.5  # upper limit of a chart, relative to the median of the first values
+COLOURS = 10  # of matplotlib's cycle; rows after that repeat them and have no legend entry
 
 Points = list[tuple[int, float]]  # (tokens so far, metric)
 
@@ -37,24 +37,24 @@ Points = list[tuple[int, float]]  # (tokens so far, metric)
 class Run:
     name: str
     settings: dict[str, object]  # by dotted name
-    metrics: set[str]  # the names in its log
+    metrics: set[str]  # names in metrics.jsonl
     points: Points
     is_finished: bool
 
 
 @dataclass
 class Row:
-    """Runs that differ by their seed alone."""
+    """The runs that differ only in their seed."""
 
-    text: str  # the settings of the text and the tokenizer
-    settings: dict[str, object]  # the others in which any two runs differ
+    text: str  # settings of text and tokenizer
+    settings: dict[str, object]  # other settings in which any runs differ
     runs: list[str]
     seeds: list[object]
     unfinished: list[str]
-    tokens: int  # the most of a run
+    tokens: int  # maximum over the runs
     curves: list[Points]
-    values: list[float]  # the last one of each run
-    mean: float  # of the values; NaN if any of them is
+    values: list[float]  # last value of each run
+    mean: float  # of values; NaN if any value is NaN
     tokens_to_target: list[int | None]  # of each run; empty without a target
 
 
@@ -62,7 +62,7 @@ class Row:
 
 
 def read(folder: Path, metric: str) -> Run:
-    """The run in a folder. Raises ValueError for another folder."""
+    """Reads a run directory. Raises ValueError for any other directory."""
     settings = flat(settings_of(folder) or {})
     max_steps = settings.get("trainer.max_steps")
     if type(max_steps) is not int:
@@ -79,8 +79,8 @@ def read(folder: Path, metric: str) -> Run:
 
 
 def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
-    """The settings in which any two runs differ and that change what a run learns, apart from the
-    seed. swept: settings that count in any case."""
+    """Returns the settings other than the seed in which any runs differ, if they change what a run
+    learns or are in `swept`."""
     from training.checkpoint.resume import FREE_TO_CHANGE
 
     equal, free = shared(runs), FREE_TO_CHANGE - LEARNING
@@ -90,7 +90,7 @@ def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
 
 
 def shared(runs: list[Run]) -> dict[str, object]:
-    """The settings that all runs have in common."""
+    """Returns the settings that are equal in all runs."""
     return {
         name: value
         for name, value in runs[0].settings.items()
@@ -99,8 +99,8 @@ def shared(runs: list[Run]) -> dict[str, object]:
 
 
 def data_settings(run: Run, metric: str) -> dict[str, object]:
-    """The settings of the text and the tokenizer that a metric was measured with. It can be
-    compared where they are equal; bits per byte can be compared between tokenizers."""
+    """Returns the settings of text and tokenizer for a metric. Values of runs are comparable if
+    these are equal. Bits per byte do not depend on the tokenizer."""
     names = ["data.path", "data.synthetic"]
     if metric.startswith("val/") and run.settings.get("data.val_path"):
         names = ["data.val_path"]
@@ -112,8 +112,8 @@ def data_settings(run: Run, metric: str) -> dict[str, object]:
 def summarize(
     runs: list[Run], metric: str, target: float | None = None, swept: Collection[str] = ()
 ) -> list[Row]:
-    """A row for the runs that have the metric and differ by their seed alone; rows of one text and
-    tokenizer follow each other, the best one first."""
+    """Returns one row for all runs with the metric that differ only in their seed. Rows are sorted
+    by text and tokenizer, and then by the metric, lowest first."""
     names = differing(runs, swept)
     groups: dict[str, list[Run]] = {}
     for run in filter(lambda run: run.points, runs):
@@ -142,17 +142,17 @@ def summarize(
 
 
 def tokens_to(target: float, points: Points) -> int | None:
-    """The tokens until the metric was at or below the target for the first time."""
+    """Returns the tokens until the metric first was at or below the target; None if never."""
     return next((tokens for tokens, value in points if value <= target), None)
 
 
 def by_text(rows: list[Row]) -> list[list[Row]]:
-    """The rows of each text and tokenizer."""
+    """Returns the rows in one list for each text and tokenizer."""
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.text)]
 
 
 def as_json(value: object) -> bytes:
-    """The value, which may contain rows, as JSON; NaN and infinity as null."""
+    """Returns a value, which may contain rows, as JSON. NaN and infinity become null."""
     value = json.loads(json.dumps(value, default=vars), parse_constant=lambda _: None)
     return (json.dumps(value, indent=1) + "\n").encode()
 
@@ -161,7 +161,7 @@ def as_json(value: object) -> bytes:
 
 
 def tables(rows: list[Row], metric: str) -> str:
-    """A table for each text and tokenizer, in Markdown that is also readable in a terminal."""
+    """Returns a Markdown table, readable in a terminal, for each text and tokenizer."""
     parts = [f"## {group[0].text}\n\n{table(group, metric)}" for group in by_text(rows)]
     return "\n\n".join(parts)
 
@@ -190,19 +190,19 @@ def table(rows: list[Row], metric: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
 
 
-# --------------------------------------------------------------------------------- the picture
+# ------------------------------------------------------------------------------------ the plot
 
 
 def plot(rows: list[Row], metric: str) -> bytes:
-    """A PNG with a chart for each text and tokenizer: the metric over tokens, a colour for each
-    row, a line for each seed."""
+    """Returns a PNG with a chart of the metric over tokens for each text and tokenizer. Rows differ
+    in colour; each seed is a line."""
     import matplotlib.style
     from matplotlib.figure import Figure
 
     groups = by_text(rows)
     style = ["seaborn-v0_8-whitegrid", {"text.parse_math": False}]
     with matplotlib.style.context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # letters that the font lacks
+        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks
         figure = Figure(figsize=(7.5, 4.4 * len(groups)), layout="constrained")
         axes = figure.subplots(len(groups), squeeze=False)[:, 0]
         for axis, group in zip(axes, groups, strict=True):
@@ -214,8 +214,8 @@ def plot(rows: list[Row], metric: str) -> bytes:
 
 
 def plot_group(axis, rows: list[Row], metric: str) -> None:
-    """Values far above the first ones are not shown, so that a diverged run does not set the
-    scale."""
+    """Plots the rows. Values far above the first ones are cut, so that a diverged run does not
+    determine the scale."""
     from matplotlib.ticker import EngFormatter
 
     for index, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Progress of training on stdout: a bar on a terminal, plain lines elsewhere."""
+"""Progress of training on stdout: a progress bar on a terminal, plain lines elsewhere."""
 
 import collections
 import datetime
@@ -12,12 +12,12 @@ from errors import sanitize
 
 
 class Console:
-    """Prints on rank 0; does nothing on the others."""
+    """Prints on rank 0, and nothing on other ranks."""
 
     def __init__(self, is_rank_0: bool, first_step: int, max_steps: int):
         self.is_rank_0 = is_rank_0
         self.max_steps = max_steps
-        # (step, seconds) of the last lines: the time left is estimated from the current speed.
+        # (step, time) of the last lines; the time left is estimated from the speed since the first.
         self.marks = collections.deque([(first_step, time.monotonic())], maxlen=20)
         self.rich = rich_console(highlight=False, soft_wrap=True)
         self.bar = None
@@ -28,7 +28,7 @@ class Console:
             self.bar.start()
 
     def step(self, step: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
-        """Shows progress: loss in nats per token, learning rate, speed, time left."""
+        """Prints progress: loss in nats per token, learning rate, speed, time left."""
         since, started = self.marks[0]
         now = time.monotonic()
         left = (now - started) / (step - since) * (self.max_steps - step)
@@ -43,8 +43,8 @@ class Console:
             self.print(line)
 
     def print(self, text: str = "") -> None:
-        """Prints a line, above the bar if there is one. Markup is not interpreted and control
-        characters are escaped: a sample may have any text."""
+        """Prints a line, above the progress bar if there is one. Does not interpret rich markup,
+        and escapes control characters: a sample may contain any characters."""
         if self.is_rank_0:
             self.rich.print(sanitize(text.replace("\r", "")), markup=False)
             sys.stdout.flush()
@@ -55,11 +55,11 @@ class Console:
 
 
 def rich_console(**options) -> RichConsole:
-    """A rich console on stdout. FORCE_COLOR does not make a file or a pipe a terminal: it would
-    get the control codes of a progress bar."""
+    """Returns a rich console on stdout. For a file or a pipe it ignores FORCE_COLOR, which would
+    write the control codes of a progress bar there."""
     return RichConsole(force_terminal=None if sys.stdout.isatty() else False, **options)
 
 
 def duration(seconds: float) -> str:
-    """3725 -> 1:02:05."""
+    """Formats seconds: 3725 -> 1:02:05."""
     return str(datetime.timedelta(seconds=round(seconds)))

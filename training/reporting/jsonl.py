@@ -3,7 +3,7 @@
     rows = RowFile(folder / "metrics.jsonl")
     rows.append({"step": 1, "train/loss": 4.2})
 
-A log never ends training: what cannot be written is kept in memory and written later, in order.
+An error never ends the run: rows that cannot be written are kept in memory and written later.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ import files
 
 
 class RowFile:
-    """Appends rows to a file. The first row creates it."""
+    """Appends rows to a file. The first row creates the file."""
 
     def __init__(self, path: Path):
         self.path = path
         self.file: FileIO | None = None
-        self.pending = b""  # not yet written; may start within a row, of which a part was written
+        self.pending = b""  # not written yet; may start in the middle of a row
         self.has_failed = False
 
     def append(self, row: dict) -> None:
-        """Writes a row, after those that are pending."""
-        # backslashreplace: half a surrogate pair becomes its JSON escape.
+        """Writes the pending rows and then this row."""
+        # backslashreplace: writes a lone surrogate as its JSON escape.
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace")
         self.pending += line + b"\n"
         self._write()
@@ -40,37 +40,37 @@ class RowFile:
                 os.fsync(self.file.fileno())
                 files.fsync(self.path.parent)
         except OSError as error:
-            self._report(error, "its last rows may be lost if the machine fails")
+            self._report(error, "the last rows may be lost if the machine crashes")
 
     def close(self) -> None:
-        """Tries to write what is pending, reports how many rows are lost, closes the file."""
+        """Tries to write the pending rows, reports the number of lost rows, closes the file."""
         self.sync()
         if lost := self.pending.count(b"\n"):
             print(f"{self.path}: {lost} rows could not be written and are lost", file=sys.stderr)
         if self.file:
-            with contextlib.suppress(OSError):  # reported by fsync
+            with contextlib.suppress(OSError):  # sync has reported it
                 self.file.close()
 
     def _write(self) -> None:
         try:
             if self.pending and self.file is None:
                 self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-            while self.pending:  # a disk that becomes full takes only a part
+            while self.pending:  # on a nearly full disk only a part is written
                 self.pending = self.pending[self.file.write(self.pending) :]
         except OSError as error:
-            self._report(error, "training continues, its rows are kept in memory and tried again")
+            self._report(error, "training continues; the rows are kept in memory and written later")
 
     def _report(self, error: OSError, consequence: str) -> None:
-        """Prints one line for all failures of this file."""
+        """Prints the first error of this file only."""
         if not self.has_failed:
             self.has_failed = True
             cause = error.strerror or error
-            print(f"{self.path}: not written ({cause}); {consequence}", file=sys.stderr)
+            print(f"{self.path}: cannot be written ({cause}); {consequence}", file=sys.stderr)
 
 
 def drop_rows_after(folder: Path, step: int) -> None:
-    """Removes later and damaged rows from metrics.jsonl and samples.jsonl before a run resumes at
-    `step`, so that each step is in the log once."""
+    """Removes invalid rows and rows after `step` from metrics.jsonl and samples.jsonl, so that a
+    run that resumes after `step` logs each step once."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         if not (path := folder / name).exists():
             continue

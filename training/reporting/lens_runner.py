@@ -1,4 +1,4 @@
-"""Attention snapshots while training: when they are due, on all ranks, and never in the way."""
+"""Attention snapshots during training: their schedule, on all ranks. Errors do not end the run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ from lens.snapshots import Lens, Snapshot
 from model import GPT
 from training.distributed.strategy import Strategy
 
-FAILED = "lens: failed and is off from here on"
+FAILED = "lens: failed; attention logging is off for the rest of this run"
 
 
 @dataclass
 class LensRunner:
-    """Runs the lens on the model of a training run."""
+    """Takes attention snapshots of the model of a training run."""
 
-    lens: Lens | None  # None where it is off
+    lens: Lens | None  # None if it is off
     strategy: Strategy
-    directory: Path  # the run's
+    directory: Path  # the run directory
     max_steps: int
     debug: bool  # whether an error ends the run
-    seconds: float = 0.0  # spent on attention so far, logging included
+    seconds: float = 0.0  # time spent on attention snapshots and their logging
 
     def is_due(self, step: int) -> bool:
         return self.lens is not None and self.lens.due(step, self.max_steps)
 
     def snapshot(self, model: GPT, step: int) -> Snapshot | None:
-        """What every head does at this step: statistics, pictures and pages.
+        """Takes an attention snapshot: statistics, images and pages. Returns None after an error.
 
-        All ranks run the model, rank 0 writes the files. After an error on any rank the lens is
-        off on all of them, because they run the model together.
+        All ranks run the model, and rank 0 writes the files. After an error on one rank the lens is
+        off on all ranks, because they run the model together.
         """
 
         def capture_attention(token_ids: list[int], capture: Callable) -> None:

@@ -1,4 +1,4 @@
-"""What measured figures are from: processor, commit and versions of packages."""
+"""Processor, commit and package versions, which are published with measurements."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")
 
 
 def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
-    """What figures are from: processor, commit, versions."""
+    """Returns the number of cores, the processor, the commit and the versions of packages."""
     linux = hasattr(os, "sched_getaffinity")
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
@@ -27,7 +27,7 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git says of a folder; nothing where it is no checkout, or there is no git."""
+    """Returns the output of a git command in a folder; "" without git or a repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
     except OSError:

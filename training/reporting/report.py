@@ -2,9 +2,9 @@
 
     write_report(Path("runs/first"))
 
-It is made from the files in the run's directory, those that are there, and can be written at any
-time. The sources are in report_page/. The page fetches nothing and has the attention page in a
-sandboxed frame, so it can be sent as one file.
+It is created from the files in the run directory, can be created at any time, and omits what is
+missing. The sources of the page are in report_page/. The page loads nothing from elsewhere and
+contains the attention page in a sandboxed frame, so it can be sent as one file.
 """
 
 import json
@@ -23,11 +23,11 @@ from training.config.schema import flat
 from training.reporting.charts import Points, chart_data, finite, points_of
 
 PAGE = Path(__file__).parent / "report_page"
-MAX_CONFIG, MAX_PAGE = 2**20, 2**30  # bytes that are read
+MAX_CONFIG, MAX_PAGE = 2**20, 2**30  # bytes; larger files are ignored
 
 
 def write_report(folder: Path) -> Path:
-    """Writes folder/report.html from the files in a run's directory; returns its path."""
+    """Writes folder/report.html from the files in a run directory; returns its path."""
     rows, samples = read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl")
     config = read(folder / "config.yaml", MAX_CONFIG).decode("utf-8", "replace")
     template, attention = assemble(PAGE / "index.html").encode(), attention_page(folder)
@@ -45,18 +45,18 @@ def write_report(folder: Path) -> Path:
 
     def part(found: re.Match) -> bytes:
         value = parts[found[1].decode()]
-        # replace: a sample may have half of a surrogate pair, which has no UTF-8.
+        # replace: a sample may contain lone surrogates, which UTF-8 cannot encode.
         return value if isinstance(value, bytes) else value.encode("utf-8", "replace")
 
-    # One pass over the template: placeholders in the parts are not replaced. Bytes, because the
-    # attention page has megabytes and text takes two or four times as many.
+    # One pass over the template, so that placeholders in the parts are not replaced. In bytes,
+    # because the attention page has megabytes, and a str takes two or four times as much memory.
     report = folder / "report.html"
     atomic_write(report, re.sub(rb"__([A-Z]+)__", part, template))
     return report
 
 
 def read(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes; empty where there is none."""
+    """Returns the content of a regular file of at most `limit` bytes; b"" without one."""
     try:
         return read_bounded(path, limit)
     except OSError:
@@ -64,7 +64,7 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def progress(folder: Path, rows: list[dict]) -> str:
-    """The last step that was logged, of how many."""
+    """Returns the last logged step and the number of steps, in words."""
     if not rows:
         return "before the first step was logged"
     max_steps = flat(settings_of(folder) or {}).get("trainer.max_steps", "?")
@@ -72,7 +72,7 @@ def progress(folder: Path, rows: list[dict]) -> str:
 
 
 def facts(rows: list[dict]) -> str:
-    """The most important numbers: last training loss, best validation, tokens, speed."""
+    """Returns the main results as HTML: training and validation loss, tokens, speed."""
 
     def known(key: str) -> Points:
         return finite(points_of(rows, key))
@@ -89,7 +89,7 @@ def facts(rows: list[dict]) -> str:
         if step in accuracy:
             shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
     if tokens := known("train/tokens"):
-        shown.append(("Tokens seen", f"{tokens[-1][1]:,.0f}", ""))
+        shown.append(("Tokens trained on", f"{tokens[-1][1]:,.0f}", ""))
     if speeds := [value for _, value in known("train/tokens_per_second")]:
         shown.append(("Tokens per second", f"{statistics.median(speeds):,.0f}", "median"))
     if shares := [value for _, value in known("train/mfu")]:
@@ -101,7 +101,7 @@ def facts(rows: list[dict]) -> str:
 
 
 def sample_article(row: dict) -> str:
-    """A row of samples.jsonl with its prompt in bold."""
+    """Returns a row of samples.jsonl as HTML, with the prompt in bold."""
     prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
     if not text.startswith(prompt):
         prompt = ""
@@ -110,27 +110,27 @@ def sample_article(row: dict) -> str:
 
 
 def sample_page(row: dict) -> str:
-    """One sample as a page for the W&B dashboard, without scripts."""
+    """Returns one sample as a page without scripts, for the W&B dashboard."""
     template = (PAGE / "sample.html").read_text(encoding="utf-8")
     return template.replace("__SAMPLE__", sanitize(sample_article(row)))
 
 
 def attention_page(folder: Path) -> Path | None:
-    """The time-lapse, or the page of the newest step."""
+    """Returns the time-lapse, else the page of the newest snapshot, else None."""
     timelapse = folder / "attention" / "timelapse.html"
     steps = sorted((folder / "attention").glob("step_*.html"))
     return timelapse if timelapse.is_file() else steps[-1] if steps else None
 
 
 def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:
-    """The attention page in a frame that may run its own script and nothing else."""
+    """Returns the attention page in a sandboxed frame, in which only its own script runs."""
     if not embedded:
         return ""
     where = quote(page.relative_to(folder).as_posix())
     start = (
-        f'<p class="quiet">Every head of every layer. <a href="{where}">Open it on its own page</a>'
-        "; below, drag the lower right corner for more height.</p>"
-        '<div class="embedded"><iframe sandbox="allow-scripts" title="Attention of every head" '
+        f'<p class="quiet">All heads of all layers. <a href="{where}">Open the attention page</a>'
+        " in a separate tab, or drag the lower right corner to change its height.</p>"
+        '<div class="embedded"><iframe sandbox="allow-scripts" title="Attention of all heads" '
         'srcdoc="'
     )
     content = embedded.replace(b"&", b"&amp;").replace(b'"', b"&quot;")

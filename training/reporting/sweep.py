@@ -1,13 +1,13 @@
-"""Sweeps: jobs of a Hydra multirun (python train.py -m), and their results.
+"""Sweeps: runs the jobs of a Hydra multirun (python train.py -m) and reports their results.
 
     python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2,3
 
-Each job is a run, <runs_dir>/<sweep>_<number>, and leaves result.json in its job directory
-(hydra.sweep.dir/hydra.sweep.subdir); files of this name without this sweep's directory in them are
-left alone. A failed job reports an infinite loss, so that any launcher and sweeper continues. At
-the end Hydra calls `SweepResults` (hydra.callbacks in configs/config.yaml), which writes
-results.md, results.json and results.png into hydra.sweep.dir and ends the process with the exit
-code of the first failed job.
+Each job is a run, <runs_dir>/<sweep>_<number>, and writes result.json to its job directory
+(hydra.sweep.dir/hydra.sweep.subdir). A file of this name that contains another sweep's directory is
+ignored. A failed job reports an infinite loss, so that every launcher and sweeper continues. At the
+end Hydra calls `SweepResults` (hydra.callbacks in configs/config.yaml). It writes results.md,
+results.json and results.png to hydra.sweep.dir, and the process ends with the exit code of the
+first failed job.
 """
 
 import contextlib
@@ -32,30 +32,30 @@ from training.reporting import comparison
 if TYPE_CHECKING:
     from training.config.schema import Config
 
-METRICS = ("val/loss", "train/loss")  # the first one that the runs have is compared
-LONGEST_NAME = 64  # characters of the sweep's folder that are used in the names of its runs
+METRICS = ("val/loss", "train/loss")  # compares the first one that any run has
+LONGEST_NAME = 64  # characters of the sweep's directory name that are used in the names of its runs
 
 
 # ---------------------------------------------------------------------------------- one job
 
 
-def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> float:
-    """Runs one job of a sweep. Returns what a sweeper minimises: the lowest validation loss, or the
-    last training loss without validation; infinity for a job that failed.
+def run_job(hydra: DictConfig, make_config: Callable[[], "Config"], run: Callable) -> float:
+    """Runs one job of a sweep. Returns the value that a sweeper minimises: the lowest validation
+    loss, without validation the last training loss; infinity if the job failed.
 
-    hydra: the job's hydra config. make: makes the config, or raises ConfigError. run: trains.
-    Raises OSError where result.json cannot be written before the job starts: Hydra then runs the
-    other jobs, and ends with this error.
+    hydra: the job's hydra config. make_config: composes the config or raises ConfigError.
+    run: trains. Raises OSError if result.json cannot be written before the job starts: Hydra then
+    runs the other jobs and ends with this error.
     """
     number, overrides = hydra.job.num, list(hydra.overrides.task)
     result = {"sweep": _directory(hydra), "job": number, "overrides": overrides, "run": None}
-    result |= {"exit_code": 4, "error": "ended without a result"}
+    result |= {"exit_code": 4, "error": "the job ended without a result"}
     path = Path(hydra.runtime.output_dir) / "result.json"
     make_folder(path.parent)
     atomic_write(path, comparison.as_json(result))
     debug = False
     try:
-        config = make()
+        config = make_config()
         debug = config.debug
         _label(config, hydra)
         result["run"] = str(Path(config.runs_dir) / config.name)
@@ -77,7 +77,7 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
         if debug:
             traceback.print_exception(error)
     _free_memory()
-    with best_effort(f"job {number} counts as failed: {path} not written"):  # such as a full disk
+    with best_effort(f"job {number} counts as failed: cannot write {path}"):  # such as a full disk
         atomic_write(path, comparison.as_json(result))
         if not result["exit_code"]:
             return _objective(result["run"])
@@ -85,13 +85,13 @@ def run_job(hydra: DictConfig, make: Callable[[], "Config"], run: Callable) -> f
 
 
 def _directory(hydra: DictConfig) -> str:
-    """The sweep's directory as an absolute path; a job may have another current directory."""
+    """Returns the sweep's absolute directory: a job may have another working directory."""
     return os.path.abspath(os.path.join(hydra.runtime.cwd, hydra.sweep.dir))
 
 
 def _label(config: "Config", hydra: DictConfig) -> None:
-    """Names the run <sweep>_<number>, the same when the sweep is started again in its folder, and
-    groups the sweep's runs on W&B."""
+    """Sets the name <sweep>_<number>, which is the same when the sweep is resumed, and the W&B
+    group of the sweep's runs."""
     name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(_directory(hydra)).name)
     sweep = name[:LONGEST_NAME].strip("-.+") or "sweep"
     if config.name is None:
@@ -107,7 +107,7 @@ def _objective(run: str) -> float:
 
 
 def _runs(folders: list[str]) -> tuple[list[comparison.Run], str]:
-    """The runs, with the first one of METRICS that any of them has; none if they have neither."""
+    """Returns (runs, the first of METRICS that any of them has); [] and "" if there is none."""
     for metric in METRICS:
         runs = []
         for folder in folders:
@@ -119,7 +119,7 @@ def _runs(folders: list[str]) -> tuple[list[comparison.Run], str]:
 
 
 def _free_memory() -> None:
-    """Frees the model and the compiled code of a job before the next one starts."""
+    """Frees the model and the compiled code of a job before the next job starts."""
     gc.collect()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
@@ -131,7 +131,7 @@ def _free_memory() -> None:
 
 
 class SweepResults(Callback):
-    """Hydra calls it in the process that started the sweep."""
+    """Hydra callback, called in the process that started the sweep."""
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
@@ -150,7 +150,7 @@ class SweepResults(Callback):
         for job in failed:
             error = job["error"].replace("\n", "; ")
             lines.append(sanitize(f"job {job['job']}: {' '.join(job['overrides'])}: {error}", ""))
-        with best_effort(f"{folder}: results not written"):  # such as a full disk
+        with best_effort(f"{folder}: cannot write the results"):  # such as a full disk
             write_results(folder, jobs, lines)
         if failed:
             print(f"{len(lines)} of {len(jobs)} jobs failed:", *lines, sep="\n  ", file=sys.stderr)
@@ -158,9 +158,9 @@ class SweepResults(Callback):
 
 
 def _result(path: Path, sweep: str) -> dict | None:
-    """What a job of this sweep has left; None for the file of anything else.
+    """Reads the result.json of a job; None if it does not belong to this sweep.
 
-    A file that cannot be read and is directly in a job's directory is that of a failed job.
+    An unreadable file directly in a job directory counts as the result of a failed job.
     """
     try:
         result = read_json(path)
@@ -175,11 +175,11 @@ def _result(path: Path, sweep: str) -> dict | None:
 
 
 def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
-    """Prints the table of all runs; writes results.md, results.json and results.png.
+    """Prints the tables of all runs; writes results.md, results.json and results.png.
 
-    failed: a line for each failed job.
+    failed: one line for each failed job.
     """
-    figures: dict[str, object] = {"jobs": jobs}
+    results: dict[str, object] = {"jobs": jobs}
     parts = [f"# {folder.absolute().name}"]
     runs, metric = _runs([job["run"] for job in jobs if job["run"]])
     if runs:
@@ -189,7 +189,7 @@ def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
         print(f"\n{tables}\n\nresults          {folder}/results.md, .json, .png", flush=True)
         atomic_write(folder / "results.png", comparison.plot(rows, metric))
         parts += [tables, "![metric over tokens](results.png)"]
-        figures |= {"metric": metric, "settings": comparison.shared(runs), "rows": rows}
+        results |= {"metric": metric, "settings": comparison.shared(runs), "rows": rows}
     parts += ["## Failed jobs"] * bool(failed) + [f"- {line}" for line in failed]
-    atomic_write(folder / "results.json", comparison.as_json(figures))
+    atomic_write(folder / "results.json", comparison.as_json(results))
     atomic_write(folder / "results.md", ("\n\n".join(parts) + "\n").encode())

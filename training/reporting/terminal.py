@@ -1,5 +1,5 @@
-"""stdout and stderr that never fail: a full disk under a log, or a pipe whose reader has ended,
-must not end training."""
+"""Replaces stdout and stderr by streams whose errors do not end the training, for example when
+the disk is full or the reader of a pipe has ended."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ from typing import IO
 
 
 class NeverFailing:
-    """A text stream that drops what it cannot write and reports that once on stderr."""
+    """A text stream that discards output it cannot write, and reports the first error on stderr."""
 
     def __init__(self, stream: IO[str] | None, quiet: bool = False):
-        """stream: None where the shell has closed it. quiet: nothing is reported."""
+        """stream: None if the shell has closed it. quiet: report no errors."""
         self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         self.reported = quiet
 
@@ -28,11 +28,11 @@ class NeverFailing:
     def _try(self, action: Callable, *arguments: str) -> None:
         try:
             action(*arguments)
-        except (OSError, ValueError) as error:  # ValueError: it is closed
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             if not self.reported:
                 self.reported = True
                 name = getattr(self.stream, "name", "output")
-                print(f"{name}: not written ({error}); training continues", file=sys.stderr)
+                print(f"{name}: cannot be written ({error}); training continues", file=sys.stderr)
 
 
 def never_fail(quiet: bool = False) -> None:

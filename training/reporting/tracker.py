@@ -1,11 +1,10 @@
-"""The log of a run: metrics.jsonl and samples.jsonl in its directory always, W&B if it is on.
+"""Experiment tracking: writes metrics.jsonl and samples.jsonl, and logs to W&B if it is enabled.
 
-Only W&B gets the statistics of every head (on disk in attention/statistics.jsonl), their histograms
-and the table of heads (attention/heads.csv).
+The statistics of single heads, their histograms and the table of heads are logged only to W&B; on
+disk they are in attention/statistics.jsonl and attention/heads.csv.
 
-A failure of W&B never ends or blocks training. Each call has a timeout; after the first failure a
-line on stderr says so, and the run continues with metrics.jsonl alone. docs/wandb.md describes what
-appears on the dashboard.
+An error of W&B never ends or blocks the training. Each call has a timeout. After the first error
+the tracker prints a line on stderr and writes only to disk. docs/wandb.md describes the dashboard.
 """
 
 import contextlib
@@ -29,21 +28,25 @@ from training.reporting.report import sample_page
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
 
-MAX_SAMPLES = 40  # of a run. W&B becomes slow beyond a thousand files; the lens logs up to 900
-START_SECONDS = 20  # for the server to answer; the run is recorded offline after that
-CALL_SECONDS = 30  # for W&B's own process to answer
-FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT=600 overrides it
-MODEL_SECONDS = 600  # for the upload of the model: GPT-2 small has 0.5 GB
-TEARDOWN_SECONDS = 5  # for W&B's own process to end
-ALERT_SECONDS = 3600  # between two alerts of the same title
+MAX_SAMPLES = (
+    40  # on W&B, of one run. W&B is slow with more than 1000 files; attention has up to 900
+)
+START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
+CALL_SECONDS = 30  # for the W&B process to answer
+FINISH_SECONDS = (
+    60  # for the last uploads; the environment variable WANDB_FINISH_TIMEOUT overrides it
+)
+MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
+TEARDOWN_SECONDS = 5  # for the W&B process to end
+ALERT_SECONDS = 3600  # between two alerts with the same title
 
 
 class Tracker:
-    """Writes metrics.jsonl and samples.jsonl, and logs to a W&B run; for rank 0.
+    """Writes metrics.jsonl and samples.jsonl, and logs to a W&B run. For rank 0.
 
-    settings: the complete configuration as plain values, shown on the dashboard.
+    settings: all settings as plain values, for the dashboard.
     run_id: the id of the W&B run to resume, or None for a new one.
-    run: the W&B run; None when W&B is off or after a failure, and then nothing is sent to it.
+    The attribute `run` is the W&B run; None if W&B is off or after an error.
     """
 
     def __init__(
@@ -53,34 +56,34 @@ class Tracker:
         self.rows = RowFile(folder / "metrics.jsonl")
         self.samples = RowFile(folder / "samples.jsonl")
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
-        self.next_sample = 0.0  # the step from which on W&B gets the next one
+        self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.run = None
         if config.wanted() == "disabled":
             return
-        # Otherwise W&B sends its error reports to its makers, in offline runs too.
+        # Otherwise W&B sends reports of its errors to its developers, even in offline runs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
-            import wandb  # takes half a second; a broken installation must not end a run
+            import wandb  # takes 0.5 s; a broken installation must not end the run
 
             self.wandb = wandb
             self.run = _start(wandb, config, folder, settings, run_id)
         except Exception as error:
             self._stop_logging(error)
-        # Hidden: a thousand curves would fill the workspace. A panel of the user's can show any.
+        # Hidden: a thousand curves would fill the workspace. Users can add panels for them.
         self._call(lambda run: run.define_metric("attention_heads/*", hidden=True))
 
     @property
     def run_id(self) -> str | None:
-        """The id of the W&B run, needed to resume it; None without one."""
+        """Returns the id of the W&B run, which is needed to resume it; None without a run."""
         return self.run.id if self.run else None
 
     def where(self) -> str | None:
-        """The URL of the dashboard, or the command that uploads an offline run."""
+        """Returns the URL of the dashboard, or the command that uploads an offline run."""
         if self.run is None:
             return None
         if self.run.offline:
             folder = shlex.quote(str(_wandb_folder(self.run).parent))
-            return f"offline; to upload it: wandb sync {folder}/offline-run-*"
+            return f"recorded offline; upload with: wandb sync {folder}/offline-run-*"
         return self.run.url
 
     def log(
@@ -90,10 +93,10 @@ class Tracker:
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
     ) -> None:
-        """Logs one row: the metrics of a step, an attention snapshot (its files are in the run's
-        directory) and a sample (a row of samples.jsonl).
+        """Logs the metrics of a step, an attention snapshot, whose files are in the run directory,
+        and a sample, a row of samples.jsonl.
 
-        Call it once for each step, in order: W&B drops rows of earlier steps.
+        Call it at most once for each step, in order: W&B drops rows of earlier steps.
         """
         if snapshot:
             metrics = metrics | snapshot.metrics
@@ -130,22 +133,22 @@ class Tracker:
                 for key, values in snapshot.histograms.items():  # a head with NaN has none
                     media[key] = wandb.Histogram(list(values))
         except Exception as error:
-            _print(f"a picture or page was skipped ({_cause(error)})")
+            _print(f"an image, page or table was not logged ({_cause(error)})")
         return media
 
     def summary(self, values: dict[str, float]) -> None:
-        """Sets values of the dashboard's table of runs."""
+        """Sets summary values, the columns in the table of runs on the dashboard."""
         self._call(lambda run: run.summary.update(values))
 
     def alert(self, title: str, text: str, level: str) -> None:
-        """Sends a message if wandb.alerts is set. level: WARN or ERROR."""
+        """Sends an alert if wandb.alerts=true. level: WARN or ERROR."""
         if self.config.alerts:
             self._call(lambda run: run.alert(title, text, level, wait_duration=ALERT_SECONDS))
 
     def log_model(self, best_step: int | None) -> str | None:
-        """Uploads the model that wandb.log_model asks for; returns its name on W&B, or None.
+        """Uploads the model of wandb.log_model (best or last); returns its name on W&B, or None.
 
-        Without a validation there is no best model; then it is the last one.
+        Without validation there is no best model, and the last model is uploaded.
         """
         if self.run is None or not self.config.log_model:
             return None
@@ -168,8 +171,7 @@ class Tracker:
     def upload(self, files: list[Path], aliases: list[str], metadata: dict) -> str | None:
         """Uploads a version of the run's model and waits for it; returns its name, or None.
 
-        Parameters are uploaded from where they are, without a copy. Offline, `wandb sync` uploads
-        them from there.
+        The parameters are not copied: they are uploaded from the checkpoint, also by `wandb sync`.
         """
         if (run := self.run) is None:
             return None
@@ -190,7 +192,7 @@ class Tracker:
         except Exception as error:
             command = f"wandb artifact put --type model --name {run.entity}/{run.project}/{name}"
             folder = shlex.quote(str(files[0].parent))
-            _print(f"the model was not uploaded ({_cause(error)}); to do it: {command} {folder}")
+            _print(f"the model was not uploaded ({_cause(error)}); upload with: {command} {folder}")
             return None
         return name
 
@@ -200,8 +202,8 @@ class Tracker:
         self.samples.sync()
 
     def finish(self, exit_code: int = 0) -> None:
-        """Closes the logs, uploads what is left and ends the W&B run; with another code than 0 W&B
-        marks it as failed."""
+        """Closes the logs and ends the W&B run after its last uploads. With an exit code other than
+        0, W&B marks the run as failed."""
         self.rows.close()
         self.samples.close()
         self.summary({"exit_code": exit_code})
@@ -213,7 +215,7 @@ class Tracker:
             _teardown()
 
     def _call(self, action: Callable, seconds: float = CALL_SECONDS) -> None:
-        """Calls action(run). After a failure the run is not used again."""
+        """Calls action(run). After an error the W&B run is not used again."""
         if self.run:
             try:
                 call_with_timeout(seconds, lambda: action(self.run))
@@ -222,16 +224,16 @@ class Tracker:
 
     def _stop_logging(self, error: Exception) -> None:
         run, self.run = self.run, None
-        what = f"logging stopped ({_cause(error)}); metrics are in metrics.jsonl"
+        what = f"logging to W&B stopped ({_cause(error)}); training continues with metrics.jsonl"
         if run:
             record = shlex.quote(str(_wandb_folder(run)))
-            what += f"; to upload what was recorded: wandb sync --include-online {record}"
+            what += f"; upload the part before with: wandb sync --include-online {record}"
         _print(what)
         _teardown()
 
 
 class NoTracker(Tracker):
-    """The tracker of the other ranks: logs nothing."""
+    """The tracker of ranks other than 0: logs nothing."""
 
     def __init__(self): ...
 
@@ -244,7 +246,7 @@ class NoTracker(Tracker):
 def _start(
     wandb: ModuleType, config: WandbConfig, folder: Path, settings: dict, run_id: str | None
 ):
-    """The W&B run; offline without an API key or when the server cannot be reached."""
+    """Starts the W&B run, offline if there is no API key or the server does not answer."""
     wandb_settings = wandb.Settings(
         console="off",
         quiet=True,
@@ -270,18 +272,18 @@ def _start(
             if call_with_timeout(CALL_SECONDS, lambda: wandb.login(prompt=False, verify=False)):
                 return init("online")
             _print(
-                "no API key found, so this run is recorded offline "
-                "(wandb login, then wandb sync; wandb=off for none)"
+                "no API key found; this run is recorded offline. Log in with 'wandb login', "
+                "or set wandb=off to disable W&B"
             )
         except Exception as error:
-            _print(f"not reached ({_cause(error)}); recorded offline instead")
-            _teardown()  # some answers of a server end W&B's own process
+            _print(f"no connection ({_cause(error)}); this run is recorded offline")
+            _teardown()  # after some server errors the W&B process ends
             wandb.setup(wandb_settings)
     return init("offline")
 
 
 def _teardown() -> None:
-    """Ends W&B's own process. Python's exit would otherwise wait for it, without a limit."""
+    """Ends the W&B process. Otherwise Python waits for it at exit without a timeout."""
     with contextlib.suppress(Exception):
         import wandb
 
@@ -289,12 +291,12 @@ def _teardown() -> None:
 
 
 def _wandb_folder(run) -> Path:
-    """The folder of a W&B run: below the run's directory, or temporary if that failed."""
+    """Returns the directory of a W&B run: in the run directory, or temporary after an error."""
     return Path(run.dir).parent
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the message: the others give advice about W&B's own settings."""
+    """Returns the first line of a message; further lines are advice about W&B's settings."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
@@ -303,18 +305,17 @@ def _print(text: str) -> None:
 
 
 def call_with_timeout(seconds: float, function: Callable):
-    """What function() returns. Raises TimeoutError when it takes longer than `seconds`, and
-    RuntimeError for its own errors.
+    """Returns function(). Raises TimeoutError if it takes longer than `seconds`, and RuntimeError
+    for its errors.
 
-    It runs in a daemon thread. A call that never returns keeps that thread and nothing else: it
-    does not delay the end of the process.
+    Calls it in a daemon thread: if it never returns, the process can end nevertheless.
     """
     future = Future()
 
     def call() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # SystemExit, too: wandb.teardown() calls sys.exit
+        except BaseException as error:  # also SystemExit: wandb.teardown() calls sys.exit
             future.set_exception(RuntimeError(_cause(error)))
 
     thread = threading.Thread(target=call, daemon=True)
@@ -326,5 +327,5 @@ def call_with_timeout(seconds: float, function: Callable):
 
 
 def _json_value(value: float) -> float | str:
-    """NaN and infinity as text: JSON has no numbers for them."""
+    """Returns NaN and infinity as strings: JSON has no such numbers."""
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)

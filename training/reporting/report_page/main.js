@@ -1,7 +1,7 @@
-// Draws the charts as SVG. A cursor at the nearest logged step shows the value of every line. All
-// positions are percentages of the plot, so it fits any width while its text keeps its size.
+// Draws the charts as SVG. A cursor at the nearest logged step shows the value of each line.
+// Positions are percentages of the plot, so a chart fits any width and its text keeps its size.
 
-// Lines: [metric, name, CSS classes]. "thin" is the line behind a smoothed one.
+// Lines: [metric, name, CSS classes]. Class "thin": the line behind a smoothed one.
 const CHARTS = [
   {title: "Loss", unit: "nats per token", lines: [
     ["train/loss", "training", "training"], ["smoothed", "smoothed", "training"],
@@ -9,7 +9,7 @@ const CHARTS = [
   ]},
   {title: "Validation", unit: "bits per byte",
     lines: [["val/bits_per_byte", "validation", "validation"]]},
-  {title: "Validation accuracy", unit: "share of targets",
+  {title: "Validation accuracy", unit: "fraction of targets",
     lines: [["val/accuracy", "validation", "validation"]]},
   {title: "Learning rate", unit: "", fromZero: true,
     lines: [["train/learning_rate", "learning rate", "training"]]},
@@ -18,7 +18,7 @@ const CHARTS = [
   {title: "Gradient norm", unit: "before clipping", fromZero: true,
     lines: [["train/grad_norm", "gradient norm", "training"]]},
 ];
-const MARKERS_UP_TO = 60; // points; above that the markers would hide the line
+const MARKERS_UP_TO = 60; // with more points, markers would hide the line
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 4});
 
 function html(tag, parent, properties = {}) {
@@ -32,7 +32,7 @@ function svg(tag, parent, attributes = {}, text = "") {
   return parent.appendChild(made);
 }
 
-/** About `count` multiples of 1, 2 or 5 times a power of ten, from below low to above high. */
+/** Returns about `count` multiples of 1, 2 or 5 times a power of ten that cover low to high. */
 function roundTicks(low, high, count) {
   const rough = (high - low || Math.abs(high) || 1) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -45,11 +45,11 @@ function roundTicks(low, high, count) {
 const nearest = (points, step) => points.reduce((best, point) =>
   (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best));
 
-/** The path of a line with a break at each gap. */
+/** Returns the SVG path of a line, interrupted at each gap. */
 function pathOf(points, x, y) {
   let path = "", pen = "M";
   for (const [step, value] of points) {
-    // h0: a point between two gaps is a line of length 0, which the round cap makes a dot.
+    // h0: a point between two gaps is a line of length 0, drawn as a dot by its round cap.
     if (value !== null) path += `${pen}${x(step)} ${y(value)}${pen === "M" ? "h0" : ""}`;
     pen = value === null ? "M" : "L";
   }
@@ -80,7 +80,7 @@ function drawChart(figure, {title, unit, fromZero}, lines) {
   const drawn = lines.filter((line) => line.points.length);
   if (drawn.length) drawPlot(figure, readout, title, fromZero, drawn);
   if (lines.some((line) => line.all.length > line.points.length)) {
-    const textContent = "Values that are not finite (NaN or inf) are not drawn.";
+    const textContent = "NaN and infinite values are not drawn.";
     html("p", figure, {className: "note", textContent});
   }
 }
@@ -107,11 +107,11 @@ function drawPlot(figure, readout, title, fromZero, lines) {
       svg("circle", plot, {class: classes, r: 3.5, cx: `${x(step)}%`, cy: `${y(value)}%`});
     }
   }
-  readable(plot, readout, lines, {x, y, stepAt: (across) => x0 + across * (x1 - x0)});
+  addCursor(plot, readout, lines, {x, y, stepAt: (across) => x0 + across * (x1 - x0)});
 }
 
-/** Shows the values at the last step, or at the cursor. */
-function readable(plot, readout, lines, {x, y, stepAt}) {
+/** Shows the values at the cursor, or at the last step. */
+function addCursor(plot, readout, lines, {x, y, stepAt}) {
   const every = new Set(lines.flatMap((line) => line.points.map((point) => point[0])));
   const steps = [...every].sort((a, b) => a - b);
   const cursor = svg("g", plot);
