@@ -40,9 +40,7 @@ class ExportConfig(ScriptConfig):
 def main(settings: ExportConfig) -> None:
     from interop import export, pretrained
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that the temporary folder is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary folder
     model = pretrained.load_pretrained(settings.checkpoint)
     out = Path(os.path.abspath(settings.out))
     part = temporary_name(out)

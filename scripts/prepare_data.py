@@ -102,9 +102,7 @@ def main(settings: PrepareConfig) -> None:
     manifest = preparation.finish()
     if manifest is None:
         left = len(preparation.unfinished(preparation.tasks))
-        print(
-            f"part {settings.part} is complete; {left} tasks of other parts or changed texts remain"
-        )
+        print(f"part {settings.part} is complete; {left} tasks (other parts, changed texts) remain")
         return
     report(manifest, settings)
 

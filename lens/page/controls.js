@@ -175,7 +175,7 @@ async function openPage(file) {
     const mark = 'type="application/json" id="data">';
     const begin = text.indexOf(mark) + mark.length;
     if (begin < mark.length) throw new Error("This is not a page of the attention lens.");
-    // Every < in the data is escaped, so the first < is behind the data.
+    // Every < in the data is escaped, so the first < is the end of the data.
     const found = await prepare(readData(text.slice(begin, text.indexOf("<", begin)))[0]);
     await decode(found, nearestFrame(found, here.step));
     setRuns(run, found);

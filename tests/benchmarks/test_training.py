@@ -98,9 +98,8 @@ def test_which_rows_are_compiled(bench, nanogpt, tmp_path, monkeypatch):
     eager = {"ours": False, "nanoGPT": False, "transformers": False}
     assert rows[0] == eager | {"ours, compiled": True}
     assert all(rows[1].values())
-    assert (
-        len(compiled) == 4 + 4 + 2 + 1
-    )  # our four blocks, in two rows; the complete model of others
+    # Our four blocks, in two rows; the complete models of the others.
+    assert len(compiled) == 4 + 4 + 2 + 1
 
 
 FAULTS = {
