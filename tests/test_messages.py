@@ -139,8 +139,8 @@ def test_while_training(make_run, in_process, tmp_path, monkeypatch):
     assert isinstance(error, errors.OutOfMemoryError)
     assert str(error) == (
         "trainer.micro_batch_size=8: 8 windows of 32 tokens do not fit into the memory of cpu; use "
-        "trainer.micro_batch_size=4: 2 micro-batches per step on each device keep the batch of 8; "
-        + intact
+        "trainer.micro_batch_size=4: 2 micro-batches per step on each device keep the batch "
+        "size of 8; " + intact
     )
     run.model.final_norm.weight.data.fill_(float("nan"))
     with pytest.raises(errors.DivergedError) as caught, run.translate_errors():

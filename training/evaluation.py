@@ -1,7 +1,7 @@
-"""Evaluation while training: the validation loss and samples of text.
+"""Evaluation during training: validation metrics and text samples.
 
-Bits per byte compare models with different tokenizers; where only some targets can be predicted
-(synthetic sequences mark the others as ignored) the accuracy on those says more.
+For text the metric is bits per byte, which is comparable between tokenizers. For synthetic
+sequences it is the accuracy on the predictable targets; all other targets are ignored.
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """The loss on some windows of a data set, always the same ones.
+    """Computes validation metrics on a fixed set of windows.
 
-    dataset: anything with batch(windows) -> (input_ids, target_ids), both (B, T); negative targets
-    do not count. bytes_per_token(token ids): the mean number of bytes of text in a token; None
-    where accuracy is measured instead, as it is where all targets are end-of-text tokens.
+    dataset: has batch(windows) -> (input_ids, target_ids), both (B, T); negative targets are
+    ignored. bytes_per_token(token ids): mean bytes of text per token; None: measure the accuracy.
+    The accuracy is also measured if all targets are end-of-text tokens.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Validation:
             self.bytes_per_token = bytes_per_token(targets[targets >= 0].numpy()) or None
 
     def run(self, model: torch.nn.Module, strategy: Strategy, batch_size: int) -> dict[str, float]:
-        """The metrics of the log: the mean loss in nats over all targets, and bits per byte or the
-        accuracy. The same on all ranks, which share the windows. batch_size: windows at a time."""
+        """Returns the mean loss in nats over all targets, and bits per byte or the accuracy. The
+        ranks divide the windows, and all return the same. batch_size: windows per forward pass."""
         total, right, count = 0.0, 0, 0
-        mine = self.windows[strategy.rank :: strategy.world_size]
-        most = -(-len(self.windows) // strategy.world_size)  # of the rank that has most
+        local = self.windows[strategy.rank :: strategy.world_size]
+        most = -(-len(self.windows) // strategy.world_size)  # the most windows on any rank
         with strategy.inference(model):
             for first in range(0, most, batch_size):
-                windows = mine[first : first + batch_size]
-                # A sharded model runs on all ranks or on none: a rank without windows runs one
-                # that does not count.
+                windows = local[first : first + batch_size]
+                # All ranks must call a sharded model equally often: a rank without windows
+                # processes one that does not count.
                 counts = len(windows) > 0
                 input_ids, target_ids = self.dataset.batch(windows if counts else self.windows[:1])
                 targets = counts * int((target_ids >= 0).sum())
@@ -81,13 +81,11 @@ class Evaluator:
     strategy: Strategy
     validation: Validation | None  # None without validation data
     tokenizer: tiktoken.Encoding
-    batch_size: int  # windows at a time on this rank
+    batch_size: int  # windows per forward pass on this rank
 
     def validate(self, model: GPT, step: int) -> dict[str, float]:
-        """Validation metrics; empty without validation data.
-
-        Raises DivergedError on all ranks when the loss is NaN or inf.
-        """
+        """Returns validation metrics; {} without validation data. Raises DivergedError on all ranks
+        if the loss is NaN or inf."""
         if self.validation is None:
             return {}
         row = self.validation.run(model, self.strategy, self.batch_size)
@@ -98,8 +96,8 @@ class Evaluator:
         return row
 
     def sample(self, model: GPT, step: int) -> dict:
-        """Continues trainer.sample_prompt, with the same random numbers at every step so that
-        samples can be compared. Returns the row of samples.jsonl."""
+        """Continues trainer.sample_prompt with the same random numbers at every step, so that
+        samples are comparable. Returns the row of samples.jsonl."""
         prompt, tokenizer = self.config.trainer.sample_prompt, self.tokenizer
         prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
         with self.strategy.inference(model):

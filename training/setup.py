@@ -1,7 +1,7 @@
-"""Config -> the components of a training run.
+"""Builds the components of a training run from a config.
 
-`build_run(config)` builds a `Run` (run.py); the loop in train.py works on it. Each component owns
-its state and receives what it needs as arguments; none of them knows the run.
+`build_run(config)` returns a `Run` (run.py), which the loop in train.py trains. Each component owns
+its state and receives its inputs as arguments; none has a reference to the run.
 """
 
 import contextlib
@@ -52,11 +52,11 @@ from training.translate_errors import translate_errors
 
 
 def build_run(config: Config, signals: StopSignals | None = None) -> Run:
-    """Builds all components; nothing is written to the run directory before all of them fit.
+    """Builds all components. The run directory is written to only after all checks have passed.
 
-    signals: what asks the run to stop early. Raises a ClearheadError.
+    signals: requests to stop the run. Raises a ClearheadError.
     """
-    with contextlib.ExitStack() as closing:  # after an error
+    with contextlib.ExitStack() as closing:  # closes the components after an error
         check_machine(config)
         strategy = start_strategy(config)
         closing.push(lambda _, error, __: strategy.close(exit_code_of(error)))
@@ -67,18 +67,20 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 
 
 def check_machine(config: Config) -> None:
-    """Raises ConfigError when this machine, or the way the command was started, does not fit."""
+    """Raises ConfigError if the settings do not fit this machine or the number of processes."""
     trainer = config.trainer
-    batch_size = trainer.batch_size if config.overrides is None else None  # that of a stored run
+    batch_size = (
+        trainer.batch_size if config.overrides is None else None
+    )  # else that of a stored run
     refuse(launch.check(config.parallel, batch_size))
     if launch.max_restarts() and not config.name and trainer.resume in ("auto", "must", False):
-        reason = "torchrun restarts the ranks with the same command, which would begin a new run"
-        refuse([("name", config.name, reason, "give name=...")])
+        reason = "torchrun --max-restarts needs a name, otherwise a restart would start a new run"
+        refuse([("name", config.name, reason, "set name=NAME")])
     refuse(device.check(trainer.device, trainer.precision, "trainer."))
 
 
 def start_strategy(config: Config) -> Strategy:
-    """Chooses device, precision and distributed strategy, and joins the other ranks."""
+    """Chooses device, precision and distributed strategy, and joins the process group."""
     trainer = config.trainer
     return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
 
@@ -86,9 +88,9 @@ def start_strategy(config: Config) -> Strategy:
 def complete_settings(
     config: Config, strategy: Strategy, notes: list[str]
 ) -> tuple[Config, Strategy]:
-    """The settings and the strategy after those of the run that trainer.resume names are known."""
+    """Returns settings and strategy, combined with the stored settings of the resumed run."""
     config, is_resumed = resume_settings(config, strategy, notes)
-    if is_resumed:  # the precision and the seed are those of the run
+    if is_resumed:  # with the precision and the seed of that run
         with strategy.raise_on_all_ranks():
             check_machine(config)
         strategy = start_strategy(config)
@@ -102,7 +104,7 @@ def _build(
     notes: list[str] = []
     config, strategy = complete_settings(config, strategy, notes)
     start = find_start(config, strategy, closing, notes)
-    with strategy.raise_on_all_ranks():  # another machine may have less
+    with strategy.raise_on_all_ranks():  # other machines may have less memory
         refuse(check_memory(config, strategy))
     data = load_data(config, strategy, start, notes)
     model = build_model(config, strategy, start, notes)
@@ -150,8 +152,8 @@ def _build(
 
 
 def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> LoadedData:
-    """The data sets. Raises DataError when they are not those of the checkpoint or of rank 0."""
-    with strategy.raise_on_all_ranks():  # another machine may lack the files
+    """Opens the datasets. Raises DataError if they differ from the checkpoint or from rank 0."""
+    with strategy.raise_on_all_ranks():  # other machines may not have the files
         data = load_datasets(config.data)
         if start.state:
             fix = (
@@ -181,7 +183,7 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
 def build_batches(
     config: Config, strategy: Strategy, data: LoadedData, first_step: int
 ) -> Iterator[list[tuple[Sequence[torch.Tensor], int]]]:
-    """Of each step, this rank's micro-batches: ((input_ids, target_ids), number of targets)."""
+    """Yields the micro-batches of each step: ((input_ids, target_ids), number of targets) each."""
     batches = training_batches(
         data.train,
         config.trainer.batch_size,
@@ -196,7 +198,7 @@ def build_batches(
 
 
 def build_model(config: Config, strategy: Strategy, start: Start, notes: list[str]) -> GPT:
-    """The model on its device: from a checkpoint, from trainer.init_from, or initialised."""
+    """Builds the model on its device: from a checkpoint, from trainer.init_from, or new."""
     shape = ModelConfig(**config.model.model_dump())
 
     def build() -> GPT:
@@ -212,7 +214,7 @@ def build_model(config: Config, strategy: Strategy, start: Start, notes: list[st
 
 
 def wrap_model(config: Config, strategy: Strategy, model: GPT) -> tuple[torch.nn.Module, bool]:
-    """(The module to train, which shares the model's parameters; whether it is compiled.)"""
+    """Returns (the module to train, with the model's parameters; whether it is compiled)."""
     trainer = config.trainer
     tokens = trainer.batch_size * config.data.max_length * trainer.max_steps
     flops = model.flops_per_token(config.data.max_length) * tokens / strategy.world_size
@@ -237,7 +239,7 @@ def restore(
     model: GPT,
     optimizer: torch.optim.Optimizer,
 ) -> State:
-    """The state of a new run, or that of the checkpoint, whose optimizer state is loaded."""
+    """Returns the state of a new run, or that of the checkpoint, and loads the optimizer state."""
     new = State(step=0, settings=config.model_dump(), data=data.checksums)
     if start.state is None:
         return new
@@ -263,13 +265,12 @@ def open_directory(
     notes: list[str],
     closing: contextlib.ExitStack,
 ) -> tuple[Path, Saver, Tracker]:
-    """Creates or continues the run directory: its path, the saver of checkpoints, the tracker. On
-    rank 0."""
+    """Creates or reuses the run directory, on rank 0. Returns its path, the saver, the tracker."""
     with run_directory.writable(Path(config.runs_dir)):
         directory = create_directory(config, start, closing)
         saver = Saver(directory, config.trainer.keep_checkpoints, state if start.in_place else None)
         closing.callback(saver.close)
-        if state.step >= config.trainer.max_steps:  # there is nothing to train or log
+        if state.step >= config.trainer.max_steps:  # no step left
             return directory, saver, NoTracker()
         notes.extend(saver.disk_space_notes(12 * model.num_parameters()))
         run_directory.write_settings(directory, state.settings)
@@ -282,19 +283,19 @@ def open_directory(
 
 
 def create_directory(config: Config, start: Start, closing: contextlib.ExitStack) -> Path:
-    """The run directory, locked: the one of the checkpoint, that of `name`, or a new one."""
+    """Returns the locked run directory: that of the checkpoint, that of `name`, or a new one."""
     if start.in_place:
         directory = own_directory(config)
     else:
         shape = f"gpt2-{config.model.num_layers}x{config.model.emb_dim}"
         directory = run_directory.create(Path(config.runs_dir), config.name, shape)
-    if directory != start.locked:  # it did not exist before
+    if directory != start.locked:  # a new directory
         closing.enter_context(run_directory.lock_directory(directory))
         run_directory.check_new(directory)
     return directory
 
 
-# ------------------------------------------------------------- what watches the training
+# ------------------------------------------------------- metrics, evaluation, attention
 
 
 def build_metrics(
@@ -329,13 +330,13 @@ def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Eva
         if not config.data.synthetic:
             bytes_of = functools.partial(bytes_per_token, tokenizer)
         validation = Validation(data.val, windows, bytes_of)
-    share = config.trainer.batch_size // strategy.world_size
-    batch_size = min(share, config.trainer.micro_batch_size or share)
+    per_rank = config.trainer.batch_size // strategy.world_size
+    batch_size = min(per_rank, config.trainer.micro_batch_size or per_rank)
     return Evaluator(config, strategy, validation, tokenizer, batch_size)
 
 
 def build_lens(config: Config, strategy: Strategy, data: LoadedData, directory: Path) -> LensRunner:
-    """Off after an error on any rank, as while training."""
+    """Builds the lens. An error on any rank turns it off, as during training."""
     lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
     if config.lens.every:
         with best_effort(FAILED, config.debug, strategy.label):

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C."""
+"""Signals that stop a run: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C)."""
 
 import os
 import signal
@@ -9,36 +9,35 @@ from training.distributed.launch import launched
 if TYPE_CHECKING:
     from training.distributed.strategy import Strategy
 
-# What schedulers and people send. Slurm can be asked for SIGUSR1 some time before the end.
+# Slurm can send SIGUSR1 a given time before the time limit.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PARENT_PID = os.getppid()  # when the process began
+PARENT_PID = os.getppid()  # at the start of the process
 
 
 def exit_code(number: int) -> int:
-    """130 after Ctrl-C, 143 after any other."""
+    """Returns 130 for SIGINT, 143 for other signals."""
     return 130 if number == signal.SIGINT else 143
 
 
 def exit_on_stop_signals() -> None:
-    """Signals that come before and after StopSignals end the process at once, with the exit code of
-    a stop and without a traceback."""
+    """Makes signals outside of StopSignals end the process immediately, without a traceback."""
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: os._exit(exit_code(number)))
 
 
 class StopSignals:
-    """While this is entered, such a signal is a request that the loop checks after each step.
+    """Context in which signals stop the run after the current step.
 
-    Before the loop it ends the process at once, after the loop once the run is closed, both with
-    the exit code of a stop. Repeated signals change nothing, except for a second Ctrl-C, which ends
-    the process at once: what is saved stays, what is being written has a temporary name.
+    Before the training loop, a signal ends the process immediately; after the loop, when the run is
+    closed. Further signals have no effect, except that a second Ctrl-C ends the process at once.
+    This is safe, because unfinished files have temporary names.
     """
 
     def __init__(self):
         self.received = 0  # number of the first signal; 0: none
-        self.phase = "starting"  # | training: the loop checks | finishing
+        self.phase = "starting"  # starting | training | finishing
         self._prints = os.environ.get("RANK", "0") == "0"
-        self._relayed = launched()  # torchrun relays a terminal's Ctrl-C, so that it comes twice
+        self._relayed = launched()  # torchrun relays Ctrl-C of the terminal, so it arrives twice
         self._interrupts = 0
         self._before = {}
 
@@ -49,28 +48,28 @@ class StopSignals:
     def __exit__(self, _, error: BaseException | None, __) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self.received and error is None:  # the loop has not seen it; a sweep has to stop
+        if self.received and error is None:  # the loop has not seen the signal; a sweep must stop
             raise SystemExit(self.exit_code)
-        if self.received:  # a sweep stops, whatever the error is
+        if self.received:  # a sweep must stop after any error
             error.stopped = self.exit_code
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the signal that was received."""
+        """The exit code for the received signal."""
         return exit_code(self.received)
 
     def received_on_any_rank(self, strategy: "Strategy") -> bool:
-        """Whether any rank was asked to stop: all of them stop after the same step.
+        """Returns whether any rank has received a signal, so that all stop after the same step.
 
-        Also where torchrun has started this process and has died: nothing else would stop it, and a
-        restart would find its directory locked.
+        The end of torchrun counts as SIGTERM: otherwise nothing would stop its processes, and they
+        would keep the run directory locked.
         """
         orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_PID
         if orphaned and not self.received:
             self.received = signal.SIGTERM
             self._print("torchrun has ended; stopping after this step")
         number = strategy.all_reduce_max(self.received)
-        if number:  # never back to 0: a signal may have come during the collective
+        if number:  # never reset to 0: a signal may have arrived meanwhile
             self.received = number
         return number > 0
 
@@ -89,5 +88,5 @@ class StopSignals:
             self._print(f"{then}{'; press Ctrl-C again to stop immediately' * once_more}")
 
     def _print(self, line: str) -> None:
-        if self._prints:  # not by print(), which the signal may have interrupted
+        if self._prints:  # print() is not safe in a signal handler
             os.write(2, f"{line}\n".encode())

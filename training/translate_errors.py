@@ -1,4 +1,4 @@
-"""Errors during training, translated into what they mean to the user."""
+"""Replaces errors of torch during training by errors with a message for users."""
 
 import contextlib
 import re
@@ -21,10 +21,10 @@ def translate_errors(
     checkpointer: Checkpointer | None = None,
     micro_batch_size: int | None = None,
 ) -> Iterator[None]:
-    """Raises OutOfMemoryError when a step did not fit into memory, RankLostError when another rank
-    died or timed out; other errors as they are. Hints say which checkpoint is intact.
+    """Raises OutOfMemoryError if a step does not fit into memory, RankLostError if another rank
+    died or timed out, and other errors unchanged. Hints name the newest intact checkpoint.
 
-    micro_batch_size: of the steps inside; None where no step is taken.
+    micro_batch_size: of the steps inside; None if there are no steps.
     """
     try:
         yield

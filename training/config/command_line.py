@@ -201,9 +201,7 @@ def command_line() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def errors_in_one_line(debug: bool = False) -> Iterator[None]:
     """Prints an error as one line per problem (debug: its traceback) and exits with its exit code.
-
-    Ranks other than 0 print only errors that rank 0 does not have.
-    """
+    Ranks other than 0 print only errors that rank 0 does not have."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

@@ -102,10 +102,8 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
 
 
 def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
-    """The composed values; None if Hydra cannot compose them. Adds to `problems`.
-
-    An unknown choice of a group is skipped, so that the other overrides are checked too.
-    """
+    """The composed values; None if Hydra cannot compose them. Adds to `problems`. An unknown choice
+    of a group is skipped, so that the other overrides are checked too."""
     try:
         # Hydra sets these in jobs only, but name=${hydra:job.num} needs them here.
         jobs = ["hydra.job.num=0", "hydra.job.id='0'"]

@@ -7,10 +7,10 @@ from training.distributed.strategy import Strategy
 
 
 def build_strategy(config: ParallelConfig, device: str, precision: str, seed: int) -> Strategy:
-    """Chooses the device, the precision and the strategy; joins the other ranks.
+    """Chooses device, precision and strategy, and joins the process group.
 
-    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. The checks of launch.py
-    and device.py have found them available.
+    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. `check` of launch.py and
+    of device.py have passed.
     """
     name = config.strategy
     if name == "auto":
@@ -21,7 +21,7 @@ def build_strategy(config: ParallelConfig, device: str, precision: str, seed: in
     dtype = devices.DTYPES.get(precision) or devices.best_dtype(chosen)
     if name == "single":
         return Strategy(chosen, dtype)
-    # Importing these takes 0.6 s, which one process need not spend.
+    # A single process saves the 0.6 s that these imports take.
     from training.distributed.ddp import DDP
     from training.distributed.fsdp import FSDP
 

@@ -1,4 +1,4 @@
-"""DDP: every rank holds the whole model and trains on its part of each batch."""
+"""DDP: every rank holds the complete model and trains on its part of each batch."""
 
 import atexit
 import contextlib
@@ -33,7 +33,7 @@ from training.distributed.strategy import Strategy
 
 @dataclass
 class DDP(Strategy):
-    """Data parallelism: gradients are averaged over ranks in the last micro-batch of a step."""
+    """Data parallelism: gradients are averaged over ranks after the last micro-batch of a step."""
 
     timeout: int = 600  # seconds
     name: ClassVar[str] = "ddp"
@@ -43,7 +43,7 @@ class DDP(Strategy):
         on_gpu = self.device.type == "cuda"
         process_group.join("nccl" if on_gpu else "gloo", self.timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # For collectives between CPUs; None is the default group, which is gloo's already.
+        # For collectives between CPUs. None: the default group, which uses gloo already.
         limit = datetime.timedelta(seconds=self.timeout)
         self.cpu_group = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
 
@@ -60,7 +60,7 @@ class DDP(Strategy):
         return model
 
     def shard(self, model: GPT) -> GPT:
-        """A model on the meta device, as this rank will hold it."""
+        """Returns this rank's version of a model on the meta device."""
         return model
 
     def _wrap(self, model: GPT) -> torch.nn.Module:
@@ -87,13 +87,13 @@ class DDP(Strategy):
         return int(self._all_reduce([value], dist.ReduceOp.MAX)[0])
 
     def _all_reduce(self, values, operation) -> list[float]:
-        """In float64, in which counts of tokens are exact."""
+        """Reduces in float64, which represents token counts exactly."""
         numbers = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(numbers, operation, group=self.cpu_group)
         return numbers.tolist()
 
     def synchronize(self) -> None:
-        # A GPU that waits for a rank that died cannot be interrupted: the CPUs meet first.
+        # A GPU that waits for a dead rank cannot be interrupted, so the CPUs synchronize first.
         self.all_reduce_max(0)
         super().synchronize()
 
@@ -101,12 +101,12 @@ class DDP(Strategy):
         return self._broadcast_from(0, value)
 
     def _broadcast_from(self, rank: int, value: object) -> object:
-        """As JSON: dist.broadcast_object_list would unpickle."""
+        """Broadcasts JSON, because dist.broadcast_object_list unpickles data of other ranks."""
         text = json.dumps(value).encode() if self.rank == rank else b""
         length = self.all_reduce_max(len(text))
-        letters = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
-        dist.broadcast(letters, src=rank, group=self.cpu_group)
-        return json.loads(bytes(letters.tolist()))
+        buffer = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
+        dist.broadcast(buffer, src=rank, group=self.cpu_group)
+        return json.loads(bytes(buffer.tolist()))
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
@@ -146,14 +146,14 @@ class DDP(Strategy):
         )
 
     def close(self, exit_code: int) -> None:
-        """Waits for rank 0, which writes files until the end: torchrun and Slurm end all ranks when
-        one has ended.
+        """Waits for rank 0, which writes files last: torchrun and Slurm stop all ranks when one
+        exits.
 
-        After an error other ranks may be gone, and work on a GPU that waits for them would keep
-        this process alive: there it ends without cleaning up, once the error is printed.
+        After an error, other ranks may be dead, and GPU work that waits for them would keep this
+        process alive. There the process exits without cleanup after the error is printed.
         """
         if exit_code in (0, 143):
-            with contextlib.suppress(RuntimeError):  # the run is complete anyway
+            with contextlib.suppress(RuntimeError):  # the run is complete
                 self.all_reduce_max(0)
         elif self.device.type == "cuda":
             atexit.register(_exit_at_once, exit_code)

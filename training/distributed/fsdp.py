@@ -1,4 +1,4 @@
-"""FSDP: every rank holds a shard of each parameter, gradient and moment (PyTorch's FSDP2)."""
+"""FSDP: every rank holds a shard of each parameter, gradient and moment (FSDP2 of PyTorch)."""
 
 import contextlib
 import functools
@@ -23,25 +23,25 @@ class FSDP(DDP):
 
     reshard_after_forward: bool = True
     name: ClassVar[str] = "fsdp"
-    compiles_blocks: ClassVar[bool] = True  # between the all-gathers
+    compiles_blocks: ClassVar[bool] = True  # each between two all-gathers
 
     def shard(self, model: GPT) -> GPT:
-        """Shards a model on the meta device, so that no rank ever holds the whole of it.
+        """Shards a model on the meta device, so that no rank ever holds the complete model.
 
-        The matrices of a block are gathered in the precision of the matrix products, half the
-        bytes to send. The embeddings and the last norm stay in fp32 and are gathered for the
-        whole step, so the residual stream is in fp32, as in one process.
+        The matrices of a block are gathered in the precision of matrix products, which halves the
+        bytes to send. Embeddings and last norm are gathered in fp32 for the complete step, so the
+        residual stream is in fp32, as in a single process.
         """
         fp32 = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         for block in model.blocks:
             fully_shard(
-                [block.attn, block.mlp],  # in one message
+                [block.attn, block.mlp],  # gathered together
                 mesh=mesh,
                 reshard_after_forward=self.reshard_after_forward,
                 mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, **fp32),
             )
-        # It warns of in-place changes to the output of a module; there are none here.
+        # The warning is about in-place changes of module outputs; this model has none.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**fp32))
 
@@ -50,7 +50,7 @@ class FSDP(DDP):
 
     def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         self.wrapped.set_requires_gradient_sync(not more_to_come)
-        if not self.reshard_after_forward:  # then gathered once per step, not per micro-batch
+        if not self.reshard_after_forward:  # gather once per step, not per micro-batch
             self.wrapped.set_reshard_after_backward(not more_to_come)
         return contextlib.nullcontext()
 
@@ -60,20 +60,20 @@ class FSDP(DDP):
             with super().inference(model):
                 yield
         finally:
-            # A forward without backward leaves parameters gathered, and stale after the next step.
+            # After a forward without backward, the gathered parameters would become outdated.
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
     def probing(self, model: GPT) -> contextlib.AbstractContextManager:
-        """In the run's precision, in which the parameters are gathered."""
+        """Uses the precision of the run, in which the parameters are gathered."""
         return self.inference(model)
 
     def total_norm(self, model: torch.nn.Module) -> Tensor:
         return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
 
     def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
-        # Each device holds one whole tensor at a time; rank 0 keeps it.
+        # All devices hold the complete tensor for a moment; rank 0 keeps it.
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return super().gather(whole, copy)
 

@@ -1,6 +1,6 @@
-"""How this process was started: alone, or by torchrun as one of several ranks.
+"""How this process was started: alone, or as a rank by torchrun.
 
-Reads the environment variables that torchrun sets for each process; needs no torch.
+Reads the environment variables that torchrun sets; does not import torch.
 """
 
 import os
@@ -11,17 +11,17 @@ TORCHRUN = "start it with torchrun --nproc_per_node=N train.py"
 
 
 def launched() -> bool:
-    """Whether torchrun (or a program like it) started this process."""
+    """Returns whether torchrun, or a similar program, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank_count() -> int:
-    """The number of processes that were started together."""
+    """Returns the number of processes that were started together."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def launch_command() -> list[str]:
-    """The program that started this process, with the options that an equal start needs."""
+    """Returns the command that starts these processes again, without train.py and its arguments."""
     if not launched():
         return ["python"]
     ranks = rank_count()
@@ -32,35 +32,35 @@ def launch_command() -> list[str]:
 
 
 def max_restarts() -> int:
-    """How often torchrun starts all ranks again after one has died."""
+    """Returns how often torchrun restarts all ranks after one has died."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def check(config: ParallelConfig, batch_size: int | None) -> list[tuple]:
-    """Settings that do not fit the number of processes: (key, value, reason, hint) for each.
+    """Returns a problem (key, value, reason, hint) for each setting that does not fit the launch.
 
-    batch_size: windows per optimizer step over all ranks; None while it is not known.
+    batch_size: windows per optimizer step over all ranks; None if it is not known yet.
     """
     strategy, key = config.strategy, "parallel"
     if not launched() and strategy in ("ddp", "fsdp"):
         hint = f"{TORCHRUN} parallel={strategy} ..."
-        return [(key, strategy, "started as one process, without torchrun", hint)]
+        return [(key, strategy, "needs several processes, but there is only one", hint)]
     if not launched() and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        reason = "srun started several processes that do not know of each other"
+        reason = "srun started several processes without a process group"
         hint = "let srun start one torchrun per machine, as scripts/slurm.sh does"
         return [(key, strategy, reason, hint)]
     return check_ranks(strategy, rank_count(), batch_size)
 
 
 def check_ranks(strategy: str, ranks: int, batch_size: int | None) -> list[tuple]:
-    """Settings that do not fit a number of ranks: (key, value, reason, hint) for each."""
+    """Returns a problem (key, value, reason, hint) for each setting that does not fit `ranks`."""
     problems = []
     if strategy == "single" and ranks > 1:
-        reason = f"started as {ranks} processes, which would all train the same"
+        reason = f"is for one process, but {ranks} were started"
         hint = "use parallel=auto, or start it without torchrun"
         problems.append(("parallel", strategy, reason, hint))
     if batch_size is not None and batch_size % ranks != 0:
-        reason = f"cannot be divided evenly among {ranks} ranks"
-        hint = f"use a multiple of {ranks}, such as {-(-batch_size // ranks) * ranks}"
+        reason = f"must be a multiple of the number of ranks, {ranks}"
+        hint = f"use {-(-batch_size // ranks) * ranks}"
         problems.append(("trainer.batch_size", batch_size, reason, hint))
     return problems

@@ -1,16 +1,15 @@
-"""The strategy of a run: one process, DDP or FSDP, behind one interface.
-
-The training loop calls this object for a backward pass, a mean over ranks or a tensor to save, and
-does not ask which rank it is:
+"""Distributed strategy of a run: one interface for a single process, DDP and FSDP.
 
     Strategy        one process on one device
-    ddp.py DDP      several; each holds the whole model, gradients are averaged (Li et al. 2020)
-    fsdp.py FSDP    several; each holds a shard of every parameter, gradient and moment, and gathers
-                    a block's parameters to compute it (ZeRO-3, Rajbhandari et al. 2020)
+    ddp.py DDP      several processes, each with the complete model; gradients are averaged
+                    (Li et al. 2020)
+    fsdp.py FSDP    several processes, each with a shard of every parameter, gradient and moment;
+                    the parameters of a block are gathered to compute it
+                    (ZeRO-3, Rajbhandari et al. 2020)
 
-torchrun starts the processes and gives each its rank. Tensors travel over NCCL between GPUs and
-over gloo between CPUs. Counts, signals and errors travel between the CPUs always, so that no rank
-has to wait for a GPU.
+The training loop uses this interface and contains no code for specific ranks. torchrun starts the
+processes. NCCL sends tensors between GPUs, gloo between CPUs. Counts, signals and errors are always
+sent between CPUs, so that no rank waits for a GPU.
 """
 
 import contextlib
@@ -32,28 +31,28 @@ from training.optim.optimizers import NonFiniteCheck
 
 @dataclass
 class Strategy:
-    """One process on one device; DDP and FSDP override what differs."""
+    """One process on one device; the base class of DDP and FSDP."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products; parameters stay in fp32
     rank: int = 0
     world_size: int = 1
     name: ClassVar[str] = "single"
-    compiles_blocks: ClassVar[bool] = False  # on a GPU too, not the model as a whole
+    compiles_blocks: ClassVar[bool] = False  # on a GPU: separate blocks, not the complete model
 
     def __post_init__(self):
-        # Does nothing unless the matrix products are in fp16.
+        # Enabled for fp16 only.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.eager: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     @property
     def is_rank_0(self) -> bool:
-        """True on the rank that prints, logs and writes files."""
+        """Whether this rank prints, logs and writes files."""
         return self.rank == 0
 
     @property
     def precision(self) -> str:
-        """The value of trainer.precision that means `dtype`."""
+        """The value of trainer.precision for `dtype`."""
         return next(name for name, dtype in devices.DTYPES.items() if dtype == self.dtype)
 
     @property
@@ -62,22 +61,22 @@ class Strategy:
         return "" if self.is_rank_0 else f"rank {self.rank}: "
 
     def describe(self) -> str:
-        """Device, precision and number of ranks, for the summary of a run."""
+        """Returns device, precision and number of ranks as text."""
         ranks = f", {self.world_size} ranks ({self.name})" if self.name != "single" else ""
         return f"on {self.device} in {str(self.dtype).removeprefix('torch.')}{ranks}"
 
     # ------------------------------------------------------------------ model and precision
 
     def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
-        """The model that build() returns, on the device (FSDP: sharded): the one that is saved,
-        validated and read by the lens."""
+        """Returns build() on the device, sharded by FSDP. Checkpoints, validation and attention
+        snapshots use this model."""
         return build().to(self.device).train()
 
     def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
-        """The module to train: it shares the parameters of a prepared model and may be compiled.
+        """Returns the module to train. It shares the parameters of a prepared model.
 
-        On a GPU it is compiled as a whole; on a CPU each block of the model is: blocks share
-        compiled code, which takes seconds, and embeddings and loss are faster without
+        A GPU compiles the complete model. A CPU compiles each block: this takes seconds, because
+        blocks share compiled code, and embeddings and loss are faster uncompiled
         (docs/benchmarks.md).
         """
         model.head_loss = head_loss
@@ -89,7 +88,7 @@ class Strategy:
         if self.device.type != "cpu" and not self.compiles_blocks:
             return torch.compile(self.wrapped)
         for block in model.blocks:
-            block.compile()  # in place; only training runs the compiled code
+            block.compile()  # in place; only training uses the compiled code
         self.eager = functools.partial(torch.compiler.set_stance, "force_eager")
         return self.wrapped
 
@@ -97,14 +96,14 @@ class Strategy:
         return model
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Matrix products in `dtype`, the rest in fp32; does nothing for fp32."""
+        """Returns a context: matrix products in `dtype`, everything else in fp32."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     @contextlib.contextmanager
     def inference(self, model: torch.nn.Module) -> Iterator[None]:
-        """Eval mode without gradients in the run's precision; restores the mode afterwards."""
+        """Context: eval mode, no gradients, precision of the run. Restores the mode at exit."""
         was_training = model.training
         model.eval()
         try:
@@ -114,50 +113,47 @@ class Strategy:
             model.train(was_training)
 
     def probing(self, model: GPT) -> contextlib.AbstractContextManager:
-        """Around forward passes of the lens: in fp32, with FSDP in the run's precision."""
+        """Returns a context for attention snapshots: fp32; FSDP: the precision of the run."""
         return self.eager()
 
     # ------------------------------------------------------------------------------ tensors
 
     def to_device(self, *tensors: Tensor) -> list[Tensor]:
         """Copies host tensors to the device; on a GPU the copy overlaps with computation."""
-        if self.device.type != "cuda":  # a copy that overlaps could read what changes meanwhile
+        if self.device.type != "cuda":  # a non-blocking copy could read changed data
             return [tensor.to(self.device) for tensor in tensors]
         return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
 
     def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
-        """The whole of a parameter or moment on the CPU of rank 0; None on the other ranks.
+        """Returns a complete parameter or moment on the CPU of rank 0; None on the other ranks. All
+        ranks must call it, in the same order.
 
-        Called on all ranks in the same order. copy: copies tensors that are on the CPU already.
+        copy: also copy tensors that are on the CPU.
         """
         return tensor.detach().to("cpu", copy=copy).contiguous()
 
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
-        """This rank's part of a tensor of rank 0, with the dtype and placement of `like`.
-
-        Called on all ranks in the same order; `whole` is None on the others.
-        """
+        """Returns this rank's part of `whole`, with the dtype and placement of `like`. All ranks
+        must call it, in the same order. `whole` is None on ranks other than 0."""
         return whole.to(like.device, like.dtype)
 
     # ------------------------------------------------------------------------- gradient step
 
     def reseed(self, seed: int, step: int) -> None:
-        """Seeds the dropout of a step as a function of (seed, step, rank).
-
-        So there is no random state to save, and a resumed run draws the same numbers.
-        """
+        """Seeds the dropout of a step with a function of (seed, step, rank). A resumed run draws
+        the same numbers, and checkpoints need no random state."""
         mixed = np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)
         torch.manual_seed(int(mixed[0]))
 
     def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
-        """Around forward and backward of a micro-batch: ranks exchange gradients only in the last
-        micro-batch of a step, when more_to_come is false."""
+        """Returns a context for forward and backward of a micro-batch. Ranks exchange gradients if
+        more_to_come is false: in the last micro-batch of a step only."""
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of `loss` (fp16: multiplied by the loss scale)."""
-        # An infinite loss may have finite gradients. 0 x inf is NaN, which makes them NaN, after
-        # the sum over ranks on all ranks. For a finite loss no bit changes.
+        """Computes the gradients of `loss` (fp16: multiplied by the loss scale) and adds them."""
+        # An infinite loss may have finite gradients. 0 x inf is NaN and makes them NaN; after the
+        # sum over ranks they are NaN on all ranks. A finite loss is multiplied by exactly 1.
         loss = loss * (1 + 0 * loss.detach())
         self.scaler.scale(loss).backward()
 
@@ -168,16 +164,13 @@ class Strategy:
         grad_clip: float,
         nonfinite: NonFiniteCheck,
     ) -> Tensor:
-        """Clips the gradients to norm grad_clip (0: does not clip), steps, clears the gradients.
-
-        The step is skipped where the non-finite check says so. Returns the norm before clipping,
-        (), on the device.
-        """
+        """Clips the gradients to norm grad_clip (0: no clipping), steps, clears the gradients. The
+        non-finite check may skip the step. Returns the norm before clipping, (), on the device."""
         self.scaler.unscale_(optimizer)
         grad_norm = self.total_norm(model)
         found_inf = nonfinite.found_inf(grad_norm, self.scaler.scale(torch.ones_like(grad_norm)))
         if optimizer.defaults.get("fused"):
-            # The fused kernel divides the gradients as it reads them and changes nothing in a
+            # The fused kernel divides the gradients while it reads them and does nothing in a
             # skipped step, so the host does not wait for the device.
             optimizer.grad_scale = None
             if grad_clip > 0:
@@ -194,31 +187,31 @@ class Strategy:
         return grad_norm
 
     def total_norm(self, model: torch.nn.Module) -> Tensor:
-        """The Euclidean norm of all gradients together, (), equal on all ranks."""
+        """Returns the Euclidean norm of all gradients together, (), equal on all ranks."""
         grads = [p.grad for p in model.parameters()]
         if self.device.type == "cpu":  # torch.dot reads at memory speed, vector_norm does not
-            # In pieces: the rounding of a long dot product differs by processor, up to 1e-3.
+            # In chunks, because rounding errors of long dot products reach 1e-3 on some CPUs.
             parts = [part for grad in grads for part in grad.flatten().split(2**20)]
             return torch.stack([torch.dot(part, part) for part in parts]).sum().sqrt()
         return torch.nn.utils.get_total_norm(grads)
 
     def synchronize(self) -> None:
-        """Waits until the device has finished its work, before a clock is read."""
+        """Waits until the device has finished its work. Call it before reading a clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     # --------------------------------------------------------------------------- collectives
 
     def all_reduce_sum(self, *values: float) -> list[float]:
-        """The sum of each value over all ranks."""
+        """Returns the sum of each value over all ranks."""
         return list(values)
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest of all ranks' values."""
+        """Returns the maximum over all ranks."""
         return value
 
     def all_reduce_mean(self, values: list[Tensor]) -> list[float]:
-        """The means of some scalars over all ranks, as numbers; waits for the device."""
+        """Returns the means of scalars over all ranks. Waits for the device."""
         if not values:
             return []
         self.synchronize()
@@ -226,19 +219,17 @@ class Strategy:
         return [total / self.world_size for total in totals]
 
     def broadcast(self, value: object) -> object:
-        """Rank 0's value on every rank: any value that JSON can hold."""
+        """Returns the value of rank 0 on every rank. Values are JSON types."""
         return value
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """An error inside on one rank is raised on all ranks, which would otherwise wait for it.
-
-        Nothing inside may wait for another rank.
-        """
+        """Context: raises an error of one rank on all ranks, which would otherwise wait forever.
+        Code inside must not wait for other ranks."""
         yield
 
     def on_rank_0(self, action: Callable[[], object]) -> object:
-        """The result of action() on rank 0, None on the others. Errors are raised on all ranks."""
+        """Returns action() on rank 0, None on the others. Raises errors on all ranks."""
         result = None
         with self.raise_on_all_ranks():
             if self.is_rank_0:
@@ -246,7 +237,7 @@ class Strategy:
         return result
 
     def is_lost_rank(self, error: BaseException) -> bool:
-        """Whether an error means that another rank died or timed out."""
+        """Returns whether an error means that another rank died or timed out."""
         return False
 
     def close(self, exit_code: int) -> None:

@@ -1,7 +1,7 @@
-"""Devices with their peak FLOP/s, memory and price; used by the planner and for the MFU of a run.
+"""Peak FLOP/s, memory and price of devices, for scripts.plan and for the MFU of a run.
 
-Peaks and memory are those of the data sheets. Prices are round figures of late 2026 for one device
-and hour, on demand; `scripts.plan price=` takes another.
+FLOP/s and memory are from data sheets. Prices are rounded on-demand prices of late 2026 per device
+and hour; `scripts.plan price=` overrides them.
 """
 
 import re
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of device."""
+    """A device type."""
 
-    title: str  # the name that its driver reports, or a part of it
+    title: str  # the name that the driver reports, or a part of it
     flops: float  # dense bf16 FLOP/s
-    fp32: float  # fp32 FLOP/s without TF32, which training does not use
+    fp32: float  # fp32 FLOP/s without TF32; training does not use TF32
     memory: float  # bytes
     price: float  # US dollars per hour
 
@@ -28,21 +28,20 @@ KINDS = {
     "l40s": Kind("L40S", 362e12, 91e12, 48e9, 1.0),
     "l4": Kind("L4", 121e12, 30e12, 24e9, 0.7),
     "rtx4090": Kind("RTX 4090", 165e12, 82e12, 24e9, 0.4),
-    # Not from a data sheet: matrix products measured on two cores of a server.
+    # Measured: matrix products on two cores of a server.
     "cpu": Kind("CPU (2 cores, Zen 5)", 800e9, 200e9, 24e9, 0.1),
 }
 # Fraction of the peak that training reached in benchmarks/results/2026-11-21-base-cpu.json.
 MEASURED_UTILISATION = {("cpu", "bf16"): 0.36, ("cpu", "fp32"): 0.83}
-# Assumed where it was not measured: a round figure of published trainings of larger GPT-2 models on
-# GPUs. Small models reach less.
+# Assumed if not measured: a rounded value of published GPU trainings of larger GPT-2 models. Small
+# models reach less.
 ASSUMED_UTILISATION = 0.4
 
-# FLOPs of a run per device from which compilation saves more time than it takes
-# (docs/benchmarks.md).
+# Above this number of FLOPs per device and run, compilation saves time (docs/benchmarks.md).
 WORTH_COMPILING = {"cpu": 4e14, "cuda": 2e16}
 
 
 def kind_named(device_name: str) -> Kind | None:
-    """The kind of the device with this driver name; None for an unknown one."""
+    """Returns the device type with this driver name; None if unknown."""
     matches = [k for k in KINDS.values() if re.search(rf"\b{re.escape(k.title)}\b", device_name)]
     return max(matches, key=lambda kind: len(kind.title), default=None)

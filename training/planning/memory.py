@@ -1,15 +1,14 @@
-"""How much memory a training step needs on each device, by formula: nothing is allocated.
+"""Memory of a training step per device, estimated by formulas without allocating anything.
 
     job = Job(config, "single", world_size=1, precision="bf16", device="cuda", compiled=True)
     sum(estimate(job, windows=8).values())        # bytes
 
-Tests compare the formulas with what autograd keeps and what is allocated; docs/planning.md compares
-the totals with measured peaks. Terms below one or two percent of the total are omitted: biases,
-the statistics of norms, gradients of single matrices.
+Tests compare the formulas with the tensors that autograd saves and with allocated memory;
+docs/planning.md compares totals with measured peaks. Terms below one or two percent of the total
+are omitted: biases, statistics of norms, gradients of single matrices.
 
-Shapes: B windows of a micro-batch, T tokens of a window, C emb_dim, H heads, L layers,
-V vocabulary, P parameters. c is the bytes of a number in the matrix products: 4 in fp32, 2 in bf16
-and fp16.
+Shapes: B windows per micro-batch, T tokens per window, C emb_dim, H heads, L layers, V vocabulary,
+P parameters. c: bytes per element in matrix products, 4 in fp32, 2 in bf16 and fp16.
 """
 
 from collections.abc import Callable
@@ -18,44 +17,44 @@ from dataclasses import dataclass
 from training.config.schema import Config, ModelSettings
 
 LOGITS_AT_ONCE = 2**28  # as in training/ops/cross_entropy.py, which needs torch
-USABLE = 0.92  # of a device's memory; the rest is left for fragments and other programs
-# Memory that the allocator holds and cannot use, as a fraction of all that is allocated. On a CPU,
+USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other programs
+# Memory that the allocator holds without use, as a fraction of the allocated memory. On a CPU,
 # training keeps freed memory (training/distributed/device.py): 10 to 28 % in measured runs, 20 % on
-# average (docs/planning.md). For the caching allocator of a GPU 5 % is assumed, not measured.
+# average (docs/planning.md). The 5 % of the caching GPU allocator are assumed, not measured.
 SLACK = {"cpu": 0.20, "cuda": 0.05}
-# The process without a model. On a CPU the libraries and a small text, measured; on a GPU the
-# context and the workspaces of cuBLAS, assumed.
+# Memory of a process without a model. CPU: libraries and a small text file, measured. GPU: CUDA
+# context and cuBLAS workspaces, assumed.
 LIBRARIES = {"cpu": 0.37e9, "cuda": 0.6e9}
-NCCL = 0.6e9  # its buffers on a GPU when there are several ranks: assumed
-# What an estimate is made of.
+NCCL = 0.6e9  # buffers of NCCL on a GPU with several ranks, assumed
+# Parts of an estimate.
 PARTS = {
     "weights": "fp32",
     "gradients": "fp32",
     "optimizer": "moments, fp32",
-    "casts": "of the weights, in the precision of the products",
-    "gathered": "weights of other ranks, while they are needed",
-    "activations": "kept by forward for backward",
-    "logits": "of the cross-entropy, a piece at a time",
-    "working": "gradients in flight, buffers of collectives",
-    "slack": "lost by the allocator",
+    "casts": "copies of the weights in the precision of the products",
+    "gathered": "weights of other ranks, while they are in use",
+    "activations": "saved by forward for backward",
+    "logits": "of the cross-entropy, in chunks",
+    "working": "temporary gradients, buffers of collectives",
+    "slack": "unused memory of the allocator",
     "libraries": "the process without a model",
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training run: all that its memory depends on, apart from the micro-batch."""
+    """The properties of a training run that determine its memory, except the micro-batch."""
 
     config: Config
     strategy: str  # single | ddp | fsdp
     world_size: int
     precision: str  # fp32 | bf16 | fp16
     device: str  # cpu | cuda | mps
-    compiled: bool  # the model, with FSDP its blocks
+    compiled: bool  # the model; with FSDP, its blocks
 
     @property
     def c(self) -> int:
-        """Bytes of a number in the matrix products."""
+        """Bytes per element in matrix products."""
         return {"fp32": 4, "bf16": 2, "fp16": 2}[self.precision]
 
     @property
@@ -64,22 +63,22 @@ class Job:
 
     @property
     def windows_per_rank(self) -> int:
-        """Windows of a step on one device."""
+        """Windows per step on one device."""
         return self.config.trainer.batch_size // self.world_size
 
 
 def estimate(job: Job, windows: int) -> dict[str, float]:
-    """Bytes on one device, by part, at the peak of a step with micro-batches of `windows`.
+    """Returns the bytes per part on a device at the peak of a step, with `windows` per micro-batch.
 
-    Three moments of a step are compared; the largest sum is the peak. At the end of the forward the
-    loss and its gradient are computed in pieces. When the backward reaches the last block, all
-    activations are there, and the head's gradient. At its end all gradients are there, and the two
-    parts of the embedding's are being added. The optimizer's step (fused, in place) needs no more.
+    The peak is the largest of three moments. (1) End of forward: the loss and its gradient are
+    computed in chunks. (2) Backward reaches the last block: all activations and the gradient of the
+    head exist. (3) End of backward: all gradients exist, and both parts of the embedding gradient
+    are added. The optimizer step (fused, in place) does not need more.
 
-    Gradients are None after a step and grow in the backward. Before it they exist with DDP, whose
-    buckets they are views of, and in all micro-batches but the first: with DDP in addition to the
-    buckets. FSDP reduces in the last micro-batch only; until then every rank holds all of them
-    unsharded.
+    Gradients are None after a step and are allocated in backward. They exist earlier with DDP, as
+    views of its buckets, and in all micro-batches but the first; with DDP then in addition to the
+    buckets. FSDP reduces gradients in the last micro-batch only; until then every rank holds all of
+    them unsharded.
     """
     model, kind = job.config.model, "cpu" if job.device == "cpu" else "cuda"
     positions = windows * job.config.data.max_length  # B T
@@ -89,7 +88,7 @@ def estimate(job: Job, windows: int) -> dict[str, float]:
     kept = activations(job, windows)
     at_loss = {"gradients": before, "casts": casts(job), "activations": kept}
     at_loss["logits"] = head(job, positions)
-    # In the MLP the gradients of the residual stream, of the branch, after and before GELU.
+    # Gradients in the MLP: of the residual stream, of the branch, after and before GELU.
     in_flight = (4 + 9 * job.c) * positions * model.emb_dim
     at_last_block = at_loss | {"logits": 0, "working": embedding + in_flight}
     if job.config.trainer.activation_checkpointing:
@@ -105,7 +104,7 @@ def estimate(job: Job, windows: int) -> dict[str, float]:
 
 
 def fits(job: Job, windows: int, memory: float) -> bool:
-    """Whether a step with micro-batches of `windows` fits into the memory of a device, in bytes."""
+    """Returns whether a step with `windows` per micro-batch fits into `memory` bytes."""
     return sum(estimate(job, windows).values()) <= USABLE * memory
 
 
@@ -113,34 +112,34 @@ def fits(job: Job, windows: int, memory: float) -> bool:
 
 
 def block_matrices(model: ModelSettings) -> int:
-    """Numbers in the six matrices of one block: four of (C, C), two of (C, 4 C)."""
+    """Returns the elements of the six matrices of a block: four of (C, C), two of (C, 4 C)."""
     return 12 * model.emb_dim**2
 
 
 def root_parameters(model: ModelSettings) -> int:
-    """Parameters outside the blocks: (V, C) tokens, (context, C) positions, the last norm."""
+    """Returns the parameters outside blocks: (V, C) tokens, (context, C) positions, last norm."""
     return (model.vocab_size + model.context_length + 2) * model.emb_dim
 
 
 def num_parameters(model: ModelSettings) -> int:
-    """P. A block has biases and two norms of 2 C besides its matrices."""
+    """Returns P. A block has matrices, biases and two norms of 2 C."""
     vectors = (13 if model.qkv_bias else 10) * model.emb_dim
     return model.num_layers * (block_matrices(model) + vectors) + root_parameters(model)
 
 
 def optimizer_state(job: Job) -> int:
-    """Bytes of the optimizer's moments on all ranks together: two in fp32 for each parameter, with
-    Muon one for those in the matrices of the blocks."""
+    """Returns the bytes of the moments on all ranks together: two in fp32 per parameter; with Muon,
+    one for the matrices of the blocks."""
     model = job.config.model
     of_muon = block_matrices(model) * model.num_layers if job.config.optimizer.name == "muon" else 0
     return 8 * num_parameters(model) - 4 * of_muon
 
 
 def casts(job: Job) -> int:
-    """Bytes of the matrices in the precision of the products.
+    """Returns the bytes of the copies of matrices in the precision of the products.
 
-    Autocast casts each once per forward. The copies that backward needs live until it has used
-    them. FSDP gathers blocks that are cast already.
+    Autocast casts each matrix once per forward and keeps the copies that backward needs. FSDP
+    gathers blocks in that precision, without copies.
     """
     if job.precision == "fp32":
         return 0
@@ -150,11 +149,10 @@ def casts(job: Job) -> int:
 
 
 def gathered_parameters(job: Job) -> int:
-    """FSDP: bytes of parameters of other ranks.
+    """Returns the bytes of gathered parameters with FSDP.
 
-    The root (embeddings, last norm) in fp32 from its first use to its last, and all blocks without
-    reshard_after_forward; else two blocks, one computed and one in flight, and that one's receive
-    buffer.
+    These are the root (embeddings, last norm) in fp32 and, without reshard_after_forward, all
+    blocks. With it, two blocks: the one in use, and the next one with its receive buffer.
     """
     if not job.sharded:
         return 0
@@ -167,23 +165,23 @@ def gathered_parameters(job: Job) -> int:
 
 
 def block_activations(job: Job, windows: int) -> float:
-    """Bytes that one block's forward keeps for its backward, copies of weights not counted.
+    """Returns the bytes that the forward of a block saves for backward, without copies of weights.
 
-    Per position and channel, B T C numbers:
+    Bytes per position and channel (B T C elements):
 
         4       input of the first norm: the residual stream, always fp32
-        c x 3   the normalised input, cast for each of the three matrices by itself; in fp32, and
-                compiled, one tensor that all three share
+        c x 3   normalized input, cast for each of the three matrices separately; in fp32 or if
+                compiled, one shared tensor
         c x 3   queries, keys, values
-        c       the heads' results, input of the output matrix
+        c       outputs of the heads, input of the output matrix
         4       input of the second norm
-        c       the normalised input of the MLP
+        c       normalized input of the MLP
         4 c x 2 before and after GELU
-        1 x 2   the masks of both dropouts
+        1 x 2   masks of both dropouts
 
-    A kernel that writes the attention weights keeps for each, B H T T numbers, the softmax's result
-    in fp32, the mask of its dropout, and what is multiplied by the values, unless that is the
-    softmax's result. On a CPU sdpa with dropout is one of these (training/ops/cpu.py).
+    A kernel that stores the attention weights (B H T T elements) saves the softmax in fp32, the
+    dropout mask, and the factor of the values if it is another tensor than the softmax. sdpa with
+    dropout is such a kernel on a CPU (training/ops/cpu.py).
     """
     model, c, length = job.config.model, job.c, job.config.data.max_length
     has_dropout = model.dropout > 0
@@ -200,10 +198,10 @@ def block_activations(job: Job, windows: int) -> float:
 
 
 def activations(job: Job, windows: int) -> float:
-    """Bytes that a forward keeps for backward, without the logits and copies of weights.
+    """Returns the bytes that forward saves for backward, without logits and copies of weights.
 
-    L blocks, of which checkpointing keeps the fp32 inputs alone (Chen et al. 2016); around them
-    the dropout mask of the embeddings and the last norm's input.
+    These are the activations of L blocks (activation checkpointing: only the fp32 input of each,
+    Chen et al. 2016), the dropout mask of the embeddings and the input of the last norm.
     """
     model = job.config.model
     channels = windows * job.config.data.max_length * model.emb_dim  # B T C
@@ -213,11 +211,12 @@ def activations(job: Job, windows: int) -> float:
 
 
 def head(job: Job, positions: int) -> int:
-    """Bytes of logits and the head's gradients while the loss is computed.
+    """Returns the bytes of logits and gradients of the head during the computation of the loss.
 
-    A piece of n positions at a time (training/ops/cross_entropy.py): logits c n V, which become
-    their gradient. On a GPU also their log-softmax, 4 n V, compiled c n V; on a CPU that of a few
-    rows only. Then the gradient of the matrix, c V C. What the head reads, and its gradient.
+    The loss is computed in chunks of n positions (training/ops/cross_entropy.py). The logits, c n V
+    bytes, are overwritten by their gradient. On a GPU the log-softmax needs 4 n V, compiled c n V;
+    on a CPU only a few rows exist at a time. Then follow the gradient of the matrix, c V C, and the
+    input of the head and its gradient.
     """
     model, c = job.config.model, job.c
     logits = min(positions, LOGITS_AT_ONCE // model.vocab_size) * model.vocab_size
@@ -231,9 +230,8 @@ def head(job: Job, positions: int) -> int:
 # ----------------------------------------------------------------------------- micro-batches
 
 
-def largest_micro_batch(share: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest divisor of `share`, a device's windows per step, for which fits(windows) holds.
-
-    A divisor, so that all micro-batches have one size. None when not even one window fits.
-    """
-    return next((n for n in range(share, 0, -1) if share % n == 0 and fits(n)), None)
+def largest_micro_batch(windows_per_rank: int, fits: Callable[[int], bool]) -> int | None:
+    """Returns the largest divisor of windows_per_rank for which fits(windows) holds. Divisors give
+    micro-batches of equal size. None if not even one window fits."""
+    sizes = range(windows_per_rank, 0, -1)
+    return next((n for n in sizes if windows_per_rank % n == 0 and fits(n)), None)

@@ -1,7 +1,5 @@
-"""The micro-batch that fits into memory: the check before a run, the search for the largest, and
-the suggestion when memory has run out.
-
-The memory of a step is estimated by formula (training/planning/memory.py).
+"""Micro-batch size and memory: check before a run, search for the largest size that fits, and the
+error when a step runs out of memory. Estimates: training/planning/memory.py.
 """
 
 import math
@@ -17,11 +15,11 @@ from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.planning.memory import Job, estimate, fits, largest_micro_batch, num_parameters
 
-CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
+CGROUP = Path("/sys/fs/cgroup")  # limits of a container
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch says that memory ran out, on any device."""
+    """Returns whether an error of torch means that memory ran out, on any device."""
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
     said = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
@@ -30,9 +28,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_error(
     settings: Config, strategy: Strategy, windows: int, intact: str
 ) -> OutOfMemoryError:
-    """The error of a step that ran out of memory, with a suggestion that keeps the batch.
+    """Returns the error of a step that ran out of memory, with a hint that keeps the batch size.
 
-    windows: of the micro-batch that did not fit. intact: the checkpoint to resume from, in words.
+    windows: size of the micro-batch that did not fit. intact: text about the newest checkpoint.
     """
     tokens = f"{windows} windows of {settings.data.max_length} tokens"
     reason = f"{tokens} do not fit into the memory of {strategy.device}"
@@ -41,31 +39,30 @@ def out_of_memory_error(
 
 
 def _hint(settings: Config, strategy: Strategy, fits: Callable[[int], bool]) -> str:
-    """What needs less memory: the largest micro-batch for which fits(windows) holds, else another
-    setting."""
+    """Returns a hint: the largest micro-batch size for which fits(windows) holds, or a setting."""
     trainer = settings.trainer
-    share = trainer.batch_size // strategy.world_size
-    if smaller := largest_micro_batch(share, fits):
+    per_rank = trainer.batch_size // strategy.world_size
+    if smaller := largest_micro_batch(per_rank, fits):
         return (
-            f"use trainer.micro_batch_size={smaller}: {share // smaller} micro-batches per step on "
-            f"each device keep the batch of {trainer.batch_size}"
+            f"use trainer.micro_batch_size={smaller}: {per_rank // smaller} micro-batches per step "
+            f"on each device keep the batch size of {trainer.batch_size}"
         )
     if not trainer.activation_checkpointing:
-        return "use trainer.activation_checkpointing=true: a third more work in far less memory"
+        return "use trainer.activation_checkpointing=true, which needs far less memory"
     if strategy.name != "fsdp":
         return "use parallel=fsdp on several devices, or a smaller model"
     return "use more devices, a smaller data.max_length or a smaller model"
 
 
 def check_memory(settings: Config, strategy: Strategy) -> list[tuple]:
-    """Problems (key, value, reason, hint), before anything is allocated: weights, gradients and
-    moments, or on a CPU a step, need more memory than the device has.
+    """Returns a problem (key, value, reason, hint) if weights, gradients and moments, or on a CPU a
+    step, need more memory than the device has. Allocates nothing.
 
-    On a CPU the process would be killed without a message. On a GPU a step that does not fit ends
-    with the error of `out_of_memory_error`.
+    Without this check, the system would kill a process on a CPU without a message. On a GPU, a step
+    that does not fit raises `out_of_memory_error`.
     """
     trainer, limit = settings.trainer, memory_of(strategy.device)
-    # Whether compile=auto compiles is not known yet; compiled, a step needs less.
+    # It is not known yet whether compile=auto compiles. A compiled step needs less memory.
     job = job_of(settings, strategy, trainer.compile is not False)
     asked = trainer.micro_batch_size
     windows = 1 if asked == "auto" else min(job.windows_per_rank, asked or job.windows_per_rank)
@@ -75,19 +72,19 @@ def check_memory(settings: Config, strategy: Strategy) -> list[tuple]:
         reason = f"weights, gradients and moments need {states / 1e9:,.1f} GB, {has}"
         parameters = f"{num_parameters(settings.model):,} parameters"
         return [("model", parameters, reason, "use a smaller model, such as model=gpt2-nano")]
-    # Without the slack of the allocator, which is a guess.
+    # Without the slack of the allocator, which is uncertain.
     if strategy.device.type != "cpu" or total - parts["slack"] <= limit:
         return []
     tokens = f"{windows} windows of {settings.data.max_length} tokens"
-    reason = f"{tokens} at a time need about {total / 1e9:,.1f} GB, {has}"
+    reason = f"a step with {tokens} needs about {total / 1e9:,.1f} GB, {has}"
     hint = _hint(settings, strategy, lambda n: n < windows and fits(job, n, limit))
     key = "trainer.batch_size" if asked is None else "trainer.micro_batch_size"
     return [(key, trainer.batch_size if asked is None else asked, reason, hint)]
 
 
 def find_micro_batch(settings: Config, strategy: Strategy, compiled: bool) -> int:
-    """trainer.micro_batch_size=auto: the largest that is estimated to fit on all ranks, in windows,
-    of those that divide a rank's share evenly; 1 when none is."""
+    """Returns the value of trainer.micro_batch_size=auto: the largest divisor of the windows per
+    rank whose estimate fits on all ranks; 1 if none fits."""
     job, limit = job_of(settings, strategy, compiled), memory_of(strategy.device)
     found = largest_micro_batch(job.windows_per_rank, lambda n: fits(job, n, limit)) or 1
     return -strategy.all_reduce_max(-found)
@@ -102,7 +99,7 @@ def job_of(settings: Config, strategy: Strategy, compiled: bool) -> Job:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes that this process may use of its device's memory."""
+    """Returns the bytes of device memory that this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
@@ -113,7 +110,7 @@ def memory_of(device: torch.device) -> float:
 
 
 def available_memory() -> float:
-    """Bytes of the machine's memory that no process uses; 0 where that is unknown."""
+    """Returns the bytes of free memory of the machine; 0 if unknown."""
     try:
         meminfo = Path("/proc/meminfo").read_text()
     except OSError:  # not Linux
@@ -124,12 +121,14 @@ def available_memory() -> float:
         return spare
     used = int((CGROUP / "memory.current").read_text())
     statistics = (CGROUP / "memory.stat").read_text()
-    files = re.search(r"^inactive_file (\d+)", statistics, re.M)  # freed when memory is needed
+    files = re.search(
+        r"^inactive_file (\d+)", statistics, re.M
+    )  # the page cache, which is freed on demand
     return min(spare, limit - used + int(files[1]))
 
 
 def _container_limit() -> float:
-    """Bytes of memory that the container may use; infinity without a container or a limit."""
+    """Returns the memory limit of the container in bytes; infinity without a limit."""
     try:
         return int((CGROUP / "memory.max").read_text())
     except (OSError, ValueError):  # ValueError: "max"
