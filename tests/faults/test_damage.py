@@ -1,6 +1,6 @@
-"""Truncated files and flipped bits of checkpoints and token files are refused, never loaded.
+"""Checkpoints and token files with flipped bits or truncated files are refused and never loaded.
 
-378 damages here, 16,192 with CAMPAIGN=1.
+378 damaged files here, 16,192 with CAMPAIGN=1.
 """
 
 import random
@@ -26,7 +26,7 @@ RANDOM = campaign("CAMPAIGN_DAMAGES", 6, 100)  # of each kind, of each file
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint, and the content of its files."""
+    """A checkpoint and the contents of its files."""
     run = train_in(tmp_path_factory.mktemp("damage"), "name=run", "trainer.max_steps=2")
     found = listing.find_checkpoint(run, names=checkpoint.FILES)
     return found, {path.name: path.read_bytes() for path in found.iterdir()}
@@ -34,7 +34,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """Token files, and their content."""
+    """Token files and their contents."""
     folder = tmp_path_factory.mktemp("tokens")
     text = TEXT.replace("3 jumps", "3 jumps<|endoftext|>")
     (folder / "text.txt").write_text(text, encoding="utf-8")
@@ -43,7 +43,7 @@ def tokens(tmp_path_factory):
 
 
 def damages(raw: bytes, count: int, chance: random.Random):
-    """(description, damaged bytes): flipped bits and truncations at random places."""
+    """Yields (description, damaged bytes): flipped bits and truncations at random positions."""
     for _ in range(count):
         place, bit = chance.randrange(len(raw)), chance.randrange(8)
         damaged = bytearray(raw)
@@ -54,7 +54,7 @@ def damages(raw: bytes, count: int, chance: random.Random):
 
 
 def outcome(file, raw: bytes, whole: bytes, reads) -> ClearheadError | None:
-    """The error of reading when the file has this content; None without one."""
+    """Returns the error of reading a file with this content; None without an error."""
     file.write_bytes(raw)
     try:
         reads()
@@ -74,7 +74,7 @@ def check_refused(error: ClearheadError | None, kind: type, folder, what: str) -
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 def test_a_truncated_header_is_refused_without_checksums(saved, name):
-    """As in files of older formats."""
+    """As in checkpoints of older formats."""
     folder, whole = saved
     raw = whole[name]
     sizes = range(0, 8 + struct.unpack("<Q", raw[:8])[0], campaign("CAMPAIGN_CUTS_APART", 64, 1))
@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_refused(saved, name):
 
 
 def read(folder) -> tuple:
-    """All that training reads of token files: ids and document starts."""
+    """Returns everything that training reads from token files: ids and document starts."""
     stream = open_shards(str(folder), "byte", True)["train"]
     ids = stream.gather(np.array([0]), len(stream))[0]
     return ids.tolist(), stream.document_starts().tolist()
@@ -116,7 +116,7 @@ def test_a_damaged_token_file_is_refused(tokens):
 
 
 def test_a_damaged_manifest_changes_nothing_that_is_read(tokens):
-    """It is refused, or the change is in a figure for people, such as text_bytes."""
+    """It is refused, or the change is in a value that only users read, such as text_bytes."""
     folder, whole = tokens
     raw, expected = whole["manifest.json"], read(folder)
     for what, damaged in damages(raw, 4 * RANDOM, random.Random(1)):

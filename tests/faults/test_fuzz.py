@@ -1,8 +1,8 @@
-"""Readers of files and arguments, with random mutations of valid input.
+"""Fuzzing: readers of files and arguments get random mutations of valid input.
 
-Each must take an input or refuse it with its own error, in one line: no other exception, no endless
-loop, no memory out of proportion. CAMPAIGN_FUZZ: the number of inputs of all readers together
-(make campaign); cheap readers get most of them.
+Each reader must accept an input or refuse it with one of our errors, in one line: without another
+exception, an endless loop or too much memory. CAMPAIGN_FUZZ: the number of inputs of all readers
+together (make campaign); fast readers get most of them.
 """
 
 import json
@@ -39,7 +39,7 @@ ODD += [b"", b"\n", b"  ", b": ", b"9" * 5000, b"[" * 2000, b'{"a":' * 500]
 
 
 def mutated(seed: bytes, chance: random.Random) -> bytes:
-    """The seed after one or a few mutations."""
+    """Returns the seed after one or a few mutations."""
     raw = bytearray(seed)
     for _ in range(1 + int(chance.expovariate(0.7))):
         place = chance.randrange(len(raw) + 1)
@@ -60,7 +60,7 @@ def mutated(seed: bytes, chance: random.Random) -> bytes:
 
 
 def odd_json(value: object, chance: random.Random) -> object:
-    """A JSON value with one of its parts replaced by something else."""
+    """Returns a JSON value in which one part is replaced by another value."""
     strange = [None, True, -1, 0, 2**63, 10**30, 1.5, -0.0, "", "x" * 999, "../x", [], {}, [[]]]
     if isinstance(value, dict) and value and chance.random() < 0.9:
         key = chance.choice(list(value))
@@ -109,7 +109,7 @@ def manifest(folder: Path):
 
 
 def saved_state(folder: Path):
-    """A checkpoint whose files have been tampered with; most of them with checksums that fit."""
+    """A checkpoint with mutated files, mostly with correct checksums."""
     run = train_in(folder, "name=made")
     seeds = {path.name: path.read_bytes() for path in listing.find_checkpoint(run).iterdir()}
     at = folder / "step_00000004"
@@ -118,7 +118,7 @@ def saved_state(folder: Path):
     def read(chance: random.Random) -> None:
         name = chance.choice(["model.safetensors", "state.json", "SHA256SUMS"])
         raw = seeds[name]
-        if name == "model.safetensors":  # the header: the rest are numbers
+        if name == "model.safetensors":  # only the header; the rest is numbers
             length = 8 + int.from_bytes(raw[:8], "little")
             head = mutated(raw[8:length], chance)
             raw = struct.pack("<Q", len(head)) + head + raw[length:]
@@ -129,11 +129,11 @@ def saved_state(folder: Path):
         for file, content in (seeds | {name: raw}).items():
             if file != "optimizer.safetensors" or not (at / file).exists():
                 (at / file).write_bytes(content)
-        sealed = name != "SHA256SUMS" and chance.random() < 0.8
-        if sealed:
+        has_checksums = name != "SHA256SUMS" and chance.random() < 0.8
+        if has_checksums:
             write_checksums(at)
         found = listing.find_checkpoint(at, names=checkpoint.FILES)
-        assert sealed or raw == seeds[name], "damage was not noticed"
+        assert has_checksums or raw == seeds[name], "damage was not noticed"
         model, _ = load_model(found)
         assert model.num_parameters() < 10**6
 
@@ -184,7 +184,7 @@ def bounded():
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_mutated_input_is_taken_or_refused(tmp_path, bounded, reader, monkeypatch):
+def test_mutated_input_is_accepted_or_refused(tmp_path, bounded, reader, monkeypatch):
     monkeypatch.chdir(tmp_path)
     share, refuses = READERS[reader]
     read, number, refusals = reader(tmp_path), max(10, int(INPUTS * share)), []

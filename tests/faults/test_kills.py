@@ -1,7 +1,7 @@
-"""Runs with faults (kills, signals, loss of power, full disks, NaN and inf) resume and end with the
-same result as undisturbed runs, bit for bit.
+"""Fault injection in runs: kills, signals, loss of power, full disks, NaN and inf.
 
-`make test` runs a few trials of each fault, CAMPAIGN=1 hundreds. CAMPAIGN_KILLS=N sets the kills.
+Each run resumes and ends with the same result as an undisturbed run, bit for bit. `make test` makes
+a few trials of each fault, CAMPAIGN=1 hundreds. CAMPAIGN_KILLS=N sets the number of kills.
 """
 
 import json
@@ -34,7 +34,7 @@ from helpers.trainings import (
     setting,
 )
 
-STOPPED = "SIGTERM, repeated SIGTERM, Ctrl-C, double Ctrl-C"  # what is counted
+STOPPED = "SIGTERM, repeated SIGTERM, Ctrl-C, double Ctrl-C"  # name of the count
 DISK = "ENOSPC, EIO, EACCES, short writes"
 
 
@@ -47,7 +47,7 @@ def faults(tmp_path_factory):
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_KILLS", 4, 300)))
 def test_a_killed_run_resumes_to_the_same_end(faults, number):
-    """At random moments, some while a checkpoint is written, once or several times."""
+    """It is killed once or several times, at random moments or while a checkpoint is written."""
     chance = random.Random(number)
     kind = ("plain", "accumulation", "shards", "best")[number % 4]
     faults.undisturbed(kind)
@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
         else:
             training.has_ended(chance.uniform(0, latest))
         training.send(signal.SIGKILL)
-        if training.wait() == 0:  # it was faster
+        if training.wait() == 0:  # it had finished before
             if landed:
                 break
             folder, latest = faults.folder(), latest / 2
@@ -75,8 +75,8 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
         check_all_valid(run)
         newest = newest_valid_step(run)
         assert (newest or 0) >= (before or 0)
-        # One interval, and the checkpoint that is written while training continues: it has to be
-        # there before the next is begun, which is after the row of that step.
+        # At most one interval is lost, and the checkpoint that was being written in the background.
+        # A checkpoint is complete before the next one starts, which is after the row of its step.
         assert (newest or 0) >= (last_row(run) - 1) // every * every - every
     faults.complete(folder, kind)
     tally("SIGKILL at a random moment, then resume, one process", landed)
@@ -85,11 +85,11 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
 @pytest.mark.parametrize("power", [False, True], ids=["crash", "power"])
 @pytest.mark.parametrize("kind", ["three", "ranks"])
 def test_a_crash_at_each_point_of_saving_loses_nothing(faults, kind, power):
-    """Before disk operations, from the second checkpoint's first to the end of the pruning of the
-    first one. power: and what was not synced is lost."""
+    """A kill before each disk operation, from the first one of the second checkpoint until the
+    first checkpoint is removed. power: all data that was not flushed (fsync) is lost too."""
     names = faults.operations(kind)
-    apart = campaign("CAMPAIGN_APART", 4 if kind == "three" else 10, 1)
-    points = range(1 + apart // 2 if power else 1, len(names) + 1, apart)
+    stride = campaign("CAMPAIGN_APART", 4 if kind == "three" else 10, 1)
+    points = range(1 + stride // 2 if power else 1, len(names) + 1, stride)
     assert points
     for point in points:
         folder = faults.folder()
@@ -126,18 +126,18 @@ REAL = {
     "a full disk": ("full_disk", {"leave": 0}),
     "a nearly full disk": ("full_disk", {"leave": 200_000}),
 }
-DISK_FAULTS = [  # what, from which checkpoint on, whether for good
-    (what, first, for_good)
+DISK_FAULTS = [  # fault, first checkpoint that it affects, whether it is permanent
+    (what, first, permanent)
     for what in (*INJECTED, *REAL)
     for first in (FIRST, MIDDLE, LAST)
-    for for_good in (False, True)
-    if not (what in REAL and first == LAST and not for_good)  # it could not end at a later step
+    for permanent in (False, True)
+    if not (what in REAL and first == LAST and not permanent)  # these faults end at a later step
 ]
 
 
 @pytest.fixture
 def small_disk(faults):
-    """A folder to run in whose runs/ is a separate 8 MB disk."""
+    """A folder for a run, in which runs/ is a separate 8 MB disk."""
     folder = faults.folder()
     (folder / "runs").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder / "runs")]
@@ -148,30 +148,31 @@ def small_disk(faults):
 
 
 @pytest.mark.parametrize(
-    ("what", "first", "for_good"), DISK_FAULTS[:: campaign("CAMPAIGN_APART", 7, 1)]
+    ("what", "first", "permanent"), DISK_FAULTS[:: campaign("CAMPAIGN_APART", 7, 1)]
 )
-def test_a_run_short_of_disk_keeps_its_checkpoints(faults, request, what, first, for_good):
-    """For a while: training continues to the same end. For good: it ends with 4, and the
-    same command completes the run when there is room again."""
+def test_a_run_with_disk_faults_keeps_its_checkpoints(faults, request, what, first, permanent):
+    """Temporary fault: training continues, with the same result. Permanent fault: exit code 4, and
+    the same command completes the run after the fault is removed."""
     folder = request.getfixturevalue("small_disk") if "disk" in what else faults.folder()
     run = folder / "runs" / "run"
-    failed = range(first, LAST + 1, 5) if for_good else [first] * (first < LAST)
+    failed = range(first, LAST + 1, 5) if permanent else [first] * (first < LAST)
     if what in INJECTED:
-        steps = range(first, LAST + 1) if for_good else [first]
-        # At the end there is only the second try.
-        times = 1 if first == LAST and not for_good else None
+        steps = range(first, LAST + 1) if permanent else [first]
+        # For the last checkpoint, a temporary fault must end before the second attempt.
+        times = 1 if first == LAST and not permanent else None
         fault = {"failing": INJECTED[what] | {"steps": list(steps), "times": times}}
     else:
         name, how = REAL[what]
-        fault = {name: how | {"before": first - 1, "until": None if for_good else first + 2}}
-    training = faults.run(folder, "short", fault=fault, code=4 if for_good else 0)
+        fault = {name: how | {"before": first - 1, "until": None if permanent else first + 2}}
+    training = faults.run(folder, "short", fault=fault, code=4 if permanent else 0)
     assert "Traceback" not in training.err
     named = re.findall(r"^checkpoint=runs/run/checkpoints/step_(\d+)", training.err, re.MULTILINE)
     assert list(map(int, named)) == list(failed)
     check_all_valid(run)
-    if for_good:
+    if permanent:
         before = newest_valid_step(run)
-        assert before == (first - 5 or None) or "folder's" in what  # there, but for how long
+        # If only the folder's fsync fails, the checkpoint is there, but not flushed.
+        assert before == (first - 5 or None) or "folder's" in what
         (folder / BALLAST).unlink(missing_ok=True)
         faults.complete(folder, "short")
     else:
@@ -180,7 +181,7 @@ def test_a_run_short_of_disk_keeps_its_checkpoints(faults, request, what, first,
 
 
 def test_a_disk_that_is_full_at_the_start_is_refused(faults, small_disk):
-    """Of a run without checkpoints, and of one with."""
+    """For a run without and a run with checkpoints."""
     for killed in (False, True):
         if killed:
             faults.kill_at(small_disk, 14, "saved")
@@ -204,7 +205,7 @@ STOPS = [  # signals in the order in which they are sent, and the exit code
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_STOPS", 4, 40)))
 def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number):
-    """In a random step of the first half of the run."""
+    """In a random step in the first half of the run."""
     chance, (sent, expected) = random.Random(number), STOPS[number % len(STOPS)]
     kind, folder = "every step", faults.folder()
     whole, run = faults.undisturbed(kind), folder / "runs" / "run"
@@ -218,11 +219,13 @@ def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number
         training.send(each)
         training.has_ended(chance.choice([0, 0.01]))
     code = training.wait()
-    code = 128 - code if code < 0 else code  # as a shell has it
+    code = 128 - code if code < 0 else code  # the exit code that a shell reports
     tally("the slowest stop", 0, seconds=round(time.perf_counter() - started, 2))
     assert "Traceback" not in training.err
     check_all_valid(run)
-    assert code == expected or (code == 0 and last_row(run) == STEPS)  # it came after the last
+    assert code == expected or (
+        code == 0 and last_row(run) == STEPS
+    )  # the signal came after the last step
     if last_row(run) > 0:
         assert newest_valid_step(run) == last_row(run) == rows(run)[-1]["step"]
     command = KINDS[kind]
@@ -240,7 +243,7 @@ PARTS = ("find_start", "load_data", "build_model", "restore", "open_directory")
 
 @pytest.mark.parametrize("part", range(0, len(PARTS), campaign("CAMPAIGN_APART", 4, 1)))
 def test_a_signal_during_the_start_changes_nothing(faults, part):
-    """A new run, and one that resumes."""
+    """For a new run and a resumed run."""
     folder = faults.folder()
     run, name = folder / "runs" / "run", ("SIGTERM", "SIGINT", "SIGUSR1")[part % 3]
     stopped = interrupt((name, f"training.setup.{PARTS[part]}", 1, "after"))
@@ -258,8 +261,8 @@ def test_a_signal_during_the_start_changes_nothing(faults, part):
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGKILL", -signal.SIGKILL), ("SIGTERM", 143)])
-def test_a_start_that_is_cut_off_leaves_nothing_behind(faults, name, code):
-    """While a small file is written: the settings of a new run; of one that resumes, the log."""
+def test_a_start_that_is_stopped_leaves_no_files(faults, name, code):
+    """Stopped while a small file is written: settings of a new run, log of a resumed run."""
     folder = faults.folder()
     for resumes, call in [(False, 1), (True, 1), (False, 2)]:
         if resumes:
@@ -271,8 +274,8 @@ def test_a_start_that_is_cut_off_leaves_nothing_behind(faults, name, code):
 
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_STOPS", 1, 10)))
-def test_a_second_interrupt_ends_at_once_and_loses_nothing(faults, number):
-    """While the checkpoint for the first one is written, which is not waited for."""
+def test_a_second_interrupt_ends_immediately_and_loses_nothing(faults, number):
+    """It comes while the checkpoint of the first interrupt is written, which is not completed."""
     step, folder = random.Random(number).randrange(1, STEPS - 1), faults.folder()
     run = folder / "runs" / "run"
     each = [
@@ -288,8 +291,8 @@ def test_a_second_interrupt_ends_at_once_and_loses_nothing(faults, number):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_step_that_is_non_finite_on_one_rank_is_skipped_on_all(faults, rank):
-    """No parameter and no moment changes."""
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(faults, rank):
+    """Parameters and optimizer state do not change."""
     steps, folder = [4, 7], faults.folder()
     files = [folder / f"watched{each}" for each in range(2)]
     wrong = [{"watch_parameters": {"file": str(file)}} for file in files]
@@ -302,13 +305,13 @@ def test_a_step_that_is_non_finite_on_one_rank_is_skipped_on_all(faults, rank):
 
 
 def test_one_process_at_a_time_writes_a_run(faults):
-    """The second is refused, the first not disturbed; one that was killed holds no lock."""
+    """The second process is refused and does not affect the first. A killed one has no lock."""
     for ends in ("finished", "killed"):
-        folder, go_on = faults.folder(), faults.home / ends
-        waiting = {"wait_at": {"step": 8, "file": str(go_on)}}
+        folder, proceed = faults.folder(), faults.home / ends
+        waiting = {"wait_at": {"step": 8, "file": str(proceed)}}
         (first,) = faults.start(folder, "short", fault=waiting)
         with time_limit(TIMEOUT):
-            while not Path(f"{go_on}.reached").exists():
+            while not Path(f"{proceed}.reached").exists():
                 assert not first.has_ended(0.01), first.err
         second = faults.run(folder, "short", code=2)
         assert printed_keys(second.err) == ["name"]
@@ -317,7 +320,7 @@ def test_one_process_at_a_time_writes_a_run(faults):
             first.send(signal.SIGKILL)
             assert first.wait() == -signal.SIGKILL
         else:
-            go_on.touch()
+            proceed.touch()
             assert first.wait() == 0, first.err
         faults.complete(folder, "short")
     tally("locks", 2)

@@ -1,5 +1,5 @@
-"""scripts/prepare_data.py, interrupted, killed, on a full disk, or started twice: the same command
-resumes it, and finished shards are kept.
+"""scripts/prepare_data.py when interrupted, killed, on a full disk, or started twice: the same
+command resumes, and finished shards are kept.
 """
 
 import functools
@@ -36,12 +36,12 @@ TEXTS = [("txt", [f"Text {n}, some words of it. " * 50]) for n in range(6)]  # s
 
 @pytest.fixture
 def here(in_process, tmp_path):
-    """here(*arguments) -> (exit code, out, err) of the command, run in this process."""
+    """here(*arguments) -> (exit code, stdout, stderr) of the command, run in this process."""
     return functools.partial(in_process, main, tmp_path, "workers=1")
 
 
-# Code that each process runs first: all tasks but the first wait until "hold" is removed. pytest
-# itself may run with SIGINT ignored, as background processes do.
+# Each process runs this first. All tasks but the first wait until the file "hold" is removed.
+# SIGINT is enabled because pytest may ignore it, as background processes do.
 HOOK = f"""
 import os, runpy, signal, time
 runpy.run_path({str(NO_NETWORK / "sitecustomize.py")!r})
@@ -76,7 +76,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def resumed(here, tmp_path):
-    """resumed() -> the same command finishes what was stopped, and keeps what was finished."""
+    """resumed() -> reruns the command, which keeps the finished tasks and does the others."""
 
     def run():
         out = tmp_path / "out"
@@ -92,7 +92,7 @@ def resumed(here, tmp_path):
 
 
 def test_killed_before_each_file_operation(here, tmp_path):
-    """A forked process ends there as if by SIGKILL: without any handler or cleanup."""
+    """A forked process ends there without handlers or cleanup, as with SIGKILL."""
     texts = write_collection(tmp_path / "texts", TEXTS[:2])
     recipe = {"tokenizer": "byte", "shard_tokens": 700}
     prepare(texts, tmp_path / "whole", **recipe)
@@ -139,11 +139,11 @@ def test_killed_before_each_file_operation(here, tmp_path):
         (signal.SIGINT, "all", {130}),  # Ctrl-C in a terminal
         (signal.SIGTERM, "main", {143, -signal.SIGTERM}),
         (signal.SIGKILL, "main", {-signal.SIGKILL}),
-        (signal.SIGKILL, "a worker", {4}),  # as when memory runs out
+        (signal.SIGKILL, "a worker", {4}),  # as by the out-of-memory killer
     ],
 )
 def test_stopped_by_a_signal(start, resumed, number, whom, codes):
-    """No process is left, no traceback is printed, and the same command resumes."""
+    """No process remains, no traceback is printed, and the same command resumes."""
     process = start()
     cmdlines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(process)}
     workers = [pid for pid, line in cmdlines.items() if b"spawn_main" in line]
@@ -162,7 +162,7 @@ def test_stopped_by_a_signal(start, resumed, number, whom, codes):
 
 
 def test_two_at_the_same_time(start, here, resumed, tmp_path):
-    """The same part is refused; another part is not."""
+    """A second process for the same part is refused; one for another part is accepted."""
     process = start("part=1/2")
     code, _, errors = here(*ARGUMENTS, "part=1/2")
     assert (code, printed_keys(errors)) == (3, ["out"])
@@ -183,7 +183,7 @@ def test_two_parts_finish_at_the_same_time(start, resumed, tmp_path):
 
 
 def test_full_disk_at_the_manifest(here, tmp_path):
-    """It is the largest file of many small shards."""
+    """With many small shards, the manifest is the largest file."""
     write_source(tmp_path / "a.txt", ["Some words of a text. " * 20])
     arguments = ["data.path=a.txt", "out=out", "shard_tokens=5"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -200,7 +200,7 @@ def test_full_disk_at_the_manifest(here, tmp_path):
 
 
 def test_full_disk(here, tmp_path):
-    """A limit on the size of files simulates a full disk. The first task stays below it."""
+    """Simulated by a limit on the file size, which the first task does not reach."""
     collection = [("txt", ["Short. " * 6000]), ("txt", ["A text of some length. " * 9000])]
     write_collection(tmp_path / "web", collection)
     arguments = [*ARGUMENTS, "data.path=web", "shard_tokens=60000"]

@@ -1,7 +1,7 @@
 """Attacks: code in data files, markup in tokens, paths outside the run directory, secrets.
 
-An attack that succeeded would leave a mark: a folder made by its code, a script run in the
-browser, a file outside the run directory, a secret in a file or in the output.
+A successful attack would have an effect that the tests detect: a folder created by its code, a
+script run in the browser, a file outside the run directory, a secret in a file or in the output.
 """
 
 import ast
@@ -37,7 +37,7 @@ FAULT = "malicious pickle, _target_, markup in tokens, path escape, secret canar
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a text and a tiny run."""
+    """A folder with a text file and a tiny run."""
     folder = tmp_path_factory.mktemp("trained")
     train_in(folder, "name=run")
     return folder
@@ -60,7 +60,7 @@ def continued(*more):
 
 @pytest.fixture
 def command_refused(in_process, folder):
-    """command_refused(main, arguments, code) -> the stderr of a command that names one problem."""
+    """command_refused(main, arguments, code) -> the stderr of a command, with one problem."""
 
     def check(main, arguments, expected):
         code, _, err = in_process(main, folder, *arguments)
@@ -74,14 +74,14 @@ def command_refused(in_process, folder):
 
 @pytest.fixture
 def mark(tmp_path):
-    """The folder that an attack makes."""
+    """The folder that a successful attack creates."""
     path = tmp_path / "mark"
     yield path
     assert not path.exists()
 
 
 def pickles(mark: Path) -> list[bytes]:
-    """Plain, and as torch has it now and had it earlier."""
+    """A plain pickle, and the current and the old format of torch.save."""
 
     class Attack:
         def __reduce__(self):
@@ -131,7 +131,7 @@ def test_a_pickle_in_the_files_of_a_run_and_as_text(in_process, command_refused,
 
 @pytest.fixture
 def evil(folder, mark, monkeypatch):
-    """A module that could be imported and must not be."""
+    """A module that could be imported, and must not be imported."""
     monkeypatch.syspath_prepend(folder)
     source = f"import os\nos.mkdir({str(mark)!r})\nclass Evil: pass\n"
     (folder / "evil.py").write_text(source)
@@ -163,7 +163,7 @@ def test_code_in_a_hugging_face_directory(in_process, command_refused, folder, e
         (folder / "hf" / "pytorch_model.bin").write_bytes(raw)
         err = command_refused(generate.main, ["checkpoint=hf"], 3)
         assert "pytorch_model.bin" in err
-        assert "weights_only" not in err  # torch's message tells how to run it
+        assert "weights_only" not in err  # torch's message explains how to load it anyway
 
 
 FORBIDDEN = re.compile(
@@ -214,7 +214,7 @@ OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 @pytest.fixture(scope="module")
 def marked_up(tmp_path_factory):
-    """(folder, what was printed) of a run whose text, prompts and names have markup."""
+    """(folder, output) of a run with markup in its text, prompts and names."""
     folder = tmp_path_factory.mktemp("marked")
     name = "<img src=x onerror=window.hacked=1>.txt"
     (folder / name).write_text("\n".join(MARKUP.values()) * 12, encoding="utf-8")
@@ -228,7 +228,7 @@ def marked_up(tmp_path_factory):
 
 
 def test_markup_is_shown_and_not_executed(marked_up, opened):
-    """In every page of the run. `opened` fails on any request, dialog, error or console line."""
+    """In each page of the run. `opened` fails on any request, dialog, error or console line."""
     folder, _ = marked_up
     pages = sorted((folder / "runs").rglob("*.html"))
     assert len(pages) >= 3  # report, time-lapse, at least one step
@@ -241,14 +241,14 @@ def test_markup_is_shown_and_not_executed(marked_up, opened):
     words = report.evaluate("document.body.textContent")
     for what in ("a script", "an image", "a style"):
         assert MARKUP[what] in words, what
-    # All that the run made is in its own directory, however its prompts are called.
+    # All files of the run are in its directory, whatever the prompts contain.
     assert [path.name for path in (folder / "runs").iterdir()] == ["run"]
     assert not (folder.parent / "outside").exists()
     tally(FAULT, len(MARKUP))
 
 
 def test_control_characters(marked_up, in_process, folder, monkeypatch):
-    """A terminal gets them escaped; a file gets every byte."""
+    """They are escaped on a terminal, and unchanged in a file."""
     _, printed = marked_up
     assert "\\x1b]0;owned" in printed
     assert not OBEYED.search(printed)
@@ -263,7 +263,7 @@ def test_control_characters(marked_up, in_process, folder, monkeypatch):
 
 
 def test_links_among_old_checkpoints_are_not_followed(in_process, folder):
-    """Old checkpoints are deleted; the targets of links with such names are not."""
+    """Old checkpoints are removed; targets of links with the names of checkpoints are not."""
     precious = folder.parent / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
@@ -271,7 +271,7 @@ def test_links_among_old_checkpoints_are_not_followed(in_process, folder):
     for name in ("step_00000001", "step_00000001.part", "step_00000003"):
         (checkpoints / name).symlink_to(precious)
     code, _, err = in_process(train.main, folder, *continued("trainer.keep_checkpoints=1"))
-    assert (code, printed_keys(err)) == (0, ["checkpoint"] * 2)  # links that are not removed
+    assert (code, printed_keys(err)) == (0, ["checkpoint"] * 2)  # one warning for each link
     assert (checkpoints / "last").resolve().name == "step_00000006"
     assert (precious / "thesis.txt").read_text() == "years of work"
     tally(FAULT)
@@ -287,7 +287,7 @@ SECRETS = {
 
 @pytest.fixture
 def keeps_secrets(in_process, tmp_path, text_file, monkeypatch):
-    """Runs a short training and searches its output and its files for secrets; the exit code."""
+    """Trains briefly, searches output and files for secrets, and returns the exit code."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
 

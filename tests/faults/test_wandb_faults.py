@@ -1,7 +1,7 @@
-"""When W&B fails, a run ends with exit code 0, all its metrics on disk and a line on stderr.
+"""Faults of W&B: a run ends with exit code 0, all metrics on disk and a line on stderr.
 
-Real processes with the real wandb and the server of helpers/wandb_server.py. CAMPAIGN=1 tries every
-fault at every place.
+Real processes with the real wandb and the server of helpers/wandb_server.py. CAMPAIGN=1 tests each
+fault at each request.
 """
 
 import base64
@@ -25,7 +25,7 @@ FAULT = "W&B unreachable, killed, disk full"
 FAULT_OF_MODEL = "W&B's server fails over the upload of a model"
 KEY = "k" * 40
 
-# A run without torch: rows are logged, and meanwhile W&B's own process gets a signal.
+# A run without torch: it logs rows while the W&B process gets a signal.
 WORKER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
@@ -63,7 +63,7 @@ NO_FAULT |= {"call_seconds": 20, "seconds": {}}
 
 
 class Worker:
-    """worker(**plan) -> its lines on stderr, after a run that ended with all rows on disk."""
+    """worker(**plan) -> the lines on stderr of a run, after a check that all rows are on disk."""
 
     def __init__(self, folder: Path):
         self.folder, self.home, self.out = folder / "my run", folder / "home", ""
@@ -80,7 +80,7 @@ class Worker:
         }
 
     def run(self, *command: str, **environment: str) -> tuple[str, str]:
-        """Its stdout and stderr: files, since a stopped wandb-core would hold pipes open."""
+        """stdout and stderr are files, because a stopped wandb-core would keep pipes open."""
         with open(self.home / "out", "w+") as out, open(self.home / "err", "w+") as err:
             done = subprocess.run(
                 [sys.executable, *command],
@@ -101,7 +101,7 @@ class Worker:
         self.out, err = self.run("-c", WORKER, json.dumps(plan), **address | (environment or {}))
         assert [row["step"] for row in logged(self.folder)] == list(range(rows))
         for pid in (self.folder / "core.pid").read_text().split():
-            with contextlib.suppress(ProcessLookupError):  # only one that was stopped is there
+            with contextlib.suppress(ProcessLookupError):  # exists only if it was stopped
                 os.kill(int(pid), signal.SIGKILL)
         return err.splitlines()
 
@@ -115,12 +115,12 @@ def worker(tmp_path):
 
 
 def to_sync(line: str) -> list[str]:
-    """The arguments of the `wandb sync` that a line gives to copy."""
+    """Returns the arguments of the `wandb sync` command in a line."""
     return shlex.split(line.partition("wandb sync ")[2])
 
 
 def ours(lines: list[str]) -> list[str]:
-    """The lines that are not of wandb itself."""
+    """Returns the lines that are not printed by wandb itself."""
     return [line for line in lines if line.startswith("W&B: ")]
 
 
@@ -132,7 +132,7 @@ CANARIES = {
 
 
 def forms(secret: str) -> list[bytes]:
-    """A secret as it is, and in base64 from each of three places on."""
+    """Returns a secret and its three encodings in base64, one for each offset."""
     found = [secret.encode()]
     for skipped in range(3):
         whole = secret.encode()[skipped:]
@@ -141,8 +141,8 @@ def forms(secret: str) -> list[bytes]:
 
 
 def test_an_offline_run_resumed_online_is_one_run(worker):
-    """Everything arrives, and nothing is printed: without a fault the server of these tests is
-    healthy. No secret is recorded or sent, and no copy of the model is kept."""
+    """All data arrive and nothing is printed, so the server of these tests works without faults. No
+    secret is recorded or sent, and no copy of the model is kept."""
     text = base64.b64encode(b"?" + CANARIES["HF_TOKEN"].encode() + b"??? and more")
     assert any(form in text for form in forms(CANARIES["HF_TOKEN"]))
     plan = {"model": True, "environment": CANARIES}
@@ -188,19 +188,19 @@ def test_a_server_that_fails_at_the_start_means_offline(worker, fault):
     tally(FAULT)
 
 
-PLACES = ["upsertBucket", "file_stream", "createRunFiles"]  # what is answered last
+PLACES = ["upsertBucket", "file_stream", "createRunFiles"]  # last request with an answer
 IN_THE_MIDDLE = [(fault, after) for fault in FAULTS for after in PLACES]
 IN_SHORT = [("closed", "upsertBucket"), ("403", "createRunFiles")]
 
 
 @pytest.mark.parametrize(("fault", "after"), IN_THE_MIDDLE if CAMPAIGN else IN_SHORT)
 def test_after_a_fault_in_the_middle_wandb_sync_uploads_the_rest(worker, fault, after):
-    """The printed command does it. Where the server refuses or sends no JSON, wandb gives up at
-    once: it prints a warning for the first and nothing for the second."""
+    """The printed command uploads it. If the server refuses or sends invalid JSON, wandb stops
+    immediately; it prints a warning only if the server refuses."""
     with WandbServer(fault, after) as server:
         lines = worker(server, environment={"WANDB_FINISH_TIMEOUT": "1"})
         assert server.failing
-    printed = "\n".join([worker.out, *lines])  # out: a server that ends wandb means offline
+    printed = "\n".join([worker.out, *lines])  # out: if the server ends wandb, the run is offline
     assert "wandb sync" in printed or fault == "garbage"
     if ours(lines) and fault not in ("500", "429", "403", "404"):  # these end wandb's process
         (line,) = ours(lines)
@@ -217,7 +217,7 @@ MODEL = ["ArtifactType", "createArtifact(", "createArtifactFiles(", "commitArtif
 @pytest.mark.parametrize("after", MODEL if CAMPAIGN else MODEL[1:2])
 @pytest.mark.parametrize("fault", ["403", "garbage", "hangs"] if CAMPAIGN else ["hangs"])
 def test_a_model_that_is_not_uploaded_gives_the_command(worker, fault, after):
-    """wandb sync would not upload it."""
+    """`wandb sync` would not upload the model."""
     with WandbServer(fault, after) as server:
         plan = {"model": True, "seconds": {"MODEL_SECONDS": 1}, "call_seconds": 2}
         lines = worker(server, environment={"WANDB_FINISH_TIMEOUT": "1"}, **plan)
@@ -231,8 +231,8 @@ def test_a_model_that_is_not_uploaded_gives_the_command(worker, fault, after):
 @pytest.mark.parametrize("step", range(6) if CAMPAIGN else [3])
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
 def test_wandb_killed_or_stopped_after_a_row(worker, name, step, mode):
-    """A stopped one is waited for a limited time, at the end and when Python exits: wandb itself
-    would wait for ever."""
+    """The run waits for a stopped W&B process with a timeout, at its end and when Python exits.
+    wandb itself would wait forever."""
     with WandbServer() as server:
         plan = {"step": step, "signal": name, "seconds": {"TEARDOWN_SECONDS": 1}, "call_seconds": 2}
         lines = worker(server, mode=mode, environment={"WANDB_FINISH_TIMEOUT": "1"}, **plan)
@@ -251,7 +251,7 @@ def test_an_invalid_key_means_offline_and_a_service_that_does_not_start_means_of
 
 
 def test_a_terminal_is_never_asked_for_a_key(worker):
-    """stdin, stdout and stderr are a terminal: wandb would ask there, and wait."""
+    """stdin, stdout and stderr are a terminal, on which wandb would ask and wait."""
     plan = NO_FAULT | {"rows": 2, "mode": "auto"}
     command = shlex.join([sys.executable, "-c", WORKER, json.dumps(plan)])
     keyboard = os.pipe()  # on which nothing is typed

@@ -1,5 +1,5 @@
-"""inference/decoding.py and the cache against generation without a cache, transformers, and the
-definitions of temperature, top-k and top-p."""
+"""inference/decoding.py and the cache, compared with generation without a cache, with transformers,
+and with the definitions of temperature, top-k and top-p."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from interop.huggingface import to_hf
 
 @torch.no_grad()
 def without_cache(model, prompt, num_tokens, window):
-    """The most likely tokens, each by a forward pass over the window."""
+    """Returns greedy tokens, each computed by a forward pass over the window."""
     text = list(prompt)
     for _ in range(num_tokens):
         logits, _ = model(torch.tensor([text[context_start(len(text), window) :]]))
@@ -30,7 +30,7 @@ def without_cache(model, prompt, num_tokens, window):
     return text[len(prompt) :]
 
 
-def test_a_full_window_moves_on_by_a_quarter():
+def test_a_full_window_drops_a_quarter():
     for window in (1, 2, 3, 12, 1024):
         starts = [context_start(length, window) for length in range(1, 5 * window + 2)]
         assert starts[:window] == [0] * window  # the whole text, while it fits
@@ -43,7 +43,7 @@ def test_a_full_window_moves_on_by_a_quarter():
 
 @pytest.mark.parametrize("kernel", ["sdpa", "explicit"])
 def test_text_with_a_cache_equals_text_without(kernel):
-    """60 tokens, several times the context of 12; the prompts together and alone."""
+    """60 tokens with a context of 12, for the prompts in one batch and separately."""
     model = tiny(attention=kernel)
     for window in (None, 5):
         expected = [without_cache(model, prompt, 60, window or 12) for prompt in PROMPTS]
@@ -53,7 +53,7 @@ def test_text_with_a_cache_equals_text_without(kernel):
 
 
 def test_a_compiled_step_is_traced_once_and_changes_no_token():
-    """Whatever the lengths. With the backend eager; in the campaign with the real one."""
+    """For prompts of any lengths. With the eager backend; the campaign uses the default backend."""
     backend = os.environ.get("CAMPAIGN_COMPILER", "eager")
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -68,7 +68,7 @@ def test_a_compiled_step_is_traced_once_and_changes_no_token():
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(packed):
-    """Otherwise torch's compiler would make no CUDA graph of it, without a message."""
+    """Otherwise torch.compile silently records no CUDA graph."""
     seen = []
 
     def look(graph, inputs):
@@ -88,11 +88,11 @@ def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(packed):
     ((written_to, staying, num_others),) = seen
     assert len(written_to) == 1 + 2 * len(model.blocks)  # lengths, and keys and values
     assert written_to <= staying
-    assert num_others == 2  # token ids and row numbers; every weight stays where it is
+    assert num_others == 2  # token ids and row numbers; weights have fixed addresses
 
 
 def test_greedy_text_equals_that_of_transformers(tmp_path):
-    """100 tokens for prompts of unequal lengths at once, which they pad at the left."""
+    """100 tokens for prompts of different lengths in a batch; transformers pads at the left."""
     import transformers
 
     model = tiny(context_length=256).eval()
@@ -122,7 +122,7 @@ def test_a_text_ends_at_its_end_token():
     assert len(generated_ids(model, PROMPTS[:1], 30, end_token=end)[0]) == whole[0].index(end) + 1
 
 
-def test_unknown_ids_are_never_drawn():
+def test_ids_above_the_vocabulary_are_never_sampled():
     hot = Sampling(temperature=50.0)
     assert max(generated_ids(tiny(), [[1]] * 8, 20, hot)[0]) > 9
     assert max(max(row) for row in generated_ids(tiny(), [[1]] * 8, 20, hot, vocab_size=9)) < 9
@@ -132,7 +132,7 @@ def test_the_mode_is_restored():
     model = tiny(dropout=0.5).train()
     steps = generate(model, PROMPTS, 4, GREEDY)
     assert len(next(steps)) == len(PROMPTS)
-    steps.close()  # also where generation is stopped early
+    steps.close()  # also if generation is stopped early
     assert all(module.training for module in model.modules())
     assert generated_ids(model, PROMPTS, 9) == generated_ids(tiny(), PROMPTS, 9)  # without dropout
     assert all(module.training for module in model.modules())
@@ -150,7 +150,7 @@ SAMPLINGS = {
 
 
 def expected_shares(logits, sampling):
-    """By the definitions, in plain Python."""
+    """Returns the probabilities by their definitions, in plain Python."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[: sampling.top_k]
     powers = {i: math.exp(logits[i] / sampling.temperature) for i in order}
     total, kept, so_far = sum(powers.values()), {}, 0.0
@@ -162,8 +162,8 @@ def expected_shares(logits, sampling):
 
 
 @pytest.mark.parametrize("what", SAMPLINGS)
-def test_draws_follow_their_distribution(what):
-    """Pearson's chi-square test over 20,000 rows; a fixed seed, p > 1e-5."""
+def test_samples_follow_their_distribution(what):
+    """Pearson's chi-square test with 20,000 samples and a fixed seed: p > 1e-5."""
     sampling, n = SAMPLINGS[what], 20_000
     tokens = sample(LOGITS.expand(n, -1), sampling, sampling.generators(n))
     counts = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)).tolist()
@@ -176,7 +176,7 @@ def test_draws_follow_their_distribution(what):
 
 
 def chance_of(counts, shares):
-    """The p-value of counts by Pearson's chi-square test."""
+    """Returns the p-value of counts by Pearson's chi-square test."""
     n = sum(counts)
     pairs = [(c, n * share) for c, share in zip(counts, shares, strict=True) if share > 0]
     statistic = sum((count - mean) ** 2 / mean for count, mean in pairs)
@@ -185,8 +185,8 @@ def chance_of(counts, shares):
 
 
 def test_limits_of_sampling_settings():
-    """The smallest temperature and a choice of one token are greedy; a top-k of the vocabulary or
-    more is no limit."""
+    """The smallest temperature and top_k=1 are greedy; a top_k of at least the vocabulary size has
+    no effect."""
     model, greedy = tiny(), [Sampling(temperature=0.001), Sampling(top_k=1), Sampling(top_p=1e-9)]
     for alike in ([GREEDY, *greedy], [Sampling(top_k=k) for k in (None, 23, 1000)]):
         texts = [generated_ids(model, PROMPTS, 20, sampling) for sampling in alike]
@@ -194,7 +194,7 @@ def test_limits_of_sampling_settings():
 
 
 def test_the_same_seed_gives_the_same_text():
-    """Whatever other texts there are in the batch; torch's global generator is not used."""
+    """Independent of other texts in the batch and of torch's global generator."""
     model, state = tiny(), torch.get_rng_state()
     warm = Sampling(temperature=3.0, top_p=0.95, seed=5)
     together = generated_ids(model, PROMPTS, 20, warm)

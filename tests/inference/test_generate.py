@@ -1,4 +1,4 @@
-"""generate.py: several prompts and samples, a loop of prompts, where text ends, compilation."""
+"""generate.py: several prompts and samples, interactive mode, end of a text, compilation."""
 
 import io
 import os
@@ -15,7 +15,7 @@ from training.distributed import device
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with runs/run, a model over bytes that has seen a few words."""
+    """A folder with runs/run, a model with byte tokens trained on a few words."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_text("the quick fox jumps over the dog\n" * 60, encoding="utf-8")
     train_in(folder, "name=run", "trainer.max_steps=40", "trainer.eval_every=0")
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def written(in_process, folder, capsys):
-    """written(*arguments) -> what the command prints."""
+    """written(*arguments) -> the stdout of the command."""
 
     def run(*arguments):
         capsys.readouterr()
@@ -37,7 +37,7 @@ def written(in_process, folder, capsys):
 
 
 def test_several_prompts_and_samples(written):
-    """Each text has its own random draws, whatever the batch."""
+    """The random numbers of a text do not depend on the batch."""
     arguments = ['prompt=["the quick","a, b"]', "num_samples=2", "precision=fp32", "temperature=2"]
     out = written(*arguments)
     texts = out.removesuffix("\n").split("\n\n---\n")
@@ -72,7 +72,7 @@ def test_printing_shows_a_character_of_several_tokens_whole(written, monkeypatch
 
 
 def test_a_loop_of_prompts(written, monkeypatch):
-    """A line each, whatever its encoding; each text has its own random draws."""
+    """One prompt per line, in any encoding. Each text has its own random numbers."""
     lines = io.BytesIO("fox\n\nB\xe4r\nfox\n".encode("latin-1"))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(lines, encoding="utf-8"))
     texts = written("interactive=true", "temperature=2").splitlines()
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_printing_of_a_text_and_not_the_loop(in_process, folder,
 
 
 def test_compiled_on_request(written, monkeypatch):
-    """With an eager backend in place of the code generator; in the campaign with the real one."""
+    """With the eager backend; the campaign uses the default backend."""
     backend, made = os.environ.get("CAMPAIGN_COMPILER", "eager"), []
     compiled = torch.compile
 

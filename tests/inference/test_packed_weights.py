@@ -14,7 +14,7 @@ from inference.packed_weights import PackedLinear, pack_weights
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @torch.no_grad()
 def test_outputs_and_text_stay_the_same(qkv_bias):
-    assert packed_weights.can_pack(torch.float32)  # the torch that is required can
+    assert packed_weights.can_pack(torch.float32)  # true for the required version of torch
     model = tiny_model(emb_dim=32, vocab_size=50, qkv_bias=qkv_bias).eval()
     for rows in (1, 3):
         fast = pack_weights(copy.deepcopy(model), torch.float32, rows)
@@ -36,7 +36,7 @@ def test_bf16_is_as_exact_as_the_plain_model_in_bf16():
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_weights_are_packed_where_the_processor_can(monkeypatch, has_bf16):
-    """16 bits only where oneDNN supports them; nothing for torch's compiler."""
+    """bf16 only if oneDNN supports it; never for torch.compile."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     for dtype in (torch.float32, torch.bfloat16):
         assert packed_weights.can_pack(dtype) == (dtype == torch.float32 or has_bf16)

@@ -1,4 +1,4 @@
-"""scripts/export_hf.py: transformers loads what it writes, with equal logits and token ids."""
+"""scripts/export_hf.py: transformers loads the exported files, with equal logits and token ids."""
 
 import functools
 import json
@@ -27,13 +27,13 @@ from scripts.export_hf import main
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
 FILES |= {"vocab.json", "merges.txt", "tokenizer_config.json"}
-SOURCES = {"words": "gpt2", "bytes": "runs/one"}  # of what is exported
+SOURCES = {"words": "gpt2", "bytes": "runs/one"}  # name of the export -> the exported model
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a run without biases and of twice as many positions as it learns, and a
-    Hugging Face directory with GPT-2's vocabulary; both exported, as `bytes` and `words`."""
+    """A folder with a run and a Hugging Face directory, exported to `bytes` and `words`. The run
+    has no biases, and trains half of its positions. The directory has GPT-2's vocabulary."""
     folder = tmp_path_factory.mktemp("export")
     train_in(folder, "name=one", "model.context_length=64", "model.qkv_bias=false")
     to_hf(tiny_model(vocab_size=50257, context_length=48), folder / "gpt2")
@@ -124,7 +124,7 @@ def test_card_has_the_figures_of_the_run(home):
 
 
 def test_examples_run(home, capsys):
-    """Of the card, and of docs/models.md."""
+    """The examples of the model card and of docs/models.md."""
     docs = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
     card = (home / "bytes" / "README.md").read_text(encoding="utf-8")
     for text, place in ((card, "PATH/OF/THIS/FOLDER"), (docs, "my-model")):
@@ -136,19 +136,19 @@ def test_examples_run(home, capsys):
 
 
 def test_card_has_no_text_of_the_run(home, tmp_path, run):
-    """In a copy of the run: its folder and its settings are what an attacker wrote."""
+    """The name and the settings of the run are an attacker's."""
     evil = "WWW.h.i <img src=x onerror=i(1)>`a`|b|\n# c\x1b]0;d\x07\u202e[e](http://f)_g_ *h* &lt;"
     source = tmp_path / "runs" / "-- `x` <b> |"
     shutil.copytree(home / "runs" / "one", source, symlinks=True)
     folder = (source / "checkpoints" / "last").resolve()
     (folder / "SHA256SUMS").unlink()
     state = json.loads((folder / "state.json").read_text())
-    state["format"] = 2  # the format before there were sums
+    state["format"] = 2  # has no checksums
     state["settings"]["trainer"] |= {"init_from": "hub:a/b\nlicense: mine", "batch_size": evil}
     state["settings"]["optimizer"] |= {"weight_decay": {"<b>": 1}, "lr": float("nan")}
     (folder / "state.json").write_text(json.dumps(state))
     made = tmp_path / "a\x1b[31m"
-    made.mkdir()  # an empty folder will do
+    made.mkdir()  # an existing empty folder is accepted
     code, out, err = run(f"checkpoint={folder}", f"out={made}/")
     assert (code, err) == (0, "")
     assert "\x1b" not in out

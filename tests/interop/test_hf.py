@@ -1,5 +1,5 @@
-"""interop/huggingface.py against the transformers library, with a tiny random GPT-2; nothing is
-fetched."""
+"""interop/huggingface.py compared with the transformers library, with a tiny random GPT-2 and
+without a network."""
 
 import json
 
@@ -22,7 +22,7 @@ IDS = random_ids(2, 17, vocab_size=VOCAB_SIZE)
 
 @pytest.fixture(scope="module")
 def theirs():
-    import transformers  # here, and not above: it takes seconds
+    import transformers  # not at the top: the import takes seconds
 
     config = transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
@@ -36,7 +36,7 @@ def theirs():
     )
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():  # large enough for a difference to show
+    with torch.no_grad():  # large weights, so that differences are visible
         for parameter in model.parameters():
             parameter.add_(0.25 * torch.randn(parameter.shape))
     return model
@@ -56,7 +56,7 @@ def weights(folder):
 
 @pytest.fixture
 def place(folder, tmp_path):
-    """place(settings, weights) -> a new directory; weights: safetensors, None for no file."""
+    """place(settings, weights) -> a new Hugging Face directory; weights=None: without weights."""
 
     def make(settings=(), weights=None):
         new = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -75,7 +75,7 @@ def assert_same_weights(a, b):
 
 
 def refusal(folder, file):
-    """Loads a directory, which has to be refused by a file's name; the reason."""
+    """Checks that loading a directory is refused with an error about `file`; returns the reason."""
     with refused(CheckpointError, "checkpoint", folder / file) as caught:
         from_hf(folder)
     return caught.value.reason
@@ -84,7 +84,7 @@ def refusal(folder, file):
 def test_logits_loss_and_attention_weights_are_theirs(theirs, folder, tmp_path):
     with torch.no_grad():
         expected = theirs(IDS, labels=IDS, output_attentions=True)
-    assert expected.logits.std() > 0.5  # there is something to compare
+    assert expected.logits.std() > 0.5  # not nearly constant
     for kernel in ("sdpa", "explicit"):
         ours = from_hf(folder, attention=kernel)
         with torch.no_grad():
@@ -94,13 +94,13 @@ def test_logits_loss_and_attention_weights_are_theirs(theirs, folder, tmp_path):
     for layer, weights in zip(expected.attentions, ours.attn_weights(IDS), strict=True):
         torch.testing.assert_close(weights, layer, atol=1e-5, rtol=0)
     assert ours.config == ModelConfig(VOCAB_SIZE, 32, 24, 3, 2, 0.1, attention="explicit")
-    to_hf(ours, tmp_path)  # and back, bit for bit
+    to_hf(ours, tmp_path)  # written again, it is equal bit for bit
     before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path))
     assert_same(after, before)
 
 
 def as_old_versions_wrote(weights, prefix):
-    """With masks as buffers and the head a second time."""
+    """Adds masks and the tied head, as old versions of transformers did."""
     old = {prefix + name.removeprefix("transformer."): value for name, value in weights.items()}
     for layer in range(2):
         mask = torch.ones(32, 32, dtype=torch.bool if layer else torch.uint8).tril()
@@ -121,7 +121,7 @@ def test_other_names_and_precisions(folder, place, weights):
 
 
 def test_shards(theirs, folder, tmp_path):
-    """As transformers writes them, and with a bad index."""
+    """Shards written by transformers, and an invalid index."""
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     index = tmp_path / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
@@ -151,7 +151,7 @@ PUBLISHED = {
 
 
 def test_presets_have_the_published_shapes():
-    """Every tensor of transformers' model of that size, by name and shape; no memory is taken."""
+    """Names and shapes equal those of transformers' model. Allocates no memory."""
     import transformers
 
     for preset, (layers, heads, width, parameters) in PUBLISHED.items():
@@ -195,7 +195,9 @@ def test_transformers_and_we_load_what_we_write(tmp_path, qkv_bias):
 
 def test_tokenizer_and_window_of_a_directory(folder, tmp_path):
     to_hf(tiny_model(vocab_size=257, context_length=32), tmp_path)
-    pretrained = load_pretrained(tmp_path)  # byte-level by its vocabulary, with all positions
+    pretrained = load_pretrained(
+        tmp_path
+    )  # by its vocabulary size the byte tokenizer, with all positions
     assert (pretrained.tokenizer_name, pretrained.window, pretrained.state) == ("byte", 32, None)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())

@@ -69,7 +69,7 @@ def server():
 
 @pytest.fixture
 def new_process(server, tmp_path, monkeypatch):
-    """new_process(offline=False): what a new process knows of the hub, and of what it fetched."""
+    """new_process(offline=False): forgets the state of huggingface_hub, as in a new process."""
 
     def begin(offline=False):
         address = f"http://127.0.0.1:{server.server_port}"
@@ -85,10 +85,10 @@ def new_process(server, tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(server, tmp_path):
-    """A model that the hub has as some/model, with safetensors and more."""
+    """A model on the hub, some/model, with safetensors and other files."""
     model = tiny_model(vocab_size=257, context_length=16)
     to_hf(model, tmp_path / "safe")
-    (tmp_path / "safe" / "pytorch_model.bin").write_bytes(b"not to be fetched")
+    (tmp_path / "safe" / "pytorch_model.bin").write_bytes(b"not to be downloaded")
     server.models = {"some/model": tmp_path / "safe"}
     return model
 
@@ -99,8 +99,8 @@ def check_is(model, name):
     assert_same(pretrained.model.state_dict(), model.state_dict())
 
 
-def fetched(server):
-    """The names of the files that were fetched."""
+def downloaded(server):
+    """Returns the names of the downloaded files."""
     return {path.rpartition("/")[2] for path in server.asked if "/resolve/" in path}
 
 
@@ -110,27 +110,27 @@ def error_of(name):
     return caught.value
 
 
-def test_fetched_once_and_kept(server, model, new_process):
+def test_downloaded_once_and_cached(server, model, new_process):
     new_process()
     check_is(model, "hub:some/model")
-    assert fetched(server) == {"config.json", "model.safetensors"}
+    assert downloaded(server) == {"config.json", "model.safetensors"}
     new_process()
     check_is(model, "hub:some/model")
-    assert fetched(server) == set()  # it is in the cache
+    assert downloaded(server) == set()  # it is in the cache
     new_process(offline=True)
     check_is(model, "hub:some/model")
     error_of("hub:new/one")
     assert server.asked == []
 
 
-def test_weights_of_another_kind_of_model_are_not_fetched(server, model, new_process):
+def test_weights_of_another_kind_of_model_are_not_downloaded(server, model, new_process):
     config = server.models["some/model"] / "config.json"
     config.write_text(config.read_text().replace('"gpt2"', '"bert"'))
     new_process()
     with refused(CheckpointError, "checkpoint") as caught:
         load_pretrained("hub:some/model")
     assert "bert" in caught.value.reason
-    assert fetched(server) == {"config.json"}
+    assert downloaded(server) == {"config.json"}
 
 
 def test_bad_names_and_answers_of_the_hub(server, new_process, monkeypatch):

@@ -1,4 +1,4 @@
-"""trainer.init_from and experiment=finetune: what a run takes from given weights."""
+"""trainer.init_from and experiment=finetune: weights, positions and settings of the new run."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ FINETUNE = ["experiment=finetune", *(s for s in TINY if not s.startswith(("model
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A run that has trained 24 of its 32 positions, without biases, as runs/old; the same as a
-    Hugging Face directory, hf, and exported, out."""
+    """A folder with runs/old, a run without biases that has trained 24 of its 32 positions. `hf` is
+    the same model as a Hugging Face directory, and `out` is its export."""
     folder = tmp_path_factory.mktemp("sources")
     own = ["data.max_length=24", "model.qkv_bias=false", "optimizer.lr=0.01"]
     run = train_in(folder, "name=old", *own)
@@ -46,14 +46,14 @@ def test_a_run_takes_the_weights_and_nothing_else(make_run, sources, source, cap
         assert torch.equal(found[name], expected[name]), name
     got, want = found["pos_emb.weight"], expected["pos_emb.weight"]
     assert torch.equal(got[:24], want[:24])
-    # A plain Hugging Face directory does not say that the last eight were never trained.
+    # A Hugging Face directory contains no information about untrained positions.
     assert torch.equal(got[24:], want[24:] if source == "hf" else want[:8])
     assert "note:" not in capsys.readouterr().out
 
 
 def test_positions_are_cut_or_repeated():
-    """Of ten positions 0 to 9, of which the first six were trained. A note says when positions that
-    the run uses are not the trained ones."""
+    """The model has positions 0 to 9, and the first six were trained. There is a note if the run
+    uses other positions."""
     table = torch.arange(10.0)[:, None].expand(10, 2)
     repeated = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0]
     cases = ((6, 4, False), (10, 4, False), (4, 4, True), (13, 4, True), (10, 7, True))
@@ -64,7 +64,7 @@ def test_positions_are_cut_or_repeated():
 
 
 def test_settings_that_do_not_fit_the_weights_are_named(make_run, sources):
-    """Each with the value that fits."""
+    """Each error contains the right value."""
     fixes = {"emb_dim": "emb_dim=32", "num_layers": "num_layers=2", "qkv_bias": "qkv_bias=true"}
     wrong = ["model.num_layers=1", "model.emb_dim=8", "model.qkv_bias=false"]
     with pytest.raises(ConfigError) as caught:
@@ -85,7 +85,7 @@ def test_finetune_needs_init_from(in_process, tmp_path):
 
 def test_finetune_starts_at_the_loss_of_the_weights(in_process, sources):
     before = [row for row in rows(sources / "runs/old") if "val/loss" in row][-1]
-    for source, bias in (("runs/old", "false"), ("out", "true")):  # exports have zeros as biases
+    for source, bias in (("runs/old", "false"), ("out", "true")):  # exports have biases of zeros
         name = f"from-{source.replace('/', '-')}"
         own = [f"trainer.init_from={source}", "data.path=text.txt", f"name={name}"]
         own += ["data.max_length=24", "trainer.max_steps=8", "optimizer.lr=1e-3"]

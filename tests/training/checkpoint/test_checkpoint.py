@@ -1,4 +1,4 @@
-"""Checkpoints: their content, damage, saving while training continues, links."""
+"""Checkpoints: contents, damaged files, saving in the background, links, full disks."""
 
 import copy
 import errno
@@ -37,25 +37,25 @@ MODEL = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of 4 steps with checkpoints of steps 2 and 4, of which that of step 4 is the best."""
+    """A run of 4 steps with checkpoints of steps 2 and 4. The best is that of step 4."""
     return train_in(tmp_path_factory.mktemp("finished"), "name=saved")
 
 
 @pytest.fixture
 def saved(finished, make_run, tmp_path):
-    """The newest checkpoint of its copy in the current directory, runs/saved."""
+    """The newest checkpoint of runs/saved, a copy of `finished` in the current directory."""
     return tmp_path / copy_run(finished) / "checkpoints" / "step_00000004"
 
 
 @pytest.fixture
 def longer(make_run):
-    """longer() -> the Run that continues runs/saved by a step."""
+    """longer() -> the Run that resumes runs/saved and has one more step."""
     return lambda *more: make_run("name=saved", "trainer.max_steps=5", *more)
 
 
 def test_content_of_a_checkpoint(saved, longer):
-    """sha256sum confirms the files, the tied weight is there once, and the model that is loaded
-    has the same outputs as the one that a resumed run trains."""
+    """sha256sum accepts the files, the tied weight is stored once, and the loaded model has the
+    same outputs as the model of a resumed run."""
     done = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=saved, check=False)
     assert done.returncode == 0
     assert {p.name for p in saved.iterdir()} == {*checkpoint.FILES, "SHA256SUMS"}
@@ -79,7 +79,7 @@ def test_find_accepts_a_run_or_a_checkpoint(saved):
             listing.find_checkpoint(path)
 
 
-# Changes of model.safetensors, and what the error has to name.
+# Text that the error must contain -> a change of model.safetensors.
 TENSORS = {
     "pos_emb.weight": lambda t: t.pop("pos_emb.weight"),
     "other": lambda t: t.update(other=torch.zeros(1)),
@@ -100,7 +100,7 @@ def test_tensors_that_do_not_fit_are_named(saved):
 
 
 def test_optimizer_tensors_that_do_not_fit_are_named(saved, longer):
-    """Negative second moments or steps would become NaN after the square root."""
+    """Negative second moments or steps would result in NaN after the square root."""
     file = saved / "optimizer.safetensors"
     right = file.read_bytes()
     for name, value in {
@@ -126,7 +126,8 @@ def test_model_settings_that_do_not_fit_allocate_nothing(saved):
 
 
 def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, capsys):
-    """A run continues from the one before, with a warning; one that is named is refused."""
+    """A run resumes from the checkpoint before, with a warning. A damaged checkpoint that is given
+    by its path is refused."""
     names = (*checkpoint.FILES, "SHA256SUMS")
     for name, how in zip(names, ("flip", "cut", "grow", "remove"), strict=True):
         run = tmp_path / "runs" / how
@@ -176,12 +177,12 @@ def test_nonfinite_parameters_are_not_saved(longer, saved):
 
 
 def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
-    """Training changes them while they are being written."""
+    """Training changes the parameters while the checkpoint is being written."""
     run = make_run("trainer.eval_every=0")
-    go_on, write = threading.Event(), checkpoint.write
+    proceed, write = threading.Event(), checkpoint.write
 
     def late(*arguments):
-        assert go_on.wait(60)
+        assert proceed.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write", late)
@@ -191,7 +192,7 @@ def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
     train_step(run)
     assert not torch.equal(wanted["token_emb.weight"], run.model.token_emb.weight)
     assert listing.newest_step(run.directory) == 0
-    go_on.set()
+    proceed.set()
     newest = run.checkpointer.wait(run.state)
     model, state = load_model(listing.find_checkpoint(run.directory))
     assert state.step == newest == 1
@@ -199,7 +200,7 @@ def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
 
 
 def test_a_full_disk_does_not_end_training(make_run, monkeypatch):
-    """The checkpoint before stays, the best is one that is on disk, and each is tried twice."""
+    """The previous checkpoint is kept, the best one is on disk, and each write is tried twice."""
     run = make_run("trainer.save_every=1", "trainer.max_steps=9")
     monkeypatch.setattr(saving, "RETRY_AFTER", 0)
     write, tries = checkpoint.save_file, []
@@ -228,8 +229,10 @@ def test_a_full_disk_does_not_end_training(make_run, monkeypatch):
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_a_stop_saves_again_what_may_not_be_on_disk(make_run, monkeypatch, is_waited_for):
-    """The folder of checkpoints cannot be flushed: after a loss of power it may be as before."""
+def test_a_stop_saves_again_if_the_checkpoint_may_not_be_on_disk(
+    make_run, monkeypatch, is_waited_for
+):
+    """fsync of the folder of checkpoints fails: a loss of power could undo the rename."""
     run, fsync = make_run(), files.fsync
 
     def broken(path):
@@ -255,11 +258,11 @@ def test_a_stop_saves_again_what_may_not_be_on_disk(make_run, monkeypatch, is_wa
 
 
 def test_after_an_interrupt_closing_waits_for_the_checkpoint(make_run, monkeypatch):
-    """As when a notebook's cell is interrupted: the directory stays locked while it is written."""
-    run, go_on, write = make_run(), threading.Event(), checkpoint.write
+    """As when a notebook cell is interrupted: the run directory stays locked during the write."""
+    run, proceed, write = make_run(), threading.Event(), checkpoint.write
 
     def late(*arguments):
-        assert go_on.wait(60)
+        assert proceed.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write", late)
@@ -273,6 +276,6 @@ def test_after_an_interrupt_closing_waits_for_the_checkpoint(make_run, monkeypat
             run.checkpointer.wait(run.state)
     finally:
         signal.signal(signal.SIGALRM, before)
-    threading.Timer(0.5, go_on.set).start()
+    threading.Timer(0.5, proceed.set).start()
     run.closing.close()
     assert listing.newest_step(run.directory) == 1

@@ -1,4 +1,4 @@
-"""Run directories that were damaged, came from elsewhere, or change while they are read."""
+"""Run directories that are damaged, that contain special files, or that change during a read."""
 
 import builtins
 import errno
@@ -40,26 +40,26 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run(trained, make_run):
-    """Its copy in the current directory, runs/run."""
+    """runs/run, a copy of `trained` in the current directory."""
     return copy_run(trained)
 
 
 @pytest.fixture
 def resumed(run, make_run):
-    """resumed(*overrides) -> the Run that continues runs/run."""
+    """resumed(*overrides) -> the Run that resumes runs/run."""
     return lambda *overrides: make_run("data.path=text.txt", "name=run", *overrides)
 
 
 @pytest.fixture
 def newest(run):
-    """The newest checkpoint, the only one."""
+    """The newest checkpoint; the older one is removed."""
     shutil.rmtree(run / "checkpoints" / "step_00000002")
     return run / "checkpoints" / "step_00000004"
 
 
 @pytest.fixture
 def no_waiting_for_fifos(monkeypatch):
-    """Fails where a FIFO is opened such that it could wait for the other end."""
+    """Fails if a FIFO is opened without O_NONBLOCK, which could wait for the other end."""
 
     def checked(real):
         def opened(path, *rest, **more):
@@ -75,7 +75,7 @@ def no_waiting_for_fifos(monkeypatch):
 
 
 def test_leftovers_of_killed_processes_are_removed_and_nothing_else(run, resumed):
-    """Neither the target of a link nor a folder with a similar name."""
+    """The target of a link and a folder with a similar name are kept."""
     part = run / "hf.part-0123456789abcdef"
     part.mkdir()
     (part / "model.safetensors").write_bytes(b"half")
@@ -128,7 +128,7 @@ def test_a_file_system_without_locks_is_accepted(run, monkeypatch):
 
 
 def test_settings_that_cannot_be_read_are_written_again(run, resumed, no_waiting_for_fifos):
-    """A run needs nothing but its checkpoints to resume; one without them begins."""
+    """A run with checkpoints resumes without these files; one without checkpoints starts again."""
     before = json.loads((run / "run.json").read_text())["settings"]
     before["trainer"]["max_steps"] = 6
     for kind, make in {"missing": lambda path: None, **UNREADABLE}.items():
@@ -166,7 +166,7 @@ def test_a_run_that_stored_old_names_of_settings_resumes(trained, make_run):
 
 
 def test_a_branch_needs_nothing_but_its_checkpoints_to_continue(run, make_run):
-    """Of those, the newest whose state can be read."""
+    """The settings are those of the newest checkpoint with a readable state."""
     command = [f"trainer.resume={run}", "name=b", LONGER, "trainer.save_every=1"]
     command += ["trainer.keep_checkpoints=9"]
     fit(make_run(*command))
@@ -189,7 +189,7 @@ def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_wai
 
 
 def save_newer_and_prune(run):
-    """What a run does that saves its next checkpoint with trainer.keep_checkpoints=1."""
+    """Does what a run does when it saves its next checkpoint with trainer.keep_checkpoints=1."""
     folders = listing.list_checkpoints(run)
     newer = run / "checkpoints" / f"step_{listing.step_of(folders[0]) + 1:08d}"
     shutil.copytree(folders[0], newer)
@@ -204,7 +204,7 @@ def save_newer_and_prune(run):
 @pytest.mark.parametrize("path", [".", "checkpoints/last"])
 @pytest.mark.parametrize("name", ["read_bounded", "checksum", "read_json", "load_file"])
 def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, name, path):
-    """The new newest one is read instead, without a warning; one that is named is refused."""
+    """The new checkpoint is read instead, without a warning. A path of a checkpoint is refused."""
     module = tensors if name == "load_file" else checkpoint
     real, unpruned = getattr(module, name), [run]
 
@@ -263,7 +263,7 @@ def test_invalid_states_are_refused_by_name(trained, tmp_path):
 
 
 def test_nonfinite_losses_of_skipped_steps_are_valid(run, newest, resumed):
-    """A state has the losses since the last row of the log; a skipped step may be among them."""
+    """A state contains the losses since the last row of the log, also of skipped steps."""
     change_state(newest, losses=[4.0, math.nan, math.inf, 4])
     fit(resumed(LONGER, "trainer.log_every=6"))
     assert math.isfinite(rows(run)[-1]["train/loss"])

@@ -1,4 +1,4 @@
-"""scripts/compare: a table of runs, and which of them can be compared."""
+"""scripts/compare.py: the tables of runs, and which runs share a table."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from scripts import compare
 
 @pytest.fixture
 def run(tmp_path):
-    """run(name, values, seed=..., **optimizer): a run's directory, with a validation each 10."""
+    """run(name, values, seed=..., **optimizer): a run directory with these validation losses at
+    steps 10, 20, ..."""
 
     def make(folder_name, values, seed=0, max_steps=20, data=None, metric="val/loss", **optimizer):
         folder = tmp_path / "runs" / folder_name
@@ -38,15 +39,14 @@ def run(tmp_path):
 
 
 def log(folder, *rows):
-    """Replaces the log of a run; its last line is truncated."""
+    """Writes metrics.jsonl with a truncated last line."""
     lines = [json.dumps(row) for row in rows]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 20, "val/l']))
 
 
 @pytest.fixture
 def compared(tmp_path, in_process):
-    """compared(*arguments): ({heading: cells of each line of its table}, runs named on stderr,
-    JSON file)."""
+    """compared(*arguments): ({heading: cells of its table}, runs reported on stderr, JSON file)."""
 
     def run_it(*arguments):
         out = tmp_path / "found.json"
@@ -102,7 +102,7 @@ def test_unfinished_runs_and_runs_without_the_metric(run, compared):
 
 
 def test_damaged_and_unlimited_files_are_skipped(run, compared):
-    """config.yaml, which is for people, is not read."""
+    """config.yaml is not read."""
     os.mkfifo(run("a", [1.0, 2.0]) / "config.yaml")
     record = '{"settings": {"trainer": {"max_steps": "many", "batch_size": 1}, "data": {}}}'
     (run("bad-value", [1.0]) / "run.json").write_text(record)
@@ -120,7 +120,7 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
 
 
 def test_tokens_are_the_logged_ones(run, compared):
-    """Rows without a number of tokens are skipped. A target that is reached exactly counts."""
+    """Rows without a valid number of tokens are skipped. A target reached exactly counts."""
     rows = [{"step": 10 * n, "val/loss": 3.5 - n / 2, "train/tokens": 500 * n} for n in (1, 2, 3)]
     rows += [{"step": 40, "val/loss": 4.0, "train/tokens": n} for n in ("nan", -1, 10**30)]
     log(run("a", []), *rows)
@@ -130,7 +130,8 @@ def test_tokens_are_the_logged_ones(run, compared):
 
 
 def test_each_text_and_tokenizer_has_its_table(run, compared, tmp_path):
-    """Bits per byte can be compared between tokenizers, runs validated on one text in any case."""
+    """Bits per byte are compared between tokenizers. Runs with the same validation text share a
+    table."""
     for name, value, data in (
         ("a", 3.0, {}),
         ("b", 1.0, {"path": "b.txt"}),

@@ -1,4 +1,4 @@
-"""What is printed while training, into a file and on a terminal."""
+"""The output of a run, in a file and on a terminal."""
 
 import io
 import os
@@ -25,7 +25,7 @@ def print_some(console):
     console.close()
 
 
-def test_a_file_has_plain_lines_whatever_the_environment_says(monkeypatch, capsys):
+def test_a_file_has_plain_lines_whatever_the_environment_variables(monkeypatch, capsys):
     for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.setenv(variable, "1")
         print_some(Console(True, 0, 10))
@@ -90,8 +90,8 @@ for step in (1, 2):
     shown.step(step, 2.0, 1e-3, 10.0)
     print("a warning", file=sys.stderr)
 """
-# A redirection in bash -> the number of lines on stdout and on stderr, one of which says that
-# stdout is not written. 9 is a pipe that nobody reads.
+# A redirection in bash -> the number of lines on stdout and on stderr. One line on stderr reports
+# that stdout cannot be written. 9 is a pipe without a reader.
 NOT_WRITTEN = {">/dev/full": (0, 3), ">&9": (0, 3), ">&-": (0, 2)}
 NOT_WRITTEN |= {"2>/dev/full": (2, 0), "2>&-": (2, 0)}
 
@@ -99,7 +99,7 @@ NOT_WRITTEN |= {"2>/dev/full": (2, 0), "2>&-": (2, 0)}
 def test_a_stream_that_cannot_be_written_does_not_end_training():
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "wb"):  # which closes it
+    with os.fdopen(writer, "wb"):  # closes the writer
         for redirect, lines in NOT_WRITTEN.items():
             done = subprocess.run(
                 ["bash", "-c", f'"$0" -c "$1" 9>&{writer} {redirect}', sys.executable, TWO_STEPS],

@@ -1,4 +1,4 @@
-"""The profile of early steps: its files, its steps, that training stays the same."""
+"""The profiler: its files, the profiled steps, and that the training stays the same."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from training.reporting.profiler import Profiler
 
 @pytest.fixture
 def profiled(tmp_path):
-    """profiled(steps) -> the folder after so many steps of a product and its gradient."""
+    """profiled(steps) -> the folder of the profile after a number of steps of a matrix product."""
 
     def run(steps):
         profiler = Profiler(True, tmp_path / "profile", torch.device("cpu"))
@@ -48,7 +48,7 @@ def test_a_table_and_a_trace_of_three_steps(profiled):
 
 
 def test_short_runs(profiled, caplog):
-    """Fewer steps where the run ends early; with none a warning and no files."""
+    """Fewer steps if the run ends early; without profiled steps a warning and no files."""
     folder = profiled(4)
     assert not folder.exists()
     (record,) = caplog.records

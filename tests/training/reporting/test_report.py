@@ -1,4 +1,4 @@
-"""report.html: the values it shows and draws in a browser, and the functions behind it."""
+"""report.html: the values and charts in a browser, and the functions that compute them."""
 
 import json
 import math
@@ -24,7 +24,7 @@ NAN = math.nan
 
 @pytest.fixture
 def run(tmp_path):
-    """run(rows, samples=..., config=...) -> a run's directory."""
+    """run(rows, samples=..., config=...) -> a run directory."""
 
     def make(rows=(), samples=(), config="", name="first"):
         folder = tmp_path / name
@@ -60,7 +60,7 @@ def numbers(texts):
 
 
 def drawn(plot, name):
-    """The points of a line as a reader would measure them: from its path and the ticks."""
+    """Returns the points of a line, computed from its path and the ticks of the axes."""
     d = plot.locator(f"path[data-name='{name}']").get_attribute("d").replace("M", "L")
     pairs = [tuple(map(float, pair.split())) for pair in d.replace("h0", "").split("L")[1:]]
     across, down = scale(plot, "x"), scale(plot, "y")
@@ -68,7 +68,7 @@ def drawn(plot, name):
 
 
 def scale(plot, axis):
-    """A function from a place on an axis, in percent, to the value there."""
+    """Returns a function from a position on an axis, in percent, to the value."""
     ticks = plot.locator(f"text.{axis}").all()
     (p0, v0), *_, (p1, v1) = (
         (float(tick.get_attribute(axis).rstrip("%")), float(tick.text_content())) for tick in ticks
@@ -131,7 +131,7 @@ def test_text_with_markup_is_escaped(run, opened, tmp_path):
 
 
 def attention_page(folder, name, heads):
-    """A page with this number of heads, one of whose tokens is markup."""
+    """Returns an attention page with this number of heads, in which one token is markup."""
     prompt = Prompt("1-a", "a b", [0, 1], ["a", HOSTILE])
     statistics = Row(0, {key: np.zeros((1, heads), np.float32) for key in STATISTICS})
     frame = Frame(statistics, [np.full((1, heads, 3), 180, np.uint8)])
@@ -140,7 +140,7 @@ def attention_page(folder, name, heads):
 
 
 def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
-    """Without a time-lapse, the page of the newest step."""
+    """Without a time-lapse, the page of the newest snapshot."""
     folder = run(ROWS)
     for step, heads in ((0, 1), (40, 4), (20, 2)):
         attention_page(folder, f"step_{step:08d}.html", heads)
@@ -168,7 +168,7 @@ def test_values_that_are_not_finite_are_gaps(run, opened):
     rows = [row(step, loss) | validation("nan", 1.0) for step, loss in enumerate(losses)]
     figure = opened(write_report(run(rows))).locator("figure").first
     line = figure.locator(".plot path")
-    assert line.count() == 1  # validation has nothing to draw
+    assert line.count() == 1  # no point of the validation loss is finite
     d = line.get_attribute("d")
     assert d.count("M") == 3
     assert re.search(r"M[\d. ]+h0M", d)  # 7.0 is alone

@@ -1,4 +1,4 @@
-"""training/reporting/comparison.py: several runs as a table and a picture."""
+"""training/reporting/comparison.py: several runs as a table and a plot."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from training.reporting import comparison as results
 
 
 def row(settings, *values, first=5.0, text="data.path=a.txt"):
-    """A row of the table whose curves begin and end in these values."""
+    """Returns a row of the table. Its curves start at `first` and end at `values`."""
     return results.Row(
         text,
         settings,
@@ -27,7 +27,7 @@ def row(settings, *values, first=5.0, text="data.path=a.txt"):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """drawn(rows) -> the figure that draw() saves."""
+    """drawn(rows) -> the matplotlib figure that plot() saves."""
     figures, save = [], Figure.savefig
 
     def savefig(figure, *arguments, **options):

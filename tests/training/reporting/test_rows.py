@@ -1,4 +1,4 @@
-"""Logs on a disk that is full or fails: real short writes, by a limit on the size of files."""
+"""Logs on a full or failing disk. A limit on the file size causes real short writes."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from training.reporting.jsonl import RowFile, drop_rows_after
 FAULT = "disk full or failing below a log"
 TRIALS = 2000 if CAMPAIGN else 50
 
-# A separate process, since the limit applies to all its files.
+# A separate process, because the limit applies to all files of a process.
 ON_A_FULL_DISK = """
 import json, random, resource, sys
 from pathlib import Path
@@ -57,7 +57,7 @@ def written(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_on_a_full_disk_every_row_is_written_once_in_order_and_whole(tmp_path):
+def test_on_a_full_disk_every_row_is_written_once_completely_and_in_order(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ON_A_FULL_DISK, "1", str(TRIALS)],
         cwd=tmp_path,
@@ -90,7 +90,7 @@ def test_rows_wait_for_a_file_that_cannot_be_opened_yet(tmp_path, capsys):
 
 
 def test_sync_calls_fsync_on_the_file_and_its_folder(tmp_path, monkeypatch, capsys):
-    """When that fails, one line is printed."""
+    """An error of fsync is printed once."""
     synced, real = [], os.fsync
 
     def fsync(number):

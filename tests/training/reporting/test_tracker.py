@@ -1,4 +1,4 @@
-"""Metrics on disk and on W&B: a real offline run, read back from its files."""
+"""Metrics on disk and on W&B, tested with the files of a real offline run."""
 
 import csv
 import itertools
@@ -32,7 +32,7 @@ OFFLINE = WandbConfig.with_defaults(mode="offline")
 
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
-    """In place of a W&B run: keeps what it is given."""
+    """Replaces a W&B run: records its calls."""
     run = Mock(id="x", offline=True, dir=str(tmp_path / "files"), rows={}, summary={})
     run.settings.finish_timeout = 1
     run.log = lambda row, step: run.rows.update({step: row})
@@ -59,7 +59,7 @@ def test_a_broken_installation_of_wandb_does_not_end_a_run(tmp_path, monkeypatch
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_long_run_shows_some_of_its_samples(tmp_path, recorded):
+def test_a_long_run_logs_some_of_its_samples(tmp_path, recorded):
     trainer = {"max_steps": 10_500, "eval_every": 10}
     tracker = Tracker(OFFLINE, tmp_path, {"trainer": trainer})
     for step in range(10, 10_501, 10):
@@ -82,7 +82,7 @@ def test_the_tracker_of_other_ranks_does_nothing():
 
 
 def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
-    """WANDB_MODE decides where wandb.mode is auto."""
+    """WANDB_MODE applies if wandb.mode=auto."""
     for mode, expected in (("auto", None), ("offline", "x")):
         tracker = Tracker(WandbConfig.with_defaults(mode=mode), tmp_path, {})
         assert tracker.run_id == expected  # the environment of tests has W&B disabled
@@ -97,7 +97,7 @@ def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
     assert recorded.summary["exit_code"] == 4
 
 
-def test_media_that_cannot_be_read_are_left_out(tmp_path, recorded, capsys):
+def test_media_that_cannot_be_read_are_skipped(tmp_path, recorded, capsys):
     tracker = Tracker(OFFLINE, tmp_path, {})
     missing = {"attention/heatmap/x": tmp_path / "missing.png"}
     number = {"attention_layers/entropy/L00": 0.5}
@@ -114,8 +114,8 @@ WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A whole run, offline and without an account: (its folder; as W&B reads it, the rows, all
-    records, the folder of files)."""
+    """A complete offline run without an account: (run directory, and from W&B's files: rows, all
+    records, folder of media files)."""
     named = ("wandb.tags=[a,b]", "wandb.notes='What is new, [here]: nothing'")
     named += ("wandb.group=first tries", "wandb.log_model=best", "wandb.mode=offline")
     with pytest.MonkeyPatch.context() as patch:
@@ -168,7 +168,7 @@ def test_rows_configuration_and_summary(watched):
     assert (run["project"], run["display_name"]) == ("clearhead", "watched")
     assert (run["run_group"], run["tags"]) == ("first tries", ["a", "b"])
     assert run["notes"] == "What is new, [here]: nothing"
-    config = run["config"]["update"]  # with defaults and what was decided at the start
+    config = run["config"]["update"]  # with default and automatic values
     del config["_wandb"]
     assert config == yaml.safe_load((folder / "config.yaml").read_text())
     summary = {}
@@ -186,7 +186,7 @@ def test_rows_configuration_and_summary(watched):
 
 
 def test_uploaded_model_can_be_loaded(watched, tmp_path):
-    """The artifact's files, each under its name there; without moments they cannot be resumed."""
+    """From the files of the artifact. Without optimizer state, a run cannot resume from them."""
     folder, _, records, _ = watched
     artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
     (artifact,) = (one for one in artifacts if one["type"] == "model")
@@ -197,7 +197,7 @@ def test_uploaded_model_can_be_loaded(watched, tmp_path):
         shutil.copy(file["local_path"], tmp_path / file["path"])
     names = {"model.safetensors", "state.json", "SHA256SUMS", "config.yaml"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    state = load_pretrained(tmp_path).state  # its checksums fit
+    state = load_pretrained(tmp_path).state  # also verifies the checksums
     assert state.step == int(best.name[5:])
     assert json.loads(artifact["metadata"])["val_loss"] == pytest.approx(state.val_loss)
     with refused(DamagedCheckpointError, "checkpoint", tmp_path / "optimizer.safetensors"):
@@ -219,7 +219,7 @@ def test_which_model_is_uploaded(watched, recorded, monkeypatch):
 
 
 def test_media_are_the_files_on_disk_byte_for_byte(watched):
-    """Pictures, pages (whose policy would forbid any addition), samples and the table of heads."""
+    """Images, pages, whose content security policy allows no changes, samples, table of heads."""
     folder, logged, _, files = watched
     files_of = {}
     for row, mine in zip(logged, rows(folder), strict=True):
@@ -230,7 +230,11 @@ def test_media_are_the_files_on_disk_byte_for_byte(watched):
                     stored = files / row[f"{key}.path"]
                     assert stored.read_bytes() == (folder / value).read_bytes()
     pictures = 8 * ["image-file"]  # of four prompts, grid and layer
-    for step, pages in {0: 1, 2: 2, 4: 2}.items():  # the viewer; the time-lapse of several looks
+    for step, pages in {
+        0: 1,
+        2: 2,
+        4: 2,
+    }.items():  # the page of the snapshot; from the second snapshot on also the time-lapse
         assert sorted(files_of.pop(step)) == pages * ["html-file"] + pictures
     assert files_of == {}
 
