@@ -110,7 +110,7 @@ class Run:
     # ------------------------------------------------------------------------ end and stop
 
     def finish(self, trained_here: bool, seconds: float) -> None:
-        """After the last step: waits for the last checkpoint, uploads the model, prints a summary.
+        """Waits for the last checkpoint, uploads the model and prints a summary.
 
         trained_here: whether this process trained any step. seconds: the duration of the training.
         """
@@ -155,7 +155,7 @@ class Run:
             out.print(f"W&B              {where}")
 
     def print_stopped(self) -> None:
-        """After a stop signal: prints where the checkpoint is and how to resume the run."""
+        """Prints, after a stop signal, where the checkpoint is and how to resume the run."""
         self.console.close()
         if self.strategy.is_rank_0:
             name = signal.Signals(self.signals.received).name

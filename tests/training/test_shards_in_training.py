@@ -1,4 +1,4 @@
-"""Training on shards gives the same numbers as training on the texts."""
+"""Training on shards gives the same results as training on the text files."""
 
 import shlex
 
@@ -20,7 +20,7 @@ TEXTS += [("parquet", [TEXT[2200:2300], TEXT[2300:]])]
 
 @pytest.mark.parametrize("within", [False, True])
 def test_training_on_shards_equals_training_on_the_text(make_run, tmp_path, within):
-    """In every number of every step but the speed, with shards that end within documents."""
+    """All metrics except speed are equal, also with shards that end within documents."""
     path = write_collection(tmp_path / "texts", TEXTS)
     manifest = prepare(path, tmp_path / "out", tokenizer="byte", shard_tokens=300)
     assert len(manifest["shards"]) > 5
@@ -64,8 +64,8 @@ def test_mixture_of_shards_equals_the_mixture_of_texts(make_run, tmp_path):
 
 
 def test_resume_with_moved_damaged_or_changed_shards(make_run, tmp_path):
-    """Moved ones are the same. Damaged and changed ones are refused before the run continues."""
-    text = "The ferry bell at the top of the steps rang twice.\n" * 45_000  # of two blocks
+    """Moved shards are accepted. Damaged and changed shards are errors before the first step."""
+    text = "The ferry bell at the top of the steps rang twice.\n" * 45_000  # two checksum blocks
     for folder, last in (("out", ""), ("new", "X")):
         path = write_source(tmp_path / f"{folder}.txt", [text, last])
         prepare(path, tmp_path / folder, tokenizer="byte")

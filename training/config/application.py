@@ -43,7 +43,7 @@ MAX_VALUES = 1000  # of one setting that are checked before a sweep starts
 
 
 def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
-    """Decorator: turns run(config) into a Hydra application that prints errors as single lines."""
+    """Turns run(config) into a Hydra application that prints each problem in one line."""
 
     @functools.wraps(run)
     def task(values: DictConfig) -> object:
@@ -108,7 +108,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> Config | None:
-    """The checked config, of a sweep that of the first job; None for options that compose nothing.
+    """Returns the checked config (sweep: of the first job); None if the options compose none.
 
     Raises ConfigError with all problems, of all jobs."""
     ranks = os.environ.get("WORLD_SIZE", "1")
@@ -147,7 +147,7 @@ def sweep_variants(overrides: list[str]) -> list[list[str]]:
 
 
 def _values(text: str) -> list[str]:
-    """The overrides of single runs for one override of a sweep."""
+    """Returns the overrides of single runs for one override of a sweep."""
     try:
         override = OverridesParser.create().parse_override(text)
         if not override.is_sweep_override():

@@ -79,7 +79,7 @@ Schema = TypeVar("Schema", bound=ScriptConfig)
 
 
 def settings_command(schema: type[Schema]) -> Callable:
-    """Decorator: turns run(config) into a command with the settings of `schema` and --help."""
+    """Returns a decorator: run(config) becomes a command with the settings of `schema`."""
 
     def decorate(run: Callable[[Schema], None]) -> Callable[[], None]:
         def main() -> None:
@@ -95,7 +95,7 @@ def settings_command(schema: type[Schema]) -> Callable:
 
 
 def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
-    """KEY=VALUE arguments as an instance of the schema. Raises ConfigError with all problems."""
+    """Parses KEY=VALUE arguments into the schema. Raises ConfigError with all problems."""
     fields, problems = flat_fields(schema), []
     values: dict[str, object] = {}
     for text in current_names(arguments, fields):
@@ -160,7 +160,7 @@ def _print_table(rows: list[tuple[str, str, str]]) -> None:
 
 
 def not_a_setting(text: str, key: str) -> Problem:
-    """The problem of an argument without "=". If it is an existing file, the hint is KEY=FILE."""
+    """Returns the problem of an argument without "=". The hint for an existing file is KEY=FILE."""
     hint = "write KEY=VALUE; if it contains blanks, quote it: 'KEY=some words'"
     if key and os.path.exists(text):
         hint = f"did you mean {shlex.quote(f'{key}={text}')}?"
@@ -170,7 +170,7 @@ def not_a_setting(text: str, key: str) -> Problem:
 
 
 def unknown_option(text: str, known: Sequence[str]) -> Problem:
-    """The problem of an unknown option, with the setting that was probably meant."""
+    """Returns the problem of an unknown option. The hint is the most similar setting."""
     option, _, value = text.partition("=")
     hint = unknown_key(option.lstrip("-").replace("-", "_"), value, known).hint
     return Problem(option, NO_VALUE, "no such option", f"write settings without dashes; {hint}")

@@ -41,7 +41,7 @@ def compose(
     config_name: str = "config",
     config_path: str | Path = CONFIGS,
 ) -> Config:
-    """The checked config for these overrides, which are written as on the command line of train.py.
+    """Returns the checked config for overrides, written as on the command line of train.py.
 
     config_dir: a folder with more YAML files (--config-dir). Raises ConfigError with all problems.
     """
@@ -77,8 +77,8 @@ def _hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[No
 
 
 def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
-    """The overrides that Hydra can compose. Adds all others to `problems`, because Hydra would stop
-    at the first one. The schema checks added keys (+KEY=VALUE)."""
+    """Returns the overrides that Hydra can compose. Adds all others to `problems`, because Hydra
+    stops at the first one. The schema checks added keys (+KEY=VALUE)."""
     parser, texts = OverridesParser.create(), []
     loader = GlobalHydra.instance().config_loader()  # includes the groups in config_dir
     known = [*known_settings(), *loader.get_group_options("", ObjectType.GROUP)]
@@ -102,7 +102,7 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
 
 
 def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
-    """The composed values; None if Hydra cannot compose them. Adds to `problems`. An unknown choice
+    """Returns the composed values, or None after an error. Adds to `problems`. An unknown choice
     of a group is skipped, so that the other overrides are checked too."""
     try:
         # Hydra sets these in jobs only, but name=${hydra:job.num} needs them here.
@@ -128,7 +128,7 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
 
 
 def problem_of(error: Exception, overrides: list[str]) -> Problem:
-    """An error of Hydra or OmegaConf as a problem, with the setting if it is known."""
+    """Turns an error of Hydra or OmegaConf into a problem, with the setting if it is known."""
     for text in overrides:
         key, _, value = text.removeprefix("+").partition("=")
         if text.startswith("+") and key in known_settings():

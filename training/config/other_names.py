@@ -23,7 +23,7 @@ RENAMED = {
 
 
 def current_names(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """The arguments KEY=VALUE with current names; prints a warning for each old name."""
+    """Replaces old names in KEY=VALUE arguments; prints a warning for each."""
     found = []
     for text in arguments:
         prefix, key, rest = re.fullmatch(r"([+~]*)([\w.]*)(.*)", text, re.DOTALL).groups()
@@ -52,7 +52,7 @@ def other_names() -> list[tuple[str, str, str]]:
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
-    """The setting whose name is most similar to a misspelled key, preferably in the same group."""
+    """Returns the setting with the most similar name, preferably in the same group."""
     group, _, last = key.rpartition(".")
     own = [name for name in known if name.rpartition(".")[0] == group]
     for names in (own, known):
@@ -64,7 +64,7 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def unknown_key(key: str, value: object, known: Sequence[str]) -> UnknownSetting:
-    """The problem of an unknown key, with the setting that was probably meant."""
+    """Returns the problem of an unknown key. The hint is the setting that was probably meant."""
     last = key.rpartition(".")[2].lower()
     for setting, names, remark in other_names():
         if last in names.split() and setting in known:

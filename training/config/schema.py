@@ -51,12 +51,12 @@ WORDING = {  # pydantic's wording: ours
 
 
 def rejected(reason: str, hint: str, key: str = "") -> PydanticCustomError:
-    """The error that a validator raises. key: the setting, if it is not the validated one."""
+    """Returns the error for a validator. key: the setting, if it is not the validated one."""
     return PydanticCustomError("rejected", "{reason}", {"reason": reason, "hint": hint, "key": key})
 
 
 def rule(check: Callable[[Any, dict], None]) -> AfterValidator:
-    """A validator that calls check(value, others), which raises `rejected`.
+    """Returns a validator that calls check(value, others), which raises `rejected`.
 
     others: the valid settings above this one in its class. `validate(..., rules=False)` skips it.
     """
@@ -100,7 +100,7 @@ class Settings(BaseModel):
 
     @classmethod
     def with_defaults(cls, **values: object) -> Self:
-        """A group with these values and, for the others, the defaults. Raises ConfigError."""
+        """Returns a group with these values and defaults for all others. Raises ConfigError."""
         group = next(name for name, schema in GROUPS.items() if schema is cls)
         made, problems = validate(cls, default_values()[group] | values)
         refuse([p._replace(key=f"{group}.{p.key.removeprefix(f'{group}.')}") for p in problems])
@@ -275,11 +275,11 @@ class WandbConfig(Settings):
     alerts: bool
 
     def wanted(self) -> str:
-        """The mode; for auto, the value of WANDB_MODE if it is set."""
+        """Returns the mode; for auto, the value of WANDB_MODE if it is set."""
         return os.environ.get("WANDB_MODE", "auto") if self.mode == "auto" else self.mode
 
     def ignored(self) -> list[str]:
-        """One line for each setting that has no effect because W&B is off."""
+        """Returns a line for each setting that has no effect because W&B is off."""
         asked = [key for key in ("log_model", "alerts") if getattr(self, key)]
         is_off = self.wanted() == "disabled"
         return [f"wandb.{key}: no effect, because W&B is off" for key in asked if is_off]
@@ -335,7 +335,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 def validate(
     schema: type[Schema], values: Mapping, *, rules: bool = True
 ) -> tuple[Schema | None, list[Problem]]:
-    """(An instance of the schema or None, all problems, at most one per key).
+    """Returns (an instance of the schema or None, all problems, at most one per key).
 
     rules: whether to check rules between settings (`rule`); types and ranges are always checked.
     """
@@ -353,7 +353,7 @@ def validate(
 
 
 def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) -> Problem:
-    """pydantic's error as a problem: a line for the user."""
+    """Turns an error of pydantic into a problem."""
     path, context, fields = details["loc"], details.get("ctx", {}), flat_fields(schema)
     # Omits the rest of the path: the index in a list or the type in a union.
     length = 2 if path[0] in groups_of(schema) else 1
@@ -374,7 +374,7 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
 
 
 def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The groups of settings of a schema, by name."""
+    """Returns the groups of settings of a schema, by name."""
     return {
         name: info.annotation
         for name, info in schema.model_fields.items()
@@ -383,7 +383,7 @@ def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a schema and its groups, by dotted key."""
+    """Returns the fields of a schema and its groups, by dotted key."""
     return flat(schema.model_fields | {n: g.model_fields for n, g in groups_of(schema).items()})
 
 
@@ -391,5 +391,5 @@ GROUPS = groups_of(Config)
 
 
 def known_settings() -> list[str]:
-    """The keys of all settings, and the groups."""
+    """Returns the keys of all settings and groups."""
     return [*flat_fields(Config), *GROUPS, "experiment"]

@@ -54,7 +54,7 @@ def _resolve(config: Config, key: str, before: dict, value: int) -> None:
 
 
 def config_from(values: dict, overrides: Sequence[str], found: Sequence[Problem] = ()) -> Config:
-    """The config for composed values. Raises ConfigError with `found` and all new problems.
+    """Returns the config for composed values. Raises ConfigError with `found` and new problems.
 
     overrides: the command line. If trainer.resume is a path, the rules between settings are checked
     later, by `complete`, with the settings of that run.
@@ -71,7 +71,7 @@ def config_from(values: dict, overrides: Sequence[str], found: Sequence[Problem]
 
 
 def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str]]:
-    """(The stored settings of a run, overridden by the command line; the changes as text).
+    """Returns (the stored settings of a run, overridden by the command line; the changes as text).
 
     found, stored: from `training.checkpoint.resume.stored_settings`. Unknown stored settings are
     ignored. Raises CheckpointError for invalid stored settings, ConfigError for invalid overrides.
@@ -109,12 +109,12 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
 
 
 def _is_of(key: str, names: Collection[str]) -> bool:
-    """Whether `names` contains this setting or its group."""
+    """Returns whether `names` contains this setting or its group."""
     return key in names or key.partition(".")[0] in names
 
 
 def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:
-    """A problem for each setting of this rank that differs from rank 0."""
+    """Returns a problem for each setting of this rank that differs from rank 0."""
     theirs, fix = flat(of_rank_0), "start all ranks with the same settings"
     return [
         Problem(key, value, f"on rank {rank}, {as_yaml(theirs.get(key))} on rank 0", fix)

@@ -15,7 +15,7 @@ SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
 
 @functools.cache
 def defaults_and_meanings() -> dict[str, tuple[object, str]]:
-    """(default value, meaning) of every setting, by dotted key, in the order of the files."""
+    """Returns (default value, meaning) of each setting by dotted key, in the order of the files."""
     found = {}
     entries = yaml.safe_load((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     chosen = [item for entry in entries if entry != "_self_" for item in entry.items()]
@@ -36,13 +36,13 @@ def defaults_and_meanings() -> dict[str, tuple[object, str]]:
 
 
 def default_values() -> dict:
-    """The default settings as nested plain values."""
+    """Returns the default settings as nested plain values."""
     values = {key: value for key, (value, _) in defaults_and_meanings().items()}
     return copy.deepcopy(nested(values))
 
 
 def flat(tree: Mapping) -> dict[str, object]:
-    """Settings by dotted key, such as trainer.device."""
+    """Returns settings by dotted key, such as trainer.device."""
     leaves: dict[str, object] = {}
     for key, value in tree.items():
         is_group = isinstance(value, Mapping)
@@ -51,7 +51,7 @@ def flat(tree: Mapping) -> dict[str, object]:
 
 
 def nested(leaves: Mapping) -> dict:
-    """The reverse of flat."""
+    """Reverses `flat`."""
     tree: dict = {}
     for key, value in leaves.items():
         group, _, name = key.rpartition(".")

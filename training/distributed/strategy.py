@@ -103,7 +103,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def inference(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context: eval mode, no gradients, precision of the run. Restores the mode at exit."""
+        """Sets eval mode, no gradients and the precision of the run; restores the mode at exit."""
         was_training = model.training
         model.eval()
         try:
@@ -224,7 +224,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Context: raises an error of one rank on all ranks, which would otherwise wait forever.
+        """Raises an error of one rank on all ranks, which would otherwise wait forever.
         Code inside must not wait for other ranks."""
         yield
 
@@ -241,4 +241,4 @@ class Strategy:
         return False
 
     def close(self, exit_code: int) -> None:
-        """Called at the end of a run, after everything is written."""
+        """Closes the strategy at the end of a run, after everything is written."""

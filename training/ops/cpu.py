@@ -32,7 +32,7 @@ def use_cpu_kernels(model: GPT) -> None:
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """The sdpa kernel of attention.py with faster dropout and, in bf16 on CPUs with AMX, a faster
+    """Computes sdpa of attention.py with faster dropout and, in bf16 on CPUs with AMX, a faster
     gradient of short sequences. queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D)."""
     if dropout_p > 0:  # no fused CPU kernel has dropout: torch writes the weights to memory too
         attn_weights = causal_attn_weights(queries, keys).to(values.dtype)

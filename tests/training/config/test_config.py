@@ -1,6 +1,6 @@
-"""Settings: what is accepted, the hints about unknown names, defaults, Hydra's features.
+"""Settings: accepted values, hints about unknown names, defaults, features of Hydra.
 
-What is refused: test_problems.py.
+Invalid settings: test_problems.py.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def suggested(known, key) -> set[str]:
     return {name for name in known if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", hint)}
 
 
-# What is typed=what is suggested, if anything.
+# unknown name=suggested setting, if any
 MEANT = """
 optimizer.learning_rate=optimizer.lr trainer.epochs=trainer.max_steps block_size=data.max_length
 wandb_project=wandb.project train.max_step=trainer.max_steps optimizer.beta=optimizer.betas
@@ -55,13 +55,13 @@ modle=model max_step=trainer.max_steps model.num_head=model.num_heads verbose= g
 """
 
 
-def test_hints_name_the_setting_that_was_meant():
+def test_hints_suggest_similar_settings():
     for key, _, setting in (text.partition("=") for text in MEANT.split()):
         found = suggested(known_settings(), key)
         assert (setting in found) if setting else (found == set()), key
 
 
-def test_names_of_other_projects_lead_to_settings_that_exist():
+def test_hints_for_names_of_other_projects_are_existing_settings():
     of_training = known_settings()
     commands = [of_training, *map(list, map(flat_fields, (GenerateConfig, PlanConfig)))]
     for setting, names, remark in other_names():
@@ -79,19 +79,19 @@ def test_old_names_of_settings_work_with_a_warning(capsys, in_process, tmp_path)
     for old, new in RENAMED.items():
         assert any(new in names for names in known), new
         assert not any(old in names for names in known), old
+    olds = ("trainer.keep", "lens.repeated", "num_tokens", "repeated")
     found = compose(["trainer.keep=3", "++lens.repeated=5"])
     assert (found.trainer.keep_checkpoints, found.lens.repeat_length) == (3, 5)
-    assert parse(GenerateConfig, ["checkpoint=x", "num_tokens=7"]).max_new_tokens == 7
+    assert parse(GenerateConfig, ["checkpoint=x", f"{olds[2]}=7"]).max_new_tokens == 7
     assert parse(InspectConfig, ["checkpoint=x", "repeated=9"]).repeat_length == 9
     warnings = capsys.readouterr().err.splitlines()
-    olds = ("trainer.keep", "lens.repeated", "num_tokens", "repeated")
     assert [line.split(": renamed to ") for line in warnings] == [
         [old, f"{RENAMED[old]}; use the new name"] for old in olds
     ]
     compose(["trainer.keep_checkpoints=3"])
     assert capsys.readouterr().err == ""
-    with pytest.raises(ConfigError):  # another command has a setting of that name
-        compose(["num_tokens=7"])
+    with pytest.raises(ConfigError):  # train.py has no such alias
+        compose([f"{olds[2]}=7"])
     code, out, err = in_process(train.main, tmp_path, "--cfg", "job", "trainer.keep=4")
     assert (code, len(err.splitlines())) == (0, 1)
     assert yaml.safe_load(out)["trainer"]["keep_checkpoints"] == 4
@@ -114,7 +114,7 @@ def test_accepted_forms():
 
 
 def test_free_text():
-    """A text that Hydra's grammar would read otherwise is quoted; scripts take it as typed."""
+    """train.py needs quotes where Hydra's grammar has another meaning; scripts need none."""
     for text in ("Hello, world", "a=b", "[INST", "it's", "{c}", "ü (1)", "\\", "a\\\\b"):
         quoted = json.dumps(text, ensure_ascii=False) if "\\" not in text else f"'{text} '"
         found = compose([f"trainer.sample_prompt={quoted}"]).trainer.sample_prompt
@@ -142,16 +142,16 @@ def test_every_problem_is_listed(in_process, tmp_path):
     assert sorted(found) == sorted(text.partition("=")[0].lstrip("+") for text in given)
     found = problems_of(parse, GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
     assert found == [("promt", "x"), ("temperature", "-1")]
-    # Types are checked before the run to resume is read.
+    # Types are checked before the stored settings are read.
     given = ["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"]
     assert problems_of(compose, given) == [("optimizer.lr", [1]), ("trainer.max_steps", "abc")]
-    # Of a sweep before its first job.
+    # A sweep reports them before its first job.
     given = ["-m", "optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"]
     code, _, err = in_process(train.main, tmp_path, *given)
     assert (code, len(err.splitlines()), list(tmp_path.iterdir())) == (2, 3, [])
 
 
-def test_values_of_a_sweep_that_are_checked():
+def test_checked_values_of_a_sweep():
     given = ["seed=1,2", "optimizer.lr=interval(1e-4,1e-3)", "name=a", "model=glob(*)"]
     assert sweep_variants(given) == [
         ["seed=1", "optimizer.lr=0.0001", "name=a"],
@@ -160,8 +160,8 @@ def test_values_of_a_sweep_that_are_checked():
     assert len(sweep_variants(["seed=range(0,1000000)"])) == 1000
 
 
-def test_every_setting_has_a_default_and_a_meaning():
-    """Of training in configs/, of scripts in their schema."""
+def test_every_setting_has_a_default_and_a_description():
+    """For training in configs/, for scripts in their schema."""
     found = defaults_and_meanings()
     assert set(found) == set(known_settings()) - {*GROUPS, "experiment"}
     assert [key for key, (_, meaning) in found.items() if not meaning] == []
@@ -193,8 +193,8 @@ def test_every_shipped_choice_is_valid():
         compose([f"experiment={path.stem}", "trainer.max_steps=1", *extra.get(path.stem, [])])
 
 
-def test_a_mistake_is_answered_without_torch_and_leaves_no_file(tmp_path):
-    """In a process of its own, which lists what it imports."""
+def test_errors_in_settings_are_reported_without_torch_and_create_no_file(tmp_path):
+    """Runs a separate process that lists its imports."""
     given = [sys.executable, "-X", "importtime", REPOSITORY / "train.py", "optimizer.lr=abc"]
     done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -214,7 +214,7 @@ def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):
     "arguments",
     [["generate.py", "--help"], ["-m", "scripts.plan", "--help"], ["-m", "scripts.plan"]],
 )
-def test_output_that_nobody_reads_is_no_error(arguments):
+def test_a_closed_stdout_is_no_error(arguments):
     """As with `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -224,7 +224,7 @@ def test_output_that_nobody_reads_is_no_error(arguments):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_compose_leaves_the_process_as_it_was():
+def test_compose_restores_the_state_of_hydra():
     """Also within a Hydra application."""
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.2"):
         version = VersionBase.instance().getbase()
@@ -297,7 +297,7 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
     saved = yaml.safe_load((tmp_path / "out" / "0" / "hydra" / "config.yaml").read_text())
     assert saved["name"] == "a"
     (tmp_path / "note").unlink()
-    monkeypatch.setenv("RANK", "1")  # another rank is a job too, but makes no directories
+    monkeypatch.setenv("RANK", "1")  # other ranks are jobs of Hydra too, but create no directories
     code, out, err = in_process(train.main, tmp_path, *given, "hydra.run.dir=other", "--cfg", "job")
     assert (code, out) == (0, "")
     seen = []
@@ -317,14 +317,14 @@ def chosen(before=None, **values):
     return trainer.warmup_steps, trainer.eval_every, trainer.eval_windows, trainer.log_every
 
 
-def test_settings_that_are_null_follow_the_length_of_the_run():
+def test_automatic_settings_depend_on_the_length_of_the_run():
     assert chosen(max_steps=1) == (0, 40, 8, 1)
     assert chosen(max_steps=120) == (24, 40, 8, 1)
     assert chosen(max_steps=2000) == (200, 200, 8, 4)
     assert chosen(max_steps=10**6, batch_size=512) == (2000, 1000, 400, 2000)
     assert chosen(max_steps=2000, eval_every=0, batch_size=4) == (200, 0, 160, 4)
     assert chosen(max_steps=2000, warmup_steps=0, eval_every=7, eval_windows=3) == (0, 7, 3, 4)
-    # A run that is made longer keeps its settings.
+    # A resumed run keeps its values.
     before = {"warmup_steps": 12, "eval_every": 40, "eval_windows": 100, "log_every": 1}
     assert chosen(before, max_steps=5000, eval_windows=9) == (12, 40, 9, 1)
     assert chosen({"eval_every": None}, max_steps=120) == (24, 40, 8, 1)

@@ -1,4 +1,4 @@
-"""Bad input: for each mistake, the key that is named, the type of the error and its exit code.
+"""Invalid input: key, error type and exit code of each problem.
 
 Readers of texts have more kinds of bad input: tests/tokens/test_readers.py. How errors are worded
 and printed: tests/test_messages.py.
@@ -40,8 +40,8 @@ def files_in(folder) -> set[str]:
 
 
 def check_each(function, mistakes, keys=()) -> None:
-    """Each mistake alone is refused, with one problem. A mistake is one or several arguments; the
-    key of the problem is that of the first, or as in keys."""
+    """Checks that each invalid input causes exactly one problem. An input is one or more arguments;
+    the key of the problem is that of the first argument, or the one in `keys`."""
     for mistake in mistakes:
         arguments = mistake if isinstance(mistake, list) else [mistake]
         key = arguments[0].partition("=")[0].lstrip("+")
@@ -53,7 +53,7 @@ def check_each(function, mistakes, keys=()) -> None:
             raise AssertionError(f"{str(arguments)[:200]}: {error}") from error
 
 
-# Types; ranges; choices; empty texts and names; what does not fit together.
+# Types; ranges; choices; empty text and names; rules between settings.
 VALUES = """
 optimizer.lr=abc optimizer.lr=[1] optimizer.betas=0.9 model.num_layers=1.5 model.qkv_bias=1
 model.emb_dim=null seed=x seed={a:1} seed= wandb.alerts=often
@@ -93,7 +93,7 @@ SYNTAX = [
     "hydra.ouput=x",
     "data=mine.txt",
 ]
-# Whose problem has the whole argument as its key.
+# The key of these problems is the complete argument.
 WHOLE = [
     "foo",
     "name=a\0b",
@@ -126,7 +126,7 @@ def test_names_and_syntax():
     check_each(compose, [*SYNTAX, *KEYS], KEYS)
 
 
-# The key is the option; these are arguments: key.
+# The key is the option. KEYS_OF_OPTIONS and MODES: arguments: key.
 OPTIONS = """--nonsense --seed=5 --config-name=none --config-dir=nowhere trainer.resume=must
     --experimental-rerun=x.pickle --max-steps=2"""
 KEYS_OF_OPTIONS = {
@@ -146,7 +146,7 @@ def test_options_and_modes_of_training(in_process, tmp_path):
         assert files_in(tmp_path) == set(), arguments
 
 
-def test_no_setting_takes_a_number_that_means_nothing():
+def test_numeric_settings_reject_invalid_numbers():
     shipped = default_values()
     numeric = {
         key: isinstance(value, list)
@@ -169,7 +169,7 @@ def test_no_setting_takes_a_number_that_means_nothing():
             assert {problem[0] for problem in problems} == {key}, f"{key}={str(number)[:20]}"
 
 
-CONTENTS = [  # of a file of the user's own; the key of the problem
+CONTENTS = [  # of a user's YAML file, and the key of the problem
     ("seed: 1\nseed: 2", "command line"),
     ("traner:\n  max_steps: 1", "traner"),
     ("optimizer: {lr: .nan}", "optimizer.lr"),
@@ -182,7 +182,7 @@ CONTENTS = [  # of a file of the user's own; the key of the problem
 
 
 def test_files_of_settings(tmp_path, monkeypatch):
-    """What is wrong in a file of --config-dir; no tag makes objects."""
+    """Invalid files in --config-dir are reported; YAML tags create no objects."""
     monkeypatch.chdir(tmp_path)
     for content, key in CONTENTS:
         put(tmp_path / "mine", "experiment/mine.yaml", content)
@@ -193,7 +193,7 @@ def test_files_of_settings(tmp_path, monkeypatch):
 
 
 def put(folder, name, content):
-    """A number stands for a file of that many zero bytes."""
+    """Writes a file. If the content is a number, the file has that many zero bytes."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -283,7 +283,7 @@ def test_unusual_prompts_are_continued(in_process, a_run, tmp_path):
         assert printed_keys(err) == (["prompt"] if prompt.startswith("word") else []), prompt
 
 
-def test_devices_and_precisions_that_are_missing(make_run, monkeypatch):
+def test_unavailable_devices_and_precisions(make_run, monkeypatch):
     with refused(ConfigError, "trainer.precision", "fp16"):
         make_run("trainer.precision=fp16")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,5 +1,6 @@
-"""What one process can check of training on several ranks: settings, the launcher's environment and
-seeds. test_ranks.py starts real ranks."""
+"""Distributed training, checks in one process: settings, environment of the launcher, seeds.
+
+test_ranks.py starts real ranks."""
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ LAUNCHERS += ("SLURM_STEP_NUM_TASKS",)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """No launcher started this process; it is in a folder of its own."""
+    """Removes the variables of launchers; the working directory is a temporary folder."""
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -41,7 +42,7 @@ def problem_keys(strategy: str, batch_size: int = 8) -> list[str]:
     return [key for key, *_ in check(ParallelConfig.with_defaults(strategy=strategy), batch_size)]
 
 
-def test_one_process_has_no_strategy():
+def test_distributed_strategies_need_several_processes():
     assert problem_keys("auto", 7) == problem_keys("single") == []
     assert problem_keys("ddp") == problem_keys("fsdp") == ["parallel"]
     strategy = build_strategy(ParallelConfig.with_defaults(strategy="auto"), "cpu", "fp32", seed=3)
@@ -93,7 +94,7 @@ def test_a_sweep_on_several_ranks_is_refused(launched, in_process, tmp_path):
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_which_errors_mean_that_a_rank_is_lost():
+def test_errors_that_mean_a_lost_rank():
     assert DDP.is_lost_rank(None, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
     assert not DDP.is_lost_rank(None, ValueError("gloo"))
     locked = RunDirectoryError("name", "gloo", "is locked", "Timed out")

@@ -1,4 +1,4 @@
-"""Several ranks compute what one process computes, agree on one run and fail together.
+"""Several ranks compute the same as one process, write one run, and fail together.
 
 All run on CPU over gloo. CAMPAIGN=1 adds four ranks, two torchrun nodes and rarer combinations.
 """
@@ -48,7 +48,7 @@ RECOMPUTED, COMPILED = "trainer.activation_checkpointing=true", "trainer.compile
 UNSHARDED, PROFILED = "parallel.reshard_after_forward=false", "trainer.profile=true"
 # Hydra sets it in each rank; ranks with different settings are refused.
 OF_THE_JOB = ("+hydra.job.env_set.NOTES=here", "wandb.notes=${oc.env:NOTES,unset}")
-# How the same is computed: number of ranks, strategy, settings.
+# Equivalent computations: number of ranks, strategy, settings.
 VARIANTS = [
     (2, "ddp", RECOMPUTED, PROFILED, "trainer.micro_batch_size=3", *OF_THE_JOB),
     (2, "fsdp", RECOMPUTED, PROFILED, UNSHARDED, "trainer.micro_batch_size=null"),
@@ -62,19 +62,19 @@ if CAMPAIGN:
 
 
 class Place:
-    """A folder in which one process and several train on the same texts."""
+    """A folder in which one process and several ranks train on the same text files."""
 
     def __init__(self, server: ForkServer, folder):
         self.server, self.folder = server, write_texts(folder)
         self.alone = functools.cache(self._alone)
 
     def _alone(self, *arguments):
-        """The run of this process alone, made once."""
+        """Returns the run of a single process; trains it once."""
         name = f"alone{len(list(self.folder.glob('runs/alone*')))}"
         return train_in(self.folder, *COMPARABLE, *arguments, f"name={name}")
 
     def ranks(self, name, *arguments, **more):
-        """Two ranks, and the directory of their run."""
+        """Trains with two ranks. Returns the ranks and their run directory."""
         trainings = self.server.run_ranks(
             self.folder, *COMPARABLE, f"name={name}", *arguments, **more
         )
@@ -90,8 +90,8 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def watched(place, request):
-    """A run with everything in it, whose rank 0 takes long to evaluate, sample, draw and write;
-    the same by one process; what each rank printed."""
+    """(A run with all features and a slow rank 0; the same run in one process; output of each
+    rank.)"""
     way = f"parallel={request.param}"
     faults = [{"slow": {"seconds": 0.1}}, None]
     run, trainings = place.ranks(request.param, *WATCHED, way, faults=faults)
@@ -102,7 +102,7 @@ def test_two_ranks_train_as_one(watched):
     """Losses, clipped gradients, validation on 7 windows, parameters, samples, files, output."""
     many, one, (main, other) = watched
     assert (main.err, other.err, other.out) == ("", "", "")
-    assert max(values(one, "train/grad_norm").values()) > 0.5  # so they were clipped
+    assert max(values(one, "train/grad_norm").values()) > 0.5  # they are clipped
     check_same_losses(many, one)
     for step in (HALF, SHORT):
         check_same_tensors(last(many, step), last(one, step))
@@ -132,7 +132,7 @@ def test_a_checkpoint_has_the_same_state(watched):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_how_it_is_computed_makes_no_difference(place, variant):
+def test_results_do_not_depend_on_how_they_are_computed(place, variant):
     ranks, way, *more = variant
     name = f"variant_{VARIANTS.index(variant)}"
     special = {"faults": [{"compiler": {"backend": COMPILER}}] * ranks, "codes": [0] * ranks}
@@ -143,7 +143,7 @@ def test_how_it_is_computed_makes_no_difference(place, variant):
 
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_bf16_stays_near(place, way):
-    """With memory for the copy of a checkpoint on one machine only."""
+    """Only one machine has memory for the copy of a checkpoint."""
     bf16 = "trainer.precision=bf16"
     faults = [{"no_memory": {}}, None]
     run, _ = place.ranks(f"bf16_{way}", bf16, f"parallel={way}", faults=faults)
@@ -178,7 +178,7 @@ def test_muon_trains_documents_as_in_one_process(place):
     + [(None, "fsdp", 4)] * CAMPAIGN,
 )
 def test_a_run_resumes_with_other_ranks(place, start, goal, ranks):
-    """Parameters and moments are sharded again, or put together."""
+    """Parameters and moments are resharded or gathered."""
     one = source = place.alone(*WATCHED)
     if start:
         source = place.folder / "runs" / f"from_{start}"
@@ -198,7 +198,7 @@ def test_a_run_resumes_with_other_ranks(place, start, goal, ranks):
 def test_ranks_that_do_not_see_the_run_continue_it(place):
     """Only rank 0 has the run: the others receive its settings, and its best loss, without which
     one rank would save what the others do not."""
-    best = 0.25  # below all losses of these runs
+    best = 0.25  # lower than all losses of these runs
     alone = place.alone()
     for rank in range(2):
         write_texts(place.folder / f"machine_{rank}")
@@ -246,7 +246,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_an_error_before_the_first_step_ends_all_ranks(place, name):
-    """With the same exit code and one line of rank 0; no run is left."""
+    """All ranks have the same exit code, rank 0 prints one line, and no run directory exists."""
     code, key, on_rank_1, *arguments = REFUSALS[name]
     folder = write_texts(place.folder / f"in_{name}")
     (folder / "text0.txt").write_text("one text, " * 500)
@@ -297,8 +297,8 @@ def test_ranks_with_different_settings_do_not_train(place, key, given):
     assert contents(folder / "runs") == before
 
 
-def test_an_error_during_training_is_told_by_each_machine(place):
-    """Rank 1 is on a machine of its own, whose log nobody else writes to."""
+def test_an_error_during_training_is_printed_on_each_machine(place):
+    """Rank 1 is on a separate machine with a separate log."""
     folder = write_texts(place.folder / "one_breaks")
     _, other = place.server.run_ranks(
         *(folder, *COMPARABLE, "parallel=ddp"),

@@ -1,4 +1,4 @@
-"""Ranks that are killed or do not answer: the others end, and the run resumes to the same end.
+"""Ranks that die or time out: the others end, and the resumed run has the same result.
 
 CAMPAIGN_KILLS=N makes N runs under torchrun, whose ranks are killed at random moments.
 """
@@ -57,7 +57,7 @@ def whole(server):
     ("what", "way", "lost"), [("SIGKILL", "ddp", 0), ("SIGKILL", "fsdp", 1), ("SIGSTOP", "fsdp", 1)]
 )
 def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path, what, way, lost):
-    """A killed one at once, one that does not answer after the timeout."""
+    """A dead rank is noticed immediately, a rank that does not answer after the timeout."""
     timeout = "parallel.timeout=" + ("1000" if what == "SIGKILL" else "5")
     run, settings = tmp_path / "runs" / "run", [*LONG, f"parallel={way}", timeout, "name=run"]
     faults = [interrupt((what, STEP, 6)) if rank == lost else None for rank in range(2)]
@@ -68,7 +68,7 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     assert trainings[lost].wait() == -signal.SIGKILL
     assert timeout in other.err
     assert len(printed_keys(other.err)) == 1
-    # Rank 0 writes checkpoints: when it is lost, the first one may not be complete.
+    # Rank 0 writes checkpoints: if it dies, the first one may be incomplete.
     assert newest_valid_step(run) == 3 or (lost == 0 and newest_valid_step(run) is None)
     server.run_ranks(tmp_path, *settings)
     assert [row["step"] for row in rows(run)] == list(range(9))

@@ -1,4 +1,4 @@
-"""Attention and dropout of training/ops/cpu.py against torch's own."""
+"""Attention and dropout of training/ops/cpu.py, compared with torch."""
 
 import functools
 import runpy
@@ -35,13 +35,13 @@ def error(got, right):
 
 
 def check_errors(got, baseline, right, most):
-    """Of output and gradients: at most so many times those of the baseline."""
+    """Asserts that errors of output and gradients are at most `most` times the baseline's."""
     for mine, theirs in zip(error(got, right), error(baseline, right), strict=True):
         assert mine < most * theirs
 
 
-def test_torch_that_does_not_tell_what_the_processor_can(monkeypatch):
-    """torch before 2.12."""
+def test_torch_without_cpu_capabilities(monkeypatch):
+    """Versions before 2.12."""
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     assert not runpy.run_path(cpu.__file__)["HAS_AMX"]
     assert best_dtype(torch.device("cpu")) == torch.float32
@@ -49,12 +49,12 @@ def test_torch_that_does_not_tell_what_the_processor_can(monkeypatch):
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """A processor with AMX."""
+    """Simulates a CPU with AMX."""
     monkeypatch.setattr(cpu, "HAS_AMX", True)
 
 
 @pytest.mark.parametrize("sharpness", [1, 10])
-def test_attention_and_its_gradients_are_as_near_as_explicit_in_bf16(tiles, sharpness):
+def test_attention_and_gradients_are_as_precise_as_explicit_in_bf16(tiles, sharpness):
     q, k, v = (normal(2, 3, 64, 32, seed=seed) for seed in range(3))
     half = [(sharpness * q).bfloat16(), k.bfloat16(), v.bfloat16()]
     exact = gradients(explicit, [x.float() for x in half], torch.float32)
@@ -66,8 +66,8 @@ def test_attention_and_its_gradients_are_as_near_as_explicit_in_bf16(tiles, shar
     check_errors(mine, plain, exact, 1.5)
 
 
-def test_attention_is_torchs_where_that_is_faster(tiles):
-    """With fewer queries than keys, in fp32, and for long sequences."""
+def test_torch_computes_attention_where_it_is_faster(tiles):
+    """For fewer queries than keys, in fp32, and for long sequences."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for T, S, dtype in [(4, 9, bf16), (9, 9, fp32), (600, 600, bf16)]:
         keys = normal(1, 1, S, 8)
@@ -89,12 +89,12 @@ def test_dropout_has_its_rate_and_keeps_the_mean(p):
     y.sum().backward()
     zeros = (y == 0).float().mean().item()
     assert zeros == pytest.approx(p, abs=5 * (p * (1 - p) / x.numel()) ** 0.5)
-    assert torch.equal(x.grad, y.detach())  # the gradient of ones goes where they went
+    assert torch.equal(x.grad, y.detach())  # a gradient of ones is masked like the input
     assert y[y > 0].unique().tolist() == pytest.approx([1 / (1 - p)], rel=0.02)
     assert y.detach().mean() == pytest.approx(1, abs=5 * (p / (1 - p) / x.numel()) ** 0.5)
 
 
-def test_masks_are_independent_of_place_and_follow_the_seed():
+def test_masks_are_independent_of_the_position_and_depend_on_the_seed():
     torch.manual_seed(0)
     x = torch.ones(2000, 500)
     first, second = cpu.dropout(x, 0.5), cpu.dropout(x, 0.5)
@@ -112,12 +112,12 @@ def test_attention_with_dropout_drops_weights():
     q, k, v = (normal(1, 2, 4, 8, seed=seed) for seed in range(3))
     mean = cpu.attention(*(x.expand(4000, 2, 4, 8) for x in (q, k, v)), 0.3).mean(0)
     torch.testing.assert_close(mean, sdpa(q, k, v)[0], rtol=0, atol=0.05)
-    assert cpu.attention(q, k, v, 0.9).eq(0).any()  # all of a row's weights
+    assert cpu.attention(q, k, v, 0.9).eq(0).any()  # all weights of a row
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, tiles, compiled):
-    # Without C++, which takes half a minute; fullgraph: what cannot be compiled is an error.
+    # The backend needs no C++ compiler; fullgraph: code that cannot be compiled is an error.
     compiler = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(Block, "compile", compiler)
     shape = {"num_layers": 1 if compiled else 2, "std": None}
@@ -136,7 +136,7 @@ def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, t
 
     model = parallel.prepare_model(model.config, lambda: tiny_model(dropout=0.3, **shape))
     trained, losses = parallel.wrap(model, compiled), []
-    for step in (1, 2, 1):  # with another batch between, as a last micro-batch may be one
+    for step in (1, 2, 1):  # between them another batch, of another size
         parallel.reseed(0, step)
         ids = IDS[:1] if step == 2 else IDS
         with parallel.autocast():
@@ -147,7 +147,7 @@ def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, t
         assert model(IDS, IDS)[1] == model(IDS, IDS)[1]
 
 
-def test_other_kernels_and_the_mode_stay(monkeypatch):
+def test_other_kernels_and_the_mode_do_not_change(monkeypatch):
     model = tiny_model(attention="explicit").eval()
     cpu.use_cpu_kernels(model)
     assert all(block.attn.kernel is explicit for block in model.blocks)

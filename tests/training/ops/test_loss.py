@@ -1,4 +1,4 @@
-"""The chunked loss against the plain one in model.py."""
+"""The chunked loss, compared with the plain version in model.py."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ N, C, V = 40, 16, 37
 
 @pytest.fixture(params=["at once", "in pieces"], autouse=True)
 def sizes(request, monkeypatch):
-    """Pieces so small that all loops run several times, the last one with fewer rows."""
+    """Sets chunks so small that all loops run several times, the last time with fewer rows."""
     if request.param == "in pieces":
         small = {"LOGITS_AT_ONCE": 7 * V, "CACHED": 2 * V}
         for name, value in small.items():
@@ -42,13 +42,13 @@ def test_fp16_is_as_precise_as_its_digits_and_does_not_overflow():
         got = run(head_loss, *args)
     torch.testing.assert_close(got, right, rtol=5e-3, atol=1e-4)
     x, weight, _ = inputs()
-    same = torch.zeros(N, dtype=torch.int64)  # the sum of their gradients exceeds fp16's range
+    same = torch.zeros(N, dtype=torch.int64)  # the sum of their gradients overflows fp16
     with torch.autocast("cpu", dtype=torch.float16):
         _, _, grad_weight = run(head_loss, (3000 * x).detach().requires_grad_(), weight, same)
     assert grad_weight.isfinite().all()
 
 
-def test_it_is_the_plain_loss_and_its_gradient():
+def test_loss_and_gradients_equal_the_plain_version():
     args = inputs()
     for factor in (1.0, 0.25):
         torch.testing.assert_close(run(head_loss, *args, factor), run(plain, *args, factor))
@@ -62,7 +62,7 @@ def test_it_is_the_plain_loss_and_its_gradient():
     torch.testing.assert_close(loss, plain(*args).detach())
 
 
-def test_targets_that_do_not_count():
+def test_ignored_targets():
     x, weight, target_ids = inputs()
     target_ids[::3] = -100
     got = run(head_loss, x, weight, target_ids)
@@ -72,8 +72,8 @@ def test_targets_that_do_not_count():
     assert head_loss(x, weight, target_ids.fill_(-100)).isnan()  # no targets at all
 
 
-def test_bf16_as_precise_as_the_plain_one():
-    """Against fp32, its errors are those of autocast's own way."""
+def test_bf16_is_as_precise_as_the_plain_version():
+    """Compared with fp32, the errors are as small as with autocast."""
     args = inputs()
     exact = run(plain, *args)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -84,7 +84,7 @@ def test_bf16_as_precise_as_the_plain_one():
         assert error <= 1.2 * allowed + 1e-4 * right.norm()
 
 
-def test_inputs_that_are_bf16_already_as_fsdp_gathers_them():
+def test_inputs_in_bf16_as_with_fsdp():
     x, weight, target_ids = inputs()
     x, weight = (t.detach().to(torch.bfloat16).requires_grad_() for t in (x, weight))
     loss, grad_x, grad_weight = run(head_loss, x, weight, target_ids)
@@ -95,7 +95,7 @@ def test_inputs_that_are_bf16_already_as_fsdp_gathers_them():
 
 
 def test_an_infinite_input_makes_loss_and_gradients_nonfinite():
-    """The guard checks them."""
+    """NonFiniteCheck then skips the step."""
     x, weight, target_ids = inputs()
     with torch.no_grad():
         x[5, 0] = float("inf")
@@ -105,8 +105,8 @@ def test_an_infinite_input_makes_loss_and_gradients_nonfinite():
 
 
 @pytest.mark.parametrize("sizes", ["in pieces"], indirect=True)
-def test_compiled_it_is_the_same():
-    """Traced as a whole, as on a GPU."""
+def test_the_compiled_loss_is_the_same():
+    """The complete function is traced, as on a GPU."""
     args = inputs()
     compiled = torch.compile(head_loss, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, *args), run(plain, *args))

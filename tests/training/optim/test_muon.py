@@ -1,4 +1,4 @@
-"""Muon: its update rule, which parameters it has, clipping, skipped steps, resuming, sharding.
+"""Muon: update rule, parameters, clipping, skipped steps, resuming, sharding.
 
 Trainings by several ranks with it: tests/training/distributed/test_ranks.py.
 """
@@ -43,14 +43,14 @@ def give_gradients(model: torch.nn.Module, seed: int, scale: float = 1.0) -> Non
 
 
 def step(model: torch.nn.Module, optimizer: muon.Muon, seed: int, scale: float = 1.0) -> None:
-    """One with these gradients, multiplied by a scale that the optimizer divides by."""
+    """Returns an optimizer with these gradients times a scale, by which it divides them."""
     give_gradients(model, seed, scale)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
     optimizer.step()
 
 
 def everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and state, copied."""
+    """Returns copies of parameters and state."""
     found = model.state_dict()
     for name, p in model.named_parameters():
         found |= {f"{key}.{name}": value for key, value in optimizer.state[p].items()}
@@ -58,7 +58,7 @@ def everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """The iteration as it is published, on one matrix in double precision."""
+    """Computes the published iteration on one matrix in double precision."""
     x = matrix.double()
     x = x.T if x.shape[0] > x.shape[1] else x
     x = x / x.norm()
@@ -69,7 +69,7 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_steps_are_muon_by_the_formula(nesterov, monkeypatch):
+def test_steps_equal_the_formula_of_muon(nesterov, monkeypatch):
     """Jordan's rule with Liu's scale, arXiv:2502.16982 equation 4, and the EMA of torch's; with
     matrices of one shape together and one by one."""
     for together in (1, muon.MAX_ELEMENTS):
@@ -95,8 +95,8 @@ def test_steps_are_muon_by_the_formula(nesterov, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="older than torch 2.9")
-def test_steps_are_those_of_torchs_own():
-    """Of its Muon and, for the rest, of its AdamW."""
+def test_steps_equal_those_of_torch():
+    """torch.optim.Muon for matrices and AdamW for the other parameters."""
     model, other = tiny(), tiny()
     optimizer = built(model, torch.bfloat16, lr=1e-2, weight_decay=0.1)
     mine, theirs = matrices_of(model), matrices_of(other)
@@ -149,7 +149,7 @@ def test_every_parameter_has_one_optimizer():
     assert found == [(0.3, 1e-3, 1e-3), (0, 1e-3, 1e-3), (0.3, 2e-3, 2e-3)]
 
 
-def test_both_rates_follow_one_schedule(make_run):
+def test_both_learning_rates_have_the_same_schedule(make_run):
     rates = ("optimizer=muon", "optimizer.lr=0.01", "optimizer.matrix_lr=0.04")
     run = make_run(*rates, "trainer.warmup_steps=2", "trainer.max_steps=4")
     used = []
@@ -161,7 +161,7 @@ def test_both_rates_follow_one_schedule(make_run):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_update_of_the_loop_clips_and_skips(fused):
-    """A skipped step changes no bit. Not fused: as on Apple's GPUs."""
+    """A skipped step changes no bit. MPS has no fused kernel."""
     strategy, check = Strategy(CPU, torch.float32), NonFiniteCheck(9, CPU)
     model, expected = tiny(), tiny()
     optimizer, by_hand = built(model), built(expected)
@@ -194,7 +194,7 @@ def test_resume_is_bit_exact(make_run):
     check_same_bytes(rest.directory, whole.directory)
 
 
-def test_another_optimizer_is_refused_unless_asked_for(make_run):
+def test_resuming_with_another_optimizer_needs_resume_override(make_run):
     fit(make_run("name=a"))
     more = ("name=a", "trainer.max_steps=6", "optimizer=muon")
     with pytest.raises(ConfigError) as caught:
@@ -218,7 +218,7 @@ def test_settings_reach_the_optimizer_or_are_refused():
             settings(f"optimizer.{key}={value}")
 
 
-def test_memory_of_its_state_is_what_is_estimated():
+def test_memory_of_its_state_equals_the_estimate():
     model = tiny()
     optimizer = built(model)
     step(model, optimizer, seed=0)

@@ -1,4 +1,4 @@
-"""NaN and inf: which steps are skipped, when a run ends, what counts as a loss spike."""
+"""NaN and inf: skipped steps, the end of a run, loss spikes."""
 
 import math
 import random
@@ -23,35 +23,35 @@ NAN, INF = math.nan, math.inf
 Counts = namedtuple("Counts", "skipped in_a_row halted_for")  # what NonFiniteCheck.read returns
 
 
-def judged(guard, norms, scale=1.0):
-    return [float(guard.found_inf(torch.tensor(norm), torch.tensor(scale))) for norm in norms]
+def found_inf(check, norms, scale=1.0):
+    return [float(check.found_inf(torch.tensor(norm), torch.tensor(scale))) for norm in norms]
 
 
 def test_nonfinite_gradients_are_skipped_and_counted():
-    guard = NonFiniteCheck(3, CPU)
-    assert judged(guard, [1.0, NAN, 2.0, INF, -INF, 0.0, 1e38]) == [0, 1, 0, 1, 1, 0, 0]
-    assert guard.read() == Counts(skipped=3, in_a_row=0, halted_for=0)
-    guard.restore(skipped=7, in_a_row=2)  # counting continues from a checkpoint
-    judged(guard, [NAN])
-    assert guard.read() == Counts(skipped=8, in_a_row=3, halted_for=1)
+    check = NonFiniteCheck(3, CPU)
+    assert found_inf(check, [1.0, NAN, 2.0, INF, -INF, 0.0, 1e38]) == [0, 1, 0, 1, 1, 0, 0]
+    assert check.read() == Counts(skipped=3, in_a_row=0, halted_for=0)
+    check.restore(skipped=7, in_a_row=2)  # counting continues from a checkpoint
+    found_inf(check, [NAN])
+    assert check.read() == Counts(skipped=8, in_a_row=3, halted_for=1)
 
 
 def test_too_many_in_a_row_halt_and_every_later_step_is_skipped():
-    guard = NonFiniteCheck(3, CPU)
-    assert judged(guard, [NAN, NAN, 1.0, NAN, NAN, NAN, 1.0, 1.0]) == [1, 1, 0, 1, 1, 1, 1, 1]
-    # Nothing is taken at the step that reached the limit, and at two since.
-    assert guard.read() == Counts(skipped=7, in_a_row=0, halted_for=3)
+    check = NonFiniteCheck(3, CPU)
+    assert found_inf(check, [NAN, NAN, 1.0, NAN, NAN, NAN, 1.0, 1.0]) == [1, 1, 0, 1, 1, 1, 1, 1]
+    # Three halted steps: the one that reached the limit and two after it.
+    assert check.read() == Counts(skipped=7, in_a_row=0, halted_for=3)
 
 
 def test_an_overflow_of_fp16_does_not_count_while_the_scale_can_fall():
-    guard = NonFiniteCheck(2, CPU)
-    assert judged(guard, [INF] * 9, scale=2.0) == [1] * 9
-    assert guard.read() == Counts(skipped=9, in_a_row=0, halted_for=0)
-    assert judged(guard, [INF, INF]) == [1, 1]
-    assert guard.read() == Counts(skipped=11, in_a_row=2, halted_for=1)
+    check = NonFiniteCheck(2, CPU)
+    assert found_inf(check, [INF] * 9, scale=2.0) == [1] * 9
+    assert check.read() == Counts(skipped=9, in_a_row=0, halted_for=0)
+    assert found_inf(check, [INF, INF]) == [1, 1]
+    assert check.read() == Counts(skipped=11, in_a_row=2, halted_for=1)
 
 
-def test_the_z_score_is_that_of_the_losses_before():
+def test_the_z_score_uses_the_previous_losses():
     spikes = LossSpikes()
     losses = [random.Random(n).gauss(3, 0.1) for n in range(LossSpikes.WARM_UP)]
     assert [spikes.add(loss) for loss in losses] == [None] * LossSpikes.WARM_UP
@@ -62,7 +62,7 @@ def test_the_z_score_is_that_of_the_losses_before():
     assert spikes.count == 1
 
 
-def test_a_spike_does_not_hide_the_next_and_falling_losses_are_none():
+def test_a_spike_does_not_hide_the_next_and_falling_losses_are_no_spikes():
     spikes = LossSpikes()
     chance = random.Random(0)
     for step in range(1000):
@@ -74,7 +74,7 @@ def test_a_spike_does_not_hide_the_next_and_falling_losses_are_none():
 
 
 def test_spikes_in_early_training():
-    """The first losses of GPT-2 small with a warmup that was too short: seed 0, 12 steps."""
+    """The first losses of GPT-2 small with a too short warm-up: seed 0, 12 steps."""
     spikes = LossSpikes()
     falling = [10.86, 10.77, 10.40, 9.93, 9.70, 9.49, 9.31, 9.02, 8.77, 8.41, 8.11]
     for losses, count in [(falling, 0), ([12.63, 7.58, 7.41, 7.65], 1)]:
@@ -85,8 +85,8 @@ def test_spikes_in_early_training():
     assert {spikes.add(2.0) for _ in range(200)} == {None}  # constant losses have no z-score
 
 
-def test_an_optimizer_without_a_kernel_for_it_skips_the_step_too():
-    """As on Apple's GPUs."""
+def test_an_optimizer_that_is_not_fused_skips_the_step_too():
+    """MPS has no fused kernel."""
     for fused in (True, False):
         layer = torch.nn.Linear(3, 3)
         optimizer = torch.optim.AdamW(layer.parameters(), fused=fused)
@@ -119,7 +119,7 @@ LOOP = ("name=a", "trainer.max_steps=6", "trainer.eval_every=0")
     [lambda loss: loss + INF, lambda loss: loss + (0 * loss).sqrt() * 0],
     ids=["the loss alone", "its gradient alone"],
 )
-def test_a_skipped_step_leaves_everything_as_it_was(make_run, how):
+def test_a_skipped_step_changes_nothing(make_run, how):
     run = make_run(*LOOP)
     spoil(run, {2}, how)
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(make_run, how):
 
 
 def test_the_log_of_a_resumed_run_counts_the_steps_before_the_checkpoint(make_run, monkeypatch):
-    """A skipped step before it too."""
+    """This includes a skipped step."""
     monkeypatch.setattr(LossSpikes, "WARM_UP", 1)
     settings = (*LOOP, "trainer.log_every=4")
     whole, half = make_run(*settings, "name=whole"), make_run(*settings)
@@ -171,7 +171,7 @@ def test_spikes_skipped_steps_and_failures_are_alerts(make_run, capsys):
 
 
 @pytest.mark.parametrize("limit", ["trainer.on_nonfinite=stop", "trainer.max_skips=6"])
-def test_too_many_end_the_run_and_never_push_out_the_checkpoint_before_them(make_run, limit):
+def test_too_many_skipped_steps_end_the_run_and_keep_the_checkpoint_before_them(make_run, limit):
     settings = (*LOOP, "trainer.max_steps=12", "trainer.save_every=2", "trainer.keep_checkpoints=1")
     run = make_run(*settings, limit)
     spoil(run, range(5, 99))
@@ -186,7 +186,7 @@ def test_too_many_end_the_run_and_never_push_out_the_checkpoint_before_them(make
 
 
 def test_fp16_overflows_halve_the_scale_and_skip_the_step(make_run):
-    """With the scaler of a GPU on a CPU in fp32: the same code."""
+    """Uses the loss scaler on a CPU in fp32; the code is the same on a GPU."""
     run = make_run("trainer.eval_every=0", "trainer.max_steps=12", "trainer.max_skips=1")
     run.strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     spoil(run, range(99), lambda loss: loss * 64)

@@ -1,4 +1,4 @@
-"""AdamW and the schedules of the learning rate."""
+"""AdamW and learning-rate schedules."""
 
 import itertools
 import math
@@ -41,8 +41,8 @@ def test_constant_and_degenerate_lengths():
         assert rates == [0.25, 0.5], schedule
 
 
-def test_update_is_adamw_by_the_formula():
-    """Two steps against Loshchilov and Hutter's algorithm 2, written out."""
+def test_updates_equal_the_formula_of_adamw():
+    """Compares two steps with algorithm 2 of Loshchilov and Hutter."""
     torch.manual_seed(1)
     layer = torch.nn.Linear(3, 2)
     config = OptimizerConfig.with_defaults(lr=0.1, weight_decay=0.5, betas=[0.9, 0.95], eps=1e-8)

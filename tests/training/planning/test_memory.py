@@ -1,4 +1,4 @@
-"""The formulas for memory, against what autograd keeps, what is allocated, and measured peaks."""
+"""Memory formulas, compared with saved tensors, allocated memory and measured peaks."""
 
 import itertools
 import json
@@ -20,14 +20,14 @@ V = 257
 
 
 def job_of(*given, strategy="single", ranks=1, device="cuda", compiled=False, **model) -> Job:
-    """A training run with these settings and sizes of the model."""
+    """Returns a Job with these settings and model sizes."""
     config = settings(*given, *(f"model.{key}={value}" for key, value in model.items()))
     precision = config.trainer.precision.replace("auto", "bf16")
     return Job(config, strategy, ranks, precision, device, compiled)
 
 
 def tiny(*given, batch_size=2, length=48, **changes) -> Job:
-    """With the whole batch at a time, on a CPU."""
+    """Returns a Job for a CPU with one micro-batch per step."""
     sizes = {"vocab_size": V, "context_length": length, "emb_dim": 32, "num_heads": 4}
     given += (
         "data.tokenizer=byte",
@@ -38,7 +38,7 @@ def tiny(*given, batch_size=2, length=48, **changes) -> Job:
 
 
 def trained(job) -> tuple[GPT, Strategy, torch.Tensor]:
-    """A model as it is trained, its strategy, and a micro-batch."""
+    """Returns the module to train, its strategy and a micro-batch."""
     config, strategy = job.config, Strategy(torch.device("cpu"), DTYPES[job.precision])
     model = GPT(ModelConfig(**config.model.model_dump())).train()
     model.activation_checkpointing = config.trainer.activation_checkpointing
@@ -47,7 +47,7 @@ def trained(job) -> tuple[GPT, Strategy, torch.Tensor]:
 
 
 def kept_by_forward(job) -> int:
-    """Bytes of all storages that autograd saves, parameters apart."""
+    """Returns the bytes of all storages that autograd saves, without parameters."""
     model, strategy, ids = trained(job)
     of_parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -55,7 +55,7 @@ def kept_by_forward(job) -> int:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in of_parameters:
-            kept[storage.data_ptr()] = tensor  # held, so that no address comes twice
+            kept[storage.data_ptr()] = tensor  # a reference, so that no address is reused
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
@@ -76,19 +76,19 @@ def kept_by_forward(job) -> int:
     ],
     ids=["sdpa", "sdpa with dropout", "explicit", "explicit with dropout"],
 )
-def test_activations_are_what_autograd_keeps(model, precision, checkpointing):
+def test_activations_equal_the_tensors_that_autograd_saves(model, precision, checkpointing):
     given = f"trainer.precision={precision} trainer.activation_checkpointing={checkpointing}"
     job = tiny(*given.lower().split(), **model)
     width, layers = job.config.model.emb_dim, job.config.model.num_layers
     expected = memory.activations(job, 2)
     expected += job.c * (2 * 48 + V) * width  # gradients of the head
-    if precision == "bf16" and not checkpointing:  # copies of the matrices; biases are not kept
+    if precision == "bf16" and not checkpointing:  # copies of the matrices; biases are not saved
         expected += 2 * 12 * layers * width**2
     assert kept_by_forward(job) == pytest.approx(expected, rel=0.04)
 
 
 def peak_of_step(job) -> int:
-    """Bytes allocated at the peak of a second step, weights and moments of AdamW included."""
+    """Returns the bytes at the peak of a second step, with weights and moments of AdamW."""
     model, strategy, ids = trained(job)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -109,7 +109,7 @@ def peak_of_step(job) -> int:
     return 3 * weights + max(itertools.accumulate(changes))
 
 
-# The peak is in the head, or in a block.
+# The peak is in the head or in a block.
 HEAD = {"vocab_size": 16000, "emb_dim": 128, "dropout": 0.1}
 BLOCK = {"emb_dim": 128, "num_layers": 3}
 
@@ -122,7 +122,7 @@ BLOCK = {"emb_dim": 128, "num_layers": 3}
         (BLOCK, "fp32", "true", "working", 0.12),
     ],
 )
-def test_peak_of_a_step_is_what_is_allocated(model, precision, checkpointing, part, rel):
+def test_the_peak_of_a_step_equals_the_allocated_memory(model, precision, checkpointing, part, rel):
     given = f"trainer.precision={precision} trainer.activation_checkpointing={checkpointing}"
     job = tiny(*given.split(), batch_size=4, length=128, **model)
     parts = estimate(job, 4)
@@ -146,15 +146,15 @@ XL, PARAMETERS = ("model=gpt2-xl", "data.max_length=1024", "model.dropout=0"), 1
 
 
 def test_weights_gradients_and_moments():
-    """Mixed precision with AdamW on fp32 weights: 4 + 4 + 8 bytes a parameter."""
+    """Mixed precision with AdamW on fp32 weights: 4 + 4 + 8 bytes per parameter."""
     for strategy, batch_size in (("single", 4), ("ddp", 2), ("ddp", 4)):
         job = job_of(*XL, f"trainer.batch_size={batch_size}", strategy=strategy, ranks=2)
         parts = estimate(job, 1)
         assert (parts["weights"], parts["optimizer"]) == (4 * PARAMETERS, 8 * PARAMETERS)
-        # With DDP the buckets stand beside what the micro-batches before the last have left.
-        beside = 2 if (strategy, batch_size) == ("ddp", 4) else 1
-        assert parts["gradients"] == beside * 4 * PARAMETERS
-    # Until the last micro-batch nothing is reduced: every rank holds all gradients.
+        # DDP: the buckets and the gradients of earlier micro-batches.
+        copies = 2 if (strategy, batch_size) == ("ddp", 4) else 1
+        assert parts["gradients"] == copies * 4 * PARAMETERS
+    # Before the last micro-batch, nothing is reduced: every rank holds all gradients.
     parts = estimate(job_of(*XL, "trainer.batch_size=128", strategy="fsdp", ranks=64), 1)
     assert (parts["weights"], parts["optimizer"]) == (PARAMETERS / 16, PARAMETERS / 8)
     assert parts["gradients"] == 4 * PARAMETERS
@@ -167,7 +167,7 @@ def test_logits_and_gathered_blocks():
     four = (*XL, "trainer.batch_size=4")
     assert estimate(job_of(*four), 4)["logits"] == (2 + 4) * logits + 8 * read
     assert estimate(job_of(*four, compiled=True), 4)["logits"] == (2 + 2) * logits + 8 * read
-    # However many tokens, their logits come 2^28 at a time.
+    # At most 2^28 logits exist at a time.
     assert memory.LOGITS_AT_ONCE == cross_entropy.LOGITS_AT_ONCE
     at_once = 2**28 // 50257 * 50257
     many = memory.head(job_of(*XL, "trainer.batch_size=64"), 64 * 1024)

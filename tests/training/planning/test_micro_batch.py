@@ -1,4 +1,4 @@
-"""Micro-batches: the largest that fits, and what is suggested when none does."""
+"""Micro-batches: the largest that fits, and hints if none fits."""
 
 import re
 from unittest.mock import Mock
@@ -16,11 +16,11 @@ from training.planning import memory, micro_batch
 
 @pytest.fixture
 def memory_is(monkeypatch):
-    """memory_is(bytes) -> a machine with so much memory."""
+    """memory_is(bytes) simulates a machine with this much memory."""
     return lambda total: monkeypatch.setattr(micro_batch, "memory_of", lambda _: total)
 
 
-def test_errors_of_memory_are_recognised():
+def test_out_of_memory_errors_are_recognized():
     of_cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
     of_cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     for text, expected in ((of_cpu, True), (of_cublas, True), ("shapes differ", False)):
@@ -28,17 +28,17 @@ def test_errors_of_memory_are_recognised():
 
 
 def suggested(error) -> str:
-    """The setting that a hint names first."""
+    """Returns the first setting in a hint."""
     return re.search(r"[a-z]+\.?\w*=\w+", error.hint)[0]
 
 
 def bytes_of(config, windows) -> float:
-    """The estimate for a step with micro-batches of this size."""
+    """Returns the estimate for a step with this micro-batch size."""
     job = memory.Job(config, "single", 1, "fp32", "cpu", compiled=False)
     return sum(memory.estimate(job, windows).values())
 
 
-def test_a_run_out_of_memory_continues_with_what_is_suggested(make_run):
+def test_a_run_out_of_memory_resumes_with_the_suggested_setting(make_run):
     given = ("name=tight", "trainer.batch_size=8", "trainer.sample_tokens=0")
     run = make_run(*given, "trainer.max_steps=2")
     fit(run)
@@ -46,7 +46,7 @@ def test_a_run_out_of_memory_continues_with_what_is_suggested(make_run):
     run.trained_model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     with refused(OutOfMemoryError, "trainer.micro_batch_size", 6, exit_code=4) as caught:
         fit(run)
-    assert suggested(caught.value) == "trainer.micro_batch_size=2"  # at most half, divides 8
+    assert suggested(caught.value) == "trainer.micro_batch_size=2"  # at most half of 6, divides 8
     assert (run.directory / "report.html").is_file()
     run = make_run(*given, "trainer.max_steps=3", suggested(caught.value))
     assert run.state.step == 2  # of the checkpoint
@@ -54,7 +54,7 @@ def test_a_run_out_of_memory_continues_with_what_is_suggested(make_run):
     assert run.state.step == 3
 
 
-def test_what_is_suggested_when_one_window_does_not_fit(make_run):
+def test_hints_if_one_window_does_not_fit(make_run):
     run = make_run("trainer.micro_batch_size=1")
     for setting in ("trainer.activation_checkpointing=true", "parallel=fsdp"):
         error = micro_batch.out_of_memory_error(
@@ -64,7 +64,7 @@ def test_what_is_suggested_when_one_window_does_not_fit(make_run):
         run.config.trainer.activation_checkpointing = True
 
 
-def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(make_run, memory_is):
+def test_auto_uses_the_estimate_and_trains_the_same(make_run, memory_is):
     given = ["trainer.max_steps=2", "model.dropout=0", "trainer.sample_tokens=0"]
     plain = make_run("name=plain", *given)
     fit(plain)
@@ -75,7 +75,7 @@ def test_auto_takes_what_is_estimated_to_fit_and_trains_the_same(make_run, memor
     fit(auto)
     assert auto.state.val_loss == pytest.approx(plain.state.val_loss, rel=1e-5)
     assert "micro_batch_size: 2\n" in (auto.directory / "config.yaml").read_text()
-    memory_is(bytes_of(plain.config, 1))  # without what is left to others
+    memory_is(bytes_of(plain.config, 1))  # without the fraction for other programs
     least = make_run("name=least", "trainer.micro_batch_size=auto")
     assert least.config.trainer.micro_batch_size == 1
 

@@ -1,4 +1,4 @@
-"""The plan of a run: arithmetic by hand, the measured utilisation, the command."""
+"""scripts.plan: hand-computed values, measured utilisation, the command."""
 
 import functools
 import json
@@ -23,15 +23,15 @@ def figures(*arguments) -> dict:
     return plan.make_plan(*plan.composed(list(arguments)))
 
 
-def test_flops_are_those_of_the_model():
+def test_flops_equal_those_of_the_model():
     model = tiny_model()
     config = settings().model_copy(update={"model": model.config})
     assert plan.flops_per_token(config) == model.flops_per_token(config.data.max_length)
 
 
 def test_hand_computed_time_and_cost():
-    """9.80 GFLOP a token (6 x (48 x 12 x 1600^2 + 50,257 x 1600) + 6 x 48 x 1600 x 1025); 8 devices
-    at half of 989 TFLOP/s: 403,500 tokens a second, 6.88 hours for ten billion."""
+    """9.80 GFLOP per token (6 x (48 x 12 x 1600^2 + 50,257 x 1600) + 6 x 48 x 1600 x 1025);
+    8 devices at half of 989 TFLOP/s: 403,500 tokens per second, 6.88 hours for 10^10 tokens."""
     given = (*XL, "parallel=ddp", "devices=8", "tokens=10e9", "utilisation=0.5", "price=2")
     found = figures(*given)
     assert found["flops_per_token"] == pytest.approx(9.802e9, rel=1e-3)
@@ -41,8 +41,8 @@ def test_hand_computed_time_and_cost():
     assert fp32 / found["tokens_per_second"] == pytest.approx(67 / 989)
 
 
-def test_measured_utilisation_is_that_of_the_results():
-    """Every stored figure follows from the run of the file: gpt2-small, windows of 256 tokens."""
+def test_measured_utilisation_follows_from_the_results():
+    """Recomputes each stored value from the results: gpt2-small, windows of 256 tokens."""
     per_token = figures("model=gpt2-small", "data.max_length=256")["flops_per_token"]
     file = REPOSITORY / "benchmarks" / "results" / "2026-11-21-base-cpu.json"
     runs = {run["name"]: run for run in json.loads(file.read_text())["runs"]}
@@ -90,23 +90,23 @@ def test_the_micro_batch():
     assert figures(*base, "trainer.micro_batch_size=3")["micro_batches"] == 22
 
 
-def test_what_follows_from_the_settings():
+def test_values_that_depend_on_settings():
     assert figures("trainer.max_steps=10", "trainer.batch_size=4")["tokens"] == 10 * 4 * 256
     assert figures("tokens=5e6", "trainer.max_steps=10")["tokens"] == 5e6
     one, two = figures(), figures("devices=2")
     assert (one["strategy"], two["strategy"], one["precision"]) == ("single", "ddp", "bf16")
-    # 120 steps of 512 tokens are too few to compile for; ten billion tokens are not.
+    # 120 steps of 512 tokens are too few for compilation; ten billion tokens are enough.
     assert not one["compiled"]
     assert figures("tokens=10e9")["compiled"]
 
 
-# The key is that of the first argument.
+# The key of each problem is that of the first argument.
 MISTAKES = ["devices=0", "devices=some", "kind=h10", "device=64", "tokens=nan", "price=-1"]
 MISTAKES += ["out=no/such/plan.json", "--frobnicate"]
 MISTAKES += ["utilisation=0", "utilisation=40"]
 
 
-def test_mistakes(in_process, tmp_path):
+def test_invalid_settings(in_process, tmp_path):
     for arguments in MISTAKES:
         key = arguments.partition("=")[0]
         code, out, err = in_process(plan.main, tmp_path, *arguments.split())
@@ -115,12 +115,12 @@ def test_mistakes(in_process, tmp_path):
         plan.composed(["devices=0", "kind=abacus", "model.num_heads=5"])
     keys = [problem.key for problem in caught.value.problems]
     assert keys == ["devices", "kind", "model.num_heads"]
-    # What training would refuse.
+    # Settings that train.py would reject.
     with refused(ConfigError, "trainer.batch_size", 512):
         figures("trainer.batch_size=512", "devices=3")
 
 
-def test_kinds_are_plausible():
+def test_device_types_are_plausible():
     """A wrong digit in the table would change these ratios."""
     assert typing.get_args(plan.PlanConfig.model_fields["kind"].annotation) == tuple(KINDS)
     for name, kind in KINDS.items():
