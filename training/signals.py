@@ -59,11 +59,9 @@ class StopSignals:
         return exit_code(self.received)
 
     def received_on_any_rank(self, strategy: "Strategy") -> bool:
-        """Returns whether any rank has received a signal, so that all stop after the same step.
-
-        The end of torchrun counts as SIGTERM: otherwise nothing would stop its processes, and they
-        would keep the run directory locked.
-        """
+        """Returns whether any rank has received a signal, so that all stop after the same step. The
+        end of torchrun counts as SIGTERM: otherwise nothing would stop its processes, and they
+        would keep the run directory locked."""
         orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_PID
         if orphaned and not self.received:
             self.received = signal.SIGTERM

@@ -132,11 +132,9 @@ def check(options: argparse.Namespace) -> Config | None:
 
 
 def sweep_variants(overrides: list[str]) -> list[list[str]]:
-    """Overrides of single runs that together contain every value of a sweep.
-
-    The first run has the first value of each setting. Each other run changes one of them. Intervals
-    contribute their lower bound.
-    """
+    """Returns overrides of single runs that together contain every value of a sweep. The first run
+    has the first value of each setting. Each other run changes one of them. Intervals contribute
+    their lower bound."""
     choices = [texts for texts in map(_values, overrides) if texts]
     first = [texts[0] for texts in choices]
     return [first] + [

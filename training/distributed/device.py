@@ -122,11 +122,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def keep_freed_memory() -> None:
-    """Configures malloc to keep freed memory instead of returning it to the system.
-
-    A step on a CPU allocates and frees gigabytes of activations. By default glibc maps each large
-    tensor again, and the page faults take a third of the step (docs/benchmarks.md).
-    """
+    """Configures malloc to keep freed memory instead of returning it to the system. A step on a CPU
+    allocates and frees gigabytes of activations. By default glibc maps each large tensor again, and
+    the page faults take a third of the step (docs/benchmarks.md)."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         libc = ctypes.CDLL(None)

@@ -73,12 +73,9 @@ class Strategy:
         return build().to(self.device).train()
 
     def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
-        """Returns the module to train. It shares the parameters of a prepared model.
-
-        A GPU compiles the complete model. A CPU compiles each block: this takes seconds, because
-        blocks share compiled code, and embeddings and loss are faster uncompiled
-        (docs/benchmarks.md).
-        """
+        """Returns the module to train. It shares the parameters of a prepared model. A GPU compiles
+        the complete model. A CPU compiles each block: this takes seconds, because blocks share
+        compiled code, and embeddings and loss are faster uncompiled (docs/benchmarks.md)."""
         model.head_loss = head_loss
         if self.device.type == "cpu":
             cpu.use_cpu_kernels(model)

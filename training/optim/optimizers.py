@@ -103,11 +103,9 @@ def learning_rate(
 
 
 class NonFiniteCheck:
-    """Checks the gradient of every step before the optimizer uses it.
-
-    A step with a non-finite gradient is skipped. After `limit` such steps in a row, all later steps
-    are skipped too: parameters do not change until the host reads the counts and ends the run.
-    """
+    """Checks the gradient of every step before the optimizer uses it. A step with a non-finite
+    gradient is skipped. After `limit` such steps in a row, all later steps are skipped too:
+    parameters do not change until the host reads the counts and ends the run."""
 
     def __init__(self, limit: int, device: torch.device):
         self.limit = limit

@@ -136,11 +136,9 @@ def optimizer_state(job: Job) -> int:
 
 
 def casts(job: Job) -> int:
-    """Returns the bytes of the copies of matrices in the precision of the products.
-
-    Autocast casts each matrix once per forward and keeps the copies that backward needs. FSDP
-    gathers blocks in that precision, without copies.
-    """
+    """Returns the bytes of the copies of matrices in the precision of the products. Autocast casts
+    each matrix once per forward and keeps the copies that backward needs. FSDP gathers blocks in
+    that precision, without copies."""
     if job.precision == "fp32":
         return 0
     model = job.config.model
@@ -149,11 +147,9 @@ def casts(job: Job) -> int:
 
 
 def gathered_parameters(job: Job) -> int:
-    """Returns the bytes of gathered parameters with FSDP.
-
-    These are the root (embeddings, last norm) in fp32 and, without reshard_after_forward, all
-    blocks. With it, two blocks: the one in use, and the next one with its receive buffer.
-    """
+    """Returns the bytes of gathered parameters with FSDP. These are the root (embeddings, last
+    norm) in fp32 and, without reshard_after_forward, all blocks. With it, two blocks: the one in
+    use, and the next one with its receive buffer."""
     if not job.sharded:
         return 0
     model = job.config.model
@@ -199,10 +195,8 @@ def block_activations(job: Job, windows: int) -> float:
 
 def activations(job: Job, windows: int) -> float:
     """Returns the bytes that forward saves for backward, without logits and copies of weights.
-
     These are the activations of L blocks (activation checkpointing: only the fp32 input of each,
-    Chen et al. 2016), the dropout mask of the embeddings and the input of the last norm.
-    """
+    Chen et al. 2016), the dropout mask of the embeddings and the input of the last norm."""
     model = job.config.model
     channels = windows * job.config.data.max_length * model.emb_dim  # B T C
     checkpointing = job.config.trainer.activation_checkpointing
