@@ -35,7 +35,7 @@ PHRASES = [
         "micro-batches, shards, part",
     ),
     (r"\blooks? (up|back)\b(?= evenly|\b)|\ba look\b|\blooking took\b", "evaluates; a snapshot"),
-    (r"\btokens? (that|which) looks?\b|\blooked at\b", "query token, key token"),
+    (r"\btokens? (that|which) looks?\b|\blooked at\b(?! the river)", "query token, key token"),
     (r"\bhow widely\b|\brests? on\b", "entropy, attention sink"),
     (r"\bin turns?\b|\bby turns\b|\bturn about\b", "alternating"),
     (r"\bone after the other\b", "sequentially"),
@@ -73,7 +73,7 @@ NAMES = [
     (r"\bfitting\b", "micro-batch search"),
     (r"\b(durable|announce)\b", "atomic files, summary"),
     (r"\b(contenders|agreement|ceilings)\b", "implementations, equivalence check, roofline"),
-    (r"\bnum_tokens=", "max_new_tokens"),
+    (r"(?<!\")\bnum_tokens=", "max_new_tokens"),
     (r"\b(mine|taken|share)\(", "lock; broadcast"),
 ]
 PATTERNS = [(re.compile(p, re.IGNORECASE), term) for p, term in PHRASES]

@@ -42,7 +42,7 @@ from training.translate_errors import translate_errors
 
 # Settings of the finished run that the tests resume. They differ from the defaults.
 OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.log_every=2")
-OWN += ("trainer.max_steps=6", "trainer.save_every=1", "trainer.keep_checkpoints=9")
+OWN += ("trainer.max_steps=6", "trainer.save_every=1", "trainer.keep=9")
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_every_row_has_the_number_of_tokens(make_run):
 
 def test_newest_checkpoints_and_the_best_are_kept(make_run, monkeypatch):
     """A best loss of 0.0 is not treated as missing."""
-    run = make_run("trainer.save_every=1", "trainer.keep_checkpoints=2", "trainer.max_steps=6")
+    run = make_run("trainer.save_every=1", "trainer.keep=2", "trainer.max_steps=6")
     losses = iter([5.0, 0.0, 3.0, 4.0])  # at steps 0, 2, 4, 6
     monkeypatch.setattr(run, "evaluate", lambda: {"val/loss": next(losses)})
     fit(run)

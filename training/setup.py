@@ -268,7 +268,7 @@ def open_directory(
     """Creates or reuses the run directory, on rank 0. Returns its path, the saver, the tracker."""
     with run_directory.writable(Path(config.runs_dir)):
         directory = create_directory(config, start, closing)
-        saver = Saver(directory, config.trainer.keep_checkpoints, state if start.in_place else None)
+        saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
         closing.callback(saver.close)
         if state.step >= config.trainer.max_steps:  # no step left
             return directory, saver, NoTracker()

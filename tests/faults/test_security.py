@@ -270,7 +270,7 @@ def test_links_among_old_checkpoints_are_not_followed(in_process, folder):
     checkpoints = folder / "runs" / "run" / "checkpoints"
     for name in ("step_00000001", "step_00000001.part", "step_00000003"):
         (checkpoints / name).symlink_to(precious)
-    code, _, err = in_process(train.main, folder, *continued("trainer.keep_checkpoints=1"))
+    code, _, err = in_process(train.main, folder, *continued("trainer.keep=1"))
     assert (code, printed_keys(err)) == (0, ["checkpoint"] * 2)  # one warning for each link
     assert (checkpoints / "last").resolve().name == "step_00000006"
     assert (precious / "thesis.txt").read_text() == "years of work"

@@ -161,16 +161,16 @@ def printed_command(err: str) -> tuple[str, list[str]]:
 STEPS = 60 if CAMPAIGN else 30
 RUN = (*TINY, "name=run", "data.path=text.txt", "model.dropout=0.2")
 RUN += (f"trainer.max_steps={STEPS}", "trainer.eval_every=20", "trainer.save_every=5")
-RUN += ("trainer.keep_checkpoints=2", "trainer.log_every=3")
-# Three checkpoints with keep_checkpoints=1. The second is the best, because the learning rate
+RUN += ("trainer.keep=2", "trainer.log_every=3")
+# Three checkpoints with keep=1. The second is the best, because the learning rate
 # becomes too large. (Two ranks have other dropout masks, so they need a smaller learning rate.)
-THREE = (*RUN, "trainer.max_steps=15", "trainer.eval_every=5", "trainer.keep_checkpoints=1")
+THREE = (*RUN, "trainer.max_steps=15", "trainer.eval_every=5", "trainer.keep=1")
 THREE += ("trainer.warmup_steps=14", "optimizer.lr=1.1")
 KINDS = {
     "plain": RUN,
     "accumulation": (*RUN, "trainer.micro_batch_size=2", "trainer.log_every=1"),
     "shards": ("data=shards", *RUN, "data.path=tokens", "data.val_fraction=0.2"),
-    "best": (*RUN, "trainer.keep_checkpoints=1", "trainer.eval_every=4", "trainer.save_every=7"),
+    "best": (*RUN, "trainer.keep=1", "trainer.eval_every=4", "trainer.save_every=7"),
     "three": THREE,
     "ranks": (*THREE, "optimizer.lr=0.6", "parallel=ddp", "parallel.timeout=300"),
     "every step": (*RUN, "trainer.log_every=1", "trainer.sample_tokens=0", "trainer.save_every=0"),

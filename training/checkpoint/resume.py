@@ -35,7 +35,7 @@ FIXED_BY_WEIGHTS = {
 # learned. A new setting must not be changed until it is listed here.
 FREE_TRAINER_SETTINGS = (
     *("max_steps", "micro_batch_size", "activation_checkpointing", "compile", "device", "profile"),
-    *("eval_every", "eval_windows", "log_every", "save_every", "keep_checkpoints", "sample_prompt"),
+    *("eval_every", "eval_windows", "log_every", "save_every", "keep", "sample_prompt"),
     *("sample_tokens", "on_nonfinite", "max_skips", "resume", "resume_override", "init_from"),
 )
 FREE_TO_CHANGE = {

@@ -103,7 +103,7 @@ class Saver:
             return []
         kept = f"the newest {self.keep} and the best checkpoint, {_format_size(size)} each"
         reason = f"{kept}, may not fit on the disk ({_format_size(free)} free)"
-        return [f"trainer.keep_checkpoints={self.keep}: {reason}"]
+        return [f"trainer.keep={self.keep}: {reason}"]
 
     # ----------------------------------------------------------- in the background thread
 

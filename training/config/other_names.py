@@ -16,7 +16,6 @@ from errors import UnknownSetting
 # in the stored settings of a run. Remove these aliases in version 3.
 RENAMED = {
     "lens.repeated": "lens.repeat_length",
-    "trainer.keep": "trainer.keep_checkpoints",
     "repeated": "repeat_length",  # scripts.inspect_attention
     "num_tokens": "max_new_tokens",  # generate.py, benchmarks.generate
 }

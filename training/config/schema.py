@@ -216,7 +216,7 @@ class TrainerConfig(Settings):
     eval_windows: Positive | None
     log_every: Positive | None
     save_every: Count
-    keep_checkpoints: Positive
+    keep: Positive
     precision: Precision
     compile: AutoOrBool
     device: Device

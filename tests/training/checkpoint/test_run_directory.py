@@ -152,23 +152,23 @@ def test_a_run_that_stored_old_names_of_settings_resumes(trained, make_run):
     record = json.loads((run / "run.json").read_text())
     for folder in (run / "checkpoints").glob("step_*"):
         stored = json.loads((folder / "state.json").read_text())["settings"]
-        stored["trainer"]["keep"] = 7
-        del stored["trainer"]["keep_checkpoints"]
+        stored["lens"]["repeated"] = 7
+        del stored["lens"]["repeat_length"]
         change_state(folder, settings=stored)
     (run / "run.json").write_text(json.dumps(record | {"settings": stored}))
-    trainer = directory.settings_of(run)["trainer"]
-    assert (trainer["keep_checkpoints"], "keep" in trainer) == (7, False)
+    lens = directory.settings_of(run)["lens"]
+    assert (lens["repeat_length"], "repeated" in lens) == (7, False)
     resumed = make_run(f"trainer.resume={run}", LONGER)
-    assert resumed.config.trainer.keep_checkpoints == 7
+    assert resumed.config.lens.repeat_length == 7
     fit(resumed)
     written = checkpoint.load_state(listing.find_checkpoint(run)).settings
-    assert written["trainer"]["keep_checkpoints"] == 7
+    assert written["lens"]["repeat_length"] == 7
 
 
 def test_a_branch_needs_nothing_but_its_checkpoints_to_continue(run, make_run):
     """The settings are those of the newest checkpoint with a readable state."""
     command = [f"trainer.resume={run}", "name=b", LONGER, "trainer.save_every=1"]
-    command += ["trainer.keep_checkpoints=9"]
+    command += ["trainer.keep=9"]
     fit(make_run(*command))
     (Path("runs/b") / "run.json").unlink()
     (Path("runs/b") / "checkpoints" / "step_00000006" / "state.json").write_text("{")
@@ -189,7 +189,7 @@ def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_wai
 
 
 def save_newer_and_prune(run):
-    """Does what a run does when it saves its next checkpoint with trainer.keep_checkpoints=1."""
+    """Does what a run does when it saves its next checkpoint with trainer.keep=1."""
     folders = listing.list_checkpoints(run)
     newer = run / "checkpoints" / f"step_{listing.step_of(folders[0]) + 1:08d}"
     shutil.copytree(folders[0], newer)

@@ -79,22 +79,22 @@ def test_old_names_of_settings_work_with_a_warning(capsys, in_process, tmp_path)
     for old, new in RENAMED.items():
         assert any(new in names for names in known), new
         assert not any(old in names for names in known), old
-    olds = ("trainer.keep", "lens.repeated", "num_tokens", "repeated")
-    found = compose(["trainer.keep=3", "++lens.repeated=5"])
-    assert (found.trainer.keep_checkpoints, found.lens.repeat_length) == (3, 5)
-    assert parse(GenerateConfig, ["checkpoint=x", f"{olds[2]}=7"]).max_new_tokens == 7
+    olds = ("lens.repeated", "num_tokens", "repeated")
+    found = compose(["lens.every=3", "++lens.repeated=5"])
+    assert (found.lens.every, found.lens.repeat_length) == (3, 5)
+    assert parse(GenerateConfig, ["checkpoint=x", f"{olds[1]}=7"]).max_new_tokens == 7
     assert parse(InspectConfig, ["checkpoint=x", "repeated=9"]).repeat_length == 9
     warnings = capsys.readouterr().err.splitlines()
     assert [line.split(": renamed to ") for line in warnings] == [
         [old, f"{RENAMED[old]}; use the new name"] for old in olds
     ]
-    compose(["trainer.keep_checkpoints=3"])
+    compose(["lens.repeat_length=3"])
     assert capsys.readouterr().err == ""
     with pytest.raises(ConfigError):  # train.py has no such alias
-        compose([f"{olds[2]}=7"])
-    code, out, err = in_process(train.main, tmp_path, "--cfg", "job", "trainer.keep=4")
+        compose([f"{olds[1]}=7"])
+    code, out, err = in_process(train.main, tmp_path, "--cfg", "job", "lens.repeated=4")
     assert (code, len(err.splitlines())) == (0, 1)
-    assert yaml.safe_load(out)["trainer"]["keep_checkpoints"] == 4
+    assert yaml.safe_load(out)["lens"]["repeat_length"] == 4
 
 
 def test_accepted_forms():

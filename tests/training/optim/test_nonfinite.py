@@ -172,7 +172,7 @@ def test_spikes_skipped_steps_and_failures_are_alerts(make_run, capsys):
 
 @pytest.mark.parametrize("limit", ["trainer.on_nonfinite=stop", "trainer.max_skips=6"])
 def test_too_many_skipped_steps_end_the_run_and_keep_the_checkpoint_before_them(make_run, limit):
-    settings = (*LOOP, "trainer.max_steps=12", "trainer.save_every=2", "trainer.keep_checkpoints=1")
+    settings = (*LOOP, "trainer.max_steps=12", "trainer.save_every=2", "trainer.keep=1")
     run = make_run(*settings, limit)
     spoil(run, range(5, 99))
     with refused(DivergedError, "optimizer.lr", exit_code=4):
