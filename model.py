@@ -39,7 +39,7 @@ class ModelConfig:
     emb_dim: int = 768  # C
     num_heads: int = 12  # H
     num_layers: int = 12  # L
-    dropout: float = 0.1  # of embeddings, attention weights and the output of both branches
+    dropout: float = 0.1  # of embeddings, attention weights, and the outputs of attention and MLP
     qkv_bias: bool = True  # biases of the query, key and value projections
     attention: str = "sdpa"  # name of the attention kernel; all kernels use the same parameters
 
@@ -60,7 +60,7 @@ def gelu(x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         # (1 + tanh(u)) / 2 = sigmoid(2 u), which takes a third of the time when compiled for a CPU.
-        # Uncompiled operations would each round their result, so F.gelu is used then.
+        # Without compilation, each operation would round its result, so F.gelu is used instead.
         return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
     return F.gelu(x, approximate="tanh")
 
@@ -111,9 +111,9 @@ class Block(nn.Module):
 
 
 def head_loss(x: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """Computes logits and loss: x (N, C), weight (V, C), target_ids (N,) -> (), nats per token.
+    """Computes the logits, then the mean cross-entropy in nats per token, a scalar.
 
-    The loss is the mean cross-entropy. A target of -100 is ignored.
+    x (N, C), weight (V, C), target_ids (N,). A target of -100 is ignored.
     """
     logits = F.linear(x, weight)  # (N, V)
     # Always in fp32: in bf16, the sum of 50,257 terms would be too inaccurate.
@@ -235,13 +235,13 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            first = input_ids.new_zeros(len(input_ids))  # logits of one token: none are needed
+            first = input_ids.new_zeros(len(input_ids))  # only one logit row: logits are unused
             self(input_ids, layer_kernel=capturing, logits_at=first)
         finally:
             self.train(was_training)
 
     def attn_weights(self, input_ids: Tensor) -> list[Tensor]:
-        """Returns the attention weights on input_ids (B, T): of each layer (B, H, T, T), on CPU."""
+        """Returns one tensor of attention weights per layer, (B, H, T, T) each, on the CPU."""
         layers: list[Tensor] = []
         self.capture_attention(input_ids, lambda _, weights, __: layers.append(weights.cpu()))
         return layers

@@ -6,21 +6,22 @@
         state.json                            step, settings, losses, counters: class `State`
         SHA256SUMS                            checksums of the three files: sha256sum -c SHA256SUMS
     runs/NAME/checkpoints/last, best          relative links to the newest checkpoint and to the one
-                                              with the lowest validation loss (for users only)
+                                              with the lowest validation loss
 
 model.safetensors has one fp32 tensor for each entry of GPT.named_parameters(), with the same name
 and shape. The output head is not stored: it is token_emb.weight. optimizer.safetensors has tensors
-named KEY.PARAMETER, such as exp_avg.token_emb.weight. AdamW has the keys step (shape ()), exp_avg
-and exp_avg_sq; Muon has momentum_buffer; both as in optimizer.state_dict(). A parameter without
-tensors starts with an empty optimizer state. state.json is UTF-8 and may contain NaN and Infinity,
-which Python's json reads. Random generators and the data position are not stored: they are
-functions of seed, step and rank. No file is a pickle.
+named KEY.PARAMETER, such as exp_avg.token_emb.weight. KEY is a key of optimizer.state_dict():
+step (a scalar), exp_avg and exp_avg_sq for AdamW, momentum_buffer for Muon. If a parameter has no
+tensor in this file, its optimizer state starts empty. state.json is UTF-8 and may contain NaN and
+Infinity, which Python's json reads. Random generators and the data position are not stored: they
+are functions of seed, step and rank. No file is a pickle.
 
 saver.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the
 directory, so a checkpoint is complete or absent. Only rank 0 reads and writes. The files do not
-depend on the number of ranks or on the parallel strategy, so a run can resume with other ones.
-Format 2 has no SHA256SUMS. Format 1 also has random.* tensors in optimizer.safetensors; they are
-ignored. Values are checked when they are read, because anybody may have edited the files.
+depend on the number of ranks or on the parallel strategy, so a run can resume with another number
+of ranks or another strategy. Format 2 has no SHA256SUMS. Format 1 also has random.* tensors in
+optimizer.safetensors; they are ignored. Values are checked when they are read, because anybody may
+have edited the files.
 """
 
 import hashlib
@@ -51,7 +52,8 @@ MODEL_FILES = (MODEL, STATE, CHECKSUMS)  # enough for inference
 MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # larger files are refused
 CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # directory name of a complete checkpoint
 
-# (Model tensors, optimizer tensors), by the names in the files; None on ranks other than 0.
+# (Model tensors, optimizer tensors). Each maps a name in the file to a tensor; on all ranks but
+# rank 0, to None.
 Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
 
 
@@ -66,7 +68,7 @@ def read_error(file: Path, error: OSError) -> CheckpointError:
 
 
 def _require_nan_or_inf(loss: float) -> float:
-    if math.isfinite(loss):  # and not a `Number`, so its absolute value is above 1e100
+    if math.isfinite(loss):  # a finite loss up to 1e100 has matched `Number` before
         raise ValueError("is too large")
     return loss
 
@@ -122,10 +124,10 @@ class State:
     tokens: Count = 0  # number of tokens trained on
     val_loss: Number | None = None  # last validation loss, in nats per token
     best_loss: Number | None = None  # lowest validation loss of the run
-    best_step: Count | None = None  # its step
+    best_step: Count | None = None  # step of the lowest validation loss
     wandb_id: Id | None = None  # id of the W&B run, which a resumed run continues
     scaler: GradScalerState | None = None  # None unless trainer.precision=fp16
-    data: list[tuple[str, list[str]]] | None = None  # (file, checksums) of the data's token blocks
+    data: list[tuple[str, list[str]]] | None = None  # (data file, checksum of each block)
     losses: list[Loss] | None = None  # of each step since the last row of metrics.jsonl
     skipped: Count = 0  # number of steps skipped because the gradient was NaN or inf
     skipped_in_a_row: Count = 0  # number of consecutive skipped steps up to this step
