@@ -69,9 +69,7 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 def check_machine(config: Config) -> None:
     """Raises ConfigError if the settings do not fit this machine or the number of processes."""
     trainer = config.trainer
-    batch_size = (
-        trainer.batch_size if config.overrides is None else None
-    )  # else that of a stored run
+    batch_size = trainer.batch_size if config.overrides is None else None  # None: not known yet
     refuse(launch.check(config.parallel, batch_size))
     if launch.max_restarts() and not config.name and trainer.resume in ("auto", "must", False):
         reason = "torchrun --max-restarts needs a name, otherwise a restart would start a new run"
