@@ -83,7 +83,7 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     uniform = torch.cat([torch.rand(1, generator=g, dtype=torch.double) for g in generators])
     cumulative = probabilities.cumsum(-1)  # (B, k or V)
     indices = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    # By rounding, an index can be past the last id with a probability above 0: clamp it.
+    # Rounding can give an index after the last id with a probability above 0: clamp it.
     last = probabilities.shape[-1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1, keepdim=True)
     indices = torch.minimum(indices, last)
     return (indices if ids is None else ids.cpu().gather(-1, indices)).flatten().tolist()

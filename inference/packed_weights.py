@@ -26,9 +26,7 @@ def pack_weights(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool
                 if isinstance(layer, nn.Linear):
                     setattr(module, name, PackedLinear(layer.weight, layer.bias, rows))
         model.head = head = PackedLinear(model.token_emb.weight, None, rows)
-        model.logits = (
-            head.forward
-        )  # `logits` is a method; a module of that name would not replace it
+        model.logits = head.forward  # a module as attribute would not hide the method
     return model
 
 

@@ -103,9 +103,8 @@ def model_card(pretrained: PretrainedModel) -> str:
         settings = flat(dict(state.settings))
         values |= {f"`{key}`": settings.get(key) for key in CARD_SETTINGS}
         source = str(settings.get("trainer.init_from"))
-        if hub.is_hub_path(source) and hub.MODEL_NAME.fullmatch(
-            name := source.removeprefix("hub:")
-        ):
+        name = source.removeprefix("hub:")
+        if hub.is_hub_path(source) and hub.MODEL_NAME.fullmatch(name):
             base = f'base_model: "{name}"\n'
     shown = {key: value for key, value in values.items() if isinstance(value, int | float)}
     return CARD.format(

@@ -24,9 +24,7 @@ from training.checkpoint.tensors import model_from_tensors, pickle_error, read_t
 from training.config.schema import ModelSettings, validate
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CLEARHEAD = (
-    "clearhead"  # key in config.json for our additional settings: tokenizer, window, qkv_bias
-)
+CLEARHEAD = "clearhead"  # key in config.json of our settings: tokenizer, window, qkv_bias
 
 # Our name: (Hugging Face name, whether the matrix is transposed).
 BLOCK_NAMES = {
@@ -96,8 +94,7 @@ def to_hf(
 ) -> None:
     """Writes config.json and model.safetensors, from which transformers loads the same model.
 
-    tokenizer, window: name of the tokenizer and number of trained positions, which
-    `load_pretrained` reads back.
+    tokenizer, window: the tokenizer's name and the number of trained positions.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ class Checkpointer:
 
     def update_best(self, state: checkpoint.State, val_loss: float) -> bool:
         """Stores a validation loss in the state if it is the lowest; returns whether it is."""
-        self.wait(state)  # if the best checkpoint so far could not be written, it does not count
+        self.wait(state)  # a best checkpoint that could not be written does not count
         if val_loss >= (math.inf if state.best_loss is None else state.best_loss):
             return False
         self._best_before = state.best_loss, state.best_step
@@ -87,7 +87,7 @@ class Checkpointer:
         self.seconds += time.perf_counter() - started
         return saved, failed and NotSavedError(*failed)
 
-    # ------------------------------------------- after an error: one rank may call these alone
+    # --------------------------- for error messages; a rank may call these without the others
 
     def newest_step(self) -> int:
         """Waits for the pending checkpoint; returns the newest checkpoint's step, 0 without one."""

@@ -89,8 +89,7 @@ class GradScalerState(TypedDict):
 
 @with_config(ConfigDict(extra="allow"))
 class StoredTrainerSettings(TypedDict, total=False):
-    """Settings of the trainer that are computed at the start of a run if they are null (auto); a
-    resumed run takes them from the checkpoint."""
+    """Automatic settings of the trainer, which a resumed run takes from its checkpoint."""
 
     warmup_steps: Count | None
     eval_every: Count | None

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 FIXED_BY_WEIGHTS = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
-# Settings and groups that may be changed when a run is resumed, because they do not change what is
-# learned. A new setting must not be changed until it is listed here.
+# Settings and groups that may be changed when a run is resumed, because they do not change the
+# training itself. All others, also new settings, must keep their values.
 FREE_TRAINER_SETTINGS = (
     *("max_steps", "micro_batch_size", "activation_checkpointing", "compile", "device", "profile"),
     *("eval_every", "eval_windows", "log_every", "save_every", "keep", "sample_prompt"),
@@ -51,10 +51,8 @@ class Start:
 
     checkpoint: Path | None = None  # None: a new run
     state: State | None = None  # of the checkpoint
-    in_place: bool = (
-        False  # whether the run resumes in the checkpoint's run directory; else a branch
-    )
-    locked: Path | None = None  # the run directory if rank 0 has locked it already, on rank 0
+    in_place: bool = False  # True: resumes in the run directory of the checkpoint; False: a branch
+    locked: Path | None = None  # on rank 0: the run directory if it is locked already
 
 
 def resume_settings(
@@ -67,7 +65,9 @@ def resume_settings(
         return config, False
     changed = []
     with strategy.raise_on_all_ranks():
-        if config.overrides is not None:  # if not, check_same_settings reports it
+        if (
+            config.overrides is not None
+        ):  # if it is None on this rank only, check_same_settings fails
             config, changed = complete(config, *stored)
     if changed:
         notes.append(f"settings of {stored[0]}, overridden by {', '.join(changed)}")
@@ -156,9 +156,7 @@ def stored_settings(config: "Config") -> tuple[str, dict] | None:
     if own and is_branch_of(own, path):
         path = own
     # No warning about damage here: find_start reports it.
-    found = listing.find_checkpoint(
-        path, "trainer.resume", (checkpoint.STATE,), warn=lambda line: None
-    )
+    found = listing.find_checkpoint(path, "trainer.resume", (checkpoint.STATE,), lambda line: None)
     return str(found), checkpoint.load_state(found).settings
 
 

@@ -95,13 +95,11 @@ def write_settings(run: Path, settings: dict) -> None:
     """Writes all settings of a run to run.json and config.yaml."""
     import yaml
 
-    atomic_write(
-        run / SETTINGS_JSON, (json.dumps({"settings": settings}, indent=1) + "\n").encode()
-    )
+    content = json.dumps({"settings": settings}, indent=1) + "\n"
+    atomic_write(run / SETTINGS_JSON, content.encode())
     # Not with OmegaConf, which interprets "${" in a prompt as an interpolation.
-    atomic_write(
-        run / CONFIG_YAML, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).encode()
-    )
+    content = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    atomic_write(run / CONFIG_YAML, content.encode())
 
 
 def settings_of(run: Path) -> dict | None:

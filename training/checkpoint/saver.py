@@ -1,11 +1,11 @@
 """Writes checkpoints atomically in a background thread.
 
-1. Write the files to step_00000100.part, flush them to disk (fsync) and rename the directory.
-2. Point the links `last` and `best` to the new checkpoint.
-3. Rename older checkpoints to step_... .part and remove them.
+1. Write the files to step_00000100.part, flush them to disk (fsync), rename it to step_00000100.
+2. Update the links `last` and `best`.
+3. Rename older checkpoints to step_*.part and remove them.
 
-So a directory named step_... is always complete, and after the first checkpoint there is always
-one. The next start of the run removes .part directories of killed processes.
+So a directory without .part is always complete, and after the first checkpoint there is always
+one. The next start of the run removes the .part directories of killed processes.
 """
 
 import contextlib
@@ -63,8 +63,8 @@ class Saver:
     def save(self, tensors: Tensors, state: State) -> None:
         """Starts writing a checkpoint. The tensors must not change until `wait` returns."""
         self.wait()
-        # A new thread for each checkpoint: in a thread that computes checksums OpenMP starts its
-        # threads, and as long as these exist, a training step takes 10 % longer
+        # A new thread for each checkpoint: computing checksums starts OpenMP threads that live as
+        # long as their parent thread, and while they live, a training step takes 10 % longer
         # (benchmarks/results/2026-11-22-saving-cpu.json).
         thread = ThreadPoolExecutor(1, "saver")
         self._pending = state.step, thread.submit(self._save, tensors, asdict(state))
@@ -177,7 +177,7 @@ def _folder_name(step: int) -> str:
 
 
 def _set_link(link: Path, target: str | None) -> None:
-    """Atomically makes `link` a relative link to `target` in its directory; None removes it."""
+    """Points a link to a file in its directory, atomically; target=None removes the link."""
     if target is None:
         link.unlink(missing_ok=True)
     elif not link.is_symlink() or os.readlink(link) != target:

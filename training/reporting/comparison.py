@@ -28,7 +28,7 @@ from training.reporting.charts import number
 # Settings that change what a run learns, although they may be changed when it is resumed.
 LEARNING = {"data.path", "data.val_path", "trainer.max_steps", "trainer.init_from"}
 Y_LIMIT = 1.5  # upper limit of a chart, relative to the median of the first values
-COLOURS = 10  # of matplotlib's cycle; rows after that repeat them and have no legend entry
+COLOURS = 10  # of matplotlib; more rows repeat them and have no legend entry
 
 Points = list[tuple[int, float]]  # (tokens so far, metric)
 

@@ -118,11 +118,11 @@ class Metrics:
         if halted:
             first = state.step - halted + 2 - limit
             limits = f"{limit} consecutive steps" if limit > 1 else "trainer.on_nonfinite=stop"
-            reason = f"the loss or gradient of step {first} is NaN or inf ({limits})"
+            reason = f"the loss or gradient is NaN or inf since step {first} ({limits})"
             raise DivergedError("optimizer.lr", self.learning_rate, reason, DIVERGENCE_HINT)
         if state.skipped > before:
             more = state.skipped - before
-            which = "1 step" if more == 1 else f"{more} steps"
-            limits = f"{state.skipped_in_a_row} consecutive so far; the run ends after {limit}"
+            which = "skipped" if more == 1 else f"skipped {more} steps"
+            limits = f"consecutive skipped steps: {state.skipped_in_a_row}, the run ends at {limit}"
             reason = f"the loss or gradient is NaN or inf ({limits})"
-            self.notify("Skipped steps", f"step {state.step}  skipped {which}: {reason}")
+            self.notify("Skipped steps", f"step {state.step}  {which}: {reason}")

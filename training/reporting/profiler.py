@@ -42,7 +42,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Context for a complete training step."""
+        """Returns a context for a complete training step."""
         yield
         if self.torch_profiler:
             self.torch_profiler.step()
@@ -50,7 +50,7 @@ class Profiler:
                 self.close()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager:
-        """Context for a part of a step, which gets a row of the table and a range of the trace."""
+        """Returns a context for a part of a step: a row of the table and a range of the trace."""
         return record_function(name) if self.torch_profiler else contextlib.nullcontext()
 
     def close(self) -> None:

@@ -32,8 +32,8 @@ from training.reporting import comparison
 if TYPE_CHECKING:
     from training.config.schema import Config
 
-METRICS = ("val/loss", "train/loss")  # compares the first one that any run has
-LONGEST_NAME = 64  # characters of the sweep's directory name that are used in the names of its runs
+METRICS = ("val/loss", "train/loss")  # the comparison uses the first of these that any run has
+LONGEST_NAME = 64  # characters of the sweep's directory name in the names of its runs
 
 
 # ---------------------------------------------------------------------------------- one job

@@ -28,14 +28,10 @@ from training.reporting.report import sample_page
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
 
-MAX_SAMPLES = (
-    40  # on W&B, of one run. W&B is slow with more than 1000 files; attention has up to 900
-)
+MAX_SAMPLES = 40  # of a run on W&B, which is slow with 1000 files; attention adds up to 900
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
 CALL_SECONDS = 30  # for the W&B process to answer
-FINISH_SECONDS = (
-    60  # for the last uploads; the environment variable WANDB_FINISH_TIMEOUT overrides it
-)
+FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT overrides it
 MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
 ALERT_SECONDS = 3600  # between two alerts with the same title
@@ -224,7 +220,7 @@ class Tracker:
 
     def _stop_logging(self, error: Exception) -> None:
         run, self.run = self.run, None
-        what = f"logging to W&B stopped ({_cause(error)}); training continues with metrics.jsonl"
+        what = f"logging stopped ({_cause(error)}); training continues with metrics.jsonl"
         if run:
             record = shlex.quote(str(_wandb_folder(run)))
             what += f"; upload the part before with: wandb sync --include-online {record}"
