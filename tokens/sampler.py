@@ -49,7 +49,7 @@ class WindowOrder:
         self.seed = seed
         counts = integer_weights(weights) if weights else [1]
         if len(counts) != len(self.sizes):
-            raise ValueError(f"{len(counts)} weights for {len(self.sizes)} sources")
+            raise ValueError(f"got {len(counts)} weights, need {len(self.sizes)}: one per source")
         self.offsets = np.cumsum([0, *self.sizes])[:-1]
         self.counts = np.array(counts)  # windows of each source in a period of the schedule
         self.schedule = round_robin(counts)  # (period,): the source of each position

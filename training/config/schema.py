@@ -302,7 +302,7 @@ def _layers_exist(lens: LensSettings, others: dict) -> None:
     model = others.get("model")
     if model and any(layer >= model.num_layers for layer in lens.layers):
         reason = f"the model has layers 0 to {model.num_layers - 1}"
-        raise rejected(reason, "remove the other layers", "lens.layers")
+        raise rejected(reason, f"use layers below {model.num_layers}", "lens.layers")
 
 
 class Config(Settings):

@@ -117,7 +117,9 @@ def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Probl
     """Returns a problem for each setting of this rank that differs from rank 0."""
     theirs, fix = flat(of_rank_0), "start all ranks with the same settings"
     return [
-        Problem(key, value, f"on rank {rank}, {as_yaml(theirs.get(key))} on rank 0", fix)
+        Problem(
+            key, value, f"rank {rank} has this value, rank 0 has {as_yaml(theirs.get(key))}", fix
+        )
         for key, value in flat(settings).items()
         if key not in OF_ONE_RANK and value != theirs.get(key)
     ]
