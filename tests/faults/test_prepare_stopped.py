@@ -2,6 +2,7 @@
 command resumes, and finished shards are kept.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -182,16 +183,23 @@ def test_two_parts_finish_at_the_same_time(start, resumed, tmp_path):
     resumed()
 
 
+@contextlib.contextmanager
+def limited_file_size(size: int):
+    """Files of this process cannot grow above `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_full_disk_at_the_manifest(here, tmp_path):
     """With many small shards, the manifest is the largest file."""
     write_source(tmp_path / "a.txt", ["Some words of a text. " * 20])
     arguments = ["data.path=a.txt", "out=out", "shard_tokens=5"]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
-    try:
+    with limited_file_size(2500):
         code, _, errors = here(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (code, printed_keys(errors)) == (4, ["out"])
     kept = finished_shards(tmp_path / "out")
     assert here(*arguments)[0] == 0
@@ -204,12 +212,8 @@ def test_full_disk(here, tmp_path):
     collection = [("txt", ["Short. " * 6000]), ("txt", ["A text of some length. " * 9000])]
     write_collection(tmp_path / "web", collection)
     arguments = [*ARGUMENTS, "data.path=web", "shard_tokens=60000"]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
+    with limited_file_size(100_000):
         code, _, errors = here(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (code, printed_keys(errors)) == (4, ["out"])
     assert finished_shards(tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.part-*"))
