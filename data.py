@@ -1,4 +1,4 @@
-"""Data sets and data loaders: text -> tokens -> windows -> batches.
+"""Datasets and data loaders: text -> tokens -> windows -> batches.
 
 A text is tokenized to a stream of ids of two bytes each (tokens/). A large text is tokenized once,
 to token files that are memory-mapped (scripts/prepare_data.py). A window is read on access. It has
@@ -97,7 +97,7 @@ def create_dataloader(
     batch_sampler: Iterable[np.ndarray] | None = None,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """Creates a DataLoader for the windows of a text, tokenized for GPT-2, or of a data set.
+    """Creates a DataLoader for the windows of a text, tokenized for GPT-2, or of a dataset.
 
     Its batches are [input_ids (B, T), target_ids (B, T)], int64. batch_sampler yields the window
     indices of each batch and replaces batch_size, shuffle and drop_last; train.py uses it.
@@ -165,7 +165,7 @@ def split_batch(
 
 @dataclass
 class LoadedData:
-    """The data sets of a run."""
+    """The datasets of a run."""
 
     train: SlidingWindows | MixedDataset | CycleWalks
     val: WindowDataset | None
@@ -174,12 +174,13 @@ class LoadedData:
 
 
 def load_datasets(config: DataConfig) -> LoadedData:
-    """Builds the training and the validation data set. No token is in both.
+    """Builds the training and the validation dataset. No token is in both.
 
     The validation data is about the last data.val_fraction of the text. It starts at a document
     boundary or, if the documents are too long, inside a document, with a note for the user. Its
-    windows do not overlap, so each of its tokens is predicted once. `val` is None if val_fraction
-    is 0. With data.synthetic, generated sequences replace the text (tokens/synthetic.py).
+    windows do not overlap, so each of its tokens is predicted at most once. `val` is None if
+    val_fraction is 0. With data.synthetic, generated sequences replace the text
+    (tokens/synthetic.py).
     """
     if config.synthetic:
         length = config.max_length
@@ -189,7 +190,7 @@ def load_datasets(config: DataConfig) -> LoadedData:
     try:
         integer_weights(config.weights)
     except ValueError as error:
-        cause, fix = "the weights have a period above 100,000 windows", "use fewer digits"
+        cause, fix = "the mixture repeats only after more than 100,000 windows", "use fewer digits"
         raise ConfigError([("data.weights", config.weights, cause, fix)]) from error
     without_val = {"val_path": None, "val_fraction": 0.0}
     others = config.model_copy(update=without_val) if config.val_path else config
@@ -206,7 +207,7 @@ def load_datasets(config: DataConfig) -> LoadedData:
 
 
 def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
-    """Builds the data sets of one entry of data.path."""
+    """Builds the datasets of one entry of data.path."""
     notes: list[str] = []
     streams = load_streams(config, path)
     train, val = streams["train"], streams.get("val")
@@ -224,7 +225,7 @@ def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
         val = None
     elif val is not None:
         names = ", ".join(os.path.basename(name) for name, _ in val.names[:3])
-        cause = f"the files named val ({names}) are for validation; data.val_fraction is ignored"
+        cause = f"validation uses the files named val ({names}) and ignores data.val_fraction"
         notes.append(sanitize(f"data.path={path}: {cause}", keep=""))
     else:
         train, val = split_tokens(config, train, notes)
@@ -236,9 +237,9 @@ def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
         if is_split and len(train) + len(val) > 2 * (config.max_length + 1):
             fix = f"a larger data.val_fraction, {fix}"
         raise DataError(f"data.{key}", value, cause, f"use {fix}")
-    windows = DocumentWindows if config.within_documents else SlidingWindows
-    train_set = windows(train, config.max_length, config.stride or config.max_length)
-    val_set = None if val is None else windows(val, config.max_length, config.max_length)
+    window_class = DocumentWindows if config.within_documents else SlidingWindows
+    train_set = window_class(train, config.max_length, config.stride or config.max_length)
+    val_set = None if val is None else window_class(val, config.max_length, config.max_length)
     return LoadedData(train_set, val_set, checksums, notes)
 
 

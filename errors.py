@@ -1,7 +1,7 @@
 """Error types for users, and their format: one line per problem.
 
     KEY=VALUE: REASON; HINT
-    optimizer.lr=-1.0: must be positive; use 6e-4
+    optimizer.lr=-1.0: must be greater than 0; see --help
 
 Every error that a user can cause is a `ClearheadError` with the attributes key, value, reason, hint
 and exit_code. `training/config/command_line.py` prints it and exits with its exit code. Code must
@@ -22,8 +22,8 @@ NO_VALUE = ...  # Problem.value if there is none; `...` stays the same object wh
 DEBUG_HINT = "rerun with debug=true to see the traceback"  # for errors that are not ClearheadError
 # For weights, gradients or losses that are NaN or inf.
 DIVERGENCE_HINT = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
-MAX_VALUE = 300  # characters printed of a key or a value
-MAX_MESSAGE = 1000  # characters printed of another library's message
+MAX_VALUE_CHARS = 300  # characters printed of a key or a value
+MAX_MESSAGE_CHARS = 1000  # characters printed of another library's message
 # Keys of settings whose value must not be printed or logged.
 SECRET = re.compile(
     r"api_?key|secret|passw|credential|(auth|access|bearer|hub|hf|github|wandb)_?token",
@@ -76,7 +76,7 @@ def problems_of(error: BaseException, hint: str = "") -> list[Problem]:
 
 def message_of(error: BaseException) -> str:
     """Returns the message of another library's error, truncated and without line breaks."""
-    return shorten(" ".join(str(error).split()), MAX_MESSAGE)
+    return shorten(" ".join(str(error).split()), MAX_MESSAGE_CHARS)
 
 
 def as_yaml(value: object) -> str:
@@ -86,7 +86,7 @@ def as_yaml(value: object) -> str:
     return str(value)
 
 
-def shorten(text: str, most: int = MAX_VALUE) -> str:
+def shorten(text: str, most: int = MAX_VALUE_CHARS) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
@@ -234,8 +234,8 @@ def exit_code_of(error: BaseException | None) -> int:
 def best_effort(what: str, debug: bool = False, prefix: str = "") -> Iterator[None]:
     """Prints an error of the enclosed code to stderr instead of raising it.
 
-    For logging and plots, which must not end a run. what: the message, such as "report not
-    written". debug: raise the error. prefix: for example "rank 1: ".
+    For logging and plots, which must not end a run. what: the message, such as "report.html: could
+    not be written". debug: raise the error. prefix: for example "rank 1: ".
     """
     try:
         yield

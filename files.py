@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import IO
 
-LARGEST_LOG = 2**28  # bytes
+MAX_LOG_BYTES = 2**28  # bytes
 
 
 def temporary_name(path: Path) -> Path:
@@ -110,7 +110,7 @@ def read_rows(path: Path) -> list[dict]:
     """
     rows = []
     with contextlib.suppress(OSError), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > LARGEST_LOG:
+        if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
             return []
         while line := file.readline(2**20):  # pieces of a longer line are not valid JSON
             try:

@@ -127,7 +127,7 @@ def write_texts(
         # An empty prompt becomes the end-of-text token, which starts every document.
         ids = [tokenizer.encode(p, allowed_special="all") or [tokenizer.eot_token] for p in batch]
         if (longest := max(map(len, ids))) > window:
-            reason = f"{longest:,} tokens are more than the model's context of {window:,}"
+            reason = f"{longest:,} tokens are more than the {window:,} of a training window"
             print(f"prompt: {reason}; only the last tokens are used", file=sys.stderr)
         if options["cache"]:  # compiled code needs a constant batch size
             ids += ids[:1] * (batch_size - len(ids))

@@ -235,7 +235,7 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            first = input_ids.new_zeros(len(input_ids))  # only one logit row: logits are unused
+            first = input_ids.new_zeros(len(input_ids))  # computes few logits: they are not used
             self(input_ids, layer_kernel=capturing, logits_at=first)
         finally:
             self.train(was_training)
@@ -252,9 +252,10 @@ class GPT(nn.Module):
     def flops_per_token(self, num_tokens: int) -> float:
         """Returns the FLOPs of training, forward and backward, per token of a window of T tokens.
 
-        6 (12 L C^2 + V C) + 6 L C (T + 1): two for each multiply-add, in one forward pass and a
-        backward pass of twice its cost. Only the unmasked half of the attention matrix is counted.
-        Embedding look-ups, padding and recomputation are not counted.
+        6 (12 L C^2 + V C) + 6 L C (T + 1). The factor 6 is two FLOPs for each multiply-add, times
+        three: the backward pass costs twice as much as the forward pass. Only the unmasked half of
+        the attention matrix is counted. Embedding look-ups, padding and recomputation are not
+        counted.
         """
         c = self.config
         matrices = 12 * c.num_layers * c.emb_dim**2 + c.vocab_size * c.emb_dim

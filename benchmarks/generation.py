@@ -97,17 +97,17 @@ def by_transformers(model, prompts: torch.Tensor, max_new_tokens: int) -> list[l
 
 
 def by_clearhead(
-    weights: GPT, prompts: torch.Tensor, num_tokens: int, device: torch.device, dtype: torch.dtype
+    gpt: GPT, prompts: torch.Tensor, max_new_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> Generate:
     """Returns a function that generates as generate.py does for a long text."""
     compiler = devices.compiled_step("auto", device, 10**6)
-    model = copy.deepcopy(weights).to(device)
+    model = copy.deepcopy(gpt).to(device)
     pack_weights(model, dtype, len(prompts), to_compile=compiler is not None)
-    cache = KVCache(weights.config.context_length, compiler) if compiler else None
+    cache = KVCache(gpt.config.context_length, compiler) if compiler else None
 
     def generate_ids() -> list[list[int]]:
         greedy = Sampling(temperature=0)
-        steps = generate(model, prompts.tolist(), num_tokens, greedy, cache=cache)
+        steps = generate(model, prompts.tolist(), max_new_tokens, greedy, cache=cache)
         return [list(row) for row in zip(*steps, strict=True)]
 
     return generate_ids

@@ -105,5 +105,5 @@ class KVCache:
         """Returns the tensor, marked for torch.compile as one whose address does not change:
         otherwise a step that writes to it is not recorded as a CUDA graph."""
         if self.is_static:
-            torch._dynamo.mark_static_address(tensor, False)  # False: no check in each call
+            torch._dynamo.mark_static_address(tensor, guard=False)
         return tensor

@@ -1,7 +1,7 @@
 """Loss and perplexity of a model on a text, computed with a sliding window.
 
-    windows = ScoredWindows(tokens, SlidingWindow(max_length=1024, stride=512))
-    results = evaluate(model, windows, token_sizes, batch_size=8)
+    windows = ScoredWindows(tokens, WindowSettings(max_length=1024, stride=512))
+    results = evaluate(model, windows, token_lengths, batch_size=8)
 
 In each window the model reads up to `max_length` tokens and predicts the next token at each
 position. Each window starts `stride` tokens after the previous one; the last window starts earlier
@@ -27,7 +27,7 @@ from tokens.windows import IGNORED
 
 
 @dataclass(frozen=True)
-class SlidingWindow:
+class WindowSettings:
     """The length and the stride of a sliding window, in tokens."""
 
     max_length: int
@@ -41,14 +41,14 @@ class ScoredWindows:
     With within_documents it stores a few numbers for each document, otherwise nothing.
     """
 
-    def __init__(self, tokens: TokenStream, sliding: SlidingWindow):
-        self.tokens, self.max_length, self.stride = tokens, sliding.max_length, sliding.stride
+    def __init__(self, tokens: TokenStream, settings: WindowSettings):
+        self.tokens, self.max_length, self.stride = tokens, settings.max_length, settings.stride
         starts = np.zeros(1, np.int64)
-        if sliding.within_documents and len(tokens):
+        if settings.within_documents and len(tokens):
             starts = tokens.document_starts()
         targets = np.diff(starts, append=len(tokens)) - 1  # each document's tokens except the first
         self.starts, self.targets = starts[targets > 0], targets[targets > 0]
-        more = -(-np.maximum(0, self.targets - sliding.max_length) // sliding.stride)
+        more = -(-np.maximum(0, self.targets - self.max_length) // self.stride)
         self.ends = np.cumsum(1 + more)  # number of windows up to the end of each document
         self.num_targets = int(self.targets.sum())
 
@@ -78,12 +78,12 @@ class ScoredWindows:
 
 
 def evaluate(
-    model: GPT, windows: ScoredWindows, token_sizes: np.ndarray, batch_size: int
+    model: GPT, windows: ScoredWindows, token_lengths: np.ndarray, batch_size: int
 ) -> dict[str, float | int | None]:
     """Evaluates a model in eval mode. Shows a progress bar if stderr is a terminal.
 
     Returns tokens, bytes, loss (nats per token), perplexity (None above the largest float) and
-    bits_per_byte (None for a text of 0 bytes). token_sizes: the bytes of text of each token id.
+    bits_per_byte (None for a text of 0 bytes). token_lengths: the bytes of text of each token id.
     """
     device = model.token_emb.weight.device
     num_tokens, num_bytes, nats = 0, 0, 0.0
@@ -102,7 +102,7 @@ def evaluate(
         x = model.hidden_states(input_ids.to(device))[scored.to(device)]  # (N, C)
         nats += float(model.head_loss(x, model.token_emb.weight, targets.to(device))) * len(targets)
         num_tokens += len(targets)
-        num_bytes += int(token_sizes[targets.numpy()].sum())
+        num_bytes += int(token_lengths[targets.numpy()].sum())
     loss = nats / num_tokens
     return {
         "tokens": num_tokens,

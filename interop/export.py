@@ -72,7 +72,7 @@ def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
         for file, name in zip(vocabulary_files(), ("merges.txt", "vocab.json"), strict=True):
             (folder / name).write_bytes(file.read_bytes())
     else:
-        ids = {character: byte for byte, character in enumerate(bytes_to_unicode())}
+        ids = {character: byte for byte, character in enumerate(byte_characters())}
         write_json(folder / "vocab.json", ids | {END_OF_TEXT: pretrained.tokenizer.eot_token})
         (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     settings = {
@@ -85,7 +85,7 @@ def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def bytes_to_unicode() -> list[str]:
+def byte_characters() -> list[str]:
     """Returns the character for each byte in GPT-2's vocab.json: printable Latin-1 characters stay,
     the other bytes get characters from U+0100 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}

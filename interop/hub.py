@@ -27,7 +27,7 @@ def download(path: str, key: str, files: list[str]) -> Path:
     """
     name = path.removeprefix(HUB)
     if not MODEL_NAME.fullmatch(name) or ".." in name:
-        hint = "a valid name is hub:openai-community/gpt2"
+        hint = "for example hub:openai-community/gpt2"
         raise CheckpointError(key, path, "not a valid model name", hint)
     try:
         from huggingface_hub import snapshot_download

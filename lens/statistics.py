@@ -1,9 +1,9 @@
 """Attention statistics: each function reduces the attention weights of a head to one number.
 
 The argument A has the attention weights of some heads on one prompt, fp32 (H, T, T), rows are
-queries. The result (H,) is a mean over queries, without query 0 where its value is constant: it
-attends only to itself. Two statistics are defined only on the repeated sequence [BOS] + R + R,
-where R has P random tokens; P is their argument `period`.
+queries. The result (H,) is a mean over queries; that of `largest_logit` is a maximum. Query 0
+attends only to itself, so most statistics exclude it. Two statistics are defined only on the
+repeated sequence [BOS] + R + R, where R has P random tokens; P is their argument `period`.
 
 "Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model.
 

@@ -119,8 +119,9 @@ the scores of query token t, column s those of key token s. The softmax is taken
 
 def trainable(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     why = """\
-So far nothing can be learned, and the scores are symmetric. Three trained matrices give each token
-a query, a key and a value. A score is now the query of one token times the key of another.
+So far nothing can be learned, and the scores are symmetric. Three matrices, which training changes,
+give each token a query, a key and a value. A score is now the query of one token times the key of
+another.
 
 A score is a sum of D products. If the entries of queries and keys have variance 1, the scores have
 variance D. Divided by sqrt(D) they have variance 1 at any width. Larger scores would make the
@@ -220,7 +221,7 @@ whose output is split into heads: one large matrix product instead of many small
 def the_module(x: Tensor) -> None:
     why = """\
 attention.MultiHeadAttention is all of this for a batch of sequences. A last matrix, out_proj, mixes
-the outputs of the heads. This module trains GPT-2."""
+the outputs of the heads. This module trains GPT-2. The batch here has the same sentence twice."""
     explain(8, "attention.MultiHeadAttention", why, "output = context_vec W_out + b_out")
     batch = torch.stack([x, x])  # (B, T, d_in): two copies of the sentence
     torch.manual_seed(123)
@@ -229,13 +230,13 @@ the outputs of the heads. This module trains GPT-2."""
 
     print("""\
 A common error is to divide the scores by sqrt(d_out), the width of all heads together, instead of
-sqrt(head_dim), the width of one head. The tutorial "Writing GPT2 from Scratch - Attention" has it:
+sqrt(head_dim), the width of one head:
 
-    scores = Q @ K.transpose(-2, -1) / (d_out ** 0.5)       # the line of the tutorial
-    scores = Q @ K.transpose(-2, -1) / (head_dim ** 0.5)    # the definition
+    scores = Q @ K.transpose(-2, -1) / (d_out ** 0.5)       # wrong
+    scores = Q @ K.transpose(-2, -1) / (head_dim ** 0.5)    # right
 
 No exception is raised, but the weights are too uniform: the scores are too small by a factor of
-sqrt(H). Row 1 of the output for the tutorial's input, with two heads and d_out = 6:
+sqrt(H). Row 1 of the output for a random input (2, 5, 6), with two heads and d_out = 6:
 """)
     torch.manual_seed(123)
     x, attention = torch.randn(2, 5, 6), MultiHeadAttention(6, 6, 5, 0.0, num_heads=2)
@@ -265,7 +266,7 @@ each query token attends mostly to the token before it."""
     torch.manual_seed(123)
     attention = MultiHeadAttention(12, 6, 6, 0.0, num_heads=2)
     optimizer = torch.optim.AdamW(attention.parameters(), lr=0.03)
-    print(f"weights: {SHADES[0]} is 0, {SHADES[-1]} is 1, on a square-root scale; empty: masked\n")
+    print(f"weights from 0 to 1 on a square-root scale: {SHADES}; empty: masked\n")
     show_heatmaps("before training", weights_for_the_sentence())
     for step in range(1, steps + 1):
         words = torch.stack([torch.randperm(len(WORDS)) for _ in range(32)])  # (B, T)

@@ -87,15 +87,16 @@ class EvaluateConfig(ScriptConfig):
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from inference.perplexity import ScoredWindows, SlidingWindow, evaluate
+    from inference.perplexity import ScoredWindows, WindowSettings, evaluate
     from interop.pretrained import load_pretrained
     from training.distributed import build, device
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)
-    rule = SlidingWindow(*window_sizes(settings, pretrained), settings.data.within_documents)
+    sizes = window_sizes(settings, pretrained)
+    window_settings = WindowSettings(*sizes, settings.data.within_documents)
     tokens, what = read(settings, pretrained)
-    windows = ScoredWindows(tokens, rule)
+    windows = ScoredWindows(tokens, window_settings)
     if not windows.num_targets:
         reason = f"{len(tokens)} tokens ({what}); at least 2 are needed"
         raise DataError("data.path", settings.data.path, reason, "use a longer text")
@@ -103,18 +104,18 @@ def main(settings: EvaluateConfig) -> None:
     strategy = build.build_strategy(single, settings.device, settings.precision, seed=0)
     model = pretrained.model.to(strategy.device)
     strategy.wrap(model, compiled=False)  # selects the fastest operations of this device
-    sizes = token_byte_lengths(pretrained.tokenizer_name).copy()
-    sizes[pretrained.tokenizer.eot_token] = 0  # it is not part of the text
+    lengths = token_byte_lengths(pretrained.tokenizer_name).copy()
+    lengths[pretrained.tokenizer.eot_token] = 0  # it is not part of the text
     with strategy.inference(model):
-        results = evaluate(model, windows, sizes, settings.batch_size)
+        results = evaluate(model, windows, lengths, settings.batch_size)
     if not math.isfinite(results["loss"]):
         hint = "use another checkpoint, or precision=fp32"
         raise CheckpointError("checkpoint", settings.checkpoint, "the loss is NaN or inf", hint)
     step = pretrained.state.step if pretrained.state else None
     print(sanitize(f"{settings.checkpoint}, step {step}, in {strategy.precision}, on {what}"))
-    print(f"windows of {rule.max_length:,} tokens, {rule.stride:,} apart\n")
+    print(f"windows of {windows.max_length:,} tokens, {windows.stride:,} apart\n")
     for name, value in results.items():
-        shown = f"{value:.4f}" if isinstance(value, float) else value
+        shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if value else value
         print(f"{name:<14} {shown}")
     if settings.out:
         report = {
@@ -124,7 +125,7 @@ def main(settings: EvaluateConfig) -> None:
             "tokenizer": pretrained.tokenizer_name,
             "path": settings.data.path,
             "part": what,
-            "rule": asdict(rule),
+            "rule": asdict(window_settings),
             **results,
             "precision": strategy.precision,
             "device": str(strategy.device),

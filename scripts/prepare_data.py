@@ -73,11 +73,12 @@ class PrepareConfig(ScriptConfig):
 @settings_command(PrepareConfig)
 def main(settings: PrepareConfig) -> None:
     data = settings.data
-    prepare = PrepareSettings(
+    prepare_settings = PrepareSettings(
         data.tokenizer, data.endoftext, settings.engine, settings.shard_tokens, data.text_key
     )
     part, parts = map(int, settings.part.split("/"))
-    preparation = Preparation(find_files(data.path), Path(settings.out), prepare, (part, parts))
+    files = find_files(data.path)
+    preparation = Preparation(files, Path(settings.out), prepare_settings, (part, parts))
     try:
         preparation.start()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""data.py: windows, data sets and the validation split, each compared with a plain definition."""
+"""data.py: windows, datasets and the validation split, each compared with a plain definition."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from data import (
 )
 from errors import ConfigError, DataError
 from tokens import END_OF_TEXT
-from tokens.stream import TokenStream, compare_checksums
+from tokens.stream import TokenStream, check_checksums
 from tokens.windows import (
     IGNORED,
     DocumentWindows,
@@ -54,12 +54,12 @@ def stream_of(ids, cuts=(), dtype=np.uint16, vocab_size: int = 257) -> TokenStre
 
 
 def ids_of(dataset: GPTDatasetV1) -> list[int]:
-    """All ids of the stream of a data set."""
+    """All ids of the stream of a dataset."""
     return np.concatenate(dataset.tokens.arrays).tolist()
 
 
 def pairs_of(dataset, windows=None) -> list[tuple[list[int], list[int]]]:
-    """All windows of a data set, or the given ones, as (input ids, target ids)."""
+    """All windows of a dataset, or the given ones, as (input ids, target ids)."""
     input_ids, target_ids = dataset.batch(np.arange(len(dataset)) if windows is None else windows)
     assert input_ids.dtype == target_ids.dtype == torch.int64
     return as_pairs(zip(input_ids, target_ids, strict=True))
@@ -159,7 +159,7 @@ def test_windows_within_documents_equal_the_plain_definition(documents, max_leng
 
 
 def datasets_of(sizes: list[int]) -> list[SlidingWindows]:
-    """Data sets with these numbers of windows; all windows are different."""
+    """Datasets with these numbers of windows; all windows are different."""
     ids = [range(1000 * n, 1000 * n + 2 * size + 1) for n, size in enumerate(sizes)]
     return [SlidingWindows(stream_of(own, vocab_size=50257), 2, 2) for own in ids]
 
@@ -253,19 +253,19 @@ def test_validation_is_the_end_of_the_text(
         assert len(ids) - place - 1 - len(predicted) < max_length
 
 
-def test_validation_on_a_text_of_its_own(tmp_path):
+def test_validation_on_a_separate_text(tmp_path):
     path = write_source(tmp_path / "a.txt", ["to be trained on"])
     files = [write_source(tmp_path / "val" / f"{n}.txt", [f"is no. {n}"]) for n in range(2)]
     loaded = load(path, stride=1, max_length=6, val_fraction=0.5, val_path=str(tmp_path / "val"))
     assert ids_of(loaded.train) == [256, *b"to be trained on"]
     assert ids_of(loaded.val) == [256, *b"is no. 0", 256, *b"is no. 1"]
     assert loaded.val.stride == 6
-    in_turn = [str(file) for file in reversed(files)]
-    loaded = load(path, val_path=in_turn, within_documents=True)
+    in_reverse = [str(file) for file in reversed(files)]
+    loaded = load(path, val_path=in_reverse, within_documents=True)
     assert ids_of(loaded.val) == [256, *b"is no. 1", 256, *b"is no. 0"]
     assert type(loaded.val) is DocumentWindows
     # Neither may change.
-    assert loaded.checksums == load(path).checksums + load(in_turn).checksums
+    assert loaded.checksums == load(path).checksums + load(in_reverse).checksums
     short = write_source(tmp_path / "short.txt", ["abc"])
     with refused(DataError, "data.val_path", short, exit_code=3):
         load(path, val_path=str(short))
@@ -337,13 +337,13 @@ def test_other_tokens_than_those_of_a_checkpoint_or_of_rank_0_are_refused():
         ([], ["a.bin"], set()),
     ]:
         with refused(DataError, "data.path", "shards", exit_code=3) as caught:
-            compare_checksums([a, b], now, "shards", "rank 0", "copy it")
+            check_checksums([a, b], now, "shards", "rank 0", "copy it")
         assert all(name in caught.value.reason for name in names), now
         assert numbers <= numbers_in(caught.value), now
     not_read = [("a.bin", ["1", "", "3"]), ("b.bin", [""])]
     for now in (json.loads(json.dumps([a, b])), not_read):
-        compare_checksums([a, b], now, "shards", "rank 0", "copy it")
-        compare_checksums(now, [a, b], "shards", "rank 0", "copy it")
+        check_checksums([a, b], now, "shards", "rank 0", "copy it")
+        check_checksums(now, [a, b], "shards", "rank 0", "copy it")
 
 
 def problems(**changes) -> list[str]:

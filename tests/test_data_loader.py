@@ -35,7 +35,7 @@ bytes_of = functools.partial(bytes_per_token, get_tokenizer("byte"))
 
 
 class Numbers:
-    """A data set whose window w contains the number w."""
+    """A dataset whose window w contains the number w."""
 
     def __init__(self, size: int = 100):
         self.size = size
@@ -50,7 +50,7 @@ class Numbers:
 
 
 def numbers(batches: Iterator, steps: int) -> list[list[int]]:
-    """The windows of the next batches of a data set of Numbers."""
+    """The windows of the next batches of a dataset of Numbers."""
     return [batch[0].tolist() for batch in itertools.islice(batches, steps)]
 
 
@@ -75,12 +75,12 @@ def test_batches_of_a_mixture_follow_its_weights():
 
 def test_the_next_batch_is_read_while_this_one_is_used():
     """Batch 1 is read after batch 0 was returned and before it is requested."""
-    go_on, is_ready = threading.Event(), threading.Event()
+    proceed, is_ready = threading.Event(), threading.Event()
 
     class Slow(Numbers):
         def __getitems__(self, windows):
             if self.read:
-                assert go_on.wait(AT_MOST)
+                assert proceed.wait(AT_MOST)
                 is_ready.set()
             return super().__getitems__(windows)
 
@@ -88,7 +88,7 @@ def test_the_next_batch_is_read_while_this_one_is_used():
     num_threads = torch.get_num_threads()
     batches = training_batches(dataset, 4, 0)
     assert numbers(batches, 1) == [order.windows(0).tolist()]
-    go_on.set()
+    proceed.set()
     assert is_ready.wait(AT_MOST)
     assert numbers(batches, 2) == [order.windows(step).tolist() for step in (1, 2)]
     assert dataset.read[:3] == [order.windows(step).tolist() for step in range(3)]

@@ -26,28 +26,23 @@ SETTINGS = {
     "modle=gpt2-small": "no such setting; did you mean model?",
     "trainer.epochs=3": "no such setting; use trainer.max_steps (a run has a number of steps, each "
     "of trainer.batch_size windows)",
-    "optimizer.lr=abc": "must be a number; the default is 0.0003; see --help",
-    "optimizer.lr=-1.0": "must be greater than 0; the default is 0.0003; see --help",
+    "optimizer.lr=abc": "must be a number; see --help",
+    "optimizer.lr=-1.0": "must be greater than 0; see --help",
     "trainer.micro_batch_size=x": "must be an integer or auto; see --help",
-    "trainer.precision=fp8": "must be auto, fp32, bf16 or fp16; the default is auto; see --help",
-    "trainer.resume=true": "must be false or text; the default is auto; see --help",
-    "lens.repeat_length=1": "must be 0 or at least 2; the default is 24; see --help",
+    "trainer.precision=fp8": "must be auto, fp32, bf16 or fp16; see --help",
+    "trainer.resume=true": "must be false or text; see --help",
+    "lens.repeat_length=1": "must be 0 or at least 2; see --help",
     "name=a b": f"{NAME}; see --help",
-    "wandb.project=a/b": r"must not be empty and must not contain / \ # ? % :; the default is "
-    "clearhead; see --help",
+    "wandb.project=a/b": r"must not be empty and must not contain / \ # ? % :; see --help",
     "data.path=[]": "must not be empty; see --help",
     "foo": "not of the form KEY=VALUE; write KEY=VALUE; if it contains blanks, quote it: "
     "'KEY=some words'",
-    "name=[a,": "not a valid Hydra override; quote text with a comma, bracket or quote twice: "
-    "'KEY=\"some, text\"'",
+    "name=[a,": "not a valid Hydra override; if the value is text, quote it twice: 'name=\"TEXT\"'",
     "+lens=often": "exists already; write lens=often, without +",
 }
 # Text file: (content, message).
 TEXTS = {
-    "no.txt": (
-        None,
-        "file not found; check the path (relative to {here}); write a list as [a,b]",
-    ),
+    "no.txt": (None, "file not found; check the path (relative to {here})"),
     "a.jsonl": (
         b'{"text": "x"}\nno\n',
         "the line at byte 14 is not valid JSON (Expecting value: line 1 column 1 (char 0)); "

@@ -493,7 +493,7 @@ def test_debug_adds_the_traceback(in_process, tmp_path):
     assert "Traceback" in err
 
 
-def test_a_signal_during_the_agreement_of_ranks_is_not_lost(make_run, monkeypatch):
+def test_a_signal_while_ranks_exchange_signals_is_not_lost(make_run, monkeypatch):
     """Signals at other times: tests/faults/test_kills.py."""
     run = make_run("trainer.eval_every=0")
 

@@ -1,13 +1,13 @@
-"""Tokenizers, file readers, token files, data sets of windows, and the sampler.
+"""Tokenizers, file readers, token files, datasets of windows, and the sampler.
 
     tokenizers.py        GPT-2's tokenizer and a byte tokenizer
     encoding.py          tokenizes texts of any length; gigatoken_engine.py: its fast engine
     paths.py             finds the files of data.path
-    readers.py           reads documents from text, JSON lines, Parquet and Hugging Face data sets
+    readers.py           reads documents from text, JSON lines, Parquet and Hugging Face datasets
     stream.py            token ids of many files as one long array
     shards.py            token files (the formats of llm.c and nanoGPT) and their manifest
     prepare.py           writes token files with many processes and machines
-    windows.py           data sets of windows, and mixtures of data sets
+    windows.py           datasets of windows, and mixtures of datasets
     sampler.py           selects the windows of each step
     synthetic.py         generated sequences for the induction experiment
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from errors import DataError, message_of
 
-HUB = "hub:"  # data.path=hub:NAME is a data set on the Hugging Face hub
+HUB = "hub:"  # data.path=hub:NAME is a dataset on the Hugging Face hub
 COMPRESSED = (".gz", ".zst")
 # File extension (before .gz or .zst): format, a key of READERS in tokens/readers.py. In a folder,
 # files with these extensions are read.
@@ -54,8 +54,10 @@ def find_files(path: str | list[str]) -> list[str]:
         else:
             found = sorted(filter(os.path.isfile, glob.glob(entry, recursive=True)))
             if not found:
-                fix = f"check the path (relative to {os.getcwd()}); write a list as [a,b]"
-                raise DataError("data.path", entry, "file not found", fix)
+                reason = "no file matches" if glob.has_magic(entry) else "file not found"
+                fix = f"check the path (relative to {os.getcwd()})"
+                fix += "; write a list as [a,b]" if "," in entry else ""
+                raise DataError("data.path", entry, reason, fix)
         files += found
     return files
 

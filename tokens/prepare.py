@@ -67,7 +67,7 @@ class Task:
 
     @property
     def size(self) -> int:
-        """The approximate number of bytes to read; 0 for hub data sets."""
+        """The approximate number of bytes to read; 0 for hub datasets."""
         return sum(part.size for part in self.parts)
 
 
@@ -286,4 +286,4 @@ def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> 
         plan=plan, fingerprint=task.fingerprint, text_bytes=encoder.text_bytes, shards=shards
     )
     atomic_write(record_file, record.model_dump_json().encode())
-    return task.size or encoder.text_bytes  # the size of a hub data set is unknown
+    return task.size or encoder.text_bytes  # the size of a hub dataset is unknown

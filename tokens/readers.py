@@ -43,7 +43,7 @@ MAX_COMPRESSION_RATIO = 100  # of texts in Parquet that are larger than MAX_RECO
 class FilePart:
     """A file, or a part of a large file.
 
-    start, stop: byte positions; row groups of a Parquet file; for a hub data set, the number of the
+    start, stop: byte positions; row groups of a Parquet file; for a hub dataset, the number of the
     part and the number of parts. stop=None: until the end.
     """
 
@@ -51,7 +51,7 @@ class FilePart:
     start: int = 0
     stop: int | None = None
     text_key: str = "text"  # key or column of the text in JSON and Parquet
-    size: int = 0  # approximate number of bytes to read; 0 for a hub data set
+    size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
 
     @property
     def format(self) -> str:
@@ -63,7 +63,7 @@ def split_file(path: str, max_bytes: int, text_key: str = "text") -> Iterator[Fi
     """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
 
     Plain text is split at token boundaries (`find_boundary`), JSON lines between lines, Parquet
-    between row groups, a hub data set as it is stored. Compressed files are not split.
+    between row groups, a hub dataset as it is stored. Compressed files are not split.
     """
     format = format_of(path)
     if format == "hub":
@@ -276,7 +276,7 @@ def _open_parquet(path: str):
 
 
 def _hub_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
-    """Reads the texts of part `start` of the `stop` parts in which the hub stores a data set."""
+    """Reads the texts of part `start` of the `stop` parts in which the hub stores a dataset."""
     rows = load_hub_dataset(part.path)
     if part.stop:
         rows = rows.shard(num_shards=part.stop, index=part.start)
@@ -286,7 +286,7 @@ def _hub_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
 
 
 def load_hub_dataset(path: str):
-    """Streams the data set hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT.
+    """Streams the dataset hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT.
 
     Only this function reads data from the network.
     """

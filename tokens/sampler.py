@@ -52,7 +52,7 @@ class WindowOrder:
             raise ValueError(f"got {len(counts)} weights, need {len(self.sizes)}: one per source")
         self.offsets = np.cumsum([0, *self.sizes])[:-1]
         self.counts = np.array(counts)  # windows of each source in a period of the schedule
-        self.schedule = round_robin(counts)  # (period,): the source of each position
+        self.schedule = weighted_round_robin(counts)  # (period,): the source of each position
         is_source = self.schedule[:, None] == np.arange(len(counts))  # (period, sources)
         self.counts_before = np.cumsum(is_source, axis=0) - is_source
 
@@ -70,12 +70,12 @@ class WindowOrder:
         periods, indices = np.divmod(positions, len(self.schedule))
         sources = self.schedule[indices]
         # The same positions, counted separately for each source.
-        positions = periods * self.counts[sources] + self.counts_before[indices, sources]
+        positions_in_source = periods * self.counts[sources] + self.counts_before[indices, sources]
         windows = np.empty_like(positions)
         for source in np.unique(sources):
             rows, size = sources == source, self.sizes[source]
             key = (self.seed,) if len(self.sizes) == 1 else (self.seed, int(source))
-            windows[rows] = self.offsets[source] + shuffled(positions[rows], size, key)
+            windows[rows] = self.offsets[source] + shuffled(positions_in_source[rows], size, key)
         return windows
 
     def steps(
@@ -107,11 +107,11 @@ def integer_weights(weights: list[float]) -> list[int]:
     counts = [int(weight / unit) for weight in exact]
     counts = [count // math.gcd(*counts) for count in counts]
     if sum(counts) > MAX_PERIOD:
-        raise ValueError(f"weights {weights} have a period of {sum(counts)} windows")
+        raise ValueError(f"the period of the schedule is {sum(counts)} windows")
     return counts
 
 
-def round_robin(counts: list[int]) -> np.ndarray:
+def weighted_round_robin(counts: list[int]) -> np.ndarray:
     """Returns the source of each of sum(counts) positions, with each source evenly spread.
 
     This is weighted round-robin, computed as earliest-deadline-first scheduling: n = sum(counts)

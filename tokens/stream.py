@@ -159,7 +159,7 @@ def _mmap_of(array: np.ndarray) -> mmap.mmap | None:
     return base if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") else None
 
 
-def compare_checksums(
+def check_checksums(
     expected: Checksums, found: Checksums, path: object, whose: str, fix: str
 ) -> None:
     """Raises DataError when the tokens of data.path differ from those of the checkpoint or rank 0.

@@ -1,4 +1,4 @@
-"""Data sets of windows: across document boundaries, within documents, and mixtures of data sets.
+"""Datasets of windows: across document boundaries, within documents, and mixtures of datasets.
 
 Shapes: B batch, T positions in a window.
 """
@@ -111,9 +111,9 @@ class DocumentWindows(SlidingWindows):
 
 
 class MixedDataset(WindowDataset):
-    """The windows of several data sets, numbered consecutively: first those of data set 0.
+    """The windows of several datasets, numbered consecutively: first those of dataset 0.
 
-    weights: how often each data set is used, relative to the others (WindowOrder in sampler.py).
+    weights: how often each dataset is used, relative to the others (WindowOrder in sampler.py).
     """
 
     def __init__(self, datasets: list[SlidingWindows], weights: list[float]):
@@ -136,20 +136,21 @@ class MixedDataset(WindowDataset):
         return input_ids, target_ids
 
     def common_tokens(self, limit: int = 1000) -> np.ndarray:
-        """Returns the most frequent ids of each data set, in ascending order."""
+        """Returns the most frequent ids of each dataset, in ascending order."""
         each = [dataset.common_tokens(limit // len(self.datasets)) for dataset in self.datasets]
         return np.unique(np.concatenate(each))
 
 
 def window_order(dataset: WindowDataset, batch_size: int, seed: int) -> WindowOrder:
-    """Returns the order in which training reads the windows of a data set."""
+    """Returns the order in which training reads the windows of a dataset."""
     if isinstance(dataset, MixedDataset):
         return WindowOrder(dataset.sizes, batch_size, seed, dataset.weights)
     return WindowOrder(len(dataset), batch_size, seed)
 
 
 def evenly_spaced_windows(dataset: WindowDataset, limit: int) -> np.ndarray:
-    """Returns at most `limit` evenly spaced windows; of a mixture, in proportion to the weights."""
+    """Returns at most `limit` evenly spaced windows. Of a mixture, their numbers are in proportion
+    to the weights, with at least one window of each dataset."""
     if not isinstance(dataset, MixedDataset):
         count = min(len(dataset), limit)
         return np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)

@@ -18,7 +18,7 @@ from interop.init_from import initial_weights
 from lens.config import LensConfig
 from lens.snapshots import Lens
 from model import GPT, ModelConfig
-from tokens.stream import compare_checksums
+from tokens.stream import check_checksums
 from tokens.tokenizers import bytes_per_token, get_tokenizer
 from tokens.windows import evenly_spaced_windows
 from training.checkpoint import run_directory
@@ -155,13 +155,13 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
         data = load_datasets(config.data)
         if start.state:
             fix = (
-                "restore the data, or give another name= for a new run; "
+                "restore the data, or use another name= for a new run; "
                 "trainer.resume_override=true resumes anyway"
             )
             try:
                 trained_on = start.state.data or []
                 path = config.data.path
-                compare_checksums(trained_on, data.checksums, path, "the checkpoint", fix)
+                check_checksums(trained_on, data.checksums, path, "the checkpoint", fix)
             except DataError as error:
                 if not config.trainer.resume_override:
                     raise
@@ -169,7 +169,7 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
     of_rank_0 = strategy.broadcast(data.checksums)
     with strategy.raise_on_all_ranks():
         fix = "give every machine the same data"
-        compare_checksums(of_rank_0, data.checksums, config.data.path, "rank 0", fix)
+        check_checksums(of_rank_0, data.checksums, config.data.path, "rank 0", fix)
     ids = get_tokenizer(config.data.tokenizer).n_vocab
     if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
         reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"

@@ -87,11 +87,6 @@ def read(path: Path) -> list[dict]:
     return data["runs"]
 
 
-def unpacked(data: str) -> bytes:
-    """Returns the bytes of the "weights" of a frame, or the JSON of the "history" of a run."""
-    return zlib.decompress(base64.b64decode(data))
-
-
 def _packed(raw: bytes) -> str:
     return base64.b64encode(zlib.compress(raw, 6)).decode()
 

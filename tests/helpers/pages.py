@@ -3,6 +3,7 @@
 import base64
 import functools
 import re
+import zlib
 from dataclasses import dataclass
 
 import matplotlib
@@ -208,3 +209,8 @@ def readout(lens):
 def statistics_of(lens):
     """Returns the statistics of the enlarged head: {title: text}."""
     return dict(text.split("\n") for text in lens.locator("#values > div").all_inner_texts())
+
+
+def unpacked(data: str) -> bytes:
+    """Returns the bytes of the "weights" of a frame, or the JSON of the "history" of a run."""
+    return zlib.decompress(base64.b64decode(data))

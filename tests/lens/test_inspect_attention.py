@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import tiny_model
+from helpers.pages import unpacked
 from helpers.refusals import printed_keys
 from helpers.runs import train_in
 
 from data import get_tokenizer
 from interop.huggingface import to_hf
 from interop.pretrained import load_pretrained
-from lens.page import read, unpacked
+from lens.page import read
 from lens.probe import from_codes, triangle_to_square
 from scripts.inspect_attention import main
 

@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from helpers.pages import unpacked
 from helpers.refusals import refused
 from helpers.runs import assert_same, rows, weights
 from helpers.settings import settings as run_settings
@@ -19,7 +20,7 @@ from data import get_tokenizer
 from errors import ConfigError
 from lens.config import LensConfig
 from lens.history import COLUMNS, KINDS, Row
-from lens.page import END, START, frame_data, page, read, run_data, unpacked
+from lens.page import END, START, frame_data, page, read, run_data
 from lens.probe import Frame, Prompt
 from lens.snapshots import MAX_FILES, Lens
 from lens.statistics import STATISTICS

@@ -12,7 +12,7 @@ from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
 from data import DataConfig, get_tokenizer, load_datasets
-from inference.perplexity import ScoredWindows, SlidingWindow
+from inference.perplexity import ScoredWindows, WindowSettings
 from interop.huggingface import to_hf
 from model import GPT, ModelConfig
 from scripts.evaluate import main
@@ -111,7 +111,7 @@ def test_each_token_is_scored_once_with_the_specified_context(within_documents):
     spans = list(zip(starts, [*starts[1:], len(ids)], strict=True))
     spans = spans if within_documents else [(0, len(ids))]
     for max_length, stride in ((1, 1), (4, 4), (5, 3), (6, 1), (40, 9)):
-        windows = ScoredWindows(stream, SlidingWindow(max_length, stride, within_documents))
+        windows = ScoredWindows(stream, WindowSettings(max_length, stride, within_documents))
         expected = []  # (tokens that are read, token that is scored after them)
         for begin, end in spans:
             for window in by_the_rule(end - begin, max_length, stride):

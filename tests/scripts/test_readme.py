@@ -1,6 +1,7 @@
 """Examples, files and links in README.md and docs/. Their commands: test_commands.py."""
 
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -46,9 +47,12 @@ def headings(page: Path) -> set[str]:
 
 
 def test_targets_of_links_exist():
-    docs = (REPOSITORY / "docs").glob("*.md")
+    docs = (REPOSITORY / "docs").glob("*.[mi][dp]*")
     for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *docs]:
-        for target in re.findall(r"\]\(((?!http)[^)]+)\)", page.read_text("utf-8")):
+        text = page.read_text("utf-8")
+        if page.suffix == ".ipynb":
+            text = "".join(itertools.chain(*(cell["source"] for cell in json.loads(text)["cells"])))
+        for target in re.findall(r"\]\(((?!http)[^)]+)\)", text):
             name, _, anchor = target.partition("#")
             linked = page.parent / name if name else page
             assert linked.exists(), (page.name, target)
@@ -64,7 +68,7 @@ def test_the_notebook_example_runs(tmp_path, monkeypatch):
     assert [layer.shape[:2] for layer in names["layers"]] == [(1, 4)] * 2
 
 
-def test_the_lens_beside_another_model(tmp_path, monkeypatch):
+def test_the_lens_with_another_model(tmp_path, monkeypatch):
     """The example of docs/lens.md, with a tiny transformers model and a byte tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 

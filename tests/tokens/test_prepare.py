@@ -142,7 +142,7 @@ def test_text_key(here, tmp_path):
 
 
 def test_data_set_of_the_hub_is_prepared_in_its_parts(tmp_path, monkeypatch):
-    """A fake data set of three parts; real ones need the network."""
+    """A fake dataset of three parts; real ones need the network."""
     rows = [[{"text": f"Part {n}, row {row}."} for row in range(4)] for n in range(3)]
     data_set = SimpleNamespace(num_shards=3)
     data_set.shard = lambda num_shards, index: {3: rows}[num_shards][index]

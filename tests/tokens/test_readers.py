@@ -372,13 +372,13 @@ def test_missing_library_is_named_with_the_command_that_installs_it(tmp_path, mo
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A folder with a data set, as on the hub."""
+    """A folder with a dataset, as on the hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "set"
 
 
 def test_hub_data_set(hub, encoder):
-    """The complete data set, and each part separately."""
+    """The complete dataset, and each part separately."""
     shards = [DOCUMENTS[:2], DOCUMENTS[2:3], DOCUMENTS[3:]]
     for number, rows in enumerate(shards):
         write_source(hub / f"train-{number}.jsonl", rows)

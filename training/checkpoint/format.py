@@ -52,8 +52,8 @@ MODEL_FILES = (MODEL, STATE, CHECKSUMS)  # enough for inference
 MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # larger files are refused
 CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # directory name of a complete checkpoint
 
-# (Model tensors, optimizer tensors). Each maps a name in the file to a tensor; on all ranks but
-# rank 0, to None.
+# (Model tensors, optimizer tensors). On rank 0, each maps a name in the file to a tensor. On the
+# other ranks, each maps the same names to None.
 Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
 
 
@@ -68,12 +68,12 @@ def read_error(file: Path, error: OSError) -> CheckpointError:
 
 
 def _require_nan_or_inf(loss: float) -> float:
-    if math.isfinite(loss):  # a finite loss up to 1e100 has matched `Number` before
+    if math.isfinite(loss):  # `Number` has already accepted finite losses up to 1e100
         raise ValueError("is too large")
     return loss
 
 
-# A loss in state.json: a number up to 1e100, or NaN or inf, as the loss of a skipped step may be.
+# A loss in state.json: a number up to 1e100, NaN or inf. The loss of a skipped step may be NaN.
 Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_require_nan_or_inf)]
 Id = Annotated[str, Field(pattern=r"^[\w-]{1,128}$")]
 
@@ -89,7 +89,7 @@ class GradScalerState(TypedDict):
 
 @with_config(ConfigDict(extra="allow"))
 class StoredTrainerSettings(TypedDict, total=False):
-    """Automatic settings of the trainer, which a resumed run takes from its checkpoint."""
+    """Settings that the user can leave to the program. A resumed run keeps the stored values."""
 
     warmup_steps: Count | None
     eval_every: Count | None
@@ -202,7 +202,7 @@ def load_state(folder: Path) -> State:
             raise CheckpointError("checkpoint", file, reason, "update clearhead")
         state = State.from_values(values)
         if (found := CHECKPOINT_NAME.fullmatch(folder.name)) and state.step != int(found[1]):
-            raise ValueError(f"step is {state.step}, unlike in the directory name")
+            raise ValueError(f"step is {state.step}, but the directory is {folder.name}")
         return state
     except CheckpointError:
         raise

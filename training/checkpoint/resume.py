@@ -70,7 +70,7 @@ def resume_settings(
         ):  # if it is None on this rank only, check_same_settings fails
             config, changed = complete(config, *stored)
     if changed:
-        notes.append(f"settings of {stored[0]}, overridden by {', '.join(changed)}")
+        notes.append(f"using the settings saved in {stored[0]}, except {', '.join(changed)}")
     return config, True
 
 
@@ -118,8 +118,8 @@ def find_start(
         notes += [f"{key}={value}: {reason}" for key, value, reason, _ in problems]
         problems = [problem for problem in problems if problem.key in FIXED_BY_WEIGHTS]
     if not in_place and state.step >= config.trainer.max_steps:
-        reason = f"the checkpoint {found} is already at step {state.step}"
-        hint = "use a larger trainer.max_steps for a branch"
+        reason = f"the checkpoint {found} has already reached step {state.step}"
+        hint = f"to train further, use trainer.max_steps above {state.step}"
         problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
@@ -176,7 +176,8 @@ def find_resume_checkpoint(config: "Config") -> Path | None:
         return listing.find_checkpoint(run, "name", checkpoint.FILES)
     if resume == "must":
         hint = "set name= to a run with a checkpoint, or use trainer.resume=auto"
-        refuse([Problem("trainer.resume", "must", "there is no checkpoint to resume", hint)])
+        reason = f"{run} has no checkpoint" if run else "no run is named"
+        refuse([Problem("trainer.resume", "must", reason, hint)])
     found = None
     if resume not in ("auto", False):
         found = find_named_checkpoint(resume)
@@ -234,32 +235,31 @@ def check_directory(run: Path, config: "Config") -> None:
     checkpoint and has other settings. With equal settings that run is started again."""
     if has_other_files(run):
         reason = f"{run} contains files that do not belong to a run"
-        refuse([Problem("name", run.name, reason, "give another name")])
+        refuse([Problem("name", run.name, reason, "use another name")])
     if (before := settings_of(run)) is None:
         return
     now = config.model_dump()
     if config.trainer.warmup_steps is None:  # automatic
         del now["trainer"]["warmup_steps"]
-    hint = f"give another name, or remove {run}"
+    hint = f"use another name, or remove {run}"
     problems = changed_settings(before, now, run)
     refuse([p._replace(reason=f"{p.reason}, and has no checkpoint", hint=hint) for p in problems])
 
 
 def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """Returns a problem for each setting that must not differ from the saved one."""
-    problems = []
     saved = flat(saved)
     saved.setdefault("optimizer.name", "adamw")  # old checkpoints do not have this setting
-    for key, value in flat(now).items():
-        # A setting that the checkpoint lacks is newer than it; its default changes nothing.
-        is_free = FREE_TO_CHANGE & {key, key.partition(".")[0]}
-        if is_free or key not in saved or value == saved[key]:
-            continue
-        hint = f"use {key}={as_yaml(saved[key])}, or start a new run with another name"
-        if key not in FIXED_BY_WEIGHTS:
-            hint += ", or trainer.resume_override=true to resume anyway"
-        problems.append(Problem(key, value, f"{run} was trained with {as_yaml(saved[key])}", hint))
-    return problems
+    # A setting that the checkpoint lacks is newer than it; its default changes nothing.
+    changed = {key: value for key, value in flat(now).items() if value != saved.get(key, value)}
+    changed = {k: v for k, v in changed.items() if not FREE_TO_CHANGE & {k, k.partition(".")[0]}}
+    other = "or start a new run with another name"
+    if not FIXED_BY_WEIGHTS & changed.keys():
+        other += ", or trainer.resume_override=true to resume anyway"
+    return [
+        Problem(key, value, f"{run} was trained with {before}", f"use {key}={before}, {other}")
+        for key, value, before in ((k, v, as_yaml(saved[k])) for k, v in changed.items())
+    ]
 
 
 def resume_command(directory: Path, is_saved: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 runs/NAME/.lock          locked while a process writes to the directory; contains process and host
           run.json       all settings, read by programs
-          config.yaml    all settings, for users: no program reads this file
+          config.yaml    all settings, for users; programs do not parse it
 """
 
 import contextlib

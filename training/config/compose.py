@@ -31,7 +31,6 @@ from training.config.yaml_files import CONFIGS, REPOSITORY
 
 # In YAML files, `${repository:}` is the folder of this repository.
 OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
-QUOTES = """quote text with a comma, bracket or quote twice: 'KEY="some, text"'"""
 
 
 def compose(
@@ -86,19 +85,24 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError):
-            invalid = Problem(text, NO_VALUE, "not a valid Hydra override", QUOTES)
+            invalid = Problem(text, NO_VALUE, "not a valid Hydra override", quoting(text))
             problems.append(invalid if "=" in text else not_a_setting(text, "data.path"))
             continue
         key = override.key_or_group
         is_known = key.partition("/")[0] in known or override.package is not None
         if override.is_sweep_override():
-            fix = f"use -m to train one run per value, or [1,2] for a list; {QUOTES}"
+            fix = f"use -m to train one run per value, or [1,2] for a list; {quoting(text)}"
             problems.append(Problem(text, NO_VALUE, "has several values", fix))
         elif override.type is OverrideType.CHANGE and not (is_known or key.startswith("hydra.")):
             problems.append(unknown_key(key, text.partition("=")[2], known))
         else:
             texts.append(text)
     return texts
+
+
+def quoting(text: str) -> str:
+    """Returns how to write an override whose text has a comma, a bracket, a quote or an accent."""
+    return f"""if the value is text, quote it twice: '{text.partition("=")[0]}="TEXT"'"""
 
 
 def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
@@ -131,7 +135,8 @@ def problem_of(error: Exception, overrides: list[str]) -> Problem:
     """Turns an error of Hydra or OmegaConf into a problem, with the setting if it is known."""
     for text in overrides:
         key, _, value = text.removeprefix("+").partition("=")
-        if text.startswith("+") and key in known_settings():
+        clashes = (f"already at '{key}'", f"Multiple values for {key}.")  # messages of Hydra
+        if text.startswith("+") and any(clash in str(error) for clash in clashes):
             return Problem(key, value, "exists already", f"write {key}={value}, without +")
     said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
     key = getattr(error, "full_key", None)

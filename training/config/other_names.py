@@ -39,7 +39,7 @@ def rename_stored(settings: dict) -> dict:
     for old, new in RENAMED.items():
         group, _, key = old.rpartition(".")
         if isinstance(values := settings.get(group), dict) and key in values:
-            values[new.rpartition(".")[2]] = values.pop(key)
+            values.setdefault(new.rpartition(".")[2], values.pop(key))
     return settings
 
 

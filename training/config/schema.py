@@ -22,9 +22,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from errors import NO_VALUE, Problem, as_yaml, refuse
+from errors import NO_VALUE, Problem, refuse
 from training.config.other_names import unknown_key
-from training.config.yaml_files import default_values, defaults_and_meanings, flat
+from training.config.yaml_files import default_values, flat
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
@@ -111,7 +111,7 @@ class Settings(BaseModel):
 def _divides_width(heads: int, others: dict) -> None:
     width = others.get("emb_dim", heads)
     if width % heads:
-        raise rejected(f"does not divide model.emb_dim={width}", f"use a divisor of {width}")
+        raise rejected(f"is not a divisor of model.emb_dim={width}", f"use a divisor of {width}")
 
 
 @rule
@@ -157,7 +157,7 @@ def _one_per_path(weights: list[float] | None, others: dict) -> None:
     path = others.get("path")
     entries = len(path) if isinstance(path, list) else 1
     if weights is not None and "path" in others and len(weights) != entries:
-        reason = f"has {len(weights)} values, but the number of entries of data.path is {entries}"
+        reason = f"number of weights: {len(weights)}; number of entries of data.path: {entries}"
         raise rejected(reason, "give one weight per entry, such as [0.7,0.3]")
 
 
@@ -235,7 +235,7 @@ def _has_a_prompt(prompts: list[str], others: dict) -> None:
     known = {"every": 0, "repeat_length": 0, "max_tokens": 64} | others
     repeats = known["repeat_length"] > 0 and known["max_tokens"] >= 5
     if known["every"] != 0 and not prompts and not repeats:
-        raise rejected("snapshots need a prompt", "give one, or use lens=off")
+        raise rejected("attention snapshots need a prompt", "give a prompt, or use lens=off")
 
 
 class LensSettings(Settings):
@@ -367,10 +367,8 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
     if "hint" not in context:
         for pattern, ours in WORDING.items():
             reason = re.sub(pattern, ours, reason)
-    default = defaults_and_meanings().get(key, [None])[0] if schema is Config else None
-    has_default = isinstance(default, int | float | str) and "/" not in str(default)
-    hint = f"the default is {as_yaml(default)}; see --help" if has_default else "see --help"
-    return Problem(key, flat(values).get(key, NO_VALUE), reason, context.get("hint", hint))
+    hint = context.get("hint", "see --help")
+    return Problem(key, flat(values).get(key, NO_VALUE), reason, hint)
 
 
 def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:

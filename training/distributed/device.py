@@ -1,6 +1,7 @@
 """Device of a process: selection, precision and compilation.
 
-All commands use it. Communication between processes: training/distributed/strategy.py.
+All commands that run a model use it. Communication between processes is in
+training/distributed/strategy.py.
 """
 
 import ctypes

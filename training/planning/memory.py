@@ -31,7 +31,7 @@ PARTS = {
     "weights": "fp32",
     "gradients": "fp32",
     "optimizer": "moments, fp32",
-    "casts": "copies of the weights in the precision of the products",
+    "casts": "of the weights, in the precision of the products",
     "gathered": "weights of other ranks, while they are in use",
     "activations": "saved by forward for backward",
     "logits": "of the cross-entropy, in chunks",

@@ -208,9 +208,9 @@ def plot(rows: list[Row], metric: str) -> bytes:
         for axis, group in zip(axes, groups, strict=True):
             plot_group(axis, group, metric)
             axis.set_title(group[0].text[-80:], loc="left", fontsize=9)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
-    return picture.getvalue()
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=110, metadata={"Software": None})
+    return image.getvalue()
 
 
 def plot_group(axis, rows: list[Row], metric: str) -> None:

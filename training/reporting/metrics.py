@@ -117,12 +117,12 @@ class Metrics:
         limit = self.nonfinite.limit
         if halted:
             first = state.step - halted + 2 - limit
-            limits = f"{limit} consecutive steps" if limit > 1 else "trainer.on_nonfinite=stop"
-            reason = f"the loss or gradient is NaN or inf since step {first} ({limits})"
+            limits = f"{limit} consecutive steps" if limit > 1 else "no step may be skipped"
+            reason = f"the loss or gradient has been NaN or inf since step {first} ({limits})"
             raise DivergedError("optimizer.lr", self.learning_rate, reason, DIVERGENCE_HINT)
         if state.skipped > before:
             more = state.skipped - before
-            which = "skipped" if more == 1 else f"skipped {more} steps"
+            which = "skipped" if more == 1 else f"{more} steps were skipped"
             limits = f"consecutive skipped steps: {state.skipped_in_a_row}, the run ends at {limit}"
             reason = f"the loss or gradient is NaN or inf ({limits})"
-            self.notify("Skipped steps", f"step {state.step}  {which}: {reason}")
+            self.notify("Steps skipped", f"step {state.step}  {which}: {reason}")

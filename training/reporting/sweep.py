@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from training.config.schema import Config
 
 METRICS = ("val/loss", "train/loss")  # the comparison uses the first of these that any run has
-LONGEST_NAME = 64  # characters of the sweep's directory name in the names of its runs
+MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
 
 
 # ---------------------------------------------------------------------------------- one job
@@ -93,7 +93,7 @@ def _label(config: "Config", hydra: DictConfig) -> None:
     """Sets the name <sweep>_<number>, which is the same when the sweep is resumed, and the W&B
     group of the sweep's runs."""
     name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(_directory(hydra)).name)
-    sweep = name[:LONGEST_NAME].strip("-.+") or "sweep"
+    sweep = name[:MAX_NAME_CHARS].strip("-.+") or "sweep"
     if config.name is None:
         config.name = f"{sweep}_{hydra.job.num}"
     if config.wandb.group is None:

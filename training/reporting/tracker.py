@@ -110,7 +110,7 @@ class Tracker:
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
     ) -> dict[str, object]:
-        """Pictures, pages, tables and histograms as W&B's types. One that fails is skipped with a
+        """Images, pages, tables and histograms as W&B's types. One that fails is skipped with a
         line on stderr, and so are those after it; the files stay in the run's directory."""
         wandb, media = self.wandb, {}
         try:
@@ -220,16 +220,16 @@ class Tracker:
 
     def _stop_logging(self, error: Exception) -> None:
         run, self.run = self.run, None
-        what = f"logging stopped ({_cause(error)}); training continues with metrics.jsonl"
+        what = f"logging stopped ({_cause(error)}); all metrics are in metrics.jsonl"
         if run:
             record = shlex.quote(str(_wandb_folder(run)))
-            what += f"; upload the part before with: wandb sync --include-online {record}"
+            what += f"; upload what was recorded with: wandb sync --include-online {record}"
         _print(what)
         _teardown()
 
 
 class NoTracker(Tracker):
-    """The tracker of ranks other than 0: logs nothing."""
+    """Logs nothing: for ranks other than 0, and for a run that is already finished."""
 
     def __init__(self): ...
 

@@ -85,9 +85,8 @@ def test_old_names_of_settings_work_with_a_warning(capsys, in_process, tmp_path)
     assert parse(GenerateConfig, ["checkpoint=x", f"{olds[1]}=7"]).max_new_tokens == 7
     assert parse(InspectConfig, ["checkpoint=x", "repeated=9"]).repeat_length == 9
     warnings = capsys.readouterr().err.splitlines()
-    assert [line.split(": renamed to ") for line in warnings] == [
-        [old, f"{RENAMED[old]}; use the new name"] for old in olds
-    ]
+    for line, old in zip(warnings, olds, strict=True):
+        assert line.startswith(f"{old}: ") and RENAMED[old] in line
     compose(["lens.repeat_length=3"])
     assert capsys.readouterr().err == ""
     with pytest.raises(ConfigError):  # train.py has no such alias

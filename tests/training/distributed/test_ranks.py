@@ -114,7 +114,7 @@ def test_two_ranks_train_as_one(watched):
 def test_the_lens_measures_the_same(watched):
     files = [run / "attention" / "statistics.jsonl" for run in watched[:2]]
     mine, theirs = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
-    assert [look["step"] for look in theirs] == [0, HALF, SHORT]
+    assert [row["step"] for row in theirs] == [0, HALF, SHORT]
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
 

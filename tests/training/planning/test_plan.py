@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+import shlex
 import typing
 from statistics import median
 
@@ -98,6 +100,12 @@ def test_values_that_depend_on_settings():
     # 120 steps of 512 tokens are too few for compilation; ten billion tokens are enough.
     assert not one["compiled"]
     assert figures("tokens=10e9")["compiled"]
+
+
+def test_the_estimate_in_the_docs_is_the_output(in_process, tmp_path):
+    page = (REPOSITORY / "docs" / "planning.md").read_text("utf-8")
+    shown = re.search(r"^\$ python -m scripts\.plan (.*)\n((?:.*\n)*?)```", page, re.MULTILINE)
+    assert in_process(plan.main, tmp_path, *shlex.split(shown[1])) == (0, shown[2], "")
 
 
 # The key of each problem is that of the first argument.

@@ -254,10 +254,10 @@ def test_media_are_the_files_on_disk_byte_for_byte(watched):
     assert [[str(value) for value in row] for row in table["data"]] == written
     assert len(written) == len(STATISTICS) * 4
 
-    looks = [json.loads(x) for x in (folder / "attention" / "statistics.jsonl").open()]
-    assert [look["step"] for look in looks] == [0, 2, 4]
-    for look, key, layer in itertools.product(looks, STATISTICS, (0, 1)):
-        row = logged[look["step"]]
+    snapshots = [json.loads(x) for x in (folder / "attention" / "statistics.jsonl").open()]
+    assert [snapshot["step"] for snapshot in snapshots] == [0, 2, 4]
+    for snapshot, key, layer in itertools.product(snapshots, STATISTICS, (0, 1)):
+        row = logged[snapshot["step"]]
         heads = [row[f"attention_heads/{key}/L0{layer}H0{head}"] for head in (0, 1)]
-        assert heads == pytest.approx(look[key][layer], abs=1e-4)
+        assert heads == pytest.approx(snapshot[key][layer], abs=1e-4)
         assert sum(row[f"attention_histograms/{key}.values"]) == 4
