@@ -49,7 +49,7 @@ def draw(results: dict) -> bytes:
         for axis, (name, rows) in zip(axes, tables.items(), strict=True):
             rows = sorted(rows, key=lambda row: row["tokens_per_second"])
             bars = axis.barh(
-                [f"{row['name']} ({row['precision']})" for row in rows],
+                ["{name} ({precision})".format(**row).replace("ours", "clearhead") for row in rows],
                 [row["tokens_per_second"] for row in rows],
                 color=[OURS if row["project"] == "ours" else OTHERS for row in rows],
                 height=0.66,
@@ -60,9 +60,7 @@ def draw(results: dict) -> bytes:
             axis.margins(x=0.1)
         axes[-1].set_xlabel("tokens per second")
         settings = results["settings"]
-        title = (
-            f"{settings['model']}, {settings['batch_size']} x {settings['length']} tokens a step"
-        )
+        title = "{model}, {batch_size} x {length} tokens per step".format(**settings)
         title += f", {results['cores']} cores of {results['processor']}"
         figure.suptitle(title.replace("(R)", ""), fontsize=10, x=0.01, ha="left")
         image = io.BytesIO()

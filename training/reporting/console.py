@@ -56,8 +56,9 @@ class Console:
 
 def rich_console(**options) -> RichConsole:
     """Returns a rich console on stdout. For a file or a pipe it ignores FORCE_COLOR, which would
-    write the control codes of a progress bar there."""
-    return RichConsole(force_terminal=None if sys.stdout.isatty() else False, **options)
+    write the control codes of a progress bar there. In Jupyter it prints plain lines."""
+    terminal = None if sys.stdout.isatty() else False
+    return RichConsole(force_terminal=terminal, force_jupyter=False, **options)
 
 
 def duration(seconds: float) -> str:

@@ -86,7 +86,8 @@ def test_old_names_of_settings_work_with_a_warning(capsys, in_process, tmp_path)
     assert parse(InspectConfig, ["checkpoint=x", "repeated=9"]).repeat_length == 9
     warnings = capsys.readouterr().err.splitlines()
     for line, old in zip(warnings, olds, strict=True):
-        assert line.startswith(f"{old}: ") and RENAMED[old] in line
+        assert line.startswith(f"{old}: ")
+        assert RENAMED[old] in line
     compose(["lens.repeat_length=3"])
     assert capsys.readouterr().err == ""
     with pytest.raises(ConfigError):  # train.py has no such alias
