@@ -122,6 +122,15 @@ def test_checkpoints(make_run, in_process, tmp_path):
         given = f"checkpoint={path.removesuffix('/model.safetensors')}"
         code, _, err = in_process(generate.main, tmp_path, given)
         assert (code, err) == (3, f"checkpoint={path}: {message}\n")
+    other = "runs/run was trained with {0}; use {1}={0}, or start a new run with another name"
+    seed = f"seed=7: {other.format(run.config.seed, 'seed')}"
+    emb_dim = f"model.emb_dim=64: {other.format(32, 'model.emb_dim')}"
+    with pytest.raises(errors.ConfigError) as caught:
+        make_run("name=run", "seed=7")
+    assert str(caught.value) == f"{seed}, or trainer.resume_override=true to resume anyway"
+    with pytest.raises(errors.ConfigError) as caught:  # the weights do not fit: no override
+        make_run("name=run", "seed=7", "model.emb_dim=64")
+    assert sorted(str(caught.value).splitlines()) == [emb_dim, seed]
 
 
 def test_while_training(make_run, in_process, tmp_path, monkeypatch):
