@@ -1,9 +1,9 @@
 """Split-weight causal multi-head attention with interchangeable kernels. Needs only torch.
 
-Split-weight: queries, keys and values have separate weight matrices, and each head uses some of the
-columns of each matrix. A *kernel* is a function of (queries, keys, values) that computes attention.
-It has no parameters, so every kernel runs every checkpoint. `explicit` is the formula, line by
-line; the other kernels return the same values and are tested against it.
+Split-weight: queries, keys and values have separate linear layers, and each head uses D output
+features of each. A *kernel* is a function of (queries, keys, values) that computes attention.
+It has no parameters, so every kernel works with every checkpoint. `explicit` is the formula, line
+by line; the other kernels return the same values and are tested against it.
 
     Attention(Q, K, V) = softmax(mask(Q K^T / sqrt(D))) V        (Vaswani et al. 2017, eq. 1)
 
@@ -41,8 +41,8 @@ def causal_attn_scores(queries: Tensor, keys: Tensor) -> Tensor:
     queries (B, H, T, D), keys (B, H, S, D) -> (B, H, T, S), -inf for every key after the query.
     """
     attn_scores = queries @ keys.transpose(-2, -1)  # (B, H, T, S)
-    # The dot product of two random vectors of length D has variance D. Division by sqrt(D) makes
-    # it 1, so that the softmax does not saturate. D is the width of one head, not of all heads.
+    # The dot product of two vectors of D random entries (mean 0, variance 1) has variance D. After
+    # division by sqrt(D) it is 1, so softmax does not saturate. D is the width of one head.
     head_dim = queries.shape[-1]
     attn_scores = attn_scores.float() / math.sqrt(head_dim)
     mask = causal_mask(queries.shape[-2], keys.shape[-2], queries.device)
@@ -78,7 +78,7 @@ def sdpa(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) 
         return F.scaled_dot_product_attention(
             queries, keys, values, dropout_p=dropout_p, is_causal=True
         )
-    # is_causal aligns the mask at its upper left corner: one query would attend to one key only.
+    # is_causal aligns the mask at its upper left corner: query 0 would attend to key 0 only.
     mask = causal_mask(num_queries, num_keys, queries.device)
     return F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, dropout_p=dropout_p
@@ -149,7 +149,7 @@ class MultiHeadAttention(nn.Module):
     d_in: width of the input. d_out: width of all heads together, and of the output.
     context_length: maximum number of tokens. dropout: probability that an attention weight is set
     to zero in training. num_heads: must divide d_out. qkv_bias: whether the query, key and value
-    projections have a bias (in GPT-2 they have). attention: name of the kernel, a key of KERNELS.
+    projections have a bias (GPT-2: True). attention: name of the kernel, a key of KERNELS.
 
     Raises ValueError for invalid arguments, and in forward for more than context_length tokens.
     """
@@ -174,7 +174,7 @@ class MultiHeadAttention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = d_out // num_heads
         self.kernel = KERNELS[attention]
-        # Do not change the order of these lines: it decides which weights a seed gives.
+        # Do not change the order of these lines: the initial weights for a seed depend on it.
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)

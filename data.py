@@ -1,6 +1,6 @@
 """Datasets and data loaders: text -> tokens -> windows -> batches.
 
-A text is tokenized to a stream of ids of two bytes each (tokens/). A large text is tokenized once,
+A text is tokenized to a stream of uint16 token ids (tokens/). A large text is tokenized once,
 to token files that are memory-mapped (scripts/prepare_data.py). A window is read on access. It has
 `max_length` input ids; the targets are the ids one position later. The windows of a batch depend
 only on (seed, step, rank, world size) (tokens/sampler.py).
@@ -51,7 +51,7 @@ __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get
 
 
 def load_streams(config: DataConfig, path: str | list[str]) -> dict[str, TokenStream]:
-    """Reads text files or token files: {"train": ...}, and "val" for token files of that name."""
+    """Returns {"train": stream}, and "val" if token files have "val" in their names."""
     if is_shards(path):
         return open_shards(path, config.tokenizer, config.verify)
     files = find_files(path)
@@ -136,9 +136,9 @@ def training_batches(
 def read_ahead(batches: Iterator) -> Iterator:
     """Yields the same batches. A thread reads the next batch while the caller uses this one."""
     thread = ThreadPoolExecutor(1, "data")
-    # The thread must not start OpenMP threads: with them, those of training synchronize more slowly
+    # The thread must not start OpenMP threads, which slow down the OpenMP threads of training
     # (a step of GPT-2 small on two cores took a tenth longer,
-    # benchmarks/results/2026-11-22-saving-cpu.json). set_num_threads also changes the default of
+    # benchmarks/results/2026-11-22-saving-cpu.json). set_num_threads also changes the default for
     # threads that are created later, so the default is restored.
     num_threads = thread.submit(torch.get_num_threads).result()
     thread.submit(torch.set_num_threads, 1).result()
@@ -176,11 +176,11 @@ class LoadedData:
 def load_datasets(config: DataConfig) -> LoadedData:
     """Builds the training and the validation dataset. No token is in both.
 
-    The validation data is about the last data.val_fraction of the text. It starts at a document
-    boundary or, if the documents are too long, inside a document, with a note for the user. Its
-    windows do not overlap, so each of its tokens is predicted at most once. `val` is None if
-    val_fraction is 0. With data.synthetic, generated sequences replace the text
-    (tokens/synthetic.py).
+    Without data.val_path or token files named val, the last part of the text (about
+    data.val_fraction of it) is the validation data. It starts at a document boundary or, if the
+    documents are too long, inside a document. Validation windows do not overlap. `val` is None if
+    val_fraction is 0 and val_path is null. With data.synthetic, generated sequences replace the
+    text (tokens/synthetic.py).
     """
     if config.synthetic:
         length = config.max_length
@@ -190,7 +190,7 @@ def load_datasets(config: DataConfig) -> LoadedData:
     try:
         integer_weights(config.weights)
     except ValueError as error:
-        cause, fix = "the mixture repeats only after more than 100,000 windows", "use fewer digits"
+        cause, fix = "as a ratio of integers, they sum to more than 100,000", "use fewer digits"
         raise ConfigError([("data.weights", config.weights, cause, fix)]) from error
     without_val = {"val_path": None, "val_fraction": 0.0}
     others = config.model_copy(update=without_val) if config.val_path else config

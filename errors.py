@@ -135,7 +135,7 @@ class ConfigError(ClearheadError, ValueError):
 
     @property
     def print_on_this_rank(self) -> bool:
-        """True once on each machine: its command or its devices may differ from rank 0's."""
+        """True for local rank 0: the command or devices of its machine may differ from rank 0's."""
         return os.environ.get("LOCAL_RANK") == "0"
 
 

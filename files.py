@@ -1,7 +1,7 @@
 """Atomic writes and bounded reads.
 
 A file is written under a temporary name, flushed to disk (fsync) and then renamed. After a crash or
-a power failure it is either complete or absent. A rename is safe only after fsync of its folder.
+a power failure it is complete or absent. A rename is safe only after fsync of the parent folder.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import IO
 
-MAX_LOG_BYTES = 2**28  # bytes
+MAX_LOG_BYTES = 2**28  # larger logs are not read
 
 
 def temporary_name(path: Path) -> Path:
@@ -86,7 +86,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """Reads a regular file of at most `limit` bytes. Raises OSError for a larger or other file."""
+    """Reads a regular file of at most `limit` bytes. Raises OSError otherwise."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(min(size, limit) + 1)  # read(n) allocates n bytes at once
@@ -104,9 +104,9 @@ def read_json(path: Path, limit: int = 2**24) -> object:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Reads the rows of a .jsonl log, sorted by step; [] if the file is missing or unreadable.
+    """Reads the rows of a .jsonl log, sorted by step; [] if the file is missing or too large.
 
-    Skips lines that are truncated, have no step, or are longer than 1 MiB.
+    Skips lines that are truncated, have no step, or are longer than 1 MiB. Ignores read errors.
     """
     rows = []
     with contextlib.suppress(OSError), open_regular(path) as file:

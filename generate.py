@@ -127,7 +127,7 @@ def write_texts(
         # An empty prompt becomes the end-of-text token, which starts every document.
         ids = [tokenizer.encode(p, allowed_special="all") or [tokenizer.eot_token] for p in batch]
         if (longest := max(map(len, ids))) > window:
-            reason = f"{longest:,} tokens are more than the {window:,} of a training window"
+            reason = f"{longest:,} tokens, but a training window has {window:,}"
             print(f"prompt: {reason}; only the last tokens are used", file=sys.stderr)
         if options["cache"]:  # compiled code needs a constant batch size
             ids += ids[:1] * (batch_size - len(ids))
@@ -150,8 +150,8 @@ def write_texts(
 
 
 def run_interactive(write: Callable, num_samples: int) -> None:
-    """Reads prompts from stdin, one per line, until its end. Ctrl-C stops the current text; while
-    waiting for a prompt, it ends the program."""
+    """Reads prompts from stdin, one per line, until end of file. Ctrl-C stops the current text; at
+    the prompt, it ends the program."""
     if is_terminal := sys.stdin.isatty():
         print("One prompt per line; Ctrl-C stops a text, Ctrl-D exits.", file=sys.stderr)
     for number in itertools.count():

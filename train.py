@@ -54,7 +54,7 @@ def fit(run: "Run") -> None:
 def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     """Runs one optimizer step: forward and backward for each micro-batch of this rank, then update.
 
-    Returns the mean loss in nats per token and the gradient norm, both (). They stay on the device:
+    Returns the mean loss in nats per token and the gradient norm as scalar tensors on the device:
     the step does not synchronize with a GPU.
     """
     strategy, state = run.strategy, run.state
@@ -64,10 +64,10 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     mean_loss = 0.0
     for number, (tensors, count) in enumerate(micro_batches, start=1):
         input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
-        with strategy.no_sync(number < len(micro_batches)):  # the last one reduces the gradients
+        with strategy.no_sync(number < len(micro_batches)):  # the last micro-batch syncs gradients
             with run.profiler.phase("forward"), strategy.autocast():
                 _, loss = run.trained_model(input_ids, target_ids)
-            # Every target of the step has the same weight; backward averages the ranks' gradients.
+            # All targets of the step have equal weight. world_size cancels the average over ranks.
             loss = loss * (count * strategy.world_size / num_targets)
             with run.profiler.phase("backward"):
                 strategy.backward(loss)
@@ -104,7 +104,7 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     evaluation_due = step == 0 or run.is_due(trainer.eval_every)
     snapshot_due = run.lens.is_due(step)
     if evaluation_due or snapshot_due:
-        run.strategy.synchronize()  # so that their times do not include training on the device
+        run.strategy.synchronize()  # so that the times below exclude pending training work
     if evaluation_due:
         row |= run.evaluate()
         if trainer.sample_tokens > 0 and step > 0:

@@ -1,4 +1,4 @@
-"""Key-value cache: with it, the model computes one position for a new token instead of all.
+"""Key-value cache: for a new token the model computes one position instead of all positions.
 
     cache = KVCache(capacity=1024)
     logits = cache.read_prompts(model, [[464, 9058], [383]])  # (2, 1, V), for the last tokens
@@ -64,7 +64,7 @@ class KVCache:
     def read_token(self, model: GPT, token_ids: Tensor) -> Tensor:
         """Appends one token to each row, token_ids (B, 1), and returns its logits, (B, 1, V).
 
-        Raises ValueError when the cache is full.
+        Raises ValueError when the cache is full (not checked if `compiler` is given).
         """
         num_keys = self.capacity
         if not self.is_static:

@@ -105,8 +105,8 @@ def generate(
 
     Prompts may have different lengths. Yields a list of length B after each step: the new token of
     each text, or None if the text has ended. A text ends with end_token; generation stops when all
-    texts have ended. Calls model.forward, as sharded models require, in eval mode, and restores the
-    previous mode. Raises ValueError when a prompt is empty.
+    texts have ended. Runs the model in eval mode and restores the previous mode. Calls
+    model.forward, as sharded models require. Raises ValueError when a prompt is empty.
 
     window: largest number of tokens in the context; default: the model's context length.
     vocab_size: number of ids of the tokenizer; ids at or above it are never sampled.

@@ -80,7 +80,7 @@ class ScoredWindows:
 def evaluate(
     model: GPT, windows: ScoredWindows, token_lengths: np.ndarray, batch_size: int
 ) -> dict[str, float | int | None]:
-    """Evaluates a model in eval mode. Shows a progress bar if stderr is a terminal.
+    """Evaluates a model; the caller sets eval mode. Shows a progress bar if stderr is a terminal.
 
     Returns tokens, bytes, loss (nats per token), perplexity (None above the largest float) and
     bits_per_byte (None for a text of 0 bytes). token_lengths: the bytes of text of each token id.

@@ -5,7 +5,7 @@
     vocab.json, merges.txt, tokenizer_config.json    a tokenizer with the same ids
     README.md                         the model card: size, settings and losses of the model
 
-The files contain no strings of the run, such as paths and names, and no pickle.
+The files contain no pickle, and no string of the run except the hub name of its base model.
 """
 
 import math
@@ -94,7 +94,7 @@ def byte_characters() -> list[str]:
 
 
 def model_card(pretrained: PretrainedModel) -> str:
-    """Returns the model card. It has no strings from the run, which could be Markdown."""
+    """Returns the model card. Its only string from the run is a valid hub model name."""
     base, state = "", pretrained.state
     values: dict[str, object] = {"parameters": pretrained.model.num_parameters()}
     if state:

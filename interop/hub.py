@@ -1,7 +1,7 @@
 """Downloads models from the Hugging Face Hub (hub:NAME) into the cache of huggingface_hub.
 
 Weights are downloaded only here, and only for paths that start with hub:. Requires
-huggingface_hub, whose HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply.
+huggingface_hub; its environment variables apply (HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME, HF_TOKEN).
 """
 
 import re

@@ -1,7 +1,7 @@
 """Reads and writes Hugging Face GPT-2 directories: `from_hf` and `to_hf`.
 
-Hugging Face's parameters differ from those of model.py in three ways. Queries, keys and values are
-concatenated in one matrix `c_attn`. Each projection is a `Conv1D`, whose weight is the transpose of
+Hugging Face's parameters differ from those of model.py in three ways. Queries, keys and values have
+one common weight matrix, `c_attn`. Each projection is a `Conv1D`, whose weight is the transpose of
 a Linear's weight. Names may have the prefix `transformer.`, and old files contain causal masks. The
 files are safetensors, possibly in shards, and JSON. The transformers library is not needed.
 """
@@ -54,7 +54,7 @@ SIZES = {  # our name: name in config.json
     "num_layers": "n_layer",
 }
 
-# Values required in config.json, if present, for model.py to compute the same function.
+# If config.json contains one of these keys, model.py supports only this value.
 REQUIRED: dict[str, object] = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",  # GELU with the tanh approximation
@@ -69,7 +69,7 @@ REQUIRED: dict[str, object] = {
 def from_hf(folder: str | Path, attention: str = "sdpa") -> GPT:
     """Returns the model of a Hugging Face GPT-2 directory (config.json and weights) in eval mode.
 
-    Raises CheckpointError if it is not a GPT-2, or a variant that model.py cannot compute.
+    Raises CheckpointError if it is not a GPT-2 or is a variant that model.py cannot compute.
     """
     folder = Path(folder)
     config = model_config(folder / CONFIG, attention)

@@ -19,8 +19,8 @@ def initial_weights(settings: "Config", notes: list[str]) -> GPT:
     """Returns a model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
 
     Dropout and the attention kernel may differ. Missing biases of queries, keys and values start as
-    zeros; for positions see `positions`. Appends a note to `notes` if the run uses positions that
-    were not trained.
+    zeros; for positions see `positions`. Appends the notes of
+    `positions` to `notes`.
     """
     source = settings.trainer.init_from
     assert source is not None
@@ -53,7 +53,7 @@ def initial_weights(settings: "Config", notes: list[str]) -> GPT:
 def positions(
     learned: torch.Tensor, window: int, context_length: int, used: int
 ) -> tuple[torch.Tensor, list[str]]:
-    """Returns position embeddings (context_length, C) and notes about positions without training.
+    """Returns position embeddings (context_length, C) and notes about unused or untrained ones.
 
     learned: the model's embeddings (S, C), of which the first `window` were trained. used: number
     of positions that the run uses. A shorter context gets the first embeddings. A longer context

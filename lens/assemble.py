@@ -66,8 +66,8 @@ def join_modules(main: Path) -> str:
 def content_security_policy(*pages: bytes) -> str:
     """Returns a Content-Security-Policy that allows only the scripts and styles of these pages.
 
-    The policy lists them by their SHA-256 hashes and forbids network requests. Give two pages if
-    the first contains the second in a frame: a frame inherits the policy of the outer page.
+    The policy lists them by their SHA-256 hashes and forbids network requests. Pass two pages if
+    the first contains the second in an iframe, which inherits the policy of the outer page.
     """
     blocks = [block for page in pages for block in inline_blocks(page)]
     hashes = {

@@ -30,13 +30,13 @@ class Row:
     """The statistics of every head at one step."""
 
     step: int
-    values: dict[str, np.ndarray]  # for each statistic fp32 (L, H); nan where undefined
+    values: dict[str, np.ndarray]  # by statistic: an fp32 array (L, H); NaN where undefined
 
 
 class History:
     """All rows of a run, including rows from before it was resumed.
 
-    A resumed run repeats the steps after its checkpoint, so rows of `step` and later are removed.
+    A resumed run repeats `step` (its first snapshot) and later steps, so their rows are removed.
     """
 
     def __init__(self, file: Path, step: int):
@@ -118,7 +118,7 @@ def _line(row: Row) -> str:
 def _parsed(line: str | bytes) -> Row:
     values = json.loads(line)
     known = {key: np.array(values[key], np.float32) for key in STATISTICS if key in values}
-    unknown = np.full_like(next(iter(known.values())), np.nan)  # for newer statistics
+    unknown = np.full_like(next(iter(known.values())), np.nan)  # for statistics that the line lacks
     return Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS})
 
 

@@ -35,7 +35,7 @@ class Lens:
     """Takes attention snapshots on a fixed set of prompts and writes images and pages.
 
     encode(text) returns token ids, token_bytes(id) the bytes of a token (KeyError if unknown). The
-    tokens of the repeated sequence are drawn from `vocabulary`; it starts with `bos`. An empty
+    repeated sequence starts with `bos`; its other tokens are drawn from `vocabulary`. An empty
     vocabulary disables the repeated sequence.
     """
 
@@ -63,7 +63,7 @@ class Lens:
         self.table: list[tuple] = []  # all heads ranked by each statistic; set at the end
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether this step has a snapshot: the first, the last and every interval between."""
+        """Whether this step has a snapshot: each multiple of the interval (also 0) and the last."""
         every = self.config.interval(max_steps)
         return every > 0 and bool(self.prompts) and (step % every == 0 or step == max_steps)
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 
 def entropy(attn_weights: Tensor) -> Tensor:
-    """Returns the normalised entropy: 0 for one key token, 1 for uniform attention. -> (H,).
+    """Returns the normalised entropy (0: all weight on one key token; 1: uniform). -> (H,).
 
     mean over q >= 1 of  -sum_k A[q, k] ln A[q, k] / ln(q + 1).    Uniform: 1.
-    Entropy of attention rows: Clark et al. 2019 (What Does BERT Look At?), section 3.3. Divided
-    here by its maximum, so that rows of different lengths are comparable.
+    Entropy of attention rows: Clark et al. 2019 (What Does BERT Look At?), section 3.3. Here
+    it is divided by its maximum, so that rows of different lengths are comparable.
     """
     nats = -torch.special.xlogy(attn_weights, attn_weights).sum(-1)  # (H, T); 0 ln 0 = 0
     longest = torch.arange(1, nats.shape[-1] + 1, device=nats.device).log()
@@ -69,7 +69,7 @@ def previous_token(attn_weights: Tensor) -> Tensor:
 
 
 def induction(attn_weights: Tensor, period: int) -> Tensor:
-    """Returns the mean weight of a token of the second copy on its successor in the first. -> (H,).
+    """Returns the mean weight of a token in copy 2 on the token that follows it in copy 1. -> (H,).
 
     mean over q = P + 1 .. 2 P of  A[q, q - P + 1].    Uniform: (h(2 P + 1) - h(P + 1)) / P.
     An induction head completes "... A B ... A" with B (Olsson et al. 2022, In-context Learning and
@@ -79,7 +79,7 @@ def induction(attn_weights: Tensor, period: int) -> Tensor:
 
 
 def duplicate_token(attn_weights: Tensor, period: int) -> Tensor:
-    """Returns the mean weight of a token of the second copy on itself in the first. -> (H,).
+    """Returns the mean weight of a token in copy 2 on the same token in copy 1. -> (H,).
 
     mean over q = P + 1 .. 2 P of  A[q, q - P].    Uniform: (h(2 P + 1) - h(P + 1)) / P.
     (Wang et al. 2022, Interpretability in the Wild: duplicate token heads.)

@@ -14,7 +14,7 @@ output. Attention computes a new vector for each token, here for each word: its 
 
 In steps 1 to 3 the vector of a word is its query, its key and its value.
 
-Shapes: B batch, T query tokens, S key tokens (here the same six words as T), d_in width of an
+Shapes: B batch, T query tokens, S key tokens (here the same six words), d_in width of an
 input, H heads, D head_dim, d_out = H * D.
 """
 
@@ -182,8 +182,8 @@ def several_heads(x: Tensor) -> None:
     why = """\
 A head has one row of weights for each query token. With several heads, each with separate matrices,
 a token can attend to different tokens for different reasons. The context vectors of the heads are
-concatenated. First in a loop over the heads. Then with the matrices of all heads joined into one,
-whose output is split into heads: one large matrix product instead of many small ones."""
+concatenated. The code first loops over the heads. Then it joins the matrices of all heads into one
+and splits its output into heads: one large matrix product instead of many small ones."""
     formula = "context_vec = [head_1, ..., head_H],  head_h = step 5 with the matrices of head h"
     explain(7, "several heads: a loop, then one matrix that is split into heads", why, formula)
     num_tokens, d_in, num_heads, head_dim = *x.shape, 2, 2
@@ -221,7 +221,7 @@ whose output is split into heads: one large matrix product instead of many small
 def the_module(x: Tensor) -> None:
     why = """\
 attention.MultiHeadAttention is all of this for a batch of sequences. A last matrix, out_proj, mixes
-the outputs of the heads. This module trains GPT-2. The batch here has the same sentence twice."""
+the outputs of the heads. GPT-2 uses this module. The batch here has the same sentence twice."""
     explain(8, "attention.MultiHeadAttention", why, "output = context_vec W_out + b_out")
     batch = torch.stack([x, x])  # (B, T, d_in): two copies of the sentence
     torch.manual_seed(123)

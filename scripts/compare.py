@@ -4,9 +4,9 @@
     python -m scripts.compare runs='runs/*' target=1.9
 
 Runs that differ only in their seed are one row. Settings that differ between runs are columns. The
-best row is first. Runs of different texts or tokenizers are in separate tables, because losses are
-not comparable between them (between tokenizers, metric=val/bits_per_byte is). Reads run.json and
-metrics.jsonl of each run.
+row with the lowest metric is first. Runs of different texts or tokenizers are in separate tables,
+because their losses are not comparable. val/bits_per_byte is comparable between tokenizers. Reads
+run.json and metrics.jsonl of each run.
 """
 
 import datetime
@@ -27,13 +27,13 @@ from training.reporting.machine import machine
 class CompareConfig(ScriptConfig):
     """python -m scripts.compare runs='runs/*' [target=LOSS] [KEY=VALUE ...]
 
-    Prints a table: one row for each combination of settings, averaged over seeds, the best first.
+    Prints a table: one row for each combination of settings, averaged over seeds, lowest first.
     """
 
     runs: Paths = Field("runs/*", description="run directories: a glob pattern, or [A,B,...]")
     metric: Name = Field("val/loss", description="metric of metrics.jsonl to compare")
     target: float | None = Field(
-        None, description="also print the tokens until the metric is at or below this value"
+        None, description="also print how many tokens the metric needs to be at or below this"
     )
     out: OutFile = Field("", description="JSON file for the results")
     plot: OutFile = Field("", description="PNG file for a plot of the runs")

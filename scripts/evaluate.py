@@ -73,7 +73,7 @@ class EvaluateConfig(ScriptConfig):
     data: TextConfig
     split: Literal["auto", "val", "train"] = Field(
         "auto",
-        description="val | train, split as in a run; auto: the val files, or all of the text",
+        description="val | train: as in a run; auto: the val files if any, else the whole text",
     )
     max_length: Positive | None = Field(None, description="tokens per window; null: as in training")
     stride: Positive | None = Field(
@@ -152,7 +152,7 @@ def window_sizes(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tup
 
 
 def read(settings: EvaluateConfig, pretrained: "PretrainedModel") -> tuple["TokenStream", str]:
-    """Returns the tokens of the split, by the tokenizer of the checkpoint, and their description.
+    """Returns the split, tokenized with the checkpoint's tokenizer, and a description of it.
 
     Raises DataError if the data cannot be read or split.
     """

@@ -5,7 +5,7 @@
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The page
 is the same as in training (docs/lens.md). The command also prints the strongest heads of each type.
-The repeated sequence is drawn from the complete vocabulary, in training from frequent tokens.
+The repeated sequence uses the complete vocabulary; in training it uses only frequent tokens.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class InspectConfig(ScriptConfig):
     """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
 
     checkpoint: Checkpoint
-    text: str = Field("", description="prompt; empty: three default sentences")
+    text: str = Field("", description="prompt; empty: three default prompts")
     out: OutFile = Field("attention.html", description="HTML file to write")
     compare: str = Field("", description="second model, shown next to the first")
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)] = Field(

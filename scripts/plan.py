@@ -5,7 +5,7 @@
 
 The settings are those of train.py and of PlanConfig. The formulas for memory are in
 training/planning/memory.py. The time is computed from the FLOPs of the model and `utilisation`, the
-fraction of the peak FLOP/s that training reaches. It is measured for some devices
+fraction of the peak FLOP/s that training reaches. The utilisation is measured for some devices
 (training/planning/devices.py) and assumed for others; the output states which.
 """
 
@@ -109,7 +109,7 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
 
 
 def flops_per_token(config: Config) -> float:
-    """Returns the FLOPs to train on one token, as GPT.flops_per_token, without importing torch."""
+    """Returns the FLOPs to train on one token: GPT.flops_per_token, but without importing torch."""
     model = config.model
     matrices = memory.block_matrices(model) * model.num_layers + model.vocab_size * model.emb_dim
     return 6 * (matrices + model.num_layers * model.emb_dim * (config.data.max_length + 1))

@@ -9,18 +9,18 @@ match of GPT-2's pre-tokenization pattern always ends, so the ids do not change.
 
     's 't 're 've 'm 'll 'd | ?letters | ?digits | ?other characters | white space
 
-where ? is an optional space. White space before a visible character leaves its last character to
-the next match. No alternative looks behind, so two neighbours are never in one match if
+where ? is an optional space. The last white-space character before a visible one is in the next
+match. The pattern has no lookbehind, so two adjacent characters are never in one match if
 
 - the left one is visible and the right one is white space, or
 - they are of different kinds (letter, digit, other), and the left one is not an apostrophe, which
   starts a contraction.
 
-Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is encoded
-chunk by chunk by a property of byte-pair encoding; see `StreamEncoder`.
+Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is also
+encoded in chunks, based on a property of byte-pair encoding; see `StreamEncoder`.
 
-gigatoken is ten to thirty times as fast as tiktoken, the reference. Some chunks are encoded by
-both, and different ids raise an error. One difference is known; see UNICODE_DIFFERENCES.
+gigatoken is ten to thirty times as fast as tiktoken, the reference. The start of some chunks is
+encoded by both, and different ids raise an error. One difference is known; see UNICODE_DIFFERENCES.
 """
 
 import functools
@@ -41,9 +41,9 @@ CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
 CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...
 CHECKED_BYTES = 2**15  # length of such a start
 
-# Boundaries between two matches of the pattern, in UTF-8. It finds only those that do not need a
+# Finds boundaries between two matches of the pattern, in UTF-8, but only those that do not need a
 # table of all Unicode characters: white space after a visible character, and a change of kind
-# between ASCII characters. "|" has no kind, so <|endoftext|> is never split.
+# between ASCII characters. "|" is in none of these sets, so <|endoftext|> is never split.
 _BEFORE_WHITE_SPACE = (
     rb"(?=[\t-\r ])(?<![\t-\r\x1c-\x20])(?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)"
     rb"(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)"
@@ -64,7 +64,7 @@ BOUNDARY = re.compile(
 # gigatoken 0.10 uses Unicode 17, tiktoken an older version: 4,657 characters are letters or digits
 # for gigatoken and other characters for tiktoken. This matters before a contraction: gigatoken
 # splits "\u088f's" into "\u088f" and "'s", tiktoken into "\u088f'" and "s". No other difference was
-# found (docs/data.md). tiktoken encodes the chunks that contain these characters or some near them.
+# found (docs/data.md). tiktoken encodes chunks that have one of them or a nearby code point.
 UNICODE_DIFFERENCES = re.compile(
     rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xea\x9f[\x8e\x8f\x92\x94\xb1]"
     rb"|\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]"
@@ -164,9 +164,9 @@ class StreamEncoder:
     def _num_final(self, text: bytes, ids: np.ndarray) -> int | None:
         """Returns how many ids of a chunk without a boundary do not depend on the text after it.
 
-        The last ids may change with more text. This searches backwards for a token before them that
-        ends at the end of a character and after which the rest of the text, encoded separately,
-        starts with the same id. Returns None if there is none.
+        The last ids may change with more text. This searches backwards for a `count` such that
+        ids[:count] end at the end of a character, and the text after them, encoded separately,
+        starts with the id ids[count]. Returns None if there is none.
         """
         ends = np.cumsum(token_byte_lengths(self.tokenizer.name)[ids])
         last = int(np.searchsorted(ends, len(text) - max(512, self.chunk_bytes // 16)))

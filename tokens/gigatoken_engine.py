@@ -1,4 +1,4 @@
-"""Encodes text to GPT-2's tokens with gigatoken, which is fast, and limits its memory."""
+"""Encodes text as GPT-2 tokens with gigatoken, a fast tokenizer, whose memory is limited here."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""Converts text files to a folder of shards, with many processes and machines; can be restarted.
+"""Converts text files to a folder of shards, with many processes and machines; can be resumed.
 
 The text is divided into tasks. Each task writes its own shards (usually one), independently of
 other tasks. The division depends only on the files and settings, so the shards do not depend on the
@@ -77,7 +77,7 @@ class TaskRecord(BaseModel):
     model_config = ConfigDict(strict=True)
 
     plan: str  # Preparation.plan
-    # Of the files. The first version of the command called it made_of.
+    # Of the files. In the first version of this code its key was made_of.
     fingerprint: str = Field(validation_alias=AliasChoices("fingerprint", "made_of"))
     text_bytes: NonNegativeInt
     shards: list[ShardEntry]
@@ -103,7 +103,7 @@ def fingerprint_of(parts: Iterable[FilePart]) -> str:
 def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]:
     """Divides files into tasks of similar size, in order.
 
-    Large files are split and small ones combined. A task has about one shard of tokens at most.
+    Large files are split and small ones combined. A task has at most about one shard of tokens.
     """
     total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
     task_bytes = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
@@ -147,14 +147,14 @@ class Preparation:
         elif any(record.plan != self.plan for record in self._records().values()):
             cause = "contains a preparation of other files or with other settings"
         elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
-            cause = "its text files have changed, or its token files are damaged"
+            cause = "the text files have changed, or its token files are damaged"
         if cause:
             fix = "use another out=, or delete the folder"
             raise DataError("out", self.folder, cause, fix)
         preparing.mkdir(parents=True, exist_ok=True)
 
     def _records(self) -> dict[int, TaskRecord]:
-        """Returns valid records by task number. The shards of a record must exist in full size."""
+        """Returns valid records by task number. A record's shards must exist and be complete."""
         records = {}
         for path in (self.folder / "preparing").glob("[0-9]*.json"):
             with contextlib.suppress(OSError, ValueError):
@@ -194,7 +194,7 @@ class Preparation:
         """Raises PreparationError in place of OSError. (Read errors are DataError already.)"""
         try:
             yield
-        except Timeout:  # a lock is held; this is a subclass of OSError
+        except Timeout:  # the lock is held; Timeout is a subclass of OSError
             raise
         except OSError as error:
             cause = f"cannot be written ({error.strerror or error})"
@@ -214,7 +214,7 @@ class Preparation:
             remove_temporary_files(self.folder)
             found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
             for path in found - {self.folder / shard.file for shard in shards}:
-                path.unlink(missing_ok=True)  # from before a change of the text files
+                path.unlink(missing_ok=True)  # written before the text files changed
             return write_manifest(
                 self.folder,
                 shards,

@@ -10,7 +10,7 @@ format: plain text (one document per file), JSON lines (one JSON object per line
 sets on the Hugging Face hub. Text and JSON lines may be compressed (*.gz, *.zst). Parquet and zstd
 need the package pyarrow, the hub needs datasets; both are imported on first use.
 
-An error in a file is a DataError with the byte, line or row. A byte-order mark at the start of a
+An error in a file raises DataError with the byte or the row. A byte-order mark at the start of a
 file and empty texts are skipped. A lone surrogate in JSON becomes U+FFFD, as in tiktoken.
 """
 
@@ -35,7 +35,7 @@ from tokens.paths import COMPRESSED, HUB, check_regular_file, format_of, transla
 
 BLOCK = 2**20  # bytes read at once
 MAX_ROWS = 64  # rows of Parquet read at once; fewer if rows may be long
-MAX_RECORD = 2**26  # bytes of a line of JSON lines, characters of a text; both are in memory
+MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
 MAX_COMPRESSION_RATIO = 100  # of texts in Parquet that are larger than MAX_RECORD
 
 
@@ -99,7 +99,7 @@ def _part_boundaries(path: str, format: str, count: int) -> list[int]:
     ):
         for number in range(1, count):
             position = max(4, number * len(text) // count)  # after a byte-order mark
-            if position <= boundary:  # the text before `boundary` contains no other one
+            if position <= boundary:  # the search would find `boundary` again
                 continue
             if format == "jsonl":
                 boundary = text.find(b"\n", position - 1) + 1 or len(text)
@@ -276,7 +276,7 @@ def _open_parquet(path: str):
 
 
 def _hub_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
-    """Reads the texts of part `start` of the `stop` parts in which the hub stores a dataset."""
+    """Reads the texts of a hub dataset's part number `start`; the dataset has `stop` parts."""
     rows = load_hub_dataset(part.path)
     if part.stop:
         rows = rows.shard(num_shards=part.stop, index=part.start)

@@ -29,7 +29,7 @@ class WindowOrder:
     batch of a step does not depend on the number of ranks.
 
     With several sources, a periodic schedule (weighted round-robin) assigns each position to a
-    source. The j-th position of a source reads position j of that source's endless sequence, which
+    source. The j-th position of a source reads item j of that source's endless sequence, which
     has its own epochs. Among the first p positions, a source with weight w has p w / sum(weights)
     windows, with an error below one window.
 

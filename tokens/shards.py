@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class ShardWriter:
-    """Writes one shard atomically: under a temporary name, which `close` changes."""
+    """Writes one shard atomically: under a temporary name; `close` renames it."""
 
     def __init__(self, path: Path, end_of_text: int):
         self.path = path
@@ -192,10 +192,10 @@ def open_shards(
 ) -> dict[str, TokenStream]:
     """Memory-maps the token files of data.path: {"train": ..., "val": ...}.
 
-    Files with "val" in their names are the validation data, as in llm.c and nanoGPT. If all files
-    or none have such a name, there is only "train". verify: true reads every byte; false reads only
-    headers; auto reads every byte up to 1 GiB in total, otherwise the first and last block of each
-    file. Raises DataError with the file and the byte position.
+    Files whose names contain the word "val" (VALIDATION_NAME) are the validation data, as in llm.c
+    and nanoGPT. If all files or none have such a name, there is only "train". verify: true reads
+    every byte; false reads only headers; auto reads every byte up to 1 GiB in total, otherwise the
+    first and last block of each file. Raises DataError with the file and the byte position.
     """
     files = []
     for entry in [path] if isinstance(path, str) else path:
@@ -322,6 +322,6 @@ def _count_in_header(path: Path, header: bytes, size: int) -> int:
     needed = HEADER_BYTES + 2 * count
     if needed != size:
         wrong = "truncated" if needed > size else "too long"
-        cause = f"{wrong}: {size} bytes, but the header (byte 8) has {count} tokens, {needed} bytes"
+        cause = f"{wrong}: {size} bytes, but {count} tokens in the header (byte 8) need {needed}"
         raise _bad_file(path, cause)
     return count

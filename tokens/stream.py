@@ -128,7 +128,7 @@ class TokenStream:
         return np.concatenate(found)
 
     def nearest_document_start(self, position: int, max_distance: int) -> int | None:
-        """Returns the document start nearest to a position; None if all are further away."""
+        """Returns the document start nearest to a position; None if none is within max_distance."""
         for near in range(0, max_distance + 1, SEARCH_BLOCK):
             far = min(max_distance + 1, near + SEARCH_BLOCK)
             before = self._document_starts(position - far + 1, position - near + 1)

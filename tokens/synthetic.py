@@ -22,7 +22,7 @@ from tokens.windows import IGNORED, WindowDataset
 
 SYMBOLS = np.frombuffer((string.ascii_letters + string.digits).encode(), np.uint8)  # 62 ids
 BOS = 256  # <|endoftext|> of the byte tokenizer; every sequence starts with it
-JUMP_PROBABILITY = 0.05  # that the next symbol is a random one
+JUMP_PROBABILITY = 0.05  # probability that the next symbol is random
 
 
 class CycleWalks(WindowDataset):

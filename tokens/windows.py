@@ -149,8 +149,8 @@ def window_order(dataset: WindowDataset, batch_size: int, seed: int) -> WindowOr
 
 
 def evenly_spaced_windows(dataset: WindowDataset, limit: int) -> np.ndarray:
-    """Returns at most `limit` evenly spaced windows. Of a mixture, their numbers are in proportion
-    to the weights, with at least one window of each dataset."""
+    """Returns at most `limit` evenly spaced windows. For a mixture, the number of windows of
+    each dataset is about proportional to its weight, and at least one."""
     if not isinstance(dataset, MixedDataset):
         count = min(len(dataset), limit)
         return np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)

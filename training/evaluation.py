@@ -46,16 +46,16 @@ class Validation:
             self.bytes_per_token = bytes_per_token(targets[targets >= 0].numpy()) or None
 
     def run(self, model: torch.nn.Module, strategy: Strategy, batch_size: int) -> dict[str, float]:
-        """Returns the mean loss in nats over all targets, and bits per byte or the accuracy. The
-        ranks divide the windows, and all return the same. batch_size: windows per forward pass."""
+        """Returns the mean loss in nats over all targets, and bits per byte or the accuracy. Each
+        rank evaluates some windows; all return the same. batch_size: windows per forward pass."""
         total, right, count = 0.0, 0, 0
         local = self.windows[strategy.rank :: strategy.world_size]
-        most = -(-len(self.windows) // strategy.world_size)  # the most windows on any rank
+        most = -(-len(self.windows) // strategy.world_size)  # largest number of windows on a rank
         with strategy.inference(model):
             for first in range(0, most, batch_size):
                 windows = local[first : first + batch_size]
-                # All ranks must call a sharded model equally often: a rank without windows
-                # processes one that does not count.
+                # All ranks must call a sharded model the same number of times: a rank without
+                # windows processes a window whose result is ignored.
                 counts = len(windows) > 0
                 input_ids, target_ids = self.dataset.batch(windows if counts else self.windows[:1])
                 targets = counts * int((target_ids >= 0).sum())

@@ -135,7 +135,7 @@ class Run:
         out.print(f"run directory    {self.directory}")
         if trained_here:
             waited = (
-                f"training waited {self.checkpointer.seconds:.1f} s of {seconds:.0f} s for them"
+                f"saving blocked training for {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
             )
             out.print(f"checkpoints      {self.directory / 'checkpoints'}  ({waited})")
         for description in self.lens.strongest_heads():

@@ -52,7 +52,7 @@ from training.translate_errors import translate_errors
 
 
 def build_run(config: Config, signals: StopSignals | None = None) -> Run:
-    """Builds all components. The run directory is written to only after all checks have passed.
+    """Builds all components. Before all checks have passed, a run directory is only locked.
 
     signals: requests to stop the run. Raises a ClearheadError.
     """
@@ -86,9 +86,9 @@ def start_strategy(config: Config) -> Strategy:
 def complete_settings(
     config: Config, strategy: Strategy, notes: list[str]
 ) -> tuple[Config, Strategy]:
-    """Returns settings and strategy, combined with the stored settings of the resumed run."""
+    """Returns settings and strategy, updated from the stored settings if the run is resumed."""
     config, is_resumed = resume_settings(config, strategy, notes)
-    if is_resumed:  # with the precision and the seed of that run
+    if is_resumed:  # start again, with the precision and the seed of that run
         with strategy.raise_on_all_ranks():
             check_machine(config)
         strategy = start_strategy(config)

@@ -28,9 +28,9 @@ def exit_on_stop_signals() -> None:
 class StopSignals:
     """Context in which signals stop the run after the current step.
 
-    Before the training loop, a signal ends the process immediately; after the loop, when the run is
-    closed. Further signals have no effect, except that a second Ctrl-C ends the process at once.
-    This is safe, because unfinished files have temporary names.
+    Before the training loop, a signal ends the process immediately. After the loop, the process
+    ends when the run is closed. Further signals have no effect, except that without torchrun a
+    second Ctrl-C ends the process at once: this is safe, as unfinished files have temporary names.
     """
 
     def __init__(self):

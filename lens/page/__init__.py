@@ -3,9 +3,9 @@
     html = page([run_data("my run", prompts, [frame_data(frame)], [frame.row])], title="my run")
 
 lens/assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
-JSON in a block that the browser does not execute; weights are compressed, one byte each. The
+JSON in a block that the browser does not execute; weights are one byte each, then compressed. The
 Content-Security-Policy of the page forbids other scripts and all network requests. `read` returns
-the data of a page: the time-lapse is made from the pages of single steps. The data format is
+the data of a page; the time-lapse reuses the data of single-step pages. The data format is
 described at the top of index.html.
 """
 

@@ -19,7 +19,7 @@ are functions of seed, step and rank. No file is a pickle.
 saver.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the
 directory, so a checkpoint is complete or absent. Only rank 0 reads and writes. The files do not
 depend on the number of ranks or on the parallel strategy, so a run can resume with another number
-of ranks or another strategy. Format 2 has no SHA256SUMS. Format 1 also has random.* tensors in
+of ranks or another strategy. Formats 1 and 2 have no SHA256SUMS. Format 1 has random.* tensors in
 optimizer.safetensors; they are ignored. Values are checked when they are read, because anybody may
 have edited the files.
 """
@@ -89,7 +89,7 @@ class GradScalerState(TypedDict):
 
 @with_config(ConfigDict(extra="allow"))
 class StoredTrainerSettings(TypedDict, total=False):
-    """Settings that the user can leave to the program. A resumed run keeps the stored values."""
+    """Settings that are chosen automatically if null. A resumed run keeps the stored values."""
 
     warmup_steps: Count | None
     eval_every: Count | None

@@ -11,7 +11,7 @@ from training.checkpoint.format import CHECKPOINT_NAME, MODEL, STATE, verify
 
 
 def run_directory_of(folder: Path) -> Path | None:
-    """Returns the run directory of a checkpoint; None if it was copied out of one."""
+    """Returns the run directory of a checkpoint; None if the checkpoint is not in one."""
     return folder.parent.parent if folder.parent.name == "checkpoints" else None
 
 
@@ -54,7 +54,7 @@ def find_checkpoint(
     """
     path = Path(path)
     if is_checkpoint(path):
-        folder = path.resolve()  # once: a training process may switch `last` at any time
+        folder = path.resolve()  # resolve once: training may change `last` at any time
         try:
             verify(folder, names)
         except DamagedCheckpointError:

@@ -1,6 +1,6 @@
 """Decides how a run starts: as a new run, resumed from its checkpoint, or as a branch of another.
 
-The functions here only read, and lock the run directory.
+The functions here lock the run directory and write nothing else to it.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 FIXED_BY_WEIGHTS = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
-# Settings and groups that may be changed when a run is resumed, because they do not change the
-# training itself. All others, also new settings, must keep their values.
+# Settings and groups that may be changed when a run is resumed. Except for max_steps, they do not
+# change the training itself. All others, also those added later, must keep their values.
 FREE_TRAINER_SETTINGS = (
     *("max_steps", "micro_batch_size", "activation_checkpointing", "compile", "device", "profile"),
     *("eval_every", "eval_windows", "log_every", "save_every", "keep", "sample_prompt"),
@@ -89,7 +89,7 @@ def find_start(
     directory until `closing` is closed.
 
     Automatic settings (such as warmup_steps=null) get the checkpoint's values, or are computed.
-    Raises ConfigError if a setting differs from the checkpoint's and must not.
+    Raises ConfigError if a setting differs that must be the same as in the checkpoint.
     """
     locked = None
 
@@ -176,7 +176,7 @@ def find_resume_checkpoint(config: "Config") -> Path | None:
         return listing.find_checkpoint(run, "name", checkpoint.FILES)
     if resume == "must":
         hint = "set name= to a run with a checkpoint, or use trainer.resume=auto"
-        reason = f"{run} has no checkpoint" if run else "no run is named"
+        reason = f"{run} has no checkpoint" if run else "name is not set"
         refuse([Problem("trainer.resume", "must", reason, hint)])
     found = None
     if resume not in ("auto", False):
@@ -197,7 +197,7 @@ def find_named_checkpoint(resume: str) -> Path:
     path = Path(resume).resolve()
     is_copy = listing.is_checkpoint(path) and listing.run_directory_of(path) is None
     if is_copy and not (path / checkpoint.OPTIMIZER).exists():
-        reason = f"has no {checkpoint.OPTIMIZER}, as a model downloaded from W&B"
+        reason = f"has no {checkpoint.OPTIMIZER} (a model downloaded from W&B has none)"
         hint = f"start a new run from its weights: {shlex.quote(f'trainer.init_from={resume}')}"
         refuse([Problem("trainer.resume", resume, reason, hint)])
     return listing.find_checkpoint(resume, "trainer.resume", checkpoint.FILES)
@@ -232,7 +232,7 @@ def check_is_newest(found: Path, resume: str) -> None:
 
 def check_directory(run: Path, config: "Config") -> None:
     """Raises ConfigError if the directory for a new run contains other files, or a run that has no
-    checkpoint and has other settings. With equal settings that run is started again."""
+    checkpoint and other settings. With the same settings, that run starts from step 0."""
     if has_other_files(run):
         reason = f"{run} contains files that do not belong to a run"
         refuse([Problem("name", run.name, reason, "use another name")])
@@ -250,7 +250,7 @@ def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """Returns a problem for each setting that must not differ from the saved one."""
     saved = flat(saved)
     saved.setdefault("optimizer.name", "adamw")  # old checkpoints do not have this setting
-    # A setting that the checkpoint lacks is newer than it; its default changes nothing.
+    # A setting that is not in the checkpoint was added later; it is not compared.
     changed = {key: value for key, value in flat(now).items() if value != saved.get(key, value)}
     changed = {k: v for k, v in changed.items() if not FREE_TO_CHANGE & {k, k.partition(".")[0]}}
     other = "or start a new run with another name"
@@ -266,8 +266,8 @@ def resume_command(directory: Path, is_saved: bool = False) -> str:
     """Returns how to resume a run after it stopped: "resume with: COMMAND", or for a job of a sweep
     how to resume the sweep.
 
-    is_saved: whether the checkpoint has the settings of this command. The command then repeats only
-    the settings of this machine.
+    is_saved: whether the checkpoint has the settings of this process. If so, the returned command
+    contains only the settings of this machine.
     """
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")

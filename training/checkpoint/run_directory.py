@@ -1,6 +1,6 @@
 """The run directory: its name, its lock and its settings files.
 
-runs/NAME/.lock          locked while a process writes to the directory; contains process and host
+runs/NAME/.lock          locked while a process writes here; contains the process id and host name
           run.json       all settings, read by programs
           config.yaml    all settings, for users; programs do not parse it
 """
@@ -31,7 +31,7 @@ WAIT_FOR_PREDECESSOR = 30  # seconds; torchrun restarts processes before the old
 
 
 def create(runs: Path, name: str | None, model_name: str) -> Path:
-    """Creates runs/<name>, which may exist. Without a name it is new: DATE_TIME_MODEL."""
+    """Creates runs/<name> if it does not exist. Without a name, creates runs/DATE_TIME_MODEL."""
     if name is not None:
         make_folder(runs / name)
         return runs / name

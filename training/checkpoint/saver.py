@@ -4,8 +4,8 @@
 2. Update the links `last` and `best`.
 3. Rename older checkpoints to step_*.part and remove them.
 
-So a directory without .part is always complete, and after the first checkpoint there is always
-one. The next start of the run removes the .part directories of killed processes.
+So a directory without .part is always complete. After the first save, a complete checkpoint always
+exists. The next start of the run removes the .part directories of killed processes.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ class Saver:
         self._pending: tuple[int, Future] | None = None
         self._clean_up(resumed.step if resumed else 0)
         if resumed:
-            self._link(resumed.best_step)  # the process may have been killed before this
+            self._link(resumed.best_step)  # the killed process may not have done this
             self._prune(resumed.best_step)
 
     def _clean_up(self, newest: int) -> None:
-        """Removes incomplete checkpoints. Renames damaged ones: those after the step `newest`, from
-        which the run resumes."""
+        """Removes incomplete checkpoints. Renames those after step `newest`: they are damaged,
+        because the run resumes from `newest`."""
         for part in self.folder.glob("*.part"):
             remove(part)
         for folder in listing.list_checkpoints(self.run):
@@ -63,8 +63,8 @@ class Saver:
     def save(self, tensors: Tensors, state: State) -> None:
         """Starts writing a checkpoint. The tensors must not change until `wait` returns."""
         self.wait()
-        # A new thread for each checkpoint: computing checksums starts OpenMP threads that live as
-        # long as their parent thread, and while they live, a training step takes 10 % longer
+        # A new thread for each checkpoint: the NaN check (aminmax) starts OpenMP threads, which end
+        # with their parent thread. While they exist, a training step takes 10 % longer
         # (benchmarks/results/2026-11-22-saving-cpu.json).
         thread = ThreadPoolExecutor(1, "saver")
         self._pending = state.step, thread.submit(self._save, tensors, asdict(state))

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint: collects and loads parameters and optimizer state (safetensors).
 
-Before a tensor is used, its name, shape and type are checked, and that it has no NaN or inf. No
-pickle is loaded.
+Before a tensor is used, its name, shape and type are checked. A tensor with NaN or inf is refused.
+No pickle is loaded.
 """
 
 import math
@@ -54,7 +54,7 @@ def load_model(folder: Path) -> tuple[GPT, State]:
 
 
 def load_parameters(folder: Path, config: ModelConfig) -> GPT:
-    """Returns a model with these settings, in eval mode, and the parameters of a checkpoint."""
+    """Returns a model with these settings and the parameters of a checkpoint, in eval mode."""
     file = folder / MODEL
     return model_from_tensors(config, read_tensors(file), file)
 
@@ -151,7 +151,7 @@ def _check_tensor(
     if tensor.shape != tuple(shape):
         reason = f"{name} has shape {tuple(tensor.shape)}, the model requires {tuple(shape)}"
         raise _checkpoint_error(file, reason, SAVED_SETTINGS_HINT)
-    # 8-bit floats are refused: torch cannot compare values of all these types.
+    # 8-bit floats are refused: for some of these types, torch cannot compare values.
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise _checkpoint_error(file, f"{name} has the type {tensor.dtype}")
     if not all_finite(tensor):

@@ -39,7 +39,7 @@ WITH_VALUE = "-p/--package -cp/--config-path -cd/--config-dir --experimental-rer
 # Overrides on ranks other than 0: Hydra creates no directories and writes no logs there.
 OTHER_RANKS = ["hydra.run.dir=.", "hydra.output_subdir=null"]
 OTHER_RANKS += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-MAX_VALUES = 1000  # of one setting that are checked before a sweep starts
+MAX_VALUES = 1000  # values of one setting that are checked before a sweep starts
 
 
 def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
@@ -89,7 +89,7 @@ def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> N
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Options of Hydra and overrides, in any order. Raises ConfigError for unknown options."""
+    """Parses Hydra options and overrides, in any order. Raises ConfigError for unknown options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = lambda message: refuse(
         [Problem("command line", NO_VALUE, message, "see --hydra-help")]
@@ -108,9 +108,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> Config | None:
-    """Returns the checked config (sweep: of the first job); None if the options compose none.
+    """Returns the checked config (sweep: of the first job); None for options like --version.
 
-    Raises ConfigError with all problems, of all jobs."""
+    Raises ConfigError with all problems. For a sweep, checks the values in `sweep_variants`."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1" and options.multirun:
         fix = "start it without torchrun, or remove -m"
@@ -133,8 +133,8 @@ def check(options: argparse.Namespace) -> Config | None:
 
 def sweep_variants(overrides: list[str]) -> list[list[str]]:
     """Returns overrides of single runs that together contain every value of a sweep. The first run
-    has the first value of each setting. Each other run changes one of them. Intervals contribute
-    their lower bound."""
+    has the first value of each setting. Each other run changes one of them. An interval contributes
+    its lower bound, glob(...) nothing, a long list its first MAX_VALUES values."""
     choices = [texts for texts in map(_values, overrides) if texts]
     first = [texts[0] for texts in choices]
     return [first] + [

@@ -129,7 +129,7 @@ def show_help(schema: type[BaseModel]) -> None:
 def show_settings(config: BaseModel) -> None:
     """Prints the groups of train.py with their choices, and the meaning and value of each setting.
 
-    config: the values, those of the other arguments on the command line."""
+    config: the settings composed from the other arguments on the command line."""
     print(USAGE)
     print("Groups (GROUP=CHOICE)")
     for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
@@ -201,7 +201,7 @@ def command_line() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def errors_in_one_line(debug: bool = False) -> Iterator[None]:
     """Prints an error as one line per problem (debug: its traceback) and exits with its exit code.
-    Ranks other than 0 print only errors that rank 0 does not have."""
+    Ranks other than 0 print only errors that rank 0 may not have."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

@@ -101,13 +101,13 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
 
 
 def quoting(text: str) -> str:
-    """Returns how to write an override whose text has a comma, a bracket, a quote or an accent."""
+    """Returns a hint: how to quote a value with a comma, a bracket, a quote or an accent."""
     return f"""if the value is text, quote it twice: '{text.partition("=")[0]}="TEXT"'"""
 
 
 def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
-    """Returns the composed values, or None after an error. Adds to `problems`. An unknown choice
-    of a group is skipped, so that the other overrides are checked too."""
+    """Returns the composed values, or None after an error. Adds errors to `problems`. An unknown
+    choice of a group is skipped, so that the other overrides are checked too."""
     try:
         # Hydra sets these in jobs only, but name=${hydra:job.num} needs them here.
         jobs = ["hydra.job.num=0", "hydra.job.id='0'"]

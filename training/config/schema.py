@@ -85,7 +85,7 @@ Text = Annotated[str, Field(strict=False, coerce_numbers_to_str=True, min_length
 Name = Annotated[Text, Field(min_length=1)]
 Sentence = Annotated[Text, Field(pattern=r"\S")]
 Checkpoint = Annotated[
-    Name, Field(description="a run (its last checkpoint), a checkpoint, a directory, hub:NAME")
+    Name, Field(description="run (last checkpoint), checkpoint, Hugging Face directory or hub:NAME")
 ]
 Paths = Name | Annotated[list[Name], Field(min_length=1)]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -324,8 +324,8 @@ class Config(Settings):
 
     @property
     def overrides(self) -> list[str] | None:
-        """Settings and groups on the command line, if trainer.resume is a path and the settings of
-        that run are not read yet. None otherwise, and after `stored.complete` has added them."""
+        """Keys of the settings and groups on the command line if trainer.resume is a path. None
+        otherwise, and after `stored.complete` has added the settings of that run."""
         return self._overrides
 
 

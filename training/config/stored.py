@@ -12,7 +12,7 @@ from training.config.yaml_files import REPOSITORY, flat, nested
 
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
 # These settings belong to one start of a run. With trainer.resume=PATH, all others come from the
-# checkpoint.
+# checkpoint, unless they are on the command line.
 OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
 OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume", "trainer.resume_override")
 # If these are null, `resolve_auto` sets them. A resumed run keeps their values.

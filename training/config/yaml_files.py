@@ -1,4 +1,4 @@
-"""Reads configs/: the default value of every setting and its meaning, the comment after it."""
+"""Reads configs/: the default value of each setting, and its meaning from the comment after it."""
 
 import copy
 import functools

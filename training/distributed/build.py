@@ -9,8 +9,8 @@ from training.distributed.strategy import Strategy
 def build_strategy(config: ParallelConfig, device: str, precision: str, seed: int) -> Strategy:
     """Chooses device, precision and strategy, and joins the process group.
 
-    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. `check` of launch.py and
-    of device.py have passed.
+    device: auto | cpu | cuda | mps. precision: auto | fp32 | bf16 | fp16. Call `check` of launch.py
+    and of device.py first.
     """
     name = config.strategy
     if name == "auto":

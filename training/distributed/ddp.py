@@ -148,7 +148,7 @@ class DDP(Strategy):
     def close(self, exit_code: int) -> None:
         """Waits for rank 0, which writes files last: torchrun and Slurm stop all ranks when one
         exits. After an error, other ranks may be dead, and GPU work that waits for them would keep
-        this process alive. There the process exits without cleanup after the error is printed."""
+        this process alive. So on a GPU, the process exits without cleanup after printing it."""
         if exit_code in (0, 143):
             with contextlib.suppress(RuntimeError):  # the run is complete
                 self.all_reduce_max(0)

@@ -50,7 +50,7 @@ def check(
 
 def prepare(device: str, seed: int) -> torch.device:
     """Returns the device for a setting (auto | cpu | cuda | mps), and seeds the random generators.
-    With several GPUs, each process uses the one with its LOCAL_RANK."""
+    With several GPUs, each process uses the GPU with index LOCAL_RANK."""
     chosen = best_device() if device == "auto" else device
     if chosen == "cpu":
         keep_freed_memory()
@@ -83,7 +83,7 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
 
     auto: if the run is long enough to save more time than compilation takes. On two CPU cores it
     takes 10 to 20 s and saves up to a tenth of each step, almost nothing with dropout
-    (docs/benchmarks.md). On a GPU, half a minute of training is enough.
+    (docs/benchmarks.md). On a GPU, a run of half a minute is long enough.
     """
     if choice != "auto":
         return bool(choice)

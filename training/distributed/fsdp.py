@@ -23,10 +23,10 @@ class FSDP(DDP):
 
     reshard_after_forward: bool = True
     name: ClassVar[str] = "fsdp"
-    compiles_blocks: ClassVar[bool] = True  # each between two all-gathers
+    compiles_blocks: ClassVar[bool] = True  # parameters are gathered between blocks
 
     def shard(self, model: GPT) -> GPT:
-        """Shards a model on the meta device, so that no rank ever holds the complete model.
+        """Shards a model on the meta device, before memory for its parameters is allocated.
 
         The matrices of a block are gathered in the precision of matrix products, which halves the
         bytes to send. Embeddings and last norm are gathered in fp32 for the complete step, so the

@@ -68,14 +68,14 @@ class Strategy:
     # ------------------------------------------------------------------ model and precision
 
     def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
-        """Returns build() on the device, sharded by FSDP. Checkpoints, validation and attention
+        """Returns build() on the device; FSDP shards it. Checkpoints, validation and attention
         snapshots use this model."""
         return build().to(self.device).train()
 
     def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
-        """Returns the module to train. It shares the parameters of a prepared model. A GPU compiles
-        the complete model. A CPU compiles each block: this takes seconds, because blocks share
-        compiled code, and embeddings and loss are faster uncompiled (docs/benchmarks.md)."""
+        """Returns the module to train. It shares the parameters of a prepared model. compiled: on
+        a GPU, compile the complete model (FSDP: each block). On a CPU, compile each block: blocks
+        share compiled code, and embeddings and loss are faster uncompiled (docs/benchmarks.md)."""
         model.head_loss = head_loss
         if self.device.type == "cpu":
             cpu.use_cpu_kernels(model)
@@ -110,7 +110,7 @@ class Strategy:
             model.train(was_training)
 
     def probing(self, model: GPT) -> contextlib.AbstractContextManager:
-        """Returns a context for attention snapshots: fp32; FSDP: the precision of the run."""
+        """Returns a context for attention snapshots: in fp32, with FSDP in the run's precision."""
         return self.eager()
 
     # ------------------------------------------------------------------------------ tensors
@@ -148,7 +148,7 @@ class Strategy:
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Computes the gradients of `loss` (fp16: multiplied by the loss scale) and adds them."""
+        """Adds the gradients of `loss` to .grad (fp16: multiplied by the loss scale)."""
         # An infinite loss may have finite gradients. 0 x inf is NaN and makes them NaN; after the
         # sum over ranks they are NaN on all ranks. A finite loss is multiplied by exactly 1.
         loss = loss * (1 + 0 * loss.detach())
@@ -161,7 +161,7 @@ class Strategy:
         grad_clip: float,
         nonfinite: NonFiniteCheck,
     ) -> Tensor:
-        """Clips the gradients to norm grad_clip (0: no clipping), steps, clears the gradients. The
+        """Clips gradients to norm grad_clip (0: no clipping), calls step(), clears gradients. The
         non-finite check may skip the step. Returns the norm before clipping, (), on the device."""
         self.scaler.unscale_(optimizer)
         grad_norm = self.total_norm(model)
@@ -186,7 +186,7 @@ class Strategy:
     def total_norm(self, model: torch.nn.Module) -> Tensor:
         """Returns the Euclidean norm of all gradients together, (), equal on all ranks."""
         grads = [p.grad for p in model.parameters()]
-        if self.device.type == "cpu":  # torch.dot reads at memory speed, vector_norm does not
+        if self.device.type == "cpu":  # torch.dot reaches memory bandwidth, vector_norm does not
             # In chunks, because rounding errors of long dot products reach 1e-3 on some CPUs.
             parts = [part for grad in grads for part in grad.flatten().split(2**20)]
             return torch.stack([torch.dot(part, part) for part in parts]).sum().sqrt()
@@ -221,7 +221,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Raises an error of one rank on all ranks, which would otherwise wait forever.
+        """Raises an error of one rank on all ranks, so that the others do not wait for it.
         Code inside must not wait for other ranks."""
         yield
 

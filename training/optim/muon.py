@@ -6,8 +6,8 @@ https://kellerjordan.github.io/posts/muon/). With the scale of Liu et al. 2025 (
 updates have the size of AdamW's, and both optimizers use the same learning rate and weight decay.
 
 torch.optim.Muon computes the same; a test compares the two. This version updates matrices of one
-shape together, distributes them over the ranks of FSDP, and clips and skips steps on the device, as
-fused AdamW does, so that the host does not wait.
+shape together, and distributes them over the ranks of FSDP. It clips gradients and skips steps on
+the device, as fused AdamW does, so that the host does not wait.
 
 Shapes: N matrices in a batch, M of them on a rank, (rows, columns) each; R ranks.
 """
@@ -32,8 +32,8 @@ class Muon(torch.optim.AdamW):
     {"params": [...], "lr", "weight_decay", "momentum", "nesterov", "ns_steps"}; its parameters are
     2-D. dtype: of the matrix products in newton_schulz.
 
-    found_inf and grad_scale, () or None, have the meaning that torch's GradScaler gives them: 1.
-    skips the step; gradients are divided by grad_scale first. Fused AdamW and Muon read them.
+    found_inf and grad_scale, () or None, mean the same as in torch's GradScaler. found_inf=1 skips
+    the step; gradients are first divided by grad_scale. Fused AdamW and Muon read both.
     """
 
     found_inf: Tensor | None = None
@@ -61,7 +61,7 @@ class Muon(torch.optim.AdamW):
     def _update(self, parameters: list[Tensor], group: dict) -> None:
         """Muon's step for N matrices of one shape.
 
-        With momentum m, learning rate lr and weight decay w, for gradient G, average B, matrix W:
+        With momentum m, learning rate lr, weight decay w, gradient G, momentum buffer B, matrix W:
             B <- m B + (1 - m) G
             U =  m B + (1 - m) G with Nesterov momentum, else B
             W <- (1 - lr w) W - lr 0.2 sqrt(max(rows, columns)) newton_schulz(U)
@@ -111,7 +111,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
 
 def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields parameters of one shape, at most MAX_ELEMENTS elements, equal on all ranks."""
+    """Yields parameters of one shape, at most MAX_ELEMENTS per rank; equal lists on all ranks."""
     of_shape: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         of_shape.setdefault(tuple(parameter.shape), []).append(parameter)
@@ -141,7 +141,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _orthogonalized(update: Tensor, like: Tensor, steps: int) -> Tensor:
     """Computes newton_schulz of N matrices; each rank holds some rows, (N, local rows, columns).
 
-    like: a parameter of that shape. Every rank receives M complete matrices and sends their rows
+    like: one of the N parameters. Every rank receives M complete matrices and sends their rows
     back. These two all-to-all exchanges avoid the same computation on all R ranks.
     """
     if not _is_sharded(like):
@@ -156,7 +156,7 @@ def _orthogonalized(update: Tensor, like: Tensor, steps: int) -> Tensor:
         all_to_all_single(received, parts, group=like.device_mesh.get_group())
         return received
 
-    # Padding with zeros makes shards equal. Only the last ranks have padding: rows stay in order.
+    # Zero padding makes shards equally large. Only the last ranks have it, so rows stay in order.
     padded = F.pad(update, (0, 0, 0, part - mine, 0, each * ranks - number))
     received = exchange(padded.view(ranks, each, part, columns))  # (R, M, part, columns)
     whole = received.transpose(0, 1).reshape(each, ranks * part, columns)[:, : like.shape[0]]

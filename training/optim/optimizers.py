@@ -78,8 +78,8 @@ def learning_rate(
 ) -> float:
     """Returns the learning rate of optimizer step `step`, 0 <= step < max_steps.
 
-    peak: lr of a parameter group; None: config.lr. It rises linearly to lr over warmup_steps. Then,
-    with r = min_lr_ratio and u from 0 to 1, the completed fraction of the remaining steps:
+    peak: lr in the formulas; None: config.lr. During warmup_steps, the rate rises linearly to lr.
+    Then, with r = min_lr_ratio and u from 0 to 1, the completed fraction of the remaining steps:
       cosine    lr (r + (1 - r) (1 + cos(pi u)) / 2)             (Loshchilov and Hutter 2017)
       wsd       lr, then linearly to r lr over the last decay_fraction of all steps
                                                                  (Hu et al. 2024)

@@ -33,7 +33,7 @@ KINDS = {
 }
 # Fraction of the peak that training reached in benchmarks/results/2026-11-21-base-cpu.json.
 MEASURED_UTILISATION = {("cpu", "bf16"): 0.36, ("cpu", "fp32"): 0.83}
-# Assumed if not measured: a rounded value of published GPU trainings of larger GPT-2 models. Small
+# Assumed if not measured: rounded from published GPU training runs of larger GPT-2 models. Small
 # models reach less.
 ASSUMED_UTILISATION = 0.4
 

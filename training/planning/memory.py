@@ -75,10 +75,10 @@ def estimate(job: Job, windows: int) -> dict[str, float]:
     head exist. (3) End of backward: all gradients exist, and both parts of the embedding gradient
     are added. The optimizer step (fused, in place) does not need more.
 
-    Gradients are None after a step and are allocated in backward. They exist earlier with DDP, as
-    views of its buckets, and in all micro-batches but the first; with DDP then in addition to the
-    buckets. FSDP reduces gradients in the last micro-batch only; until then every rank holds all of
-    them unsharded.
+    Gradients are None after a step. The first backward of a step allocates them. DDP always
+    holds buckets of the same size: with one micro-batch, the gradients are views of them; with
+    several, they need memory in addition to the buckets. FSDP reduces gradients in the last
+    micro-batch only; until then every rank holds all of them unsharded.
     """
     model, kind = job.config.model, "cpu" if job.device == "cpu" else "cuda"
     positions = windows * job.config.data.max_length  # B T
@@ -112,12 +112,12 @@ def fits(job: Job, windows: int, memory: float) -> bool:
 
 
 def block_matrices(model: ModelSettings) -> int:
-    """Returns the elements of the six matrices of a block: four of (C, C), two of (C, 4 C)."""
+    """Returns the number of elements of a block's matrices: four of (C, C), two of (C, 4 C)."""
     return 12 * model.emb_dim**2
 
 
 def root_parameters(model: ModelSettings) -> int:
-    """Returns the parameters outside blocks: (V, C) tokens, (context, C) positions, last norm."""
+    """Returns the number of parameters outside blocks: tokens (V, C), positions, last norm."""
     return (model.vocab_size + model.context_length + 2) * model.emb_dim
 
 
@@ -176,8 +176,8 @@ def block_activations(job: Job, windows: int) -> float:
         1 x 2   masks of both dropouts
 
     A kernel that stores the attention weights (B H T T elements) saves the softmax in fp32, the
-    dropout mask, and the factor of the values if it is another tensor than the softmax. sdpa with
-    dropout is such a kernel on a CPU (training/ops/cpu.py).
+    dropout mask and, with dropout or reduced precision, the copy of the softmax that is multiplied
+    by the values. sdpa with dropout is such a kernel on a CPU (training/ops/cpu.py).
     """
     model, c, length = job.config.model, job.c, job.config.data.max_length
     has_dropout = model.dropout > 0
@@ -209,8 +209,8 @@ def head(job: Job, positions: int) -> int:
 
     The loss is computed in chunks of n positions (training/ops/cross_entropy.py). The logits, c n V
     bytes, are overwritten by their gradient. On a GPU the log-softmax needs 4 n V, compiled c n V;
-    on a CPU only a few rows exist at a time. Then follow the gradient of the matrix, c V C, and the
-    input of the head and its gradient.
+    on a CPU only a few rows exist at a time. After that, the gradient of the
+    matrix needs c V C. The input of the head and its gradient exist during the whole computation.
     """
     model, c = job.config.model, job.c
     logits = min(positions, LOGITS_AT_ONCE // model.vocab_size) * model.vocab_size

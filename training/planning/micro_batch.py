@@ -55,8 +55,8 @@ def _hint(settings: Config, strategy: Strategy, fits: Callable[[int], bool]) -> 
 
 
 def check_memory(settings: Config, strategy: Strategy) -> list[tuple]:
-    """Returns a problem (key, value, reason, hint) if weights, gradients and moments, or on a CPU a
-    step, need more memory than the device has. Allocates nothing.
+    """Returns a problem (key, value, reason, hint) if weights, gradients and moments need more
+    memory than the device has; on a CPU, also if a step does. Allocates nothing.
 
     Without this check, the system would kill a process on a CPU without a message. On a GPU, a step
     that does not fit raises `out_of_memory_error`.

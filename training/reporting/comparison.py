@@ -79,8 +79,8 @@ def read(folder: Path, metric: str) -> Run:
 
 
 def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
-    """Returns the settings other than the seed in which any runs differ, if they change what a run
-    learns or are in `swept`."""
+    """Returns the settings that differ between the runs, except name and seed. Includes settings
+    that do not change what a run learns only if they are in `swept`."""
     from training.checkpoint.resume import FREE_TO_CHANGE
 
     equal, free = shared(runs), FREE_TO_CHANGE - LEARNING
@@ -112,8 +112,8 @@ def data_settings(run: Run, metric: str) -> dict[str, object]:
 def summarize(
     runs: list[Run], metric: str, target: float | None = None, swept: Collection[str] = ()
 ) -> list[Row]:
-    """Returns one row for all runs with the metric that differ only in their seed. Rows are sorted
-    by text and tokenizer, and then by the metric, lowest first."""
+    """Returns one row per group of runs that differ only in their seed; omits runs without the
+    metric. Rows are sorted by text and tokenizer, and then by the metric, lowest first."""
     names = differing(runs, swept)
     groups: dict[str, list[Run]] = {}
     for run in filter(lambda run: run.points, runs):
@@ -214,8 +214,8 @@ def plot(rows: list[Row], metric: str) -> bytes:
 
 
 def plot_group(axis, rows: list[Row], metric: str) -> None:
-    """Plots the rows. Values far above the first ones are cut, so that a diverged run does not
-    determine the scale."""
+    """Plots the rows. The y axis ends at Y_LIMIT times the median of the first values, so that
+    a diverged run does not determine the scale."""
     from matplotlib.ticker import EngFormatter
 
     for index, row in enumerate(rows):

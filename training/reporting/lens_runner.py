@@ -1,4 +1,4 @@
-"""Attention snapshots during training: their schedule, on all ranks. Errors do not end the run."""
+"""Takes attention snapshots during training, on all ranks. Their errors do not end the run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -37,7 +37,7 @@ class Metrics:
         self.start()
 
     def restore(self, state: State, forget_skipped: bool) -> None:
-        """Continues the counters of a state. forget_skipped: sets the number of consecutive skipped
+        """Restores the counters of a state. forget_skipped: sets the number of consecutive skipped
         steps to 0, because a changed setting may prevent further ones."""
         in_a_row = 0 if forget_skipped else state.skipped_in_a_row
         self.nonfinite.restore(state.skipped, in_a_row)

@@ -28,7 +28,7 @@ from training.reporting.report import sample_page
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
 
-MAX_SAMPLES = 40  # of a run on W&B, which is slow with 1000 files; attention adds up to 900
+MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
 CALL_SECONDS = 30  # for the W&B process to answer
 FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT overrides it
@@ -89,8 +89,8 @@ class Tracker:
         snapshot: "Snapshot | None" = None,
         sample: dict | None = None,
     ) -> None:
-        """Logs the metrics of a step, an attention snapshot, whose files are in the run directory,
-        and a sample, a row of samples.jsonl.
+        """Logs the metrics of a step. snapshot: an attention snapshot, whose files are in the run
+        directory. sample: a row of samples.jsonl.
 
         Call it at most once for each step, in order: W&B drops rows of earlier steps.
         """
@@ -110,8 +110,8 @@ class Tracker:
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
     ) -> dict[str, object]:
-        """Images, pages, tables and histograms as W&B's types. One that fails is skipped with a
-        line on stderr, and so are those after it; the files stay in the run's directory."""
+        """Returns images, pages, tables and histograms as W&B's types. After an error, it prints a
+        line on stderr and skips the rest; the files stay in the run directory."""
         wandb, media = self.wandb, {}
         try:
             if sample and (step >= self.next_sample or step == self.last_step):
@@ -126,7 +126,7 @@ class Tracker:
                     media[key] = wandb.Html(str(path), inject=False)
                 for key, (columns, rows) in snapshot.tables.items():
                     media[key] = wandb.Table(columns=list(columns), data=list(map(list, rows)))
-                for key, values in snapshot.histograms.items():  # a head with NaN has none
+                for key, values in snapshot.histograms.items():  # none if a value is NaN or inf
                     media[key] = wandb.Histogram(list(values))
         except Exception as error:
             _print(f"an image, page or table was not logged ({_cause(error)})")
