@@ -60,7 +60,7 @@ def gelu(x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         # (1 + tanh(u)) / 2 = sigmoid(2 u), which takes a third of the time when compiled for a CPU.
-        # Without compilation, each operation would round its result, so F.gelu is used instead.
+        # Without compilation, bf16 would round the result of every operation, so F.gelu is used.
         return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
     return F.gelu(x, approximate="tanh")
 
@@ -222,8 +222,8 @@ class GPT(nn.Module):
 
         callback(layer, attn_weights, attn_scores) is called for layer 0, 1, ...; both tensors are
         (B, H, T, T) in fp32 and are freed before the next layer unless the callback stores them.
-        The model is in eval mode during the call. It is called as self(...) because FSDP's forward
-        hooks gather the sharded parameters.
+        The model is in eval mode during the call. With FSDP, the hooks of self(...) gather the
+        sharded parameters.
         """
 
         def capturing(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _) -> Tensor:
@@ -235,7 +235,7 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            first = input_ids.new_zeros(len(input_ids))  # computes few logits: they are not used
+            first = input_ids.new_zeros(len(input_ids))  # position 0: its logits are not used
             self(input_ids, layer_kernel=capturing, logits_at=first)
         finally:
             self.train(was_training)

@@ -147,7 +147,7 @@ class Preparation:
         elif any(record.plan != self.plan for record in self._records().values()):
             cause = "contains a preparation of other files or with other settings"
         elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
-            cause = "the text files have changed, or its token files are damaged"
+            cause = "the text files have changed, or the token files are damaged"
         if cause:
             fix = "use another out=, or delete the folder"
             raise DataError("out", self.folder, cause, fix)

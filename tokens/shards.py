@@ -77,7 +77,7 @@ class Manifest(BaseModel):
         files = {shard.file for shard in self.shards}
         tokens = sum(shard.tokens for shard in self.shards)
         if (len(files), tokens, BLOCK_BYTES) != (len(self.shards), self.tokens, self.block_bytes):
-            raise ValueError("its totals do not match its shards")
+            raise ValueError("the numbers of tokens and shards do not match the list of shards")
         return self
 
 

@@ -13,7 +13,7 @@ and shape. The output head is not stored: it is token_emb.weight. optimizer.safe
 named KEY.PARAMETER, such as exp_avg.token_emb.weight. KEY is a key of optimizer.state_dict():
 step (a scalar), exp_avg and exp_avg_sq for AdamW, momentum_buffer for Muon. If a parameter has no
 tensor in this file, its optimizer state starts empty. state.json is UTF-8 and may contain NaN and
-Infinity, which Python's json reads. Random generators and the data position are not stored: they
+Infinity, which Python's json reads. Random states and the data position are not stored: they
 are functions of seed, step and rank. No file is a pickle.
 
 saver.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the

@@ -78,7 +78,7 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     """
     given, known = flat(config.model_dump()), flat(stored)
     if broken := sorted(GROUPS.keys() & known.keys()):
-        cause = f"settings.{broken[0]} is not a group of settings"
+        cause = f"in state.json, settings.{broken[0]} must be a group of settings"
         raise CheckpointError("checkpoint", found, cause, "use another checkpoint")
     before = given | {
         key: known[key] for key in given.keys() & known.keys() if not _is_of(key, OF_THE_LAUNCH)
