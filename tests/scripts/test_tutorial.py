@@ -49,7 +49,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[list]:
                 found.append(("image", data["image/png"]))
             elif "<iframe" in data.get("text/html", ""):
                 found.append(("page", data["text/html"]))
-            else:  # rich displays each line of a training run as HTML and as plain text
+            else:  # printed text, or the value of the last line
                 found.append(("text", data["text/plain"] if data else output.text))
         groups = itertools.groupby(found, lambda item: item[0])
         joined = [(kind, [content for _, content in group]) for kind, group in groups]
