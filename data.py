@@ -51,7 +51,7 @@ __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get
 
 
 def load_streams(config: DataConfig, path: str | list[str]) -> dict[str, TokenStream]:
-    """Returns {"train": stream}, and "val" if token files have "val" in their names."""
+    """Returns {"train": stream}; also "val" if some, not all, token files are named val."""
     if is_shards(path):
         return open_shards(path, config.tokenizer, config.verify)
     files = find_files(path)

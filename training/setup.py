@@ -52,7 +52,7 @@ from training.translate_errors import translate_errors
 
 
 def build_run(config: Config, signals: StopSignals | None = None) -> Run:
-    """Builds all components. Before all checks have passed, a run directory is only locked.
+    """Builds all components. Until all checks have passed, a run directory is only locked.
 
     signals: requests to stop the run. Raises a ClearheadError.
     """

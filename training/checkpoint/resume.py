@@ -1,6 +1,7 @@
 """Decides how a run starts: as a new run, resumed from its checkpoint, or as a branch of another.
 
-The functions here lock the run directory and write nothing else to it.
+The functions here write nothing to the run directory, except for its lock. Locking removes the
+temporary files of killed processes.
 """
 
 import contextlib

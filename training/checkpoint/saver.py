@@ -47,7 +47,7 @@ class Saver:
             self._prune(resumed.best_step)
 
     def _clean_up(self, newest: int) -> None:
-        """Removes incomplete checkpoints. Renames those after step `newest`: they are damaged,
+        """Removes incomplete checkpoints. Renames others after step `newest`: they are damaged,
         because the run resumes from `newest`."""
         for part in self.folder.glob("*.part"):
             remove(part)

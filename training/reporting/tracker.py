@@ -3,8 +3,9 @@
 The statistics of single heads, their histograms and the table of heads are logged only to W&B; on
 disk they are in attention/statistics.jsonl and attention/heads.csv.
 
-An error of W&B never ends or blocks the training. Each call has a timeout. After the first error
-the tracker prints a line on stderr and writes only to disk. docs/wandb.md describes the dashboard.
+An error of W&B never ends or blocks the training. Calls that may wait have a timeout. After the
+first error the tracker prints a line on stderr and writes only to disk. docs/wandb.md describes the
+dashboard.
 """
 
 import contextlib
