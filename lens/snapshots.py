@@ -124,14 +124,14 @@ class Lens:
 
     def strongest_heads(self) -> list[str]:
         """Returns the strongest head of each type if its value is at least 0.25, for example
-        "induction L5 H1: 0.83 (halfway there at step 400)". Empty before the last snapshot.
+        "induction L5 H1: 0.83 (half of the change by step 400)". Empty before the last snapshot.
         """
         found = []
         for key, rank, layer, head, value, _, step in self.table:
             if rank == 1 and key in KINDS and value >= 0.25:
                 title = STATISTICS[key].title
                 found.append(
-                    f"{title} L{layer} H{head}: {value:.2f} (halfway there at step {step})"
+                    f"{title} L{layer} H{head}: {value:.2f} (half of the change by step {step})"
                 )
         return found
 

@@ -37,7 +37,9 @@ SETTINGS = {
     "data.path=[]": "must not be empty; see --help",
     "foo": "not of the form KEY=VALUE; write KEY=VALUE; if it contains blanks, quote it: "
     "'KEY=some words'",
-    "name=[a,": "not a valid Hydra override; if the value is text, quote it twice: 'name=\"TEXT\"'",
+    "name=[a,": "not a valid Hydra override; if the value is text, write 'name=\"[a,\"'",
+    "data.path=l'été.txt": "not a valid Hydra override; if the value is text, write "
+    """'data.path="l'"'"'été.txt"'""",
     "+lens=often": "exists already; write lens=often, without +",
 }
 # Text file: (content, message).

@@ -6,6 +6,7 @@ state.
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from errors import NO_VALUE, ConfigError, Problem, refuse
+from errors import NO_VALUE, ConfigError, Problem, refuse, shorten
 from training.config.command_line import not_a_setting
 from training.config.other_names import current_names, unknown_key
 from training.config.schema import Config, known_settings
@@ -102,7 +103,8 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
 
 def quoting(text: str) -> str:
     """Returns a hint: how to quote a value with a comma, a bracket, a quote or an accent."""
-    return f"""if the value is text, quote it twice: '{text.partition("=")[0]}="TEXT"'"""
+    key, _, value = text.replace('"', r"\"").partition("=")
+    return "if the value is text, write " + shlex.quote(f'{key}="{shorten(value)}"')
 
 
 def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
