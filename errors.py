@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-NO_VALUE = ...  # Problem.value if there is none; `...` stays the same object when pickled
+NO_VALUE = ...  # Problem.value if there is none; `...` is the same object in every process
 DEBUG_HINT = "rerun with debug=true to see the traceback"  # for errors that are not ClearheadError
 # For weights, gradients or losses that are NaN or inf.
 DIVERGENCE_HINT = "use a smaller optimizer.lr, more trainer.warmup_steps or trainer.precision=fp32"
@@ -131,7 +131,7 @@ class ConfigError(ClearheadError, ValueError):
     def __init__(self, problems: list[Problem]):
         self.problems = [p if isinstance(p, Problem) else Problem(*p) for p in problems]
         super().__init__(*self.problems[0])
-        self.args = (self.problems,)  # the arguments of __init__ when it is unpickled
+        self.args = (self.problems,)  # for a copy in another process: the arguments of __init__
 
     @property
     def print_on_this_rank(self) -> bool:

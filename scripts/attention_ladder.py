@@ -19,18 +19,13 @@ input, H heads, D head_dim, d_out = H * D.
 """
 
 import math
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
 from attention import MultiHeadAttention, causal_attn_weights, causal_mask, explicit
-from errors import sanitize
-from lens.heatmap import draw_layer
-from lens.probe import Prompt, to_codes
-from training.config.command_line import OutFile, ScriptConfig, settings_command
+from training.config.command_line import ScriptConfig, settings_command
 
 WORDS = ["The", "old", "ferry", "bell", "rang", "twice"]
 # Each word as a vector of three numbers. A real model learns vectors of hundreds of numbers.
@@ -203,7 +198,7 @@ and splits its output into heads: one large matrix product instead of many small
     print("The same with joined matrices, line by line:\n")
     split = (num_tokens, num_heads, head_dim)
     queries = show_shape("queries = x @ W_query", x @ joined(W_query), "(T, H * D)")
-    queries = show_shape("  .view(T, H, D)", queries.view(split), "(T, H, D): H pieces a row")
+    queries = show_shape("  .view(T, H, D)", queries.view(split), "(T, H, D): H vectors per row")
     queries = show_shape("  .transpose(0, 1)", queries.transpose(0, 1), "(H, T, D): one per head")
     keys = (x @ joined(W_key)).view(split).transpose(0, 1)  # (H, T, D), like the values
     values = (x @ joined(W_value)).view(split).transpose(0, 1)
@@ -246,7 +241,7 @@ sqrt(H). Row 1 of the output for a random input (2, 5, 6), with two heads and d_
     show("divided by sqrt(head_dim)", attention(x)[0, 1:2], ["right"])
 
 
-def heatmap(out: str, steps: int = 200) -> None:
+def trained_heads(steps: int = 200) -> None:
     why = f"""\
 The module is trained for {steps} steps to output the previous token. The inputs are the six words
 in random order: a vector of 12 numbers, six for the word and six for the position. The heatmaps
@@ -277,24 +272,14 @@ each query token attends mostly to the token before it."""
         optimizer.step()
         if step in (1, steps):
             print(f"step {step:>3}  loss {loss.item():.4f}")
-    attn_weights = weights_for_the_sentence()
-    show_heatmaps("\nafter training", attn_weights)
-
-    if out:  # drawn like the heatmaps of a training run
-        rows, columns = torch.tril_indices(len(WORDS), len(WORDS))
-        codes = to_codes(attn_weights[:, rows, columns]).numpy()
-        prompt = Prompt("sentence", " ".join(WORDS), list(range(len(WORDS))), WORDS)
-        draw_layer(codes, prompt, steps, layer=0, path=Path(out))
-        print(sanitize(f"wrote {out}: the heatmaps after training as an image"))
+    show_heatmaps("\nafter training", weights_for_the_sentence())
 
 
 class LadderConfig(ScriptConfig):
-    """python -m scripts.attention_ladder [out=FILE.png]
+    """python -m scripts.attention_ladder
 
     Attention in nine small steps: the reason, the formula and the tensors of each.
     """
-
-    out: OutFile = Field("attention-ladder.png", description="the heatmap to write; empty: none")
 
 
 @settings_command(LadderConfig)
@@ -310,7 +295,7 @@ def main(settings: LadderConfig) -> None:
     dropout(attn_weights)
     several_heads(x)
     the_module(x)
-    heatmap(settings.out)
+    trained_heads()
 
 
 if __name__ == "__main__":
