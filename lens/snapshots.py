@@ -29,6 +29,8 @@ class Snapshot:
     images: dict[str, Path] = field(default_factory=dict)  # PNG
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     tables: dict[str, tuple[Sequence, Sequence]] = field(default_factory=dict)  # columns, rows
+    # Curves of a statistic: (steps, for each layer the mean over its heads at each step).
+    charts: dict[str, tuple[list[int], dict[str, list[float]]]] = field(default_factory=dict)
 
 
 class Lens:
@@ -95,7 +97,8 @@ class Lens:
         snapshot = _dashboard_values(frame.row)
         if self.draws(step, max_steps):
             self._draw(frame, folder, run_name, snapshot)
-            if step > 0 and self._time_lapse_is_due(step, max_steps):
+            if step > 0 and self._quarter_is_complete(step, max_steps):
+                snapshot.charts = _charts(self.history)
                 path = self._write_timelapse(folder, run_name, self.history)
                 snapshot.pages["attention/timelapse"] = path
         if step == max_steps:
@@ -142,7 +145,7 @@ class Lens:
         every = max(1, self.config.interval(max_steps))
         return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
 
-    def _time_lapse_is_due(self, step: int, max_steps: int) -> bool:
+    def _quarter_is_complete(self, step: int, max_steps: int) -> bool:
         """Whether another quarter of the run was completed since the last images."""
         before = max(0, step - self._drawn_every(max_steps))
         return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
@@ -199,6 +202,18 @@ def _dashboard_values(row: Row) -> Snapshot:
             for head, value in enumerate(of_heads):
                 heads[f"attention_heads/{key}/L{layer:02d}H{head:02d}"] = float(value)
     return Snapshot(metrics, heads, histograms)
+
+
+def _charts(history: History) -> dict[str, tuple[list[int], dict[str, list[float]]]]:
+    """Returns the curves of each statistic by dashboard key, as Snapshot.charts."""
+    rows, charts = evenly_spaced(history.rows, MAX_HISTORY), {}
+    for key in STATISTICS:
+        defined = [row for row in rows if np.isfinite(row.values[key]).all()]
+        if defined:
+            means = np.stack([row.values[key].mean(1) for row in defined], axis=1)  # (L, steps)
+            lines = {f"L{layer:02d}": line.tolist() for layer, line in enumerate(means)}
+            charts[f"attention_statistics/{key}"] = ([row.step for row in defined], lines)
+    return charts
 
 
 def _remove_from(folder: Path, step: int) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 # Must be set before torch or wandb is imported. One thread, because tests run in two processes.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["WANDB_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Compiled code of tests is not cached.
 cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
@@ -22,8 +21,9 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 # No W&B account, and no variables of a launcher that may have started the tests.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_")
 for name in tuple(os.environ):
-    if name.startswith(("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR", *LAUNCHER)):
+    if name.startswith(("WANDB_", *LAUNCHER)):
         del os.environ[name]
+os.environ["WANDB_MODE"] = "disabled"
 
 pytest.register_assert_rewrite("helpers")
 sys.path.insert(0, str(Path(__file__).resolve().parent / "no_network"))

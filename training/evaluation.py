@@ -70,7 +70,9 @@ class Validation:
         loss = total / count
         if self.bytes_per_token is None:
             return {"val/loss": loss, "val/accuracy": right / count}
-        return {"val/loss": loss, "val/bits_per_byte": loss / math.log(2) / self.bytes_per_token}
+        bits_per_byte = loss / math.log(2) / self.bytes_per_token
+        perplexity = math.exp(min(loss, 700))  # exp(710) is not a float
+        return {"val/loss": loss, "val/perplexity": perplexity, "val/bits_per_byte": bits_per_byte}
 
 
 @dataclass

@@ -41,8 +41,9 @@ from training.evaluation import Evaluator, Validation
 from training.optim.optimizers import NonFiniteCheck, build_optimizer, learning_rate
 from training.planning.micro_batch import check_memory, find_micro_batch
 from training.reporting.console import Console
-from training.reporting.jsonl import drop_rows_after
+from training.reporting.jsonl import RowFile, drop_rows_after
 from training.reporting.lens_runner import FAILED, LensRunner
+from training.reporting.machine import environment
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
 from training.reporting.tracker import NoTracker, Tracker
@@ -112,12 +113,18 @@ def _build(
     if config.trainer.micro_batch_size == "auto":
         config.trainer.micro_batch_size = find_micro_batch(config, strategy, is_compiled)
     state = restore(config, strategy, start, data, model, optimizer)
-    opened = strategy.on_rank_0(lambda: open_directory(config, start, state, model, notes, closing))
+    opened = strategy.on_rank_0(
+        lambda: open_directory(config, strategy, start, state, model, notes, closing)
+    )
     directory, saver, tracker = opened or (None, None, NoTracker())
     directory = Path(strategy.broadcast(str(directory)))
     state.wandb_id = tracker.run_id or state.wandb_id
     console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
     closing.callback(console.close)
+    if config.wandb.watch and strategy.name == "fsdp":
+        notes.append("wandb.watch: no effect with FSDP")
+    elif config.wandb.watch:
+        tracker.watch(model, optimizer, lambda: (state.step + 1) % config.trainer.eval_every == 0)
     profiled = config.trainer.profile and strategy.is_rank_0
     profiler = Profiler(profiled, directory / "profile", strategy.device)
     closing.callback(profiler.close)
@@ -257,6 +264,7 @@ def restore(
 
 def open_directory(
     config: Config,
+    strategy: Strategy,
     start: Start,
     state: State,
     model: GPT,
@@ -273,7 +281,12 @@ def open_directory(
         notes.extend(saver.disk_space_notes(12 * model.num_parameters()))
         run_directory.write_settings(directory, state.settings)
         drop_rows_after(directory, state.step if start.state else -1)
-        tracker = Tracker(config.wandb, directory, state.settings, state.wandb_id)
+        started = environment(str(strategy.device), strategy.world_size)
+        starts = RowFile(directory / "starts.jsonl")
+        starts.append({"step": state.step} | started)
+        starts.close()
+        settings = state.settings | {"environment": started}
+        tracker = Tracker(config.wandb, directory, settings, state.wandb_id)
         closing.push(lambda _, error, __: tracker.finish(exit_code_of(error)))
         tracker.summary({"parameters": model.num_parameters()})
         notes.extend(config.wandb.ignored())

@@ -24,7 +24,7 @@ from training.config.other_names import rename_stored
 
 LOCK, SETTINGS_JSON, CONFIG_YAML = ".lock", "run.json", "config.yaml"
 # These files are opened for writing; all others are written to a temporary name and renamed.
-OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl")
+OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl", "starts.jsonl")
 # Errors of flock on a file system without locks.
 LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 WAIT_FOR_PREDECESSOR = 30  # seconds; torchrun restarts processes before the old ones have ended

@@ -28,10 +28,7 @@ from training.config.command_line import not_a_setting
 from training.config.other_names import current_names, unknown_key
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
-from training.config.yaml_files import CONFIGS, REPOSITORY
-
-# In YAML files, `${repository:}` is the folder of this repository.
-OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
+from training.config.yaml_files import CONFIGS
 
 
 def compose(

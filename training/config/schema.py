@@ -24,18 +24,20 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from errors import NO_VALUE, Problem, refuse
 from training.config.other_names import unknown_key
-from training.config.yaml_files import default_values, flat
+from training.config.yaml_files import default_values, environment_variable, flat
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
 MUST_BE = "must be "
 FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
-PROJECT_NAME = r"^[^/\\#?%:]+$"  # as W&B requires
+NO_SEPARATORS = r"^[^/\\#?%:]+$"  # as W&B requires
+RUN_ID = r"^[\w-]{1,128}$"  # of W&B
 PATTERNS = {
     FOLDER_NAME: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ ; after the first character "
     "also . = , + -",
-    PROJECT_NAME: r"must not be empty and must not contain / \ # ? % :",
+    NO_SEPARATORS: r"must not be empty and must not contain / \ # ? % :",
     r"\S": "must not be empty or blank",
+    RUN_ID: "must have 1 to 128 characters: A-Z, a-z, 0-9, _ and -",
 }
 WORDING = {  # pydantic's wording: ours
     "(Input|List|String) should": "must",
@@ -260,27 +262,63 @@ class ParallelConfig(Settings):
 Label = Annotated[Name, Field(max_length=128)]
 
 
+def _not_empty(value: object) -> object:
+    """Treats an empty environment variable as unset."""
+    return None if value == "" else value
+
+
+def _tags(value: object) -> object:
+    """Splits tags at commas, as W&B splits WANDB_TAGS."""
+    return [tag for tag in value.split(",") if tag] if isinstance(value, str) else value
+
+
+def _console(value: object) -> object:
+    return "off" if value is False else value  # YAML reads off as false
+
+
+@rule
+def _mode_of_environment(mode: str, _: dict) -> None:
+    value = os.environ.get("WANDB_MODE", "")
+    if mode == "auto" and value not in ("", "auto", "online", "offline", "disabled"):
+        reason = f"{value} is not one of online, offline, disabled"
+        raise rejected(reason, "correct the environment variable", "WANDB_MODE")
+
+
+OptionalName = Annotated[Name | None, BeforeValidator(_not_empty)]
+OptionalLabel = Annotated[Label | None, BeforeValidator(_not_empty)]
+RunId = Annotated[Name, Field(pattern=RUN_ID)]
+
+
 class WandbConfig(Settings):
     """Weights & Biases. The maximum lengths are those of W&B."""
 
-    mode: Literal["auto", "online", "offline", "disabled"]
-    entity: Name | None
-    project: Annotated[Label, Field(pattern=PROJECT_NAME)]
-    name: Label | None
-    group: Label | None
+    mode: Annotated[Literal["auto", "online", "offline", "disabled"], _mode_of_environment]
+    entity: OptionalName
+    project: Annotated[Label, Field(pattern=NO_SEPARATORS)]
+    name: OptionalLabel
+    id: Annotated[RunId | None, BeforeValidator(_not_empty)]
+    group: OptionalLabel
     job_type: Annotated[Name, Field(max_length=64)]
-    tags: list[Annotated[Sentence, Field(max_length=64)]]
-    notes: Name | None
+    tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
+    notes: OptionalName
+    dir: OptionalName
     log_model: Literal[False, "best", "last"]
     alerts: bool
+    watch: Literal[False, "gradients", "parameters", "all"]
+    save_code: bool
+    console: Annotated[Literal["off", "auto", "wrap", "redirect"], BeforeValidator(_console)]
 
     def wanted(self) -> str:
-        """Returns the mode; for auto, the value of WANDB_MODE if it is set."""
-        return os.environ.get("WANDB_MODE", "auto") if self.mode == "auto" else self.mode
+        """Returns the mode; for auto, the mode that WANDB_MODE or WANDB_DISABLED gives, if any."""
+        if self.mode != "auto":
+            return self.mode
+        if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
+            return "disabled"
+        return os.environ.get("WANDB_MODE") or "auto"
 
     def ignored(self) -> list[str]:
         """Returns a line for each setting that has no effect because W&B is off."""
-        asked = [key for key in ("log_model", "alerts") if getattr(self, key)]
+        asked = [key for key in ("log_model", "alerts", "watch", "save_code") if getattr(self, key)]
         is_off = self.wanted() == "disabled"
         return [f"wandb.{key}: no effect, because W&B is off" for key in asked if is_off]
 
@@ -367,8 +405,15 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
     if "hint" not in context:
         for pattern, ours in WORDING.items():
             reason = re.sub(pattern, ours, reason)
-    hint = context.get("hint", "see --help")
-    return Problem(key, flat(values).get(key, NO_VALUE), reason, hint)
+    value = flat(values).get(key, NO_VALUE)
+    return Problem(key, value, reason, context.get("hint") or _hint(key, value))
+
+
+def _hint(key: str, value: object) -> str:
+    variable = environment_variable(key)
+    if variable and os.environ.get(variable) == value:
+        return f"correct the environment variable {variable}"
+    return "see --help"
 
 
 def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:

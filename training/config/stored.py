@@ -15,6 +15,7 @@ SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
 # checkpoint, unless they are on the command line.
 OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
 OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume", "trainer.resume_override")
+OF_THE_LAUNCH += ("wandb.id",)
 # If these are null, `resolve_auto` sets them. A resumed run keeps their values.
 AUTOMATIC = (
     "trainer.warmup_steps",

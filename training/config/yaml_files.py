@@ -1,15 +1,17 @@
 """Reads configs/: the default value of each setting, and its meaning from the comment after it."""
 
-import copy
 import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
+from omegaconf import OmegaConf
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs"
+# In YAML files, `${repository:}` is the folder of this repository.
+OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
 SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
 
 
@@ -30,15 +32,20 @@ def defaults_and_meanings() -> dict[str, tuple[object, str]]:
             if match and match[1] not in ("defaults", "hydra"):
                 key = f"{group}.{match[1]}" if group else match[1]
                 found[key] = values[match[1]], match[2] or ""
-    path, meaning = found["data.path"]
-    found["data.path"] = path.replace("${repository:}", str(REPOSITORY)), meaning
     return found
 
 
 def default_values() -> dict:
-    """Returns the default settings as nested plain values."""
+    """Returns the default settings as nested plain values, without interpolations."""
     values = {key: value for key, (value, _) in defaults_and_meanings().items()}
-    return copy.deepcopy(nested(values))
+    return OmegaConf.to_container(OmegaConf.create(nested(values)), resolve=True)
+
+
+def environment_variable(key: str) -> str | None:
+    """Returns the environment variable that the default value of a setting reads, if any."""
+    default, _ = defaults_and_meanings().get(key, (None, ""))
+    match = re.match(r"\$\{oc\.env:(\w+)", str(default))
+    return match and match[1]
 
 
 def flat(tree: Mapping) -> dict[str, object]:

@@ -1,13 +1,17 @@
-"""Processor, commit and package versions, which are published with measurements."""
+"""Processor, commit and package versions: published with measurements, recorded by every run."""
 
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from training.config.yaml_files import REPOSITORY
+from training.distributed.launch import launch_command
 
 PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")
 
@@ -23,6 +27,27 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
         "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
+    }
+
+
+def environment(device: str, ranks: int) -> dict:
+    """Returns what a run records when it starts: time, command line, commit, device, versions.
+
+    clean: whether the tracked files are those of the commit. device: such as cuda:0.
+    """
+    import torch
+
+    kind = device.partition(":")[0]
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else kind
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join([*launch_command(), *sys.argv]),
+        "clean": not git(REPOSITORY, "status", "--porcelain", "--untracked-files=no"),
+        "device": name,
+        "ranks": ranks,
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        **machine((*PACKAGES, "hydra-core", "wandb")),
     }
 
 

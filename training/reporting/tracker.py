@@ -23,12 +23,18 @@ from typing import TYPE_CHECKING
 from errors import sanitize
 from training.checkpoint.run_directory import CONFIG_YAML
 from training.config.schema import WandbConfig
+from training.config.yaml_files import REPOSITORY
 from training.reporting.jsonl import RowFile
+from training.reporting.machine import git
 from training.reporting.report import sample_page
 
 if TYPE_CHECKING:
-    from lens.snapshots import Snapshot
+    import torch
 
+    from lens.snapshots import Snapshot
+    from training.reporting.watch import Histogram
+
+OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
 CALL_SECONDS = 30  # for the W&B process to answer
@@ -54,6 +60,7 @@ class Tracker:
         self.samples = RowFile(folder / "samples.jsonl")
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
+        self.watched: dict[str, Histogram] = {}  # of the tensors at the current step
         self.run = None
         if config.wanted() == "disabled":
             return
@@ -66,8 +73,8 @@ class Tracker:
             self.run = _start(wandb, config, folder, settings, run_id)
         except Exception as error:
             self._stop_logging(error)
-        # Hidden: a thousand curves would fill the workspace. Users can add panels for them.
-        self._call(lambda run: run.define_metric("attention_heads/*", hidden=True))
+        self._call(_define_metrics)
+        self._call(lambda run: _upload_code(run) if config.save_code else None)
 
     @property
     def run_id(self) -> str | None:
@@ -129,9 +136,33 @@ class Tracker:
                     media[key] = wandb.Table(columns=list(columns), data=list(map(list, rows)))
                 for key, values in snapshot.histograms.items():  # none if a value is NaN or inf
                     media[key] = wandb.Histogram(list(values))
+                for key, (steps, lines) in snapshot.charts.items():
+                    title = key.rpartition("/")[2].replace("_", " ")
+                    series = {"keys": list(lines), "ys": [list(line) for line in lines.values()]}
+                    media[key] = wandb.plot.line_series(
+                        steps, **series, title=title, xname="step", split_table=True
+                    )
+            for key, counts_and_edges in self.watched.items():
+                media[key] = wandb.Histogram(np_histogram=counts_and_edges)
+            self.watched = {}
         except Exception as error:
             _print(f"an image, page or table was not logged ({_cause(error)})")
         return media
+
+    def watch(
+        self,
+        model: "torch.nn.Module",
+        optimizer: "torch.optim.Optimizer",
+        is_due: Callable[[], bool],
+    ) -> None:
+        """Logs histograms of gradients and parameters (wandb.watch) of the steps where is_due()."""
+        from training.reporting.watch import histograms  # imports torch
+
+        def before_step(*_) -> None:
+            if self.run and is_due():
+                self.watched = histograms(model, optimizer, self.config.watch)
+
+        optimizer.register_step_pre_hook(before_step)
 
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""
@@ -237,7 +268,28 @@ class NoTracker(Tracker):
     def _nothing(self, *_, **__) -> None: ...
 
     run_id = property(_nothing)
-    log = log_model = summary = alert = sync = finish = where = _nothing
+    log = log_model = summary = watch = alert = sync = finish = where = _nothing
+
+
+def _define_metrics(run) -> None:
+    """Defines how the dashboard and the summary show the metrics."""
+    # Hidden: a panel for each would fill the workspace. Users can add panels for them.
+    for hidden in ("attention_heads/*", "attention_layers/*"):
+        run.define_metric(hidden, hidden=True)
+    run.define_metric("train/tokens")  # an x-axis for all charts: every row has it
+    for key in ("val/loss", "val/perplexity", "val/bits_per_byte"):
+        run.define_metric(key, summary="min,last")
+    run.define_metric("val/accuracy", summary="max,last")
+
+
+def _upload_code(run) -> None:
+    """Uploads the Python and YAML files that git tracks; W&B adds the uncommitted changes."""
+    tracked = {str(REPOSITORY / name) for name in git(REPOSITORY, "ls-files").splitlines()}
+
+    def is_code(path: str) -> bool:
+        return path.endswith((".py", ".yaml")) and path in tracked
+
+    run.log_code(str(REPOSITORY), f"source-{run.project}-train.py", include_fn=is_code)
 
 
 def _start(
@@ -245,20 +297,22 @@ def _start(
 ):
     """Starts the W&B run, offline if there is no API key or the server does not answer."""
     wandb_settings = wandb.Settings(
-        console="off",
+        console=config.console,
         quiet=True,
         show_info=False,
-        disable_git=True,
-        save_code=False,
+        git_root=str(REPOSITORY),
+        save_code=config.save_code,
         init_timeout=START_SECONDS,
         finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
         finish_timeout_raises=True,
     )
     wandb.setup(wandb_settings)
 
-    options = config.model_dump(exclude={"mode", "log_model", "alerts"})
-    options |= {"name": config.name or folder.name, "dir": str(folder), "config": settings}
-    options |= {"id": run_id, "resume": "allow" if run_id else None}
+    options = {key: getattr(config, key) for key in OF_WANDB_INIT}
+    settings = settings | {"wandb": config.model_dump() | {"mode": config.wanted()}}
+    options |= {"name": config.name or folder.name, "config": settings}
+    options |= {"dir": config.dir or str(folder), "id": run_id or config.id}
+    options["resume"] = "allow" if options["id"] else None
 
     def init(mode: str):
         seconds = START_SECONDS + CALL_SECONDS

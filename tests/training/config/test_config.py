@@ -328,3 +328,19 @@ def test_automatic_settings_depend_on_the_length_of_the_run():
     before = {"warmup_steps": 12, "eval_every": 40, "eval_windows": 100, "log_every": 1}
     assert chosen(before, max_steps=5000, eval_windows=9) == (12, 40, 9, 1)
     assert chosen({"eval_every": None}, max_steps=120) == (24, 40, 8, 1)
+
+
+def test_environment_variables_of_wandb(monkeypatch):
+    """They are defaults. An empty variable counts as unset; an invalid one is reported."""
+    for name, value in {"PROJECT": "heads", "TAGS": "a,b", "NAME": "", "CONSOLE": "wrap"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    found = compose(["data.path=none", "wandb.tags=[c]"]).wandb
+    assert (found.project, found.tags, found.name, found.console) == ("heads", ["c"], None, "wrap")
+    assert compose(["data.path=none"]).wandb.tags == ["a", "b"]
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")
+    monkeypatch.setenv("WANDB_MODE", "on")
+    with pytest.raises(ConfigError) as error:
+        compose(["data.path=none"])
+    assert {problem.key for problem in error.value.problems} == {"WANDB_MODE", "wandb.project"}
+    assert "WANDB_PROJECT" in error.value.problems[-1].hint
+    compose(["data.path=none", "wandb=online", "wandb.project=c"])  # the variables do not count

@@ -65,8 +65,8 @@ seed=99999999999999999999
 optimizer.schedule=linear model.attention=flash data.tokenizer=x data.endoftext=maybe
 trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu trainer.resume=true
 trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strategy=many
-data.path= name= data.val_path= wandb.group= lens.prompts=[''] name=../x name=.. name=-rf
-wandb.project=team/a
+data.path= name= data.val_path= wandb.project= lens.prompts=[''] name=../x name=.. name=-rf
+wandb.project=team/a wandb.id=../x
 model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=1000
 trainer.micro_batch_size=3 data.weights=[1,2] lens.layers=[12]
 data.synthetic=induction

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 import yaml
 from helpers import REPOSITORY
 from helpers.refusals import refused
@@ -88,6 +90,9 @@ def test_modes_and_resumed_runs(tmp_path, recorded, monkeypatch):
         assert tracker.run_id == expected  # the environment of tests has W&B disabled
         tracker.finish()
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert Tracker(WandbConfig.with_defaults(), tmp_path, {}).run_id is None
+    monkeypatch.delenv("WANDB_DISABLED")
     for run_id, resume in ((None, None), ("known", "allow")):
         tracker = Tracker(WandbConfig.with_defaults(), tmp_path, {}, run_id)
         options = recorded.init.call_args.kwargs
@@ -109,6 +114,16 @@ def test_media_that_cannot_be_read_are_skipped(tmp_path, recorded, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
+# The settings of the fixture below override the last one.
+ENVIRONMENT = {
+    "WANDB_PROJECT": "heads",
+    "WANDB_NAME": "a first try",
+    "WANDB_TAGS": "a,b",
+    "WANDB_JOB_TYPE": "test",
+    "WANDB_ENTITY": "team",
+    "WANDB_RUN_ID": "my-id",
+    "WANDB_RUN_GROUP": "another",
+}
 WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
 
 
@@ -116,10 +131,13 @@ WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
 def watched(tmp_path_factory):
     """A complete offline run without an account: (run directory, and from W&B's files: rows, all
     records, folder of media files)."""
-    named = ("wandb.tags=[a,b]", "wandb.notes='What is new, [here]: nothing'")
-    named += ("wandb.group=first tries", "wandb.log_model=best", "wandb.mode=offline")
+    named = ("wandb.notes='What is new, [here]: nothing'", "wandb.group=first tries")
+    named += ("wandb.mode=offline", "wandb.log_model=best", "wandb.watch=all")
+    named += ("wandb.console=wrap", "wandb.save_code=true")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
         folder = train_in(tmp_path_factory.mktemp("watched"), *WATCHED, *named)
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
@@ -140,7 +158,7 @@ def test_without_wandb_the_same_files_are_written(watched, tmp_path):
     assert theirs.keys() == mine.keys()
     differing = {Path(path).name for path in mine if mine[path] != theirs[path]}
     with_settings = {"config.yaml", "run.json", "state.json", "SHA256SUMS", "report.html"}
-    assert differing <= {"metrics.jsonl", *with_settings}
+    assert differing <= {"metrics.jsonl", "starts.jsonl", *with_settings}
 
 
 def test_docs_list_the_recorded_keys(watched):
@@ -151,6 +169,8 @@ def test_docs_list_the_recorded_keys(watched):
     listed = [key for cell in cells for key in re.findall(r"`([^`]+)`", cell)]
     patterns = [re.sub(r"<\w+>", r"[\\w-]+", re.sub(r"\d\d", r"\\d\\d", key)) for key in listed]
     recorded = {key.partition(".")[0] for row in logged for key in row if "/" in key}
+    chart = re.compile("Custom Chart Tables/(.*)_table")  # W&B stores the values of a chart there
+    recorded = {chart.sub(r"\1", key) for key in recorded}
     found = {(key, name) for key in recorded for name in patterns if re.fullmatch(name, key)}
     assert {key for key, _ in found} == recorded
     sometimes = {"train/mfu", "train/loss_z_score", "val/accuracy"}
@@ -165,12 +185,16 @@ def test_rows_configuration_and_summary(watched):
         for key, value in mine.items():
             assert isinstance(value, str) or row[key] == pytest.approx(value)
     (run,) = (record["run"] for record in records if record["type"] == "run")
-    assert (run["project"], run["display_name"]) == ("clearhead", "watched")
+    assert (run["project"], run["display_name"]) == ("heads", "a first try")
     assert (run["run_group"], run["tags"]) == ("first tries", ["a", "b"])
+    assert (run["entity"], run["run_id"], run["job_type"]) == ("team", "my-id", "test")
     assert run["notes"] == "What is new, [here]: nothing"
     config = run["config"]["update"]  # with default and automatic values
     del config["_wandb"]
+    (start,) = map(json.loads, (folder / "starts.jsonl").read_text().splitlines())
+    assert start == {"step": 0} | config.pop("environment")
     assert config == yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["wandb"]["job_type"] == "test"
     summary = {}
     for record in records:
         if record["type"] == "summary":
@@ -178,11 +202,68 @@ def test_rows_configuration_and_summary(watched):
     pretrained = load_pretrained(folder / "checkpoints" / "best")
     model, state = pretrained.model, pretrained.state
     assert summary["best_val_loss"] == pytest.approx(state.val_loss)
+    assert summary["val/loss"]["min"] == pytest.approx(state.val_loss)
+    assert summary["val/perplexity"]["min"] == pytest.approx(math.exp(state.val_loss))
     assert summary["parameters"] == model.num_parameters()
     assert summary["exit_code"] == 0
     metrics = [record["metric"] for record in records if record["type"] == "metric"]
     hidden = [metric["glob_name"] for metric in metrics if metric["options"].get("hidden")]
-    assert hidden == ["attention_heads/*"]
+    assert hidden == ["attention_heads/*", "attention_layers/*"]
+    assert all("train/tokens" in row for row in logged)  # so that it can be the x-axis of a chart
+
+
+def test_commit_command_and_environment(watched):
+    """In starts.jsonl and, with wandb.save_code and wandb.console, the code and the output."""
+    folder, _, records, files = watched
+    start = json.loads((folder / "starts.jsonl").read_text())
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True)
+    commit = head.stdout.decode().strip()
+    assert commit.startswith(start["commit"])
+    assert start["clean"] in (True, False)
+    assert shlex.split(start["command"])[1:] == sys.argv
+    assert start["torch"] == torch.__version__
+    assert (start["device"], start["ranks"], start["threads"]) == ("cpu", 1, 1)
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert run["git"]["commit"] == commit
+    artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
+    (code,) = (one for one in artifacts if one["type"] == "code")
+    saved = {Path(file["path"]) for file in code["manifest"]["contents"]}
+    assert {Path("train.py"), Path("configs/config.yaml")} <= saved
+    assert "validation loss" in (files / "output.log").read_text()
+
+
+def test_histograms_of_gradients_and_parameters(watched):
+    """Of each validation step, in its row, for all parameters."""
+    folder, logged, *_ = watched
+    model = load_pretrained(folder / "checkpoints" / "last").model
+    sizes = {name: value.numel() for name, value in model.named_parameters()}
+    for kind in ("gradients", "parameters"):
+        for row in logged:
+            found = {name for name in sizes if f"{kind}/{name}.values" in row}
+            assert found == (sizes.keys() if row["_step"] in (2, 4) else set())
+        for name, size in sizes.items():
+            assert sum(logged[4][f"{kind}/{name}.values"]) == size
+
+
+def test_one_chart_per_statistic(watched):
+    """The charts have a line for each layer, with the values of metrics.jsonl."""
+    folder, logged, records, files = watched
+    for key in STATISTICS:
+        name = f"Custom Chart Tables/attention_statistics/{key}_table.path"
+        table = json.loads((files / logged[4][name]).read_text())
+        metric = f"attention_layers/{key}/"
+        expected = {
+            (row["step"], layer, row[f"{metric}{layer}"])
+            for row in rows(folder)
+            for layer in ("L00", "L01")
+            if f"{metric}{layer}" in row
+        }
+        assert len(expected) == 6
+        for (step, layer, value), line in zip(sorted(expected), sorted(table["data"]), strict=True):
+            assert line == [step, layer, pytest.approx(value, abs=1e-4)]
+    configs = [record["config"]["update"] for record in records if record["type"] == "config"]
+    shown = {key for update in configs for key in update if "visualize" in key}
+    assert shown == {f"_wandb.visualize.attention_statistics/{key}" for key in STATISTICS}
 
 
 def test_uploaded_model_can_be_loaded(watched, tmp_path):

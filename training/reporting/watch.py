@@ -1,0 +1,39 @@
+"""Histograms of gradients and parameters (wandb.watch).
+
+W&B's own run.watch logs the gradients of single micro-batches, in the row of another step.
+"""
+
+import numpy as np
+import torch
+
+BINS = 64
+Histogram = tuple[np.ndarray, np.ndarray]  # counts (BINS,), edges (BINS + 1,)
+
+
+def histograms(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, watched: str
+) -> dict[str, Histogram]:
+    """Returns histograms by key, such as gradients/blocks.0.att.W_query.weight.
+
+    Call it directly before optimizer.step(). watched: gradients, parameters or all. Gradients are
+    those of the complete batch after clipping. Omits tensors with non-finite values.
+    """
+    scale = getattr(optimizer, "grad_scale", None)  # the fused kernel divides gradients by it
+    found = {}
+    for name, parameter in model.named_parameters():
+        if watched != "parameters" and parameter.grad is not None:
+            gradient = parameter.grad if scale is None else parameter.grad / scale
+            found[f"gradients/{name}"] = histogram(gradient)
+        if watched != "gradients":
+            found[f"parameters/{name}"] = histogram(parameter.detach())
+    return {key: value for key, value in found.items() if value}
+
+
+def histogram(values: torch.Tensor) -> Histogram | None:
+    """Returns the histogram of a tensor; None if it has non-finite values."""
+    low, high = (float(limit) for limit in values.aminmax())
+    if not np.isfinite([low, high]).all():
+        return None
+    high = max(high, np.nextafter(np.float32(low), np.float32(np.inf)))
+    counts = torch.histc(values.float(), BINS, low, high)
+    return counts.cpu().numpy(), np.linspace(low, high, BINS + 1)
