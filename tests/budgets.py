@@ -32,12 +32,12 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # name of the value: (target, limit)
 BUDGETS = {
-    "all": (12_500, 14_140),
+    "all": (12_500, 14_310),
     "train + model + attention + data": (1_200, 910),
     "command line, schema, validation": (600, 1_190),
     "largest file": (400, 400),
     "longest function": (60, 60),
-    "imports inside functions": (40, 40),
+    "imports inside functions": (40, 42),
     "files to follow one training step": (6, 9),
 }
 

@@ -307,6 +307,7 @@ class WandbConfig(Settings):
     watch: Literal[False, "gradients", "parameters", "all"]
     save_code: bool
     console: Annotated[Literal["off", "auto", "wrap", "redirect"], BeforeValidator(_console)]
+    workspace: bool
 
     def wanted(self) -> str:
         """Returns the mode; for auto, the mode that WANDB_MODE or WANDB_DISABLED gives, if any."""
@@ -318,7 +319,8 @@ class WandbConfig(Settings):
 
     def ignored(self) -> list[str]:
         """Returns a line for each setting that has no effect because W&B is off."""
-        asked = [key for key in ("log_model", "alerts", "watch", "save_code") if getattr(self, key)]
+        keys = ("log_model", "alerts", "watch", "save_code", "workspace")
+        asked = [key for key in keys if getattr(self, key)]
         is_off = self.wanted() == "disabled"
         return [f"wandb.{key}: no effect, because W&B is off" for key in asked if is_off]
 

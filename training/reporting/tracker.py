@@ -13,9 +13,7 @@ import math
 import os
 import shlex
 import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -27,6 +25,7 @@ from training.config.yaml_files import REPOSITORY
 from training.reporting.jsonl import RowFile
 from training.reporting.machine import git
 from training.reporting.report import sample_page
+from training.reporting.timeouts import call_with_timeout, cause
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +37,7 @@ OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
 CALL_SECONDS = 30  # for the W&B process to answer
+WORKSPACE_SECONDS = 10  # to create the view of the project
 FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT overrides it
 MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
@@ -61,6 +61,7 @@ class Tracker:
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.watched: dict[str, Histogram] = {}  # of the tensors at the current step
+        self.workspace_is_due = config.workspace  # at the first attention snapshot
         self.run = None
         if config.wanted() == "disabled":
             return
@@ -114,6 +115,9 @@ class Tracker:
         if self.run:
             for_wandb = metrics | self._media(step, snapshot, sample)
             self._call(lambda run: run.log(for_wandb, step=step))
+            if self.workspace_is_due and files:
+                self.workspace_is_due = False
+                self._create_workspace(row.keys())
 
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
@@ -146,7 +150,7 @@ class Tracker:
                 media[key] = wandb.Histogram(np_histogram=counts_and_edges)
             self.watched = {}
         except Exception as error:
-            _print(f"an image, page or table was not logged ({_cause(error)})")
+            _print(f"an image, page or table was not logged ({cause(error)})")
         return media
 
     def watch(
@@ -163,6 +167,27 @@ class Tracker:
                 self.watched = histograms(model, optimizer, self.config.watch)
 
         optimizer.register_step_pre_hook(before_step)
+
+    def _create_workspace(self, keys: Iterable[str]) -> None:
+        """Creates the saved view of the project of an online run, unless it has one. An error is
+        one line on stderr."""
+        run = self.run
+        if run is None or run.offline:
+            return
+        entity, project = run.entity, run.project
+
+        def create() -> str | None:
+            from training.reporting.workspace import save_view  # imports an optional package
+
+            return save_view(entity, project, keys, replace=False)
+
+        try:
+            if url := call_with_timeout(WORKSPACE_SECONDS, create):
+                _print(f"created the workspace {url}")
+        except Exception as error:
+            command = f"python -m scripts.wandb_workspace project={shlex.quote(project)}"
+            command += f" entity={entity}"
+            _print(f"no workspace was created ({cause(error)}); create it with: {command}")
 
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""
@@ -220,7 +245,7 @@ class Tracker:
         except Exception as error:
             command = f"wandb artifact put --type model --name {run.entity}/{run.project}/{name}"
             folder = shlex.quote(str(files[0].parent))
-            _print(f"the model was not uploaded ({_cause(error)}); upload with: {command} {folder}")
+            _print(f"the model was not uploaded ({cause(error)}); upload with: {command} {folder}")
             return None
         return name
 
@@ -240,7 +265,7 @@ class Tracker:
             self._call(lambda run: run.finish(exit_code=exit_code), seconds)
         if self.run:  # finish has not failed
             self.run = None
-            _teardown()
+            teardown()
 
     def _call(self, action: Callable, seconds: float = CALL_SECONDS) -> None:
         """Calls action(run). After an error the W&B run is not used again."""
@@ -252,12 +277,12 @@ class Tracker:
 
     def _stop_logging(self, error: Exception) -> None:
         run, self.run = self.run, None
-        what = f"logging stopped ({_cause(error)}); all metrics are in metrics.jsonl"
+        what = f"logging stopped ({cause(error)}); all metrics are in metrics.jsonl"
         if run:
             record = shlex.quote(str(_wandb_folder(run)))
             what += f"; upload what was recorded with: wandb sync --include-online {record}"
         _print(what)
-        _teardown()
+        teardown()
 
 
 class NoTracker(Tracker):
@@ -327,13 +352,13 @@ def _start(
                 "or set wandb=off to disable W&B"
             )
         except Exception as error:
-            _print(f"no connection ({_cause(error)}); this run is recorded offline")
-            _teardown()  # after some server errors the W&B process ends
+            _print(f"no connection ({cause(error)}); this run is recorded offline")
+            teardown()  # after some server errors the W&B process ends
             wandb.setup(wandb_settings)
     return init("offline")
 
 
-def _teardown() -> None:
+def teardown() -> None:
     """Ends the W&B process. Otherwise Python waits for it at exit without a timeout."""
     with contextlib.suppress(Exception):
         import wandb
@@ -346,35 +371,8 @@ def _wandb_folder(run) -> Path:
     return Path(run.dir).parent
 
 
-def _cause(error: BaseException) -> str:
-    """Returns the first line of a message; further lines are advice about W&B's settings."""
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
-
-
 def _print(text: str) -> None:
     print(sanitize(f"W&B: {text}"), file=sys.stderr)
-
-
-def call_with_timeout(seconds: float, function: Callable):
-    """Returns function(). Raises TimeoutError if it takes longer than `seconds`, and RuntimeError
-    for its errors.
-
-    Calls it in a daemon thread: if it never returns, the process can end nevertheless.
-    """
-    future = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # also SystemExit: wandb.teardown() calls sys.exit
-            future.set_exception(RuntimeError(_cause(error)))
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not future.done():
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return future.result()
 
 
 def _json_value(value: float) -> float | str:
