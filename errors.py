@@ -2,6 +2,7 @@
 
     KEY=VALUE: REASON; HINT
     optimizer.lr=-1.0: must be greater than 0; see --help
+    FILE:LINE: KEY=VALUE: REASON; HINT      for a setting in a YAML file of the user
 
 Every error that a user can cause is a `ClearheadError` with the attributes key, value, reason, hint
 and exit_code. `training/config/command_line.py` prints it and exits with its exit code. Code must
@@ -44,6 +45,7 @@ class Problem(NamedTuple):
     value: object  # of the setting; may be NO_VALUE
     reason: str
     hint: str  # what the user can do; may be ""
+    place: str = ""  # FILE:LINE of a setting in a YAML file of the user
 
 
 class UnknownSetting(Problem):
@@ -52,12 +54,12 @@ class UnknownSetting(Problem):
 
 def format_problem(problem: Problem) -> str:
     """Formats a problem as one line, without control characters or secrets."""
-    key, value, reason, hint = problem
+    key, value, reason, hint, place = problem
     subject = shorten(key) if value is NO_VALUE else f"{shorten(key)}={shorten(as_yaml(value))}"
     if SECRET.search(key.partition("=")[0]):
         subject = f"{key.partition('=')[0]}=(not shown)"
         hint = "keys and passwords are not settings; use environment variables"
-    message = f"{subject}: {reason}" if subject else reason
+    message = ": ".join(part for part in (place, subject, reason) if part)
     return sanitize(f"{message}; {hint}" if hint else message, keep="")
 
 
@@ -130,7 +132,7 @@ class ConfigError(ClearheadError, ValueError):
 
     def __init__(self, problems: list[Problem]):
         self.problems = [p if isinstance(p, Problem) else Problem(*p) for p in problems]
-        super().__init__(*self.problems[0])
+        super().__init__(*self.problems[0][:4])
         self.args = (self.problems,)  # for a copy in another process: the arguments of __init__
 
     @property
@@ -206,7 +208,7 @@ class OtherRankError(ClearheadError, RuntimeError):
     """An error of one rank, raised on all other ranks with the same problems and exit code."""
 
     def __init__(self, problems: list[Problem], exit_code: int):
-        super().__init__(*problems[0])
+        super().__init__(*problems[0][:4])
         self._problems, self.exit_code = [Problem(*p) for p in problems], exit_code
         self.args = (self._problems, exit_code)
 

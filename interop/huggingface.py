@@ -189,8 +189,8 @@ def model_config(file: Path, attention: str = "sdpa") -> ModelConfig:
     values |= {"dropout": theirs.get("resid_pdrop", 0.1), "qkv_bias": True, "attention": attention}
     settings, problems = validate(ModelSettings, values)
     if settings is None:
-        key, _, reason, _ = problems[0]
-        reason = reason.replace("model.emb_dim", SIZES["emb_dim"])
+        key = problems[0].key
+        reason = problems[0].reason.replace("model.emb_dim", SIZES["emb_dim"])
         raise gpt2_error(file, f"{SIZES.get(key, key)}: {reason}")
     if theirs.get("n_inner") not in (None, 4 * settings.emb_dim):
         raise gpt2_error(file, "n_inner is not 4 * n_embd")

@@ -64,6 +64,17 @@ def test_settings():
         assert str(caught.value) == f"{given.lstrip('+')}: {message}"
 
 
+def test_a_setting_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiment").mkdir()
+    content = "# @package _global_\ntrainer:\n  max_step: 3\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(content)
+    with pytest.raises(errors.ConfigError) as caught:
+        compose(["experiment=mine"], config_dir=".")
+    message = "trainer.max_step=3: no such setting; did you mean trainer.max_steps?"
+    assert str(caught.value) == f"experiment/mine.yaml:3: {message}"
+
+
 def test_several_problems_with_control_characters_and_a_secret():
     with pytest.raises(errors.ConfigError) as caught:
         compose(["name='a\x1b[31m\nb\u202e'", "wandb.api_key=s3cret"])

@@ -116,7 +116,7 @@ def find_start(
     source = own_directory(config) if in_place and config.name else config.trainer.resume
     problems = changed_settings(state.settings, config.model_dump(), source)
     if config.trainer.resume_override:
-        notes += [f"{key}={value}: {reason}" for key, value, reason, _ in problems]
+        notes += [f"{key}={value}: {reason}" for key, value, reason, *_ in problems]
         problems = [problem for problem in problems if problem.key in FIXED_BY_WEIGHTS]
     if not in_place and state.step >= config.trainer.max_steps:
         reason = f"the checkpoint {found} has already reached step {state.step}"

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
@@ -26,16 +27,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from errors import NO_VALUE, ClearheadError, ConfigError, Problem, refuse
 from training.config.command_line import errors_in_one_line, show_settings, unknown_option
-from training.config.compose import compose, problem_of
+from training.config.compose import compose, group_choices, problem_of
 from training.config.other_names import current_names
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
 from training.reporting.sweep import run_job
 
-# The options of hydra.main. Unknown options are reported before Hydra starts.
-FLAGS = "-h/--help --hydra-help --version -r/--run -m/--multirun -sc/--shell-completion --resolve"
-WITH_VALUE = "-p/--package -cp/--config-path -cd/--config-dir --experimental-rerun"
 # Overrides on ranks other than 0: Hydra creates no directories and writes no logs there.
 OTHER_RANKS = ["hydra.run.dir=.", "hydra.output_subdir=null"]
 OTHER_RANKS += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
@@ -67,7 +65,8 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
             trains = (config or options.experimental_rerun) and not (options.help or options.cfg)
             is_rank_0 = os.environ.get("RANK", "0") == "0"
             if is_rank_0 and options.help:
-                show_settings(config)
+                path = options.config_path or CONFIGS
+                show_settings(config, group_choices(options.overrides, options.config_dir, path))
             elif is_rank_0 or trains:
                 run_hydra(task, options, [] if is_rank_0 else OTHER_RANKS)
 
@@ -77,8 +76,8 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> None:
     """Calls hydra.main with additional overrides. Raises ConfigError for errors of Hydra."""
     sys.argv[1:] = sorted(sys.argv[1:], key=options.overrides.__contains__) + more  # options first
-    if options.config_path:  # relative to train.py, as in Hydra
-        sys.argv += ["--config-path", str(REPOSITORY / options.config_path)]
+    if options.config_path:
+        sys.argv += ["--config-path", options.config_path]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
         hydra.main(str(CONFIGS), "config", version_base="1.3")(task)()
@@ -90,20 +89,16 @@ def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> N
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     """Parses Hydra options and overrides, in any order. Raises ConfigError for unknown options."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = get_args_parser()  # of hydra.main
+    parser.allow_abbrev = False
+    parser.set_defaults(config_name="config")
     parser.error = lambda message: refuse(
         [Problem("command line", NO_VALUE, message, "see --hydra-help")]
     )
-    for flags in FLAGS.split():
-        parser.add_argument(*flags.split("/"), action="store_true")
-    for flags in WITH_VALUE.split():
-        parser.add_argument(*flags.split("/"))
-    parser.add_argument("-cn", "--config-name", default="config")
-    parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
-    parser.add_argument("-i", "--info", const="all", nargs="?")
-    parser.add_argument("overrides", nargs="*")
     options, unknown = parser.parse_known_intermixed_args(arguments)
     refuse([unknown_option(text, known_settings()) for text in unknown])
+    if options.config_path:  # relative to train.py, as in Hydra
+        options.config_path = str(REPOSITORY / options.config_path)
     return options
 
 
@@ -115,11 +110,11 @@ def check(options: argparse.Namespace) -> Config | None:
     if ranks != "1" and options.multirun:
         fix = "start it without torchrun, or remove -m"
         refuse([Problem("WORLD_SIZE", ranks, "a sweep runs in one process", fix)])
-    shown = (options.hydra_help, options.version, options.info, options.shell_completion)
+    shown = (options.hydra_help, options.info, options.shell_completion)
     if any(shown) or options.experimental_rerun:
         return None
     configs, problems = [], []
-    path = REPOSITORY / options.config_path if options.config_path else CONFIGS
+    path = options.config_path or CONFIGS
     for overrides in sweep_variants(options.overrides) if options.multirun else [options.overrides]:
         try:
             name, folder = options.config_name, options.config_dir

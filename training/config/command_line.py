@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -41,7 +41,7 @@ from errors import (
 from files import atomic_write
 from training.config.other_names import current_names, unknown_key
 from training.config.schema import flat_fields, groups_of, rejected, validate
-from training.config.yaml_files import CONFIGS, defaults_and_meanings, flat, nested
+from training.config.yaml_files import defaults_and_meanings, flat, nested
 
 WAIT_FOR_RANK_0 = 10  # seconds
 
@@ -126,14 +126,14 @@ def show_help(schema: type[BaseModel]) -> None:
     _print_table(rows)
 
 
-def show_settings(config: BaseModel) -> None:
+def show_settings(config: BaseModel, choices: Mapping[str, Sequence[str]]) -> None:
     """Prints the groups of train.py with their choices, and the meaning and value of each setting.
 
     config: the settings composed from the other arguments on the command line."""
     print(USAGE)
     print("Groups (GROUP=CHOICE)")
-    for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
-        print(f"  {folder.name:<10} {' | '.join(sorted(p.stem for p in folder.glob('*.yaml')))}")
+    for group, names in choices.items():
+        print(f"  {group:<10} {' | '.join(names)}")
     print("\nSettings (KEY=VALUE), meaning and [value]")
     meanings, values = defaults_and_meanings(), flat(config.model_dump())
     _print_table([(key, meaning, as_yaml(values[key])) for key, (_, meaning) in meanings.items()])

@@ -28,6 +28,7 @@ from training.config.command_line import not_a_setting
 from training.config.other_names import current_names, unknown_key
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
+from training.config.user_files import place_of, with_places
 from training.config.yaml_files import CONFIGS
 
 
@@ -45,16 +46,28 @@ def compose(
     problems: list[Problem] = []
     if config_dir is not None and not os.path.isdir(config_dir):
         refuse([Problem("--config-dir", config_dir, "folder not found", "check the path")])
-    with _hydra_state(config_path, config_dir):
+    with hydra_state(config_path, config_dir):
         texts = _checked(list(overrides), problems)
-        values = _composed(config_name, texts, problems)
-    if values is None:
-        raise ConfigError(problems)
-    return config_from(values, texts, problems)
+        try:
+            values = _composed(config_name, texts, problems)
+            return config_from(values, texts, problems)
+        except ConfigError as error:
+            later = [problem for problem in error.problems if problem not in problems]
+            raise ConfigError(problems + with_places(later, config_name, texts)) from error
+
+
+def group_choices(
+    overrides: Sequence[str], config_dir: str | None, config_path: str | Path = CONFIGS
+) -> dict[str, list[str]]:
+    """Returns the choices of each group, including those of the user's folders."""
+    with hydra_state(config_path, config_dir):
+        options = GlobalHydra.instance().config_loader().get_group_options
+        groups = options("", ObjectType.GROUP, overrides=list(overrides))
+        return {g: options(g, overrides=list(overrides)) for g in groups if g != "hydra"}
 
 
 @contextlib.contextmanager
-def _hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[None]:
+def hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[None]:
     """Initializes Hydra for these folders; restores its global state at exit."""
 
     class ConfigDir(SearchPathPlugin):
@@ -88,7 +101,10 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
             continue
         key = override.key_or_group
         is_known = key.partition("/")[0] in known or override.package is not None
-        if override.is_sweep_override():
+        if override.type is OverrideType.ADD and key in known_settings():
+            fix = f"write {text[1:]}, without +"
+            problems.append(Problem(key, text.partition("=")[2], "exists already", fix))
+        elif override.is_sweep_override():
             fix = f"use -m to train one run per value, or [1,2] for a list; {quoting(text)}"
             problems.append(Problem(text, NO_VALUE, "has several values", fix))
         elif override.type is OverrideType.CHANGE and not (is_known or key.startswith("hydra.")):
@@ -104,9 +120,9 @@ def quoting(text: str) -> str:
     return "if the value is text, write " + shlex.quote(f'{key}="{shorten(value)}"')
 
 
-def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict | None:
-    """Returns the composed values, or None after an error. Adds errors to `problems`. An unknown
-    choice of a group is skipped, so that the other overrides are checked too."""
+def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -> dict:
+    """Returns the composed values. Raises ConfigError with `problems` and an error of Hydra. An
+    unknown choice of a group is skipped, so that the other overrides are checked too."""
     try:
         # Hydra sets these in jobs only, but name=${hydra:job.num} needs them here.
         jobs = ["hydra.job.num=0", "hydra.job.id='0'"]
@@ -115,29 +131,32 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
         settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
         return OmegaConf.to_container(settings, resolve=True, throw_on_missing=True)
     except MissingConfigException as error:
-        for text in overrides:
-            key, _, value = text.lstrip("+").partition("=")
-            if f"{key}/{value}" == error.missing_cfg_file:
-                fix = f"use one of {', '.join(error.options or [])}"
-                if key == "data" and os.path.exists(value):
-                    fix = not_a_setting(value, "data.path").hint
-                problems.append(Problem(key, value, f"no such {key}", fix))
-                rest = [other for other in overrides if other != text]
-                return _composed(config_name, rest, problems)
-        problems.append(problem_of(error, overrides))
+        key, _, value = (error.missing_cfg_file or "").rpartition("/")
+        if not error.options:
+            found = problem_of(error, overrides, place_of(error, overrides))
+            raise ConfigError([*problems, found]) from error
+        fix = f"use one of {', '.join(error.options)}"
+        if key == "data" and os.path.exists(value):
+            fix = not_a_setting(value, "data.path").hint
+        rest = [text for text in overrides if text.lstrip("+") != f"{key}={value}"]
+        place = "" if rest != overrides else place_of(error, overrides)
+        problems.append(Problem(key, value, f"no such {key}", fix, place))
+        if rest == overrides:  # the choice is in a file
+            raise ConfigError(problems) from error
+        return _composed(config_name, rest, problems)
     except Exception as error:  # of Hydra, OmegaConf or YAML
-        problems.append(problem_of(error, overrides))
-    return None
+        found = problem_of(error, overrides, place_of(error, overrides))
+        raise ConfigError([*problems, found]) from error
 
 
-def problem_of(error: Exception, overrides: list[str]) -> Problem:
-    """Turns an error of Hydra or OmegaConf into a problem, with the setting if it is known."""
-    for text in overrides:
-        key, _, value = text.removeprefix("+").partition("=")
-        clashes = (f"already at '{key}'", f"Multiple values for {key}.")  # messages of Hydra
-        if text.startswith("+") and any(clash in str(error) for clash in clashes):
-            return Problem(key, value, "exists already", f"write {key}={value}, without +")
+def problem_of(error: Exception, overrides: Sequence[str], place: str = "") -> Problem:
+    """Turns an error of Hydra, OmegaConf or YAML into a problem. place: FILE:LINE or ""."""
+    error = error if str(error) or error.__cause__ is None else error.__cause__
     said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
-    key = getattr(error, "full_key", None)
-    value = NO_VALUE if key else " ".join(overrides)
-    return Problem(key or "command line", value, said.splitlines()[0].rstrip("."), "see --help")
+    first, _, more = said.partition("\n")
+    reason = f"{first} {more.partition(chr(10))[0]}" if first.endswith(":") else first.rstrip(".")
+    if key := getattr(error, "full_key", None):
+        return Problem(key, NO_VALUE, reason, "see --help")
+    if place:
+        return Problem("", NO_VALUE, reason, "correct the file", place)
+    return Problem("command line", " ".join(overrides), reason, "see --help")

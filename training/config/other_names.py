@@ -64,7 +64,10 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
 
 def unknown_key(key: str, value: object, known: Sequence[str]) -> UnknownSetting:
     """Returns the problem of an unknown key. The hint is the setting that was probably meant."""
-    last = key.rpartition(".")[2].lower()
+    group, _, last = key.lower().rpartition(".")
+    if key in known:  # in a YAML file
+        hint = f"indent {last}: in a new line below {group}:"
+        return UnknownSetting(key, value, "a name with a dot is not a setting", hint)
     for setting, names, remark in other_names():
         if last in names.split() and setting in known:
             hint = f"use {setting}{remark and f' ({remark})'}"

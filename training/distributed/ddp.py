@@ -123,8 +123,8 @@ class DDP(Strategy):
         message = None
         if self.rank == sender:
             plain = [
-                (key, None if value is NO_VALUE else as_yaml(value), reason, hint)
-                for key, value, reason, hint in problems_of(error, DEBUG_HINT)
+                (p.key, None if p.value is NO_VALUE else as_yaml(p.value), p.reason, p.hint)
+                for p in problems_of(error, DEBUG_HINT)
             ]
             message = [exit_code_of(error), socket.gethostname(), plain]
         exit_code, host, problems = self._broadcast_from(sender, message)

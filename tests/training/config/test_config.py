@@ -278,6 +278,11 @@ def test_features_of_hydra(in_process, tmp_path, monkeypatch):
     (tmp_path / "plain").symlink_to(folder)
     path = f"hydra.searchpath=[file://{tmp_path}/plain]"
     assert shown("seed=7", path, "+studies=small")["data"]["max_length"] == 16
+    for where in (config_dir, ("hydra.searchpath=[file://plain]",)):
+        code, out, _ = in_process(train.main, tmp_path, "--help", *where)
+        choices = {words[0]: words[1:] for words in map(str.split, out.splitlines()) if words}
+        assert (code, choices["studies"]) == (0, ["none", "|", "small"])
+        assert {"laptop", "mine"} <= set(choices["experiment"])
     assert shown("data.path=${oc.env:WHERE}")["data"]["path"] == "texts/a.txt"
     for option in (["--info", "searchpath"], ["--hydra-help"], ["--version"]):
         code, out, err = in_process(train.main, tmp_path, *option)

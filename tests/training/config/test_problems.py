@@ -169,27 +169,58 @@ def test_numeric_settings_reject_invalid_numbers():
             assert {problem[0] for problem in problems} == {key}, f"{key}={str(number)[:20]}"
 
 
-CONTENTS = [  # of a user's YAML file, and the key of the problem
-    ("seed: 1\nseed: 2", "command line"),
-    ("traner:\n  max_steps: 1", "traner"),
-    ("optimizer: {lr: .nan}", "optimizer.lr"),
-    ("just words", "just words"),
-    ("model: [1, 2", "command line"),
-    (b"name: \xe9", "command line"),
-    ("seed: !!python/object/apply:os.mkdir [made]", "command line"),
-    ("model: {_target_: os.mkdir}", "model._target_"),
-]
+# Content of a user's YAML file after the line "# @package _global_": key and line of the problem.
+CONTENTS = {
+    "seed: 1\nseed: 2": ("", 3),
+    "traner:\n  max_steps: 1": ("traner", 2),
+    "seed: 1\ntrainer:\n  keep: 1\n  max_step: 3": ("trainer.max_step", 5),
+    "trainer: {keep: 1,\n  max_steps: many}": ("trainer.max_steps", 3),
+    "trainer.max_steps: 5": ("trainer.max_steps", 2),
+    "lens:\n  repeated: 5": ("lens.repeated", 3),  # the old name of lens.repeat_length
+    "optimizer: {lr: .nan}": ("optimizer.lr", 2),
+    "model:\n  num_heads: 7": ("model.num_heads", 3),
+    "name: a\nseed: ${sead}": ("seed", 3),
+    "name: a\nseed: ${sead": ("seed", 3),
+    "just words": ("just words", 2),
+    "- 1\n- 2": ("", 1),
+    "model: [1, 2": ("", 2),
+    b"seed: 1\nname: \xe9": ("", 2),
+    b"trainer: {keep: 1}": ("experiment", 1),  # without the line "# @package _global_"
+    "seed: !!python/object/apply:os.mkdir [made]": ("", 2),
+    "model: {_target_: os.mkdir}": ("model._target_", 2),
+    "defaults:\n  - override /modle: gpt2-nano": ("", 3),
+    "defaults:\n  - override /model: gpt3": ("model", 3),
+    "defaults:\n  - other": ("", 3),
+    "defaults: other": ("", 2),
+    "defaults:\n  - override /model: mine": ("model.num_head", 2),  # in mine.yaml of this group
+}
 
 
 def test_files_of_settings(tmp_path, monkeypatch):
-    """Invalid files in --config-dir are reported; YAML tags create no objects."""
+    """Problems have the file and the line. YAML tags create no objects."""
     monkeypatch.chdir(tmp_path)
-    for content, key in CONTENTS:
+    put(tmp_path / "mine", "model/mine.yaml", b"defaults: [gpt2-nano]\nnum_head: 3")
+    for content, (key, line) in CONTENTS.items():
         put(tmp_path / "mine", "experiment/mine.yaml", content)
         tally(FAULT)
-        with refused(ConfigError, key):
-            compose(["experiment=mine"], config_dir=str(tmp_path / "mine"))
+        with refused(ConfigError, key) as caught:
+            compose(["experiment=mine"], config_dir="mine")
+        file = "model" if key == "model.num_head" else "experiment"
+        assert caught.value.problems[0].place == f"mine/{file}/mine.yaml:{line}", content
+    with refused(ConfigError, "command line") as caught:
+        compose(["experiment=mine", "model=gpt2-nano", "hydra.ouput=x"], config_dir="mine")
+    assert caught.value.problems[0].place == ""
     assert not (tmp_path / "made").exists()
+
+
+def test_only_problems_in_a_users_file_have_a_place(tmp_path):
+    put(tmp_path, "experiment/mine.yaml", "trainer: {keep: 0, max_steps: x}\nlens: {every: 5}")
+    given = ["experiment=mine", "trainer.max_steps=y", "lens=none", "+seed=1", "model.emb_dim=100"]
+    with pytest.raises(ConfigError) as caught:
+        compose([*given, f"hydra.searchpath=[file://{tmp_path}]"])
+    found = {problem.key: bool(problem.place) for problem in caught.value.problems}
+    keys = ["lens", "model.num_heads", "seed", "trainer.keep", "trainer.max_steps"]
+    assert found == {key: key == "trainer.keep" for key in keys}
 
 
 def put(folder, name, content):
