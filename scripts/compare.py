@@ -2,26 +2,46 @@
 
     python train.py -m optimizer=adamw,muon optimizer.lr=3e-3,1e-2 seed=0,1,2
     python -m scripts.compare runs='runs/*' target=1.9
+    python -m scripts.compare where='[optimizer.name=muon,optimizer.lr<0.01]'
 
-Runs that differ only in their seed are one row. Settings that differ between runs are columns. The
-row with the lowest metric is first. Runs of different texts or tokenizers are in separate tables,
-because their losses are not comparable. val/bits_per_byte is comparable between tokenizers. Reads
-run.json and metrics.jsonl of each run.
+Runs that differ only in their seed are one row. Settings that differ within a table are columns.
+The row with the lowest metric is first. Runs of different texts or tokenizers are in separate
+tables, because their losses are not comparable. val/bits_per_byte is comparable between tokenizers.
+Reads run.json and metrics.jsonl of each run.
 """
 
 import datetime
 import glob
+import operator
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from errors import message_of, refuse, sanitize
+from errors import as_yaml, message_of, refuse, sanitize, shorten
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.schema import Name, Paths
+from training.config.other_names import nearest
+from training.config.schema import Name, Paths, rejected
 from training.reporting import comparison as results
+from training.reporting.charts import number
 from training.reporting.machine import machine
+
+CONDITION = re.compile(r"\s*([^!<>=]+?)\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*", re.DOTALL)
+SWEEPS = "multirun"  # folder of the sweep directories in runs_dir
+ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+Condition = tuple[str, str, str]  # key, operator, value
+
+
+def _conditions(where: str | list[str]) -> list[Condition]:
+    """Parses the setting `where`. Raises `rejected`."""
+    texts = where if isinstance(where, list) else [where] if where else []
+    found = [CONDITION.fullmatch(text) for text in texts]
+    if None in found:
+        raise rejected("not of the form KEY=VALUE, or with !=, <, <=, > or >=", "see --help")
+    return [match.groups() for match in found]
 
 
 class CompareConfig(ScriptConfig):
@@ -31,6 +51,10 @@ class CompareConfig(ScriptConfig):
     """
 
     runs: Paths = Field("runs/*", description="run directories: a glob pattern, or [A,B,...]")
+    where: Annotated[str | list[str], AfterValidator(_conditions)] = Field(
+        "",
+        description="only runs with this setting or last metric: optimizer.lr<0.01, or [A,B,...]",
+    )
     metric: Name = Field("val/loss", description="metric of metrics.jsonl to compare")
     target: float | None = Field(
         None, description="also print how many tokens the metric needs to be at or below this"
@@ -50,6 +74,7 @@ def main(settings: CompareConfig) -> None:
             **machine(("torch",)),
             "metric": settings.metric,
             "target": settings.target,
+            "where": ["".join(condition) for condition in settings.where],
             "settings": results.shared(runs),
             "rows": rows,
         }
@@ -72,17 +97,45 @@ def found(settings: CompareConfig) -> list[results.Run]:
             try:
                 runs.append(results.read(folder, settings.metric))
             except (ValueError, RecursionError) as error:
-                say(f"{folder}: skipped, not a run directory ({message_of(error)})")
-                continue
-            if not runs[-1].points:
-                say(f"{folder}: skipped, no {settings.metric} after step 0")
+                if folder.name != SWEEPS:
+                    say(f"{folder}: skipped, not a run directory ({message_of(error)})")
     if not runs:
         fix = "use runs='runs/*' in the directory in which train.py was started"
         refuse([("runs", " ".join(patterns), "no run directory found", fix)])
+    runs = selected(runs, settings.where)
     if not any(run.points for run in runs):
-        fix = f"use one of {', '.join(sorted(set().union(*(run.metrics for run in runs))))}"
+        known = set().union(*(run.metrics for run in runs)) - {"step"}
+        fix = f"use one of {', '.join(sorted(known))}"
         refuse([("metric", settings.metric, "no run has this metric", fix)])
+    for run in runs:
+        if not run.points:
+            say(f"{run.folder}: skipped, no {settings.metric} after step 0")
     return [run for run in runs if run.points]
+
+
+def selected(runs: list[results.Run], conditions: list[Condition]) -> list[results.Run]:
+    """Returns the runs that meet all conditions. Raises ConfigError if there are none."""
+    for key, sign, wanted in conditions:
+        values = [run.metrics | run.settings | {"model": run.model} for run in runs]
+        problem = ("where", f"{key}{sign}{wanted}")
+        if not any(key in of_run for of_run in values):
+            near = nearest(key, sorted(set().union(*values)))
+            fix = f"did you mean {near}?" if near else "config.yaml of a run lists its settings"
+            refuse([(*problem, "no such setting or metric", fix)])
+        pairs = [(run, of_run.get(key)) for run, of_run in zip(runs, values, strict=True)]
+        runs = [run for run, value in pairs if is_met(value, sign, wanted)]
+        if not runs:
+            known = ", ".join(sorted({as_yaml(value) for _, value in pairs}))
+            refuse([(*problem, "no run meets this condition", f"the values are {shorten(known)}")])
+    return runs
+
+
+def is_met(found: object, sign: str, wanted: str) -> bool:
+    """Compares numbers, or for = and != also text."""
+    if sign in ORDER:
+        return ORDER[sign](number(found), number(wanted))
+    is_equal = as_yaml(found) == wanted or number(found) == number(wanted)
+    return is_equal == (sign == "=")
 
 
 def say(line: str) -> None:

@@ -215,11 +215,15 @@ def test_a_result_that_cannot_be_read_is_a_failure(tmp_path):
 
 
 def test_a_result_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
-    """The other jobs continue. The sweeper gets inf."""
+    """The other jobs continue. The sweeper gets inf for it, and the lowest loss after step 0."""
     losses, full, write = [], [], sweep.atomic_write
 
     def run(config):
         log(config)
+        steps = [{"step": n, "val/loss": 4.0 - (n != 1), "train/tokens": n} for n in range(3)]
+        steps[0]["val/loss"] = 1.0
+        metrics = Path(config.runs_dir) / config.name / "metrics.jsonl"
+        metrics.write_text("\n".join(map(json.dumps, steps)))
         full[:] = [config.seed == 1]
 
     def atomic_write(path, content):

@@ -33,9 +33,7 @@ def resolve_auto(config: Config, before: dict | None = None) -> None:
     before: the settings of the run that is resumed; it keeps its values.
     """
     trainer, steps, known = config.trainer, config.trainer.max_steps, flat(before or {})
-    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/benchmarks.md).
-    warmup = min(max(steps // 10, 24), 2000, steps // 5)
-    _resolve(config, "trainer.warmup_steps", known, warmup)
+    _resolve(config, "trainer.warmup_steps", known, automatic_warmup(steps))
     _resolve(config, "trainer.eval_every", known, min(max(steps // 10, 40), 1000))
     # A validation window takes at most a third of the time of a training window: validation takes
     # less than 1 % of the time, except in very short runs, which validate on at least 8 windows.
@@ -45,6 +43,11 @@ def resolve_auto(config: Config, before: dict | None = None) -> None:
     if known.get("lens.every") == 0:  # the lens was off and is now on
         del known["lens.every"]
     _resolve(config, "lens.every", known, min(max(steps // 20, 40), 1000))
+
+
+def automatic_warmup(max_steps: int) -> int:
+    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/benchmarks.md).
+    return min(max(max_steps // 10, 24), 2000, max_steps // 5)
 
 
 def _resolve(config: Config, key: str, before: dict, value: int) -> None:

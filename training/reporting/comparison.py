@@ -6,40 +6,60 @@
 
 Runs that differ only in their seed share a row; rows are sorted by the metric, lowest first. Runs
 with different texts or tokenizers are in separate tables, because their losses are not comparable.
-Used by sweeps (training/reporting/sweep.py) and scripts/compare.py. Reads run.json, metrics.jsonl.
+The columns of a table are the settings that differ between its rows. Used by sweeps
+(training/reporting/sweep.py) and scripts/compare.py. Reads run.json and metrics.jsonl.
 """
 
+import functools
 import io
 import itertools
 import json
 import math
 import statistics
+import textwrap
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from errors import as_yaml, sanitize
 from files import read_rows
 from training.checkpoint.run_directory import settings_of
-from training.config.yaml_files import flat
+from training.config.schema import VOCABULARIES
+from training.config.stored import automatic_warmup
+from training.config.yaml_files import CONFIGS, flat
 from training.reporting.charts import number
 
 # Settings that change what a run learns, although they may be changed when it is resumed.
 LEARNING = {"data.path", "data.val_path", "trainer.max_steps", "trainer.init_from"}
-Y_LIMIT = 1.5  # upper limit of a chart, relative to the median of the first values
+# If more than two of these differ between rows, the table has one column for all of them.
+SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim", "model.context_length")
+COMPARABLE = """\
+Values in different tables are not comparable. Bits per byte are comparable between tokenizers:
+python -m scripts.compare metric=val/bits_per_byte"""
+Y_LIMIT = 1.5  # upper limit of a chart, relative to the median of the first values after step 0
 COLOURS = 10  # of matplotlib; more rows repeat them and have no legend entry
+LEGEND_CHARS = 110  # characters in the width of a chart
 
 Points = list[tuple[int, float]]  # (tokens so far, metric)
 
 
 @dataclass
 class Run:
-    name: str
+    folder: Path
     settings: dict[str, object]  # by dotted name
-    metrics: set[str]  # names in metrics.jsonl
-    points: Points
+    metrics: dict[str, object]  # last value of each metric and of step, without step 0
+    points: Points  # includes step 0; empty if there is no value after step 0
     is_finished: bool
+
+    @property
+    def model(self) -> str:
+        """Returns the name of the file in configs/model with this shape, or the shape."""
+        shape = [self.settings.get(key) for key in SHAPE]
+        text = "{} layers, {} heads, width {}, context {}".format(*shape)
+        return next((name for name, known in models().items() if known == shape), text)
 
 
 @dataclass
@@ -48,6 +68,7 @@ class Row:
 
     text: str  # settings of text and tokenizer
     settings: dict[str, object]  # other settings in which any runs differ
+    model: str
     runs: list[str]
     seeds: list[object]
     unfinished: list[str]
@@ -67,15 +88,28 @@ def read(folder: Path, metric: str) -> Run:
     max_steps = settings.get("trainer.max_steps")
     if type(max_steps) is not int:
         raise ValueError("run.json is missing or damaged")
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] > 0]
-    points = []
+    rows, points = read_rows(folder / "metrics.jsonl"), []
     for row in rows:
         tokens = row.get("train/tokens")
         if metric in row and type(tokens) is int and 0 <= tokens < 2**63:
             points.append((tokens, number(row[metric])))
-    metrics = set().union(*rows) - {"step"}
+    if points and points[-1][0] == 0:  # only step 0
+        points = []
+    metrics = {name: value for row in rows if row["step"] for name, value in row.items()}
     is_finished = bool(rows) and rows[-1]["step"] >= max_steps
-    return Run(folder.name, settings, metrics, points, is_finished)
+    return Run(folder, settings, metrics, points, is_finished)
+
+
+@functools.cache
+def models() -> dict[str, list[object]]:
+    """Returns the values of SHAPE of each file in configs/model."""
+    paths = sorted((CONFIGS / "model").glob("*.yaml"))
+    files = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths}
+    keys = [key.removeprefix("model.") for key in SHAPE]
+    return {
+        name: [(files["gpt2-small"] | values)[key] for key in keys]
+        for name, values in files.items()
+    }
 
 
 def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
@@ -126,11 +160,12 @@ def summarize(
         last = [run.points[-1][1] for run in group]
         reached = [] if target is None else [tokens_to(target, run.points) for run in group]
         row = Row(
-            text=sanitize(", ".join(f"{k}={as_yaml(v)}" for k, v in text.items() if v), keep=""),
+            text=pairs({name: value for name, value in text.items() if value}),
             settings=settings,
-            runs=[run.name for run in group],
+            model=group[0].model,
+            runs=[run.folder.name for run in group],
             seeds=[run.settings.get("seed") for run in group],
-            unfinished=[run.name for run in group if not run.is_finished],
+            unfinished=[run.folder.name for run in group if not run.is_finished],
             tokens=max(run.points[-1][0] for run in group),
             curves=[run.points for run in group],
             values=last,
@@ -144,6 +179,10 @@ def summarize(
 def tokens_to(target: float, points: Points) -> int | None:
     """Returns the tokens until the metric first was at or below the target; None if never."""
     return next((tokens for tokens, value in points if value <= target), None)
+
+
+def pairs(settings: dict[str, object]) -> str:
+    return sanitize(", ".join(f"{key}={as_yaml(v)}" for key, v in settings.items()), keep="")
 
 
 def by_text(rows: list[Row]) -> list[list[Row]]:
@@ -163,31 +202,64 @@ def as_json(value: object) -> bytes:
 def tables(rows: list[Row], metric: str) -> str:
     """Returns a Markdown table, readable in a terminal, for each text and tokenizer."""
     parts = [f"## {group[0].text}\n\n{table(group, metric)}" for group in by_text(rows)]
+    if len(parts) > 1 and not metric.endswith("/bits_per_byte"):
+        parts.append(COMPARABLE)
     return "\n\n".join(parts)
 
 
 def table(rows: list[Row], metric: str) -> str:
-    head = [*rows[0].settings, "runs", "tokens", metric, "min–max"]
-    if rows[0].tokens_to_target:
-        head.append("tokens to target")
-    lines = [[*head, "run"]]
-    for row in rows:
-        count = len(row.runs)
-        unfinished = f" ({len(row.unfinished)} unfinished)" if row.unfinished else ""
-        has_spread = count > 1 and not math.isnan(row.mean)
-        cells = [as_yaml(value) for value in row.settings.values()]
-        cells += [f"{count}{unfinished}", f"{row.tokens:,}", f"{row.mean:.4f}"]
-        cells.append(f"{min(row.values):.4f}–{max(row.values):.4f}" if has_spread else "")
+    lines = []
+    for row, settings in zip(rows, shown(rows), strict=True):
+        has_range = len(row.runs) > 1 and not math.isnan(row.mean)
+        cells = {"run": label(row)} | {name: as_yaml(value) for name, value in settings.items()}
+        cells |= {"tokens": f"{row.tokens:,}", metric: f"{row.mean:.4f}"}
+        cells["min–max"] = f"{min(row.values):.4f}–{max(row.values):.4f}" if has_range else ""
         if row.tokens_to_target:
             reached = [tokens for tokens in row.tokens_to_target if tokens is not None]
             mean = f"{round(statistics.fmean(reached)):,}" if reached else "never"
-            cells.append(f"{mean} ({len(reached)} of {count})")
-        lines.append([*cells, row.runs[0] + (f" + {count - 1}" if count > 1 else "")])
-    lines = [[sanitize(cell.replace("|", "\\|"), keep="") for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = ([cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in lines)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
+            cells["tokens to target"] = f"{mean} ({len(reached)} of {len(row.runs)})"
+        lines.append(cells)
+    columns = []
+    for name in lines[0]:
+        texts = [name, *(cells[name] for cells in lines)]
+        texts = [sanitize(text.replace("|", "\\|"), keep="") for text in texts]
+        width = max(map(len, texts))
+        head, *body = (text.ljust(width) for text in texts)
+        if any(cells[name] for cells in lines):  # min–max is empty without several seeds
+            columns.append([head, "-" * width, *body])
+    return "\n".join(f"| {' | '.join(texts)} |" for texts in zip(*columns, strict=True))
+
+
+def label(row: Row) -> str:
+    """Returns the first run of a row, and how many others and unfinished ones it has."""
+    text = row.runs[0]
+    if others := len(row.runs) - 1:
+        text += f" + {others} seed{'s' * (others > 1)}"
+    return text + (f" ({len(row.unfinished)} unfinished)" if row.unfinished else "")
+
+
+def shown(rows: list[Row]) -> list[dict[str, object]]:
+    """Returns the columns of each row: the settings that differ between these rows. Automatic
+    values have no column, and `model` replaces several settings of SHAPE."""
+    all_settings = [row.settings for row in rows]
+    names = [n for n in all_settings[0] if any(s[n] != all_settings[0][n] for s in all_settings)]
+    hidden = {n for n in names if all(s[n] == automatic(s).get(n, ...) for s in all_settings)}
+    has_model = len(set(SHAPE) & set(names)) > 2
+    if has_model:
+        hidden.update(SHAPE)
+    return [
+        ({"model": row.model} if has_model else {})
+        | {name: row.settings[name] for name in names if name not in hidden}
+        for row in rows
+    ]
+
+
+def automatic(settings: dict[str, object]) -> dict[str, object]:
+    """Returns the values that follow from other settings."""
+    return {
+        "trainer.warmup_steps": automatic_warmup(settings.get("trainer.max_steps", 0)),
+        "model.vocab_size": VOCABULARIES.get(str(settings.get("data.tokenizer"))),
+    }
 
 
 # ------------------------------------------------------------------------------------ the plot
@@ -200,43 +272,53 @@ def plot(rows: list[Row], metric: str) -> bytes:
     from matplotlib.figure import Figure
 
     groups = by_text(rows)
+    legends = [legend(group) for group in groups]
+    heights = [4.6 + 0.16 * "\n".join(entries).count("\n") for entries in legends]  # inches
     style = ["seaborn-v0_8-whitegrid", {"text.parse_math": False}]
     with matplotlib.style.context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks
-        figure = Figure(figsize=(7.5, 4.4 * len(groups)), layout="constrained")
-        axes = figure.subplots(len(groups), squeeze=False)[:, 0]
-        for axis, group in zip(axes, groups, strict=True):
-            plot_group(axis, group, metric)
+        figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
+        axes = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
+        for axis, group, entries in zip(axes, groups, legends, strict=True):
+            plot_group(axis, group, entries, metric)
             axis.set_title(group[0].text[-80:], loc="left", fontsize=9)
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=110, metadata={"Software": None})
     return image.getvalue()
 
 
-def plot_group(axis, rows: list[Row], metric: str) -> None:
-    """Plots the rows. The y axis ends at Y_LIMIT times the median of the first values, so that
-    a diverged run does not determine the scale."""
+def legend(rows: list[Row]) -> list[str]:
+    """Returns the legend entries of the first rows, each of at most two lines."""
+    wrap = functools.partial(textwrap.fill, width=LEGEND_CHARS, max_lines=2, placeholder=" ...")
+    return [
+        wrap(sanitize(f"{row.mean:.4f} {label(row)}: {pairs(settings)}".rstrip(": "), keep=""))
+        for row, settings in list(zip(rows, shown(rows), strict=True))[:COLOURS]
+    ]
+
+
+def plot_group(axis, rows: list[Row], entries: list[str], metric: str) -> None:
+    """Plots the rows. The y axis ends at Y_LIMIT times the median of the first values after step 0,
+    so that a diverged run does not determine the scale."""
     from matplotlib.ticker import EngFormatter
 
-    for index, row in enumerate(rows):
-        label = ", ".join([f"{row.mean:.4f}", *(as_yaml(v)[-28:] for v in row.settings.values())])
+    for index, (row, entry) in enumerate(itertools.zip_longest(rows, entries)):
         for seed, points in enumerate(row.curves):
             axis.plot(
                 *zip(*points, strict=True),
                 color=f"C{index % COLOURS}",
                 marker="o" if len(points) <= 12 else None,
                 ms=3,
-                label=sanitize(label, keep="") if seed == 0 and index < COLOURS else None,
+                label=None if seed else entry,
             )
     axis.set_xlabel("tokens")
     axis.set_xlim(left=0)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.set_ylabel(metric)
-    starts = [points[0][1] for row in rows for points in row.curves]
+    curves = [curve for row in rows for curve in row.curves]
+    starts = [next(value for tokens, value in curve if tokens) for curve in curves]
     starts = [value for value in starts if math.isfinite(value)]
     bottom, top = axis.get_ylim()
     if starts and bottom < (highest := Y_LIMIT * statistics.median(starts)) < top:
         axis.set_ylim(top=highest)
-    heading = ",\n".join(sanitize(name, keep="") for name in (f"mean {metric}", *rows[0].settings))
-    place = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
-    axis.legend(**place, title=heading, fontsize=9, title_fontsize=9, alignment="left")
+    below = {"loc": "upper left", "bbox_to_anchor": (0, -0.12)}
+    axis.legend(**below, title=f"mean {metric}", fontsize=8, title_fontsize=8, alignment="left")

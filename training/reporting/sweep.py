@@ -102,7 +102,8 @@ def _label(config: "Config", hydra: DictConfig) -> None:
 
 def _objective(run: str) -> float:
     runs, metric = _runs([run])
-    values = [value for run in runs for _, value in run.points if math.isfinite(value)]
+    points = [point for run in runs for point in run.points if point[0]]  # not of step 0
+    values = [value for _, value in points if math.isfinite(value)]
     return (min(values) if metric == "val/loss" else values[-1]) if values else math.inf
 
 

@@ -15,14 +15,24 @@ def run(tmp_path):
     """run(name, values, seed=..., **optimizer): a run directory with these validation losses at
     steps 10, 20, ..."""
 
-    def make(folder_name, values, seed=0, max_steps=20, data=None, metric="val/loss", **optimizer):
+    def make(
+        folder_name,
+        values,
+        seed=0,
+        data=None,
+        model=None,
+        metric="val/loss",
+        trainer=None,
+        **optimizer,
+    ):
         folder = tmp_path / "runs" / folder_name
         folder.mkdir(parents=True)
         config = {
             "seed": seed,
             "name": folder_name,
             "optimizer": {"name": "adamw", "lr": 0.001} | optimizer,
-            "trainer": {"max_steps": max_steps, "batch_size": 10},
+            "model": model or {},
+            "trainer": {"max_steps": 20, "batch_size": 10} | (trainer or {}),
             "data": {"max_length": 10, "path": "a.txt", "tokenizer": "byte"} | (data or {}),
             "lens": {"every": seed},
         }
@@ -32,7 +42,8 @@ def run(tmp_path):
             {"step": 10 * n, metric: value, "train/tokens": 1000 * n}
             for n, value in enumerate(values, start=1)
         ]
-        log(folder, {"step": 0, "val/loss": 9.0}, *sorted(rows, key=lambda row: row["step"]))
+        start = {"step": 0, metric: 9.0, "train/tokens": 0}
+        log(folder, start, *sorted(rows, key=lambda row: row["step"]))
         return folder
 
     return make
@@ -53,6 +64,9 @@ def compared(tmp_path, in_process):
         code, shown, err = in_process(compare.main, tmp_path, f"out={out}", *arguments)
         assert code == 0
         parts = shown.strip().split("\n\n")
+        notes = [part for part in parts if part[:2] not in ("##", "| ")]
+        assert len(notes) == (len(parts) > 2)  # about tables that are not comparable
+        parts = parts[: len(parts) - len(notes)]
         tables = [part.splitlines() for part in parts[1::2]]
         cells = [[[c.strip() for c in x.strip("|").split("|")] for x in t] for t in tables]
         named = [line.partition(": ")[0] for line in err.splitlines()]
@@ -67,36 +81,30 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     run("b", [3.0, 2.5], seed=1)
     run("c\x1b]0;title\x07", [1.9, 1.5], name="muon", lr=0.01)
     (tmp_path / "runs" / "no\x1b run").mkdir()
+    (tmp_path / "runs" / "multirun").mkdir()  # the directories of sweeps
     tables, skipped, found = compared("target=2.2")
     ((head, _, *rows),) = tables.values()
-    assert head[:5] == ["optimizer.name", "optimizer.lr", "runs", "tokens", "val/loss"]
-    assert rows[0] == [
-        "muon",
-        "0.01",
-        "1",
-        "2,000",
-        "1.5000",
-        "",
-        "1,000 (1 of 1)",
-        "c\\x1b]0;title\\x07",
-    ]
-    of_two = ["2", "2,000", "2.2500", "2.0000–2.5000", "2,000 (1 of 2)", "a + 1"]
-    assert rows[1] == ["adamw", "0.001", *of_two]
+    assert head[:5] == ["run", "optimizer.name", "optimizer.lr", "tokens", "val/loss"]
+    name = "c\\x1b]0;title\\x07"
+    assert rows[0] == [name, "muon", "0.01", "2,000", "1.5000", "", "1,000 (1 of 1)"]
+    of_two = ["2,000", "2.2500", "2.0000–2.5000", "2,000 (1 of 2)"]
+    assert rows[1] == ["a + 1 seed", "adamw", "0.001", *of_two]
     assert skipped == ["runs/no\\x1b run"]
-    assert found["rows"][1]["curves"] == [[[1000, 3.0], [2000, 2.0]], [[1000, 3.0], [2000, 2.5]]]
+    curves = [[[0, 9.0], [1000, 3.0], [2000, last]] for last in (2.0, 2.5)]
+    assert found["rows"][1]["curves"] == curves
     assert found["rows"][1]["seeds"] == [0, 1]
 
 
 def test_unfinished_runs_and_runs_without_the_metric(run, compared):
     for seed in range(6):
-        run(f"a_seed-{seed}", [3.0], seed=seed, max_steps=40)
-    run("b", [2.0, float("nan")], lr=0.1, max_steps=40)
+        run(f"a_seed-{seed}", [3.0], seed=seed, trainer={"max_steps": 40})
+    run("b", [2.0, float("nan")], lr=0.1, trainer={"max_steps": 40})
     run("c", [], lr=0.2)
     tables, skipped, found = compared()
     ((_, _, *rows),) = tables.values()
     assert [row["mean"] for row in found["rows"]] == [3.0, None]
     assert [len(row["unfinished"]) for row in found["rows"]] == [6, 1]
-    assert rows[0][-1] == "a_seed-0 + 5"
+    assert [row[0] for row in rows] == ["a_seed-0 + 5 seeds (6 unfinished)", "b (1 unfinished)"]
     assert [row[3] for row in rows] == ["3.0000", "nan"]
     assert skipped == ["runs/c"]
 
@@ -116,7 +124,7 @@ def test_damaged_and_unlimited_files_are_skipped(run, compared):
     with time_limit(60):
         tables, skipped, _ = compared("runs=[runs/*,nowhere]")
     assert [len(table) for table in tables.values()] == [3]
-    assert [name.split("-")[0] for name in skipped] == bad * ["runs/bad"] + ["nowhere"]
+    assert sorted(name.split("-")[0] for name in skipped) == ["nowhere"] + bad * ["runs/bad"]
 
 
 def test_tokens_are_the_logged_ones(run, compared):
@@ -141,7 +149,7 @@ def test_each_text_and_tokenizer_has_its_table(run, compared, tmp_path):
     ):
         run(name, [value], data=data, lr=value)
     tables, _, found = compared(f"plot={tmp_path / 'all.png'}")
-    assert [[row[-1] for row in rows] for _, _, *rows in tables.values()] == [
+    assert [[row[0] for row in rows] for _, _, *rows in tables.values()] == [
         ["a"],
         ["c"],
         ["b"],
@@ -157,12 +165,67 @@ def test_each_text_and_tokenizer_has_its_table(run, compared, tmp_path):
         run(name, [value], data=data, metric="val/bits_per_byte")
     tables, *_ = compared("metric=val/bits_per_byte")
     ((head, _, *rows),) = tables.values()
-    assert (head[0], [row[-1] for row in rows]) == ("data.tokenizer", ["f", "g"])
+    assert (head[1], [row[0] for row in rows]) == ("data.tokenizer", ["f", "g"])
+
+
+def test_columns_are_the_settings_that_differ_within_a_table(run, compared):
+    """A column shows the model. Settings that follow from others have no column."""
+    nano = {"context_length": 256, "emb_dim": 128, "num_heads": 4, "num_layers": 4}
+    medium = {"context_length": 1024, "emb_dim": 1024, "num_heads": 16, "num_layers": 24}
+    for name, lr, tokenizer, model, steps, warmup in (
+        ("a", 0.1, "byte", nano | {"vocab_size": 257}, 100, 20),
+        ("b", 0.2, "byte", nano | {"vocab_size": 257}, 200, 24),
+        ("c", 0.2, "gpt2", nano | {"vocab_size": 50257}, 200, 24),
+        ("d", 0.2, "gpt2", medium | {"vocab_size": 50257}, 200, 24),
+        ("e", 0.2, "gpt2", medium | {"emb_dim": 512, "vocab_size": 50257}, 200, 40),
+    ):
+        trainer = {"max_steps": steps, "warmup_steps": warmup}
+        folder = run(name, [], data={"tokenizer": tokenizer}, model=model, trainer=trainer, lr=lr)
+        both = dict.fromkeys(("val/loss", "val/bits_per_byte"), float(ord(name)))
+        log(folder, {"step": 1, "train/tokens": 1} | both)
+    tables, *_ = compared()
+    byte, gpt2 = tables.values()
+    assert byte[0][1:-2] == ["optimizer.lr", "trainer.max_steps"]
+    assert [row[1:-2] for row in (gpt2[0], *gpt2[2:4])] == [
+        ["model", "trainer.warmup_steps"],
+        ["gpt2-nano", "24"],
+        ["gpt2-medium", "24"],
+    ]
+    assert {"24", "16", "512", "1024"} < set(gpt2[4][1].replace(",", "").split())
+    (table,) = compared("metric=val/bits_per_byte", "where=trainer.warmup_steps!=40")[0].values()
+    columns = {"model", "data.tokenizer", "optimizer.lr", "trainer.max_steps"}
+    assert set(table[0][1:-2]) == columns
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("optimizer.name=muon", "b"),
+        ("optimizer.name!=muon", "ac"),
+        ("optimizer.lr=1e-2", "ab"),
+        ("optimizer.lr < 0.01", "c"),
+        ("optimizer.lr>=0.01", "ab"),
+        ("val/loss<=2", "bc"),
+        ("[optimizer.lr=0.01,val/loss>2]", "a"),
+        ("[model=gpt2-nano,name!=a,data.weights=null]", "c"),
+    ],
+)
+def test_only_runs_that_meet_all_conditions(run, compared, where, names):
+    nano = {"context_length": 256, "emb_dim": 128, "num_heads": 4, "num_layers": 4}
+    for name, value, lr, optimizer, model in (
+        ("a", 3.0, 0.01, "adamw", nano),
+        ("b", 2.0, 0.01, "muon", nano | {"emb_dim": 64}),
+        ("c", 1.0, 0.001, "adamw", nano),
+    ):
+        run(name, [value], data={"weights": None}, model=model, lr=lr, name=optimizer)
+    found = compared(f"where={where}")[2]
+    assert sorted(name for row in found["rows"] for name in row["runs"]) == [*names]
 
 
 def test_settings_that_are_refused(run, in_process, tmp_path):
     run("c", [])
     found = {"runs=nowhere/*": "runs", "runs=runs/c": "metric", "out=runs": "out"}
+    found |= {f"where={text}": "where" for text in ("muon", "optimiser.lr!=1", "seed>5", "=1")}
     for argument, key in found.items():
         code, _, err = in_process(compare.main, tmp_path, argument)
         assert (code, printed_keys(err)[-1]) == (2, key)

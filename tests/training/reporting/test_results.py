@@ -14,6 +14,7 @@ def row(settings, *values, first=5.0, text="data.path=a.txt"):
     return results.Row(
         text,
         settings,
+        model="",
         runs=[f"run{n}" for n in range(len(values))],
         seeds=[*range(len(values))],
         unfinished=[],
@@ -52,14 +53,10 @@ def test_a_colour_for_each_setting_and_a_line_for_each_seed(drawn):
     assert len(set(colours)) == 3
     assert [list(line.get_ydata()) for line in lines][:2] == [[5.0, 2.0], [5.0, 2.1]]
     legend = figure.axes[0].get_legend()
-    assert [
-        text.get_text().replace("\n", " ").split(", ")
-        for text in (legend.get_title(), *legend.get_texts())
-    ] == [
-        ["mean val/loss", "optimizer.name"],
-        ["2.0500", "a"],
-        ["3.0500", "b"],
-        ["4.0500", "c"],
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "2.0500 run0 + 1 seed: optimizer.name=a",
+        "3.0500 run0 + 1 seed: optimizer.name=b",
+        "4.0500 run0 + 1 seed: optimizer.name=c",
     ]
 
 
@@ -76,6 +73,15 @@ def test_a_diverged_run_does_not_set_the_scale(drawn):
 
 
 @pytest.mark.filterwarnings("error")
+def test_the_start_does_not_set_the_scale(drawn):
+    """Step 0 is drawn; the first value after it determines the scale."""
+    rows = [row({}, 2.0, first=3.0)]
+    rows[0].curves[0].insert(0, (0, 11.0))
+    (axis,) = drawn(rows).axes
+    assert axis.get_lines()[0].get_ydata()[0] == 11.0
+    assert axis.get_ylim()[1] == 4.5
+
+
 def test_any_settings_can_be_drawn(drawn):
     for rows in (
         [row({}, math.nan, first=math.nan)],
@@ -92,5 +98,7 @@ def test_any_settings_can_be_drawn(drawn):
 def test_values_are_valid_json_and_one_cell_of_the_table():
     value = {"a": [math.inf, -math.inf, math.nan, 1.5], "b": (2,)}
     assert json.loads(results.as_json(value)) == {"a": [None, None, None, 1.5], "b": [2]}
-    table = results.table([row({"path": "a|b\nc\x1b[31m"}, 1.0)], "val/loss")
-    assert table.splitlines()[2].startswith("| a\\|b\\nc\\x1b[31m |")
+    rows = [row({"path": path}, 1.0) for path in ("a|b\nc\x1b[31m", "b")]
+    assert (
+        results.table(rows, "val/loss").splitlines()[2].startswith("| run0 | a\\|b\\nc\\x1b[31m |")
+    )
