@@ -1,4 +1,4 @@
-"""Statistics of every head at all snapshots of a run: statistics.jsonl and the table heads.csv.
+"""Statistics of every head at all snapshots of a run: statistics.jsonl.
 
 attention/statistics.jsonl has one line for each snapshot:
 
@@ -8,7 +8,6 @@ Shapes: L layers, H heads.
 """
 
 import contextlib
-import csv
 import json
 import os
 import secrets
@@ -19,10 +18,7 @@ import numpy as np
 
 from .statistics import STATISTICS
 
-# Statistics that identify a type of head, such as an induction head.
-KINDS = ("previous_token", "induction", "duplicate_token", "first_token")
 MAX_LINE_BYTES = 2**22  # a line of 2,000 heads has about 200,000 bytes
-COLUMNS = ("statistic", "rank", "layer", "head", "value", "at_start", "halfway_step")
 
 
 @dataclass
@@ -50,38 +46,6 @@ class History:
         self.rows.append(_parsed(line))  # rounded, as a resumed run reads it
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(line)
-
-    def table(self) -> list[tuple]:
-        """Returns all heads ranked by each statistic, highest value first. Columns: COLUMNS.
-
-        halfway_step is the first step at which the value has reached the mean of the first value
-        and the last value.
-        """
-        found = []
-        for key in STATISTICS:
-            rows = [row for row in self.rows if not np.isnan(row.values[key]).all()]
-            if not rows:
-                continue
-            curve = np.stack([row.values[key] for row in rows])  # (snapshots, L, H)
-            start, last = curve[0], curve[-1]
-            half = (start + last) / 2
-            arrived = np.where(last >= start, curve >= half, curve <= half).argmax(0)  # (L, H)
-            order = np.argsort(-last, axis=None, kind="stable")
-            order = [index for index in order if not np.isnan(last.flat[index])]
-            for rank, index in enumerate(order, start=1):
-                layer, head = np.unravel_index(index, last.shape)
-                value, at_start = (round(float(x[layer, head]), 4) for x in (last, start))
-                step = rows[arrived[layer, head]].step
-                found.append((key, rank, int(layer), int(head), value, at_start, step))
-        return found
-
-    def write_table(self, path: Path) -> list[tuple]:
-        """Writes the table as CSV and returns it."""
-        rows = self.table()
-        path.unlink(missing_ok=True)  # open() would follow a link
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([COLUMNS, *rows])
-        return rows
 
 
 def atomic_write(path: Path, text: str) -> None:

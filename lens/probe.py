@@ -16,7 +16,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class Frame:
 
     row: Row  # the step and the statistics, averaged over prompts
     codes: list[np.ndarray]  # for each prompt uint8 (L, H, t (t + 1) / 2), t tokens shown
+    of_prompts: list[dict[str, np.ndarray]] = field(default_factory=list)  # statistics, (L, H)
 
 
 def make_prompt(
@@ -110,7 +111,8 @@ def probe(capture_attention: CaptureAttention, prompts: Sequence[Prompt], step: 
         capture_attention(prompt.token_ids, capture)
         codes.append(torch.stack([code for code, _ in layers]).cpu().numpy())
         statistics.append(torch.stack([row for _, row in layers], 1).cpu().numpy())  # (S, L, H)
-    return Frame(Row(step, _mean(np.stack(statistics))), codes)
+    of_prompts = [dict(zip(STATISTICS, values, strict=True)) for values in statistics]
+    return Frame(Row(step, _mean(np.stack(statistics))), codes, of_prompts)
 
 
 def uniform_values(prompts: Sequence[Prompt]) -> dict[str, float | None]:

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from .config import LensConfig
-from .heatmap import draw_grid, draw_layer
-from .history import COLUMNS, KINDS, History, Row, atomic_write, evenly_spaced
+from .heads import COLUMNS, NAMES, head_table, significances, strongest, write_table
+from .heatmap import draw_grid, draw_layer, draw_panel, thumbnail
+from .history import History, Row, atomic_write, evenly_spaced
 from .page import frame_data, page, read, run_data
 from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
 from .statistics import STATISTICS
 
-MAX_FILES = 900  # images and pages of a run; dashboards become slow with more than 1,000
+MAX_FILES = 900  # logged images and pages of a run; dashboards become slow with more than 1,000
+MAX_THUMBNAILS = 100  # of them in the table of heads
 MAX_HISTORY = 60  # maximum number of steps in the charts of a page
 
 
@@ -28,7 +30,8 @@ class Snapshot:
     histograms: dict[str, np.ndarray]  # values of each statistic, all heads
     images: dict[str, Path] = field(default_factory=dict)  # PNG
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
-    tables: dict[str, tuple[Sequence, Sequence]] = field(default_factory=dict)  # columns, rows
+    # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
+    tables: dict[str, list[dict]] = field(default_factory=dict)
     # Curves of a statistic: (steps, for each layer the mean over its heads at each step).
     charts: dict[str, tuple[list[int], dict[str, list[float]]]] = field(default_factory=dict)
 
@@ -62,7 +65,8 @@ class Lens:
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
         self.history: History | None = None  # created at the first snapshot
-        self.table: list[tuple] = []  # all heads ranked by each statistic; set at the end
+        self.uniform = uniform_values(self.prompts)
+        self.table: list[dict] = []  # all heads, the most significant first; set at the end
 
     def due(self, step: int, max_steps: int) -> bool:
         """Whether this step has a snapshot: each multiple of the interval (also 0) and the last."""
@@ -102,46 +106,47 @@ class Lens:
                 path = self._write_timelapse(folder, run_name, self.history)
                 snapshot.pages["attention/timelapse"] = path
         if step == max_steps:
-            self.table = self.history.write_table(folder / "heads.csv")
-            snapshot.tables["attention/table"] = (COLUMNS, self.table)
+            self.table = head_table(self.history.rows, self.uniform)
+            write_table(folder / "heads.csv", self.table)
+            snapshot.tables["attention/table"] = self._with_thumbnails(frame)
         return snapshot
 
     def page_data(
         self, capture_attention: CaptureAttention, step: int, run_name: str
     ) -> tuple[dict, list[str]]:
-        """Returns the data of a page for one step, and a line for each type of head with the
-        strongest heads and, in parentheses, the value for uniform attention. Writes no files.
+        """Returns the data of a page for one step, and a line for each name of heads with the most
+        significant heads and, in parentheses, the value for uniform attention. Writes no files.
         """
         frame = probe(capture_attention, self.prompts, step)
-        uniform = uniform_values(self.prompts)
+        table = head_table([frame.row], self.uniform)
         lines = []
-        for key in KINDS:
-            values = frame.row.values[key]  # (L, H)
-            if not np.isnan(values).any():
-                order = np.argsort(-values, axis=None)[:5]
-                indices = zip(*np.unravel_index(order, values.shape), strict=True)
-                heads = [f"L{layer} H{head} {values[layer, head]:.2f}" for layer, head in indices]
-                kind = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
-                lines.append(f"{kind:<24} {'   '.join(heads)}")
+        for key in NAMES:
+            uniform = self.uniform[key]
+            if uniform is None or any(row[key] is None for row in table):
+                continue
+            named = [row for row in table if row["name"] == key]
+            heads = named[:5] or [max(table, key=lambda row: row[key])]
+            values = "   ".join(f"L{row['layer']} H{row['head']} {row[key]:.2f}" for row in heads)
+            what = f"{STATISTICS[key].title} ({uniform:.2f})"
+            lines.append(f"{what:<24} {values if named else f'no head; largest value: {values}'}")
         return run_data(run_name, self.prompts, [frame_data(frame)], [frame.row]), lines
 
     def strongest_heads(self) -> list[str]:
-        """Returns the strongest head of each type if its value is at least 0.25, for example
-        "induction L5 H1: 0.83 (half of the change by step 400)". Empty before the last snapshot.
+        """Returns the most significant head of each name, for example "induction L5 H1: 0.83
+        (since step 400)". Empty before the last snapshot.
         """
-        found = []
-        for key, rank, layer, head, value, _, step in self.table:
-            if rank == 1 and key in KINDS and value >= 0.25:
-                title = STATISTICS[key].title
-                found.append(
-                    f"{title} L{layer} H{head}: {value:.2f} (half of the change by step {step})"
-                )
-        return found
+        return [
+            f"{STATISTICS[name := row['name']].title} L{row['layer']} H{row['head']}: "
+            f"{row[name]:.2f} (since step {row['since_step']})"
+            for row in strongest(self.table)
+        ]
 
     def _drawn_every(self, max_steps: int) -> int:
         """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
         files = len(self.prompts) * (1 + len(self.config.layers)) + 1
-        drawn = max(2, MAX_FILES // files)  # including the first and the last snapshot
+        drawn = max(
+            2, (MAX_FILES - MAX_THUMBNAILS) // files
+        )  # including the first and the last snapshot
         every = max(1, self.config.interval(max_steps))
         return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
 
@@ -152,9 +157,13 @@ class Lens:
 
     def _draw(self, frame: Frame, folder: Path, run_name: str, snapshot: Snapshot) -> None:
         step = frame.row.step
-        for prompt, codes in zip(self.prompts, frame.codes, strict=True):
+        for number, (prompt, codes) in enumerate(zip(self.prompts, frame.codes, strict=True)):
             path = folder / f"step_{step:08d}_{prompt.name}.png"
             draw_grid(codes, prompt, step, path)
+            path = path.with_stem(f"{path.stem}_panel")
+            uniform = uniform_values([prompt])
+            table = head_table([Row(step, frame.of_prompts[number])], uniform)
+            draw_panel(codes, prompt, step, strongest(table)[:2], uniform, path)
             snapshot.images[f"attention/heatmap/{prompt.name}"] = path
             for layer in self.config.layers:
                 path = folder / f"step_{step:08d}_{prompt.name}_L{layer:02d}.png"
@@ -163,6 +172,22 @@ class Lens:
         path = folder / f"step_{step:08d}.html"
         self._write_page(path, [frame_data(frame)], [frame.row], run_name)
         snapshot.pages["attention/viewer"] = path
+
+    def _with_thumbnails(self, frame: Frame) -> list[dict]:
+        """Returns the table with a heatmap of the first heads, on the prompt where each is most
+        significant."""
+        largest = [
+            significances(values, uniform_values([prompt])).max(0)  # (L, H)
+            for values, prompt in zip(frame.of_prompts, self.prompts, strict=True)
+        ]
+        prompts = np.argmax(largest, axis=0)
+        rows = []
+        for row in self.table:
+            layer, head = row["layer"], row["head"]
+            codes = frame.codes[prompts[layer, head]][layer, head]
+            image = thumbnail(codes) if row["rank"] <= MAX_THUMBNAILS else None
+            rows.append({key: row[key] for key in COLUMNS[:4]} | {"heatmap": image} | row)
+        return rows
 
     def _write_timelapse(self, folder: Path, run_name: str, history: History) -> Path:
         """Writes the time-lapse from the pages of single steps that have the same prompts."""

@@ -69,7 +69,7 @@ export function drawDetail() {
   for (const plot of plots) {
     plot.figure.hidden = !shown.includes(plot);
     if (plot.figure.hidden) continue;
-    paint(plot, index, plot.what);
+    paint(plot, index, plot.what, Math.round(plot.size * devicePixelRatio));
     const title = plot.what === "difference" ? "B − A" : sideName(plot.what === "a" ? A : B);
     Object.assign(plot.title, { textContent: title, title });
     plot.map.setAttribute("role", "img");
@@ -89,11 +89,12 @@ function placePlots(shown) {
   ruler.font = FONT;
   const labels = A.tokens.map((token) => label(token));
   const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
-  const left = Math.ceil(clamp(widest, 12, 84)) + 8;
-  const narrow = !$("app").classList.contains("wide");
-  // In a low window, such as a panel of a dashboard, the text is next to the map, not below it.
-  const low = Math.max(170, innerHeight - left - (narrow ? 150 : 390));
-  const inRow = (sideWidth - left - 14 - 26 * (shown.length - 1)) / shown.length;
+  const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
+  const left = Math.ceil(clamp(widest, 12, compact ? 56 : 84)) + 8;
+  // In a low window, the text is next to the map, not below it.
+  const low = Math.max(170, innerHeight - left - (compact ? 66 : wide ? 390 : 150));
+  const text = compact && !wide && sideWidth > 400 ? 170 : 0; // next to the map
+  const inRow = (sideWidth - text - left - 14 - 26 * (shown.length - 1)) / shown.length;
   const stacked = shown.length > 1 && inRow < 120;
   const room = Math.max(40, Math.min(stacked ? sideWidth - left - 22 : inRow, low, 560));
   const cell = Math.min(room / A.T, Math.max(46, 90 / A.T));

@@ -17,10 +17,8 @@ export function buildGrid() {
     node.style.gridColumn = column;
     grid.append(node);
   };
-  const thin = run.heads > 16 ? 5 : 1; // with many heads, only some columns have labels
   for (let head = 0; head < run.heads; head++) {
-    const text = head % thin ? "" : `H${head}`;
-    put(make("span", { className: "label column", textContent: text }), 1, head + 2);
+    put(make("span", { className: "label column", textContent: `H${head}` }), 1, head + 2);
   }
   for (let layer = 0; layer < run.layers; layer++) {
     put(make("span", { className: "label row", textContent: `L${layer}` }), layer + 2, 1);
@@ -98,7 +96,7 @@ export function drawGrid() {
   const chosen = selected();
   for (const tile of tiles) {
     if (tile.button.hidden) continue;
-    paint(tile, tile.index, gridShows());
+    paint(tile, tile.index, gridShows(), tilePixels);
     const value = key ? format(shownValue(key, tile.index), signed) : "";
     const text = `layer ${tile.layer} head ${tile.head}` + (key ? `, ${title} ${value}` : "");
     if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
@@ -189,6 +187,7 @@ export function stepHead(by) {
 }
 
 let laidOut = ""; // the values that the current layout depends on
+let tilePixels = 0; // width of a thumbnail in pixels of the screen
 export let sideWidth = 0; // pixels for the enlarged head and the charts
 
 /** Sets the sizes of thumbnails and columns if a value that they depend on has changed. */
@@ -197,21 +196,26 @@ export function layOut(force = false) {
   const facts = [width, tall, devicePixelRatio, A.T, Boolean(B), Boolean(state.sort)].join();
   if (facts === laidOut && !force) return;
   laidOut = facts;
-  const app = $("app");
-  const wide = width >= 900;
-  app.classList.toggle("wide", wide);
+  const compact = tall < 500; // such as a panel of a dashboard
+  $("app").classList.toggle("compact", compact);
   measureBar();
-  const [margin, labels, gap] = [width > 760 ? 40 : 20, width > 480 ? 28 : 22, width > 480 ? 3 : 2];
+  const [margin, labels, gap] = compact ? [16, 28, 2]
+    : [width > 760 ? 40 : 20, width > 480 ? 28 : 22, width > 480 ? 3 : 2];
+  let wide = width >= 900;
   const room = wide ? (width - margin - 28) * (B ? 0.45 : 0.6) : width - margin;
   let tile = (room - labels) / run.heads - gap;
-  const below = tall - $("body").offsetTop - 76;
+  const below = tall - $("body").offsetTop - (compact ? 26 : 76);
   const low = below / run.layers - gap;
-  if (low >= 30) tile = Math.min(tile, low); // the whole grid on one screen
+  if (low >= (compact ? 10 : 30)) tile = Math.min(tile, low); // the whole grid on one screen
+  if (compact) wide ||= width - margin - run.heads * (tile + gap) - labels >= 340;
+  $("app").classList.toggle("wide", wide);
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
   tile = clamp(tile, 6, 150);
   const exact = (Math.floor((tile * devicePixelRatio) / A.T) * A.T) / devicePixelRatio;
   if (exact >= 0.86 * tile) tile = exact; // a whole number of pixels for each weight
-  $("grid").classList.toggle("small", tile * devicePixelRatio < A.T);
+  tilePixels = Math.floor(tile * devicePixelRatio);
+  if (tilePixels < A.T) tile = tilePixels / devicePixelRatio;
+  $("grid").classList.toggle("thin", tile < 24); // only some columns have labels
   document.documentElement.style.setProperty("--tile", `${tile}px`);
   $("grid").classList.toggle("sorted", Boolean(state.sort));
   $("grid").style.width = state.sort && wide ? `${room}px` : "";

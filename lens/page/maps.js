@@ -1,16 +1,21 @@
-/* Draws one head as a heatmap: one pixel for each weight. */
+/* Draws one head as a heatmap: one pixel for each weight or, in a small map, for several. */
 
 import { A, B, comparable, indexInB, state } from "./state.js";
 import { WEIGHTS, colourTable, colours } from "./colours.js";
 
-const images = new Map(); // T -> the ImageData that all heatmaps of this size share
+const frames = new Map(); // what the heatmaps of a size share, by tokens and pixels
 
-function imageFor(T) {
-  if (!images.has(T)) {
-    const image = new ImageData(T, T);
-    images.set(T, { image, pixels: new Uint32Array(image.data.buffer) });
+/** Returns the frame of heatmaps of T x T weights with size x size pixels. */
+function frameOf(T, size) {
+  const name = `${T} ${size}`;
+  if (!frames.has(name)) {
+    const image = new ImageData(size, size);
+    const pixels = new Uint32Array(image.data.buffer);
+    const places = Int32Array.from({ length: T }, (_, n) => Math.floor((n * size) / T));
+    const levels = new Int16Array(size * size); // colours of the pixels; -1: no weight
+    frames.set(name, { image, pixels, places, levels, size });
   }
-  return images.get(T);
+  return frames.get(name);
 }
 
 /** Returns the largest code of a head without the first column; 255 if all codes are 0. */
@@ -47,39 +52,56 @@ export function maxDifference(index) {
   return most || 1;
 }
 
-/** Draws one head with T x T pixels. what: "a", "b" or "difference". */
-export function paint({ canvas, context }, index, what) {
+/** Draws one head with T x T pixels, or with `most` x `most` if this is less: then each pixel shows
+ * the largest of several weights, so that a line of weights does not disappear. what: "a", "b" or
+ * "difference". */
+export function paint({ canvas, context }, index, what, most = Infinity) {
   const of = what === "b" ? B : A;
-  if (canvas.width !== of.T) canvas.width = canvas.height = of.T;
-  const { image, pixels } = imageFor(of.T);
+  const frame = frameOf(of.T, Math.min(of.T, most));
+  const { image, pixels, levels, size } = frame;
+  if (canvas.width !== size) canvas.width = canvas.height = size;
+  levels.fill(-1);
   const first = state.hideFirst ? 1 : 0;
   const place = of === A ? index : indexInB(index);
-  pixels.fill(colours.masked);
+  let table = colours.divergingPacked;
   if (what === "difference") {
-    if (comparable(index)) paintDifference(pixels, index, maxDifference(index), first);
-  } else if (place >= 0) paintWeights(pixels, of, place, maxCode(index, of), first);
+    if (comparable(index)) findDifferences(frame, index, maxDifference(index), first);
+  } else if (place >= 0) {
+    table = colourTable(maxCode(index, of));
+    findWeights(frame, of, place, first);
+  }
+  const { masked } = colours;
+  for (let at = 0; at < pixels.length; at++) {
+    pixels[at] = levels[at] < 0 ? masked : table[levels[at]];
+  }
   context.putImageData(image, 0, 0);
 }
 
-function paintWeights(pixels, { bytes, start, triangle, T }, index, most, first) {
-  const table = colourTable(most);
+function findWeights({ levels, places, size }, { bytes, start, triangle, T }, index, first) {
   let place = start + index * triangle;
   for (let query = 0; query < T; query++) {
-    const row = query * T;
-    for (let key = first; key <= query; key++) pixels[row + key] = table[bytes[place + key]];
+    const row = places[query] * size;
+    for (let key = first; key <= query; key++) {
+      const at = row + places[key];
+      const code = bytes[place + key];
+      if (code > levels[at]) levels[at] = code;
+    }
     place += query + 1;
   }
 }
 
-function paintDifference(pixels, index, most, first) {
-  const table = colours.divergingPacked;
+function findDifferences({ levels, places, size }, index, most, first) {
   const root = state.scale === "sqrt";
   let [a, b] = [A.start + index * A.triangle, B.start + indexInB(index) * B.triangle];
   for (let query = 0; query < A.T; query++) {
+    const row = places[query] * size;
     for (let key = first; key <= query; key++) {
       const part = (WEIGHTS[B.bytes[b + key]] - WEIGHTS[A.bytes[a + key]]) / most;
       const far = root ? Math.sqrt(Math.abs(part)) : Math.abs(part);
-      pixels[query * A.T + key] = table[Math.round(part < 0 ? 128 - 128 * far : 128 + 127 * far)];
+      const level = Math.round(part < 0 ? 128 - 128 * far : 128 + 127 * far);
+      const at = row + places[key];
+      const before = levels[at] < 0 ? -1 : Math.abs(levels[at] - 128);
+      if (Math.abs(level - 128) > before) levels[at] = level;
     }
     a += query + 1;
     b += query + 1;

@@ -193,6 +193,32 @@ def test_small_window_with_touch(shown):
         assert min(box["width"] for box in boxes) >= 20
 
 
+def test_low_window(shown):
+    """As a panel of a dashboard: the whole grid below one line; an enlarged head on top of it."""
+    long = pages.prompt("1-long", ["a"] * 40)
+    run = a_run("low", 12, 12, (long,), steps=(0, 120))
+    lens = shown(run, viewport={"width": 460, "height": 300})
+    assert lens.locator("#bar").bounding_box()["height"] < 45
+    expect(pages.tile(lens, 11, 11)).to_be_in_viewport(ratio=1)
+    # Each pixel shows the largest of several weights.
+    size = lens.locator(".head canvas").first.evaluate("canvas => canvas.width")
+    assert 10 < size < 40
+    pixels, place = np.zeros((12, 12, size, size)), np.arange(40) * size // 40
+    np.maximum.at(pixels, (..., place[:, None], place), np.sqrt(run.weights[120][0]))
+    pages.assert_drawn(lens, pixels)
+    pages.tile(lens, 1, 2).click()
+    expect(lens.locator("#map")).to_be_in_viewport(ratio=1)
+    expect(lens.locator("#readout")).to_be_in_viewport(ratio=1)
+    lens.keyboard.press("Escape")
+    pages.tile(lens, 3, 4).click()
+    assert lens.locator("#detail-title").inner_text() == "L3 H4"
+    assert lens.evaluate("document.documentElement.scrollWidth") == 460
+    lens.locator("#options").click()
+    expect(lens.locator("#scale")).to_be_in_viewport(ratio=1)
+    lens.locator("#scale").select_option("linear")
+    assert pages.state(lens, "scale") == "linear"
+
+
 def test_sandboxed_frame(tmp_path, write, opened):
     """As in Weights & Biases: no origin, no storage, no network."""
     text = html.escape(write(a_run()).read_text(encoding="utf-8"))
@@ -204,6 +230,7 @@ def test_sandboxed_frame(tmp_path, write, opened):
     assert lens.locator(".head").count() == 6
     lens.locator(".head").nth(4).click()
     pages.assert_drawn(lens, np.sqrt(a_run().weights[120][0][1, 1]), "#map")
+    lens.locator("#options").click()
     lens.locator("#copy-link").click()
     field = lens.locator("#link-text")
     assert field.is_visible()

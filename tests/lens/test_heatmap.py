@@ -5,16 +5,18 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from lens.heatmap import COLOUR_MAP, MASKED, draw_grid, draw_layer, label
+from lens.heads import NAMES
+from lens.heatmap import COLOUR_MAP, MASKED, draw_grid, draw_layer, draw_panel, label, thumbnail
 from lens.probe import Prompt, triangle_to_square
 
+EXACT = 4  # of 255; an image has 256 colours
 TABLE = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).round()
 
 
 def random_codes(num_layers, num_heads, num_tokens):
     """Returns uint8 (L, H, T (T + 1) / 2). The first cell is 255, as for every head."""
     cells = num_tokens * (num_tokens + 1) // 2
-    codes = np.random.default_rng(0).integers(0, 255, (num_layers, num_heads, cells))
+    codes = np.random.default_rng(0).integers(0, 245, (num_layers, num_heads, cells))
     codes[..., 0] = 255
     return codes.astype(np.uint8)
 
@@ -35,7 +37,7 @@ def drawn_grid(codes, path):
 
 def corners(pixels):
     """Returns (y, x) of the top left corner of heatmaps: weight 1, but not above and not left."""
-    yellow = (pixels == TABLE[255]).all(-1)
+    yellow = (np.abs(pixels - TABLE[255]) <= EXACT).all(-1)
     above = np.pad(yellow, ((1, 0), (0, 0)))[:-1]
     left = np.pad(yellow, ((0, 0), (1, 0)))[:, :-1]
     return np.argwhere(yellow & ~above & ~left)
@@ -54,7 +56,8 @@ def shows(pixels, y, x, scale, square):
     expected[np.triu_indices(len(square), 1)] = MASKED
     expected = expected.repeat(scale, 0).repeat(scale, 1)
     size = len(expected)
-    return np.array_equal(pixels[y : y + size, x : x + size], expected)
+    found = pixels[y : y + size, x : x + size]
+    return found.shape == expected.shape and np.abs(found - expected).max() <= EXACT
 
 
 def test_every_cell_and_label_of_the_grid(tmp_path, monkeypatch):
@@ -94,11 +97,11 @@ def test_image_of_a_layer_shows_each_head_enlarged(tmp_path):
 
 
 def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):
-    """255 tokens, 12 heads: each pixel is the maximum of 2 x 2 cells."""
-    codes = random_codes(1, 12, 255)
+    """256 tokens, 12 heads: each pixel is the maximum of 2 x 2 cells."""
+    codes = random_codes(1, 12, 256)
     pixels = drawn_grid(codes, tmp_path / "long.png")
-    padded = np.pad(triangle_to_square(codes)[0], ((0, 0), (0, 1), (0, 1)))
-    largest = np.max([padded[:, y::2, x::2] for y in (0, 1) for x in (0, 1)], axis=0)
+    squares = triangle_to_square(codes)[0]
+    largest = np.max([squares[:, y::2, x::2] for y in (0, 1) for x in (0, 1)], axis=0)
     (top,), columns = layout(pixels)
     for square, left in zip(largest, columns, strict=True):
         assert shows(pixels, top, left, 1, square)
@@ -113,6 +116,41 @@ def test_images_of_any_shape_have_a_reasonable_size(tmp_path):
         if shape[2] > 1:
             rows, columns = layout(pixels)
             assert (len(rows), len(columns)) == shape[:2]
+
+
+def test_panel_for_a_dashboard(tmp_path):
+    """All heads, and enlarged heads, at most two, that are outlined among all heads."""
+    for layers, heads, tokens in ((1, 1, 1), (4, 4, 64), (12, 12, 255), (24, 16, 21), (48, 25, 5)):
+        codes = random_codes(layers, heads, tokens)
+        uniform = dict.fromkeys(NAMES, 0.1)
+        named = [
+            {"layer": layers - 1, "head": n, "name": name, name: 0.5}
+            for n, name in enumerate(NAMES[: min(2, heads)])
+        ]
+        found = []
+        for shown in ([], named):
+            draw_panel(codes, prompt_of(codes), 1234, shown, uniform, tmp_path / "panel.png")
+            pixels = pixels_of(tmp_path / "panel.png")
+            assert pixels.shape == (600, 920, 3)
+            assert (pixels[:, [0, -1]] == 255).all()  # nothing reaches the edge
+            assert (pixels[[0, -1]] == 255).all()
+            found.append(len(corners(pixels)))
+        assert found[1] >= found[0] + len(named) >= layers * heads
+
+
+def test_every_weight_of_small_heatmaps_is_shown():
+    """Enlarged, or the largest weight of the cells of a pixel."""
+    few, many = random_codes(1, 1, 21)[0, 0], np.zeros(255 * 256 // 2, np.uint8)
+    cells = np.arange(128) * 21 // 128
+    expected = TABLE[triangle_to_square(few)]
+    expected[np.triu_indices(21, 1)] = MASKED
+    np.testing.assert_array_equal(thumbnail(few), expected[np.ix_(cells, cells)])
+    square = np.zeros((255, 255), bool)
+    square[np.arange(24, 255), np.arange(231)] = True  # a line 24 columns left of the diagonal
+    many[square[np.tril_indices(255)]] = 255
+    bright = (thumbnail(many) == TABLE[255]).all(-1)
+    assert bright[13:].any(1).all()
+    assert bright.sum() < 4 * 128
 
 
 def test_labels_of_odd_tokens():

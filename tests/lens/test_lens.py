@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from data import get_tokenizer
 from errors import ConfigError
 from lens.config import LensConfig
-from lens.history import COLUMNS, KINDS, Row
+from lens.heads import COLUMNS, NAMED_FROM
+from lens.history import Row
 from lens.page import END, START, frame_data, page, read, run_data
 from lens.probe import Frame, Prompt
-from lens.snapshots import MAX_FILES, Lens
+from lens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
 from lens.statistics import STATISTICS
 from train import fit
 from training.config.schema import LensSettings
@@ -130,7 +131,7 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, rep
     assert len(drawn) * files <= MAX_FILES
     assert (drawn[0], drawn[-1]) == (0, max_steps)
     assert len({*np.diff(drawn[:-1])}) <= 1
-    if (len(steps) + 1) * files <= MAX_FILES:
+    if (len(steps) + 1) * files <= MAX_FILES - MAX_THUMBNAILS:
         assert drawn == steps
 
 
@@ -144,7 +145,10 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
     assert list(snapshot.images) == [f"attention/{kind}/{slug}" for slug in slugs for kind in kinds]
     assert snapshot.pages == {"attention/viewer": folder / "step_00000007.html"}
-    pictures = [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ("", "_L01")]
+    ends = ("", "_panel", "_L01")
+    pictures = [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ends]
+    logged = [path.name for path in snapshot.images.values()]
+    assert logged == [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ends[1:]]
     assert names(folder) == sorted(["statistics.jsonl", "step_00000007.html", *pictures])
 
     (run,) = read(folder / "step_00000007.html")
@@ -190,12 +194,14 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
     assert json.loads(unpacked(run["history"]))["steps"] == list(range(0, 101, 10))
 
     assert [step for step, snapshot in snapshots.items() if snapshot.tables] == [100]
-    columns, table = snapshots[100].tables["attention/table"]
-    assert tuple(columns) == COLUMNS
+    table = snapshots[100].tables["attention/table"]
     assert (tmp_path / "heads.csv").is_file()
-    assert len(table) == len(STATISTICS) * 4
-    strong = [row for row in table if row[0] in KINDS and row[1] == 1 and row[4] >= 0.25]
-    assert len(lens.strongest_heads()) == len(strong)
+    assert {(row["layer"], row["head"]) for row in table} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for row in table:
+        assert {*row} == {*COLUMNS, "heatmap"}
+        assert bool(row["name"]) == (row["significance"] >= NAMED_FROM)
+        assert (row["heatmap"].shape, row["heatmap"].dtype) == ((128, 128, 3), np.uint8)
+    assert len(lens.strongest_heads()) == len({row["name"] for row in table} - {""})
 
 
 def test_time_lapse_has_only_pages_of_the_same_prompts(tmp_path):
@@ -308,7 +314,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         assert_same(found, expected)
         assert (run.lens.lens is None) == (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
-    assert len(names(folder, "*.png")) == 5 * 2 * 2
+    assert len(names(folder, "*.png")) == 5 * 2 * 3
     assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in range(5)] + ["timelapse.html"]
     log = rows(folder.parent)
     assert all("attention_layers/entropy/L01" in row for row in log)

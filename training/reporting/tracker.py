@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from errors import sanitize
 from training.checkpoint.run_directory import CONFIG_YAML
 from training.config.schema import WandbConfig
@@ -136,8 +138,9 @@ class Tracker:
                 media |= {key: wandb.Image(str(path)) for key, path in snapshot.images.items()}
                 for key, path in snapshot.pages.items():
                     media[key] = wandb.Html(str(path), inject=False)
-                for key, (columns, rows) in snapshot.tables.items():
-                    media[key] = wandb.Table(columns=list(columns), data=list(map(list, rows)))
+                for key, rows in snapshot.tables.items():
+                    cells = [[self._cell(value) for value in row.values()] for row in rows]
+                    media[key] = wandb.Table(columns=list(rows[0]), data=cells)
                 for key, values in snapshot.histograms.items():  # none if a value is NaN or inf
                     media[key] = wandb.Histogram(list(values))
                 for key, (steps, lines) in snapshot.charts.items():
@@ -152,6 +155,10 @@ class Tracker:
         except Exception as error:
             _print(f"an image, page or table was not logged ({cause(error)})")
         return media
+
+    def _cell(self, value: object) -> object:
+        """Returns a cell of a table as W&B's type: an array is an image."""
+        return self.wandb.Image(value) if isinstance(value, np.ndarray) else value
 
     def watch(
         self,

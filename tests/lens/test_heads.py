@@ -1,0 +1,97 @@
+"""Names of heads, and the table of all heads."""
+
+import csv
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lens.heads import COLUMNS, NAMED_FROM, NAMES, head_table, strongest, write_table
+from lens.history import Row
+from lens.statistics import STATISTICS
+
+NAN = math.nan
+UNIFORM = dict.fromkeys(NAMES, 0.2)
+
+
+def row(step, **values):
+    """Returns a Row of two layers with two heads. Statistics that are not given are 0."""
+    zeros = {key: np.zeros((2, 2), np.float32) for key in STATISTICS}
+    return Row(step, zeros | {key: np.float32(value) for key, value in values.items()})
+
+
+def one_head(**values):
+    return [Row(0, {key: np.float32([[values.get(key, 0)]]) for key in STATISTICS})]
+
+
+def test_a_row_for_each_head_the_most_significant_first(tmp_path):
+    """Also of NaN, of a statistic without values and of equally significant heads."""
+    nothing = np.full((2, 2), NAN)
+    last = row(
+        40,
+        entropy=[[0.1, 0.2], [0.3, NAN]],
+        induction=[[0.2, 0.6], [NAN, 0.2]],
+        first_token=[[0.2, 0.3], [0.9, 0.2]],
+        duplicate_token=nothing,
+    )
+    table = head_table([last], UNIFORM | {"duplicate_token": None})
+    assert [tuple(found) for found in table] == [COLUMNS] * 4
+    found = [tuple(found.values())[:6] for found in table]
+    assert found == [
+        (1, 1, 0, "first_token", 40, 0.875),
+        (2, 0, 1, "induction", 40, 0.5),
+        (3, 0, 0, "", None, 0),
+        (4, 1, 1, "", None, 0),
+    ]
+    assert [of["entropy"] for of in table] == [0.3, 0.2, 0.1, None]
+    assert {of["duplicate_token"] for of in table} == {None}
+    write_table(tmp_path / "heads.csv", table)
+    with open(tmp_path / "heads.csv", newline="", encoding="utf-8") as file:
+        written = list(csv.DictReader(file))
+    expected = [{k: "" if v is None else str(v) for k, v in of.items()} for of in table]
+    assert written == expected
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4),
+    uniform=st.lists(st.floats(0.0, 0.5), min_size=4, max_size=4),
+)
+def test_name_is_the_statistic_furthest_above_uniform_attention(values, uniform):
+    of = dict(zip(NAMES, values, strict=True))
+    c = dict(zip(NAMES, uniform, strict=True))
+    (head,) = head_table(one_head(**of), c)
+    shares = {key: (of[key] - c[key]) / (1 - c[key]) for key in NAMES}
+    assert head["significance"] == pytest.approx(max(shares.values()), abs=1e-4)
+    if abs(head["significance"] - NAMED_FROM) > 1e-3:
+        assert bool(head["name"]) == (head["significance"] > NAMED_FROM)
+    if head["name"]:
+        assert shares[head["name"]] == pytest.approx(max(shares.values()), abs=1e-5)
+
+
+def test_since_step_is_the_first_of_the_last_snapshots_with_the_name():
+    for values, since in (
+        ((0.2, 0.3, 0.5, 0.9), 20),
+        ((0.9, 0.2, 0.9, 0.8), 20),  # it had lost its name
+        ((0.9, 0.9, 0.9), 0),
+        ((0.1, 0.2, 0.9), 20),
+        ((0.9, 0.9, 0.3), None),
+        ((NAN, 0.9, 0.9), 10),
+    ):
+        rows = [row(10 * n, induction=np.full((2, 2), v)) for n, v in enumerate(values)]
+        assert {head["since_step"] for head in head_table(rows, UNIFORM)} == {since}, values
+    changed = [one_head(induction=0.9)[0], *one_head(previous_token=0.9)]
+    changed[1].step = 10
+    (head,) = head_table(changed, UNIFORM)
+    assert (head["name"], head["since_step"]) == ("previous_token", 10)
+
+
+def test_strongest_head_of_each_name():
+    last = row(0, induction=[[0.8, 0.6], [0, 0]], previous_token=[[0, 0], [0.7, 0.1]])
+    found = [
+        (head["name"], head["layer"], head["head"])
+        for head in strongest(head_table([last], UNIFORM))
+    ]
+    assert found == [("induction", 0, 0), ("previous_token", 1, 0)]
