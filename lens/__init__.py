@@ -15,6 +15,7 @@ provide a function that runs the model and calls `capture` with the attention we
     snapshot = lens.snapshot(capture_attention, step=100, max_steps=1000, folder=Path("attention"))
 
 In reading order: config.py (settings), statistics.py (statistics of heads), probe.py (prompts and
-forward pass), history.py (statistics of all snapshots), heatmap.py (PNG images), page/ and
-assemble.py (the interactive page), snapshots.py (attention snapshots during training).
+forward pass), history.py (statistics of all snapshots), heads.py (names of heads), heatmap.py (PNG
+images), page/ and assemble.py (the interactive page), snapshots.py (attention snapshots during
+training).
 """

@@ -86,11 +86,11 @@ const TOP = 6; // space above a heatmap for the first label
 
 /** Sets the sizes of the enlarged heatmaps, if possible to whole pixels for each weight. */
 function placePlots(shown) {
-  ruler.font = FONT;
-  const labels = A.tokens.map((token) => label(token));
-  const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
   const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
-  const left = Math.ceil(clamp(widest, 12, compact ? 56 : 84)) + 8;
+  ruler.font = FONT;
+  const labels = A.tokens.map((token) => label(token, compact ? 7 : 12));
+  const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
+  const left = Math.ceil(clamp(widest, 12, 84)) + 8;
   // In a low window, the text is next to the map, not below it.
   const low = Math.max(170, innerHeight - left - (compact ? 66 : wide ? 390 : 150));
   const text = compact && !wide && sideWidth > 400 ? 170 : 0; // next to the map
