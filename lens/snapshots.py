@@ -144,9 +144,8 @@ class Lens:
     def _drawn_every(self, max_steps: int) -> int:
         """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
         files = len(self.prompts) * (1 + len(self.config.layers)) + 1
-        drawn = max(
-            2, (MAX_FILES - MAX_THUMBNAILS) // files
-        )  # including the first and the last snapshot
+        # The first and the last snapshot always have images.
+        drawn = max(2, (MAX_FILES - MAX_THUMBNAILS) // files)
         every = max(1, self.config.interval(max_steps))
         return every * max(1, math.ceil(max_steps / every / (drawn - 1)))
 
