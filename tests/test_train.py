@@ -213,7 +213,7 @@ def test_run_directory(make_run, tmp_path):
     run = make_run("name=full", "lens=default", "lens.every=2", "trainer.save_every=3")
     fit(run)
     folder = tmp_path / "runs" / "full"
-    logs = {"metrics.jsonl", "samples.jsonl", "report.html", "attention"}
+    logs = {"metrics.jsonl", "samples.jsonl", "starts.jsonl", "report.html", "attention"}
     names = {".lock", "checkpoints", "config.yaml", "run.json", *logs}
     assert {p.name for p in folder.iterdir()} == names
     saved = yaml.safe_load((folder / "config.yaml").read_text())

@@ -305,8 +305,9 @@ class NoTracker(Tracker):
 
 def _define_metrics(run) -> None:
     """Defines how the dashboard and the summary show the metrics."""
-    # Hidden: a panel for each would fill the workspace. Users can add panels for them.
-    for hidden in ("attention_heads/*", "attention_layers/*"):
+    # Hidden: a panel for each would fill the workspace. Users can add panels for them. W&B stores
+    # the values of a chart as a table in the last of these sections.
+    for hidden in ("attention_heads/*", "attention_layers/*", "Custom Chart Tables/*"):
         run.define_metric(hidden, hidden=True)
     run.define_metric("train/tokens")  # an x-axis for all charts: every row has it
     for key in ("val/loss", "val/perplexity", "val/bits_per_byte"):
