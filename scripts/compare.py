@@ -86,19 +86,21 @@ def main(settings: CompareConfig) -> None:
 def found(settings: CompareConfig) -> list[results.Run]:
     """Returns the runs that have the metric. Prints a line on stderr for each other path."""
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
-    runs: list[results.Run] = []
+    folders: dict[Path, None] = {}
     for pattern in patterns:
         # The name of a directory may contain characters such as * or [.
         paths = [pattern] if os.path.isdir(pattern) else sorted(glob.glob(pattern))
-        folders = [folder for folder in map(Path, paths) if folder.is_dir()]
-        if not folders:
+        matches = [folder for folder in map(Path, paths) if folder.is_dir()]
+        folders |= dict.fromkeys(matches)
+        if not matches:
             say(f"{pattern}: directory not found")
-        for folder in folders:
-            try:
-                runs.append(results.read(folder, settings.metric))
-            except (ValueError, RecursionError) as error:
-                if folder.name != SWEEPS:
-                    say(f"{folder}: skipped, not a run directory ({message_of(error)})")
+    runs: list[results.Run] = []
+    for folder in folders:
+        try:
+            runs.append(results.read(folder, settings.metric))
+        except (ValueError, RecursionError) as error:
+            if folder.name != SWEEPS:
+                say(f"{folder}: skipped, not a run directory ({message_of(error)})")
     if not runs:
         fix = "use runs='runs/*' in the directory in which train.py was started"
         refuse([("runs", " ".join(patterns), "no run directory found", fix)])
@@ -116,7 +118,7 @@ def found(settings: CompareConfig) -> list[results.Run]:
 def selected(runs: list[results.Run], conditions: list[Condition]) -> list[results.Run]:
     """Returns the runs that meet all conditions. Raises ConfigError if there are none."""
     for key, sign, wanted in conditions:
-        values = [run.metrics | run.settings | {"model": run.model} for run in runs]
+        values = [run.values for run in runs]
         problem = ("where", f"{key}{sign}{wanted}")
         if not any(key in of_run for of_run in values):
             near = nearest(key, sorted(set().union(*values)))
@@ -125,7 +127,7 @@ def selected(runs: list[results.Run], conditions: list[Condition]) -> list[resul
         pairs = [(run, of_run.get(key)) for run, of_run in zip(runs, values, strict=True)]
         runs = [run for run, value in pairs if is_met(value, sign, wanted)]
         if not runs:
-            known = ", ".join(sorted({as_yaml(value) for _, value in pairs}))
+            known = " | ".join(sorted({as_yaml(value) for _, value in pairs}))
             refuse([(*problem, "no run meets this condition", f"the values are {shorten(known)}")])
     return runs
 

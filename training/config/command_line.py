@@ -68,8 +68,9 @@ class ScriptConfig(ScriptGroup):
 
 
 def _writable_file(path: str) -> str:
-    """Raises `rejected` for a folder, and for a path in a folder that does not exist."""
-    if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path)))):
+    """Raises `rejected` for a folder, a device, or a path in a folder that does not exist."""
+    special = os.path.exists(path) and not os.path.isfile(path)
+    if path and (special or not os.path.isdir(os.path.dirname(os.path.abspath(path)))):
         raise rejected("not a file in an existing folder", "give the path of a file")
     return path
 

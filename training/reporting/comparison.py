@@ -61,6 +61,12 @@ class Run:
         text = "{} layers, {} heads, width {}, context {}".format(*shape)
         return next((name for name, known in models().items() if known == shape), text)
 
+    @property
+    def values(self) -> dict[str, object]:
+        """Returns metrics, settings and the names of model and optimizer."""
+        groups = {"model": self.model, "optimizer": self.settings.get("optimizer.name")}
+        return self.metrics | self.settings | groups
+
 
 @dataclass
 class Row:
