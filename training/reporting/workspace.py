@@ -60,7 +60,7 @@ def sections(keys: Iterable[str]) -> list[Section]:
         "attention page": (2, 1, [_media("attention/viewer"), _media("attention/timelapse")]),
         "heads": (1, 1, [WeavePanelSummaryTable(table_name="attention/table")]),
         "head statistics": (4, 2, [LinePlot(title=n, metric_regex=regex) for n, regex in layers]),
-        "loss": (3, 1, [LinePlot(title=y[-1].partition("/")[2], y=y) for y in metrics]),
+        "loss": (3, 1, [_curves(*keys) for keys in metrics]),
         "samples": (1, 1, [_media("samples/text")]),
     }
     return [
@@ -72,6 +72,12 @@ def sections(keys: Iterable[str]) -> list[Section]:
         )
         for name, (columns, rows, of_section) in panels.items()
     ]
+
+
+def _curves(*keys: str) -> LinePlot:
+    """Returns a panel for curves. The perplexity before the training is the vocabulary size."""
+    log_y = keys == ("val/perplexity",)
+    return LinePlot(title=keys[-1].partition("/")[2], y=list(keys), log_y=log_y)
 
 
 def _media(key: str) -> MediaBrowser:

@@ -112,14 +112,15 @@ def test_the_view_is_created_once_and_then_updated(call, online, capsys):
         # The user adds a section and removes the panels of another; the command adds them again.
         heatmaps.panels = []
         view.sections = [Section(name="my own", panels=loss.panels), *view.sections]
+        view.runset_settings.query = "mine"
         view.save()
         capsys.readouterr()  # the library reports the address
         assert call(server, "project=mine", "entity=me") == (0, address, "")
         (second,) = server.views.values()
         online(server)
-        names = [section.name for section in Workspace.from_url(address.strip()).sections]
+        view = Workspace.from_url(address.strip())
     assert first["name"] == second["name"]
-    assert names[-1] == "my own"
+    assert (view.sections[-1].name, view.runset_settings.query) == ("my own", "mine")
     before, after = [
         [(section["name"], len(section["panels"])) for section in sections_of(stored)]
         for stored in (first, second)
