@@ -21,7 +21,8 @@ from model import GPT, ModelConfig
 from tokens.tokenizers import get_tokenizer
 from training.checkpoint.format import MAX_STATE_BYTES
 from training.checkpoint.tensors import model_from_tensors, pickle_error, read_tensors
-from training.config.schema import ModelSettings, validate
+from training.config.schema import ModelSettings
+from training.config.validation import validate
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CLEARHEAD = "clearhead"  # key in config.json of our settings: tokenizer, window, qkv_bias

@@ -17,7 +17,8 @@ from errors import CheckpointError, DamagedCheckpointError, message_of
 from files import open_regular
 from model import GPT, ModelConfig
 from training.checkpoint.format import MODEL, OPTIMIZER, State, Tensors, load_state, read_error
-from training.config.schema import ModelSettings, validate
+from training.config.schema import ModelSettings
+from training.config.validation import validate
 from training.optim.optimizers import STATE as OPTIMIZER_STATE
 from training.optim.optimizers import state_keys
 

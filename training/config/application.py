@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 
-import hydra
+import hydra.utils
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,17 +27,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 from errors import NO_VALUE, ClearheadError, ConfigError, Problem, refuse
 from training.config.command_line import errors_in_one_line, show_settings, unknown_option
-from training.config.compose import compose, group_choices, problem_of
+from training.config.compose import VERSION, compose, group_choices, problem_of
 from training.config.other_names import current_names
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
 from training.config.yaml_files import CONFIGS, REPOSITORY
 from training.reporting.sweep import run_job
 
+# Arguments of hydra.main. Hydra 1.4 can restrict which callbacks and launchers it creates.
+# The user's own settings name them, so there is no restriction, as in Hydra 1.3.
+OPTIONS = VERSION or {"execution_whitelist": hydra.utils.UNSAFE_DISABLE_EXECUTION_CHECKS}
 # Overrides on ranks other than 0: Hydra creates no directories and writes no logs there.
 OTHER_RANKS = ["hydra.run.dir=.", "hydra.output_subdir=null"]
 OTHER_RANKS += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-MAX_VALUES = 1000  # values of one setting that are checked before a sweep starts
+MAX_VALUES = 100  # values of one setting that are checked before a sweep starts
 
 
 def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
@@ -80,8 +83,8 @@ def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> N
         sys.argv += ["--config-path", options.config_path]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
-        hydra.main(str(CONFIGS), "config", version_base="1.3")(task)()
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        hydra.main(str(CONFIGS), "config", **OPTIONS)(task)()
+    except (HydraException, OmegaConfBaseException, FileNotFoundError, ValueError) as error:
         if isinstance(error, ClearheadError):
             raise
         raise ConfigError([problem_of(error, options.overrides)]) from error

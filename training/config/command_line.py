@@ -40,7 +40,8 @@ from errors import (
 )
 from files import atomic_write
 from training.config.other_names import current_names, unknown_key
-from training.config.schema import flat_fields, groups_of, rejected, validate
+from training.config.schema import rejected
+from training.config.validation import flat_fields, groups_of, validate
 from training.config.yaml_files import defaults_and_meanings, flat, nested
 
 WAIT_FOR_RANK_0 = 10  # seconds

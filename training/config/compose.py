@@ -31,6 +31,8 @@ from training.config.stored import config_from
 from training.config.user_files import place_of, with_places
 from training.config.yaml_files import CONFIGS
 
+VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4 has no other version
+
 
 def compose(
     overrides: Sequence[str] = (),
@@ -75,12 +77,13 @@ def hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[Non
             """Adds the folder as hydra.main does for --config-dir."""
             search_path.append("command-line", f"file://{os.path.abspath(config_dir)}")
 
+    Plugins.instance()  # Hydra 1.4: registers Hydra's own groups, which are part of the state
     before = Singleton.get_state()  # Hydra's state and OmegaConf's resolvers
     if config_dir is not None:
         Plugins.instance().register(ConfigDir)
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(os.path.abspath(config_path), version_base="1.3"):
+        with hydra.initialize_config_dir(os.path.abspath(config_path), **VERSION):
             yield
     finally:
         Singleton.set_state(before)

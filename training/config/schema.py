@@ -1,13 +1,12 @@
 """Schema of the settings of a training run: types, ranges, choices and rules between settings.
 
 There is one pydantic model per group of configs/. The YAML files have the default values and the
-descriptions. `validate` returns all problems, each as one line for the user.
+descriptions. training/config/validation.py checks values with this schema.
 """
 
 import os
-import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,40 +15,23 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
-    ValidationError,
     ValidationInfo,
 )
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-from errors import NO_VALUE, Problem, refuse
-from training.config.other_names import unknown_key
-from training.config.yaml_files import default_values, environment_variable, flat
+from errors import refuse
+from training.config.validation import (
+    FOLDER_NAME,
+    NO_SEPARATORS,
+    RUN_ID,
+    flat_fields,
+    groups_of,
+    validate,
+)
+from training.config.yaml_files import default_values
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
-MUST_BE = "must be "
-FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
-NO_SEPARATORS = r"^[^/\\#?%:]+$"  # as W&B requires
-RUN_ID = r"^[\w-]{1,128}$"  # of W&B
-PATTERNS = {
-    FOLDER_NAME: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ ; after the first character "
-    "also . = , + -",
-    NO_SEPARATORS: r"must not be empty and must not contain / \ # ? % :",
-    r"\S": "must not be empty or blank",
-    RUN_ID: "must have 1 to 128 characters: A-Z, a-z, 0-9, _ and -",
-}
-WORDING = {  # pydantic's wording: ours
-    "(Input|List|String) should": "must",
-    ", unable to .*| after validation.*| valid(?= (number|list))|'": "",
-    "a valid integer": "an integer",
-    "a valid boolean": "true or false",
-    "a valid string": "text",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "False": "false",
-    "9223372036854776000": "2^63",
-}
 
 
 def rejected(reason: str, hint: str, key: str = "") -> PydanticCustomError:
@@ -78,7 +60,7 @@ def _to_int(value: object) -> object:
 
 Count = Annotated[int, BeforeValidator(_to_int), Field(ge=0, le=10**15)]
 Positive = Annotated[int, BeforeValidator(_to_int), Field(ge=1, le=10**15)]
-Seed = Annotated[int, BeforeValidator(_to_int), Field(ge=0, lt=2**63)]
+Seed = Annotated[int, BeforeValidator(_to_int), Field(ge=0, le=2**63 - 1)]
 NonNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 AboveZero = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 Fractional = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -367,69 +349,6 @@ class Config(Settings):
         """Keys of the settings and groups on the command line if trainer.resume is a path. None
         otherwise, and after `stored.complete` has added the settings of that run."""
         return self._overrides
-
-
-Schema = TypeVar("Schema", bound=BaseModel)
-
-
-def validate(
-    schema: type[Schema], values: Mapping, *, rules: bool = True
-) -> tuple[Schema | None, list[Problem]]:
-    """Returns (an instance of the schema or None, all problems, at most one per key).
-
-    rules: whether to check rules between settings (`rule`); types and ranges are always checked.
-    """
-    try:
-        return schema.model_validate(values, context=None if rules else "without rules"), []
-    except ValidationError as error:
-        found: dict[str, Problem] = {}
-        for details in error.errors(include_url=False):
-            problem = _problem(schema, values, details)
-            before = found.setdefault(problem.key, problem)
-            if before is not problem and before.reason.startswith(MUST_BE):  # other type of a union
-                reason = problem.reason.replace(MUST_BE, f"{before.reason} or ", 1)
-                found[problem.key] = before._replace(reason=reason)
-        return None, list(found.values())
-
-
-def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) -> Problem:
-    """Turns an error of pydantic into a problem."""
-    path, context, fields = details["loc"], details.get("ctx", {}), flat_fields(schema)
-    # Omits the rest of the path: the index in a list or the type in a union.
-    length = 2 if path[0] in groups_of(schema) else 1
-    key = context.get("key") or ".".join(map(str, path[:length]))
-    if details["type"] == "extra_forbidden":
-        return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
-    if details["type"] == "missing":
-        return Problem(key, NO_VALUE, "is missing", f"set {key}=VALUE")
-    reason = "must not be empty" if context.get("min_length") == 1 else details["msg"]
-    reason = PATTERNS.get(context.get("pattern"), reason)
-    if "hint" not in context:
-        for pattern, ours in WORDING.items():
-            reason = re.sub(pattern, ours, reason)
-    value = flat(values).get(key, NO_VALUE)
-    return Problem(key, value, reason, context.get("hint") or _hint(key, value))
-
-
-def _hint(key: str, value: object) -> str:
-    variable = environment_variable(key)
-    if variable and os.environ.get(variable) == value:
-        return f"correct the environment variable {variable}"
-    return "see --help"
-
-
-def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Returns the groups of settings of a schema, by name."""
-    return {
-        name: info.annotation
-        for name, info in schema.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-    }
-
-
-def flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Returns the fields of a schema and its groups, by dotted key."""
-    return flat(schema.model_fields | {n: g.model_fields for n, g in groups_of(schema).items()})
 
 
 GROUPS = groups_of(Config)

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
-from training.config.schema import GROUPS, Config, validate
+from training.config.schema import GROUPS, Config
+from training.config.validation import validate
 from training.config.yaml_files import REPOSITORY, flat, nested
 
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample

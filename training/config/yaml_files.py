@@ -5,13 +5,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import omegaconf
 import yaml
 from omegaconf import OmegaConf
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs"
 # In YAML files, `${repository:}` is the folder of this repository.
-OmegaConf.register_new_resolver("repository", lambda: str(REPOSITORY), replace=True)
+REGISTER = "register_new_resolver" if omegaconf.__version__ < "2.4" else "register_resolver"
+getattr(OmegaConf, REGISTER)("repository", lambda: str(REPOSITORY), replace=True)
 SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
 
 

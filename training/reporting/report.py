@@ -19,7 +19,7 @@ from errors import sanitize
 from files import atomic_write, read_bounded, read_rows
 from lens.assemble import assemble, content_security_policy
 from training.checkpoint.run_directory import settings_of
-from training.config.schema import flat
+from training.config.yaml_files import flat
 from training.reporting.charts import Points, chart_data, finite, points_of
 
 PAGE = Path(__file__).parent / "report_page"

@@ -143,6 +143,8 @@ class SweepResults(Callback):
                 path.unlink()  # of an earlier start of this sweep
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:
+        if sys.exc_info()[0]:
+            return  # a signal stops the sweep; Hydra 1.3 does not call this then, Hydra 1.4 does
         folder, sweep = Path(config.hydra.sweep.dir), _directory(config.hydra)
         found = [_result(path, sweep) for path in Path(sweep).rglob("result.json")]
         jobs = sorted(filter(None, found), key=lambda job: job["job"])

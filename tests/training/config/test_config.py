@@ -36,8 +36,9 @@ from training.config import Config, compose
 from training.config.application import hydra_main, sweep_variants
 from training.config.command_line import parse
 from training.config.other_names import RENAMED, other_names, unknown_key
-from training.config.schema import GROUPS, VOCABULARIES, flat_fields, known_settings, validate
+from training.config.schema import GROUPS, VOCABULARIES, known_settings
 from training.config.stored import resolve_auto
+from training.config.validation import flat_fields, validate
 from training.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
 
 
@@ -157,7 +158,7 @@ def test_checked_values_of_a_sweep():
         ["seed=1", "optimizer.lr=0.0001", "name=a"],
         ["seed=2", "optimizer.lr=0.0001", "name=a"],
     ]
-    assert len(sweep_variants(["seed=range(0,1000000)"])) == 1000
+    assert len(sweep_variants(["seed=range(0,1000000)"])) == 100
 
 
 def test_every_setting_has_a_default_and_a_description():
@@ -226,7 +227,7 @@ def test_a_closed_stdout_is_no_error(arguments):
 
 def test_compose_restores_the_state_of_hydra():
     """Also within a Hydra application."""
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.2"):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
         version = VersionBase.instance().getbase()
         environment = OmegaConf.create({"home": "${oc.env:HOME}"}).home
         compose(["model=gpt2-nano"])

@@ -23,7 +23,7 @@ from generate import GenerateConfig
 from scripts import inspect_attention, prepare_data
 from training.config import Config, compose
 from training.config.command_line import parse
-from training.config.schema import validate
+from training.config.validation import validate
 from training.config.yaml_files import default_values, defaults_and_meanings
 
 FAULT = "the bad-input table"
@@ -183,7 +183,7 @@ CONTENTS = {
     "name: a\nseed: ${sead": ("seed", 3),
     "just words": ("just words", 2),
     "- 1\n- 2": ("", 1),
-    "model: [1, 2": ("", 2),
+    "model: [1, 2\nseed: 1": ("", 3),
     b"seed: 1\nname: \xe9": ("", 2),
     b"trainer: {keep: 1}": ("experiment", 1),  # without the line "# @package _global_"
     "seed: !!python/object/apply:os.mkdir [made]": ("", 2),
