@@ -47,6 +47,7 @@ from training.reporting.machine import environment
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
 from training.reporting.tracker import NoTracker, Tracker
+from training.reporting.wandb_resume import UNFINISHED
 from training.run import Run, print_introduction
 from training.signals import StopSignals
 from training.translate_errors import translate_errors
@@ -276,7 +277,8 @@ def open_directory(
         directory = create_directory(config, start, closing)
         saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
         closing.callback(saver.close)
-        if state.step >= config.trainer.max_steps:  # no step left
+        is_finished = state.step >= config.trainer.max_steps  # no step left
+        if is_finished and not (directory / UNFINISHED).exists():
             return directory, saver, NoTracker()
         notes.extend(saver.disk_space_notes(12 * model.num_parameters()))
         run_directory.write_settings(directory, state.settings)

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import quote, unquote
 
 STATUS = {"500": 500, "429": 429, "403": 403, "404": 404}
 # Connections are refused, get no response or are reset; the response is a status code, or no JSON.
@@ -28,6 +29,10 @@ class WandbServer:
         self.fault, self.after = fault, after
         self.failing = bool(fault) and not after
         self.requests: list[tuple[str, bytes]] = []  # path and body of each request
+        self.history: dict[str, dict[int, dict]] = {}  # by run: the rows, by line number
+        self.files: dict[str, dict[str, set[bytes]]] = {}  # by run and name: uploaded contents
+        self.dropping = False  # whether uploads of files are interrupted
+        self.dropped = threading.Event()  # after the first one
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
@@ -51,16 +56,34 @@ class WandbServer:
         self.server.server_close()
 
     def rows(self) -> list[dict]:
-        """The rows of history that were uploaded."""
-        found = []
-        for path, body in list(self.requests):
-            if path.endswith("/file_stream"):
-                history = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
-                found += [json.loads(line) for line in history.get("content", [])]
-        return found
+        """The rows of history of all runs."""
+        return [row for lines in self.history.values() for _, row in sorted(lines.items())]
+
+    def store(self, path: str, body: bytes) -> None:
+        """Stores rows, at their line numbers, and files of runs."""
+        if path.endswith("/file_stream"):
+            history = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
+            lines = self.history.setdefault(path.split("/")[-2], {})
+            for number, line in enumerate(history.get("content", []), history.get("offset", 0)):
+                lines[number] = json.loads(line)
+        elif path.startswith("/store/runs/"):
+            run, name = unquote(path.removeprefix("/store/runs/")).split("/", 1)
+            self.files.setdefault(run, {}).setdefault(name, set()).add(body)
+
+    def resume_status(self, run: str) -> dict | None:
+        """What a client needs to resume a run; None if the run does not exist."""
+        if run not in self.history:
+            return None
+        rows = [row for _, row in sorted(self.history[run].items())]
+        last = {key: rows[-1][key] for key in ("_step", "_runtime")} if rows else {}
+        found = {"id": "b", "name": run, "historyLineCount": len(rows), "tags": []}
+        found |= {"summaryMetrics": json.dumps(last), "historyTail": json.dumps([json.dumps(last)])}
+        found |= {"wandbConfig": '{"t": 1}', "config": "{}", "eventsTail": "[]"}
+        return found | {"eventsLineCount": 0, "logLineCount": 0}
 
     def answer(self, path: str, body: bytes) -> dict:
         """What a healthy server says, where a run depends on it."""
+        self.store(path, body)
         if path != "/graphql":
             return {}
         asked = json.loads(body)
@@ -70,8 +93,17 @@ class WandbServer:
             bucket = {"id": "b", "name": given["name"], "config": "{}", "project": project}
             data = {"upsertBucket": {"bucket": bucket, "inserted": True}}
         elif "createRunFiles" in query:
-            files = [{"name": x, "uploadUrl": f"{self.url}/store/{x}"} for x in given["files"]]
+            place = f"{self.url}/store/runs/{given['run']}"
+            files = [{"name": x, "uploadUrl": f"{place}/{quote(x)}"} for x in given["files"]]
             data = {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
+        elif "query RunResumeStatus" in query:
+            data = {
+                "model": {
+                    "id": "p",
+                    "name": "clearhead",
+                    "bucket": self.resume_status(given["name"]),
+                }
+            }
         elif "viewer {" in query:
             data = {"viewer": {"id": "u", "entity": "me", "flags": "{}", "teams": {"edges": []}}}
         elif "query ArtifactType" in query:
@@ -108,9 +140,15 @@ class WandbServer:
             def log_message(self, *_) -> None: ...
 
             def handle_request(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                length = int(self.headers.get("Content-Length") or 0)
+                if len(body := self.rfile.read(length)) < length:
+                    return  # the client was killed
                 if outer.failing:
                     return self.fail()
+                if outer.dropping and self.path.startswith("/store/runs/"):
+                    outer.dropped.set()
+                    self.close_connection = True
+                    return
                 outer.requests.append((self.path, body))
                 self.send(200, json.dumps(outer.answer(self.path, body)).encode())
                 if outer.fault and outer.after.encode() in self.path.encode() + body:

@@ -28,6 +28,7 @@ from training.reporting.jsonl import RowFile
 from training.reporting.machine import git
 from training.reporting.report import sample_page
 from training.reporting.timeouts import call_with_timeout, cause
+from training.reporting.wandb_resume import UNFINISHED, first_missing_step, rows_on_disk
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ class Tracker:
         self.rows = RowFile(folder / "metrics.jsonl")
         self.samples = RowFile(folder / "samples.jsonl")
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
+        self.first_step = 0  # the first step to log to W&B
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.watched: dict[str, Histogram] = {}  # of the tensors at the current step
         self.workspace_is_due = config.workspace  # at the first attention snapshot
@@ -78,6 +80,19 @@ class Tracker:
             self._stop_logging(error)
         self._call(_define_metrics)
         self._call(lambda run: _upload_code(run) if config.save_code else None)
+        if self.run:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Logs what W&B lost when an earlier process was killed: rows, images and pages on disk."""
+        try:
+            self.first_step = call_with_timeout(
+                CALL_SECONDS, lambda: first_missing_step(self.wandb, self.run, self.folder)
+            )
+            for row in rows_on_disk(self.folder, self.first_step):
+                self._log_to_wandb(*row)
+        except Exception as error:
+            _print(f"rows from before a kill were not logged ({cause(error)})")
 
     @property
     def run_id(self) -> str | None:
@@ -114,12 +129,22 @@ class Tracker:
             self.rows.append(row)
         if sample:
             self.samples.append(sample)
-        if self.run:
-            for_wandb = metrics | self._media(step, snapshot, sample)
-            self._call(lambda run: run.log(for_wandb, step=step))
-            if self.workspace_is_due and files:
-                self.workspace_is_due = False
-                self._create_workspace(row.keys())
+        self._log_to_wandb(step, metrics, snapshot, sample)
+        if self.run and self.workspace_is_due and files:
+            self.workspace_is_due = False
+            self._create_workspace(row.keys())
+
+    def _log_to_wandb(
+        self, step: int, metrics: dict, snapshot: "Snapshot | None", sample: dict | None
+    ) -> None:
+        """Logs a row to W&B, unless it has the row from before a kill."""
+        if self.run is None or step < self.first_step:
+            self.watched = {}
+            return
+        media = self._media(step, snapshot, sample)
+        self._call(lambda run: run.log(metrics, step=step))
+        if media:  # W&B adds them to the row, and names their files after the step of the last call
+            self._call(lambda run: run.log(media, step=step))
 
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
@@ -272,6 +297,8 @@ class Tracker:
             self._call(lambda run: run.finish(exit_code=exit_code), seconds)
         if self.run:  # finish has not failed
             self.run = None
+            with contextlib.suppress(OSError):
+                (self.folder / UNFINISHED).unlink()
             teardown()
 
     def _call(self, action: Callable, seconds: float = CALL_SECONDS) -> None:

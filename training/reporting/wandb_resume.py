@@ -1,0 +1,105 @@
+"""What W&B has of a run that is resumed.
+
+W&B writes its record, and sends rows to the server, every 15 seconds. A killed process loses the
+rows after that. In the run directory they are complete.
+"""
+
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from files import read_rows
+from lens.snapshots import Snapshot
+
+# In the run directory: the ids of W&B runs that have not ended, because the process was killed.
+UNFINISHED = ".wandb_unfinished"
+BLOCK, HEADER = 2**15, 7  # bytes
+NON_FINITE = ("nan", "inf", "-inf")  # in metrics.jsonl
+
+
+def first_missing_step(wandb: ModuleType, run, folder: Path) -> int:
+    """Returns the step after the last one that W&B has, on the server or in offline records, and
+    repairs what earlier processes of this run directory have left.
+
+    It is the first step to log: W&B would drop rows of earlier steps, and `wandb sync` would give
+    them, and all rows after them, other steps.
+    """
+    unfinished, own = folder / UNFINISHED, Path(run.dir).parent
+    killed = set(unfinished.read_text().split()) if unfinished.exists() else set()
+    unfinished.write_text("\n".join(killed | {run.id}))
+    last_step = -1
+    for each in killed | {run.id}:
+        for record in own.parent.glob(f"*run-*/run-{each}.wandb"):
+            if record.parent != own:
+                step = repair(record, wandb.proto.wandb_internal_pb2.Record)
+                last_step = max(last_step, step) if each == run.id else last_step
+                if each == run.id in killed and not run.offline:
+                    upload_again(run, record)
+    return last_step + 1 if run.offline else run.starting_step
+
+
+def repair(file: Path, record_type: type) -> int:
+    """Removes an incomplete entry from the end of a record; without a complete one of the run, the
+    directory. `wandb sync` would stop there. Returns the last step, -1 without rows."""
+    step, end, has_run = -1, 0, False
+    for entry, position in entries(file.read_bytes()):
+        record, end = record_type.FromString(entry), position
+        has_run = has_run or record.HasField("run")
+        step = record.history.step.num if record.HasField("history") else step
+    if has_run:
+        os.truncate(file, end)
+    else:
+        shutil.rmtree(file.parent)
+    return step
+
+
+def upload_again(run, record: Path) -> None:
+    """Uploads the media files of an earlier process, because a kill may have stopped their upload.
+    The server has the same content under these names, or nothing."""
+    files = record.parent / "files"
+    for file in (files / "media").rglob("*"):
+        if file.is_file():
+            run.save(str(file), base_path=str(files), policy="now", glob=False)
+
+
+def rows_on_disk(folder: Path, first: int) -> Iterator[tuple[int, dict, Snapshot, dict | None]]:
+    """Yields step, metrics, attention snapshot and sample of each row in a run directory from step
+    `first`. The time-lapse and the values of single heads are not included."""
+    samples = {row["step"]: row for row in read_rows(folder / "samples.jsonl")}
+    for row in read_rows(folder / "metrics.jsonl"):
+        if (step := row.pop("step")) < first:
+            continue
+        metrics, snapshot = {}, Snapshot({}, {}, {})
+        for key, value in row.items():
+            file = folder / "attention" / Path(str(value)).name
+            if not isinstance(value, str) or value in NON_FINITE:
+                metrics[key] = float(value) if isinstance(value, str) else value
+            elif file.name.startswith(f"step_{step:08d}") and not file.is_symlink():
+                kind = snapshot.images if file.suffix == ".png" else snapshot.pages
+                kind[key] = file
+        yield step, metrics, snapshot, samples.get(step)
+
+
+def entries(data: bytes) -> Iterator[tuple[bytes, int]]:
+    """Yields each complete entry of a .wandb file and the position of its end.
+
+    After a header, the format is that of LevelDB's logs: an entry is one or more chunks, none of
+    which crosses a block; a chunk has a checksum, its length, its type and its content.
+    https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    position, entry, last = HEADER, b"", (1, 4)  # types of an entry's last chunk
+    while position + HEADER <= len(data):
+        if BLOCK - position % BLOCK < HEADER:  # padding
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += HEADER + length
+        if position > len(data) or not 1 <= kind <= 4:
+            return
+        entry += data[position - length : position]
+        if kind in last:
+            yield entry, position
+            entry = b""
