@@ -10,9 +10,12 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from files import read_rows
-from lens.snapshots import Snapshot
+
+if TYPE_CHECKING:
+    from lens.snapshots import Snapshot
 
 # In the run directory: the ids of W&B runs that have not ended, because the process was killed.
 UNFINISHED = ".wandb_unfinished"
@@ -65,9 +68,11 @@ def upload_again(run, record: Path) -> None:
             run.save(str(file), base_path=str(files), policy="now", glob=False)
 
 
-def rows_on_disk(folder: Path, first: int) -> Iterator[tuple[int, dict, Snapshot, dict | None]]:
+def rows_on_disk(folder: Path, first: int) -> Iterator[tuple[int, dict, "Snapshot", dict | None]]:
     """Yields step, metrics, attention snapshot and sample of each row in a run directory from step
     `first`. The time-lapse and the values of single heads are not included."""
+    from lens.snapshots import Snapshot  # imports torch
+
     samples = {row["step"]: row for row in read_rows(folder / "samples.jsonl")}
     for row in read_rows(folder / "metrics.jsonl"):
         if (step := row.pop("step")) < first:
