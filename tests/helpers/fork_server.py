@@ -42,6 +42,7 @@ def import_everything() -> None:
     """Imports all modules of a training. No thread may start, because a fork loses threads."""
     sources = [path.relative_to(REPOSITORY).with_suffix("") for path in SOURCES]
     ours = [".".join(path.parts) for path in sources if path.parts[0] in ("training", "tokens")]
+    ours.remove("training.reporting.workspace")  # imports wandb, whose folder a fork would remove
     for name in [*ours, *PARTS.split()]:
         importlib.import_module(name)
     compose(["lens=off", "wandb=off", "data.tokenizer=byte"])  # Hydra's grammar
