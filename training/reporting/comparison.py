@@ -40,7 +40,7 @@ COMPARABLE = """\
 Values in different tables are not comparable. Bits per byte are comparable between tokenizers:
 python -m scripts.compare metric=val/bits_per_byte"""
 Y_LIMIT = 1.5  # upper limit of a chart, relative to the median of the first values after step 0
-COLOURS = 10  # of matplotlib; more rows repeat them and have no legend entry
+COLOURS = 10  # of matplotlib; more rows are grey and have no legend entry
 LEGEND_CHARS = 110  # characters in the width of a chart
 
 Points = list[tuple[int, float]]  # (tokens so far, metric)
@@ -311,7 +311,8 @@ def plot_group(axis, rows: list[Row], entries: list[str], metric: str) -> None:
         for seed, points in enumerate(row.curves):
             axis.plot(
                 *zip(*points, strict=True),
-                color=f"C{index % COLOURS}",
+                color=f"C{index}" if entry else "silver",
+                zorder=2 if entry else 1,
                 marker="o" if len(points) <= 12 else None,
                 ms=3,
                 label=None if seed else entry,
@@ -327,4 +328,5 @@ def plot_group(axis, rows: list[Row], entries: list[str], metric: str) -> None:
     if starts and bottom < (highest := Y_LIMIT * statistics.median(starts)) < top:
         axis.set_ylim(top=highest)
     below = {"loc": "upper left", "bbox_to_anchor": (0, -0.12)}
-    axis.legend(**below, title=f"mean {metric}", fontsize=8, title_fontsize=8, alignment="left")
+    title = f"mean {metric}" + (", grey: other rows" if len(rows) > COLOURS else "")
+    axis.legend(**below, title=title, fontsize=8, title_fontsize=8, alignment="left")

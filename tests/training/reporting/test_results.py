@@ -72,7 +72,6 @@ def test_a_diverged_run_does_not_set_the_scale(drawn):
         assert axis.get_ylim()[1] < 8
 
 
-@pytest.mark.filterwarnings("error")
 def test_the_start_does_not_set_the_scale(drawn):
     """Step 0 is drawn; the first value after it determines the scale."""
     rows = [row({}, 2.0, first=3.0)]
@@ -82,6 +81,7 @@ def test_the_start_does_not_set_the_scale(drawn):
     assert axis.get_ylim()[1] == 4.5
 
 
+@pytest.mark.filterwarnings("error")
 def test_any_settings_can_be_drawn(drawn):
     for rows in (
         [row({}, math.nan, first=math.nan)],
@@ -91,6 +91,8 @@ def test_any_settings_can_be_drawn(drawn):
     ):
         figure = drawn(rows)
         legend = figure.axes[0].get_legend()
+        colours = {line.get_color() for line in figure.axes[0].get_lines()}
+        assert len(colours) == min(len(rows), results.COLOURS + 1), rows
         assert 1 <= len(legend.get_texts()) <= results.COLOURS, rows
         assert figure.axes[0].get_position().width > 0.3, rows  # whatever the legend's width
 
