@@ -12,7 +12,7 @@ function frameOf(T, size) {
     const image = new ImageData(size, size);
     const pixels = new Uint32Array(image.data.buffer);
     const places = Int32Array.from({ length: T }, (_, n) => Math.floor((n * size) / T));
-    const levels = new Int16Array(size * size); // colours of the pixels; -1: no weight
+    const levels = new Uint8Array(size * size); // indices into the colours
     frames.set(name, { image, pixels, places, levels, size });
   }
   return frames.get(name);
@@ -58,26 +58,27 @@ export function maxDifference(index) {
 export function paint({ canvas, context }, index, what, most = Infinity) {
   const of = what === "b" ? B : A;
   const frame = frameOf(of.T, Math.min(of.T, most));
-  const { image, pixels, levels, size } = frame;
+  const { image, pixels, places, levels, size } = frame;
   if (canvas.width !== size) canvas.width = canvas.height = size;
-  levels.fill(-1);
   const first = state.hideFirst ? 1 : 0;
   const place = of === A ? index : indexInB(index);
-  let table = colours.divergingPacked;
-  if (what === "difference") {
-    if (comparable(index)) findDifferences(frame, index, maxDifference(index), first);
-  } else if (place >= 0) {
+  pixels.fill(colours.masked);
+  let table = null;
+  if (what === "difference" && comparable(index)) {
+    table = colours.divergingPacked;
+    findDifferences(frame, index, maxDifference(index), first);
+  } else if (what !== "difference" && place >= 0) {
     table = colourTable(maxCode(index, of));
     findWeights(frame, of, place, first);
   }
-  const { masked } = colours;
-  for (let at = 0; at < pixels.length; at++) {
-    pixels[at] = levels[at] < 0 ? masked : table[levels[at]];
+  for (let y = 0; table && y < size; y++) {
+    for (let x = places[first]; x <= y; x++) pixels[y * size + x] = table[levels[y * size + x]];
   }
   context.putImageData(image, 0, 0);
 }
 
 function findWeights({ levels, places, size }, { bytes, start, triangle, T }, index, first) {
+  levels.fill(0);
   let place = start + index * triangle;
   for (let query = 0; query < T; query++) {
     const row = places[query] * size;
@@ -91,6 +92,7 @@ function findWeights({ levels, places, size }, { bytes, start, triangle, T }, in
 }
 
 function findDifferences({ levels, places, size }, index, most, first) {
+  levels.fill(128);
   const root = state.scale === "sqrt";
   let [a, b] = [A.start + index * A.triangle, B.start + indexInB(index) * B.triangle];
   for (let query = 0; query < A.T; query++) {
@@ -100,8 +102,7 @@ function findDifferences({ levels, places, size }, index, most, first) {
       const far = root ? Math.sqrt(Math.abs(part)) : Math.abs(part);
       const level = Math.round(part < 0 ? 128 - 128 * far : 128 + 127 * far);
       const at = row + places[key];
-      const before = levels[at] < 0 ? -1 : Math.abs(levels[at] - 128);
-      if (Math.abs(level - 128) > before) levels[at] = level;
+      if (Math.abs(level - 128) > Math.abs(levels[at] - 128)) levels[at] = level;
     }
     a += query + 1;
     b += query + 1;
