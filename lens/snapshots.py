@@ -65,7 +65,6 @@ class Lens:
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
         self.history: History | None = None  # created at the first snapshot
-        self.uniform = uniform_values(self.prompts)
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
 
     def due(self, step: int, max_steps: int) -> bool:
@@ -106,7 +105,7 @@ class Lens:
                 path = self._write_timelapse(folder, run_name, self.history)
                 snapshot.pages["attention/timelapse"] = path
         if step == max_steps:
-            self.table = head_table(self.history.rows, self.uniform)
+            self.table = head_table(self.history.rows, uniform_values(self.prompts))
             write_table(folder / "heads.csv", self.table)
             snapshot.tables["attention/table"] = self._with_thumbnails(frame)
         return snapshot
@@ -118,16 +117,16 @@ class Lens:
         significant heads and, in parentheses, the value for uniform attention. Writes no files.
         """
         frame = probe(capture_attention, self.prompts, step)
-        table = head_table([frame.row], self.uniform)
+        uniform = uniform_values(self.prompts)
+        table = head_table([frame.row], uniform)
         lines = []
         for key in NAMES:
-            uniform = self.uniform[key]
-            if uniform is None or any(row[key] is None for row in table):
+            if uniform[key] is None or any(row[key] is None for row in table):
                 continue
             named = [row for row in table if row["name"] == key]
             heads = named[:5] or [max(table, key=lambda row: row[key])]
             values = "   ".join(f"L{row['layer']} H{row['head']} {row[key]:.2f}" for row in heads)
-            what = f"{STATISTICS[key].title} ({uniform:.2f})"
+            what = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
             lines.append(f"{what:<24} {values if named else f'no head; largest value: {values}'}")
         return run_data(run_name, self.prompts, [frame_data(frame)], [frame.row]), lines
 
