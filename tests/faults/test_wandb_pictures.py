@@ -26,6 +26,7 @@ RUN += ["name=run", "data.path=text.txt", f"trainer.max_steps={STEPS}", "trainer
 RUN += ["trainer.log_every=1", "trainer.eval_every=8", "trainer.sample_tokens=4"]
 RUN += ["lens.every=3", "lens.prompts=[one two one]", "lens.repeat_length=0", "lens.layers=[1]"]
 FILES = (".png", ".html")
+WHEN = ("before", "after", "saved")  # saved: after a pending checkpoint
 NOT_COMPARED = ("step", "train/tokens_per_second")  # W&B has the speed from before a kill
 
 
@@ -108,13 +109,12 @@ def test_every_picture_arrives(wandb, tmp_path, number):
     chance, mode, server = random.Random(number), ("offline", "online")[number % 2], wandb.server
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     kills, interrupted = (1, 1, 1, 1, 1, 2, 3)[number % 7], chance.random() < 0.5
-    for _ in range(kills):
+    for kill in range(kills):
         server.dropping = interrupted
-        step, when = (
-            chance.randrange(1, STEPS // kills),
-            chance.choice(["before", "after", "saved"]),
-        )
-        fault = interrupt(("SIGKILL", STEP, step, when))
+        place = (STEP, chance.randrange(1, STEPS // kills), chance.choice(WHEN))
+        if number % 5 > 2 and kill == kills - 1:
+            place = ("training.run.Run.finish", 1, "after")  # after the last checkpoint
+        fault = interrupt(("SIGKILL", *place))
         assert wandb.train(tmp_path, mode, chance, fault) == -signal.SIGKILL
     server.dropping = False
     assert wandb.train(tmp_path, mode, chance, None) == 0

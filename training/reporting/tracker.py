@@ -89,7 +89,7 @@ class Tracker:
             self.first_step = call_with_timeout(
                 CALL_SECONDS, lambda: first_missing_step(self.wandb, self.run, self.folder)
             )
-            for row in rows_on_disk(self.folder, self.first_step):
+            for row in rows_on_disk(self.folder, self.first_step, self.last_step):
                 self._log_to_wandb(*row)
         except Exception as error:
             _print(f"rows from before a kill were not logged ({cause(error)})")

@@ -68,9 +68,12 @@ def upload_again(run, record: Path) -> None:
             run.save(str(file), base_path=str(files), policy="now", glob=False)
 
 
-def rows_on_disk(folder: Path, first: int) -> Iterator[tuple[int, dict, "Snapshot", dict | None]]:
+def rows_on_disk(
+    folder: Path, first: int, last: int
+) -> Iterator[tuple[int, dict, "Snapshot", dict | None]]:
     """Yields step, metrics, attention snapshot and sample of each row in a run directory from step
-    `first`. The time-lapse and the values of single heads are not included."""
+    `first`, without values of single heads. last: the last step of the run, the only one whose
+    time-lapse is on disk."""
     from lens.snapshots import Snapshot  # imports torch
 
     samples = {row["step"]: row for row in read_rows(folder / "samples.jsonl")}
@@ -78,11 +81,12 @@ def rows_on_disk(folder: Path, first: int) -> Iterator[tuple[int, dict, "Snapsho
         if (step := row.pop("step")) < first:
             continue
         metrics, snapshot = {}, Snapshot({}, {}, {})
+        names = (f"step_{step:08d}", *["timelapse"] * (step == last))
         for key, value in row.items():
             file = folder / "attention" / Path(str(value)).name
             if not isinstance(value, str) or value in NON_FINITE:
                 metrics[key] = float(value) if isinstance(value, str) else value
-            elif file.name.startswith(f"step_{step:08d}") and not file.is_symlink():
+            elif file.name.startswith(names) and not file.is_symlink():
                 kind = snapshot.images if file.suffix == ".png" else snapshot.pages
                 kind[key] = file
         yield step, metrics, snapshot, samples.get(step)
