@@ -4,6 +4,7 @@ W&B writes its record, and sends rows to the server, every 15 seconds. A killed 
 rows after that. In the run directory they are complete.
 """
 
+import glob
 import os
 import shutil
 import struct
@@ -31,11 +32,12 @@ def first_missing_step(wandb: ModuleType, run, folder: Path) -> int:
     them, and all rows after them, other steps.
     """
     unfinished, own = folder / UNFINISHED, Path(run.dir).parent
-    killed = set(unfinished.read_text().split()) if unfinished.exists() else set()
+    lines = unfinished.read_text().splitlines() if unfinished.exists() else []
+    killed = {line for line in lines if "/" not in line}
     unfinished.write_text("\n".join(killed | {run.id}))
     last_step = -1
     for each in killed | {run.id}:
-        for record in own.parent.glob(f"*run-*/run-{each}.wandb"):
+        for record in own.parent.glob(f"*run-*/run-{glob.escape(each)}.wandb"):
             if record.parent != own:
                 step = repair(record, wandb.proto.wandb_internal_pb2.Record)
                 last_step = max(last_step, step) if each == run.id else last_step
@@ -81,7 +83,7 @@ def rows_on_disk(
         if (step := row.pop("step")) < first:
             continue
         metrics, snapshot = {}, Snapshot({}, {}, {})
-        names = (f"step_{step:08d}", *["timelapse"] * (step == last))
+        names = (f"step_{step:08d}", "timelapse")[: 1 + (step == last)]
         for key, value in row.items():
             file = folder / "attention" / Path(str(value)).name
             if not isinstance(value, str) or value in NON_FINITE:

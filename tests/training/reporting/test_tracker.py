@@ -124,6 +124,24 @@ ENVIRONMENT = {
     "WANDB_RUN_ID": "my-id",
     "WANDB_RUN_GROUP": "another",
 }
+
+
+def test_only_pictures_of_the_run_are_logged_again(tmp_path, recorded):
+    """The rows of a run directory from elsewhere may name other files. So may the record."""
+    folder, secret = tmp_path / "run", tmp_path / "elsewhere" / "run-a.wandb"
+    (folder / "attention").mkdir(parents=True)
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    (folder / "attention" / "step_00000002.html").symlink_to(secret)
+    named = ("../elsewhere/run-a.wandb", "attention/step_00000002.html", "attention/step_3.html")
+    lines = [{"step": step, "loss": 0.5, "page": path} for step, path in enumerate(named, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / ".wandb_unfinished").write_text("../../elsewhere/run-a")
+    Tracker(OFFLINE, folder, {}).finish()
+    assert recorded.rows == {step: {"loss": 0.5} for step in (1, 2, 3)}
+    assert secret.read_text() == "secret"
+
+
 WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
 
 
