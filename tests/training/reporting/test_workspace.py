@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import wandb
@@ -174,10 +176,10 @@ def logged(online, tmp_path, capsys, monkeypatch):
     def run(server: WandbServer) -> tuple[list[str], list[int]]:
         online(server)
         monkeypatch.delenv("WANDB_MODE", raising=False)
-        made = tracker.Tracker(
-            WandbConfig.with_defaults(mode="online", workspace=True), tmp_path, {}
-        )
-        picture = tmp_path / "a.png"
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        config = WandbConfig.with_defaults(mode="online", workspace=True)
+        made = tracker.Tracker(config, folder, {})
+        picture = folder / "a.png"
         Image.new("RGB", (9, 9)).save(picture)
         snapshot = Snapshot({"attention_layers/entropy/L00": 1.0}, {}, {}, {HEATMAPS[0]: picture})
         for step in range(3):
