@@ -13,7 +13,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from training.config.yaml_files import REPOSITORY
 from training.reporting.jsonl import RowFile
 from training.reporting.machine import git
 from training.reporting.report import sample_page
-from training.reporting.timeouts import call_with_timeout, cause
+from training.reporting.timeouts import call_with_timeout, cause, create_workspace
 from training.reporting.wandb_resume import UNFINISHED, first_missing_step, rows_on_disk
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
 CALL_SECONDS = 30  # for the W&B process to answer
-WORKSPACE_SECONDS = 10  # to create the view of the project
 FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT overrides it
 MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
 TEARDOWN_SECONDS = 5  # for the W&B process to end
@@ -132,7 +131,8 @@ class Tracker:
         self._log_to_wandb(step, metrics, snapshot, sample)
         if self.run and self.workspace_is_due and files:
             self.workspace_is_due = False
-            self._create_workspace(row.keys())
+            if line := create_workspace(self.run, row.keys()):
+                _print(line)
 
     def _log_to_wandb(
         self, step: int, metrics: dict, snapshot: "Snapshot | None", sample: dict | None
@@ -199,27 +199,6 @@ class Tracker:
                 self.watched = histograms(model, optimizer, self.config.watch)
 
         optimizer.register_step_pre_hook(before_step)
-
-    def _create_workspace(self, keys: Iterable[str]) -> None:
-        """Creates the saved view of the project of an online run, unless it has one. An error is
-        one line on stderr."""
-        run = self.run
-        if run is None or run.offline:
-            return
-        entity, project = run.entity, run.project
-
-        def create() -> str | None:
-            from training.reporting.workspace import save_view  # imports an optional package
-
-            return save_view(entity, project, keys, replace=False)
-
-        try:
-            if url := call_with_timeout(WORKSPACE_SECONDS, create):
-                _print(f"created the workspace {url}")
-        except Exception as error:
-            command = f"python -m scripts.wandb_workspace project={shlex.quote(project)}"
-            command += f" entity={entity}"
-            _print(f"no workspace was created ({cause(error)}); create it with: {command}")
 
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""
