@@ -42,13 +42,18 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
 	$(VENV)/bin/python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
 
-# A separate environment, because these packages have many dependencies with fixed versions that
-# training and the other tests do not need.
-extras:  ## tests with optional packages (Optuna, lm-eval); needs the network once
+# Separate environments, because these packages have many dependencies with fixed versions that
+# training and the other tests do not need. The second one has the pre-release of Hydra 1.4.
+extras:  ## tests with optional packages (Optuna, lm-eval) and with Hydra 1.4; needs the network once
 	$(PYTHON) -m venv $(VENV)/extras
 	$(VENV)/extras/bin/pip install -q --disable-pip-version-check -r requirements.txt pytest \
 	    hydra-optuna-sweeper "lm-eval[hf]"
 	$(VENV)/extras/bin/python -m pytest tests/campaign/extras.py tests/campaign/lm_eval.py $(ARGS)
+	$(PYTHON) -m venv $(VENV)/hydra-1.4
+	$(VENV)/hydra-1.4/bin/pip install -q --disable-pip-version-check -r requirements.txt pytest hypothesis \
+	    $(addsuffix ==1.4.0rc3,hydra-core $(addprefix hydra-,joblib-launcher submitit-launcher optuna-sweeper))
+	$(VENV)/hydra-1.4/bin/python -m pytest tests/training/config tests/scripts/test_sweep.py \
+	    tests/test_messages.py tests/campaign/extras.py $(ARGS)
 
 # pip-audit is installed in a separate environment, so that it audits the packages of .venv only.
 # --strict: a package that the service does not know is an error. sed removes torch's "+cpu" suffix,

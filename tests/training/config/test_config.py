@@ -194,13 +194,38 @@ def test_every_shipped_choice_is_valid():
         compose([f"experiment={path.stem}", "trainer.max_steps=1", *extra.get(path.stem, [])])
 
 
-def test_errors_in_settings_are_reported_without_torch_and_create_no_file(tmp_path):
-    """Runs a separate process that lists its imports."""
-    given = [sys.executable, "-X", "importtime", REPOSITORY / "train.py", "optimizer.lr=abc"]
-    done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True)
+@pytest.mark.parametrize(("arguments", "code"), [("optimizer.lr=abc", 2), ("-sc query=bash", 0)])
+def test_errors_and_completions_are_printed_without_torch(tmp_path, arguments, code):
+    """Runs a separate process that lists its imports. It creates no file."""
+    given = [sys.executable, "-X", "importtime", REPOSITORY / "train.py", *arguments.split()]
+    environment = os.environ | {"COMP_LINE": "python train.py seed=1 trainer.max_"}
+    done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, env=environment)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert (done.returncode, "hydra" in imported, "torch" in imported) == (2, True, False)
+    assert (done.returncode, "hydra" in imported) == (code, True)
+    assert imported.isdisjoint({"torch", "wandb", "matplotlib"})
+    assert done.stdout == ("" if code else "trainer.max_skips= trainer.max_steps=\n")
     assert list(tmp_path.iterdir()) == []
+
+
+COMPLETIONS = {
+    "seed=1 ": "data. data= debug= experiment= lens. lens= model. model= name= optimizer. "
+    "optimizer= parallel. parallel= runs_dir= seed= trainer. trainer= wandb. wandb=",
+    "mod": "model. model=",
+    "model=gpt2-n": "model=gpt2-nano",
+    "model=gpt2-nano optimizer.matrix": "optimizer.matrix_lr=",
+    "trainer.precision=": "trainer.precision=auto trainer.precision=fp32 trainer.precision=bf16 "
+    "trainer.precision=fp16",
+    "trainer.micro_batch_size=": "trainer.micro_batch_size=auto trainer.micro_batch_size=null",
+    "seed=1 model.qkv_bias=t": "model.qkv_bias=true",
+    "hydra/launcher=b": "hydra/launcher=basic",
+}
+
+
+def test_completions(in_process, tmp_path, monkeypatch):
+    for line, completed in COMPLETIONS.items():
+        monkeypatch.setenv("COMP_LINE", f"python train.py {line}")
+        code, out, _ = in_process(train.main, tmp_path, "-sc", "query=bash")
+        assert (code, out.split()) == (0, completed.split()), line
 
 
 def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):
