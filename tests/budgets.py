@@ -34,7 +34,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "all": (12_500, 14_310),
     "train + model + attention + data": (1_200, 910),
-    "command line, schema, validation": (600, 1_190),
+    "command line, schema, validation": (600, 1_415),
     "largest file": (400, 400),
     "longest function": (60, 60),
     "imports inside functions": (40, 42),
