@@ -41,7 +41,7 @@ class Wandb:
         """Starts a run or resumes it. Returns its exit code."""
         # Some rows are written and sent before the kill, and others are not. If the server drops
         # files, the rows that name them are sent.
-        sent = [0.1] if self.server.dropping else [0.1, 15]
+        sent = [1] if self.server.dropping else [1, 15]
         intervals = {
             "WANDB__TRANSACTION_LOG_FLUSH_INTERVAL": chance.choice([0, 0.1, 15]),
             "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": chance.choice(sent),
