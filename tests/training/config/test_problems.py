@@ -215,11 +215,11 @@ def test_files_of_settings(tmp_path, monkeypatch):
 
 def test_only_problems_in_a_users_file_have_a_place(tmp_path):
     put(tmp_path, "experiment/mine.yaml", "trainer: {keep: 0, max_steps: x}\nlens: {every: 5}")
-    given = ["experiment=mine", "trainer.max_steps=y", "lens=none", "+seed=1", "model.emb_dim=100"]
+    given = ["experiment=mine", "trainer.max_steps=y", "+seed=1", "model.emb_dim=100"]
     with pytest.raises(ConfigError) as caught:
         compose([*given, f"hydra.searchpath=[file://{tmp_path}]"])
     found = {problem.key: bool(problem.place) for problem in caught.value.problems}
-    keys = ["lens", "model.num_heads", "seed", "trainer.keep", "trainer.max_steps"]
+    keys = ["model.num_heads", "seed", "trainer.keep", "trainer.max_steps"]
     assert found == {key: key == "trainer.keep" for key in keys}
 
 
