@@ -48,6 +48,7 @@ from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
 from training.reporting.tracker import NoTracker, Tracker
 from training.reporting.wandb_resume import UNFINISHED
+from training.reporting.watch import watch
 from training.run import Run, print_introduction
 from training.signals import StopSignals
 from training.translate_errors import translate_errors
@@ -124,8 +125,8 @@ def _build(
     closing.callback(console.close)
     if config.wandb.watch and strategy.name == "fsdp":
         notes.append("wandb.watch: no effect with FSDP")
-    elif config.wandb.watch:
-        tracker.watch(model, optimizer, lambda: (state.step + 1) % config.trainer.eval_every == 0)
+    elif config.wandb.watch and tracker.run_id:
+        watch(tracker, model, optimizer, config.trainer, state)
     profiled = config.trainer.profile and strategy.is_rank_0
     profiler = Profiler(profiled, directory / "profile", strategy.device)
     closing.callback(profiler.close)

@@ -31,8 +31,6 @@ from training.reporting.timeouts import call_with_timeout, cause, create_workspa
 from training.reporting.wandb_resume import UNFINISHED, first_missing_step, rows_on_disk
 
 if TYPE_CHECKING:
-    import torch
-
     from lens.snapshots import Snapshot
     from training.reporting.watch import Histogram
 
@@ -63,7 +61,7 @@ class Tracker:
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
         self.first_step = 0  # the first step to log to W&B
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
-        self.watched: dict[str, Histogram] = {}  # of the tensors at the current step
+        self.watched: dict[str, Histogram] = {}  # set by watch.py, for the next row
         self.workspace_is_due = config.workspace  # at the first attention snapshot
         self.run = None
         if config.wanted() == "disabled":
@@ -164,7 +162,7 @@ class Tracker:
                 for key, path in snapshot.pages.items():
                     media[key] = wandb.Html(str(path), inject=False)
                 for key, rows in snapshot.tables.items():
-                    cells = [[self._cell(value) for value in row.values()] for row in rows]
+                    cells: list = [[self._cell(value) for value in row.values()] for row in rows]
                     media[key] = wandb.Table(columns=list(rows[0]), data=cells)
                 for key, values in snapshot.histograms.items():  # none if a value is NaN or inf
                     media[key] = wandb.Histogram(list(values))
@@ -184,21 +182,6 @@ class Tracker:
     def _cell(self, value: object) -> object:
         """Returns a cell of a table as W&B's type: an array is an image."""
         return self.wandb.Image(value) if isinstance(value, np.ndarray) else value
-
-    def watch(
-        self,
-        model: "torch.nn.Module",
-        optimizer: "torch.optim.Optimizer",
-        is_due: Callable[[], bool],
-    ) -> None:
-        """Logs histograms of gradients and parameters (wandb.watch) of the steps where is_due()."""
-        from training.reporting.watch import histograms  # imports torch
-
-        def before_step(*_) -> None:
-            if self.run and is_due():
-                self.watched = histograms(model, optimizer, self.config.watch)
-
-        optimizer.register_step_pre_hook(before_step)
 
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""
@@ -306,7 +289,7 @@ class NoTracker(Tracker):
     def _nothing(self, *_, **__) -> None: ...
 
     run_id = property(_nothing)
-    log = log_model = summary = watch = alert = sync = finish = where = _nothing
+    log = log_model = summary = alert = sync = finish = where = _nothing
 
 
 def _define_metrics(run) -> None:

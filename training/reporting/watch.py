@@ -6,8 +6,30 @@ W&B's own run.watch logs the gradients of single micro-batches, in the row of an
 import numpy as np
 import torch
 
+from training.checkpoint.format import State
+from training.config.schema import TrainerConfig
+from training.reporting.tracker import Tracker
+
 BINS = 64
 Histogram = tuple[np.ndarray, np.ndarray]  # counts (BINS,), edges (BINS + 1,)
+
+
+def watch(
+    tracker: Tracker,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trainer: TrainerConfig,
+    state: State,
+) -> None:
+    """Adds histograms to the rows of all validations after step 0."""
+    every = trainer.eval_every or trainer.max_steps
+
+    def before_step(*_) -> None:
+        step = state.step + 1
+        if step % every == 0 or step == trainer.max_steps:
+            tracker.watched = histograms(model, optimizer, tracker.config.watch)
+
+    optimizer.register_step_pre_hook(before_step)
 
 
 def histograms(
@@ -15,7 +37,7 @@ def histograms(
 ) -> dict[str, Histogram]:
     """Returns histograms by key, such as gradients/blocks.0.att.W_query.weight.
 
-    Call it directly before optimizer.step(). watched: gradients, parameters or all. Gradients are
+    Call it directly before the update. watched: gradients, parameters or all. Gradients are
     those of the complete batch after clipping. Omits tensors with non-finite values.
     """
     scale = getattr(optimizer, "grad_scale", None)  # the fused kernel divides gradients by it
