@@ -16,8 +16,7 @@ from errors import NO_VALUE, ConfigError, RunError, refuse
 from training.config.command_line import ScriptConfig, settings_command
 from training.config.schema import NO_SEPARATORS, Label
 from training.config.yaml_files import default_values
-from training.reporting.timeouts import call_with_timeout
-from training.reporting.tracker import teardown
+from training.reporting.wandb_process import call_with_timeout, teardown
 
 SECONDS = 30  # for the answers of W&B's server
 WandbName = Annotated[Label, Field(pattern=NO_SEPARATORS)]

@@ -47,6 +47,7 @@ from training.reporting.machine import environment
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
 from training.reporting.tracker import NoTracker, Tracker
+from training.reporting.wandb_process import invalid_variables
 from training.reporting.wandb_resume import UNFINISHED
 from training.reporting.watch import watch
 from training.run import Run, print_introduction
@@ -78,6 +79,7 @@ def check_machine(config: Config) -> None:
         reason = "torchrun --max-restarts needs a name, otherwise a restart would start a new run"
         refuse([("name", config.name, reason, "set name=NAME")])
     refuse(device.check(trainer.device, trainer.precision, "trainer."))
+    refuse(invalid_variables(config.wandb))
 
 
 def start_strategy(config: Config) -> Strategy:

@@ -30,15 +30,15 @@ WORKER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
 from training.config.schema import WandbConfig
-from training.reporting import tracker
+from training.reporting import tracker, wandb_process
 
 plan = json.loads(sys.argv[1])
 for name, seconds in plan["seconds"].items():
-    setattr(tracker, name, seconds)
+    setattr(wandb_process, name, seconds)
 config = WandbConfig.with_defaults(mode=plan["mode"], alerts=True)
 made = tracker.Tracker(config, Path.cwd(), {"seed": 1}, plan["run_id"])
 print(made.where())
-tracker.CALL_SECONDS = plan["call_seconds"]
+wandb_process.CALL_SECONDS = plan["call_seconds"]
 pids = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True).stdout
 Path("core.pid").write_bytes(pids)
 for step in range(plan["first"], plan["rows"]):

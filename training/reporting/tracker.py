@@ -12,35 +12,34 @@ import contextlib
 import math
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from errors import sanitize
 from training.checkpoint.run_directory import CONFIG_YAML
 from training.config.schema import WandbConfig
-from training.config.yaml_files import REPOSITORY
+from training.reporting import wandb_process
 from training.reporting.jsonl import RowFile
-from training.reporting.machine import git
 from training.reporting.report import sample_page
-from training.reporting.timeouts import call_with_timeout, cause, create_workspace
+from training.reporting.wandb_process import (
+    call_with_timeout,
+    cause,
+    create_workspace,
+    define_metrics,
+    say,
+    start_run,
+    teardown,
+    upload_code,
+)
 from training.reporting.wandb_resume import UNFINISHED, first_missing_step, rows_on_disk
 
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
     from training.reporting.watch import Histogram
 
-OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
-START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
-CALL_SECONDS = 30  # for the W&B process to answer
-FINISH_SECONDS = 60  # for the last uploads; WANDB_FINISH_TIMEOUT overrides it
-MODEL_SECONDS = 600  # for the upload of the model, 0.5 GB for GPT-2 small
-TEARDOWN_SECONDS = 5  # for the W&B process to end
 ALERT_SECONDS = 3600  # between two alerts with the same title
 
 
@@ -72,11 +71,11 @@ class Tracker:
             import wandb  # takes 0.5 s; a broken installation must not end the run
 
             self.wandb = wandb
-            self.run = _start(wandb, config, folder, settings, run_id)
+            self.run = start_run(wandb, config, folder, settings, run_id)
         except Exception as error:
             self._stop_logging(error)
-        self._call(_define_metrics)
-        self._call(lambda run: _upload_code(run) if config.save_code else None)
+        self._call(define_metrics)
+        self._call(lambda run: upload_code(run) if config.save_code else None)
         if self.run:
             self._resume()
 
@@ -84,12 +83,13 @@ class Tracker:
         """Logs what W&B lost when an earlier process was killed: rows, images and pages on disk."""
         try:
             self.first_step = call_with_timeout(
-                CALL_SECONDS, lambda: first_missing_step(self.wandb, self.run, self.folder)
+                wandb_process.CALL_SECONDS,
+                lambda: first_missing_step(self.wandb, self.run, self.folder),
             )
             for row in rows_on_disk(self.folder, self.first_step, self.last_step):
                 self._log_to_wandb(*row)
         except Exception as error:
-            _print(f"rows from before a kill were not logged ({cause(error)})")
+            say(f"rows from before a kill were not logged ({cause(error)})")
 
     @property
     def run_id(self) -> str | None:
@@ -130,7 +130,7 @@ class Tracker:
         if self.run and self.workspace_is_due and files:
             self.workspace_is_due = False
             if line := create_workspace(self.run, row.keys()):
-                _print(line)
+                say(line)
 
     def _log_to_wandb(
         self, step: int, metrics: dict, snapshot: "Snapshot | None", sample: dict | None
@@ -176,7 +176,7 @@ class Tracker:
                 media[key] = wandb.Histogram(np_histogram=counts_and_edges)
             self.watched = {}
         except Exception as error:
-            _print(f"an image, page or table was not logged ({cause(error)})")
+            say(f"an image, page or table was not logged ({cause(error)})")
         return media
 
     def _cell(self, value: object) -> object:
@@ -223,7 +223,7 @@ class Tracker:
         if (run := self.run) is None:
             return None
         name = f"model-{run.id}"
-        seconds = max(MODEL_SECONDS, run.settings.finish_timeout)
+        seconds = max(wandb_process.MODEL_SECONDS, run.settings.finish_timeout)
 
         def upload() -> None:
             artifact = self.wandb.Artifact(name, type="model", metadata=metadata)
@@ -235,11 +235,11 @@ class Tracker:
                 logged.wait(timeout=seconds)
 
         try:
-            call_with_timeout(seconds + CALL_SECONDS, upload)
+            call_with_timeout(seconds + wandb_process.CALL_SECONDS, upload)
         except Exception as error:
             command = f"wandb artifact put --type model --name {run.entity}/{run.project}/{name}"
             folder = shlex.quote(str(files[0].parent))
-            _print(f"the model was not uploaded ({cause(error)}); upload with: {command} {folder}")
+            say(f"the model was not uploaded ({cause(error)}); upload with: {command} {folder}")
             return None
         return name
 
@@ -255,7 +255,7 @@ class Tracker:
         self.samples.close()
         self.summary({"exit_code": exit_code})
         if self.run:
-            seconds = CALL_SECONDS + self.run.settings.finish_timeout
+            seconds = wandb_process.CALL_SECONDS + self.run.settings.finish_timeout
             self._call(lambda run: run.finish(exit_code=exit_code), seconds)
         if self.run:  # finish has not failed
             self.run = None
@@ -263,10 +263,11 @@ class Tracker:
                 (self.folder / UNFINISHED).unlink()
             teardown()
 
-    def _call(self, action: Callable, seconds: float = CALL_SECONDS) -> None:
+    def _call(self, action: Callable, seconds: float | None = None) -> None:
         """Calls action(run). After an error the W&B run is not used again."""
         if self.run:
             try:
+                seconds = seconds or wandb_process.CALL_SECONDS
                 call_with_timeout(seconds, lambda: action(self.run))
             except Exception as error:
                 self._stop_logging(error)
@@ -277,7 +278,7 @@ class Tracker:
         if run:
             record = shlex.quote(str(_wandb_folder(run)))
             what += f"; upload what was recorded with: wandb sync --include-online {record}"
-        _print(what)
+        say(what)
         teardown()
 
 
@@ -292,84 +293,9 @@ class NoTracker(Tracker):
     log = log_model = summary = alert = sync = finish = where = _nothing
 
 
-def _define_metrics(run) -> None:
-    """Defines how the dashboard and the summary show the metrics."""
-    # Hidden: a panel for each would fill the workspace. Users can add panels for them. W&B stores
-    # the values of a chart as a table in the last of these sections.
-    for hidden in ("attention_heads/*", "attention_layers/*", "Custom Chart Tables/*"):
-        run.define_metric(hidden, hidden=True)
-    run.define_metric("train/tokens")  # an x-axis for all charts: every row has it
-    for key in ("val/loss", "val/perplexity", "val/bits_per_byte"):
-        run.define_metric(key, summary="min,last")
-    run.define_metric("val/accuracy", summary="max,last")
-
-
-def _upload_code(run) -> None:
-    """Uploads the Python and YAML files that git tracks; W&B adds the uncommitted changes."""
-    tracked = {str(REPOSITORY / name) for name in git(REPOSITORY, "ls-files").splitlines()}
-
-    def is_code(path: str) -> bool:
-        return path.endswith((".py", ".yaml")) and path in tracked
-
-    run.log_code(str(REPOSITORY), f"source-{run.project}-train.py", include_fn=is_code)
-
-
-def _start(
-    wandb: ModuleType, config: WandbConfig, folder: Path, settings: dict, run_id: str | None
-):
-    """Starts the W&B run, offline if there is no API key or the server does not answer."""
-    wandb_settings = wandb.Settings(
-        console=config.console,
-        quiet=True,
-        show_info=False,
-        git_root=str(REPOSITORY),
-        save_code=config.save_code,
-        init_timeout=START_SECONDS,
-        finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
-        finish_timeout_raises=True,
-    )
-    wandb.setup(wandb_settings)
-
-    options = {key: getattr(config, key) for key in OF_WANDB_INIT}
-    settings = settings | {"wandb": config.model_dump() | {"mode": config.wanted()}}
-    options |= {"name": config.name or folder.name, "config": settings}
-    options |= {"dir": config.dir or str(folder), "id": run_id or config.id}
-    options["resume"] = "allow" if options["id"] else None
-
-    def init(mode: str):
-        seconds = START_SECONDS + CALL_SECONDS
-        return call_with_timeout(seconds, lambda: wandb.init(mode=mode, **options))
-
-    if config.wanted() != "offline":
-        try:
-            if call_with_timeout(CALL_SECONDS, lambda: wandb.login(prompt=False, verify=False)):
-                return init("online")
-            _print(
-                "no API key found; this run is recorded offline. Log in with 'wandb login', "
-                "or set wandb=off to disable W&B"
-            )
-        except Exception as error:
-            _print(f"no connection ({cause(error)}); this run is recorded offline")
-            teardown()  # after some server errors the W&B process ends
-            wandb.setup(wandb_settings)
-    return init("offline")
-
-
-def teardown() -> None:
-    """Ends the W&B process. Otherwise Python waits for it at exit without a timeout."""
-    with contextlib.suppress(Exception):
-        import wandb
-
-        call_with_timeout(TEARDOWN_SECONDS, wandb.teardown)
-
-
 def _wandb_folder(run) -> Path:
     """Returns the directory of a W&B run: in the run directory, or temporary after an error."""
     return Path(run.dir).parent
-
-
-def _print(text: str) -> None:
-    print(sanitize(f"W&B: {text}"), file=sys.stderr)
 
 
 def _json_value(value: float) -> float | str:

@@ -65,9 +65,8 @@ def upload_again(run, record: Path) -> None:
     """Uploads the media files of an earlier process, because a kill may have stopped their upload.
     The server has the same content under these names, or nothing."""
     files = record.parent / "files"
-    for file in (files / "media").rglob("*"):
-        if file.is_file():
-            run.save(str(file), base_path=str(files), policy="now", glob=False)
+    for folder in {file.parent for file in (files / "media").rglob("*.*")}:
+        run.save(f"{glob.escape(str(folder))}/*.*", base_path=str(files), policy="now")
 
 
 def rows_on_disk(

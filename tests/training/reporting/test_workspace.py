@@ -17,7 +17,7 @@ from lens.snapshots import Snapshot
 from lens.statistics import STATISTICS
 from scripts import wandb_workspace
 from training.config.schema import WandbConfig
-from training.reporting import timeouts, tracker
+from training.reporting import tracker, wandb_process
 
 HEATMAPS = ["attention/heatmap/1-the-bell", "attention/heatmap/2-repeated"]
 KEY = "k" * 40
@@ -207,7 +207,7 @@ def test_a_run_continues_without_a_view(logged, monkeypatch, fault):
     if fault == "package":
         forget_package(monkeypatch)
     elif fault == "hangs":
-        monkeypatch.setattr(timeouts, "WORKSPACE_SECONDS", 0.5)
+        monkeypatch.setattr(wandb_process, "WORKSPACE_SECONDS", 0.5)
     with Server(fault=fault) as server:
         lines, steps = logged(server)
     assert (len(lines), steps, server.views) == (1, [0, 1, 2], {})
