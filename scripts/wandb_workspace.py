@@ -41,7 +41,7 @@ def main(settings: WorkspaceConfig) -> None:
         hint = "pip install wandb-workspaces"
         raise ConfigError([("W&B", NO_VALUE, f"package missing ({error})", hint)]) from error
     workspace.wandb.setup(workspace.wandb.Settings(silent=True, mode="online"))
-    if not workspace.wandb.login(prompt=False, verify=False):
+    if not ask(lambda: workspace.wandb.login(prompt=False, verify=False), settings.project):
         hint = "log in with 'wandb login', or set WANDB_API_KEY"
         refuse([("W&B", NO_VALUE, "no API key found", hint)])
     project = settings.project

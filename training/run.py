@@ -119,8 +119,8 @@ class Run:
         uploaded = None
         if trained_here:
             self.checkpointer.finish(state)
-            with best_effort(f"{prefix}W&B: the model was not uploaded", self.config.debug):
-                uploaded = self.tracker.log_model(state.best_step)
+        with best_effort(f"{prefix}W&B: the model was not uploaded", self.config.debug):
+            uploaded = self.tracker.log_model(state.best_step)
         self.write_report()
         out.close()
         out.print()

@@ -75,7 +75,7 @@ def _require_nan_or_inf(loss: float) -> float:
 
 # A loss in state.json: a number up to 1e100, NaN or inf. The loss of a skipped step may be NaN.
 Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_require_nan_or_inf)]
-Id = Annotated[str, Field(pattern=r"^[\w-]{1,128}$")]
+Id = Annotated[str, Field(pattern=r"^[\w.-]{1,128}$")]
 
 
 # The state of the fp16 loss scaler: torch.amp.GradScaler.state_dict().

@@ -244,11 +244,6 @@ class ParallelConfig(Settings):
 Label = Annotated[Name, Field(max_length=128)]
 
 
-def _not_empty(value: object) -> object:
-    """Treats an empty environment variable as unset."""
-    return None if value == "" else value
-
-
 def _tags(value: object) -> object:
     """Splits tags at commas, as W&B splits WANDB_TAGS."""
     return [tag for tag in value.split(",") if tag] if isinstance(value, str) else value
@@ -258,37 +253,40 @@ def _console(value: object) -> object:
     return "off" if value is False else value  # YAML reads off as false
 
 
-@rule
-def _mode_of_environment(mode: str, _: dict) -> None:
+def _mode_of_environment(mode: str) -> str:
     value = os.environ.get("WANDB_MODE", "")
     if mode == "auto" and value not in ("", "auto", "online", "offline", "disabled"):
         reason = f"{value} is not one of online, offline, disabled"
         raise rejected(reason, "correct the environment variable", "WANDB_MODE")
+    return mode
 
 
-OptionalName = Annotated[Name | None, BeforeValidator(_not_empty)]
-OptionalLabel = Annotated[Label | None, BeforeValidator(_not_empty)]
 RunId = Annotated[Name, Field(pattern=RUN_ID)]
 
 
 class WandbConfig(Settings):
     """Weights & Biases. The maximum lengths are those of W&B."""
 
-    mode: Annotated[Literal["auto", "online", "offline", "disabled"], _mode_of_environment]
-    entity: OptionalName
+    mode: Annotated[
+        Literal["auto", "online", "offline", "disabled"], AfterValidator(_mode_of_environment)
+    ]
+    entity: Name | None
     project: Annotated[Label, Field(pattern=NO_SEPARATORS)]
-    name: OptionalLabel
-    id: Annotated[RunId | None, BeforeValidator(_not_empty)]
-    group: OptionalLabel
+    name: Label | None
+    id: RunId | None
+    group: Label | None
     job_type: Annotated[Name, Field(max_length=64)]
     tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
-    notes: OptionalName
-    dir: OptionalName
+    notes: Name | None
+    dir: Name | None
     log_model: Literal[False, "best", "last"]
     alerts: bool
     watch: Literal[False, "gradients", "parameters", "all"]
     save_code: bool
-    console: Annotated[Literal["off", "auto", "wrap", "redirect"], BeforeValidator(_console)]
+    console: Annotated[
+        Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
+        BeforeValidator(_console),
+    ]
     workspace: bool
 
     def wanted(self) -> str:
@@ -300,11 +298,11 @@ class WandbConfig(Settings):
         return os.environ.get("WANDB_MODE") or "auto"
 
     def ignored(self) -> list[str]:
-        """Returns a line for each setting that has no effect because W&B is off."""
-        keys = ("log_model", "alerts", "watch", "save_code", "workspace")
-        asked = [key for key in keys if getattr(self, key)]
-        is_off = self.wanted() == "disabled"
-        return [f"wandb.{key}: no effect, because W&B is off" for key in asked if is_off]
+        """Returns a line for each setting that has no effect because W&B is off or offline."""
+        keys = {"disabled": ("log_model", "alerts", "watch", "save_code", "workspace")}
+        mode = self.wanted()
+        asked = [k for k in (keys | {"offline": ("workspace",)}).get(mode, ()) if getattr(self, k)]
+        return [f"wandb.{key}: no effect, because W&B is {mode}" for key in asked]
 
 
 @rule

@@ -9,7 +9,7 @@ from pathlib import Path
 from errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
 from training.config.schema import GROUPS, Config
 from training.config.validation import validate
-from training.config.yaml_files import REPOSITORY, flat, nested
+from training.config.yaml_files import REPOSITORY, default_values, flat, nested
 
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
 # These settings belong to one start of a run. With trainer.resume=PATH, all others come from the
@@ -98,6 +98,12 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
     names = [*config.overrides, *GROUPS] if "experiment" in config.overrides else config.overrides
     named = {key: value for key, value in given.items() if _is_of(key, names)}
+    defaults = flat({"wandb": default_values()["wandb"]})  # wandb=online is about the mode only
+    named = {
+        key: value
+        for key, value in named.items()
+        if key in names or key == "wandb.mode" or value != defaults.get(key, ...)
+    }
     merged |= named
     result, problems = validate(Config, nested(merged))
     if problems and not any(problem.key in named for problem in problems):

@@ -1,6 +1,7 @@
 """Reads configs/: the default value of each setting, and its meaning from the comment after it."""
 
 import functools
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,15 @@ from omegaconf import OmegaConf
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs"
-# In YAML files, `${repository:}` is the folder of this repository.
 REGISTER = "register_new_resolver" if omegaconf.__version__ < "2.4" else "register_resolver"
-getattr(OmegaConf, REGISTER)("repository", lambda: str(REPOSITORY), replace=True)
+# In YAML files, `${repository:}` is the folder of this repository, and `${env:NAME,default}` an
+# environment variable. Unlike oc.env, an empty variable counts as unset.
+RESOLVERS = {
+    "repository": lambda: str(REPOSITORY),
+    "env": lambda name, default: os.environ.get(name) or default,
+}
+for name, resolver in RESOLVERS.items():
+    getattr(OmegaConf, REGISTER)(name, resolver, replace=True)
 SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
 
 
@@ -46,7 +53,7 @@ def default_values() -> dict:
 def environment_variable(key: str) -> str | None:
     """Returns the environment variable that the default value of a setting reads, if any."""
     default, _ = defaults_and_meanings().get(key, (None, ""))
-    match = re.match(r"\$\{oc\.env:(\w+)", str(default))
+    match = re.match(r"\$\{env:(\w+)", str(default))
     return match and match[1]
 
 

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from training.config.yaml_files import REPOSITORY
@@ -26,28 +26,38 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
         "processor": models[0] if models else platform.machine(),
         "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **{name: package_version(name) for name in packages},
     }
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def environment(device: str, ranks: int) -> dict:
     """Returns what a run records when it starts: time, command line, commit, device, versions.
 
-    clean: whether the tracked files are those of the commit. device: such as cuda:0.
+    clean: whether the tracked files are those of the commit; None without git. device: such as
+    cuda:0.
     """
     import torch
 
+    known = machine((*PACKAGES, "hydra-core", "wandb"))
+    changes = git(REPOSITORY, "status", "--porcelain", "--untracked-files=no")
     kind = device.partition(":")[0]
     name = torch.cuda.get_device_name(device) if kind == "cuda" else kind
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join([*launch_command(), *sys.argv]),
-        "clean": not git(REPOSITORY, "status", "--porcelain", "--untracked-files=no"),
+        "clean": not changes if known["commit"] else None,
         "device": name,
         "ranks": ranks,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
-        **machine((*PACKAGES, "hydra-core", "wandb")),
+        **known,
     }
 
 

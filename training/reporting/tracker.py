@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from files import read_rows
 from training.checkpoint.run_directory import CONFIG_YAML
 from training.config.schema import WandbConfig
 from training.reporting import wandb_process
@@ -60,7 +61,6 @@ class Tracker:
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
         self.first_step = 0  # the first step to log to W&B
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
-        self.watched: dict[str, Histogram] = {}  # set by watch.py, for the next row
         self.workspace_is_due = config.workspace  # at the first attention snapshot
         self.run = None
         if config.wanted() == "disabled":
@@ -77,15 +77,22 @@ class Tracker:
         self._call(define_metrics)
         self._call(lambda run: upload_code(run) if config.save_code else None)
         if self.run:
-            self._resume()
+            self._resume(is_known=run_id is not None)
 
-    def _resume(self) -> None:
-        """Logs what W&B lost when an earlier process was killed: rows, images and pages on disk."""
+    def _resume(self, is_known: bool) -> None:
+        """Logs what W&B lost when an earlier process was killed: rows, images and pages on disk.
+
+        is_known: whether W&B had this run before. If its files were deleted since, no rows on disk
+        are logged again: W&B would give them other steps.
+        """
+        rows = read_rows(self.folder / "metrics.jsonl") if is_known else []
+        self.first_step = max((row["step"] for row in rows), default=-1) + 1
         try:
-            self.first_step = call_with_timeout(
+            first = call_with_timeout(
                 wandb_process.CALL_SECONDS,
                 lambda: first_missing_step(self.wandb, self.run, self.folder),
             )
+            self.first_step = self.first_step if first is None else first
             for row in rows_on_disk(self.folder, self.first_step, self.last_step):
                 self._log_to_wandb(*row)
         except Exception as error:
@@ -102,7 +109,8 @@ class Tracker:
             return None
         if self.run.offline:
             folder = shlex.quote(str(_wandb_folder(self.run).parent))
-            return f"recorded offline; upload with: wandb sync {folder}/offline-run-*"
+            names = f"offline-run-*-{self.run.id}" if self.config.dir else "offline-run-*"
+            return f"recorded offline; upload with: wandb sync {folder}/{names}"
         return self.run.url
 
     def log(
@@ -137,7 +145,6 @@ class Tracker:
     ) -> None:
         """Logs a row to W&B, unless it has the row from before a kill."""
         if self.run is None or step < self.first_step:
-            self.watched = {}
             return
         media = self._media(step, snapshot, sample)
         self._call(lambda run: run.log(metrics, step=step))
@@ -162,7 +169,10 @@ class Tracker:
                 for key, path in snapshot.pages.items():
                     media[key] = wandb.Html(str(path), inject=False)
                 for key, rows in snapshot.tables.items():
-                    cells: list = [[self._cell(value) for value in row.values()] for row in rows]
+                    cells: list = [
+                        [wandb.Image(x) if isinstance(x, np.ndarray) else x for x in row.values()]
+                        for row in rows
+                    ]
                     media[key] = wandb.Table(columns=list(rows[0]), data=cells)
                 for key, values in snapshot.histograms.items():  # none if a value is NaN or inf
                     media[key] = wandb.Histogram(list(values))
@@ -172,16 +182,15 @@ class Tracker:
                     media[key] = wandb.plot.line_series(
                         steps, **series, title=title, xname="step", split_table=True
                     )
-            for key, counts_and_edges in self.watched.items():
-                media[key] = wandb.Histogram(np_histogram=counts_and_edges)
-            self.watched = {}
         except Exception as error:
             say(f"an image, page or table was not logged ({cause(error)})")
         return media
 
-    def _cell(self, value: object) -> object:
-        """Returns a cell of a table as W&B's type: an array is an image."""
-        return self.wandb.Image(value) if isinstance(value, np.ndarray) else value
+    def log_histograms(self, found: "dict[str, Histogram]", step: int) -> None:
+        """Logs histograms to W&B. step: that of the next row, which W&B adds to it."""
+        if self.run and step >= self.first_step:
+            row = {key: self.wandb.Histogram(np_histogram=value) for key, value in found.items()}
+            self._call(lambda run: run.log(row, step=step))
 
     def summary(self, values: dict[str, float]) -> None:
         """Sets summary values, the columns in the table of runs on the dashboard."""

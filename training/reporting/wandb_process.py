@@ -8,14 +8,14 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 
 from errors import Problem, sanitize
 from training.config.schema import WandbConfig
-from training.config.yaml_files import REPOSITORY
+from training.config.yaml_files import REPOSITORY, environment_variable
 from training.reporting.machine import git
 
 START_SECONDS = 20  # for the server to answer; after that the run is recorded offline
@@ -28,8 +28,8 @@ OF_WANDB_INIT = ("entity", "project", "group", "job_type", "tags", "notes")
 
 
 def invalid_variables(config: WandbConfig) -> list[Problem]:
-    """Returns a problem for each environment variable that W&B would reject, and removes empty
-    ones. An invalid API key is no problem: the run is then recorded offline."""
+    """Returns a problem for each environment variable that W&B rejects; removes empty variables. An
+    invalid API key is no problem: the run is then recorded offline."""
     if config.wanted() == "disabled":
         return []
     found = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
@@ -64,14 +64,25 @@ def define_metrics(run) -> None:
 
 def upload_code(run) -> None:
     """Uploads the Python and YAML files that git tracks; W&B adds the uncommitted changes."""
-    tracked = {str(REPOSITORY / name) for name in git(REPOSITORY, "ls-files").splitlines()}
-
-    def is_code(path: str) -> bool:
-        return path.endswith((".py", ".yaml")) and path in tracked
-
-    run.log_code(str(REPOSITORY), f"source-{run.project}-train.py", include_fn=is_code)
+    names = git(REPOSITORY, "ls-files", "*.py", "*.yaml").splitlines()
+    tracked = {str(REPOSITORY / name) for name in names}
+    name = f"source-{run.project}-train.py"
+    run.log_code(str(REPOSITORY), name, include_fn=lambda path: path in tracked)
 
 
+@contextlib.contextmanager
+def hidden_variables() -> Iterator[None]:
+    """Hides the environment variables that are in the settings, because wandb.init would read them
+    again, also where the command line sets null."""
+    names = {environment_variable(f"wandb.{key}") for key in WandbConfig.model_fields}
+    hidden = {name: os.environ.pop(name) for name in names if name and name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+@hidden_variables()
 def start_run(
     wandb: ModuleType, config: WandbConfig, folder: Path, settings: dict, run_id: str | None
 ):
@@ -89,10 +100,10 @@ def start_run(
     wandb.setup(wandb_settings)
 
     options = {key: getattr(config, key) for key in OF_WANDB_INIT}
-    settings = settings | {"wandb": config.model_dump() | {"mode": config.wanted()}}
-    options |= {"name": config.name or folder.name, "config": settings}
-    options |= {"dir": config.dir or str(folder), "id": run_id or config.id}
-    options["resume"] = "allow" if options["id"] else None
+    in_force = {"mode": config.wanted(), "id": run_id or config.id}
+    settings = settings | {"wandb": config.model_dump() | in_force}
+    options |= {"name": config.name or folder.name, "config": settings, "id": in_force["id"]}
+    options |= {"dir": config.dir or str(folder), "resume": "allow" if in_force["id"] else None}
 
     def init(mode: str):
         seconds = START_SECONDS + CALL_SECONDS

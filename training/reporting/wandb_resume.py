@@ -1,12 +1,14 @@
-"""What W&B has of a run that is resumed.
+"""Finds the rows that W&B lost when a run was killed, and reads them from the run directory.
 
 W&B writes its record, and sends rows to the server, every 15 seconds. A killed process loses the
 rows after that. In the run directory they are complete.
 """
 
+import contextlib
 import glob
+import io
 import os
-import shutil
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,40 +26,43 @@ BLOCK, HEADER = 2**15, 7  # bytes
 NON_FINITE = ("nan", "inf", "-inf")  # in metrics.jsonl
 
 
-def first_missing_step(wandb: ModuleType, run, folder: Path) -> int:
+def first_missing_step(wandb: ModuleType, run, folder: Path) -> int | None:
     """Returns the step after the last one that W&B has, on the server or in offline records, and
-    repairs what earlier processes of this run directory have left.
+    repairs what earlier processes of this run directory have left. None without such a record.
 
     It is the first step to log: W&B would drop rows of earlier steps, and `wandb sync` would give
     them, and all rows after them, other steps.
     """
     unfinished, own = folder / UNFINISHED, Path(run.dir).parent
     lines = unfinished.read_text().splitlines() if unfinished.exists() else []
-    killed = {line for line in lines if "/" not in line}
+    killed = {line for line in lines if re.fullmatch(r"[\w.-]+", line)}
     unfinished.write_text("\n".join(killed | {run.id}))
-    last_step = -1
+    last_steps = []
     for each in killed | {run.id}:
         for record in own.parent.glob(f"*run-*/run-{glob.escape(each)}.wandb"):
             if record.parent != own:
                 step = repair(record, wandb.proto.wandb_internal_pb2.Record)
-                last_step = max(last_step, step) if each == run.id else last_step
+                last_steps += [step] if each == run.id else []
                 if each == run.id in killed and not run.offline:
                     upload_again(run, record)
-    return last_step + 1 if run.offline else run.starting_step
+    if not run.offline:
+        return run.starting_step
+    return max(last_steps) + 1 if last_steps else None
 
 
 def repair(file: Path, record_type: type) -> int:
-    """Removes an incomplete entry from the end of a record; without a complete one of the run, the
-    directory. `wandb sync` would stop there. Returns the last step, -1 without rows."""
+    """Removes an incomplete entry from the end of a record; without a complete one of the run,
+    renames the directory. `wandb sync` would stop there. Returns the last step, -1 without rows."""
     step, end, has_run = -1, 0, False
-    for entry, position in entries(file.read_bytes()):
-        record, end = record_type.FromString(entry), position
-        has_run = has_run or record.HasField("run")
-        step = record.history.step.num if record.HasField("history") else step
+    with contextlib.suppress(Exception):  # a damaged entry
+        for entry, position in entries(file.read_bytes()):
+            record = record_type.FromString(entry)
+            end, has_run = position, has_run or record.HasField("run")
+            step = record.history.step.num if record.HasField("history") else step
     if has_run:
         os.truncate(file, end)
     else:
-        shutil.rmtree(file.parent)
+        file.parent.rename(file.parent.with_name(file.parent.name.replace("run-", "damaged-")))
     return step
 
 
@@ -65,8 +70,10 @@ def upload_again(run, record: Path) -> None:
     """Uploads the media files of an earlier process, because a kill may have stopped their upload.
     The server has the same content under these names, or nothing."""
     files = record.parent / "files"
-    for folder in {file.parent for file in (files / "media").rglob("*.*")}:
-        run.save(f"{glob.escape(str(folder))}/*.*", base_path=str(files), policy="now")
+    with contextlib.redirect_stderr(io.StringIO()):  # W&B prints a line for each file
+        for file in (files / "media").rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                run.save(str(file), base_path=str(files), policy="now", glob=False)
 
 
 def rows_on_disk(

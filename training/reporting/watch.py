@@ -6,6 +6,7 @@ W&B's own run.watch logs the gradients of single micro-batches, in the row of an
 import numpy as np
 import torch
 
+from errors import best_effort
 from training.checkpoint.format import State
 from training.config.schema import TrainerConfig
 from training.reporting.tracker import Tracker
@@ -21,13 +22,15 @@ def watch(
     trainer: TrainerConfig,
     state: State,
 ) -> None:
-    """Adds histograms to the rows of all validations after step 0."""
+    """Logs histograms at all validations after step 0, directly before the optimizer step."""
     every = trainer.eval_every or trainer.max_steps
 
     def before_step(*_) -> None:
         step = state.step + 1
         if step % every == 0 or step == trainer.max_steps:
-            tracker.watched = histograms(model, optimizer, tracker.config.watch)
+            with best_effort("wandb.watch: no histograms"):
+                found = histograms(model, optimizer, tracker.config.watch)
+                tracker.log_histograms(found, step)
 
     optimizer.register_step_pre_hook(before_step)
 
@@ -35,7 +38,7 @@ def watch(
 def histograms(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, watched: str
 ) -> dict[str, Histogram]:
-    """Returns histograms by key, such as gradients/blocks.0.att.W_query.weight.
+    """Returns histograms by key, such as gradients/blocks.0.attn.W_query.weight.
 
     Call it directly before the update. watched: gradients, parameters or all. Gradients are
     those of the complete batch after clipping. Omits tensors with non-finite values.
@@ -57,5 +60,6 @@ def histogram(values: torch.Tensor) -> Histogram | None:
     if not np.isfinite([low, high]).all():
         return None
     high = max(high, np.nextafter(np.float32(low), np.float32(np.inf)))
-    counts = torch.histc(values.float(), BINS, low, high)
+    parts = values.float().flatten().split(2**24)  # histc counts in fp32
+    counts = sum(torch.histc(part, BINS, low, high).double() for part in parts)
     return counts.cpu().numpy(), np.linspace(low, high, BINS + 1)
