@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
-from training.config.schema import GROUPS, Config
+from training.config.schema import GROUPS, Config, WandbConfig
 from training.config.validation import validate
-from training.config.yaml_files import REPOSITORY, default_values, flat, nested
+from training.config.yaml_files import REPOSITORY, flat, nested
 
 SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
 # These settings belong to one start of a run. With trainer.resume=PATH, all others come from the
@@ -98,7 +98,8 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
     names = [*config.overrides, *GROUPS] if "experiment" in config.overrides else config.overrides
     named = {key: value for key, value in given.items() if _is_of(key, names)}
-    defaults = flat({"wandb": default_values()["wandb"]})  # wandb=online is about the mode only
+    # wandb=online is meant for the mode only.
+    defaults = flat({"wandb": WandbConfig.with_defaults().model_dump()})
     named = {
         key: value
         for key, value in named.items()

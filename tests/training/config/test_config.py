@@ -37,7 +37,7 @@ from training.config.application import hydra_main, sweep_variants
 from training.config.command_line import parse
 from training.config.other_names import RENAMED, other_names, unknown_key
 from training.config.schema import GROUPS, VOCABULARIES, known_settings
-from training.config.stored import resolve_auto
+from training.config.stored import complete, resolve_auto
 from training.config.validation import flat_fields, validate
 from training.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
 
@@ -363,7 +363,12 @@ def test_automatic_settings_depend_on_the_length_of_the_run():
 
 def test_environment_variables_of_wandb(monkeypatch):
     """They are defaults. An empty variable counts as unset; an invalid one is reported."""
-    for name, value in {"PROJECT": "heads", "TAGS": "a,b", "NAME": "", "CONSOLE": "wrap"}.items():
+    empty = ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "CONSOLE", "RUN_ID", "DIR", "MODE")
+    for name in empty:
+        monkeypatch.setenv(f"WANDB_{name}", "")
+    unset = compose(["data.path=none"]).wandb
+    assert (unset.project, unset.job_type, unset.tags) == ("clearhead", "train", [])
+    for name, value in {"PROJECT": "heads", "TAGS": "a,b", "CONSOLE": "wrap"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     found = compose(["data.path=none", "wandb.tags=[c]"]).wandb
     assert (found.project, found.tags, found.name, found.console) == ("heads", ["c"], None, "wrap")
@@ -374,4 +379,17 @@ def test_environment_variables_of_wandb(monkeypatch):
         compose(["data.path=none"])
     assert {problem.key for problem in error.value.problems} == {"WANDB_MODE", "wandb.project"}
     assert "WANDB_PROJECT" in error.value.problems[-1].hint
+    with pytest.raises(ConfigError):
+        compose(["trainer.resume=runs/a", "wandb.project=c"])
     compose(["data.path=none", "wandb=online", "wandb.project=c"])  # the variables do not count
+
+
+def test_a_choice_of_wandb_changes_the_mode_of_a_resumed_run():
+    stored = default_values() | {"data": {"path": "none"}}
+    stored["wandb"] |= {"mode": "offline", "project": "heads", "tags": ["a"]}
+    kept, changed = ("wandb.alerts=true", "heads"), ("wandb.project=clearhead", "clearhead")
+    for given, project in (kept, changed):
+        config = compose(["trainer.resume=runs/a", "wandb=online", given])
+        found, _ = complete(config, "runs/a/checkpoints/step_00000001", stored)
+        wandb = found.wandb
+        assert (wandb.mode, wandb.project, wandb.tags) == ("online", project, ["a"])

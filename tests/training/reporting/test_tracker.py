@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,11 +25,15 @@ from errors import DamagedCheckpointError
 from interop.pretrained import load_pretrained
 from lens.snapshots import Snapshot
 from lens.statistics import STATISTICS
-from training.checkpoint.format import FILES
+from training.checkpoint.format import FILES, State
 from training.checkpoint.listing import find_checkpoint
-from training.config.schema import WandbConfig
+from training.config.schema import TrainerConfig, WandbConfig
+from training.reporting.machine import environment, git
 from training.reporting.report import sample_page
 from training.reporting.tracker import MAX_SAMPLES, NoTracker, Tracker
+from training.reporting.wandb_process import invalid_variables
+from training.reporting.wandb_resume import upload_again
+from training.reporting.watch import histogram, histograms, watch
 
 OFFLINE = WandbConfig.with_defaults(mode="offline")
 
@@ -142,6 +148,49 @@ def test_only_pictures_of_the_run_are_logged_again(tmp_path, recorded):
     assert secret.read_text() == "secret"
 
 
+def test_deleted_records_of_wandb(tmp_path, recorded):
+    """Rows that W&B had before are not logged again. Rows of a run without W&B are logged."""
+    rows = [{"step": step, "loss": 0.5} for step in range(4)]
+    for run_id, expected in (("x", [4]), (None, [0, 1, 2, 3, 4])):
+        folder = tmp_path / str(run_id)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tracker = Tracker(OFFLINE, folder, {}, run_id)
+        for step in (3, 4):
+            tracker.log({"loss": 0.4}, step)
+        tracker.finish()
+        assert list(recorded.rows) == expected
+        recorded.rows.clear()
+
+
+def test_links_are_not_uploaded_again(tmp_path):
+    media = tmp_path / "files" / "media"
+    media.mkdir(parents=True)
+    (media / "a.png").write_text("a picture")
+    (media / "b.png").symlink_to(tmp_path / "secret")
+    (tmp_path / "secret").write_text("secret")
+    run = Mock()
+    upload_again(run, tmp_path / "run-x.wandb")
+    assert [call.args for call in run.save.call_args_list] == [(str(media / "a.png"),)]
+
+
+def test_settings_have_priority_over_variables(tmp_path, recorded, monkeypatch):
+    """wandb.init reads the variables too. null on the command line means that none counts."""
+    monkeypatch.setenv("WANDB_RUN_GROUP", "from outside")
+    seen = []
+    recorded.init.side_effect = lambda **_: seen.append(os.environ.get("WANDB_RUN_GROUP"))
+    Tracker(WandbConfig.with_defaults(mode="offline", group=None), tmp_path, {}).finish()
+    assert (seen, os.environ["WANDB_RUN_GROUP"]) == ([None], "from outside")
+
+
+def test_variables_that_wandb_rejects(monkeypatch):
+    monkeypatch.setenv("WANDB_RESUME", "banana")
+    monkeypatch.setenv("WANDB_QUIET", "")  # counts as unset
+    (problem,) = invalid_variables(OFFLINE)
+    assert (problem.key, problem.value) == ("WANDB_RESUME", "banana")
+    assert invalid_variables(WandbConfig.with_defaults(mode="disabled")) == []
+
+
 WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
 
 
@@ -236,10 +285,11 @@ def test_commit_command_and_environment(watched):
     if not (REPOSITORY / ".git").exists():
         pytest.skip("the repository was copied without git")
     start = json.loads((folder / "starts.jsonl").read_text())
+    changes = git(REPOSITORY, "status", "--porcelain", "--untracked-files=no")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True)
     commit = head.stdout.decode().strip()
     assert commit.startswith(start["commit"])
-    assert start["clean"] in (True, False)
+    assert start["clean"] == (not changes)
     assert shlex.split(start["command"])[1:] == sys.argv
     assert start["torch"] == torch.__version__
     assert (start["device"], start["ranks"], start["threads"]) == ("cpu", 1, 1)
@@ -263,6 +313,45 @@ def test_histograms_of_gradients_and_parameters(watched):
             assert found == (sizes.keys() if row["_step"] in (2, 4) else set())
         for name, size in sizes.items():
             assert sum(logged[4][f"{kind}/{name}.values"]) == size
+
+
+def test_environment_without_git_and_without_a_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.reporting.machine.REPOSITORY", tmp_path)
+    monkeypatch.setattr("training.reporting.machine.PACKAGES", ("no-such-package",))
+    found = environment("cpu", 1)
+    assert (found["commit"], found["clean"], found["no-such-package"]) == ("", None, None)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [4]), (3, [3, 4])])
+def test_steps_with_histograms(every, expected):
+    model, tracker, state = torch.nn.Linear(2, 2), Mock(), State(step=0, settings={})
+    optimizer = torch.optim.SGD(model.parameters())
+    trainer = TrainerConfig.with_defaults(max_steps=4, eval_every=every)
+    tracker.config.watch = "all"
+    watch(tracker, model, optimizer, trainer, state)
+    for state.step in range(4):
+        optimizer.step()
+    assert [call.args[1] for call in tracker.log_histograms.call_args_list] == expected
+
+
+def test_values_of_histograms():
+    """Of gradients after clipping, also if the fused kernel clips them."""
+    model = torch.nn.Linear(30, 20)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    model.bias.grad[0] = math.inf
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.grad_scale = torch.tensor(4.0)
+    found = histograms(model, optimizer, "all")
+    assert found.keys() == {"gradients/weight", "parameters/weight", "parameters/bias"}
+    for key, values in (("gradients", model.weight.grad / 4), ("parameters", model.weight)):
+        values = values.detach().numpy()
+        counts, edges = np.histogram(values, 64, (values.min(), values.max()))
+        assert np.abs(found[f"{key}/weight"][0] - counts).sum() <= 4  # rounding at an edge
+        assert found[f"{key}/weight"][1] == pytest.approx(edges, abs=1e-6)
+    many = torch.zeros(2**24 + 9)
+    for values, size in ((many, 2**24 + 9), (torch.full((5,), 3.0), 5)):
+        assert histogram(values)[0].sum() == size
 
 
 def test_one_chart_per_statistic(watched):
