@@ -28,6 +28,7 @@ from lens.statistics import STATISTICS
 from training.checkpoint.format import FILES, State
 from training.checkpoint.listing import find_checkpoint
 from training.config.schema import TrainerConfig, WandbConfig
+from training.config.yaml_files import environment_variable
 from training.reporting.machine import environment, git
 from training.reporting.report import sample_page
 from training.reporting.tracker import MAX_SAMPLES, NoTracker, Tracker
@@ -242,6 +243,13 @@ def test_docs_list_the_recorded_keys(watched):
     assert {key for key, _ in found} == recorded
     sometimes = {"train/mfu", "train/loss_z_score", "val/accuracy"}
     assert set(patterns) - {name for _, name in found} <= sometimes
+
+
+def test_docs_list_the_settings_and_variables():
+    text = (REPOSITORY / "docs" / "wandb.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `wandb\.(\w+)` \| (?:`(\w+)`)?", text, re.MULTILINE))
+    expected = {key: environment_variable(f"wandb.{key}") or "" for key in WandbConfig.model_fields}
+    assert listed == expected
 
 
 def test_rows_configuration_and_summary(watched):
