@@ -92,7 +92,8 @@ function placePlots(shown) {
   const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
   const left = Math.ceil(clamp(widest, 12, 84)) + 8;
   // In a low window, the text is next to the map, not below it.
-  const low = Math.max(170, innerHeight - left - (compact ? 66 : wide ? 390 : 150));
+  const around = compact ? (wide ? 144 : 100) : wide ? 390 : 150;
+  const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
   const text = compact && !wide && sideWidth > 400 ? 170 : 0; // next to the map
   const inRow = (sideWidth - text - left - 14 - 26 * (shown.length - 1)) / shown.length;
   const stacked = shown.length > 1 && inRow < 120;

@@ -187,6 +187,7 @@ export function stepHead(by) {
 }
 
 let laidOut = ""; // the values that the current layout depends on
+let bodyTop = 0; // of the grid; in the compact layout, without the options
 let tilePixels = 0; // width of a thumbnail in pixels of the screen
 export let sideWidth = 0; // pixels for the enlarged head and the charts
 
@@ -204,16 +205,17 @@ export function layOut(force = false) {
   let wide = width >= 900;
   const room = wide ? (width - margin - 28) * (B ? 0.45 : 0.6) : width - margin;
   let tile = (room - labels) / run.heads - gap;
-  const below = tall - $("body").offsetTop - (compact ? 26 : 76);
+  if (!compact || !$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
+  const below = tall - bodyTop - (compact ? 26 : 76);
   const low = below / run.layers - gap;
   if (low >= (compact ? 10 : 30)) tile = Math.min(tile, low); // the whole grid on one screen
-  if (compact) wide ||= width - margin - run.heads * (tile + gap) - labels >= 340;
+  if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 340;
   $("app").classList.toggle("wide", wide);
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
   tile = clamp(tile, 6, 150);
   const exact = (Math.floor((tile * devicePixelRatio) / A.T) * A.T) / devicePixelRatio;
   if (exact >= 0.86 * tile) tile = exact; // a whole number of pixels for each weight
-  tilePixels = Math.floor(tile * devicePixelRatio);
+  tilePixels = Math.floor(tile * devicePixelRatio + 0.001); // without rounding errors of `exact`
   if (tilePixels < A.T) tile = tilePixels / devicePixelRatio;
   $("grid").classList.toggle("thin", tile < 24); // only some columns have labels
   document.documentElement.style.setProperty("--tile", `${tile}px`);

@@ -3,19 +3,20 @@
 import { A, B, comparable, indexInB, state } from "./state.js";
 import { WEIGHTS, colourTable, colours } from "./colours.js";
 
-const frames = new Map(); // what the heatmaps of a size share, by tokens and pixels
+const buffers = new Map(); // buffers that heatmaps of the same size share
 
-/** Returns the frame of heatmaps of T x T weights with size x size pixels. */
-function frameOf(T, size) {
+/** Returns the buffers of heatmaps of T x T weights with size x size pixels. */
+function buffersOf(T, size) {
   const name = `${T} ${size}`;
-  if (!frames.has(name)) {
+  if (!buffers.has(name)) {
+    if (buffers.size > 8) buffers.clear(); // each size of the window needs other buffers
     const image = new ImageData(size, size);
     const pixels = new Uint32Array(image.data.buffer);
     const places = Int32Array.from({ length: T }, (_, n) => Math.floor((n * size) / T));
     const levels = new Uint8Array(size * size); // indices into the colours
-    frames.set(name, { image, pixels, places, levels, size });
+    buffers.set(name, { image, pixels, places, levels, size });
   }
-  return frames.get(name);
+  return buffers.get(name);
 }
 
 /** Returns the largest code of a head without the first column; 255 if all codes are 0. */
@@ -57,8 +58,8 @@ export function maxDifference(index) {
  * "difference". */
 export function paint({ canvas, context }, index, what, most = Infinity) {
   const of = what === "b" ? B : A;
-  const frame = frameOf(of.T, Math.min(of.T, most));
-  const { image, pixels, places, levels, size } = frame;
+  const shared = buffersOf(of.T, Math.min(of.T, most));
+  const { image, pixels, places, levels, size } = shared;
   if (canvas.width !== size) canvas.width = canvas.height = size;
   const first = state.hideFirst ? 1 : 0;
   const place = of === A ? index : indexInB(index);
@@ -66,10 +67,10 @@ export function paint({ canvas, context }, index, what, most = Infinity) {
   let table = null;
   if (what === "difference" && comparable(index)) {
     table = colours.divergingPacked;
-    findDifferences(frame, index, maxDifference(index), first);
+    findDifferences(shared, index, maxDifference(index), first);
   } else if (what !== "difference" && place >= 0) {
     table = colourTable(maxCode(index, of));
-    findWeights(frame, of, place, first);
+    findWeights(shared, of, place, first);
   }
   for (let y = 0; table && y < size; y++) {
     for (let x = places[first]; x <= y; x++) pixels[y * size + x] = table[levels[y * size + x]];

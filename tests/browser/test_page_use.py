@@ -209,14 +209,23 @@ def test_low_window(shown):
     pages.tile(lens, 1, 2).click()
     expect(lens.locator("#map")).to_be_in_viewport(ratio=1)
     expect(lens.locator("#readout")).to_be_in_viewport(ratio=1)
+    expect(lens.locator(".plot").first).to_be_in_viewport(ratio=1)  # also its colour bar
     lens.keyboard.press("Escape")
     pages.tile(lens, 3, 4).click()
     assert lens.locator("#detail-title").inner_text() == "L3 H4"
+    lens.keyboard.press("Escape")
     assert lens.evaluate("document.documentElement.scrollWidth") == 460
     lens.locator("#options").click()
     expect(lens.locator("#scale")).to_be_in_viewport(ratio=1)
     lens.locator("#scale").select_option("linear")
     assert pages.state(lens, "scale") == "linear"
+    assert lens.locator(".head canvas").first.evaluate("canvas => canvas.width") == size
+    # The enlarged head is also on top of sorted heads.
+    lens.set_viewport_size({"width": 800, "height": 450})
+    lens.locator("#sort").select_option("entropy")
+    lens.locator("#options").click()
+    pages.tile(lens, 1, 1).click()
+    expect(lens.locator("#map")).to_be_in_viewport(ratio=1)
 
 
 def test_sandboxed_frame(tmp_path, write, opened):
