@@ -38,7 +38,6 @@ from training.reporting.wandb_resume import UNFINISHED, first_missing_step, rows
 
 if TYPE_CHECKING:
     from lens.snapshots import Snapshot
-    from training.reporting.watch import Histogram
 
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
 ALERT_SECONDS = 3600  # between two alerts with the same title
@@ -186,7 +185,7 @@ class Tracker:
             say(f"an image, page or table was not logged ({cause(error)})")
         return media
 
-    def log_histograms(self, found: "dict[str, Histogram]", step: int) -> None:
+    def log_histograms(self, found: dict[str, tuple], step: int) -> None:
         """Logs histograms to W&B. step: that of the next row, which W&B adds to it."""
         if self.run and step >= self.first_step:
             row = {key: self.wandb.Histogram(np_histogram=value) for key, value in found.items()}
