@@ -5,13 +5,14 @@
     python -m scripts.compare where='[optimizer.name=muon,optimizer.lr<0.01]'
 
 Runs that differ only in their seed are one row. Settings that differ within a table are columns.
-The row with the lowest metric is first. Runs of different texts or tokenizers are in separate
+The row with the best metric is first. Runs of different texts or tokenizers are in separate
 tables, because their losses are not comparable. val/bits_per_byte is comparable between tokenizers.
 Reads run.json and metrics.jsonl of each run.
 """
 
 import datetime
 import glob
+import math
 import operator
 import os
 import re
@@ -29,7 +30,7 @@ from training.reporting import comparison as results
 from training.reporting.charts import number
 from training.reporting.machine import machine
 
-CONDITION = re.compile(r"\s*([^!<>=]+?)\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*", re.DOTALL)
+CONDITION = re.compile(r"\s*([^!<>=]+?)\s*(!=|<=|>=|==?|<|>)\s*(.*?)\s*", re.DOTALL)
 SWEEPS = "multirun"  # folder of the sweep directories in runs_dir
 ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 Condition = tuple[str, str, str]  # key, operator, value
@@ -44,23 +45,33 @@ def _conditions(where: str | list[str]) -> list[Condition]:
     return [match.groups() for match in found]
 
 
+def _png(path: str) -> str:
+    if path and not path.lower().endswith(".png"):
+        raise rejected("not the name of a PNG file", "use a name that ends with .png")
+    return path
+
+
 class CompareConfig(ScriptConfig):
     """python -m scripts.compare runs='runs/*' [target=LOSS] [KEY=VALUE ...]
 
-    Prints a table: one row for each combination of settings, averaged over seeds, lowest first.
+    Prints a table: one row for each combination of settings, averaged over seeds, best first.
     """
 
-    runs: Paths = Field("runs/*", description="run directories: a glob pattern, or [A,B,...]")
+    runs: Paths = Field(
+        "runs/*", description="directories of runs or sweeps: a glob pattern, or [A,B,...]"
+    )
     where: Annotated[str | list[str], AfterValidator(_conditions)] = Field(
         "",
         description="only runs with this setting or last metric: optimizer.lr<0.01, or [A,B,...]",
     )
     metric: Name = Field("val/loss", description="metric of metrics.jsonl to compare")
     target: float | None = Field(
-        None, description="also print how many tokens the metric needs to be at or below this"
+        None, description="also print how many tokens the metric needs to reach this"
     )
     out: OutFile = Field("", description="JSON file for the results")
-    plot: OutFile = Field("", description="PNG file for a plot of the runs")
+    plot: Annotated[OutFile, AfterValidator(_png)] = Field(
+        "", description="PNG file for a plot of the runs"
+    )
 
 
 @settings_command(CompareConfig)
@@ -91,7 +102,8 @@ def found(settings: CompareConfig) -> list[results.Run]:
         # The name of a directory may contain characters such as * or [.
         paths = [pattern] if os.path.isdir(pattern) else sorted(glob.glob(pattern))
         matches = [folder for folder in map(Path, paths) if folder.is_dir()]
-        folders |= dict.fromkeys(matches)
+        for folder in matches:
+            folders |= dict.fromkeys(results.runs_of_sweep(folder) or [folder])
         if not matches:
             say(f"{pattern}: directory not found")
     runs: list[results.Run] = []
@@ -106,8 +118,10 @@ def found(settings: CompareConfig) -> list[results.Run]:
         refuse([("runs", " ".join(patterns), "no run directory found", fix)])
     runs = selected(runs, settings.where)
     if not any(run.points for run in runs):
-        known = set().union(*(run.metrics for run in runs)) - {"step"}
-        fix = f"use one of {', '.join(sorted(known))}"
+        last = {name: value for run in runs for name, value in run.metrics.items()}
+        known = sorted(n for n in last if n != "step" and not math.isnan(number(last[n])))
+        near = nearest(settings.metric, known)
+        fix = f"did you mean {near}?" if near else f"use one of {shorten(', '.join(known))}"
         refuse([("metric", settings.metric, "no run has this metric", fix)])
     for run in runs:
         if not run.points:
@@ -127,17 +141,23 @@ def selected(runs: list[results.Run], conditions: list[Condition]) -> list[resul
         pairs = [(run, of_run.get(key)) for run, of_run in zip(runs, values, strict=True)]
         runs = [run for run, value in pairs if is_met(value, sign, wanted)]
         if not runs:
-            known = " | ".join(sorted({as_yaml(value) for _, value in pairs}))
+            known = " | ".join(sorted({typed(value) for _, value in pairs}))
             refuse([(*problem, "no run meets this condition", f"the values are {shorten(known)}")])
     return runs
 
 
 def is_met(found: object, sign: str, wanted: str) -> bool:
-    """Compares numbers, or for = and != also text."""
+    """Compares numbers, or for = and != also text. A list also equals each of its items."""
     if sign in ORDER:
         return ORDER[sign](number(found), number(wanted))
-    is_equal = as_yaml(found) == wanted or number(found) == number(wanted)
-    return is_equal == (sign == "=")
+    values = [found, *found] if isinstance(found, list) else [found]
+    is_equal = any(typed(value) == wanted or number(value) == number(wanted) for value in values)
+    return is_equal == (sign != "!=")
+
+
+def typed(value: object) -> str:
+    """Returns a value as it is written in a condition."""
+    return f"[{','.join(map(as_yaml, value))}]" if isinstance(value, list) else as_yaml(value)
 
 
 def say(line: str) -> None:

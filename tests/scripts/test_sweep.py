@@ -171,6 +171,23 @@ def test_without_validation_the_training_loss_is_compared(tmp_path, monkeypatch)
     assert err
 
 
+def test_a_swept_group_is_a_column_and_each_run_counts_once(tmp_path):
+    """A job that is refused, because its name is that of another job, is not a run of the table."""
+
+    def run(config):
+        if (Path(config.runs_dir) / config.name).exists():
+            raise ConfigError([("name", config.name, "exists", "use another")])
+        log(config)
+
+    code, *_ = sweep_in(tmp_path, run, "lens=off,often", "seed=1,2", "name=x${lens.every}")
+    rows = results_of(tmp_path)[1]["rows"]
+    assert code == 2
+    assert [(row["settings"], row["runs"]) for row in rows] == [
+        ({"lens.every": 0}, ["x0"]),
+        ({"lens.every": 25}, ["x25"]),
+    ]
+
+
 def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
     configs = []
     names = {"sweeps/my lr": "my-lr", "wide": "wide", "-x": "x", "+": "sweep", "a" * 254: "a" * 64}

@@ -109,6 +109,8 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
             problems.append(not_a_setting(text, likely))
         elif key not in fields:
             problems.append(unknown_key(key, raw, list(fields)))
+        elif key in values:
+            problems.append(Problem(key, raw, "given twice", "give each setting once"))
         else:
             values[key] = raw
     empty: dict = {group: {} for group in groups_of(schema)}  # to report missing settings of groups
@@ -158,7 +160,7 @@ def _print_table(rows: list[tuple[str, str, str]]) -> None:
     """Rows of (key, meaning, value)."""
     width = max(len(key) for key, _, _ in rows)
     for key, meaning, value in rows:
-        print(f"  {key:<{width}} {meaning} [{value}]")
+        print(f"  {key:<{width}} {meaning}" + (f" [{value}]" if value else ""))
 
 
 def not_a_setting(text: str, key: str) -> Problem:

@@ -4,12 +4,13 @@
     print(tables(rows, "val/loss"))
     Path("results.png").write_bytes(plot(rows, "val/loss"))
 
-Runs that differ only in their seed share a row; rows are sorted by the metric, lowest first. Runs
-with different texts or tokenizers are in separate tables, because their losses are not comparable.
+Runs that differ only in their seed share a row; the row with the best metric is first. Runs with
+different texts or tokenizers are in separate tables, because their losses are not comparable.
 The columns of a table are the settings that differ between its rows. Used by sweeps
 (training/reporting/sweep.py) and scripts/compare.py. Reads run.json and metrics.jsonl.
 """
 
+import contextlib
 import functools
 import io
 import itertools
@@ -25,7 +26,7 @@ from pathlib import Path
 import yaml
 
 from errors import as_yaml, sanitize
-from files import read_rows
+from files import read_json, read_rows
 from training.checkpoint.run_directory import settings_of
 from training.config.schema import VOCABULARIES
 from training.config.stored import automatic_warmup
@@ -34,8 +35,9 @@ from training.reporting.charts import number
 
 # Settings that change what a run learns, although they may be changed when it is resumed.
 LEARNING = {"data.path", "data.val_path", "trainer.max_steps", "trainer.init_from"}
-# If more than two of these differ between rows, the table has one column for all of them.
-SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim", "model.context_length")
+# If all of these differ between rows, the table has one column for them.
+SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim")
+HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu")  # others: lower
 COMPARABLE = """\
 Values in different tables are not comparable. Bits per byte are comparable between tokenizers:
 python -m scripts.compare metric=val/bits_per_byte"""
@@ -58,7 +60,7 @@ class Run:
     def model(self) -> str:
         """Returns the name of the file in configs/model with this shape, or the shape."""
         shape = [self.settings.get(key) for key in SHAPE]
-        text = "{} layers, {} heads, width {}, context {}".format(*shape)
+        text = "{} layers, {} heads, width {}".format(*shape)
         return next((name for name, known in models().items() if known == shape), text)
 
     @property
@@ -70,7 +72,7 @@ class Run:
 
 @dataclass
 class Row:
-    """The runs that differ only in their seed."""
+    """The runs that differ at most in their seed."""
 
     text: str  # settings of text and tokenizer
     settings: dict[str, object]  # other settings in which any runs differ
@@ -106,6 +108,15 @@ def read(folder: Path, metric: str) -> Run:
     return Run(folder, settings, metrics, points, is_finished)
 
 
+def runs_of_sweep(folder: Path) -> list[Path]:
+    """Returns the run directories of the jobs of a sweep; [] if `folder` is not a sweep's."""
+    runs = []
+    for path in sorted(folder.glob("*/result.json")):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            runs.append(read_json(path).get("run"))
+    return [Path(run) for run in runs if isinstance(run, str)]
+
+
 @functools.cache
 def models() -> dict[str, list[object]]:
     """Returns the values of SHAPE of each file in configs/model."""
@@ -120,13 +131,13 @@ def models() -> dict[str, list[object]]:
 
 def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
     """Returns the settings that differ between the runs, except name and seed. Includes settings
-    that do not change what a run learns only if they are in `swept`."""
+    that do not change what a run learns only if they or their group are in `swept`."""
     from training.checkpoint.resume import FREE_TO_CHANGE
 
     equal, free = shared(runs), FREE_TO_CHANGE - LEARNING
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in equal)
-    found = [n for n in names if n in swept or not free & {n, n.partition(".")[0]}]
-    return [name for name in found if name not in ("seed", "name")]
+    keys = {name: {name, name.partition(".")[0]} for name in names if name not in ("seed", "name")}
+    return [name for name, of in keys.items() if of & set(swept) or not of & free]
 
 
 def shared(runs: list[Run]) -> dict[str, object]:
@@ -153,8 +164,8 @@ def summarize(
     runs: list[Run], metric: str, target: float | None = None, swept: Collection[str] = ()
 ) -> list[Row]:
     """Returns one row per group of runs that differ only in their seed; omits runs without the
-    metric. Rows are sorted by text and tokenizer, and then by the metric, lowest first."""
-    names = differing(runs, swept)
+    metric. Rows are sorted by text and tokenizer, and then by the metric, best first."""
+    names, sign = differing(runs, swept), -1 if metric in HIGHER_IS_BETTER else 1
     groups: dict[str, list[Run]] = {}
     for run in filter(lambda run: run.points, runs):
         text = data_settings(run, metric)
@@ -164,7 +175,7 @@ def summarize(
     for key, group in groups.items():
         text, settings = json.loads(key)
         last = [run.points[-1][1] for run in group]
-        reached = [] if target is None else [tokens_to(target, run.points) for run in group]
+        reached = [] if target is None else [tokens_to(target, run.points, sign) for run in group]
         row = Row(
             text=pairs({name: value for name, value in text.items() if value}),
             settings=settings,
@@ -179,12 +190,13 @@ def summarize(
             tokens_to_target=reached,
         )
         rows.append(row)
-    return sorted(rows, key=lambda row: (row.text, math.isnan(row.mean), row.mean))
+    return sorted(rows, key=lambda row: (row.text, math.isnan(row.mean), sign * row.mean))
 
 
-def tokens_to(target: float, points: Points) -> int | None:
-    """Returns the tokens until the metric first was at or below the target; None if never."""
-    return next((tokens for tokens, value in points if value <= target), None)
+def tokens_to(target: float, points: Points, sign: int) -> int | None:
+    """Returns the tokens until the metric first was at or below the target (sign -1: at or above);
+    None if never."""
+    return next((tokens for tokens, value in points if sign * value <= sign * target), None)
 
 
 def pairs(settings: dict[str, object]) -> str:
@@ -231,7 +243,7 @@ def table(rows: list[Row], metric: str) -> str:
         texts = [sanitize(text.replace("|", "\\|"), keep="") for text in texts]
         width = max(map(len, texts))
         head, *body = (text.ljust(width) for text in texts)
-        if any(cells[name] for cells in lines):  # min–max is empty without several seeds
+        if any(cells[name] for cells in lines):  # min–max is empty without several runs
             columns.append([head, "-" * width, *body])
     return "\n".join(f"| {' | '.join(texts)} |" for texts in zip(*columns, strict=True))
 
@@ -240,7 +252,7 @@ def label(row: Row) -> str:
     """Returns the first run of a row, and how many others and unfinished ones it has."""
     text = row.runs[0]
     if others := len(row.runs) - 1:
-        text += f" + {others} seed{'s' * (others > 1)}"
+        text += f" + {others} run{'s' * (others > 1)}"
     return text + (f" ({len(row.unfinished)} unfinished)" if row.unfinished else "")
 
 
@@ -250,7 +262,7 @@ def shown(rows: list[Row]) -> list[dict[str, object]]:
     all_settings = [row.settings for row in rows]
     names = [n for n in all_settings[0] if any(s[n] != all_settings[0][n] for s in all_settings)]
     hidden = {n for n in names if all(s[n] == automatic(s).get(n, ...) for s in all_settings)}
-    has_model = len(set(SHAPE) & set(names)) > 2
+    has_model = set(SHAPE) <= set(names)
     if has_model:
         hidden.update(SHAPE)
     return [
@@ -273,7 +285,7 @@ def automatic(settings: dict[str, object]) -> dict[str, object]:
 
 def plot(rows: list[Row], metric: str) -> bytes:
     """Returns a PNG with a chart of the metric over tokens for each text and tokenizer. Rows differ
-    in colour; each seed is a line."""
+    in colour; each run is a line."""
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -308,14 +320,14 @@ def plot_group(axis, rows: list[Row], entries: list[str], metric: str) -> None:
     from matplotlib.ticker import EngFormatter
 
     for index, (row, entry) in enumerate(itertools.zip_longest(rows, entries)):
-        for seed, points in enumerate(row.curves):
+        for place, points in enumerate(row.curves):
             axis.plot(
                 *zip(*points, strict=True),
                 color=f"C{index}" if entry else "silver",
                 zorder=2 if entry else 1,
                 marker="o" if len(points) <= 12 else None,
                 ms=3,
-                label=None if seed else entry,
+                label=None if place else entry,
             )
     axis.set_xlabel("tokens")
     axis.set_xlim(left=0)

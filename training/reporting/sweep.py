@@ -184,7 +184,8 @@ def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
     """
     results: dict[str, object] = {"jobs": jobs}
     parts = [f"# {folder.absolute().name}"]
-    runs, metric = _runs([job["run"] for job in jobs if job["run"]])
+    trained = [job["run"] for job in jobs if job["run"] and job["exit_code"] not in (2, 3)]
+    runs, metric = _runs([*dict.fromkeys(trained)])
     if runs:
         keys = {text.partition("=")[0].lstrip("+") for job in jobs for text in job["overrides"]}
         rows = comparison.summarize(runs, metric, swept=keys)

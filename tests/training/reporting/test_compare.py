@@ -23,6 +23,7 @@ def run(tmp_path):
         model=None,
         metric="val/loss",
         trainer=None,
+        tags=(),
         **optimizer,
     ):
         folder = tmp_path / "runs" / folder_name
@@ -35,6 +36,7 @@ def run(tmp_path):
             "trainer": {"max_steps": 20, "batch_size": 10} | (trainer or {}),
             "data": {"max_length": 10, "path": "a.txt", "tokenizer": "byte"} | (data or {}),
             "lens": {"every": seed},
+            "wandb": {"tags": tags},
         }
         (folder / "run.json").write_text(json.dumps({"settings": config}))
         rows = [{"step": n, "train/tokens": 100 * n} for n in (5, 10, 15, 20)]
@@ -88,7 +90,7 @@ def test_seeds_share_a_row_and_the_best_is_first(run, compared, tmp_path):
     name = "c\\x1b]0;title\\x07"
     assert rows[0] == [name, "muon", "0.01", "2,000", "1.5000", "", "1,000 (1 of 1)"]
     of_two = ["2,000", "2.2500", "2.0000–2.5000", "2,000 (1 of 2)"]
-    assert rows[1] == ["a + 1 seed", "adamw", "0.001", *of_two]
+    assert rows[1] == ["a + 1 run", "adamw", "0.001", *of_two]
     assert skipped == ["runs/no\\x1b run"]
     curves = [[[0, 9.0], [1000, 3.0], [2000, last]] for last in (2.0, 2.5)]
     assert found["rows"][1]["curves"] == curves
@@ -104,7 +106,7 @@ def test_unfinished_runs_and_runs_without_the_metric(run, compared):
     ((_, _, *rows),) = tables.values()
     assert [row["mean"] for row in found["rows"]] == [3.0, None]
     assert [len(row["unfinished"]) for row in found["rows"]] == [6, 1]
-    assert [row[0] for row in rows] == ["a_seed-0 + 5 seeds (6 unfinished)", "b (1 unfinished)"]
+    assert [row[0] for row in rows] == ["a_seed-0 + 5 runs (6 unfinished)", "b (1 unfinished)"]
     assert [row[3] for row in rows] == ["3.0000", "nan"]
     assert skipped == ["runs/c"]
 
@@ -187,13 +189,19 @@ def test_columns_are_the_settings_that_differ_within_a_table(run, compared):
     byte, gpt2 = tables.values()
     assert byte[0][1:-2] == ["optimizer.lr", "trainer.max_steps"]
     assert [row[1:-2] for row in (gpt2[0], *gpt2[2:4])] == [
-        ["model", "trainer.warmup_steps"],
-        ["gpt2-nano", "24"],
-        ["gpt2-medium", "24"],
+        ["model", "model.context_length", "trainer.warmup_steps"],
+        ["gpt2-nano", "256", "24"],
+        ["gpt2-medium", "1024", "24"],
     ]
-    assert {"24", "16", "512", "1024"} < set(gpt2[4][1].replace(",", "").split())
+    assert {"24", "16", "512"} < set(gpt2[4][1].replace(",", "").split())
     (table,) = compared("metric=val/bits_per_byte", "where=trainer.warmup_steps!=40")[0].values()
-    columns = {"model", "data.tokenizer", "optimizer.lr", "trainer.max_steps"}
+    columns = {
+        "model",
+        "model.context_length",
+        "data.tokenizer",
+        "optimizer.lr",
+        "trainer.max_steps",
+    }
     assert set(table[0][1:-2]) == columns
 
 
@@ -203,6 +211,11 @@ def test_columns_are_the_settings_that_differ_within_a_table(run, compared):
         ("optimizer.name=muon", "b"),
         ("optimizer!=muon", "ac"),
         ("optimizer.lr=1e-2", "ab"),
+        ("optimizer.lr==1e-2", "ab"),
+        ("wandb.tags=x", "bc"),
+        ("wandb.tags!=x", "a"),
+        ("wandb.tags=[x,y]", "c"),
+        ("model=gpt2-nano", "ac"),  # with any context length
         ("optimizer.lr < 0.01", "c"),
         ("optimizer.lr>=0.01", "ab"),
         ("val/loss<=2", "bc"),
@@ -213,13 +226,35 @@ def test_columns_are_the_settings_that_differ_within_a_table(run, compared):
 def test_only_runs_that_meet_all_conditions(run, compared, where, names):
     nano = {"context_length": 256, "emb_dim": 128, "num_heads": 4, "num_layers": 4}
     for name, value, lr, optimizer, model in (
-        ("a", 3.0, 0.01, "adamw", nano),
+        ("a", 3.0, 0.01, "adamw", nano | {"context_length": 64}),
         ("b", 2.0, 0.01, "muon", nano | {"emb_dim": 64}),
         ("c", 1.0, 0.001, "adamw", nano),
     ):
-        run(name, [value], data={"weights": None}, model=model, lr=lr, name=optimizer)
+        tags = {"a": [], "b": ["x"], "c": ["x", "y"]}[name]
+        data = {"weights": None}
+        run(name, [value], data=data, model=model, tags=tags, lr=lr, name=optimizer)
     found = compared(f"where={where}", "runs=[runs/*,runs/a]")[2]  # each run counts once
     assert sorted(name for row in found["rows"] for name in row["runs"]) == [*names]
+
+
+def test_highest_accuracy_first(run, compared):
+    for name, value in (("a", 0.2), ("b", 0.4), ("c", float("nan"))):
+        steps = [{"step": n, "train/tokens": n, "val/accuracy": n * value / 2} for n in (1, 2)]
+        log(run(name, [], lr=value), *steps)
+    rows = compared("metric=val/accuracy", "target=0.2")[2]["rows"]
+    assert [row["runs"] for row in rows] == [["b"], ["a"], ["c"]]
+    assert [row["tokens_to_target"] for row in rows] == [[1], [2], [None]]
+
+
+def test_runs_of_a_sweep_directory(run, compared, tmp_path):
+    for number, name in enumerate(("a", "b", "b", None)):
+        folder = tmp_path / "sweep" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"run": name and f"runs/{name}"}))
+    (folder / "result.json").write_text("[")
+    for name in "abc":
+        run(name, [1.0])
+    assert [row["runs"] for row in compared("runs=sweep")[2]["rows"]] == [["a", "b"]]
 
 
 def test_settings_that_are_refused(run, in_process, tmp_path):
@@ -230,8 +265,12 @@ def test_settings_that_are_refused(run, in_process, tmp_path):
         "runs=nowhere/*": "runs",
         "runs=runs/c": "metric",
         "out=runs": "out",
+        "plot=a.svg": "plot",
+        "metric=val/lss": "metric",
     }
     found |= {f"where={text}": "where" for text in ("muon", "optimiser.lr!=1", "seed>5", "=1")}
     for argument, key in found.items():
         code, _, err = in_process(compare.main, tmp_path, argument)
         assert (code, printed_keys(err)[-1]) == (2, key)
+    code, _, err = in_process(compare.main, tmp_path, "where=a=1", "where=b=2")
+    assert (code, printed_keys(err)) == (2, ["where"])

@@ -54,9 +54,9 @@ def test_a_colour_for_each_setting_and_a_line_for_each_seed(drawn):
     assert [list(line.get_ydata()) for line in lines][:2] == [[5.0, 2.0], [5.0, 2.1]]
     legend = figure.axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == [
-        "2.0500 run0 + 1 seed: optimizer.name=a",
-        "3.0500 run0 + 1 seed: optimizer.name=b",
-        "4.0500 run0 + 1 seed: optimizer.name=c",
+        "2.0500 run0 + 1 run: optimizer.name=a",
+        "3.0500 run0 + 1 run: optimizer.name=b",
+        "4.0500 run0 + 1 run: optimizer.name=c",
     ]
 
 
