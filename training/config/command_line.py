@@ -109,8 +109,6 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
             problems.append(not_a_setting(text, likely))
         elif key not in fields:
             problems.append(unknown_key(key, raw, list(fields)))
-        elif key in values:
-            problems.append(Problem(key, raw, "given twice", "give each setting once"))
         else:
             values[key] = raw
     empty: dict = {group: {} for group in groups_of(schema)}  # to report missing settings of groups

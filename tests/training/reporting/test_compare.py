@@ -272,5 +272,3 @@ def test_settings_that_are_refused(run, in_process, tmp_path):
     for argument, key in found.items():
         code, _, err = in_process(compare.main, tmp_path, argument)
         assert (code, printed_keys(err)[-1]) == (2, key)
-    code, _, err = in_process(compare.main, tmp_path, "where=a=1", "where=b=2")
-    assert (code, printed_keys(err)) == (2, ["where"])
