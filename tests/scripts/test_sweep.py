@@ -202,6 +202,18 @@ def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
     assert (configs[0].name, configs[0].wandb.group) == ("mine", "ours")
 
 
+def test_jobs_with_the_same_name_are_refused(tmp_path):
+    """Before the first job: the second job would resume the run of the first one."""
+    for name in ("mine", "seed${seed}"):
+        given = ["seed=1,2", "optimizer.lr=interval(1e-4,1e-3)", f"name={name}"]
+        code, _, err = sweep_in(tmp_path, lambda config: 0, *given)
+        assert (code, printed_keys(err), list(tmp_path.iterdir())) == (2, ["name"], []), name
+    names = []
+    for name in ("a${seed}", "b${hydra:job.num}", "c${hydra:job.id}"):
+        sweep_in(tmp_path, lambda config: names.append(config.name), "seed=1,2", f"name={name}")
+    assert names == ["a1", "a2", "b0", "b1", "c0", "c1"]
+
+
 def test_files_of_others_are_left_alone(tmp_path):
     """Also files of a sweep in a subfolder. Earlier results of this sweep are removed."""
     assert sweep_in(tmp_path, log, "seed=1,2")[0] == 0

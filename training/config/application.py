@@ -70,8 +70,7 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
             trains = (config or options.experimental_rerun) and not (options.help or options.cfg)
             is_rank_0 = os.environ.get("RANK", "0") == "0"
             if is_rank_0 and options.help:
-                path = options.config_path or CONFIGS
-                show_settings(config, group_choices(options.overrides, options.config_dir, path))
+                show_settings(config, group_choices(options))
             elif options.shell_completion and (
                 found := choices_of(os.environ.get("COMP_LINE", ""))
             ):
@@ -85,8 +84,7 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> None:
     """Calls hydra.main with additional overrides. Raises ConfigError for errors of Hydra."""
     sys.argv[1:] = sorted(sys.argv[1:], key=options.overrides.__contains__) + more  # options first
-    if options.config_path:
-        sys.argv += ["--config-path", options.config_path]
+    sys.argv += ["--config-path", options.config_path]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
         hydra.main(str(CONFIGS), "config", **OPTIONS)(task)()
@@ -127,8 +125,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     )
     options, unknown = parser.parse_known_intermixed_args(arguments)
     refuse([unknown_option(text, known_settings()) for text in unknown])
-    if options.config_path:  # relative to train.py, as in Hydra
-        options.config_path = str(REPOSITORY / options.config_path)
+    options.config_path = str(REPOSITORY / (options.config_path or CONFIGS))  # as in Hydra
     return options
 
 
@@ -144,22 +141,26 @@ def check(options: argparse.Namespace) -> Config | None:
     if any(shown) or options.experimental_rerun:
         return None
     configs, problems = [], []
-    path = options.config_path or CONFIGS
-    for overrides in sweep_variants(options.overrides) if options.multirun else [options.overrides]:
+    folders = {key: getattr(options, key) for key in ("config_dir", "config_name", "config_path")}
+    jobs = sweep_variants(options.overrides) if options.multirun else [options.overrides]
+    for number, overrides in enumerate(jobs):
+        overrides = [f"hydra.job.num={number}", *overrides]  # for name=${hydra:job.num}
         try:
-            name, folder = options.config_name, options.config_dir
-            found = compose(overrides, config_dir=folder, config_name=name, config_path=path)
-            configs.append(found)
+            configs.append(compose(overrides, **folders))
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     refuse(problems)
+    runs = [(config.runs_dir, config.name) for config in configs if config.name]
+    if len(set(runs)) < len(runs):
+        fix = "remove it, or write a name with each swept setting, such as name='lr${optimizer.lr}'"
+        refuse([Problem("name", configs[0].name, "several jobs would have the same name", fix)])
     return configs[0]
 
 
 def sweep_variants(overrides: list[str]) -> list[list[str]]:
     """Returns overrides of single runs that together contain every value of a sweep. The first run
     has the first value of each setting. Each other run changes one of them. An interval contributes
-    its lower bound, glob(...) nothing, a long list its first MAX_VALUES values."""
+    its bounds, glob(...) nothing, a long list its first MAX_VALUES values."""
     choices = [texts for texts in map(_values, overrides) if texts]
     first = [texts[0] for texts in choices]
     return [first] + [
@@ -178,7 +179,7 @@ def _values(text: str) -> list[str]:
         if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
             return []  # only Hydra knows the choices
         if override.is_interval_sweep():
-            choices = [override.value().start]
+            choices = [override.value().start, override.value().end]
         else:
             choices = itertools.islice(override.sweep_string_iterator(), MAX_VALUES)
         return [f"{text.partition('=')[0]}={choice}" for choice in choices]

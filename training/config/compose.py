@@ -4,8 +4,11 @@
 state.
 """
 
+import argparse
 import contextlib
+import functools
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +24,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from errors import NO_VALUE, ConfigError, Problem, refuse, shorten
@@ -31,6 +35,12 @@ from training.config.stored import config_from
 from training.config.user_files import place_of, with_places
 from training.config.yaml_files import CONFIGS
 
+# Part of an error of Hydra in a defaults list: hint. {0}: the entry.
+HINTS = {
+    "in defaults : bool": 'YAML reads off, no, on and yes as booleans: write "off" in quotes',
+    "Multiple values for": "write - override /{0}",
+    "No match in the defaults list": "the form is - override /GROUP: CHOICE",
+}
 VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4 has no other version
 
 
@@ -58,14 +68,16 @@ def compose(
             raise ConfigError(problems + with_places(later, config_name, texts)) from error
 
 
-def group_choices(
-    overrides: Sequence[str], config_dir: str | None, config_path: str | Path = CONFIGS
-) -> dict[str, list[str]]:
-    """Returns the choices of each group, including those of the user's folders."""
-    with hydra_state(config_path, config_dir):
-        options = GlobalHydra.instance().config_loader().get_group_options
-        groups = options("", ObjectType.GROUP, overrides=list(overrides))
-        return {g: options(g, overrides=list(overrides)) for g in groups if g != "hydra"}
+def group_choices(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Returns the choices of each group, including those of the user's folders. A group that is not
+    in the defaults list of the primary config has a +, as on the command line."""
+    with hydra_state(options.config_path, options.config_dir):
+        loader = GlobalHydra.instance().config_loader()
+        primary = loader.compute_defaults_list(options.config_name, [], RunMode.RUN)
+        choices = functools.partial(loader.get_group_options, overrides=options.overrides)
+        groups = [group for group in choices("", ObjectType.GROUP) if group != "hydra"]
+        known = primary.overrides.known_choices
+        return {("" if group in known else "+") + group: choices(group) for group in groups}
 
 
 @contextlib.contextmanager
@@ -128,7 +140,7 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
     unknown choice of a group is skipped, so that the other overrides are checked too."""
     try:
         # Hydra sets these in jobs only, but name=${hydra:job.num} needs them here.
-        jobs = ["hydra.job.num=0", "hydra.job.id='0'"]
+        jobs = ["hydra.job.num=0", "hydra.job.id=${hydra.job.num}"]
         config = hydra.compose(config_name, [*jobs, *overrides], return_hydra_config=True)
         HydraConfig.instance().set_config(config)
         settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
@@ -148,18 +160,27 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
             raise ConfigError(problems) from error
         return _composed(config_name, rest, problems)
     except Exception as error:  # of Hydra, OmegaConf or YAML
-        found = problem_of(error, overrides, place_of(error, overrides))
+        found = problem_of(error, overrides, place_of(error, [*overrides, config_name]))
         raise ConfigError([*problems, found]) from error
 
 
 def problem_of(error: Exception, overrides: Sequence[str], place: str = "") -> Problem:
     """Turns an error of Hydra, OmegaConf or YAML into a problem. place: FILE:LINE or ""."""
-    error = error if str(error) or error.__cause__ is None else error.__cause__
+    if error.__cause__ and (not str(error) or str(error).startswith("Error merging override")):
+        error = error.__cause__
     said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
     first, _, more = said.partition("\n")
     reason = f"{first} {more.partition(chr(10))[0]}" if first.endswith(":") else first.rstrip(".")
     if key := getattr(error, "full_key", None):
         return Problem(key, NO_VALUE, reason, "see --help")
+    quoted = re.findall(r"'([^'\n]+)'", said)
+    for key, equals, value in [text.partition("=") for text in overrides]:
+        if key.lstrip("+~") in quoted:
+            add = re.search(r"use (\+.*)", said)
+            hint = f"to add it, write {add[1]}" if add else "see --help"
+            return Problem(key.lstrip("+~"), value if equals else NO_VALUE, reason, hint)
     if place:
-        return Problem("", NO_VALUE, reason, "correct the file", place)
-    return Problem("command line", " ".join(overrides), reason, "see --help")
+        hint = next((hint for part, hint in HINTS.items() if part in said), "correct the file")
+        entry = quoted[-1].removeprefix("override ") if quoted else ""
+        return Problem("", NO_VALUE, reason.partition(". To ")[0], hint.format(entry), place)
+    return Problem("command line", NO_VALUE, reason, "see --help")

@@ -23,6 +23,8 @@ from training.config.yaml_files import CONFIGS
 # Errors of Hydra, OmegaConf and YAML. They raise ValueError too.
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
 
+BOOLEAN = r"^\s*-\s.*:\s*(?i:on|off|yes|no|true|false)\s*(#|$)"  # entry of a defaults list
+
 
 def with_places(problems: list[Problem], name: str, overrides: Sequence[str]) -> list[Problem]:
     """Returns the problems with the place of each setting that a file of the user sets.
@@ -38,17 +40,18 @@ def place_of(error: Exception, overrides: Sequence[str]) -> str:
     """Returns the place of an error of Hydra, OmegaConf or YAML, or ""."""
     if mark := getattr(error, "problem_mark", None):
         return _place(mark.name, mark.line + 1)
-    named = re.findall(r"'([^'\n]+)'", str(error).partition("\n")[0])
+    named = re.findall(r"'(?:override )?([^'@\n]+)[^'\n]*'", str(error).partition("\n")[0])
     files = [path for name in named if (path := _path(name, overrides)) and path.parent != CONFIGS]
     of_list = len(named) == 1 and files  # the message names the file only
-    word = "defaults" if of_list else os.path.basename(named[-1]) if named else "(none)"
+    word = "defaults" if of_list else os.path.basename(named[-1]) if named else ""
+    pattern = rf"\b{re.escape(word)}\b" if word else BOOLEAN
     for path in files + _chosen(overrides):
         content = path.read_bytes()
         try:
             lines = content.decode().splitlines()
         except UnicodeDecodeError as bad:
             return _place(path, content[: bad.start].count(b"\n") + 1)
-        hits = [n for n, line in enumerate(lines, 1) if re.search(rf"\b{re.escape(word)}\b", line)]
+        hits = [n for n, line in enumerate(lines, 1) if re.search(pattern, line)]
         if hits or path in files:
             return _place(path, hits[0] if hits else 1)
     return ""

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from errors import NO_VALUE, Problem
+from errors import NO_VALUE, Problem, as_yaml
 from training.config.other_names import unknown_key
 from training.config.yaml_files import environment_variable, flat
 
@@ -58,8 +58,13 @@ def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) ->
         return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
     if details["type"] == "missing":
         return Problem(key, NO_VALUE, "is missing", f"set {key}=VALUE")
+    if details["type"] == "model_type":
+        choice = as_yaml(details["input"])
+        choice = {"true": '"on"', "false": '"off"'}.get(choice, choice)
+        hint = f"choose its file under defaults: with - override /{key}: {choice}"
+        return Problem(key, details["input"], "is a group of settings", hint)
     reason = PATTERNS.get(context.get("pattern"), details["msg"])
-    reason = re.sub("^(Input|List|String) should", "must", reason)
+    reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
     value = flat(values).get(key, NO_VALUE)
     return Problem(key, value, reason, context.get("hint") or _hint(key, value))
 

@@ -157,6 +157,7 @@ def test_checked_values_of_a_sweep():
     assert sweep_variants(given) == [
         ["seed=1", "optimizer.lr=0.0001", "name=a"],
         ["seed=2", "optimizer.lr=0.0001", "name=a"],
+        ["seed=1", "optimizer.lr=0.001", "name=a"],
     ]
     assert len(sweep_variants(["seed=range(0,1000000)"])) == 100
 
@@ -307,7 +308,7 @@ def test_features_of_hydra(in_process, tmp_path, monkeypatch):
     for where in (config_dir, ("hydra.searchpath=[file://plain]",)):
         code, out, _ = in_process(train.main, tmp_path, "--help", *where)
         choices = {words[0]: words[1:] for words in map(str.split, out.splitlines()) if words}
-        assert (code, choices["studies"]) == (0, ["none", "|", "small"])
+        assert (code, choices["+studies"]) == (0, ["none", "|", "small"])
         assert {"laptop", "mine"} <= set(choices["experiment"])
     assert shown("data.path=${oc.env:WHERE}")["data"]["path"] == "texts/a.txt"
     for option in (["--info", "searchpath"], ["--hydra-help"], ["--version"]):

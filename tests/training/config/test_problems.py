@@ -113,7 +113,7 @@ KEYS |= {
     "+seed=1": "seed",
     "+lens=off": "lens",
 }
-KEYS |= {"model={emb_dim:3}": "model.num_heads", "hydra.ouput=x": "command line"}
+KEYS |= {"model={emb_dim:3}": "model.num_heads"}
 KEYS |= {"seed=${nope:1}": "seed"}
 
 
@@ -134,6 +134,7 @@ KEYS_OF_OPTIONS = {
     "--experimental-rerun=x.pickle": "command line",
 }
 MODES = {"--cfg nothing": "command line", "--cfg job -m": "command line", "-m seed=1,x": "seed"}
+MODES |= {"-m seed=1,2 hydra.launcher.n_jobs=2": "hydra.launcher.n_jobs"}
 MODES |= {"--model X": "--model", "--resolve": "command line"}
 
 
@@ -192,6 +193,11 @@ CONTENTS = {
     "defaults:\n  - override /model: gpt3": ("model", 3),
     "defaults:\n  - other": ("", 3),
     "defaults: other": ("", 2),
+    "defaults:\n  - override /lens: often\n  - override /wandb: off": ("", 4),  # a boolean
+    "seed: 1\ndefaults:\n  - /model: gpt2-nano": ("", 4),  # without override
+    "defaults:\n  - override model: gpt2-nano": ("", 3),  # without /
+    "seed: 1\nmodel: gpt2-nano": ("model", 3),
+    "seed: 1\nwandb: off": ("wandb", 3),
     "defaults:\n  - override /model: mine": ("model.num_head", 2),  # in mine.yaml of this group
 }
 
@@ -207,7 +213,7 @@ def test_files_of_settings(tmp_path, monkeypatch):
             compose(["experiment=mine"], config_dir="mine")
         file = "model" if key == "model.num_head" else "experiment"
         assert caught.value.problems[0].place == f"mine/{file}/mine.yaml:{line}", content
-    with refused(ConfigError, "command line") as caught:
+    with refused(ConfigError, "hydra.ouput", "x") as caught:
         compose(["experiment=mine", "model=gpt2-nano", "hydra.ouput=x"], config_dir="mine")
     assert caught.value.problems[0].place == ""
     assert not (tmp_path / "made").exists()
