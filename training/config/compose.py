@@ -35,11 +35,11 @@ from training.config.stored import config_from
 from training.config.user_files import place_of, with_places
 from training.config.yaml_files import CONFIGS
 
-# Part of an error of Hydra in a defaults list: hint. {0}: the entry.
+# Error of Hydra in a defaults list: hint. {0}: the entry.
 HINTS = {
     "in defaults : bool": 'YAML reads off, no, on and yes as booleans: write "off" in quotes',
     "Multiple values for": "write - override /{0}",
-    "No match in the defaults list": "the form is - override /GROUP: CHOICE",
+    "No match in the defaults list|Invalid Defaults List": "the form is - override /GROUP: CHOICE",
 }
 VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4 has no other version
 
@@ -180,7 +180,9 @@ def problem_of(error: Exception, overrides: Sequence[str], place: str = "") -> P
             hint = f"to add it, write {add[1]}" if add else "see --help"
             return Problem(key.lstrip("+~"), value if equals else NO_VALUE, reason, hint)
     if place:
-        hint = next((hint for part, hint in HINTS.items() if part in said), "correct the file")
-        entry = quoted[-1].removeprefix("override ") if quoted else ""
+        hint = next(
+            (hint for text, hint in HINTS.items() if re.search(text, said)), "correct the file"
+        )
+        entry = next((q[9:] for q in quoted if q.startswith("override ")), "GROUP: CHOICE")
         return Problem("", NO_VALUE, reason.partition(". To ")[0], hint.format(entry), place)
     return Problem("command line", NO_VALUE, reason, "see --help")
