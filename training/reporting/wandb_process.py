@@ -75,8 +75,8 @@ def hidden_variables() -> Iterator[None]:
     """Hides the environment variables that are in the settings, because wandb.init would read them
     again, also where the command line sets null. Not in a W&B sweep: there wandb.init reads the id
     from the environment only."""
-    names = {environment_variable(f"wandb.{key}") for key in WandbConfig.model_fields}
-    found = names & os.environ.keys() if "WANDB_SWEEP_ID" not in os.environ else set()
+    names = {environment_variable(f"wandb.{key}") for key in WandbConfig.model_fields} - {None}
+    found = [name for name in names if name in os.environ and "WANDB_SWEEP_ID" not in os.environ]
     hidden = {name: os.environ.pop(name) for name in found}
     try:
         yield
