@@ -138,7 +138,7 @@ def check(options: argparse.Namespace) -> Config | None:
         fix = "start it without torchrun, or remove -m"
         refuse([Problem("WORLD_SIZE", ranks, "a sweep runs in one process", fix)])
     shown = (options.hydra_help, options.info, options.shell_completion)
-    if any(shown) or options.experimental_rerun:
+    if (any(shown) or options.experimental_rerun) and not options.help:
         return None
     configs, problems = [], []
     folders = {key: getattr(options, key) for key in ("config_dir", "config_name", "config_path")}

@@ -98,6 +98,7 @@ def _label(config: "Config", hydra: DictConfig) -> None:
         config.name = f"{sweep}_{hydra.job.num}"
     if config.wandb.group is None:
         config.wandb.group = sweep
+    config.wandb.id = None  # WANDB_RUN_ID would make all jobs one run
 
 
 def _objective(run: str) -> float:
@@ -191,9 +192,10 @@ def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
         rows = comparison.summarize(runs, metric, swept=keys)
         tables = comparison.tables(rows, metric)
         print(f"\n{tables}\n\nresults          {folder}/results.md, .json, .png", flush=True)
-        atomic_write(folder / "results.png", comparison.plot(rows, metric))
         parts += [tables, "![metric over tokens](results.png)"]
         results |= {"metric": metric, "settings": comparison.shared(runs), "rows": rows}
     parts += ["## Failed jobs"] * bool(failed) + [f"- {line}" for line in failed]
     atomic_write(folder / "results.json", comparison.as_json(results))
     atomic_write(folder / "results.md", ("\n\n".join(parts) + "\n").encode())
+    if runs:
+        atomic_write(folder / "results.png", comparison.plot(rows, metric))
