@@ -7,8 +7,6 @@ weight, and c is its value for uniform attention:
     significance = (v - c) / (1 - c)     0: as uniform attention; 1: all weight on these key tokens
 
 A head gets the name of the statistic with the largest significance, if this is at least NAMED_FROM.
-For comparison: the largest significance of 2,880 heads with random weights (20 models of the size
-of GPT-2 small) was 0.05.
 
 Shapes: L layers, H heads.
 """
@@ -24,48 +22,47 @@ from .statistics import STATISTICS
 
 NAMES = ("previous_token", "induction", "duplicate_token", "first_token")
 NAMED_FROM = 0.25
-# since_step: the head has had its name at all snapshots from this step on
+# since_step: the first step from which all snapshots give the head this name
 COLUMNS = ("rank", "layer", "head", "name", "since_step", "significance", *STATISTICS)
 
 
 def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndarray:
-    """Returns the significance of each statistic in NAMES, (names, L, H); -1 if it is undefined.
+    """Returns the significance of each statistic in NAMES, (names, L, H); NaN if it is undefined.
 
     values: statistics, (L, H). uniform: their values for uniform attention, or None if undefined.
     """
     chance = [np.nan if uniform[key] is None else uniform[key] for key in NAMES]
-    found = [(values[key] - c) / (1 - c) for key, c in zip(NAMES, chance, strict=True)]
-    return np.nan_to_num(np.stack(found), nan=-1.0)
+    return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chance, strict=True)])
 
 
 def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     """Returns a row for each head at the last snapshot, the most significant first.
 
     rows: the statistics of all snapshots. The keys of a row are COLUMNS. A head without a name has
-    the name "" and the since_step None. An undefined statistic is None.
+    the name "" and the since_step None. An undefined statistic or significance is None.
     """
     names = []  # of each snapshot: indices into NAMES, -1 without a name, (L, H)
     for row in rows:
-        found = significances(row.values, uniform)
+        found = np.nan_to_num(significances(row.values, uniform), nan=-np.inf)
         largest = found.max(0)
         names.append(np.where(largest >= NAMED_FROM, found.argmax(0), -1))
     differs = np.stack(names) != names[-1]
     since = np.where(differs.any(0), len(rows) - differs[::-1].argmax(0), 0)
     statistics = {key: json_values(rows[-1].values[key].ravel()) for key in STATISTICS}
+    significant = json_values(largest.ravel())
     table = []
     for rank, index in enumerate(np.argsort(-largest, axis=None, kind="stable"), start=1):
         layer, head = divmod(int(index), largest.shape[1])
         name, since_step = "", None
         if names[-1][layer, head] >= 0:
             name, since_step = NAMES[names[-1][layer, head]], rows[since[layer, head]].step
-        significance = round(float(largest[layer, head]), 4)
         values = [of_heads[index] for of_heads in statistics.values()]
-        row = (rank, layer, head, name, since_step, significance, *values)
+        row = (rank, layer, head, name, since_step, significant[index], *values)
         table.append(dict(zip(COLUMNS, row, strict=True)))
     return table
 
 
-def strongest(table: Sequence[dict]) -> list[dict]:
+def most_significant(table: Sequence[dict]) -> list[dict]:
     """Returns the most significant head of each name in a table."""
     first = {row["name"]: row for row in reversed(table) if row["name"]}
     return sorted(first.values(), key=lambda row: row["rank"])

@@ -24,7 +24,6 @@ from .statistics import STATISTICS, uniform_attention
 COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people
 WIDTH = 800  # approximate width of a grid in pixels
 PANEL = (920, 600)  # pixels; twice the size of a panel of W&B
-THUMBNAIL = 128  # pixels
 MASKED = 236  # grey level of cells above the diagonal, which the causal mask excludes
 INK, PALE_INK, ACCENT = (25, 25, 25), (95, 95, 95), (200, 62, 10)
 
@@ -94,7 +93,7 @@ def draw_panel(
     draw.text((after, 15), _title(prompt, fits), PALE_INK, font)
 
     left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 84
-    pitch = min((580 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers)
+    pitch = max(2, min((580 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
     gap = min(6, max(1, pitch // 10))
     image.paste(Image.fromarray(_tile(codes, pitch - gap, gap)), (left, top))
     _label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
@@ -102,7 +101,7 @@ def draw_panel(
     x, y = left + num_heads * pitch + 24, 56
     width, height = PANEL[0] - x - 16, PANEL[1] - y - 12
     if not heads:
-        draw.text((x, 150), "no head of a known type\non this prompt yet", PALE_INK, _font(24))
+        draw.text((x, 150), "no head has a name\non this prompt yet", PALE_INK, _font(24))
     count = max(1, len(heads))
     across = count if width >= 580 else 1  # two captions next to each other need this width
     size = min((width + 16) // across - 16, height // math.ceil(count / across) - 64)
@@ -112,17 +111,12 @@ def draw_panel(
         draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, _font(20, "Bold"))
         value = f"{row[name]:.2f} (uniform {uniform[name]:.2f})"
         draw.text((place[0], place[1] + 26), value, INK, font)
-        heatmap = Image.fromarray(_fitted(codes[layer, head], size))
+        heatmap = Image.fromarray(fitted(codes[layer, head], size))
         image.paste(heatmap, (place[0], place[1] + 56))
         corner = (left + head * pitch - 2, top + layer * pitch - 2)
         end = (corner[0] + pitch - gap + 3, corner[1] + pitch - gap + 3)
         draw.rectangle((corner, end), outline=ACCENT, width=2)
     _save(image, path)
-
-
-def thumbnail(codes: np.ndarray) -> np.ndarray:
-    """Returns a small image of one head, (T (T + 1) / 2) -> (THUMBNAIL, THUMBNAIL, 3), uint8."""
-    return _fitted(codes, THUMBNAIL)
 
 
 def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: Path) -> None:
@@ -147,7 +141,7 @@ def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: P
         x, y = 12 + head % across * wide, 80 + head // across * high
         draw.text((x + margin, y), f"L{layer} H{head}", INK, _font(15, "Bold"))
         position = (x + margin, y + 22)
-        image.paste(Image.fromarray(_fitted(codes[head], size)), position)
+        image.paste(Image.fromarray(fitted(codes[head], size)), position)
         _write_tokens(draw, labels, scale, position, size, font)
     _draw_scale(image, 12 + margin, image.height - 46, _font(15))
     _save(image, path)
@@ -223,7 +217,7 @@ def _title(prompt: Prompt, fits: int) -> str:
     return (f"“{shown}”" if not prompt.period else shown) + note
 
 
-def _fitted(codes: np.ndarray, size: int) -> np.ndarray:
+def fitted(codes: np.ndarray, size: int) -> np.ndarray:
     """Returns heatmaps (..., T (T + 1) / 2) as colours, (..., size, size, 3): each cell enlarged
     or, if there are more cells than pixels, the largest of several cells in each pixel."""
     squares = triangle_to_square(codes)  # (..., T, T)
@@ -242,15 +236,15 @@ def _tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
     pitch = size + gap
     grid = np.full((num_layers * pitch - gap, num_heads * pitch - gap, 3), 255, np.uint8)
     for layer in range(num_layers):
-        for head, tile in enumerate(_fitted(codes[layer], size)):
+        for head, tile in enumerate(fitted(codes[layer], size)):
             y, x = layer * pitch, head * pitch
             grid[y : y + size, x : x + size] = tile
     return grid
 
 
 def _save(image: Image.Image, path: Path) -> None:
-    """Writes a PNG of 256 colours: in a quarter of the time and less than half of the size of one
-    with all colours. A colour changes by at most 4 of 255."""
+    """Writes a PNG of 256 colours: in a quarter of the time and with about half of the size of one
+    with all colours. Colours of the colour map change by at most 3 of 255."""
     image.quantize(palette=_palette(), dither=Image.Dither.NONE).save(path, compress_level=1)
 
 

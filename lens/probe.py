@@ -16,7 +16,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class Frame:
 
     row: Row  # the step and the statistics, averaged over prompts
     codes: list[np.ndarray]  # for each prompt uint8 (L, H, t (t + 1) / 2), t tokens shown
-    of_prompts: list[dict[str, np.ndarray]] = field(default_factory=list)  # statistics, (L, H)
+    of_prompts: list[dict[str, np.ndarray]]  # statistics of each prompt, (L, H)
 
 
 def make_prompt(

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from .config import LensConfig
-from .heads import COLUMNS, NAMES, head_table, significances, strongest, write_table
-from .heatmap import draw_grid, draw_layer, draw_panel, thumbnail
+from .heads import NAMES, head_table, most_significant, significances, write_table
+from .heatmap import draw_grid, draw_layer, draw_panel, fitted
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import frame_data, page, read, run_data
 from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
 from .statistics import STATISTICS
 
-MAX_FILES = 900  # logged images and pages of a run; dashboards become slow with more than 1,000
-MAX_THUMBNAILS = 100  # of them in the table of heads
+MAX_FILES = 900  # images and pages that a run logs; dashboards become slow with more than 1,000
+MAX_THUMBNAILS = 100  # part of MAX_FILES: heatmaps in the table of heads
+THUMBNAIL = 128  # pixels
 MAX_HISTORY = 60  # maximum number of steps in the charts of a page
 
 
@@ -64,6 +65,7 @@ class Lens:
             period = min(config.repeat_length, (limit - 1) // 2)
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
+        self.uniform = [uniform_values([prompt]) for prompt in self.prompts]
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
 
@@ -130,14 +132,14 @@ class Lens:
             lines.append(f"{what:<24} {values if named else f'no head; largest value: {values}'}")
         return run_data(run_name, self.prompts, [frame_data(frame)], [frame.row]), lines
 
-    def strongest_heads(self) -> list[str]:
+    def most_significant_heads(self) -> list[str]:
         """Returns the most significant head of each name, for example "induction L5 H1: 0.83
         (since step 400)". Empty before the last snapshot.
         """
         return [
             f"{STATISTICS[name := row['name']].title} L{row['layer']} H{row['head']}: "
             f"{row[name]:.2f} (since step {row['since_step']})"
-            for row in strongest(self.table)
+            for row in most_significant(self.table)
         ]
 
     def _drawn_every(self, max_steps: int) -> int:
@@ -159,9 +161,9 @@ class Lens:
             path = folder / f"step_{step:08d}_{prompt.name}.png"
             draw_grid(codes, prompt, step, path)
             path = path.with_stem(f"{path.stem}_panel")
-            uniform = uniform_values([prompt])
+            uniform = self.uniform[number]
             table = head_table([Row(step, frame.of_prompts[number])], uniform)
-            draw_panel(codes, prompt, step, strongest(table)[:2], uniform, path)
+            draw_panel(codes, prompt, step, most_significant(table)[:2], uniform, path)
             snapshot.images[f"attention/heatmap/{prompt.name}"] = path
             for layer in self.config.layers:
                 path = folder / f"step_{step:08d}_{prompt.name}_L{layer:02d}.png"
@@ -174,17 +176,17 @@ class Lens:
     def _with_thumbnails(self, frame: Frame) -> list[dict]:
         """Returns the table with a heatmap of the first heads, on the prompt where each is most
         significant."""
-        largest = [
-            significances(values, uniform_values([prompt])).max(0)  # (L, H)
-            for values, prompt in zip(frame.of_prompts, self.prompts, strict=True)
+        found = [
+            significances(values, uniform)  # (names, L, H)
+            for values, uniform in zip(frame.of_prompts, self.uniform, strict=True)
         ]
-        prompts = np.argmax(largest, axis=0)
+        prompts = np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)  # (L, H)
         rows = []
         for row in self.table:
             layer, head = row["layer"], row["head"]
             codes = frame.codes[prompts[layer, head]][layer, head]
-            image = thumbnail(codes) if row["rank"] <= MAX_THUMBNAILS else None
-            rows.append({key: row[key] for key in COLUMNS[:4]} | {"heatmap": image} | row)
+            image = fitted(codes, THUMBNAIL) if row["rank"] <= MAX_THUMBNAILS else None
+            rows.append({"heatmap": image} | row)
         return rows
 
     def _write_timelapse(self, folder: Path, run_name: str, history: History) -> Path:

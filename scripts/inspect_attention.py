@@ -4,8 +4,9 @@
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The page
-is the same as in training (docs/lens.md). The command also prints the strongest heads of each type.
-The repeated sequence uses the complete vocabulary; in training it uses only frequent tokens.
+is the same as in training (docs/lens.md). The command also prints the most significant heads of
+each name. The repeated sequence uses the complete vocabulary; in training it uses only frequent
+tokens.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def main(settings: InspectConfig) -> None:
 
 
 def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device") -> dict:
-    """Returns the data of one model for the page. Prints its strongest heads of each type."""
+    """Returns the data of one model for the page. Prints its most significant heads."""
     import torch
 
     from interop.pretrained import load_pretrained
@@ -87,9 +88,9 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
         model.capture_attention(torch.tensor([token_ids], device=device), capture)
 
     step = state.step if state else 0
-    data, strongest = lens.page_data(capture_attention, step, Path(path).resolve().name)
-    print(sanitize(f"{path}: strongest heads (in parentheses: uniform attention)"))
-    print("\n".join(f"  {line}" for line in strongest))
+    data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name)
+    print(sanitize(f"{path}: most significant heads (in parentheses: uniform attention)"))
+    print("\n".join(f"  {line}" for line in lines))
     return data
 
 

@@ -138,7 +138,7 @@ class Run:
                 f"saving blocked training for {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
             )
             out.print(f"checkpoints      {self.directory / 'checkpoints'}  ({waited})")
-        for description in self.lens.strongest_heads():
+        for description in self.lens.most_significant_heads():
             out.print(f"attention heads  {description}")
         if (timelapse := self.directory / "attention" / "timelapse.html").is_file():
             cost = f"  (attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s)"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lens.heads import COLUMNS, NAMED_FROM, NAMES, head_table, strongest, write_table
+from lens.heads import COLUMNS, NAMED_FROM, NAMES, head_table, most_significant, write_table
 from lens.history import Row
 from lens.statistics import STATISTICS
 
@@ -88,10 +88,15 @@ def test_since_step_is_the_first_of_the_last_snapshots_with_the_name():
     assert (head["name"], head["since_step"]) == ("previous_token", 10)
 
 
-def test_strongest_head_of_each_name():
+def test_most_significant_head_of_each_name():
     last = row(0, induction=[[0.8, 0.6], [0, 0]], previous_token=[[0, 0], [0.7, 0.1]])
     found = [
         (head["name"], head["layer"], head["head"])
-        for head in strongest(head_table([last], UNIFORM))
+        for head in most_significant(head_table([last], UNIFORM))
     ]
     assert found == [("induction", 0, 0), ("previous_token", 1, 0)]
+
+
+def test_significance_of_a_head_without_defined_statistics():
+    (head,) = head_table(one_head(**dict.fromkeys(NAMES, NAN)), UNIFORM)
+    assert (head["name"], head["significance"]) == ("", None)

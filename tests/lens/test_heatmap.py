@@ -6,7 +6,16 @@ import pytest
 from PIL import Image, ImageDraw
 
 from lens.heads import NAMES
-from lens.heatmap import COLOUR_MAP, MASKED, draw_grid, draw_layer, draw_panel, label, thumbnail
+from lens.heatmap import (
+    ACCENT,
+    COLOUR_MAP,
+    MASKED,
+    draw_grid,
+    draw_layer,
+    draw_panel,
+    fitted,
+    label,
+)
 from lens.probe import Prompt, triangle_to_square
 
 EXACT = 4  # of 255; an image has 256 colours
@@ -136,6 +145,27 @@ def test_panel_for_a_dashboard(tmp_path):
             assert (pixels[[0, -1]] == 255).all()
             found.append(len(corners(pixels)))
         assert found[1] >= found[0] + len(named) >= layers * heads
+    for shape in ((1, 300, 6), (600, 1, 6)):  # more heads than fit at a legible size
+        codes = random_codes(*shape)
+        draw_panel(codes, prompt_of(codes), 1234, [], uniform, tmp_path / "panel.png")
+        assert len(corners(pixels_of(tmp_path / "panel.png"))) > 200
+
+
+def test_panel_enlarges_and_outlines_the_given_head(tmp_path):
+    codes = random_codes(2, 2, 16)
+    head = {"layer": 1, "head": 0, "name": "induction", "induction": 0.5}
+
+    def drawn(codes):
+        path, uniform = tmp_path / "panel.png", dict.fromkeys(NAMES, 0.1)
+        draw_panel(codes, prompt_of(codes), 0, [head], uniform, path)
+        return pixels_of(path)
+
+    usual = drawn(codes)
+    assert (usual[:, :604] == ACCENT).all(-1).any()
+    for place, same in (((0, 1), True), ((1, 0), False)):
+        changed = codes.copy()
+        changed[*place, 1:] //= 2
+        assert np.array_equal(drawn(changed)[:, 604:], usual[:, 604:]) == same
 
 
 def test_every_weight_of_small_heatmaps_is_shown():
@@ -144,11 +174,11 @@ def test_every_weight_of_small_heatmaps_is_shown():
     cells = np.arange(128) * 21 // 128
     expected = TABLE[triangle_to_square(few)]
     expected[np.triu_indices(21, 1)] = MASKED
-    np.testing.assert_array_equal(thumbnail(few), expected[np.ix_(cells, cells)])
+    np.testing.assert_array_equal(fitted(few, 128), expected[np.ix_(cells, cells)])
     square = np.zeros((255, 255), bool)
     square[np.arange(24, 255), np.arange(231)] = True  # a line 24 columns left of the diagonal
     many[square[np.tril_indices(255)]] = 255
-    bright = (thumbnail(many) == TABLE[255]).all(-1)
+    bright = (fitted(many, 128) == TABLE[255]).all(-1)
     assert bright[13:].any(1).all()
     assert bright.sum() < 4 * 128
 

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from data import get_tokenizer
 from errors import ConfigError
 from lens.config import LensConfig
-from lens.heads import COLUMNS, NAMED_FROM
+from lens.heads import COLUMNS
+from lens.heatmap import fitted
 from lens.history import Row
 from lens.page import END, START, frame_data, page, read, run_data
-from lens.probe import Frame, Prompt
+from lens.probe import Frame, Prompt, to_codes
 from lens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
-from lens.statistics import STATISTICS
+from lens.statistics import STATISTICS, uniform_attention
 from train import fit
 from training.config.schema import LensSettings
 
@@ -198,10 +199,27 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
     assert (tmp_path / "heads.csv").is_file()
     assert {(row["layer"], row["head"]) for row in table} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for row in table:
-        assert {*row} == {*COLUMNS, "heatmap"}
-        assert bool(row["name"]) == (row["significance"] >= NAMED_FROM)
-        assert (row["heatmap"].shape, row["heatmap"].dtype) == ((128, 128, 3), np.uint8)
-    assert len(lens.strongest_heads()) == len({row["name"] for row in table} - {""})
+        assert [*row] == ["heatmap", *COLUMNS]
+    assert len(lens.most_significant_heads()) == len({row["name"] for row in table} - {""})
+
+
+def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_path, monkeypatch):
+    monkeypatch.setattr("lens.snapshots.MAX_THUMBNAILS", 1)
+    lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0)
+    weights = uniform_attention(6)[0]
+    previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
+
+    def capture_attention(ids, capture):
+        capture(0, torch.stack([weights, previous if ids[0] == ord("b") else weights]))
+
+    snapshot = lens.snapshot(capture_attention, 10, 10, tmp_path)
+    first, second = snapshot.tables["attention/table"]
+    expected = fitted(to_codes(previous[*np.tril_indices(6)]).numpy(), 128)
+    np.testing.assert_array_equal(first["heatmap"], expected)
+    assert (first["head"], second["heatmap"]) == (1, None)
+    panels = [path.read_bytes() for path in snapshot.images.values()]
+    assert len(panels) == 2
+    assert panels[0] != panels[1]
 
 
 def test_time_lapse_has_only_pages_of_the_same_prompts(tmp_path):
@@ -247,7 +265,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>&amp;\u2028'\"\\__DA
 def hostile_page():
     prompt = Prompt("1-x", HOSTILE, [0, 1], [HOSTILE, "</SCRIPT >"])
     values = {key: np.zeros((1, 1), np.float32) for key in STATISTICS}
-    frame = Frame(Row(0, values), [np.array([[[255, 0, 255]]], np.uint8)])
+    frame = Frame(Row(0, values), [np.array([[[255, 0, 255]]], np.uint8)], [values])
     return page([run_data(HOSTILE, [prompt], [frame_data(frame)], [frame.row])], HOSTILE)
 
 

@@ -55,6 +55,6 @@ class LensRunner:
             self.lens = None
         return snapshot
 
-    def strongest_heads(self) -> list[str]:
+    def most_significant_heads(self) -> list[str]:
         """Sentences about the heads, for the summary at the end."""
-        return list(self.lens.strongest_heads()) if self.lens else []
+        return list(self.lens.most_significant_heads()) if self.lens else []

@@ -134,7 +134,7 @@ def attention_page(folder, name, heads):
     """Returns an attention page with this number of heads, in which one token is markup."""
     prompt = Prompt("1-a", "a b", [0, 1], ["a", HOSTILE])
     statistics = Row(0, {key: np.zeros((1, heads), np.float32) for key in STATISTICS})
-    frame = Frame(statistics, [np.full((1, heads, 3), 180, np.uint8)])
+    frame = Frame(statistics, [np.full((1, heads, 3), 180, np.uint8)], [statistics.values])
     text = page([run_data("first", [prompt], [frame_data(frame)], [statistics])], title="first")
     (folder / "attention" / name).write_text(text, encoding="utf-8")
 
