@@ -84,7 +84,8 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
 def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> None:
     """Calls hydra.main with additional overrides. Raises ConfigError for errors of Hydra."""
     sys.argv[1:] = sorted(sys.argv[1:], key=options.overrides.__contains__) + more  # options first
-    sys.argv += ["--config-path", options.config_path]
+    if options.config_path != str(CONFIGS):
+        sys.argv += ["--config-path", options.config_path]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
         hydra.main(str(CONFIGS), "config", **OPTIONS)(task)()

@@ -362,6 +362,14 @@ def test_automatic_settings_depend_on_the_length_of_the_run():
     assert chosen({"eval_every": None}, max_steps=120) == (24, 40, 8, 1)
 
 
+def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):
+    """starts.jsonl and the command that resumes a run have sys.argv."""
+    seen, given = [], ["data.path=none", "seed=3"]
+    main = hydra_main(lambda config: seen.append(sys.argv[1:]))
+    assert in_process(main, tmp_path, *given)[0] == 0
+    assert seen == [given]
+
+
 def test_environment_variables_of_wandb(monkeypatch):
     """They are defaults. An empty variable counts as unset; an invalid one is reported."""
     empty = ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "CONSOLE", "RUN_ID", "DIR", "MODE")
