@@ -98,7 +98,7 @@ def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> N
 def choices_of(line: str) -> list[str]:
     """Returns the completions of a command line that ends with a blank or with KEY=PART, for a
     setting with choices. Hydra completes groups, files of groups and keys."""
-    if line.endswith(" "):  # Hydra takes longer
+    if line.endswith(" "):  # without Hydra, which takes longer
         names = [f"{key}=" for key in known_settings() if "." not in key]
         return sorted(names + [f"{group}." for group in GROUPS])
     key, _, part = line.rpartition(" ")[2].partition("=")

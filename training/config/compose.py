@@ -41,7 +41,7 @@ HINTS = {
     "Multiple values for": "write - override /{0}",
     "No match in the defaults list|Invalid Defaults List": "the form is - override /GROUP: CHOICE",
 }
-VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4 has no other version
+VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
 
 
 def compose(

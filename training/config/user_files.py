@@ -32,8 +32,8 @@ def with_places(problems: list[Problem], name: str, overrides: Sequence[str]) ->
     name: of the primary config. overrides: settings of the command line need no place."""
     given = {text.partition("=")[0].lstrip("+~") for text in overrides}
     files = _merged_files(name, overrides)
-    is_found = lambda p: p.place or (p.key in given and type(p) is not UnknownSetting)  # noqa: E731
-    return [p if is_found(p) else _with_place(p, files) for p in problems]
+    found = [p.place or (p.key in given and type(p) is not UnknownSetting) for p in problems]
+    return [p if ok else _with_place(p, files) for p, ok in zip(problems, found, strict=True)]
 
 
 def place_of(error: Exception, overrides: Sequence[str]) -> str:
@@ -42,7 +42,7 @@ def place_of(error: Exception, overrides: Sequence[str]) -> str:
         return _place(mark.name, mark.line + 1)
     named = re.findall(r"'(?:override )?([^'@\n]+)[^'\n]*'", str(error).partition("\n")[0])
     files = [path for name in named if (path := _path(name, overrides)) and path.parent != CONFIGS]
-    of_list = len(named) == 1 and files  # the message names the file only
+    of_list = len(named) == 1 and files  # the message names only the file
     word = "defaults" if of_list else os.path.basename(named[-1]) if named else ""
     pattern = rf"\b{re.escape(word)}\b" if word else BOOLEAN
     for path in files + _chosen(overrides):
