@@ -216,7 +216,7 @@ export function layOut(force = false) {
   const exact = (Math.floor((tile * devicePixelRatio) / A.T) * A.T) / devicePixelRatio;
   if (exact >= 0.86 * tile) tile = exact; // a whole number of pixels for each weight
   tilePixels = Math.floor(tile * devicePixelRatio + 0.001); // without rounding errors of `exact`
-  if (tilePixels < A.T) tile = tilePixels / devicePixelRatio;
+  tile = tilePixels / devicePixelRatio;
   $("grid").classList.toggle("thin", tile < 24); // only some columns have labels
   document.documentElement.style.setProperty("--tile", `${tile}px`);
   $("grid").classList.toggle("sorted", Boolean(state.sort));
