@@ -41,11 +41,11 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     room, gap = min(250, max(40, WIDTH // num_heads - 8)), 6
     most = max(room, 128)
     size = most if num_tokens > most else max(1, round(room / num_tokens)) * num_tokens
-    grid = _tile(codes, size, gap)
+    grid = tile(codes, size, gap)
     height, width = grid.shape[:2]
 
     letters = round(min(30, max(17, (width + 60) / 42)))
-    font, bold, small = _font(letters), _font(letters + 4, "Bold"), _font(letters - 3)
+    font, bold, small = font_of(letters), font_of(letters + 4, "Bold"), font_of(letters - 3)
     left = round(font.getlength(f"L{num_layers - 1}")) + 12
     total = max(left + width + 12, 560)
     text_top, grid_top = 14 + letters + 14, 2 * letters + 56 + letters
@@ -62,10 +62,10 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
         what = "attention is still uniform"
     draw.text((after, 12), what, PALE_INK, font)
     fits = round((total - left) / small.getlength("m") * 1.45)
-    draw.text((left, text_top), _title(prompt, fits), INK, small)
+    draw.text((left, text_top), title_of(prompt, fits), INK, small)
 
     image.paste(Image.fromarray(grid), (left, grid_top))
-    _label_grid(draw, (left, grid_top), codes.shape, size, gap, font)
+    label_grid(draw, (left, grid_top), codes.shape, size, gap, font)
     _draw_scale(image, left, grid_top + height + 16, small)
     _save(image, path)
 
@@ -86,36 +86,34 @@ def draw_panel(
     """
     num_layers, num_heads, _ = codes.shape
     image = Image.new("RGB", PANEL, "white")
-    draw, font, bold = ImageDraw.Draw(image), _font(20), _font(26, "Bold")
+    draw, font, bold = ImageDraw.Draw(image), font_of(20), font_of(26, "Bold")
     draw.text((16, 10), f"step {step:,}", INK, bold)
     after = 32 + bold.getlength(f"step {step:,}")
     fits = round((PANEL[0] - after) / font.getlength("m") * 1.7)
-    draw.text((after, 15), _title(prompt, fits), PALE_INK, font)
+    draw.text((after, 15), title_of(prompt, fits), PALE_INK, font)
 
     left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 84
     pitch = max(2, min((580 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
     gap = min(6, max(1, pitch // 10))
-    image.paste(Image.fromarray(_tile(codes, pitch - gap, gap)), (left, top))
-    _label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
+    image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, top))
+    label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
 
     x, y = left + num_heads * pitch + 24, 56
     width, height = PANEL[0] - x - 16, PANEL[1] - y - 12
     if not heads:
-        draw.text((x, 150), "no head has a name\non this prompt yet", PALE_INK, _font(24))
+        draw.text((x, 150), "no head has a name\non this prompt yet", PALE_INK, font_of(24))
     count = max(1, len(heads))
     across = count if width >= 580 else 1  # two captions next to each other need this width
     size = min((width + 16) // across - 16, height // math.ceil(count / across) - 64)
     for number, row in enumerate(heads):
         layer, head, name = row["layer"], row["head"], row["name"]
         place = (x + number % across * (size + 16), y + number // across * (size + 70))
-        draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, _font(20, "Bold"))
+        draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, font_of(20, "Bold"))
         value = f"{row[name]:.2f} (uniform {uniform[name]:.2f})"
         draw.text((place[0], place[1] + 26), value, INK, font)
         heatmap = Image.fromarray(fitted(codes[layer, head], size))
         image.paste(heatmap, (place[0], place[1] + 56))
-        corner = (left + head * pitch - 2, top + layer * pitch - 2)
-        end = (corner[0] + pitch - gap + 3, corner[1] + pitch - gap + 3)
-        draw.rectangle((corner, end), outline=ACCENT, width=2)
+        outline(draw, (left + head * pitch, top + layer * pitch), pitch - gap)
     _save(image, path)
 
 
@@ -126,7 +124,7 @@ def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: P
     """
     num_heads, num_tokens = len(codes), prompt.shown
     scale = max(2, min(16, 480 // num_tokens))
-    size, font, bold = scale * num_tokens, _font(12), _font(20, "Bold")
+    size, font, bold = scale * num_tokens, font_of(12), font_of(20, "Bold")
     labels = [label(token) for token in prompt.tokens[:num_tokens]]
     margin = round(max(font.getlength(text) for text in labels)) + 10
     across = min(num_heads, max(1, round(math.sqrt(num_heads * 1.4))))
@@ -135,19 +133,19 @@ def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: P
     image = Image.new("RGB", (max(across * wide + 12, 640), 92 + down * high + 60), "white")
     draw = ImageDraw.Draw(image)
     draw.text((12, 10), f"step {step:,}, layer {layer}", INK, bold)
-    fits = round(image.width / _font(15).getlength("m") * 1.45)
-    draw.text((12, 46), _title(prompt, fits), INK, _font(15))
+    fits = round(image.width / font_of(15).getlength("m") * 1.45)
+    draw.text((12, 46), title_of(prompt, fits), INK, font_of(15))
     for head in range(num_heads):
         x, y = 12 + head % across * wide, 80 + head // across * high
-        draw.text((x + margin, y), f"L{layer} H{head}", INK, _font(15, "Bold"))
+        draw.text((x + margin, y), f"L{layer} H{head}", INK, font_of(15, "Bold"))
         position = (x + margin, y + 22)
         image.paste(Image.fromarray(fitted(codes[head], size)), position)
         _write_tokens(draw, labels, scale, position, size, font)
-    _draw_scale(image, 12 + margin, image.height - 46, _font(15))
+    _draw_scale(image, 12 + margin, image.height - 46, font_of(15))
     _save(image, path)
 
 
-def _label_grid(
+def label_grid(
     draw: ImageDraw.ImageDraw,
     corner: tuple[int, int],
     shape: tuple[int, ...],
@@ -164,6 +162,12 @@ def _label_grid(
     for layer in range(0, num_layers, math.ceil((font.size + 2) / pitch)):
         y = top + layer * pitch + size / 2
         draw.text((left - 8, y), f"L{layer}", INK, font, anchor="rm")
+
+
+def outline(draw: ImageDraw.ImageDraw, corner: tuple[int, int], size: int) -> None:
+    """Draws a frame around a heatmap of a grid."""
+    x, y = corner
+    draw.rectangle((x - 2, y - 2, x + size + 1, y + size + 1), outline=ACCENT, width=2)
 
 
 def _write_tokens(
@@ -208,7 +212,7 @@ def label(token: str, longest: int = 12) -> str:
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
-def _title(prompt: Prompt, fits: int) -> str:
+def title_of(prompt: Prompt, fits: int) -> str:
     """Returns the prompt in about `fits` characters, with a note if the prompt is truncated."""
     note = f"  (first {prompt.shown} tokens)" if prompt.truncated else ""
     text = "".join(prompt.tokens[: prompt.shown]) if prompt.truncated else prompt.text
@@ -230,7 +234,7 @@ def fitted(codes: np.ndarray, size: int) -> np.ndarray:
     return colour(squares)[..., cells[:, None], cells, :]
 
 
-def _tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
+def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
     """Returns heatmaps (L, H, T (T + 1) / 2) of `size` pixels as one white grid of colours."""
     num_layers, num_heads, _ = codes.shape
     pitch = size + gap
@@ -269,7 +273,7 @@ def _palette() -> Image.Image:
 
 
 @functools.cache
-def _font(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
+def font_of(size: int, weight: str = "") -> ImageFont.FreeTypeFont:
     """DejaVu Sans (Latin, Greek, Cyrillic) at `size` pixels."""
     import matplotlib
 

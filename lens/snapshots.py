@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from .animation import write_animation
 from .config import LensConfig
 from .heads import NAMES, head_table, most_significant, significances, write_table
 from .heatmap import draw_grid, draw_layer, draw_panel, fitted
 from .history import History, Row, atomic_write, evenly_spaced
-from .page import frame_data, page, read, run_data
+from .page import codes_of, frame_data, page, read, run_data
 from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
 from .statistics import STATISTICS
 
@@ -29,7 +30,7 @@ class Snapshot:
     metrics: dict[str, float]  # statistics, averaged over the heads of each layer
     heads: dict[str, float]  # statistics of each head; dashboards hide them by default
     histograms: dict[str, np.ndarray]  # values of each statistic, all heads
-    images: dict[str, Path] = field(default_factory=dict)  # PNG
+    images: dict[str, Path] = field(default_factory=dict)  # PNG or WebP
     pages: dict[str, Path] = field(default_factory=dict)  # HTML
     # Rows with the same keys. A cell may be an image, uint8 (height, width, 3).
     tables: dict[str, list[dict]] = field(default_factory=dict)
@@ -104,8 +105,7 @@ class Lens:
             self._draw(frame, folder, run_name, snapshot)
             if step > 0 and self._quarter_is_complete(step, max_steps):
                 snapshot.charts = _charts(self.history)
-                path = self._write_timelapse(folder, run_name, self.history)
-                snapshot.pages["attention/timelapse"] = path
+                self._write_timelapse(folder, run_name, self.history, snapshot, step == max_steps)
         if step == max_steps:
             self.table = head_table(self.history.rows, uniform_values(self.prompts))
             write_table(folder / "heads.csv", self.table)
@@ -189,8 +189,11 @@ class Lens:
             rows.append({"heatmap": image} | row)
         return rows
 
-    def _write_timelapse(self, folder: Path, run_name: str, history: History) -> Path:
-        """Writes the time-lapse from the pages of single steps that have the same prompts."""
+    def _write_timelapse(
+        self, folder: Path, run_name: str, history: History, snapshot: Snapshot, is_last: bool
+    ) -> None:
+        """Writes the time-lapse from the pages of single steps that have the same prompts. At the
+        last step, also writes it as an animated image."""
         tokens = [prompt.tokens[: prompt.shown] for prompt in self.prompts]
         frames = []
         pages = sorted(path for path in folder.glob("step_*.html") if path.is_file())
@@ -201,7 +204,24 @@ class Lens:
                     frames += run["frames"]
         path = folder / "timelapse.html"
         self._write_page(path, frames, evenly_spaced(history.rows, MAX_HISTORY), run_name)
-        return path
+        snapshot.pages["attention/timelapse"] = path
+        if is_last:
+            path = folder / "timelapse.webp"
+            self._animate(path, frames, history)
+            snapshot.images["attention/animation"] = path
+
+    def _animate(self, path: Path, frames: list[dict], history: History) -> None:
+        """Writes the animation of the repeated sequence or, without it, of the first prompt."""
+        number = next((n for n, prompt in enumerate(self.prompts) if prompt.period), 0)
+        shape = history.rows[-1].values["entropy"].shape
+        codes = [codes_of(frame, self.prompts, shape)[number] for frame in frames]
+        uniform, rows = uniform_values(self.prompts), {row.step: row for row in history.rows}
+        steps = [frame["step"] for frame in frames]
+        heads = [
+            most_significant(head_table([rows[step]], uniform))[:3] if step in rows else []
+            for step in steps
+        ]
+        write_animation(path, self.prompts[number], codes, steps, heads)
 
     def _write_page(
         self, path: Path, frames: list[dict], history: list[Row], run_name: str
@@ -247,5 +267,5 @@ def _remove_from(folder: Path, step: int) -> None:
         if path.name[5:13].isdigit() and int(path.name[5:13]) >= step:
             path.unlink()
     if not any(folder.glob("step_*")):
-        for name in ("timelapse.html", "heads.csv"):
+        for name in ("timelapse.html", "timelapse.webp", "heads.csv"):
             (folder / name).unlink(missing_ok=True)

@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from ..assemble import assemble, content_security_policy
 from ..history import Row, json_values
 from ..probe import Frame, Prompt, uniform_values
@@ -58,6 +60,14 @@ def frame_data(frame: Frame) -> dict:
     """Returns the weights of one step: base64 of the zlib-compressed codes of all prompts."""
     codes = b"".join(code.tobytes() for code in frame.codes)
     return {"step": frame.row.step, "weights": _packed(codes)}
+
+
+def codes_of(frame: dict, prompts: Sequence[Prompt], shape: tuple[int, int]) -> list[np.ndarray]:
+    """Returns the codes of each prompt in the data of one step. shape: (layers, heads)."""
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(frame["weights"])), np.uint8)
+    cells = [prompt.shown * (prompt.shown + 1) // 2 for prompt in prompts]
+    parts = np.split(codes, np.cumsum(cells)[:-1] * shape[0] * shape[1])
+    return [part.reshape(*shape, -1) for part in parts]
 
 
 def _history(history: Sequence[Row]) -> str:

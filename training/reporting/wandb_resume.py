@@ -95,7 +95,7 @@ def rows_on_disk(
             if not isinstance(value, str) or value in NON_FINITE:
                 metrics[key] = float(value) if isinstance(value, str) else value
             elif file.name.startswith(names) and not file.is_symlink():
-                kind = snapshot.images if file.suffix == ".png" else snapshot.pages
+                kind = snapshot.pages if file.suffix == ".html" else snapshot.images
                 kind[key] = file
         yield step, metrics, snapshot, samples.get(step)
 

@@ -13,7 +13,7 @@ from wandb_workspaces.workspaces import Section, SectionLayoutSettings, Workspac
 
 NAME = "clearhead"  # of the view
 RECENT = 20  # the view has the panels of this many runs
-HEATMAPS = ("attention/heatmap/", "attention/layer/")
+HEATMAPS = ("attention/animation", "attention/heatmap/", "attention/layer/")
 
 
 def logged_keys(entity: str | None, project: str) -> tuple[str, set[str]]:

@@ -428,12 +428,11 @@ def test_media_are_the_files_on_disk_byte_for_byte(watched):
                     stored = files / row[f"{key}.path"]
                     assert stored.read_bytes() == (folder / value).read_bytes()
     pictures = 8 * ["image-file"]  # of four prompts, grid and layer
-    for step, pages in {
-        0: 1,
-        2: 2,
-        4: 2,
-    }.items():  # the page of the snapshot; from the second snapshot on also the time-lapse
-        assert sorted(files_of.pop(step)) == pages * ["html-file"] + pictures
+    # The page of the snapshot; from the second snapshot on also the time-lapse; at the end also
+    # the time-lapse as an animated image.
+    for step, pages in {0: 1, 2: 2, 4: 2}.items():
+        animation = ["image-file"] * (step == 4)
+        assert sorted(files_of.pop(step)) == pages * ["html-file"] + pictures + animation
     assert files_of == {}
 
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open(encoding="utf-8")]
