@@ -7,7 +7,11 @@ missing. The sources of the page are in report_page/. The page loads nothing fro
 contains the attention page in a sandboxed frame, so it can be sent as one file.
 """
 
+import base64
+import contextlib
+import itertools
 import json
+import math
 import re
 import statistics
 import time
@@ -15,15 +19,21 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from pydantic import ValidationError
+
 from errors import sanitize
 from files import atomic_write, read_bounded, read_rows
 from lens.assemble import assemble, content_security_policy
 from training.checkpoint.run_directory import settings_of
+from training.config.schema import ModelSettings
 from training.config.yaml_files import flat
+from training.planning.memory import num_parameters
 from training.reporting.charts import Points, chart_data, finite, points_of
+from training.reporting.console import duration
+from training.reporting.report_heads import heads_section
 
 PAGE = Path(__file__).parent / "report_page"
-MAX_CONFIG, MAX_PAGE = 2**20, 2**30  # bytes; larger files are ignored
+MAX_CONFIG, MAX_PANEL, MAX_PAGE = 2**20, 2**22, 2**30  # bytes; larger files are ignored
 
 
 def write_report(folder: Path) -> Path:
@@ -36,7 +46,8 @@ def write_report(folder: Path) -> Path:
         "CSP": content_security_policy(template, embedded),
         "NAME": escape(folder.resolve().name),
         "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
-        "FACTS": facts(rows),
+        "FACTS": facts(rows, settings_of(folder) or {}),
+        "HEADS": heads_section(folder / "attention"),
         "CHARTS": json.dumps(chart_data(rows)),
         "SAMPLES": "".join(map(sample_article, reversed(samples))),
         "ATTENTION": attention_section(folder, attention, embedded),
@@ -71,8 +82,8 @@ def progress(folder: Path, rows: list[dict]) -> str:
     return f"after step {rows[-1]['step']:,} of {escape(str(max_steps))}"
 
 
-def facts(rows: list[dict]) -> str:
-    """Returns the main results as HTML: training and validation loss, tokens, speed."""
+def facts(rows: list[dict], settings: dict) -> str:
+    """Returns the main results as HTML: loss, perplexity, parameters, tokens, duration, speed."""
 
     def known(key: str) -> Points:
         return finite(points_of(rows, key))
@@ -84,14 +95,22 @@ def facts(rows: list[dict]) -> str:
         step, loss = min(val, key=lambda point: point[1])
         bits, accuracy = (dict(known(f"val/{name}")) for name in ("bits_per_byte", "accuracy"))
         shown.append(("Best validation loss", f"{loss:.4f}", f"at step {step:,}"))
+        if 0 <= loss < 100:
+            shown.append(("Perplexity", f"{math.exp(loss):,.2f}", f"at step {step:,}"))
         if step in bits:
             shown.append(("Bits per byte", f"{bits[step]:.3f}", f"at step {step:,}"))
         if step in accuracy:
             shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
-    if tokens := known("train/tokens"):
+    with contextlib.suppress(ValidationError):
+        model = ModelSettings.model_validate(settings.get("model"))
+        shown.append(("Parameters", f"{num_parameters(model):,}", ""))
+    tokens, speeds = known("train/tokens"), known("train/tokens_per_second")
+    if tokens:
         shown.append(("Tokens trained on", f"{tokens[-1][1]:,.0f}", ""))
-    if speeds := [value for _, value in known("train/tokens_per_second")]:
-        shown.append(("Tokens per second", f"{statistics.median(speeds):,.0f}", "median"))
+    if speeds:
+        shown.append(("Training time", training_time(tokens, dict(speeds)), "steps only"))
+        median = statistics.median(value for _, value in speeds)
+        shown.append(("Tokens per second", f"{median:,.0f}", "median"))
     if shares := [value for _, value in known("train/mfu")]:
         shown.append(("FLOPs utilisation", f"{statistics.median(shares):.1%}", "median"))
     return "".join(
@@ -100,12 +119,24 @@ def facts(rows: list[dict]) -> str:
     )
 
 
+def training_time(tokens: Points, speeds: dict[int, float]) -> str:
+    """Returns the time of all training steps. tokens: in total, at each logged step."""
+    starts = [(0, 0.0), *tokens]
+    seconds = sum(
+        (after - before) / speeds[step]
+        for (_, before), (step, after) in itertools.pairwise(starts)
+        if speeds.get(step, 0) > 0
+    )
+    return duration(min(seconds, 1e9))
+
+
 def sample_article(row: dict) -> str:
     """Returns a row of samples.jsonl as HTML, with the prompt in bold."""
     prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
     if not text.startswith(prompt):
         prompt = ""
-    body = f'<p><span class="prompt">{escape(prompt)}</span>{escape(text[len(prompt) :])}</p>'
+    text = re.sub(r"\n\s*\n\s*\n", "\n\n", text[len(prompt) :].rstrip())  # no tall empty box
+    body = f'<p><span class="prompt">{escape(prompt)}</span>{escape(text)}</p>'
     return f"<article><h3>step {row['step']:,}</h3>{body}</article>"
 
 
@@ -123,7 +154,8 @@ def attention_page(folder: Path) -> Path | None:
 
 
 def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:
-    """Returns the attention page in a sandboxed frame, in which only its own script runs."""
+    """Returns the attention page in a sandboxed frame, in which only its own script runs. Images
+    replace it in print, and until the browser draws it."""
     if not embedded:
         return ""
     where = quote(page.relative_to(folder).as_posix())
@@ -134,4 +166,20 @@ def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes
         'srcdoc="'
     )
     content = embedded.replace(b"&", b"&amp;").replace(b'"', b"&quot;")
-    return start.encode() + content + b'"></iframe></div>'
+    images = "".join(map(image, newest_panels(folder / "attention")))
+    return start.encode() + content + f'"></iframe><div class="still">{images}</div></div>'.encode()
+
+
+def newest_panels(folder: Path) -> list[Path]:
+    """Returns the images of the newest snapshot, one for each prompt."""
+    paths = sorted(folder.glob("step_*_panel.png"))
+    return [path for path in paths if path.name[:13] == paths[-1].name[:13]]
+
+
+def image(path: Path) -> str:
+    """Returns a PNG as HTML; "" if it is missing, too large or not a PNG."""
+    content = read(path, MAX_PANEL)
+    if not content.startswith(b"\x89PNG"):
+        return ""
+    data = base64.b64encode(content).decode()
+    return f'<img src="data:image/png;base64,{data}" alt="Attention of all heads">'

@@ -1,14 +1,19 @@
 """report.html: the values and charts in a browser, and the functions that compute them."""
 
+import base64
+import io
 import json
 import math
 import re
 import shutil
 
+import matplotlib
 import numpy as np
 import pytest
 from helpers.pages import HOSTILE
 from helpers.refusals import SPECIAL_FILES, time_limit
+from helpers.settings import settings
+from PIL import Image
 
 from files import read_rows
 from lens.history import Row
@@ -82,12 +87,20 @@ def near(points):
 
 def test_figures_and_charts_show_the_logged_values(run, opened):
     folder = run(ROWS)
-    (folder / "run.json").write_text('{"settings": {"trainer": {"max_steps": 300}}}')
+    overrides = ("model.num_layers=1", "model.num_heads=2", "model.context_length=4")
+    model = settings(
+        "model.emb_dim=8", "model.vocab_size=50257", "data.max_length=4", *overrides
+    ).model
+    stored = {"settings": {"trainer": {"max_steps": 300}, "model": model.model_dump()}}
+    (folder / "run.json").write_text(json.dumps(stored))
     opened_page = opened(write_report(folder))
     assert opened_page.locator("h1").inner_text() == "first"
     assert numbers([opened_page.locator("header p").inner_text()])[0][-2:] == ["30", "300"]
     tiles = opened_page.locator(".facts dd").all_inner_texts()
-    expected = [["5.0000", "30"], ["7.0000", "10"], ["3.000", "10"], ["3,000"], ["30"]]
+    # e^7; embeddings, last norm, one block; 1000 tokens at each of 20, 30 and 40 tokens per second
+    parameters = (50257 + 4) * 8 + 16 + 12 * 64 + 13 * 8
+    expected = [["5.0000", "30"], ["7.0000", "10"], ["1,096.63", "10"], ["3.000", "10"]]
+    expected += [[f"{parameters:,}"], ["3,000"], ["0", "01", "48"], ["30"]]
     assert numbers(tiles) == expected
     figures = opened_page.locator("figure")
     assert figures.count() == 5  # loss, bits per byte, learning rate, speed, gradient norm
@@ -130,6 +143,11 @@ def test_text_with_markup_is_escaped(run, opened, tmp_path):
     assert opened_page.locator("img, script").count() == 0
 
 
+def test_samples_of_newlines_stay_low():
+    shown = sample_page({"step": 1, "prompt": "a", "text": "a b\n\n \n\n  c\nd\n\n\n"})
+    assert shown.count("</span> b\n\n  c\nd</p>") == 1
+
+
 def attention_page(folder, name, heads):
     """Returns an attention page with this number of heads, in which one token is markup."""
     prompt = Prompt("1-a", "a b", [0, 1], ["a", HOSTILE])
@@ -152,6 +170,81 @@ def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
     assert inside.locator(".head").count() == 4
     assert opened_page.locator("iframe").get_attribute("sandbox") == "allow-scripts"
     assert opened_page.locator("p a[href='attention/step_00000040.html']").count() == 1
+
+
+HEADS = f"""rank,layer,head,name,since_step,significance,previous_token,loss_change
+1,0,1,previous_token,20,0.9,0.91,0.125
+2,0,3,previous_token,0,0.5,0.53,
+3,0,2,induction,40,0.4,nan,
+4,0,0,,,0.1,0.1,0
+5,0,9,{HOSTILE},0,1,1,1
+6,0,x,induction,0,1,1,1
+7,-1,0,induction,0,1,1,1
+8,0,1e300,induction,0,1,1,1
+9,0
+"""
+PNG = base64.b64decode(  # one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg=="
+)
+
+
+def head_files(folder):
+    """Writes heads.csv, statistics, panel images and the page of step 40 with four heads."""
+    (folder / "attention" / "heads.csv").write_text(HEADS)
+    attention_page(folder, "step_00000040.html", 4)
+    lines = [{"step": n, "previous_token": [[0, n / 80, 0, 0]]} for n in (0, 20, 40)]
+    text = "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 60, "previous_token": 7}])
+    (folder / "attention" / "statistics.jsonl").write_text(text)
+    for name, content in (("20_1-a", PNG), ("40_1-a", PNG), ("40_2-b", PNG), ("40_3-c", b"GIF")):
+        (folder / "attention" / f"step_000000{name}_panel.png").write_bytes(content)
+
+
+def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
+    folder = run(ROWS)
+    head_files(folder)
+    opened_page = opened(write_report(folder))
+    cards = opened_page.locator(".heads article")
+    titles = [
+        re.findall(r"L\d H\d|step \d+", text) for text in cards.locator("h3").all_inner_texts()
+    ]
+    assert titles == [["L0 H1", "step 20"], ["L0 H2", "step 40"]]  # the first head of each name
+    facts = cards.nth(0).locator("p").nth(1).inner_text()
+    assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.91", "0.90", "+0.1250", "L0 H3"]
+    assert opened_page.locator(".heads :text('alert')").count() == 0
+    path = cards.nth(0).locator("path.training").get_attribute("d")
+    assert path == "M0.00 100.00L50.00 75.00L100.00 50.00"  # 0, 0.25 and 0.5 at steps 0, 20, 40
+    assert cards.nth(1).locator("path").count() == 0  # no statistic of this head
+    data = cards.nth(0).locator("img").get_attribute("src").partition("base64,")[2]
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
+    code_180 = [255 * part for part in matplotlib.colormaps["viridis"](180)[:3]]
+    assert pixels[-1, 0].tolist() == pytest.approx(code_180, abs=1)
+    assert (pixels[0, -1] == 236).all()  # above the diagonal
+
+
+def test_images_replace_the_attention_page_in_print(run, opened):
+    folder = run(ROWS)
+    head_files(folder)
+    opened_page = opened(write_report(folder))
+    frame, images = opened_page.locator("iframe"), opened_page.locator(".still img")
+    assert images.count() == 2  # the PNG files of step 40
+    middle = "node => { const box = node.getBoundingClientRect();"
+    middle += " return document.elementFromPoint(box.x + box.width / 2, box.y + 9).localName; }"
+    assert frame.evaluate(middle) == "iframe"  # the images are behind the frame
+    opened_page.emulate_media(media="print")
+    assert not frame.is_visible()
+    assert images.first.is_visible()
+
+
+@pytest.mark.parametrize("weights", ["", "AAAA", 7, None])
+def test_page_with_invalid_weights_has_no_images(run, weights):
+    folder = run(ROWS)
+    head_files(folder)
+    path = folder / "attention" / "step_00000040.html"
+    text = re.sub(r'"weights": "[^"]*"', f'"weights": {json.dumps(weights)}', path.read_text())
+    path.write_text(text)
+    shown = write_report(folder).read_text()
+    assert shown.count("<article>") == 2
+    assert "data:image/png" not in shown.partition("<iframe")[0]
 
 
 def test_missing_and_empty_files_and_a_single_point(run, tmp_path, opened):
@@ -189,9 +282,10 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
     assert "name: long" in write_report(folder).read_text()
     monkeypatch.setattr(report, "MAX_CONFIG", 10)
     assert "name: long" not in write_report(folder).read_text()
-    pages = ["attention/step_0.html"]
+    of_heads = ("heads.csv", "statistics.jsonl", "step_0.html", "step_00000000_1-a_panel.png")
+    of_heads = [f"attention/{name}" for name in of_heads]
     for make in SPECIAL_FILES.values():
-        for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", *pages):
+        for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", *of_heads):
             make(folder / name)
         with time_limit():
             assert write_report(folder).stat().st_size < 100_000

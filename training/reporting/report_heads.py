@@ -1,0 +1,172 @@
+"""Section "Attention heads" of report.html: for each name, the most significant head.
+
+    heads_section(Path("runs/first/attention"))
+
+It reads heads.csv, statistics.jsonl and the page of the newest snapshot, and omits what is missing
+or invalid.
+"""
+
+import base64
+import csv
+import io
+import math
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from files import read_bounded, read_rows
+from lens.heads import NAMED_FROM
+from lens.heatmap import fitted
+from lens.page import read
+from training.reporting.charts import finite, number, thin
+
+# Name of a head: what it does
+MEANINGS = {
+    "previous_token": "Each token attends to the token before it.",
+    "induction": "Each token attends to the token that followed its earlier occurrence. So the"
+    " model can continue a sequence that it has seen before.",
+    "duplicate_token": "Each token attends to its earlier occurrence.",
+    "first_token": "Most tokens attend to the first token, an attention sink.",
+    "diagonal": "Each token attends to itself.",
+    "separator": "The tokens attend to punctuation and line breaks.",
+    "positional": "The attention depends on the positions of the tokens, hardly on the tokens.",
+    "uniform": "Each token attends equally to itself and all tokens before it.",
+}
+TITLES = {"diagonal": "self"}
+MAX_TABLE, MAX_PAGE, MAX_WEIGHTS = 2**24, 2**27, 2**28  # bytes; larger data is ignored
+THUMBNAIL = 256  # pixels
+MAX_LISTED = 12  # heads with the same name
+
+Maps = dict[bool, np.ndarray]  # whether the prompt is repeated: codes (L, H, T (T + 1) / 2)
+
+
+def heads_section(folder: Path) -> str:
+    """Returns the section as HTML; "" without a table of heads. folder: the attention folder."""
+    table = read_table(folder / "heads.csv")
+    if not table:
+        return ""
+    named = [row for row in table if row["name"]]
+    counts = Counter(title(row["name"]) for row in named)
+    kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    found = f"{len(named)} of {len(table)} heads have a name{': ' if kinds else ''}{kinds}."
+    if not named:
+        largest = max((row["significance"] for row in table), default=0.0)
+        found += f" A name needs a significance of {NAMED_FROM}; the largest is {largest:.2f}."
+    rows, maps = read_rows(folder / "statistics.jsonl"), last_maps(folder)
+    cards = []
+    for name in dict.fromkeys(row["name"] for row in named):  # in the order of the table
+        head, *others = [row for row in named if row["name"] == name]
+        text = description(head, others) + curve(head, rows)
+        cards.append(f"<article>{thumbnail(head, maps)}<div>{text}</div></article>")
+    return f'<p>{found}</p><div class="heads">{"".join(cards)}</div>'
+
+
+def title(name: str) -> str:
+    return TITLES.get(name, name.replace("_", " "))
+
+
+def read_table(path: Path) -> list[dict]:
+    """Returns the rows of heads.csv with valid values."""
+    try:
+        text = read_bounded(path, MAX_TABLE).decode("utf-8", "replace")
+        rows = list(csv.DictReader(text.splitlines()))
+    except (OSError, csv.Error):
+        return []
+    table = []
+    for row in rows:
+        name = row.get("name")
+        numbers = {key: number(value) for key, value in row.items() if key and key != "name"}
+        known = {key: value for key, value in numbers.items() if not math.isnan(value)}
+        is_head = all(0 <= known.get(key, -1) < 1e6 for key in ("layer", "head"))
+        if is_head and "significance" in known and name in ("", *MEANINGS):
+            table.append(known | {"name": name})
+    return table
+
+
+def description(row: dict, others: list[dict]) -> str:
+    """Returns what a head does as HTML. others: heads with the same name."""
+    facts = []
+    if row["name"] in row:
+        facts.append(f"mean weight {row[row['name']]:.2f}")
+    facts.append(f"significance {row['significance']:.2f}")
+    if "loss_change" in row:
+        facts.append(f"loss without this head: {row['loss_change']:+.4f}")
+    if others:
+        listed = ", ".join(map(place, others[:MAX_LISTED]))
+        more = len(others) - MAX_LISTED
+        facts.append(f"also {listed}" + (f" and {more} more" if more > 0 else ""))
+    since = f" since step {row['since_step']:,.0f}" if "since_step" in row else ""
+    return (
+        f"<h3>{place(row)}: {title(row['name'])}<small>{since}</small></h3>"
+        f'<p>{MEANINGS[row["name"]]}</p><p class="quiet">{" · ".join(facts)}</p>'
+    )
+
+
+def place(row: dict) -> str:
+    return f"L{row['layer']:.0f} H{row['head']:.0f}"
+
+
+def curve(row: dict, rows: list[dict]) -> str:
+    """Returns an SVG of the statistic of a head over the steps. rows: of statistics.jsonl."""
+    name, layer, head = row["name"], int(row["layer"]), int(row["head"])
+    points = []
+    for snapshot in rows:
+        try:
+            points.append((snapshot["step"], number(snapshot[name][layer][head])))
+        except (KeyError, IndexError, TypeError):
+            continue
+    points = thin(finite(points))
+    last = points[-1][0] if points else 0
+    if last == 0:
+        return ""
+
+    def x(step: float) -> str:
+        return f"{100 * min(step / last, 1):.2f}"
+
+    path = "L".join(f"{x(step)} {100 * (1 - min(max(v, 0), 1)):.2f}" for step, v in points)
+    since = x(row.get("since_step", 0))
+    return (
+        f'<svg role="img" aria-label="{title(name)} over the steps" viewBox="0 0 100 100"'
+        f' preserveAspectRatio="none"><path class="since" d="M{since} 0V100"/>'
+        f'<path class="training" d="M{path}"/></svg>'
+        f'<p class="axis quiet"><span>step {points[0][0]:,}</span><span>{last:,}</span></p>'
+    )
+
+
+def last_maps(folder: Path) -> Maps:
+    """Returns the weights of the newest snapshot on a repeated and on an ordinary prompt."""
+    maps: Maps = {}
+    pages = [path for path in folder.glob("step_*.html") if path.is_file()]
+    if not pages or (newest := max(pages)).stat().st_size > MAX_PAGE:
+        return maps
+    try:
+        run = read(newest)[0]
+        sizes = [len(prompt["tokens"]) for prompt in run["prompts"]]
+        lengths = [run["layers"] * run["heads"] * size * (size + 1) // 2 for size in sizes]
+        packed = base64.b64decode(run["frames"][-1]["weights"])
+        raw = zlib.decompressobj().decompress(packed, min(sum(lengths), MAX_WEIGHTS))
+        codes = np.split(np.frombuffer(raw, np.uint8), np.cumsum(lengths)[:-1])
+        for prompt, of_prompt in zip(run["prompts"], codes, strict=True):
+            found = of_prompt.reshape(run["layers"], run["heads"], -1)
+            maps.setdefault(bool(prompt["period"]), found)
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, zlib.error):
+        return {}  # not a page, or of another version
+    return maps
+
+
+def thumbnail(row: dict, maps: Maps) -> str:
+    """Returns the heatmap of a head as HTML, on a prompt that shows what the head does."""
+    in_repeated = row["name"] in ("induction", "duplicate_token")
+    codes = maps.get(in_repeated, maps.get(not in_repeated))
+    try:
+        image = Image.fromarray(fitted(codes[int(row["layer"]), int(row["head"])], THUMBNAIL))
+    except (IndexError, TypeError, ValueError):
+        return ""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    content = base64.b64encode(file.getvalue()).decode()
+    text = f"Attention of {place(row)}: rows are query tokens, columns are key tokens"
+    return f'<img src="data:image/png;base64,{content}" alt="{text}">'
