@@ -162,6 +162,19 @@ function drawMarks(plot, query, key) {
   drawColourBar(context, plot);
 }
 
+/** Returns the ticks of a colour bar that ends at the weight or difference `most`: their positions,
+ * 0 to 1, and their texts. */
+export function colourTicks(difference, most) {
+  const parts = state.scale === "sqrt" ? [0, 0.01, 0.1, 0.25, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
+  const signed = [0, 0.1, 0.5, 1].flatMap((part) => (part ? [-part, part] : [0]));
+  return (difference ? signed.sort((a, b) => a - b) : parts).map((part) => {
+    const far = Math.sign(part) * height(Math.abs(part));
+    const text = String(+(Math.abs(part) * most).toPrecision(most === 1 ? 3 : 2));
+    const sign = part < 0 ? "−" : difference && part > 0 ? "+" : "";
+    return { far: difference ? (far + 1) / 2 : far, text: sign + text };
+  });
+}
+
 function drawColourBar(context, plot) {
   const { left, barTop, what } = plot;
   const width = Math.max(plot.size, 60);
@@ -174,19 +187,13 @@ function drawColourBar(context, plot) {
     context.fillStyle = `rgb(${table[Math.min(255, Math.floor((x / width) * 256))]})`;
     context.fillRect(left + x, barTop, Math.min(1.5, width - x), 8);
   }
-  const parts = state.scale === "sqrt" ? [0, 0.01, 0.1, 0.25, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
-  const signed = [0, 0.1, 0.5, 1].flatMap((part) => (part ? [-part, part] : [0]));
   context.font = "10.5px system-ui, sans-serif";
   context.fillStyle = colours.muted;
   context.textBaseline = "alphabetic";
   context.textAlign = "left";
   let free = -Infinity; // labels that would overlap are skipped
-  const ticks = (difference ? signed.sort((a, b) => a - b) : parts).map((part) => {
-    const far = Math.sign(part) * height(Math.abs(part));
-    const place = left + width * (difference ? (far + 1) / 2 : far);
-    const text = String(+(Math.abs(part) * most).toPrecision(most === 1 ? 3 : 2));
-    return { place, text: (part < 0 ? "−" : difference && part > 0 ? "+" : "") + text };
-  });
+  const ticks = colourTicks(difference, most)
+    .map(({ far, text }) => ({ place: left + width * far, text }));
   const end = ticks.at(-1);
   const endWidth = context.measureText(end.text).width;
   for (const tick of ticks) {

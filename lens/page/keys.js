@@ -36,7 +36,8 @@ const SHORTCUTS = {
 
 export function onKey(event) {
   const { key, target } = event;
-  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (document.querySelector("dialog[open]")) return;
   const typing = target.matches("select, input:not([type=range], [type=checkbox], [type=radio])");
   if (typing && key !== "Escape") return;
   const onTile = target.matches(".head");

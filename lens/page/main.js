@@ -15,6 +15,7 @@ import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
 import { keepLink, readLink, restore } from "./link.js";
 import { buildControls, showControls } from "./controls.js";
 import { buildHelp } from "./help.js";
+import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
 
 function drawAll() {
@@ -70,6 +71,7 @@ async function start() {
   buildDetail();
   buildCharts();
   buildHelp();
+  buildExport();
   buildControls();
   Object.assign(state, readLink(location.hash));
   const needed = [decode(run, state.frame)];
