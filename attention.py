@@ -205,6 +205,16 @@ class MultiHeadAttention(nn.Module):
             self.split_heads(self.W_value(x)),
         )
 
+    def value_norms(self, values: Tensor) -> Tensor:
+        """values (B, H, T, D) -> the norm of each value vector after the output projection.
+
+        ||W_O^h v||, (B, H, T) in fp32, where W_O^h are the columns of out_proj of head h. Attention
+        weight times this norm measures the contribution of a key token (Kobayashi et al. 2020,
+        Attention is Not Only a Weight).
+        """
+        weight = self.out_proj.weight.unflatten(1, (self.num_heads, self.head_dim))  # (C, H, D)
+        return torch.einsum("bhtd,chd->bhtc", values, weight.to(values.dtype)).float().norm(dim=-1)
+
     def split_heads(self, x: Tensor) -> Tensor:
         """(B, T, H * D) -> (B, H, T, D). Returns a view: each head gets D of the columns."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)

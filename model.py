@@ -26,8 +26,9 @@ from attention import KERNELS, AttentionKernel, MultiHeadAttention, causal_attn_
 # An attention kernel (attention.py) that also gets the index of the layer that calls it:
 # layer_kernel(layer, queries, keys, values, dropout_p) -> context_vec.
 LayerKernel = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-# callback(layer, attn_weights, attn_scores) receives the attention of one layer, (B, H, T, T) each.
-AttentionCallback = Callable[[int, Tensor, Tensor], None]
+# callback(layer, attn_weights, attn_scores, value_norms) receives the attention of one layer:
+# (B, H, T, T), (B, H, T, T) and (B, H, T).
+AttentionCallback = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 @dataclass
@@ -217,33 +218,35 @@ class GPT(nn.Module):
         return F.linear(x, self.token_emb.weight)
 
     @torch.no_grad()
-    def capture_attention(self, input_ids: Tensor, callback: AttentionCallback) -> None:
-        """Runs the model on input_ids (B, T) and passes the attention of each layer to a callback.
+    def capture_attention(self, input_ids: Tensor, callback: AttentionCallback) -> Tensor:
+        """Runs the model on input_ids (B, T), passes the attention of each layer to a callback, and
+        returns the logits (B, T, V).
 
-        callback(layer, attn_weights, attn_scores) is called for layer 0, 1, ...; both tensors are
-        (B, H, T, T) in fp32 and are freed before the next layer unless the callback stores them.
-        The model is in eval mode during the call. With FSDP, the hooks of self(...) gather the
-        sharded parameters.
+        callback(layer, attn_weights, attn_scores, value_norms) is called for layer 0, 1, ... The
+        tensors, (B, H, T, T) twice and (B, H, T), are fp32 and are freed before the next layer
+        unless the callback stores them. The model is in eval mode during the call. With FSDP, the
+        hooks of self(...) gather the sharded parameters.
         """
 
         def capturing(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _) -> Tensor:
             attn_scores = causal_attn_scores(queries, keys)  # (B, H, T, T)
             attn_weights = attn_scores.softmax(dim=-1)  # (B, H, T, T)
-            callback(layer, attn_weights, attn_scores)
+            value_norms = self.blocks[layer].attn.value_norms(values)  # (B, H, T)
+            callback(layer, attn_weights, attn_scores, value_norms)
             return attn_weights.to(values.dtype) @ values  # (B, H, T, D)
 
         was_training = self.training
         self.eval()
         try:
-            first = input_ids.new_zeros(len(input_ids))  # position 0: its logits are not used
-            self(input_ids, layer_kernel=capturing, logits_at=first)
+            logits, _ = self(input_ids, layer_kernel=capturing)
+            return logits
         finally:
             self.train(was_training)
 
     def attn_weights(self, input_ids: Tensor) -> list[Tensor]:
         """Returns one tensor of attention weights per layer, (B, H, T, T) each, on the CPU."""
         layers: list[Tensor] = []
-        self.capture_attention(input_ids, lambda _, weights, __: layers.append(weights.cpu()))
+        self.capture_attention(input_ids, lambda _, weights, *__: layers.append(weights.cpu()))
         return layers
 
     def num_parameters(self) -> int:

@@ -111,7 +111,7 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
             sample = run.sample()
     started = time.perf_counter()
     if snapshot_due:
-        snapshot = run.lens.snapshot(run.model, step)
+        snapshot = run.lens.snapshot(run.model, step, row)
     if row or snapshot or sample:
         row["train/tokens"] = run.state.tokens
         run.tracker.log(row, step, snapshot, sample)

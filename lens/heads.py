@@ -7,6 +7,8 @@ weight, and c is its value for uniform attention:
     significance = (v - c) / (1 - c)     0: as uniform attention; 1: all weight on these key tokens
 
 A head gets the name of the statistic with the largest significance, if this is at least NAMED_FROM.
+Otherwise it is "positional" if its statistic `positional` is at least NAMED_FROM, "uniform" if its
+entropy is at least UNIFORM_FROM, and else it has no name, "".
 
 Shapes: L layers, H heads.
 """
@@ -20,8 +22,17 @@ import numpy as np
 from .history import Row, json_values
 from .statistics import STATISTICS
 
-NAMES = ("previous_token", "induction", "duplicate_token", "first_token")
+NAMES = (
+    "previous_token",
+    "induction",
+    "duplicate_token",
+    "first_token",
+    "diagonal",
+    "separator",
+)
+ALL_NAMES = ("", *NAMES, "positional", "uniform")
 NAMED_FROM = 0.25
+UNIFORM_FROM = 0.95  # normalised entropy
 # since_step: the first step from which all snapshots give the head this name
 COLUMNS = ("rank", "layer", "head", "name", "since_step", "significance", *STATISTICS)
 
@@ -35,27 +46,32 @@ def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndar
     return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chance, strict=True)])
 
 
+def names_of(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndarray:
+    """Returns the name of each head as its index in ALL_NAMES, (L, H)."""
+    found = np.nan_to_num(significances(values, uniform), nan=-np.inf)
+    others = np.where(values["entropy"] >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
+    is_positional = values["positional"] >= NAMED_FROM
+    others = np.where(is_positional, ALL_NAMES.index("positional"), others)
+    return np.where(found.max(0) >= NAMED_FROM, found.argmax(0) + 1, others)
+
+
 def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     """Returns a row for each head at the last snapshot, the most significant first.
 
     rows: the statistics of all snapshots. The keys of a row are COLUMNS. A head without a name has
     the name "" and the since_step None. An undefined statistic or significance is None.
     """
-    names = []  # of each snapshot: indices into NAMES, -1 without a name, (L, H)
-    for row in rows:
-        found = np.nan_to_num(significances(row.values, uniform), nan=-np.inf)
-        largest = found.max(0)
-        names.append(np.where(largest >= NAMED_FROM, found.argmax(0), -1))
-    differs = np.stack(names) != names[-1]
+    names = np.stack([names_of(row.values, uniform) for row in rows])  # (rows, L, H)
+    differs = names != names[-1]
     since = np.where(differs.any(0), len(rows) - differs[::-1].argmax(0), 0)
     statistics = {key: json_values(rows[-1].values[key].ravel()) for key in STATISTICS}
+    largest = np.nan_to_num(significances(rows[-1].values, uniform), nan=-np.inf).max(0)
     significant = json_values(largest.ravel())
     table = []
     for rank, index in enumerate(np.argsort(-largest, axis=None, kind="stable"), start=1):
         layer, head = divmod(int(index), largest.shape[1])
-        name, since_step = "", None
-        if names[-1][layer, head] >= 0:
-            name, since_step = NAMES[names[-1][layer, head]], rows[since[layer, head]].step
+        name = ALL_NAMES[names[-1][layer, head]]
+        since_step = rows[since[layer, head]].step if name else None
         values = [of_heads[index] for of_heads in statistics.values()]
         row = (rank, layer, head, name, since_step, significant[index], *values)
         table.append(dict(zip(COLUMNS, row, strict=True)))
@@ -63,8 +79,9 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
 
 
 def most_significant(table: Sequence[dict]) -> list[dict]:
-    """Returns the most significant head of each name in a table."""
-    first = {row["name"]: row for row in reversed(table) if row["name"]}
+    """Returns the most significant head of each name in a table, without positional and uniform
+    heads."""
+    first = {row["name"]: row for row in reversed(table) if row["name"] in NAMES}
     return sorted(first.values(), key=lambda row: row["rank"])
 
 

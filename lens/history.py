@@ -2,16 +2,17 @@
 
 attention/statistics.jsonl has one line for each snapshot:
 
-    {"step": 40, "entropy": [[one number for each head] for each layer], "distance": ..., ...}
+    {"step": 40, "entropy": [[one number for each head] for each layer], "distance": ..., ...,
+     "losses": [[one number for each position] for each prompt]}
 
-Shapes: L layers, H heads.
+Shapes: L layers, H heads, T tokens of a prompt.
 """
 
 import contextlib
 import json
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ class Row:
 
     step: int
     values: dict[str, np.ndarray]  # by statistic: an fp32 array (L, H); NaN where undefined
+    # For each prompt the loss at each position in nats, fp32 (T - 1); [] if unknown.
+    losses: list[np.ndarray] = field(default_factory=list)
 
 
 class History:
@@ -76,14 +79,16 @@ def json_values(values: np.ndarray) -> list:
 
 def _line(row: Row) -> str:
     values = {key: json_values(value) for key, value in row.values.items()}
-    return json.dumps({"step": row.step, **values}) + "\n"
+    losses = [json_values(of_prompt) for of_prompt in row.losses]
+    return json.dumps({"step": row.step, **values, "losses": losses}) + "\n"
 
 
 def _parsed(line: str | bytes) -> Row:
     values = json.loads(line)
     known = {key: np.array(values[key], np.float32) for key in STATISTICS if key in values}
     unknown = np.full_like(next(iter(known.values())), np.nan)  # for statistics that the line lacks
-    return Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS})
+    losses = [np.array(of_prompt, np.float32) for of_prompt in values.get("losses", [])]
+    return Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS}, losses)
 
 
 def _read(file: Path) -> list[Row]:

@@ -3,11 +3,16 @@
 The caller provides the function capture_attention(token_ids, capture). It runs the model on T token
 ids without dropout and gradients and calls, for each layer in order,
 
-    capture(layer, attn_weights, attn_scores)     both (1, H, T, T) or (H, T, T), rows are queries
+    capture(layer, attn_weights, attn_scores, value_norms)
 
-attn_scores (before the softmax, -inf where masked) is optional. Each layer is reduced on its device
-to eight statistics per head and one byte per weight before the next layer runs, so the weights of
-only one layer are in memory. The weights of all layers of GPT-2 small at 1,024 tokens are 576 MiB.
+attn_weights: (1, H, T, T) or (H, T, T), rows are queries. The other two are optional: attn_scores,
+the same shape, before the softmax, -inf where masked; value_norms, (1, H, T) or (H, T), the norm of
+the vector that each key token adds to the residual stream per unit of weight, |W_O v|. If the
+function returns the logits, (1, T, V) or (T, V), the predictions are recorded too.
+
+Each layer is reduced on its device to the statistics and one byte per weight before the next layer
+runs, so the weights of only one layer are in memory. The weights of all layers of GPT-2 small at
+1,024 tokens are 576 MiB.
 
 Shapes: L layers, H heads, T tokens, P period of the repeated sequence.
 """
@@ -16,18 +21,20 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .history import Row
-from .statistics import STATISTICS, measure, uniform_attention
+from .predictions import Predictions, predict
+from .statistics import STATISTICS, measure, positional, uniform_attention
 
 MAX_SHOWN = 256  # maximum number of tokens on pages and images; statistics use all tokens
+MIN_COMPARED = 8  # tokens; `positional` ignores shorter prompts
 
-CaptureAttention = Callable[[list[int], Callable[..., None]], object]
+CaptureAttention = Callable[[list[int], Callable[..., None]], Tensor | None]
 
 
 @dataclass
@@ -46,6 +53,11 @@ class Prompt:
         """Number of leading tokens that pages and images show."""
         return min(len(self.token_ids), MAX_SHOWN)
 
+    @property
+    def separators(self) -> Tensor:
+        """Which tokens are separators, bool (T,)."""
+        return torch.tensor([is_separator(token) for token in self.tokens])
+
 
 @dataclass
 class Frame:
@@ -54,6 +66,9 @@ class Frame:
     row: Row  # the step and the statistics, averaged over prompts
     codes: list[np.ndarray]  # for each prompt uint8 (L, H, t (t + 1) / 2), t tokens shown
     of_prompts: list[dict[str, np.ndarray]]  # statistics of each prompt, (L, H)
+    predictions: list[Predictions] = field(default_factory=list)  # of each prompt; [] if unknown
+    # For each prompt fp32 (L, H, t), see value_norms above; [] if unknown.
+    value_norms: list[np.ndarray] = field(default_factory=list)
 
 
 def make_prompt(
@@ -95,33 +110,52 @@ def repeated_prompt(
 
 def probe(capture_attention: CaptureAttention, prompts: Sequence[Prompt], step: int) -> Frame:
     """Runs the model on all prompts and records weights and statistics, layer by layer."""
-    codes, statistics = [], []
+    codes, statistics, predictions, norms = [], [], [], []
     for prompt in prompts:
         layers: list[tuple[Tensor, Tensor]] = []
+        norms_of_layers: list[Tensor] = []
 
-        def capture(layer, attn_weights, attn_scores=None, prompt=prompt, out=layers):
-            attn_weights = _heads(attn_weights)  # (H, T, T)
-            scores = None if attn_scores is None else _heads(attn_scores)
+        def capture(
+            layer,
+            attn_weights,
+            attn_scores=None,
+            value_norms=None,
+            prompt=prompt,
+            layers=layers,
+            norms_of_layers=norms_of_layers,
+        ):
+            attn_weights = _heads(attn_weights, 3)  # (H, T, T)
+            scores = None if attn_scores is None else _heads(attn_scores, 3)
             # The lower triangle, row by row: query 0 with key 0, query 1 with keys 0 and 1, ...
             q, k = torch.tril_indices(prompt.shown, prompt.shown, device=attn_weights.device)
-            out.append(
-                (to_codes(attn_weights[:, q, k]), measure(attn_weights, scores, prompt.period))
-            )
+            measured = measure(attn_weights, scores, prompt.period, prompt.separators)
+            layers.append((to_codes(attn_weights[:, q, k]), measured))
+            if value_norms is not None:
+                norms_of_layers.append(_heads(value_norms, 2)[:, : prompt.shown])
 
-        capture_attention(prompt.token_ids, capture)
+        logits = capture_attention(prompt.token_ids, capture)
         codes.append(torch.stack([code for code, _ in layers]).cpu().numpy())
         statistics.append(torch.stack([row for _, row in layers], 1).cpu().numpy())  # (S, L, H)
+        if norms_of_layers:
+            norms.append(torch.stack(norms_of_layers).cpu().numpy())
+        if logits is not None:
+            predictions.append(predict(logits, prompt.token_ids))
     of_prompts = [dict(zip(STATISTICS, values, strict=True)) for values in statistics]
-    return Frame(Row(step, _mean(np.stack(statistics))), codes, of_prompts)
+    values = _mean(np.stack(statistics))
+    values["positional"] = _positional(codes, prompts, values["positional"])
+    losses = [found.losses for found in predictions]
+    return Frame(Row(step, values, losses), codes, of_prompts, predictions, norms)
 
 
 def uniform_values(prompts: Sequence[Prompt]) -> dict[str, float | None]:
     """Returns each statistic for uniform attention on these prompts; None if it is undefined."""
     rows = [
-        measure(uniform_attention(len(p.token_ids)), None, p.period).numpy()[..., None]
+        measure(uniform_attention(len(p.token_ids)), None, p.period, p.separators).numpy()
         for p in prompts
     ]
-    mean = {key: float(value.item()) for key, value in _mean(np.stack(rows)).items()}
+    mean = {key: float(value.item()) for key, value in _mean(np.stack(rows)[..., None]).items()}
+    if len(_compared(prompts)) > 1:
+        mean["positional"] = 0.0
     return {key: None if np.isnan(value) else value for key, value in mean.items()}
 
 
@@ -162,10 +196,35 @@ def token_texts(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -
     return texts
 
 
-def _heads(attn: Tensor) -> Tensor:
-    """Returns weights or scores, (1, H, T, T) or (H, T, T), as an fp32 tensor (H, T, T)."""
-    attn = torch.as_tensor(attn).detach().float()
-    return attn[0] if attn.dim() == 4 else attn
+def is_separator(token: str) -> bool:
+    """Whether a token is punctuation, or white space with a newline."""
+    text = token.strip()
+    if not text:
+        return "\n" in token
+    return all(unicodedata.category(character).startswith("P") for character in text)
+
+
+def _compared(prompts: Sequence[Prompt]) -> list[int]:
+    """Returns the indices of the prompts that `positional` compares."""
+    return [number for number, p in enumerate(prompts) if len(p.token_ids) >= MIN_COMPARED]
+
+
+def _positional(
+    codes: Sequence[np.ndarray], prompts: Sequence[Prompt], undefined: np.ndarray
+) -> np.ndarray:
+    """Returns the statistic `positional`, (L, H), from the first tokens of all prompts."""
+    numbers = _compared(prompts)
+    if len(numbers) < 2:
+        return undefined
+    num_tokens = min(prompts[number].shown for number in numbers)
+    first = num_tokens * (num_tokens + 1) // 2
+    return positional([from_codes(codes[number][..., :first]) for number in numbers])
+
+
+def _heads(values: Tensor, dim: int) -> Tensor:
+    """Returns values, (1, H, ...) or (H, ...), as an fp32 tensor of `dim` dimensions (H, ...)."""
+    values = torch.as_tensor(values).detach().float()
+    return values[0] if values.dim() > dim else values
 
 
 def _mean(values: np.ndarray) -> dict[str, np.ndarray]:

@@ -13,14 +13,15 @@ from .config import LensConfig
 from .heads import NAMES, head_table, most_significant, significances, write_table
 from .heatmap import draw_grid, draw_layer, draw_panel, fitted
 from .history import History, Row, atomic_write, evenly_spaced
-from .page import codes_of, frame_data, page, read, run_data
+from .page import MAX_HISTORY, codes_of, frame_data, page, read, run_data
+from .predictions import loss_of_copy
 from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
+from .stages import stage_begins
 from .statistics import STATISTICS
 
 MAX_FILES = 900  # images and pages that a run logs; dashboards become slow with more than 1,000
 MAX_THUMBNAILS = 100  # part of MAX_FILES: heatmaps in the table of heads
 THUMBNAIL = 128  # pixels
-MAX_HISTORY = 60  # maximum number of steps in the charts of a page
 
 
 @dataclass
@@ -66,9 +67,12 @@ class Lens:
             period = min(config.repeat_length, (limit - 1) // 2)
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
+        self.token_bytes = token_bytes
+        self.num_symbols = len(vocabulary)  # of the repeated sequence
         self.uniform = [uniform_values([prompt]) for prompt in self.prompts]
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
+        self.stage: int | None = None  # first step with a low loss on the repeated sequence
 
     def due(self, step: int, max_steps: int) -> bool:
         """Whether this step has a snapshot: each multiple of the interval (also 0) and the last."""
@@ -87,11 +91,13 @@ class Lens:
         folder: Path,
         run_name: str = "",
         write: bool = True,
+        curves: Callable[[], dict[str, list]] = dict,
     ) -> Snapshot | None:
         """Runs the model on all prompts and writes statistics, images and pages to `folder`.
 
         capture_attention: see probe.py. run_name: the name of the run on the pages. With
         write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
+        curves(): losses of the training for the time-lapse, {name: [(step, value)]}.
         """
         frame = probe(capture_attention, self.prompts, step)
         if not write:
@@ -100,12 +106,13 @@ class Lens:
             _remove_from(folder, step)
             self.history = History(folder / "statistics.jsonl", step)
         self.history.add(frame.row)
+        self.stage = self._stage_begins()
         snapshot = _dashboard_values(frame.row)
         if self.draws(step, max_steps):
             self._draw(frame, folder, run_name, snapshot)
             if step > 0 and self._quarter_is_complete(step, max_steps):
                 snapshot.charts = _charts(self.history)
-                self._write_timelapse(folder, run_name, self.history, snapshot, step == max_steps)
+                self._write_timelapse(folder, run_name, snapshot, curves(), step == max_steps)
         if step == max_steps:
             self.table = head_table(self.history.rows, uniform_values(self.prompts))
             write_table(folder / "heads.csv", self.table)
@@ -130,13 +137,15 @@ class Lens:
             values = "   ".join(f"L{row['layer']} H{row['head']} {row[key]:.2f}" for row in heads)
             what = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
             lines.append(f"{what:<24} {values if named else f'no head; largest value: {values}'}")
-        return run_data(run_name, self.prompts, [frame_data(frame)], [frame.row]), lines
+        frames = [frame_data(frame, self.token_bytes)]
+        return run_data(run_name, self.prompts, frames, [frame.row]), lines
 
     def most_significant_heads(self) -> list[str]:
         """Returns the most significant head of each name, for example "induction L5 H1: 0.83
         (since step 400)". Empty before the last snapshot.
         """
-        return [
+        copies = f"the loss on the repeated sequence drops at step {self.stage}"
+        return [copies] * (self.stage is not None) + [
             f"{STATISTICS[name := row['name']].title} L{row['layer']} H{row['head']}: "
             f"{row[name]:.2f} (since step {row['since_step']})"
             for row in most_significant(self.table)
@@ -170,7 +179,8 @@ class Lens:
                 draw_layer(codes[layer], prompt, step, layer, path)
                 snapshot.images[f"attention/layer/L{layer:02d}/{prompt.name}"] = path
         path = folder / f"step_{step:08d}.html"
-        self._write_page(path, [frame_data(frame)], [frame.row], run_name)
+        frames = [frame_data(frame, self.token_bytes)]
+        self._write_page(path, run_data(run_name, self.prompts, frames, [frame.row]))
         snapshot.pages["attention/viewer"] = path
 
     def _with_thumbnails(self, frame: Frame) -> list[dict]:
@@ -189,8 +199,23 @@ class Lens:
             rows.append({"heatmap": image} | row)
         return rows
 
+    def _stage_begins(self) -> int | None:
+        """Returns the first step with a low loss on the repeated sequence, see stages.py."""
+        rows = [row for row in self.history.rows if len(row.losses) == len(self.prompts)]
+        for number, prompt in enumerate(self.prompts):
+            if prompt.period:
+                losses = [loss_of_copy(row.losses[number], prompt.period) for row in rows]
+                first = stage_begins(losses, self.num_symbols)
+                return None if first is None else rows[first].step
+        return None
+
     def _write_timelapse(
-        self, folder: Path, run_name: str, history: History, snapshot: Snapshot, is_last: bool
+        self,
+        folder: Path,
+        run_name: str,
+        snapshot: Snapshot,
+        curves: dict[str, list],
+        is_last: bool,
     ) -> None:
         """Writes the time-lapse from the pages of single steps that have the same prompts. At the
         last step, also writes it as an animated image."""
@@ -203,19 +228,20 @@ class Lens:
                 if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
                     frames += run["frames"]
         path = folder / "timelapse.html"
-        self._write_page(path, frames, evenly_spaced(history.rows, MAX_HISTORY), run_name)
+        rows = self.history.rows
+        self._write_page(path, run_data(run_name, self.prompts, frames, rows, curves, self.stage))
         snapshot.pages["attention/timelapse"] = path
         if is_last:
             path = folder / "timelapse.webp"
-            self._animate(path, frames, history)
+            self._animate(path, frames)
             snapshot.images["attention/animation"] = path
 
-    def _animate(self, path: Path, frames: list[dict], history: History) -> None:
+    def _animate(self, path: Path, frames: list[dict]) -> None:
         """Writes the animation of the repeated sequence or, without it, of the first prompt."""
         number = next((n for n, prompt in enumerate(self.prompts) if prompt.period), 0)
-        shape = history.rows[-1].values["entropy"].shape
+        shape = self.history.rows[-1].values["entropy"].shape
         codes = [codes_of(frame, self.prompts, shape)[number] for frame in frames]
-        uniform, rows = uniform_values(self.prompts), {row.step: row for row in history.rows}
+        uniform, rows = uniform_values(self.prompts), {row.step: row for row in self.history.rows}
         steps = [frame["step"] for frame in frames]
         heads = [
             most_significant(head_table([rows[step]], uniform))[:3] if step in rows else []
@@ -223,12 +249,9 @@ class Lens:
         ]
         write_animation(path, self.prompts[number], codes, steps, heads)
 
-    def _write_page(
-        self, path: Path, frames: list[dict], history: list[Row], run_name: str
-    ) -> None:
-        data = run_data(run_name, self.prompts, frames, history)
+    def _write_page(self, path: Path, data: dict) -> None:
         # Atomic, because the time-lapse is made from these pages.
-        atomic_write(path, page([data], title=f"{run_name}: {path.stem}"))
+        atomic_write(path, page([data], title=f"{data['name']}: {path.stem}"))
 
 
 def _dashboard_values(row: Row) -> Snapshot:

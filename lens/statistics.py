@@ -3,7 +3,8 @@
 The argument A has the attention weights of some heads on one prompt, fp32 (H, T, T), rows are
 queries. The result (H,) is a mean over queries; that of `largest_logit` is a maximum. Query 0
 attends only to itself, so most statistics exclude it. Two statistics are defined only on the
-repeated sequence [BOS] + R + R, where R has P random tokens; P is their argument `period`.
+repeated sequence [BOS] + R + R, where R has P random tokens; P is their argument `period`. Two are
+defined only on texts: `separator`, and `positional`, which compares the maps of different texts.
 
 "Uniform" is the value for uniform attention, A[q, k] = 1 / (q + 1), as in an untrained model.
 
@@ -11,9 +12,10 @@ Shapes: H heads, T tokens; q query and k key positions from 0; h(T) = 1 + 1/2 + 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,14 +106,45 @@ def largest_logit(attn_scores: Tensor) -> Tensor:
     return attn_scores.amax((-2, -1))
 
 
+def separator(attn_weights: Tensor, separators: Tensor) -> Tensor:
+    """Returns the mean weight on earlier separators, such as commas and newlines. -> (H,).
+
+    mean over q with a separator before q of  sum over separators k < q of A[q, k]. Position 0 does
+    not count, because it is often an attention sink. separators: bool (T,). NaN without any.
+    (Clark et al. 2019, section 3.2: heads that attend to [SEP] and to periods and commas.)
+    """
+    earlier = (separators & (torch.arange(len(separators)) > 0)).to(attn_weights.device).float()
+    on_separators = attn_weights @ earlier - attn_weights.diagonal(dim1=-2, dim2=-1) * earlier
+    defined = earlier.cumsum(0) - earlier > 0  # (T,): a separator before q
+    return on_separators[:, defined].mean(-1)
+
+
+def positional(triangles: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns how much of the attention depends on positions only. -> (L, H).
+
+    D(a, b) = mean over q >= 1 of  sum_k |a[q, k] - b[q, k]| / 2   (total variation distance)
+    D(M, uniform) - mean over texts of D(A, M),  where M is the mean of the maps A of these texts.
+    1: each query token attends to one position, which is the same in all texts. Uniform: 0.
+
+    triangles: the weights on each text, (L, H, T (T + 1) / 2): the first T tokens, row by row.
+    """
+    num_tokens = int((2 * triangles[0].shape[-1]) ** 0.5)
+    rows, _ = np.tril_indices(num_tokens)
+    mean = np.mean(triangles, axis=0)
+    scale = 2 * max(1, num_tokens - 1)  # query 0 contributes nothing
+    spread = np.mean([np.abs(triangle - mean).sum(-1) for triangle in triangles], axis=0)
+    return (np.abs(mean - 1 / (rows + 1)).sum(-1) - spread) / scale
+
+
 @dataclass(frozen=True)
 class Statistic:
     """A statistic: its title, description and function, and the arguments that it needs."""
 
     title: str
     description: str  # one sentence, shown on the page
-    function: Callable[..., Tensor]
-    needs: str = "weights"  # weights | repeated (the repeated sequence) | scores
+    function: Callable[..., Tensor | np.ndarray]
+    # weights | repeated (the repeated sequence) | scores | separators | texts (at least two)
+    needs: str = "weights"
 
 
 STATISTICS = {
@@ -120,7 +153,9 @@ STATISTICS = {
     "first_token": Statistic(
         "first token", "Mean weight on the first token (attention sink).", first_token
     ),
-    "diagonal": Statistic("diagonal", "Mean weight of a query token on itself.", diagonal),
+    "diagonal": Statistic(
+        "self", "Mean weight of a query token on itself (the diagonal).", diagonal
+    ),
     "previous_token": Statistic(
         "previous token", "Mean weight of a query token on the previous token.", previous_token
     ),
@@ -138,22 +173,39 @@ STATISTICS = {
         duplicate_token,
         "repeated",
     ),
+    "separator": Statistic(
+        "separator",
+        "Mean weight on earlier separators: punctuation and newlines.",
+        separator,
+        "separators",
+    ),
+    "positional": Statistic(
+        "positional",
+        "How much of the attention depends on positions only: 1 if it is the same in all texts.",
+        positional,
+        "texts",
+    ),
     "largest_logit": Statistic(
         "largest logit", "Largest attention score before the softmax.", largest_logit, "scores"
     ),
 }
 
 
-def measure(attn_weights: Tensor, attn_scores: Tensor | None, period: int) -> Tensor:
+def measure(
+    attn_weights: Tensor, attn_scores: Tensor | None, period: int, separators: Tensor
+) -> Tensor:
     """Returns all statistics of some heads on one prompt, (len(STATISTICS), H). Undefined: NaN.
 
     attn_weights: (H, T, T) fp32. attn_scores: (H, T, T) before the softmax, or None. period: P if
-    the prompt is [BOS] + R + R, else 0. Does not synchronise with the device.
+    the prompt is [BOS] + R + R, else 0. separators: bool (T,), on the CPU: which tokens are
+    punctuation or newlines. Does not synchronise with the device.
     """
     given = {
         "weights": (attn_weights,),
         "repeated": (attn_weights, period) if period else None,
         "scores": (attn_scores,) if attn_scores is not None else None,
+        "separators": (attn_weights, separators),
+        "texts": None,  # see probe.py
     }
     undefined = attn_weights.new_full(attn_weights.shape[:1], math.nan)
     rows = []

@@ -84,8 +84,8 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
         bos=tokenizer.eot_token,
     )
 
-    def capture_attention(token_ids: list[int], capture: Callable) -> None:
-        model.capture_attention(torch.tensor([token_ids], device=device), capture)
+    def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
+        return model.capture_attention(torch.tensor([token_ids], device=device), capture)
 
     step = state.step if state else 0
     data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name)

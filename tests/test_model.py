@@ -192,11 +192,12 @@ def test_attention_is_captured_in_every_layer(name):
     """Before dropout, and in fp32 also with autocast. The output is the same as without capture."""
     model, ids = tiny_model(attention=name), random_ids()
     found = []
-    model.capture_attention(ids, lambda *captured: found.append(captured))
+    logits = model.capture_attention(ids, lambda *captured: found.append(captured))
+    torch.testing.assert_close(logits, model(ids)[0])
     assert [layer for layer, *_ in found] == [0, 1]
     with torch.autocast("cpu", torch.bfloat16):
         in_bf16 = model.attn_weights(ids)
-    for (_, weights, scores), rounded in zip(found, in_bf16, strict=True):
+    for (_, weights, scores, _), rounded in zip(found, in_bf16, strict=True):
         assert weights.shape == scores.shape == (2, 4, 9, 9)
         assert weights.dtype == scores.dtype == rounded.dtype == torch.float32
         torch.testing.assert_close(scores.softmax(-1), weights)
@@ -204,7 +205,7 @@ def test_attention_is_captured_in_every_layer(name):
         torch.testing.assert_close(rounded, weights, atol=0.1, rtol=0)
         torch.testing.assert_close(rounded.sum(-1), torch.ones(2, 4, 9))
     expected, given = tiny_model(attention="explicit").attn_weights(ids), model.attn_weights(ids)
-    for weights, again, (_, captured, _) in zip(given, expected, found, strict=True):
+    for weights, again, (_, captured, *_) in zip(given, expected, found, strict=True):
         assert torch.equal(weights, captured)
         torch.testing.assert_close(weights, again)
 

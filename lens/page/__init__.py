@@ -1,6 +1,7 @@
 """The interactive page of attention heads: one self-contained HTML file.
 
-    html = page([run_data("my run", prompts, [frame_data(frame)], [frame.row])], title="my run")
+    data = run_data("my run", prompts, [frame_data(frame, token_bytes)], [frame.row])
+    html = page([data], title="my run")
 
 lens/assemble.py joins index.html, style.css and the JavaScript modules of this folder. The data is
 JSON in a block that the browser does not execute; weights are one byte each, then compressed. The
@@ -14,23 +15,36 @@ import functools
 import html
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..assemble import assemble, content_security_policy
-from ..history import Row, json_values
-from ..probe import Frame, Prompt, uniform_values
+from ..heads import ALL_NAMES, NAMES, names_of
+from ..history import Row, evenly_spaced, json_values
+from ..probe import Frame, Prompt, token_texts, uniform_values
 from ..statistics import STATISTICS
 
+VERSION = 2
+MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 START, END = '<script type="application/json" id="data">', "</script>"
 
 
 def run_data(
-    name: str, prompts: Sequence[Prompt], frames: Sequence[dict], history: Sequence[Row]
+    name: str,
+    prompts: Sequence[Prompt],
+    frames: Sequence[dict],
+    history: Sequence[Row],
+    curves: Mapping[str, list] | None = None,
+    stage: int | None = None,
 ) -> dict:
-    """Returns the data of one run. frames: from `frame_data`; history: the rows for the charts."""
+    """Returns the data of one run.
+
+    frames: from `frame_data`. history: the statistics of all snapshots. curves: losses and
+    accuracies of the training, {name: [(step, value)]}. stage: the step from which the loss on the
+    repeated sequence is low.
+    """
     uniform = uniform_values(prompts)
     layers, heads = history[0].values["entropy"].shape
     return {
@@ -44,22 +58,52 @@ def run_data(
                 "tokens": prompt.tokens[: prompt.shown],
                 "truncated": prompt.truncated,
                 "period": prompt.period,
+                "uniform": uniform_values([prompt]),
             }
             for prompt in prompts
         ],
         "statistics": [
-            {"key": key, "title": s.title, "description": s.description, "uniform": uniform[key]}
+            {
+                "key": key,
+                "title": s.title,
+                "description": s.description,
+                "uniform": uniform[key],
+                "is_name": key in NAMES,
+            }
             for key, s in STATISTICS.items()
         ],
-        "history": _history(history),
+        "names": [
+            {"key": key, "title": STATISTICS[key].title if key in STATISTICS else key}
+            for key in ALL_NAMES
+        ],
+        "history": _history(history, {frame["step"] for frame in frames}, uniform),
+        "curves": dict(curves or {}),
+        "stage": stage,
         "frames": list(frames),
     }
 
 
-def frame_data(frame: Frame) -> dict:
-    """Returns the weights of one step: base64 of the zlib-compressed codes of all prompts."""
-    codes = b"".join(code.tobytes() for code in frame.codes)
-    return {"step": frame.row.step, "weights": _packed(codes)}
+def frame_data(frame: Frame, token_bytes: Callable[[int], bytes] | None = None) -> dict:
+    """Returns the attention and predictions of one step.
+
+    token_bytes(id): the bytes of a token, for predictions; without it, predictions are left out.
+    """
+    details: dict = {
+        "statistics": [
+            {key: json_values(value.ravel()) for key, value in of_prompt.items()}
+            for of_prompt in frame.of_prompts
+        ]
+    }
+    if frame.predictions and token_bytes:
+        details["predictions"] = _predictions(frame, token_bytes)
+    data = {"step": frame.row.step, "weights": _packed(_bytes(frame.codes))}
+    if frame.value_norms:
+        largest = [norms.max(-1, keepdims=True) + 1e-9 for norms in frame.value_norms]  # (L, H, 1)
+        scaled = [n / most for n, most in zip(frame.value_norms, largest, strict=True)]
+        data["norms"] = _packed(_bytes([(255 * np.sqrt(n)).round().astype("u1") for n in scaled]))
+        details["largest_norms"] = [json_values(most.ravel()) for most in largest]
+    data["details"] = _packed(json.dumps(details).encode())
+    return data
 
 
 def codes_of(frame: dict, prompts: Sequence[Prompt], shape: tuple[int, int]) -> list[np.ndarray]:
@@ -70,15 +114,45 @@ def codes_of(frame: dict, prompts: Sequence[Prompt], shape: tuple[int, int]) -> 
     return [part.reshape(*shape, -1) for part in parts]
 
 
-def _history(history: Sequence[Row]) -> str:
-    """Returns {"steps": [...], "values": {statistic: [L * H numbers for each step]}}, packed."""
-    values = {key: [json_values(row.values[key].ravel()) for row in history] for key in STATISTICS}
-    return _packed(json.dumps({"steps": [row.step for row in history], "values": values}).encode())
+def _predictions(frame: Frame, token_bytes: Callable[[int], bytes]) -> dict:
+    """Returns losses and most likely tokens of the shown positions; tokens as indices of texts."""
+    shown = [int((2 * codes.shape[-1]) ** 0.5) for codes in frame.codes]
+    ids = sorted({int(i) for found in frame.predictions for i in found.token_ids.ravel()})
+    place = {token: index for index, token in enumerate(ids)}
+    return {
+        "tokens": token_texts(ids, token_bytes),
+        "of_prompts": [
+            {
+                "losses": json_values(found.losses[:count]),
+                "tokens": [[place[int(i)] for i in row] for row in found.token_ids[:count]],
+                "probabilities": json_values(found.probabilities[:count]),
+            }
+            for found, count in zip(frame.predictions, shown, strict=True)
+        ],
+    }
+
+
+def _history(rows: Sequence[Row], steps: set[int], uniform: Mapping) -> str:
+    """Returns statistics and losses at some steps, and names of all heads at all steps, packed.
+
+    steps: these are included.
+    """
+    kept = {row.step for row in evenly_spaced(list(rows), MAX_HISTORY)} | steps
+    charted = [row for row in rows if row.step in kept]
+    values = {key: [json_values(row.values[key].ravel()) for row in charted] for key in STATISTICS}
+    history = {
+        "steps": [row.step for row in charted],
+        "values": values,
+        "losses": [[json_values(losses) for losses in row.losses] for row in charted],
+        "name_steps": [row.step for row in rows],
+        "names": [names_of(row.values, uniform).ravel().tolist() for row in rows],
+    }
+    return _packed(json.dumps(history).encode())
 
 
 def page(runs: Sequence[dict], title: str) -> str:
     """Returns the page as HTML, for one run or for two runs to compare."""
-    data = json.dumps({"version": 1, "runs": list(runs)})
+    data = json.dumps({"version": VERSION, "runs": list(runs)})
     for character in "<>&":  # so that no text can end the data block
         data = data.replace(character, f"\\u{ord(character):04x}")
     before, after = _template()
@@ -86,15 +160,20 @@ def page(runs: Sequence[dict], title: str) -> str:
 
 
 def read(path: Path) -> list[dict]:
-    """Returns the runs of a file that `page` wrote. Raises ValueError for any other file."""
+    """Returns the runs of a file that `page` wrote. Raises ValueError for any other file, also for
+    a page of another version."""
     text = path.read_text(encoding="utf-8")
     _, found, rest = text.partition(START + "{")
     if not found:
         raise ValueError(f"{path} is not a page of the lens")
     data = json.loads("{" + rest[: rest.index(END)])
-    if "runs" not in data:
+    if data.get("version") != VERSION or "runs" not in data:
         raise ValueError(f"{path} is not a page of the lens")
     return data["runs"]
+
+
+def _bytes(arrays: Sequence[np.ndarray]) -> bytes:
+    return b"".join(array.tobytes() for array in arrays)
 
 
 def _packed(raw: bytes) -> str:

@@ -11,7 +11,7 @@ export function readData(text) {
   } catch {
     throw not("the data block is not valid JSON");
   }
-  if (data?.version !== 1) throw not("the data version is not 1");
+  if (data?.version !== 2) throw not("the data version is not 2");
   if (!Array.isArray(data.runs) || !data.runs.length) throw not("the data has no runs");
   const whole = (n, low) => Number.isInteger(n) && n >= low && n <= 1e4;
   const strings = (list) => Array.isArray(list) && list.every((x) => typeof x === "string");
@@ -22,9 +22,11 @@ export function readData(text) {
       if (!strings(prompt?.tokens) || !prompt.tokens.length) throw not("a prompt has no tokens");
     }
     if (!Array.isArray(run.frames) || !run.frames.length) throw not("the data has no weights");
-    if (!run.frames.every((f) => Number.isFinite(f?.step) && typeof f.weights === "string")) {
+    const packed = (f) => strings([f.weights, f.details, f.norms ?? ""]);
+    if (!run.frames.every((f) => Number.isFinite(f?.step) && packed(f))) {
       throw not("the weights are invalid");
     }
+    if (!Array.isArray(run.names)) throw not("the names are missing");
     const keys = Array.isArray(run.statistics) && run.statistics.map((s) => s?.key);
     if (!strings(keys) || typeof run.history !== "string") throw not("the statistics are missing");
   }
@@ -38,6 +40,8 @@ async function inflate(base64) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
+
+const inflateJson = async (text) => JSON.parse(new TextDecoder().decode(await inflate(text)));
 
 /** Decodes the history of a run and computes the offset of each prompt in a frame. */
 export async function prepare(run) {
@@ -53,8 +57,8 @@ export async function prepare(run) {
     run.size += run.count * prompt.triangle;
   }
   try {
-    const { steps, values } = JSON.parse(new TextDecoder().decode(await inflate(run.history)));
-    run.steps = steps;
+    const { steps, values, losses, name_steps: nameSteps, names } = await inflateJson(run.history);
+    Object.assign(run, { steps, losses, nameSteps, namesAt: names });
     for (const statistic of run.statistics) {
       statistic.values = Object.hasOwn(values, statistic.key) ? values[statistic.key] : [];
       const all = statistic.values.flat().filter((v) => Number.isFinite(v));
@@ -73,10 +77,12 @@ const decoded = []; // frames with bytes, in the order in which they were decode
 /** Returns the bytes of a frame. Decodes the frame at the first call. */
 export function decode(run, index) {
   const frame = run.frames[index];
-  frame.pending ??= inflate(frame.weights).then(
-    (bytes) => {
+  const parts = () => Promise.all([inflate(frame.weights), inflateJson(frame.details),
+    frame.norms ? inflate(frame.norms) : null]);
+  frame.pending ??= parts().then(
+    ([bytes, details, norms]) => {
       if (bytes.length !== run.size) throw 0;
-      frame.bytes = bytes;
+      Object.assign(frame, { bytes, facts: details, normBytes: norms });
       decoded.push(frame);
       let kept = decoded.reduce((sum, f) => sum + f.bytes.length, 0);
       while (kept > DECODED_BYTES && decoded.length > 2) {

@@ -31,6 +31,7 @@ PROMPTS = (
     prompt("3-repeated", ["<|endoftext|>", *2 * [" oak", " lamp", " grey", " rope"]], period=4),
 )
 STEPS = (0, 40, 80, 120)  # with weights
+VOCABULARY = 300  # ids; the text of the id 3 is "<3>"
 HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
 
 
@@ -41,32 +42,37 @@ class Run:
     data: dict
     weights: dict  # step -> for each prompt fp32 (L, H, T, T)
     rows: dict  # step -> Row
+    frames: dict  # step -> Frame
 
 
 @functools.cache
 def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history=HISTORY, seed=0):
     """Returns a run of random heads whose attention becomes sharper with each step."""
-    weights, rows, frames = {}, {}, {}
+    weights, rows, frames, of_steps = {}, {}, {}, {}
     for step in history:
         draw = torch.Generator().manual_seed(1000 * seed + step)
+        more = torch.Generator().manual_seed(2000 * seed + step)
         weights[step] = []
 
-        def capture_attention(token_ids, capture, step=step, draw=draw):
+        def capture_attention(token_ids, capture, step=step, draw=draw, more=more):
             size = len(token_ids)
             scores = torch.randn(layers, heads, size, size, generator=draw) * (1 + step / 40)
             scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -torch.inf)
+            value_norms = torch.rand(layers, heads, size, generator=more)
             for layer in range(layers):
-                capture(layer, scores[layer].softmax(-1), scores[layer])
+                capture(layer, scores[layer].softmax(-1), scores[layer], value_norms[layer])
             weights[step].append(scores.softmax(-1).numpy())
+            return torch.randn(size, VOCABULARY, generator=more) * (1 + step / 40)
 
         frame = probe(capture_attention, prompts, step)
         if (layers, heads) == (2, 3):  # a head without a value
             frame.row.values["largest_logit"][1, 2] = np.nan
-        rows[step] = frame.row
+        rows[step], of_steps[step] = frame.row, frame
         if step in steps:
-            frames[step] = frame_data(frame)
-    data = run_data(name, prompts, list(frames.values()), list(rows.values()))
-    return Run(data, weights, rows)
+            frames[step] = frame_data(frame, lambda token: f"<{token}>".encode())
+    curves = {"training loss": [(step, 5 - step / 40) for step in range(0, 121, 10)]}
+    data = run_data(name, prompts, list(frames.values()), list(rows.values()), curves, stage=80)
+    return Run(data, weights, rows, of_steps)
 
 
 second_run = functools.partial(a_run, "second", seed=7)

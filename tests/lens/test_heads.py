@@ -56,8 +56,8 @@ def test_a_row_for_each_head_the_most_significant_first(tmp_path):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    values=st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4),
-    uniform=st.lists(st.floats(0.0, 0.5), min_size=4, max_size=4),
+    values=st.lists(st.floats(0, 1, width=32), min_size=6, max_size=6),
+    uniform=st.lists(st.floats(0.0, 0.5), min_size=6, max_size=6),
 )
 def test_name_is_the_statistic_furthest_above_uniform_attention(values, uniform):
     of = dict(zip(NAMES, values, strict=True))
@@ -69,6 +69,15 @@ def test_name_is_the_statistic_furthest_above_uniform_attention(values, uniform)
         assert bool(head["name"]) == (head["significance"] > NAMED_FROM)
     if head["name"]:
         assert shares[head["name"]] == pytest.approx(max(shares.values()), abs=1e-5)
+
+
+def test_heads_without_significance_are_positional_or_uniform_or_have_no_name():
+    last = row(0, entropy=[[0.96, 0.94], [0.96, 1]], positional=[[0.2, 0.2], [0.3, 0]])
+    last.values["first_token"][1, 1] = 0.9  # as significant heads may be uniform otherwise
+    found = {(of["layer"], of["head"]): of["name"] for of in head_table([last], UNIFORM)}
+    assert [found[place] for place in ((0, 0), (0, 1), (1, 0))] == ["uniform", "", "positional"]
+    assert found[1, 1] == "first_token"
+    assert [of["name"] for of in most_significant(head_table([last], UNIFORM))] == ["first_token"]
 
 
 def test_since_step_is_the_first_of_the_last_snapshots_with_the_name():

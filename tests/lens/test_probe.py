@@ -12,6 +12,7 @@ from data import get_tokenizer
 from interop.huggingface import to_hf
 from lens.probe import (
     from_codes,
+    is_separator,
     make_prompt,
     probe,
     repeated_prompt,
@@ -46,6 +47,36 @@ def assert_shows(codes, weights):
     assert np.abs(shown - np.asarray(weights)).max() <= 1 / 255
 
 
+def assert_predicts(found, logits, ids):
+    """Checks losses and the most likely tokens. logits: (T, V), of transformers."""
+    losses = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
+    np.testing.assert_allclose(found.losses, losses, atol=1e-4)
+    probabilities = logits.softmax(-1)
+    most = probabilities.sort(descending=True)
+    np.testing.assert_allclose(found.probabilities, most.values[:, :5], atol=1e-5)
+    chosen = probabilities.gather(-1, torch.from_numpy(found.token_ids))
+    np.testing.assert_allclose(found.probabilities, chosen, atol=1e-5)
+
+
+def assert_norms(found, oracle, hidden_states):
+    """Checks norms of value vectors after the output projection, head by head. found: (L, H, T)."""
+    heads, width = oracle.config.n_head, oracle.config.n_embd
+    size = width // heads
+    for layer, block in enumerate(oracle.transformer.h):
+        with torch.no_grad():
+            values = block.attn.c_attn(block.ln_1(hidden_states[layer]))[0, :, 2 * width :]
+        for head in range(heads):
+            columns = slice(head * size, (head + 1) * size)
+            moved = values[:, columns] @ block.attn.c_proj.weight[columns]  # (T, C)
+            np.testing.assert_allclose(found[layer, head], moved.detach().norm(dim=-1), rtol=1e-3)
+
+
+def test_separators():
+    yes = [".", ",", " --", "\n", " \n\n", "…", "?!", "«"]
+    no = ["a", " ", "", "1", "$", "don't", "<|endoftext|>", "␣"]
+    assert [is_separator(token) for token in yes + no] == [True] * len(yes) + [False] * len(no)
+
+
 def test_weights_and_statistics_are_those_of_transformers(tmp_path):
     """The statistics are the mean over the prompts on which they are defined."""
     import transformers
@@ -60,19 +91,29 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
     for prompt, codes in zip(prompts, frame.codes, strict=True):
         ids, scores = torch.tensor([prompt.token_ids]), []
         with torch.no_grad():
-            weights = oracle(ids, output_attentions=True).attentions  # (1, H, T, T) each
+            output = oracle(ids, output_attentions=True, output_hidden_states=True)
+        weights = output.attentions  # (1, H, T, T) each
+        assert_predicts(frame.predictions[len(statistics)], output.logits[0], ids[0])
+        assert_norms(frame.value_norms[len(statistics)], oracle, output.hidden_states)
         assert torch.stack(weights).var() > 0.001  # the attention is not uniform
         assert codes.dtype == np.uint8
         assert_shows(codes, torch.cat(weights))
-        ours.capture_attention(ids, lambda _, w, s, out=scores: out.append(s))
+        ours.capture_attention(ids, lambda _, w, s, norms, out=scores: out.append(s))
         for layer, of_layer in zip(weights, scores, strict=True):
             torch.testing.assert_close(of_layer.softmax(-1), layer, atol=1e-5, rtol=0)
-        rows = [measure(w[0], s[0], prompt.period) for w, s in zip(weights, scores, strict=True)]
+        rows = [
+            measure(w[0], s[0], prompt.period, prompt.separators)
+            for w, s in zip(weights, scores, strict=True)
+        ]
         statistics.append(torch.stack(rows, 1).numpy())
 
+    assert [losses.tolist() for losses in frame.row.losses] == [
+        found.losses.tolist() for found in frame.predictions
+    ]
     for number, (key, statistic) in enumerate(STATISTICS.items()):
-        defined = statistics[2:] if statistic.needs == "repeated" else statistics
-        mean = np.mean([of_prompt[number] for of_prompt in defined], axis=0)
+        if statistic.needs == "texts":
+            continue  # test_statistics.py
+        mean = np.nanmean([of_prompt[number] for of_prompt in statistics], axis=0)
         np.testing.assert_allclose(frame.row.values[key], mean, atol=1e-5, err_msg=key)
 
 
@@ -97,7 +138,9 @@ def test_uniform_values_are_those_of_uniform_attention():
     uniform = uniform_values(prompts)
     assert [key for key, value in uniform.items() if value is None] == ["largest_logit"]
     for key in uniform.keys() - {"largest_logit"}:
-        assert values[key].item() == pytest.approx(uniform[key])
+        # `positional` is computed from the codes, which have one byte for each weight.
+        assert values[key].item() == pytest.approx(uniform[key], abs=5e-3 * (key == "positional"))
+    assert uniform_values(prompts[:1])["positional"] is None
     assert uniform_values(prompts[:1])["induction"] is None
 
 
@@ -147,10 +190,10 @@ def test_weights_of_one_layer_at_a_time_are_in_memory():
     prompt = text_prompt("abcdefg " * 200, limit=1024)
 
     def capture_attention(token_ids, capture):
-        def watched(layer, attn_weights, attn_scores):
+        def watched(layer, attn_weights, attn_scores, value_norms):
             most.append(sum(not ref.expired() for ref in alive))
             alive.extend(StorageWeakRef(t.untyped_storage()) for t in (attn_weights, attn_scores))
-            capture(layer, attn_weights, attn_scores)
+            capture(layer, attn_weights, attn_scores, value_norms)
 
         model.capture_attention(torch.tensor([token_ids]), watched)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lens.statistics import STATISTICS, measure, uniform_attention
+from lens.statistics import STATISTICS, measure, positional, uniform_attention
 
 T, P = 21, 10  # tokens of [BOS] + R + R, and of R
 
@@ -33,8 +33,10 @@ def random_weights(num_heads, num_tokens, seed):
     return scores.softmax(-1), scores
 
 
-def measured(weights, period=0, scores=None):
-    return dict(zip(STATISTICS, measure(weights, scores, period), strict=True))
+def measured(weights, period=0, scores=None, separators=()):
+    mask = torch.zeros(weights.shape[-1], dtype=torch.bool)
+    mask[list(separators)] = True
+    return dict(zip(STATISTICS, measure(weights, scores, period, mask), strict=True))
 
 
 def harmonic(n):
@@ -72,7 +74,7 @@ def test_pure_patterns_and_their_mixture():
         assert mixed[key].item() == pytest.approx(mean, abs=1e-6), key
 
 
-def by_loops(a, period):
+def by_loops(a, period, separators):
     """Returns the statistics by their definitions. a: nested lists (T, T)."""
     n = len(a)
 
@@ -86,6 +88,9 @@ def by_loops(a, period):
         "diagonal": fmean(a[q][q] for q in range(1, n)),
         "previous_token": fmean(a[q][q - 1] for q in range(1, n)),
     }
+    after_one = [q for q in range(n) if any(0 < k < q for k in separators)]
+    if after_one:
+        found["separator"] = fmean(sum(a[q][k] for k in separators if 0 < k < q) for q in after_one)
     if period:
         second_copy = range(period + 1, 2 * period + 1)
         found["induction"] = fmean(a[q][q - period + 1] for q in second_copy)
@@ -94,18 +99,52 @@ def by_loops(a, period):
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.integers(0, 12), st.integers(2, 30), st.integers(1, 3), st.integers(0, 10**6))
-def test_random_weights_by_loops(period, length, num_heads, seed):
+@given(
+    st.integers(0, 12),
+    st.integers(2, 30),
+    st.integers(1, 3),
+    st.integers(0, 10**6),
+    st.sets(st.integers(0, 24)),
+)
+def test_random_weights_by_loops(period, length, num_heads, seed, places):
     period = period if period >= 2 else 0
     num_tokens = 2 * period + 1 if period else length
     weights, scores = random_weights(num_heads, num_tokens, seed)
-    found = measured(weights, period, scores)
+    separators = [place for place in places if place < num_tokens]
+    found = measured(weights, period, scores, separators)
     undefined = {key for key, values in found.items() if values.isnan().any()}
-    assert undefined == (set() if period else {"induction", "duplicate_token"})
+    of_copies = {"induction", "duplicate_token"} if not period else set()
+    assert undefined - {"separator"} == of_copies | {"positional"}
     for head in range(num_heads):
-        expected = by_loops(weights[head].tolist(), period)
+        expected = by_loops(weights[head].tolist(), period, separators)
         assert expected.keys() | undefined | {"largest_logit"} == STATISTICS.keys()
         for key, value in expected.items():
             assert found[key][head].item() == pytest.approx(value, abs=1e-5), key
         allowed = [scores[head, q, k].item() for q in range(num_tokens) for k in range(q + 1)]
         assert found["largest_logit"][head].item() == max(allowed)
+
+
+def test_positional_by_loops_and_for_pure_patterns():
+    """1: the same positions in all texts; 0: uniform; about 0 or less: different positions."""
+    maps = [random_weights(2, 9, seed)[0].numpy() for seed in range(3)]
+    q, k = np.tril_indices(9)
+    found = positional([a[None, :, q, k] for a in maps])
+    for head in range(2):
+        of = [a[head].tolist() for a in maps]
+        mean = [[fmean(a[q][k] for a in of) for k in range(9)] for q in range(9)]
+
+        def apart(one, other):
+            return fmean(
+                sum(abs(one[q][k] - other[q][k]) for k in range(q + 1)) / 2 for q in range(1, 9)
+            )
+
+        even = [[1 / (q + 1)] * 9 for q in range(9)]
+        expected = apart(mean, even) - fmean(apart(a, mean) for a in of)
+        assert found[0, head] == pytest.approx(expected, abs=1e-6)
+    q, k = np.tril_indices(T)
+    previous, uniform, first = (
+        PATTERNS[name][0].numpy()[None, :, q, k] for name in ("previous", "uniform", "first")
+    )
+    assert positional([previous] * 3).item() > 0.8
+    assert positional([uniform] * 3).item() == pytest.approx(0, abs=1e-6)
+    assert positional([previous, first]).item() < 0.5
