@@ -32,8 +32,8 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # name of the value: (target, limit)
 BUDGETS = {
-    "all": (12_500, 15_680),
-    "train + model + attention + data": (1_200, 910),
+    "all": (12_500, 16_100),
+    "train + model + attention + data": (1_200, 930),
     "command line, schema, validation": (600, 1_460),
     "largest file": (400, 400),
     "longest function": (60, 60),
