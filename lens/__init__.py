@@ -17,5 +17,6 @@ provide a function that runs the model and calls `capture` with the attention we
 In reading order: config.py (settings), statistics.py (statistics of heads), probe.py (prompts and
 forward pass), history.py (statistics of all snapshots), heads.py (names of heads), heatmap.py (PNG
 images), page/ and assemble.py (the interactive page), snapshots.py (attention snapshots during
-training).
+training). matching.py, matching_runs.py and matching_page/ find the heads that several runs have in
+common.
 """

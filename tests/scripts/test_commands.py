@@ -41,6 +41,7 @@ SHORT = {
     "scripts.evaluate": ["max_length=16", "stride=8"],
     "scripts.export_hf": [],
     "scripts.compare": [],
+    "scripts.compare_heads": [],
     "scripts.plan": [],
     "scripts.attention_ladder": [],
     "benchmarks.plots": ["out=speed.png"],

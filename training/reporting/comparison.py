@@ -19,7 +19,7 @@ import math
 import statistics
 import textwrap
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -237,13 +237,18 @@ def table(rows: list[Row], metric: str) -> str:
             mean = f"{round(statistics.fmean(reached)):,}" if reached else "never"
             cells["tokens to target"] = f"{mean} ({len(reached)} of {len(row.runs)})"
         lines.append(cells)
+    return markdown_table(lines)
+
+
+def markdown_table(lines: Sequence[Mapping[str, str]]) -> str:
+    """Returns a table with a column for each key; columns without any text are omitted."""
     columns = []
     for name in lines[0]:
         texts = [name, *(cells[name] for cells in lines)]
         texts = [sanitize(text.replace("|", "\\|"), keep="") for text in texts]
         width = max(map(len, texts))
         head, *body = (text.ljust(width) for text in texts)
-        if any(cells[name] for cells in lines):  # min–max is empty without several runs
+        if any(cells[name] for cells in lines):
             columns.append([head, "-" * width, *body])
     return "\n".join(f"| {' | '.join(texts)} |" for texts in zip(*columns, strict=True))
 

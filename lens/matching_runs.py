@@ -1,0 +1,186 @@
+"""Reads runs from pages of the lens, to compare their heads (lens/matching.py).
+
+runs = read_runs([Path("runs/a/attention/timelapse.html"), ...])
+"""
+
+import base64
+import contextlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .heads import head_table
+from .history import Row
+from .matching import MATCHED_FROM, Group, directions, similarities
+from .page import read
+from .statistics import STATISTICS
+
+MAX_BYTES = 2**28  # of the weights of one step
+
+
+class PageError(ValueError):
+    """A page that cannot be read, or that cannot be compared with the first page."""
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = path, reason
+
+
+@dataclass
+class Run:
+    """The heads of a run, from the data of its page."""
+
+    name: str
+    texts: list[str]  # of the compared prompts
+    repeated: list[bool]  # whether a prompt is the repeated sequence
+    codes: list[np.ndarray]  # weights at the last step: for each prompt uint8 (L, H, N)
+    directions: list[np.ndarray]
+    steps: list[int]
+    similar: np.ndarray  # similarity of each head at each step to its last map, (steps, L, H)
+    heads: dict[tuple[int, int], dict]  # by layer and head: the row of heads.head_table
+
+    def since_step(self, layer: int, head: int) -> int | None:
+        """Returns the first step from which the head is similar to its last map; None for a
+        uniform head."""
+        is_similar = self.similar[:, layer, head] >= MATCHED_FROM
+        first = len(is_similar) - int(np.logical_and.accumulate(is_similar[::-1]).sum())
+        return self.steps[first] if first < len(is_similar) else None
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """Returns the runs of all pages, with the prompts that all pages have. Raises PageError."""
+    found = []  # (path, data, numbers of layers and heads, tokens of each prompt)
+    for path in paths:
+        with _page_errors(path):
+            found += [(path, data, _shape(data), _tokens(data)) for data in read(path)]
+    if not found:
+        return []
+    first, _, shape, prompts = found[0]
+    for path, _, other, tokens in found:
+        if other != shape:
+            reason = "{} layers of {} heads, but {} has {} of {}".format(*other, first, *shape)
+            raise PageError(path, reason)
+        prompts = [of_prompt for of_prompt in prompts if of_prompt in tokens]
+        if not prompts:
+            raise PageError(path, "has no prompt with the same tokens as all pages before it")
+    runs = []
+    for path, data, _, _ in found:
+        with _page_errors(path):
+            runs.append(_load(data, prompts))
+    count = Counter(run.name for run in runs)
+    for number, run in enumerate(runs, start=1):
+        if count[run.name] > 1:
+            run.name = f"{run.name} ({number})"
+    return runs
+
+
+def name_of(group: Group, runs: Sequence[Run]) -> str:
+    """Returns the most frequent name of the heads of a group; "" if no head has a name."""
+    names = [runs[n].heads[group.layer, member.head]["name"] for n, member in group.members.items()]
+    return Counter(filter(None, names)).most_common(1)[0][0] if any(names) else ""
+
+
+def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
+    """Returns a row for each head of each run, in the order of the groups."""
+    return [
+        {
+            "layer": group.layer,
+            "group": number,
+            "group_name": name_of(group, runs),
+            "runs": len(group.members),
+            "stability": round(group.stability, 4),
+            "interchangeable": group.is_ambiguous,
+            "run": runs[run].name,
+            "head": member.head,
+            "name": runs[run].heads[group.layer, member.head]["name"],
+            "similarity": round(member.similarity, 4),
+            "margin": round(member.margin, 4),
+            "similar_since": runs[run].since_step(group.layer, member.head),
+        }
+        for number, group in enumerate(groups, start=1)
+        for run, member in group.members.items()
+    ]
+
+
+@contextlib.contextmanager
+def _page_errors(path: Path) -> Iterator[None]:
+    """Converts the errors of a page with invalid data to PageError."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise PageError(path, f"not a valid page of the lens ({error})") from error
+
+
+def _shape(data: dict) -> tuple[int, int]:
+    """Returns the numbers of layers and heads."""
+    layers, heads = data["layers"], data["heads"]
+    if not all(type(number) is int and number > 0 for number in (layers, heads)):
+        raise ValueError("no layers or heads")
+    return layers, heads
+
+
+def _tokens(data: dict) -> list[list[str]]:
+    return [list(prompt["tokens"]) for prompt in data["prompts"]]
+
+
+def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
+    """Returns a run from the data of its page. prompts: the tokens of the compared prompts."""
+    layers, heads = _shape(data)
+    of_page = _tokens(data)
+    sizes = [layers * heads * len(tokens) * (len(tokens) + 1) // 2 for tokens in of_page]
+    places = [of_page.index(tokens) for tokens in prompts]
+
+    def codes_of(frame: dict) -> list[np.ndarray]:
+        codes = np.frombuffer(_unpacked(frame["weights"]), np.uint8)
+        parts = np.split(codes, np.cumsum(sizes))
+        if parts.pop().size:
+            raise ValueError("more weights than heads")
+        return [parts[place].reshape(layers, heads, -1) for place in places]
+
+    codes = codes_of(data["frames"][-1])
+    last = directions(codes)
+    similar = [
+        similarities(directions(codes_of(frame)), last).diagonal(axis1=1, axis2=2)
+        for frame in data["frames"]
+    ]
+    return Run(
+        name=str(data["name"]),
+        texts=[str(data["prompts"][place]["text"]) for place in places],
+        repeated=[bool(data["prompts"][place]["period"]) for place in places],
+        codes=codes,
+        directions=last,
+        steps=[int(frame["step"]) for frame in data["frames"]],
+        similar=np.stack(similar),
+        heads={(row["layer"], row["head"]): row for row in _head_table(data)},
+    )
+
+
+def _head_table(data: dict) -> list[dict]:
+    """Returns the table of heads from the statistics of a page."""
+    shape = data["layers"], data["heads"]
+    history = json.loads(_unpacked(data["history"]))
+    rows = []
+    for number, step in enumerate(history["steps"]):
+        values = {key: np.full(shape, np.nan) for key in STATISTICS}
+        for key in STATISTICS.keys() & history["values"].keys():
+            values[key] = np.array(history["values"][key][number], float).reshape(shape)
+        rows.append(Row(int(step), values))
+    known = {statistic["key"]: statistic["uniform"] for statistic in data["statistics"]}
+    return head_table(rows, dict.fromkeys(STATISTICS) | known)
+
+
+def _unpacked(text: str) -> bytes:
+    """Returns compressed bytes of a page. The limit protects from an invalid page."""
+    unpack = zlib.decompressobj()
+    try:
+        content = unpack.decompress(base64.b64decode(text), MAX_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not unpack.eof:
+        raise ValueError("incomplete or too large")
+    return content

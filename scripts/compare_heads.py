@@ -1,0 +1,142 @@
+"""Finds the heads that several runs have in common, for example runs with different seeds.
+
+    python -m scripts.compare_heads runs='[runs/a,runs/b,runs/c]' out=heads.html
+
+Reads the attention pages of the runs (attention/timelapse.html), so no model runs. An item of
+`runs` may also be a page of the lens: scripts.inspect_attention writes one for any model. Heads of
+the same layer are matched by the similarity of their attention maps, on the prompts that all pages
+have (lens/matching.py, docs/lens-compare.md). Writes a page, and a table of all heads as CSV.
+"""
+
+import csv
+import glob
+import io
+import itertools
+import operator
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from errors import DataError, refuse, sanitize
+from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from training.config.schema import Paths, rejected
+from training.reporting.comparison import markdown_table, runs_of_sweep
+from training.reporting.report import attention_page
+
+MAX_ROWS = 40  # of the printed table
+HINT = "python -m scripts.inspect_attention checkpoint=RUN text=... writes a page"
+
+
+def _html(path: str) -> str:
+    if not path.lower().endswith(".html"):
+        raise rejected("not the name of an HTML file", "use a name that ends with .html")
+    return path
+
+
+class CompareHeadsConfig(ScriptConfig):
+    """python -m scripts.compare_heads runs='[runs/a,runs/b]' [out=heads.html]
+
+    Prints and writes which heads several runs have in common.
+    """
+
+    runs: Paths = Field(description="runs, or pages of the lens: [A,B,...] or a glob pattern")
+    out: Annotated[OutFile, AfterValidator(_html)] = Field(
+        "heads.html", description="HTML file to write, and a CSV file next to it"
+    )
+
+
+@settings_command(CompareHeadsConfig)
+def main(settings: CompareHeadsConfig) -> None:
+    from lens import matching, matching_page, matching_runs
+
+    items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
+    try:
+        runs = matching_runs.read_runs([page_of(path) for path in paths_of(items)])
+    except matching_runs.PageError as error:
+        raise DataError("runs", error.path, error.reason, HINT) from error
+    if len(runs) < 2:
+        refuse([("runs", " ".join(items), "fewer than two runs", "use runs='[A,B]'")])
+    pairs = matching.all_pairs([run.directions for run in runs])
+    groups = matching.match_heads(pairs)
+    rows = matching_runs.head_rows(groups, runs)
+    table = Path(settings.out).with_suffix(".csv")
+    write_out(settings.out, matching_page.page(runs, groups, pairs).encode("utf-8", "replace"))
+    write_out(str(table), as_csv(rows))
+    print(sanitize(summary(rows, [run.name for run in runs])))
+    mean = matching.mean_similarity(pairs)
+    of_pairs = [mean[a, b] for a, b in itertools.combinations(range(len(runs)), 2)]
+    print(f"mean similarity of two runs: {min(of_pairs):.2f} to {max(of_pairs):.2f}")
+    print(sanitize(f"open {settings.out} in a browser; {table} has all heads"))
+
+
+def paths_of(items: Sequence[str]) -> list[Path]:
+    """Returns all runs and pages. An item may be a glob pattern or the directory of a sweep."""
+    found = []
+    for item in items:
+        # The name of a directory may contain characters such as * or [.
+        matches = [item] if os.path.exists(item) else sorted(glob.glob(item)) or [item]
+        for path in map(Path, matches):
+            found += runs_of_sweep(path) or [path]
+    return found
+
+
+def page_of(path: Path) -> Path:
+    """Returns the page of a run, or the path of a page."""
+    if not path.exists():
+        raise DataError("runs", path, "not found", "give run directories or pages of the lens")
+    page = attention_page(path) if path.is_dir() else path
+    if page is None or not page.is_file():
+        raise DataError("runs", path, "has no attention page", HINT)
+    return page
+
+
+def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
+    """Returns a table of the groups with heads of several runs, and the numbers of heads.
+
+    rows: of matching_runs.head_rows. names: of all runs."""
+    groups = [list(found) for _, found in itertools.groupby(rows, operator.itemgetter("group"))]
+    matched = [group for group in groups if len(group) > 1]
+    lines = (
+        [markdown_table([cells(group, names) for group in matched[:MAX_ROWS]]) + "\n"]
+        if matched
+        else []
+    )
+    if len(matched) > MAX_ROWS:
+        lines.append(f"{len(matched) - MAX_ROWS} more groups of matched heads are in the files")
+    in_all = sum(len(group) == len(names) for group in groups)
+    alone = len(groups) - len(matched)
+    lines.append(f"{in_all} heads occur in all {len(names)} runs; {alone} heads have no match")
+    if any(row["interchangeable"] for row in rows):
+        lines.append(
+            "a margin below 0.1: other heads fit almost as well, so it has no meaning which of "
+            "them are matched"
+        )
+    return "\n".join(lines)
+
+
+def cells(group: Sequence[dict], names: Sequence[str]) -> dict[str, str]:
+    """Returns a row of the printed table from the rows of a group."""
+    of_runs = {row["run"]: f"H{row['head']} {row['similarity']:.2f}" for row in group}
+    return {
+        "layer": f"L{group[0]['layer']}",
+        "name": group[0]["group_name"].replace("_", " "),
+        **{name: of_runs.get(name, "") for name in names},
+        "stability": f"{group[0]['stability']:.2f}",
+        "margin": f"{min(row['margin'] for row in group):.2f}",
+        "similar since": " ".join(str(row["similar_since"]) for row in group),
+    }
+
+
+def as_csv(rows: Sequence[dict]) -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode("utf-8", "replace")
+
+
+if __name__ == "__main__":
+    main()
