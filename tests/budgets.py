@@ -32,12 +32,12 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # name of the value: (target, limit)
 BUDGETS = {
-    "all": (12_500, 16_100),
+    "all": (12_500, 16_790),
     "train + model + attention + data": (1_200, 930),
     "command line, schema, validation": (600, 1_460),
     "largest file": (400, 400),
     "longest function": (60, 60),
-    "imports inside functions": (40, 45),
+    "imports inside functions": (40, 46),
     "files to follow one training step": (6, 9),
 }
 
