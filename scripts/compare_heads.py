@@ -21,10 +21,10 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from errors import DataError, refuse, sanitize
+from training.checkpoint.run_directory import attention_page
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from training.config.schema import Paths, rejected
 from training.reporting.comparison import markdown_table, runs_of_sweep
-from training.reporting.report import attention_page
 
 MAX_ROWS = 40  # of the printed table
 HINT = "python -m scripts.inspect_attention checkpoint=RUN text=... writes a page"

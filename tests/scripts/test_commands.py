@@ -108,7 +108,7 @@ def home(tmp_path_factory):
     settings_page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(.*?)^```", settings_page, re.DOTALL | re.MULTILINE)
     write_source(folder / "my-configs" / "experiment" / "mine.yaml", [example])
-    run = train_in(folder, *TRAINING, "name=NAME")
+    run = train_in(folder, *TRAINING, "lens=default", "name=NAME")
     (folder / "runs" / "tutorial").symlink_to("NAME")
     shutil.copytree(run / "checkpoints" / "last", folder / "mine")
     return folder

@@ -124,3 +124,10 @@ def check_new(folder: Path) -> None:
     if settings_of(folder) is not None or (folder / "checkpoints").exists():
         cause = f"another process has just started a run in {folder}"
         raise RunDirectoryError("name", folder.name, cause, "use another name")
+
+
+def attention_page(folder: Path) -> Path | None:
+    """Returns the time-lapse, else the page of the newest snapshot, else None."""
+    timelapse = folder / "attention" / "timelapse.html"
+    steps = sorted((folder / "attention").glob("step_*.html"))
+    return timelapse if timelapse.is_file() else steps[-1] if steps else None

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from errors import sanitize
 from files import atomic_write, read_bounded, read_rows
 from lens.assemble import assemble, content_security_policy
-from training.checkpoint.run_directory import settings_of
+from training.checkpoint.run_directory import attention_page, settings_of
 from training.config.schema import ModelSettings
 from training.config.yaml_files import flat
 from training.planning.memory import num_parameters
@@ -144,13 +144,6 @@ def sample_page(row: dict) -> str:
     """Returns one sample as a page without scripts, for the W&B dashboard."""
     template = (PAGE / "sample.html").read_text(encoding="utf-8")
     return template.replace("__SAMPLE__", sanitize(sample_article(row)))
-
-
-def attention_page(folder: Path) -> Path | None:
-    """Returns the time-lapse, else the page of the newest snapshot, else None."""
-    timelapse = folder / "attention" / "timelapse.html"
-    steps = sorted((folder / "attention").glob("step_*.html"))
-    return timelapse if timelapse.is_file() else steps[-1] if steps else None
 
 
 def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:
