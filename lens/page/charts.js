@@ -10,10 +10,11 @@ import { select, sideWidth, tiles } from "./grid.js";
 import { openHelp } from "./help.js";
 
 const charts = [];
+const LEAST = 0.2; // range of the axis of a weight or an entropy if all heads are nearly equal
 const MARGIN = { left: 46, right: 8, top: 6, bottom: 16 };
 
 export function buildCharts() {
-  for (const statistic of run.statistics) {
+  for (const statistic of run.statistics.filter(({ empty }) => !empty)) {
     const chart = { statistic, value: make("span", { className: "value number" }) };
     chart.lines = make("canvas");
     chart.marks = make("canvas", { className: "marks" });
@@ -48,7 +49,10 @@ function measure(chart) {
   if (Number.isFinite(statistic.uniform)) bounds.push(statistic.uniform);
   let [low, high] = [Math.min(...bounds), Math.max(...bounds)];
   if (low > 0 && low < 0.6 * high) low = 0;
-  if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  if (low >= 0 && high <= 1 && high - low < LEAST) {
+    const middle = clamp((low + high) / 2, LEAST / 2, 1 - LEAST / 2);
+    [low, high] = [middle - LEAST / 2, middle + LEAST / 2];
+  } else if (low === high) [low, high] = [low - 0.5, high + 0.5];
   const steps = [...run.steps, ...(second ? B.run.steps : [])];
   const { clientWidth: width, clientHeight: tall } = chart.frame;
   const single = run.steps.length === 1;
@@ -69,10 +73,6 @@ function drawChartLines() {
     context.font = "10.5px system-ui, sans-serif";
     context.fillStyle = colours.muted;
     context.textBaseline = "middle";
-    if (statistic.empty) {
-      context.fillText("no values", MARGIN.left, tall / 2);
-      continue;
-    }
     context.textAlign = "right";
     context.lineWidth = 1;
     for (const tick of roundTicks(chart.low, chart.high, 3)) {
@@ -128,7 +128,7 @@ function drawHistory(context, chart, of, index, at) {
 /** Draws the shown step, the selected head and the head under the pointer. */
 export function drawChartMarks() {
   for (const chart of charts) {
-    if (!chart.x || chart.statistic.empty) continue;
+    if (!chart.x) continue;
     const { width, tall, x, y, statistic, single } = chart;
     const context = prepareCanvas(chart.marks, width, tall);
     const upright = (step, colour) => {

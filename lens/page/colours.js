@@ -10,7 +10,7 @@ const VIRIDIS = `0:440154 13:481467 30:472a7a 42:443983 58:3e4c8a 81:32648e 125:
 // Blue: less weight; orange: more. Zero is light in the light theme and dark in the dark theme.
 const DIVERGING = {
   light: "0:053061 64:3a87bd 128:fafafa 191:e08a1e 255:7a3606",
-  dark: "0:b5dcff 64:3d86cc 128:3b3f45 191:d27f22 255:ffdf9e",
+  dark: "0:d6ecff 64:55a3ef 112:2f5f92 128:2e3237 144:8a5a20 191:ee9638 255:ffe6b5",
 };
 
 const rgb = (hex) => [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16));
@@ -46,7 +46,9 @@ export function readTheme() {
     colours[name] = getComputedStyle(document.body).outlineColor;
   }
   colours.isDark = isDark;
-  colours.masked = packed(colours.tint.match(/\d+/g).map(Number));
+  const channels = (colour) => colour.match(/\d+/g).map(Number);
+  colours.background = channels(colours.page);
+  colours.masked = packed(channels(colours.tint));
   colours.diverging = ramp(isDark ? DIVERGING.dark : DIVERGING.light);
   colours.divergingPacked = Uint32Array.from(colours.diverging, packed);
 }
@@ -55,6 +57,12 @@ export function toggleTheme() {
   state.theme = colours.isDark ? "light" : "dark";
   readTheme();
   update();
+}
+
+/** Returns black or white: the colour of text with more contrast on a colour [r, g, b]. */
+export function textOn(colour) {
+  const [r, g, b] = colour.map((c) => (c / 255 > 0.04 ? ((c / 255 + 0.055) / 1.055) ** 2.4 : c / 3295));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff";
 }
 
 /** Returns the position of a weight on the colour scale, 0 to 1; `most` is the weight at 1. */

@@ -16,7 +16,8 @@ import { openHelp } from "./help.js";
 export function buildControls() {
   fillSelect($("prompt"), run.prompts.map((prompt, n) => {
     const text = joinBytes(prompt.tokens).join("").replace(/\s+/g, " ").trim();
-    return [n, `${n + 1}: ${visible(text, 70) || prompt.name}`];
+    return [n, `${n + 1}: \u2068${visible(text, 70) || prompt.name}\u2069`]; // isolated: it may be
+    // written from right to left
   }));
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
   fillSelect($("sort"), [["", "layer"], ...choices]);
@@ -34,6 +35,7 @@ export function buildControls() {
   on("prompt", "change", (event) => choosePrompt(Number(event.target.value)));
   on("scale", "change", (event) => update({ scale: event.target.value }));
   on("first-column", "change", (event) => update({ hideFirst: event.target.checked }));
+  on("stretch", "change", (event) => update({ stretch: event.target.checked }));
   on("sort", "change", (event) => update({ sort: event.target.value }));
   on("direction", "click", () => update({ descending: !state.descending }));
   on("filter-statistic", "change", (event) => {
@@ -97,6 +99,7 @@ export function showControls() {
   $("prompt").value = state.prompt;
   $("scale").value = state.scale;
   $("first-column").checked = state.hideFirst;
+  $("stretch").checked = state.stretch;
   $("sort").value = state.sort;
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
@@ -110,7 +113,7 @@ export function showControls() {
     $("threshold").firstChild.textContent = `≥ ${format(state.threshold)}`;
   }
   $("compare").value = state.compare;
-  $("show").hidden = !B;
+  $("show").classList.toggle("unused", !B); // its place is kept
   for (const input of $("show").querySelectorAll("input")) {
     input.checked = input.value === state.show;
   }
@@ -126,8 +129,9 @@ function showNotes() {
     `${plural(run.heads, "head")} · ${plural(A.T, "token")}`];
   if (prompt.truncated) what.push(" (prompt truncated)");
   if (prompt.period > 0) {
-    what.push(` · ${prompt.period} random tokens, written twice: an induction head shows a ` +
-      `stripe ${prompt.period - 1} positions left of the diagonal`);
+    const [last, end] = [prompt.period, 2 * prompt.period];
+    what.push(` · random tokens 1 to ${last}, repeated as ${last + 1} to ${end}: in an induction ` +
+      `head, token ${last + 1} attends to token 2, ${last + 2} to 3, and so on`);
   }
   for (const key of new Set([state.sort, state.filter])) {
     const statistic = statisticOf(run, key);
@@ -150,6 +154,7 @@ function showNotes() {
   const text = notes.join(" ");
   if ($("compare-note").textContent !== text) $("compare-note").textContent = text;
   const marks = run.steps.length > 1 ? "One line per head" : "One dot per head, by layer";
+  $("legend").hidden = run.statistics.every(({ empty }) => empty);
   $("legend").replaceChildren(`${marks}; mean over all prompts · `,
     make("i", { textContent: "selected head" }),
     make("b", { textContent: otherRunSide() ? " · B" : "" }), " · dashed: uniform attention");

@@ -1,27 +1,31 @@
 /* The enlarged head: its heatmaps with tokens, the prompt as shaded text, its statistics. */
 
-import { clamp, format, headName, joinBytes, label, visible } from "./text.js";
+import {
+  clamp, explainSigns, format, formatDifference, formatWeight, headName, joinBytes, label, visible,
+} from "./text.js";
 import { $, make, prepareCanvas } from "./dom.js";
 import {
   A, B, comparable, here, indexInB, hovered, run, selected, sideName, state, update, valueAt,
 } from "./state.js";
-import { WEIGHTS, colours, height, viridis } from "./colours.js";
-import { maxCode, maxDifference, paint } from "./maps.js";
+import { WEIGHTS, colours, height, textOn, viridis } from "./colours.js";
+import { firstKey, maxCode, maxDifference, paint } from "./maps.js";
 import { sideWidth } from "./grid.js";
 import { playing } from "./player.js";
 
-const plots = ["a", "b", "difference"].map((what) => ({ what }));
+// The enlarged heatmap and, in a comparison, two smaller ones. `what` is "a", "b", "difference" or,
+// if the heatmap is hidden, undefined.
+const plots = [{ id: "map" }, { id: "map-2" }, { id: "map-3" }];
 
 export function buildDetail() {
-  const ids = { a: "map", b: "map-b", difference: "map-difference" };
   for (const plot of plots) {
-    plot.map = plot.canvas = make("canvas", { id: ids[plot.what], className: "pixels" });
+    plot.map = plot.canvas = make("canvas", { id: plot.id, className: "pixels" });
     plot.marks = make("canvas", { className: "marks" });
     plot.title = make("figcaption");
     plot.frame = make("div", { className: "frame" }, plot.map, plot.marks);
     plot.figure = make("figure", { className: "plot" }, plot.title, plot.frame);
     plot.context = plot.map.getContext("2d", { alpha: false, willReadFrequently: true });
-    $("reading").before(plot.figure);
+    if (plot === plots[0]) $("plots").prepend(plot.figure);
+    else $("others").append(plot.figure);
     const cell = (event) => {
       const box = plot.map.getBoundingClientRect();
       const place = (part) => clamp(Math.floor(part * A.T), 0, A.T - 1);
@@ -64,13 +68,15 @@ export function drawDetail() {
   const { layer, head } = state;
   $("detail-title").textContent = headName(layer, head);
   if (hovered.query >= A.T) Object.assign(hovered, { query: null, key: null });
-  const shown = B?.same ? plots : plots.slice(0, 1);
-  placePlots(shown);
+  const order = B?.same ? [...new Set([state.show, "a", "b", "difference"])] : ["a"];
+  plots.forEach((plot, n) => (plot.what = order[n]));
+  $("others").hidden = order.length === 1;
+  placePlots();
   for (const plot of plots) {
-    plot.figure.hidden = !shown.includes(plot);
-    if (plot.figure.hidden) continue;
+    if (!plot.what) continue;
     paint(plot, index, plot.what, Math.round(plot.size * devicePixelRatio));
-    const title = plot.what === "difference" ? "B − A" : sideName(plot.what === "a" ? A : B);
+    const name = plot.what === "difference" ? "B − A" : sideName(plot.what === "a" ? A : B);
+    const title = name + (plot.step > 1 ? ` · labels: 1 token in ${plot.step}` : "");
     Object.assign(plot.title, { textContent: title, title });
     plot.map.setAttribute("role", "img");
     plot.map.setAttribute("aria-label", `attention of layer ${layer} head ${head}: ${title}`);
@@ -83,51 +89,82 @@ const FONT = "11px ui-monospace, SF Mono, Menlo, Consolas, DejaVu Sans Mono, mon
 const ruler = document.createElement("canvas").getContext("2d");
 
 const TOP = 6; // space above a heatmap for the first label
+const LABEL = 11.5; // height of a label
 
-/** Sets the sizes of the enlarged heatmaps, if possible to whole pixels for each weight. */
-function placePlots(shown) {
+/** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
+ * pixels for each weight. The other heatmaps are next to it or, if there is no room, below it. */
+function placePlots() {
   const [compact, wide] = ["compact", "wide"].map((name) => $("app").classList.contains(name));
   ruler.font = FONT;
-  const labels = A.tokens.map((token) => label(token, compact ? 7 : 12));
-  const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
-  const left = Math.ceil(clamp(widest, 12, 84)) + 8;
+  const texts = (longest) => A.tokens.map((token) => label(token, longest));
+  // Short labels, for example of letters, are in up to three lanes. So none has to be skipped.
+  const short = A.tokens.filter((token) => token.length > 3).length <= 1; // <|endoftext|>
+  let labels = texts(compact ? 7 : 12);
+  let [lanes, laneWidth] = [1, 0];
   // In a low window, the text is next to the map, not below it.
   const around = compact ? (wide ? 144 : 100) : wide ? 390 : 150;
-  const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
   const text = compact && !wide && sideWidth > 400 ? 170 : 0; // next to the map
-  const inRow = (sideWidth - text - left - 14 - 26 * (shown.length - 1)) / shown.length;
-  const stacked = shown.length > 1 && inRow < 120;
-  const room = Math.max(40, Math.min(stacked ? sideWidth - left - 22 : inRow, low, 560));
-  const cell = Math.min(room / A.T, Math.max(46, 90 / A.T));
-  const whole = Math.floor(cell * devicePixelRatio) / devicePixelRatio;
-  const size = (whole > 0.8 * cell ? whole : cell) * A.T;
-  for (const plot of shown) {
-    const plain = plot.what !== "a" && !stacked; // the labels of the first heatmap are for all
-    Object.assign(plot, { left: plain ? 4 : left, size, cell: size / A.T, labels, plain });
-    plot.width = plot.left + Math.max(size, 60) + 10;
-    plot.height = TOP + size + left + 34;
-    plot.figure.style.width = plot.frame.style.width = `${plot.width}px`;
-    plot.frame.style.height = `${plot.height}px`;
-    Object.assign(plot.map.style, { left: `${plot.left}px`, top: `${TOP}px` });
-    plot.map.style.width = plot.map.style.height = `${size}px`;
-    plot.barTop = size + left + 2;
+  for (; ; lanes++) {
+    const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
+    laneWidth = Math.ceil(clamp(widest, 12, 84)) + 3;
+    const left = lanes * laneWidth + 5;
+    const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
+    const room = Math.max(40, Math.min(sideWidth - text - left - 14, low, 560));
+    const cell = Math.min(room / A.T, Math.max(46, 90 / A.T));
+    sizePlot(plots[0], left, cell * A.T, labels);
+    if (!short || lanes === 3 || lanes * plots[0].cell >= LABEL) break;
+    labels = texts(3);
   }
+  Object.assign(plots[0], { lanes, laneWidth, step: Math.ceil(LABEL / plots[0].cell / lanes) });
+  const beside = sideWidth - plots[0].width - 28;
+  const column = beside >= 90 && !compact;
+  $("others").classList.toggle("column", column);
+  const small = column ? Math.min(beside, (plots[0].height - 80) / 2) : (sideWidth - 38) / 2;
+  for (const plot of plots.slice(1)) sizePlot(plot, 4, Math.min(small, plots[0].size), null);
+}
+
+function sizePlot(plot, left, room, labels) {
+  const whole = Math.floor((room / A.T) * devicePixelRatio) * A.T;
+  const most = Math.floor(room * devicePixelRatio);
+  const size = (whole > 0.8 * most ? whole : most) / devicePixelRatio;
+  const bottom = TOP + size + (labels ? left : 4);
+  Object.assign(plot, { left, size, cell: size / A.T, labels, barTop: bottom - TOP + 2 });
+  plot.width = left + Math.max(size, 60) + 10;
+  plot.height = bottom + 34;
+  plot.figure.style.width = plot.frame.style.width = `${plot.width}px`;
+  plot.frame.style.height = `${plot.height}px`;
+  Object.assign(plot.map.style, { left: `${left}px`, top: `${TOP}px` });
+  plot.map.style.width = plot.map.style.height = `${size}px`;
+}
+
+/** Returns the lane of the label of each token; no entry if the label is skipped. Both copies of a
+ * repeated sequence have labels at the same tokens. */
+function labelLanes({ lanes, step }) {
+  const { period } = A.run.prompts[A.prompt];
+  const found = [];
+  let count = 0;
+  for (let n = 0; n < A.T; n++) {
+    const place = period ? ((n - 1) % period) + 1 : n; // in a copy, from 1
+    if (place % step === 0) found[n] = count++ % lanes;
+  }
+  return found;
 }
 
 /** Draws labels, cross-hair and colour bar of one heatmap. */
 function drawMarks(plot, query, key) {
   const context = prepareCanvas(plot.marks, plot.width, plot.height);
   const { left, size, cell } = plot;
-  const every = Math.ceil(11.5 / cell);
   context.font = FONT;
   context.textBaseline = "middle";
   context.textAlign = "right";
   context.translate(0, TOP);
+  const lanes = plot.labels ? labelLanes(plot) : [];
   const write = (n, column, strong) => {
     const text = plot.labels[n];
+    const far = (lanes[n] ?? 0) * plot.laneWidth;
     context.save();
-    context.translate(column ? left + (n + 0.5) * cell : left - 4,
-      column ? size + 5 : (n + 0.5) * cell);
+    context.translate(column ? left + (n + 0.5) * cell : left - 4 - far,
+      column ? size + 5 + far : (n + 0.5) * cell);
     if (column) context.rotate(-Math.PI / 2);
     if (strong) {
       const width = Math.min(context.measureText(text).width, 84) + 5;
@@ -140,12 +177,13 @@ function drawMarks(plot, query, key) {
     context.fillText(text, 0, 0.5, 84);
     context.restore();
   };
-  for (const column of [false, true]) {
-    if (!column && plot.plain) continue;
-    for (let n = 0; n < A.T; n += every) write(n, column, false);
+  if (plot.labels) {
+    for (const column of [false, true]) {
+      lanes.forEach((_, n) => write(n, column, false));
+    }
+    write(query, false, true);
+    if (key !== null) write(key, true, true);
   }
-  if (!plot.plain) write(query, false, true);
-  if (key !== null) write(key, true, true);
 
   const box = (x, y, w, h, colour, line) => {
     context.strokeStyle = colour;
@@ -218,7 +256,7 @@ function weightOf(of, query, key) {
 function drawReading() {
   if (selected() === null) return;
   const query = hovered.query ?? selectedQuery();
-  for (const plot of plots) if (!plot.figure.hidden) drawMarks(plot, query, hovered.key);
+  for (const plot of plots) if (plot.what) drawMarks(plot, query, hovered.key);
   drawReadout(query, hovered.key);
   drawText(query);
 }
@@ -226,9 +264,8 @@ function drawReading() {
 function drawReadout(query, key) {
   const most = key === null;
   if (most) {
-    const first = state.hideFirst && query > 0 ? 1 : 0;
-    key = first;
-    for (let k = first; k <= query; k++) {
+    key = Math.min(firstKey(), query);
+    for (let k = key; k <= query; k++) {
       if (weightOf(here, query, k) > weightOf(here, query, key)) key = k;
     }
   }
@@ -238,12 +275,11 @@ function drawReadout(query, key) {
   const bold = (text) => make("b", { textContent: text });
   const parts = [token(query), ` (${query}) attends ${most ? "most " : ""}to `, token(key),
     ` (${key}): `];
-  if (!B) parts.push(bold(a.toFixed(3)));
-  else if (b === null) parts.push("A ", bold(a.toFixed(3)));
+  if (!B) parts.push(bold(formatWeight(a)));
+  else if (b === null) parts.push("A ", bold(formatWeight(a)));
   else {
-    const sign = b - a < -0.0005 ? "−" : b - a > 0.0005 ? "+" : "";
-    parts.push("A ", bold(a.toFixed(3)), ", B ", bold(b.toFixed(3)), ", B − A ",
-      bold(sign + Math.abs(b - a).toFixed(3)));
+    parts.push("A ", bold(formatWeight(a)), ", B ", bold(formatWeight(b)), ", B − A ",
+      bold(formatDifference(a, b)));
   }
   $("readout").setAttribute("aria-live", playing ? "off" : "polite");
   $("readout").replaceChildren(...parts);
@@ -256,6 +292,7 @@ function drawText(query) {
   const text = $("text");
   if (textTokens !== A.tokens) {
     textTokens = A.tokens;
+    $("signs").textContent = explainSigns(A.tokens);
     text.replaceChildren(...joinBytes(A.tokens).map((token, n) => {
       const shown = token === null ? "" : token.trim() ? visible(token) : label(token);
       const span = make("span", { textContent: shown.replaceAll("⏎", "⏎\n") });
@@ -266,17 +303,20 @@ function drawText(query) {
   const index = selected();
   const what = comparable(index) ? state.show : "a";
   const most = what === "difference" ? maxDifference(index) : WEIGHTS[maxCode(index)];
-  const strongest = colours.isDark ? 0.6 : 0.85;
   [...text.children].forEach((span, key) => {
     span.className = key > query ? "after" : key === query ? "query" : "";
-    const hidden = key > query || (state.hideFirst && key === 0);
-    let value = hidden ? 0 : weightOf(what === "b" ? B : A, query, key);
-    if (what === "difference" && !hidden) value = weightOf(B, query, key) - value;
-    const alpha = strongest * height(Math.abs(value), most);
-    const hue = what !== "difference" ? "255 176 32" : value < 0 ? "60 130 215" : "235 125 20";
-    span.style.backgroundColor = alpha > 0.01 ? `rgb(${hue} / ${alpha.toFixed(3)})` : "";
-    span.title = key > query ? "" :
-      `${A.tokens[key].slice(0, 400)}\nposition ${key}, weight ${value.toFixed(3)}`;
+    span.title = span.style.color = span.style.backgroundColor = "";
+    if (key > query) return;
+    const one = weightOf(what === "b" ? B : A, query, key);
+    const two = what === "difference" ? weightOf(B, query, key) : null;
+    const shown = two === null ? `weight ${formatWeight(one)}` : `B − A ${formatDifference(one, two)}`;
+    span.title = `${A.tokens[key].slice(0, 400)}\nposition ${key}, ${shown}`;
+    const value = two === null ? one : two - one;
+    const alpha = key < firstKey() ? 0 : 0.85 * height(Math.abs(value), most);
+    if (alpha <= 0.01) return;
+    const hue = two === null ? [255, 176, 32] : value < 0 ? [60, 130, 215] : [235, 125, 20];
+    span.style.backgroundColor = `rgb(${hue.join(" ")} / ${alpha.toFixed(3)})`;
+    span.style.color = textOn(colours.background.map((c, n) => c + alpha * (hue[n] - c)));
   });
 }
 

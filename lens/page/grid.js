@@ -194,7 +194,7 @@ export let sideWidth = 0; // pixels for the enlarged head and the charts
 /** Sets the sizes of thumbnails and columns if a value that they depend on has changed. */
 export function layOut(force = false) {
   const [width, tall] = [document.documentElement.clientWidth, innerHeight];
-  const facts = [width, tall, devicePixelRatio, A.T, Boolean(B), Boolean(state.sort)].join();
+  const facts = [width, tall, devicePixelRatio, A.T, Boolean(state.sort)].join();
   if (facts === laidOut && !force) return;
   laidOut = facts;
   const compact = tall < 500; // such as a panel of a dashboard
@@ -203,21 +203,22 @@ export function layOut(force = false) {
   const [margin, labels, gap] = compact ? [16, 28, 2]
     : [width > 760 ? 40 : 20, width > 480 ? 28 : 22, width > 480 ? 3 : 2];
   let wide = width >= 900;
-  const room = wide ? (width - margin - 28) * (B ? 0.45 : 0.6) : width - margin;
+  const room = wide ? (width - margin - 28) * 0.6 : width - margin;
   let tile = (room - labels) / run.heads - gap;
   if (!compact || !$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
-  const below = tall - bodyTop - (compact ? 26 : 76);
+  const below = tall - bodyTop - (compact ? 26 : 98);
   const low = below / run.layers - gap;
   if (low >= (compact ? 10 : 30)) tile = Math.min(tile, low); // the whole grid on one screen
   if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 340;
   $("app").classList.toggle("wide", wide);
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
-  tile = clamp(tile, 6, 150);
+  tile = clamp(tile, compact ? 6 : 24, 150); // large enough for a finger; the grid can scroll
   const exact = (Math.floor((tile * devicePixelRatio) / A.T) * A.T) / devicePixelRatio;
   if (exact >= 0.86 * tile) tile = exact; // a whole number of pixels for each weight
   tilePixels = Math.floor(tile * devicePixelRatio + 0.001); // without rounding errors of `exact`
   tile = tilePixels / devicePixelRatio;
-  $("grid").classList.toggle("thin", tile < 24); // only some columns have labels
+  $("all").classList.toggle("scrolls", !state.sort && (tile + gap) * run.heads + labels > room + 9);
+  $("grid").classList.toggle("thin", tile < 26); // only some columns have labels
   document.documentElement.style.setProperty("--tile", `${tile}px`);
   $("grid").classList.toggle("sorted", Boolean(state.sort));
   $("grid").style.width = state.sort && wide ? `${room}px` : "";

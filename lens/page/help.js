@@ -5,14 +5,15 @@ import { run } from "./state.js";
 
 const KEYS = [
   ["← → ↑ ↓", "move to a neighbouring head"],
-  ["Enter", "enlarge a head"],
+  ["Enter, Space", "enlarge the focused head"],
   ["Esc", "close the enlarged head"],
   [", .", "previous step, next step"],
-  ["Space", "play or pause"],
+  ["Space", "anywhere else: play or pause"],
   ["p", "next prompt"],
   ["Shift ← → ↑ ↓", "move to a neighbouring cell of the enlarged heatmap"],
   ["s", "colour scale: square root or linear"],
   ["h", "hide or show the first column"],
+  ["c", "stretch the colours of each head, or use the same colours for all heads"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
   ["?", "show this help"],
@@ -41,8 +42,8 @@ export function buildHelp() {
     heading("Colours"),
     text("On the square-root scale, a weight of 0.04 is a fifth as bright as a weight of 1. " +
       "“Hide first column” hides the weights on the first token, the attention sink of many " +
-      "heads. The colour scale of each head then ends at its largest remaining weight. The " +
-      "weights do not change. A comparison shows B − A: orange where B has more weight, blue " +
+      "heads. “Stretch colours per head” ends the colour scale of each head at its largest " +
+      "weight, so that the colours of two heads cannot be compared. A comparison shows B − A: orange where B has more weight, blue " +
       "where B has less. If A and B are two steps of one run, A is the earlier step."),
   );
   $("help").addEventListener("click", (event) => {

@@ -4,7 +4,7 @@ import { clamp } from "./text.js";
 import { $ } from "./dom.js";
 import { A, choosePrompt, hovered, run, selected, state, update } from "./state.js";
 import { toggleTheme } from "./colours.js";
-import { moveHead, select, tiles } from "./grid.js";
+import { moveHead, select } from "./grid.js";
 import { selectedQuery, hoverCell } from "./detail.js";
 import { goStep, togglePlay } from "./player.js";
 import { toggleCompare } from "./controls.js";
@@ -28,6 +28,7 @@ const SHORTCUTS = {
   p: () => choosePrompt((state.prompt + 1) % run.prompts.length),
   s: () => update({ scale: state.scale === "sqrt" ? "linear" : "sqrt" }),
   h: () => update({ hideFirst: !state.hideFirst }),
+  c: () => update({ stretch: !state.stretch }),
   d: toggleCompare,
   t: toggleTheme,
   "?": () => openHelp(),
@@ -40,9 +41,8 @@ export function onKey(event) {
   if (document.querySelector("dialog[open]")) return;
   const typing = target.matches("select, input:not([type=range], [type=checkbox], [type=radio])");
   if (typing && key !== "Escape") return;
-  const onTile = target.matches(".head");
-  // These elements handle the space key themselves.
-  if (key === " " && target.matches("button:not(.head), input, [type=file]")) return;
+  // These elements handle the space key themselves. On the enlarged head it would do nothing.
+  if (key === " " && target.matches('button:not([aria-pressed="true"]), input')) return;
   if (key in ARROWS) {
     if (target.matches("input")) return;
     if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {
@@ -51,9 +51,6 @@ export function onKey(event) {
     } else if (event.shiftKey) moveCell(...ARROWS[key]);
     else moveHead(...ARROWS[key]);
     event.preventDefault();
-  } else if (key === "Enter" && onTile) {
-    event.preventDefault();
-    select(tiles.findIndex((tile) => tile.button === target));
   } else if (Object.hasOwn(SHORTCUTS, key)) {
     event.preventDefault();
     SHORTCUTS[key]();

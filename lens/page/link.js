@@ -16,6 +16,7 @@ function linkText() {
   if (state.filter) parts.set("filter", `${state.filter}:${+state.threshold.toPrecision(4)}`);
   put("scale", state.scale, "sqrt");
   if (state.hideFirst) parts.set("first", "hidden");
+  if (state.stretch) parts.set("colours", "stretched");
   put("compare", state.compare, other ? null : "off"); // default: "run" if there are two runs
   if (state.compare !== "off") parts.set("show", state.show);
   put("theme", state.theme, "auto");
@@ -45,6 +46,7 @@ export function readLink(text) {
   if (known(filter) && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
   found.scale = choice("scale", ["linear"]) || "sqrt";
   found.hideFirst = parts.get("first") === "hidden";
+  found.stretch = parts.get("colours") === "stretched";
   const compare = parts.get("compare") ?? (other ? "run" : "off");
   if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
   found.show = choice("show", ["a", "b"]) || "difference";

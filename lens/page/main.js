@@ -3,7 +3,7 @@
 import { $ } from "./dom.js";
 import { decode, prefetch, prepare, readData, weight } from "./data.js";
 import {
-  draw, other, otherSide, redraw, run, selected, setRuns, state, timing, update,
+  draw, hovered, other, otherSide, redraw, run, selected, setRuns, state, timing, update,
 } from "./state.js";
 import { dark, readTheme } from "./colours.js";
 import {
@@ -20,6 +20,8 @@ import { onKey } from "./keys.js";
 
 function drawAll() {
   const begin = performance.now();
+  const top = () => (hovered.query === null ? 0 : $("map").getBoundingClientRect().top);
+  const before = top();
   showControls();
   layOut();
   drawGrid();
@@ -27,6 +29,7 @@ function drawAll() {
   drawDetail();
   drawCharts();
   showHovered();
+  scrollBy(0, top() - before); // the cell under the pointer does not move
   keepLink();
   timing.redraw = performance.now() - begin;
 }

@@ -19,12 +19,16 @@ function buffersOf(T, size) {
   return buffers.get(name);
 }
 
-/** Returns the largest code of a head without the first column; 255 if all codes are 0. */
+export const firstKey = () => (state.hideFirst ? 1 : 0); // the first column that is shown
+
+/** Returns the largest shown code of a head; 255 if all are 0. The first row is skipped, because
+ * the first token can only attend to itself. */
 function largestCode(of, index) {
+  const first = firstKey();
   let most = 0;
-  let place = of.start + index * of.triangle;
-  for (let query = 0; query < of.T; query++) {
-    for (let key = 1; key <= query; key++) most = Math.max(most, of.bytes[place + key]);
+  let place = of.start + index * of.triangle + 1;
+  for (let query = 1; query < of.T; query++) {
+    for (let key = first; key <= query; key++) most = Math.max(most, of.bytes[place + key]);
     place += query + 1;
   }
   return most || 255;
@@ -32,18 +36,19 @@ function largestCode(of, index) {
 
 /** Returns the code at the end of the colour scale of a head, the same for A and B. */
 export function maxCode(index, of = A) {
-  if (!state.hideFirst) return 255;
+  if (!state.stretch) return 255;
   if (comparable(index)) return Math.max(largestCode(A, index), largestCode(B, indexInB(index)));
   return largestCode(of, of === A ? index : indexInB(index));
 }
 
 /** Returns the difference at the end of the colour scale of a head. */
 export function maxDifference(index) {
-  if (!state.hideFirst) return 1;
+  if (!state.stretch) return 1;
+  const first = firstKey();
   let most = 0;
   let [a, b] = [A.start + index * A.triangle, B.start + indexInB(index) * B.triangle];
   for (let query = 0; query < A.T; query++) {
-    for (let key = 1; key <= query; key++) {
+    for (let key = first; key <= query; key++) {
       const difference = WEIGHTS[B.bytes[b + key]] - WEIGHTS[A.bytes[a + key]];
       most = Math.max(most, Math.abs(difference));
     }
@@ -61,7 +66,7 @@ export function paint({ canvas, context }, index, what, most = Infinity) {
   const shared = buffersOf(of.T, Math.min(of.T, most));
   const { image, pixels, places, levels, size } = shared;
   if (canvas.width !== size) canvas.width = canvas.height = size;
-  const first = state.hideFirst ? 1 : 0;
+  const first = firstKey();
   const place = of === A ? index : indexInB(index);
   pixels.fill(colours.masked);
   let table = null;

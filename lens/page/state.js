@@ -15,6 +15,7 @@ export const DEFAULTS = {
   threshold: null,
   scale: "sqrt", // or "linear"
   hideFirst: false,
+  stretch: false, // the colours of each head end at its largest weight
   compare: "off", // "run": the other run at this step, "run:40", "step:40"
   show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"

@@ -11,6 +11,23 @@ export function format(value, signed = false) {
   return sign + text;
 }
 
+/** Returns the number of correct decimals of a weight. Weights in an interval of 2 sqrt(w) / 255 have
+ * the same code (0: 1 / 510²); the unit of the last digit is not smaller than this interval. */
+export const weightDigits = (weight) =>
+  Math.floor(-Math.log10(Math.max((2 * Math.sqrt(weight)) / 255, 1 / 510 ** 2)));
+
+/** Returns a weight as text, without digits that its code does not determine. */
+export function formatWeight(weight, digits = weightDigits(weight)) {
+  const text = weight.toFixed(digits);
+  return Number(text) ? text : `<${(10 ** -digits).toFixed(digits)}`;
+}
+
+/** Returns b - a with the digits of the less exact weight. */
+export function formatDifference(a, b) {
+  const text = Math.abs(b - a).toFixed(Math.min(weightDigits(a), weightDigits(b)));
+  return (Number(text) ? (b < a ? "−" : "+") : "") + text;
+}
+
 export const plural = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 export const headName = (layer, head) => `L${layer} H${head}`;
 
@@ -28,6 +45,17 @@ export function label(token, longest = 12) {
   const spaces = (space) => "␣".repeat([...space].length);
   const marked = token.replace(/^[^\S\r\n\t]+|[^\S\r\n\t]+$/g, spaces);
   return visible(marked, longest) || "∅";
+}
+
+/** Returns an explanation of the signs in the labels of tokens, "" if there are none. */
+export function explainSigns(tokens) {
+  const shown = tokens.map((token) => label(token, Infinity)).join(" ");
+  const used = [["␣", "␣ space"], ["⏎", "⏎ line break"], ["␍", "␍ carriage return"], ["⇥", "⇥ tab"],
+    ["∅", "∅ empty token"], [/<0x[\dA-F]{2}>/, "byte of a character that has several tokens"]];
+  return used.map(([sign, meaning]) => {
+    const found = shown.match(sign)?.[0];
+    return found && (typeof sign === "string" ? meaning : `${found} ${meaning}`);
+  }).filter(Boolean).join(" · ");
 }
 
 /** Returns the text of tokens. If tokens share a character, the first has it, the others null. */

@@ -30,6 +30,7 @@ def test_link_restores_the_view(shown):
     lens.locator("#filter-value").fill("30")
     lens.locator("#scale").select_option("linear")
     lens.locator("#first-column").check()
+    lens.locator("#stretch").check()
     lens.locator("#compare").select_option("step:80")
     lens.locator("#show label").nth(1).click()
     lens.locator("#theme").click()
@@ -49,7 +50,7 @@ def test_link_restores_the_view(shown):
 BAD_LINKS = """prompt=3 prompt=-1 prompt=1.5 prompt=x step=41 step= step=constructor head=2.0
 head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__ filter=entropy
 filter=entropy:x filter=entropy:1e999 filter=nothing:0.5 scale=cubic first=1 compare=run
-compare=step:41 compare=constructor show=c theme=%00 % &&==&"""
+compare=step:41 compare=constructor show=c theme=%00 colours=1 % &&==&"""
 
 
 def test_changed_address_is_followed(shown):
@@ -78,6 +79,7 @@ PRESSED = [  # view, key, what it changes, new value
     ("head=0.1&query=5", "Shift+ArrowDown", "query", 6),
     ("scale=sqrt", "s", "scale", "linear"),
     ("first=shown", "h", "hideFirst", True),
+    ("colours=equal", "c", "stretch", True),
     ("compare=off", "d", "compare", "step:0"),
     ("theme=light", "t", "theme", "dark"),
 ]
@@ -135,10 +137,14 @@ def test_keys(shown):
     assert pages.state(lens, "layer") is None  # focused, not enlarged
     lens.locator("#speed").select_option("10")
     play = lens.locator("#play").get_attribute("aria-label")
-    pages.tile(lens, 1, 1).focus()
-    lens.keyboard.press("Space")
+    pages.tile(lens, 1, 0).focus()
+    lens.keyboard.press("Space")  # enlarges the head
+    expect(lens.locator("#detail-title")).to_have_text("L1 H0")
+    assert pages.state(lens, "frame") == 2
+    lens.keyboard.press("Space")  # the head is enlarged: plays
     expect(lens.locator("#step-number")).to_contain_text("120")
     expect(lens.locator("#play")).to_have_attribute("aria-label", play)
+    pages.tile(lens, 1, 1).focus()
     lens.keyboard.press("Enter")
     assert lens.locator("#detail-title").inner_text() == "L1 H1"
     lens.locator("#prompt").focus()  # keys that a field needs are not shortcuts

@@ -46,8 +46,11 @@ class Run:
 
 
 @functools.cache
-def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history=HISTORY, seed=0):
-    """Returns a run of random heads whose attention becomes sharper with each step."""
+def a_run(
+    name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history=HISTORY, seed=0, sharp=1
+):
+    """Returns a run of random heads whose attention becomes sharper with each step. sharp: the
+    attention scores are multiplied by this number."""
     weights, rows, frames, of_steps = {}, {}, {}, {}
     for step in history:
         draw = torch.Generator().manual_seed(1000 * seed + step)
@@ -56,7 +59,9 @@ def a_run(name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history
 
         def capture_attention(token_ids, capture, step=step, draw=draw, more=more):
             size = len(token_ids)
-            scores = torch.randn(layers, heads, size, size, generator=draw) * (1 + step / 40)
+            scores = (
+                torch.randn(layers, heads, size, size, generator=draw) * sharp * (1 + step / 40)
+            )
             scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -torch.inf)
             value_norms = torch.rand(layers, heads, size, generator=more)
             for layer in range(layers):
@@ -208,7 +213,7 @@ def readout(lens):
     """Returns (token, position) of the query and of the key, and the weights, of the readout."""
     text = lens.locator("#readout").inner_text()
     query, key = re.findall(r'"(.*?)" \((\d+)\)', text, re.DOTALL)
-    weights = [float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d\.\d{3}", text)]
+    weights = [float(n.replace("−", "-")) for n in re.findall(r"[+−]?\d\.\d+", text)]
     return (query[0], int(query[1])), (key[0], int(key[1])), weights
 
 
