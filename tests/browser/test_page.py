@@ -161,7 +161,8 @@ def test_one_step_without_a_repeated_prompt(shown):
     expect(lens.locator("#message")).not_to_have_text("")
     assert pages.state(lens, "compare") == "off"
     shown_charts = lens.locator(".chart").evaluate_all("all => all.map((c) => c.dataset.statistic)")
-    assert set(STATISTICS) - set(shown_charts) == {"induction", "duplicate_token"}
+    assert set(STATISTICS) - set(shown_charts) >= {"induction", "duplicate_token"}
+    assert {"entropy", "largest_logit"} <= set(shown_charts)
     lens.evaluate(WATCH_TEXT)
     lens.locator("#theme").click()
     assert Chart(lens, "entropy").steps == ["L0", "L1"]  # with one step, the x axis is the layer
