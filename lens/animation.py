@@ -74,6 +74,7 @@ def _frame(
     draw.rectangle((0, 0, width, 3), (MASKED,) * 3)
     draw.rectangle((0, 0, step * width // max(1, last_step), 3), ACCENT)
     draw.text((16, 8), f"step {step:,}", INK, bold)
+    draw.text((width - 16, 18), "row: query token, column: key token", PALE_INK, small, anchor="ra")
     names = [f"L{row['layer']} H{row['head']} {STATISTICS[row['name']].title}" for row in heads]
     draw.text((16, 46), " · ".join(names) or "no head has a name yet", INK, font)
     fits = round(width / small.getlength("m") * 1.4)

@@ -24,6 +24,7 @@ from .statistics import STATISTICS, uniform_attention
 COLOUR_MAP = "viridis"  # perceptually uniform; readable in grey and by colour-blind people
 WIDTH = 800  # approximate width of a grid in pixels
 PANEL = (920, 600)  # pixels; twice the size of a panel of W&B
+TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar, whose scale is the square root
 MASKED = 236  # grey level of cells above the diagonal, which the causal mask excludes
 INK, PALE_INK, ACCENT = (25, 25, 25), (95, 95, 95), (200, 62, 10)
 
@@ -59,7 +60,7 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
         for count, name in ((num_layers, "layer"), (num_heads, "head"))
     )
     if is_uniform:
-        what = "attention is still uniform"
+        what += ", close to uniform attention"
     draw.text((after, 12), what, PALE_INK, font)
     fits = round((total - left) / small.getlength("m") * 1.45)
     draw.text((left, text_top), title_of(prompt, fits), INK, small)
@@ -79,10 +80,10 @@ def draw_panel(
     path: Path,
 ) -> None:
     """Writes a PNG for a panel of a dashboard, which shows it at half of its size: all heads on
-    the left, `heads` enlarged on the right.
+    the left, the first of `heads` enlarged on the right: two or, in a deep model, four.
 
-    codes: uint8 (L, H, T (T + 1) / 2). heads: at most two rows of heads.head_table. uniform: the
-    statistics for uniform attention on this prompt.
+    codes: uint8 (L, H, T (T + 1) / 2). heads: rows of heads.head_table. uniform: the statistics for
+    uniform attention on this prompt.
     """
     num_layers, num_heads, _ = codes.shape
     image = Image.new("RGB", PANEL, "white")
@@ -102,12 +103,13 @@ def draw_panel(
     width, height = PANEL[0] - x - 16, PANEL[1] - y - 12
     if not heads:
         draw.text((x, 150), "no head has a name\non this prompt yet", PALE_INK, font_of(24))
-    count = max(1, len(heads))
-    across = count if width >= 580 else 1  # two captions next to each other need this width
-    size = min((width + 16) // across - 16, height // math.ceil(count / across) - 64)
+    is_wide = width >= 530  # the caption of a head needs 260 pixels
+    heads = heads[: 4 if is_wide else 2]
+    across = 2 if is_wide and len(heads) > 1 else 1
+    size = min(width // across - 12, height // max(1, math.ceil(len(heads) / across)) - 64)
     for number, row in enumerate(heads):
         layer, head, name = row["layer"], row["head"], row["name"]
-        place = (x + number % across * (size + 16), y + number // across * (size + 70))
+        place = (x + number % across * (width // across), y + number // across * (size + 70))
         draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, font_of(20, "Bold"))
         value = f"{row[name]:.2f} (uniform {uniform[name]:.2f})"
         draw.text((place[0], place[1] + 26), value, INK, font)
@@ -188,14 +190,18 @@ def _write_tokens(
 
 
 def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont) -> None:
-    """Draws the colour bar and a legend for rows and columns."""
-    draw = ImageDraw.Draw(image)
-    bar = np.linspace(0, 255, 200).astype(np.uint8)[None].repeat(round(font.size * 0.8), 0)
-    draw.text((x, y), "0", PALE_INK, font)
-    bar_x = round(x + font.getlength("0") + 8)
-    image.paste(Image.fromarray(_table()[bar]), (bar_x, round(y + font.size * 0.25)))
-    words = "weight 1 (√ scale)   row: query, column: key"
-    draw.text((bar_x + 208, y), words, PALE_INK, font)
+    """Draws the colour bar with ticks, and a legend for rows and columns."""
+    draw, width, height = ImageDraw.Draw(image), 18 * round(font.size), round(font.size * 0.8)
+    draw.text((x, y - 2), "weight", PALE_INK, font)
+    left = round(x + font.getlength("weight  "))
+    bar = np.linspace(0, 255, width).astype(np.uint8)[None].repeat(height, 0)
+    image.paste(Image.fromarray(_table()[bar]), (left, y))
+    for weight in TICKS:
+        place = left + math.sqrt(weight) * (width - 1)
+        draw.line((place, y + height, place, y + height + 3), PALE_INK)
+        draw.text((place, y + height + 4), f"{weight:g}", PALE_INK, font, anchor="ma")
+    legend = "row: query token\ncolumn: key token"
+    draw.text((left + width + 2 * font.size, y - 2), legend, PALE_INK, font)
 
 
 def colour(codes: np.ndarray) -> np.ndarray:

@@ -172,7 +172,7 @@ class Lens:
             path = path.with_stem(f"{path.stem}_panel")
             uniform = self.uniform[number]
             table = head_table([Row(step, frame.of_prompts[number])], uniform)
-            draw_panel(codes, prompt, step, most_significant(table)[:2], uniform, path)
+            draw_panel(codes, prompt, step, most_significant(table), uniform, path)
             snapshot.images[f"attention/heatmap/{prompt.name}"] = path
             for layer in self.config.layers:
                 path = folder / f"step_{step:08d}_{prompt.name}_L{layer:02d}.png"
@@ -240,7 +240,8 @@ class Lens:
         """Writes the animation of the repeated sequence or, without it, of the first prompt."""
         number = next((n for n, prompt in enumerate(self.prompts) if prompt.period), 0)
         shape = self.history.rows[-1].values["entropy"].shape
-        codes = [codes_of(frame, self.prompts, shape)[number] for frame in frames]
+        lengths = [prompt.shown for prompt in self.prompts]
+        codes = [codes_of(frame, lengths, shape)[number] for frame in frames]
         uniform, rows = uniform_values(self.prompts), {row.step: row for row in self.history.rows}
         steps = [frame["step"] for frame in frames]
         heads = [

@@ -2,6 +2,7 @@
 
     python -m scripts.inspect_attention checkpoint=runs/NAME text="The bell rang twice."
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
+    python -m scripts.inspect_attention checkpoint=runs/NAME figure=head.pdf layer=1 head=2
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The page
 is the same as in training (docs/lens.md). The command also prints the most significant heads of
@@ -15,13 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator
 
-from errors import refuse, sanitize
+from errors import Problem, refuse, sanitize
 from lens.config import LensConfig
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from training.config.schema import Checkpoint, Count, Device, Positive, rejected
 
 if TYPE_CHECKING:
     import torch
+
+KINDS = (".pdf", ".svg", ".png")
 
 
 class InspectConfig(ScriptConfig):
@@ -37,6 +40,10 @@ class InspectConfig(ScriptConfig):
     repeat_length: Annotated[Count, Field(le=127)] = Field(
         24, description="number of random tokens that an extra prompt repeats; 0: none"
     )
+    figure: OutFile = Field("", description="also draw the heatmaps: a .pdf, .svg or .png file")
+    prompt: Positive = Field(1, description="number of the prompt in the figure")
+    layer: Count | None = Field(None, description="layer of the only head in the figure")
+    head: Count | None = Field(None, description="the only head in the figure; null: all heads")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
 
     @field_validator("repeat_length")
@@ -45,6 +52,13 @@ class InspectConfig(ScriptConfig):
         if repeat_length == 1:
             raise rejected("must be 0, or from 2 to 127", "use 24")
         return repeat_length
+
+    @field_validator("figure")
+    @classmethod
+    def _kind(cls, figure: str) -> str:
+        if figure and not figure.lower().endswith(KINDS):
+            raise rejected("not the name of a PDF, SVG or PNG file", "use a name such as heads.pdf")
+        return figure
 
 
 @settings_command(InspectConfig)
@@ -57,8 +71,31 @@ def main(settings: InspectConfig) -> None:
     given = {"checkpoint": settings.checkpoint, "compare": settings.compare}
     runs = [inspect(path, key, settings, device) for key, path in given.items() if path]
     names = " and ".join(run["name"] for run in runs)
+    if settings.figure:
+        draw(runs[0], settings)
     write_out(settings.out, page(runs, title=f"attention of {names}").encode())
     print(sanitize(f"open {settings.out} in a browser"))
+
+
+def draw(run: dict, settings: InspectConfig) -> None:
+    """Writes the figure of all heads or of one head."""
+    from lens.figure import draw_figure
+
+    limits = {"prompt": len(run["prompts"]) + 1, "layer": run["layers"], "head": run["heads"]}
+    problems = []
+    for key, limit in limits.items():
+        value = getattr(settings, key)
+        if value is not None and value >= limit:
+            problems.append(Problem(key, value, f"the last is {limit - 1}", "give another number"))
+    if (settings.layer is None) != (settings.head is None):
+        key = "layer" if settings.layer is None else "head"
+        problems.append(Problem(key, None, "one head has a layer and a head", "give both numbers"))
+    refuse(problems)
+    place = None if settings.head is None else (settings.layer, settings.head)
+    kind = Path(settings.figure).suffix[1:].lower()
+    content = draw_figure(run, kind, settings.prompt - 1, place)
+    write_out(settings.figure, content, "figure")
+    print(sanitize(f"wrote {settings.figure}"))
 
 
 def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device") -> dict:

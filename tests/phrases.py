@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-SKIPPED = re.compile(r"^(corpus/|benchmarks/results/|tests/phrases\.py$)|\.png$")
+SKIPPED = re.compile(r"^(corpus/|benchmarks/results/|tests/phrases\.py$)|\.(png|webp)$")
 
 # Prose: (pattern, what to write instead). Matched without regard to case, and in names too:
 # an underscore counts as a blank.

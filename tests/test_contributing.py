@@ -13,7 +13,9 @@ TEXT = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^### (Add .*?)\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL))
 # A code block: a new file (its path is in the line before), a patch, or commands.
 BLOCK = re.compile(r"(?:^`([^`\n]+)`:\n\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "results", "*.png", "*.ipynb")
+NOT_COPIED = shutil.ignore_patterns(
+    ".*", "__pycache__", "runs", "results", "*.png", "*.webp", "*.ipynb"
+)
 
 
 @pytest.mark.parametrize("title", EXAMPLES)

@@ -106,11 +106,14 @@ def frame_data(frame: Frame, token_bytes: Callable[[int], bytes] | None = None) 
     return data
 
 
-def codes_of(frame: dict, prompts: Sequence[Prompt], shape: tuple[int, int]) -> list[np.ndarray]:
-    """Returns the codes of each prompt in the data of one step. shape: (layers, heads)."""
+def codes_of(frame: dict, lengths: Sequence[int], shape: tuple[int, int]) -> list[np.ndarray]:
+    """Returns the codes of each prompt in the data of one step, as in Frame.codes.
+
+    lengths: the number of tokens of each prompt. shape: (layers, heads).
+    """
     codes = np.frombuffer(zlib.decompress(base64.b64decode(frame["weights"])), np.uint8)
-    cells = [prompt.shown * (prompt.shown + 1) // 2 for prompt in prompts]
-    parts = np.split(codes, np.cumsum(cells)[:-1] * shape[0] * shape[1])
+    sizes = [shape[0] * shape[1] * length * (length + 1) // 2 for length in lengths]
+    parts = np.split(codes, np.cumsum(sizes)[:-1])
     return [part.reshape(*shape, -1) for part in parts]
 
 

@@ -1,18 +1,23 @@
 """scripts/inspect_attention.py: one page for one model, or for two."""
 
+import base64
+import io
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from helpers.models import tiny_model
-from helpers.pages import unpacked
+from helpers.pages import VIRIDIS, a_run, unpacked
 from helpers.refusals import printed_keys
 from helpers.runs import train_in
+from PIL import Image
 
 from data import get_tokenizer
 from interop.huggingface import to_hf
 from interop.pretrained import load_pretrained
+from lens.figure import draw_figure
 from lens.page import read
 from lens.probe import from_codes, triangle_to_square
 from scripts.inspect_attention import main
@@ -63,11 +68,63 @@ def test_hugging_face_directory_and_two_models(in_process, home):
     assert second["prompts"][0]["tokens"] == list("The fox")
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_figure_of_one_head(in_process, home):
+    """Each token on both axes, the run, the head and the step."""
+    chosen = ("figure=head.svg", "prompt=1", "layer=1", "head=0", "max_tokens=8")
+    code, _, err = in_process(main, home, "checkpoint=runs/one", "text=the fox.", *chosen)
+    assert (code, err) == (0, "")
+    drawing = ElementTree.parse(home / "head.svg")
+    texts = ["".join(text.itertext()) for text in drawing.iter(f"{SVG}text")]
+    assert [texts.count(token) for token in "thfox."] == [2] * 6
+    assert any(re.search(r"one\b.*L1 H0.*\b4\b", text) for text in texts)
+
+
+def test_weights_in_a_figure():
+    """Of one head, and of all heads in their places."""
+    run = a_run()
+    expected = VIRIDIS[np.rint(255 * np.sqrt(run.weights[120][0])).astype(int)]  # (2, 3, 12, 12, 3)
+    for head, places in (((1, 2), [(1, 2)]), (None, [*np.ndindex(2, 3)])):
+        pixels = []
+        for image in ElementTree.fromstring(draw_figure(run.data, "svg", 0, head)).iter():
+            if data := image.get("{http://www.w3.org/1999/xlink}href", "").partition(",")[2]:
+                picture = Image.open(io.BytesIO(base64.b64decode(data)))
+                pixels.append(np.asarray(picture.convert("RGB")).astype(int))
+        found = max(pixels, key=np.size)
+        rows, columns = (1, 1) if head else (2, 3)
+        gap = 0.08 if rows > 1 else 0
+        for layer, number in places:
+            y, x = (0, 0) if head else (layer, number)
+            high, wide = found.shape[0] / (rows - gap), found.shape[1] / (columns - gap)
+            centres = (np.arange(12) + 0.5) / 12 * (1 - gap)
+            ys, xs = ((y + centres) * high).astype(int), ((x + centres) * wide).astype(int)
+            difference = np.abs(found[np.ix_(ys, xs)] - expected[layer, number])
+            assert difference[np.tril_indices(12)].max() <= 3
+
+
+def test_figure_of_all_heads(in_process, home):
+    first = {}
+    for kind, start in (("pdf", b"%PDF"), ("png", b"\x89PNG"), ("svg", b"<?xml")):
+        in_process(main, home, "checkpoint=runs/one", f"figure=heads.{kind}", "prompt=2")
+        first[kind] = (home / f"heads.{kind}").read_bytes()
+        assert first[kind].startswith(start)
+    assert b"FontFile2" in first["pdf"]  # TrueType: text that a program can change
+    assert [first["svg"].count(b">L%d<" % n) for n in range(3)] == [1, 1, 0]
+    in_process(main, home, "checkpoint=runs/one", "figure=again.svg", "prompt=2")
+    assert (home / "again.svg").read_bytes() == first["svg"]
+
+
 def test_bad_values(in_process, home):
     to_hf(tiny_model(vocab_size=61), home / "other")  # its vocabulary size matches no tokenizer
     before = sorted(home.iterdir())
     for code, keys, arguments in (
         (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
+        (2, ["figure"], ["figure=heads.gif"]),
+        (2, ["head", "layer", "prompt"], ["figure=a.pdf", "layer=2", "head=2", "prompt=5"]),
+        (2, ["head"], ["figure=a.pdf", "layer=1"]),
+        (2, ["layer"], ["figure=a.pdf", "head=1"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
         (3, ["compare"], ["compare=runs/none"]),
         (3, ["checkpoint"], ["checkpoint=other", "text=The fox"]),
