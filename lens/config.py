@@ -23,6 +23,7 @@ class LensConfig:
     max_tokens: int = 64  # longer prompts are truncated; images and pages note this
     layers: list[int] = field(default_factory=list)  # layers with an additional large image
     frames: int = 24  # maximum number of steps in the time-lapse
+    ablation: str = "auto"  # removed heads at the last step: auto, exact, estimate or off
 
     def interval(self, max_steps: int) -> int:
         """Returns the steps between snapshots in a run of `max_steps` steps; 0: no snapshots."""

@@ -85,10 +85,19 @@ def most_significant(table: Sequence[dict]) -> list[dict]:
     return sorted(first.values(), key=lambda row: row["rank"])
 
 
+def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
+    """Returns (layer, head) of all heads that have a name, for each name."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for row in table:
+        if row["name"]:
+            found.setdefault(row["name"], []).append((row["layer"], row["head"]))
+    return found
+
+
 def write_table(path: Path, table: Sequence[dict]) -> None:
     """Writes the table as CSV."""
     path.unlink(missing_ok=True)  # open() would follow a link
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)

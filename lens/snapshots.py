@@ -1,6 +1,7 @@
 """Attention snapshots: Lens.snapshot records all heads at a step and writes images and pages."""
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from .ablation import COLUMNS, Head, removal
 from .animation import write_animation
 from .config import LensConfig
-from .heads import NAMES, head_table, most_significant, significances, write_table
+from .heads import NAMES, head_table, heads_by_name, most_significant, significances, write_table
 from .heatmap import draw_grid, draw_layer, draw_panel, fitted
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY, codes_of, frame_data, page, read, run_data
@@ -73,6 +75,7 @@ class Lens:
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
         self.stage: int | None = None  # first step with a low loss on the repeated sequence
+        self.ablation: dict | None = None  # the loss without each head; set at the end
 
     def due(self, step: int, max_steps: int) -> bool:
         """Whether this step has a snapshot: each multiple of the interval (also 0) and the last."""
@@ -92,12 +95,14 @@ class Lens:
         run_name: str = "",
         write: bool = True,
         curves: Callable[[], dict[str, list]] = dict,
+        ablate: Callable[[dict[str, list[Head]]], dict | None] | None = None,
     ) -> Snapshot | None:
         """Runs the model on all prompts and writes statistics, images and pages to `folder`.
 
         capture_attention: see probe.py. run_name: the name of the run on the pages. With
         write=False it only runs the model and returns None: for ranks other than 0 with FSDP.
         curves(): losses of the training for the time-lapse, {name: [(step, value)]}.
+        ablate: receives the heads of each name at the last step; returns the result of ablation.py.
         """
         frame = probe(capture_attention, self.prompts, step)
         if not write:
@@ -108,15 +113,17 @@ class Lens:
         self.history.add(frame.row)
         self.stage = self._stage_begins()
         snapshot = _dashboard_values(frame.row)
+        if step == max_steps:
+            self.table = head_table(self.history.rows, uniform_values(self.prompts))
+            if ablate:
+                self._add_ablation(ablate(heads_by_name(self.table)), step, folder)
+            write_table(folder / "heads.csv", self.table)
+            snapshot.tables["attention/table"] = self._with_thumbnails(frame)
         if self.draws(step, max_steps):
             self._draw(frame, folder, run_name, snapshot)
             if step > 0 and self._quarter_is_complete(step, max_steps):
                 snapshot.charts = _charts(self.history)
                 self._write_timelapse(folder, run_name, snapshot, curves(), step == max_steps)
-        if step == max_steps:
-            self.table = head_table(self.history.rows, uniform_values(self.prompts))
-            write_table(folder / "heads.csv", self.table)
-            snapshot.tables["attention/table"] = self._with_thumbnails(frame)
         return snapshot
 
     def page_data(
@@ -151,6 +158,34 @@ class Lens:
             for row in most_significant(self.table)
         ]
 
+    def most_important_heads(self) -> list[str]:
+        """Returns the head, and the name of heads, whose removal increases the loss most."""
+        if not self.ablation:
+            return []
+        names = {(row["layer"], row["head"]): row["name"] for row in self.table}
+        heads, groups = self.ablation["heads"], self.ablation["groups"]
+        first = max(heads, key=lambda row: row["loss_change"])
+        layer, head = first["layer"], first["head"]
+        lines = [removal(f"L{layer} H{head} ({names[layer, head] or 'no name'})", first)]
+        if groups:
+            first = max(groups, key=lambda row: row["loss_change"])
+            lines.append(removal(f"all {first['heads']} heads named {first['name']}", first))
+        if self.ablation["method"] == "estimate":
+            lines = [f"{line} (first-order estimate)" for line in lines]
+        return lines
+
+    def _add_ablation(self, found: dict | None, step: int, folder: Path) -> None:
+        """Writes ablation.json and adds the results to the table. None: after an error."""
+        if found is None:
+            return
+        self.ablation = {"step": step} | found
+        atomic_write(folder / "ablation.json", json.dumps(self.ablation, indent=1) + "\n")
+        results = {(row["layer"], row["head"]): row for row in found["heads"]}
+        for row in self.table:
+            result = results[row["layer"], row["head"]]
+            known = COLUMNS if result["accuracy_without"] is not None else COLUMNS[:2]
+            row |= {key: result[key] for key in known}
+
     def _drawn_every(self, max_steps: int) -> int:
         """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
         files = len(self.prompts) * (1 + len(self.config.layers)) + 1
@@ -180,7 +215,8 @@ class Lens:
                 snapshot.images[f"attention/layer/L{layer:02d}/{prompt.name}"] = path
         path = folder / f"step_{step:08d}.html"
         frames = [frame_data(frame, self.token_bytes)]
-        self._write_page(path, run_data(run_name, self.prompts, frames, [frame.row]))
+        data = run_data(run_name, self.prompts, frames, [frame.row], ablation=self.ablation)
+        self._write_page(path, data)
         snapshot.pages["attention/viewer"] = path
 
     def _with_thumbnails(self, frame: Frame) -> list[dict]:
@@ -229,7 +265,8 @@ class Lens:
                     frames += run["frames"]
         path = folder / "timelapse.html"
         rows = self.history.rows
-        self._write_page(path, run_data(run_name, self.prompts, frames, rows, curves, self.stage))
+        data = run_data(run_name, self.prompts, frames, rows, curves, self.stage, self.ablation)
+        self._write_page(path, data)
         snapshot.pages["attention/timelapse"] = path
         if is_last:
             path = folder / "timelapse.webp"
@@ -291,5 +328,5 @@ def _remove_from(folder: Path, step: int) -> None:
         if path.name[5:13].isdigit() and int(path.name[5:13]) >= step:
             path.unlink()
     if not any(folder.glob("step_*")):
-        for name in ("timelapse.html", "timelapse.webp", "heads.csv"):
+        for name in ("timelapse.html", "timelapse.webp", "heads.csv", "ablation.json"):
             (folder / name).unlink(missing_ok=True)

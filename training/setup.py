@@ -145,7 +145,7 @@ def _build(
         learning_rate=build_schedule(config),
         metrics=build_metrics(config, strategy, model, state, console, tracker),
         evaluator=build_evaluator(config, strategy, data),
-        lens=build_lens(config, strategy, data, directory),
+        lens=build_lens(config, strategy, data, directory, notes),
         checkpointer=Checkpointer(directory, saver, strategy, model, optimizer),
         tracker=tracker,
         console=console,
@@ -351,7 +351,9 @@ def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Eva
     return Evaluator(config, strategy, validation, tokenizer, batch_size)
 
 
-def build_lens(config: Config, strategy: Strategy, data: LoadedData, directory: Path) -> LensRunner:
+def build_lens(
+    config: Config, strategy: Strategy, data: LoadedData, directory: Path, notes: list[str]
+) -> LensRunner:
     """Builds the lens. An error on any rank turns it off, as during training."""
     lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
     if config.lens.every:
@@ -366,4 +368,16 @@ def build_lens(config: Config, strategy: Strategy, data: LoadedData, directory: 
             )
         if strategy.all_reduce_max(lens is None):
             lens = None
-    return LensRunner(lens, strategy, directory, config.trainer.max_steps, config.debug)
+    validation = data.val if config.lens.ablation != "off" else None
+    if lens and validation and strategy.name == "fsdp":
+        notes.append("lens.ablation: no effect with FSDP")
+        validation = None
+    return LensRunner(
+        lens,
+        strategy,
+        directory,
+        config.trainer.max_steps,
+        config.debug,
+        validation,
+        bool(config.data.synthetic),
+    )

@@ -38,12 +38,13 @@ def run_data(
     history: Sequence[Row],
     curves: Mapping[str, list] | None = None,
     stage: int | None = None,
+    ablation: dict | None = None,
 ) -> dict:
     """Returns the data of one run.
 
     frames: from `frame_data`. history: the statistics of all snapshots. curves: losses and
     accuracies of the training, {name: [(step, value)]}. stage: the step from which the loss on the
-    repeated sequence is low.
+    repeated sequence is low. ablation: the loss without each head, the result of ablation.py.
     """
     uniform = uniform_values(prompts)
     layers, heads = history[0].values["entropy"].shape
@@ -80,6 +81,7 @@ def run_data(
         "curves": dict(curves or {}),
         "stage": stage,
         "frames": list(frames),
+        "ablation": ablation,
     }
 
 

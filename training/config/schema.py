@@ -222,6 +222,10 @@ def _has_a_prompt(prompts: list[str], others: dict) -> None:
         raise rejected("attention snapshots need a prompt", "give a prompt, or use lens=off")
 
 
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML reads off as false
+
+
 class LensSettings(Settings):
     """Attention snapshots; lens.config.LensConfig has the same fields."""
 
@@ -231,6 +235,7 @@ class LensSettings(Settings):
     prompts: Annotated[list[Sentence], Field(max_length=MAX_PROMPTS), _has_a_prompt]
     layers: list[Count]
     frames: Annotated[Positive, Field(ge=2, le=200)]
+    ablation: Annotated[Literal["auto", "exact", "estimate", "off"], BeforeValidator(_off)]
 
 
 class ParallelConfig(Settings):
@@ -247,10 +252,6 @@ Label = Annotated[Name, Field(max_length=128)]
 def _tags(value: object) -> object:
     """Splits tags at commas, as W&B splits WANDB_TAGS."""
     return [tag for tag in value.split(",") if tag] if isinstance(value, str) else value
-
-
-def _console(value: object) -> object:
-    return "off" if value is False else value  # YAML reads off as false
 
 
 def _mode_of_environment(mode: str) -> str:
@@ -285,7 +286,7 @@ class WandbConfig(Settings):
     save_code: bool
     console: Annotated[
         Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
-        BeforeValidator(_console),
+        BeforeValidator(_off),
     ]
     workspace: bool
 

@@ -1,15 +1,21 @@
 """Takes attention snapshots during training, on all ranks. Their errors do not end the run."""
 
+import functools
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from errors import best_effort
 from files import read_rows
+from inference.ablation import ablate_heads
+from lens.ablation import Head
 from lens.snapshots import Lens, Snapshot
 from model import GPT
+from tokens.windows import WindowDataset
 from training.distributed.strategy import Strategy
 from training.reporting.charts import Points, finite, points_of, smooth, thin
 
@@ -19,6 +25,7 @@ CURVES = {
     "val/accuracy": "validation accuracy",
 }
 MAX_POINTS = 300  # of a curve
+BUDGET = 0.01  # lens.ablation=auto: part of the training time that removing the heads may take
 FAILED = "lens: failed; attention logging is off for the rest of this run"
 
 
@@ -31,6 +38,9 @@ class LensRunner:
     directory: Path  # the run directory
     max_steps: int
     debug: bool  # whether an error ends the run
+    dataset: WindowDataset | None = None  # validation windows for lens.ablation, None: off
+    is_synthetic: bool = False
+    started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0  # time spent on attention snapshots and their logging
 
     def is_due(self, step: int) -> bool:
@@ -60,6 +70,7 @@ class LensRunner:
                 run_name=self.directory.name,
                 write=self.strategy.is_rank_0,
                 curves=lambda: self._curves(step, row),
+                ablate=functools.partial(self._ablate, model) if self.dataset else None,
             )
             failed = False
         if self.strategy.all_reduce_max(failed):
@@ -75,6 +86,23 @@ class LensRunner:
             if known := thin(finite(points), MAX_POINTS):
                 curves[name] = [(at, round(value, 4)) for at, value in known]
         return curves
+
+    def _ablate(self, model: GPT, groups: dict[str, list[Head]]) -> dict | None:
+        """Returns the loss without each head, measured on rank 0; None after an error."""
+        limits = {
+            "auto": BUDGET * (time.perf_counter() - self.started),
+            # Other ranks of DDP wait for rank 0.
+            "exact": getattr(self.strategy, "timeout", math.inf) / 2,
+            "estimate": 0.0,
+        }
+        seconds = limits[self.lens.config.ablation]
+        with best_effort("lens.ablation: failed", self.debug), self.strategy.probing(model):
+            return ablate_heads(model, self.dataset, self.is_synthetic, groups, seconds)
+        return None
+
+    def most_important_heads(self) -> list[str]:
+        """The loss without the head, and the name of heads, that reduce it most."""
+        return self.lens.most_important_heads() if self.lens else []
 
     def most_significant_heads(self) -> list[str]:
         """Sentences about the heads, for the summary at the end."""

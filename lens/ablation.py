@@ -1,0 +1,159 @@
+"""What a head is good for: the change of the loss when the head is removed (mean ablation).
+
+A head is removed by replacing its context vector at every position by its mean over all windows and
+positions. The head then no longer sends information from one position to another, and the layers
+after it receive inputs of the usual size. The caller provides the function
+
+    run(edit, first_layer) -> (losses, correct)
+
+It runs the model in fp32 without dropout on the same windows in each call. For each layer it calls
+edit(layer, context), (B, H, T, D), and uses the returned tensor as the input of the output
+projection. It returns the loss of each target (N,), in nats, and whether the largest logit is that
+of the target (N,), or None if accuracy is of no interest. The first call has first_layer=0 and
+changes nothing. In a later call, the context vectors of the layers before first_layer do not
+change: the function may reuse the output of these layers.
+
+The estimate is the first-order term of a Taylor series at the unchanged model: the gradient of the
+loss times the change of the context vector (Nanda 2023, Attribution Patching; Syed et al. 2023).
+
+Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Head = tuple[int, int]  # (layer, head)
+RunModel = Callable[[Callable[[int, Tensor], Tensor], int], tuple[Tensor, Tensor | None]]
+COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
+
+
+def ablate(
+    run: RunModel, windows: Tensor, groups: Mapping[str, Sequence[Head]], max_seconds: float
+) -> dict:
+    """Removes each head alone, and all heads of each group together. Returns a dict for JSON.
+
+    windows (N,): the window, 0 to B - 1, of each target. groups: heads by name. Exact if this is
+    predicted to take at most max_seconds, otherwise the estimate. Keys of the result:
+
+        method              "exact" or "estimate"
+        windows, targets    B and N
+        loss, accuracy      of all targets, nothing removed; the accuracy may be None
+        correlation         exact: Pearson correlation of the estimates with the exact changes
+        heads               for each head: layer, head and COLUMNS
+        groups              for each group: name, the number of heads and COLUMNS
+
+    loss_change is the change of the mean loss, in nats; loss_change_error is its standard error
+    over windows. accuracy_without is the accuracy without these heads; None for an estimate.
+    """
+    started = time.perf_counter()
+    losses, correct, means, first_order = _clean_pass(run)
+    seconds = time.perf_counter() - started
+    heads = [(layer, head) for layer, mean in enumerate(means) for head in range(len(mean))]
+    removed = [[head] for head in heads] + [list(group) for group in groups.values()]
+    estimates = [sum(first_order[layer][head] for layer, head in group) for group in removed]
+    changes, accuracies = estimates, [None] * len(removed)
+    windows = windows.cpu()
+    targets = torch.bincount(windows).double()  # (B,)
+    # The clean pass also computes gradients, which takes at least as long as one run.
+    if exact := len(removed) * seconds / 2 <= max_seconds:
+        changes = []
+        for number, group in enumerate(removed):
+            without, found = _without(run, group, means)
+            difference = (without - losses).cpu().double()  # (N,)
+            changes.append(torch.zeros_like(targets).index_add(0, windows, difference))
+            accuracies[number] = _mean(found)
+    results = [
+        _result(change, targets, accuracy)
+        for change, accuracy in zip(changes, accuracies, strict=True)
+    ]
+    singles = [[float(x.sum()) for x in list(xs)[: len(heads)]] for xs in (estimates, changes)]
+    return {
+        "method": "exact" if exact else "estimate",
+        "windows": len(targets),
+        "targets": len(losses),
+        "loss": float(losses.mean()),
+        "accuracy": _mean(correct),
+        "correlation": _pearson(*singles) if exact else None,
+        "heads": [
+            {"layer": layer, "head": head} | result
+            for (layer, head), result in zip(heads, results, strict=False)
+        ],
+        "groups": [
+            {"name": name, "heads": len(group)} | result
+            for (name, group), result in zip(groups.items(), results[len(heads) :], strict=True)
+        ],
+    }
+
+
+def removal(what: str, result: dict) -> str:
+    """Describes a result for people: "L0 H2: loss +5.09 (standard error 0.03), accuracy 0.02"."""
+    error, accuracy = result["loss_change_error"], result["accuracy_without"]
+    text = f"{what}: loss {result['loss_change']:+.4f}"
+    text += "" if error is None else f" (standard error {error:.4f})"
+    return text + ("" if accuracy is None else f", accuracy {accuracy:.2f}")
+
+
+def _clean_pass(run: RunModel) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]:
+    """Runs the unchanged model. Returns losses, correct, and for each layer the mean context vector
+    of each head, (H, D), and the estimates: for each head the change of the sum of the losses of
+    each window, (H, B), float64 on the CPU."""
+    contexts, zeros = [], []
+
+    def edit(layer: int, context: Tensor) -> Tensor:
+        contexts.append(context.detach())
+        zeros.append(torch.zeros_like(context, requires_grad=True))
+        return context + zeros[-1]  # also has a gradient if the parameters have none
+
+    with torch.enable_grad():
+        losses, correct = run(edit, 0)
+        gradients = torch.autograd.grad(losses.sum(), zeros)  # changes no .grad of a parameter
+    means = [context.mean((0, 2)) for context in contexts]
+    first_order = [
+        torch.einsum("bhtd,bhtd->hb", gradient, mean[:, None] - context).cpu().double()
+        for gradient, mean, context in zip(gradients, means, contexts, strict=True)
+    ]
+    return losses.detach(), correct, means, first_order
+
+
+@torch.no_grad()
+def _without(
+    run: RunModel, group: Sequence[Head], means: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Runs the model without the heads of a group. Returns losses and correct."""
+
+    def edit(layer: int, context: Tensor) -> Tensor:
+        heads = [head for of_layer, head in group if of_layer == layer]
+        if heads:
+            context = context.clone()
+            context[:, heads] = means[layer][heads][:, None]
+        return context
+
+    return run(edit, min(layer for layer, _ in group))
+
+
+def _result(change: Tensor, targets: Tensor, accuracy: float | None) -> dict:
+    """change (B,): of the sum of the losses of each window. targets (B,): their number.
+
+    The error is that of a ratio of sums: windows may have different numbers of targets.
+    """
+    mean = change.sum() / targets.sum()
+    rest = change - targets * mean  # (B,)
+    error = None
+    if len(rest) > 1:
+        variance = (rest**2).sum() * len(rest) / (len(rest) - 1)
+        error = round(float(variance.sqrt() / targets.sum()), 6)
+    return dict(zip(COLUMNS, (round(float(mean), 6), error, accuracy), strict=True))
+
+
+def _mean(correct: Tensor | None) -> float | None:
+    return None if correct is None else round(float(correct.float().mean()), 4)
+
+
+def _pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
+    if min(np.std(x), np.std(y)) == 0:
+        return None
+    return round(float(np.corrcoef(x, y)[0, 1]), 3)

@@ -1,0 +1,157 @@
+"""Removed heads: exact changes equal a plain loop with hooks, estimates equal a derivative."""
+
+import csv
+import functools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import random_ids, tiny_model
+
+from inference.ablation import ablate_heads
+from lens.ablation import COLUMNS
+from lens.page import read
+from tokens.windows import IGNORED, WindowDataset
+from train import fit
+
+HEADS = [(layer, head) for layer in (0, 1) for head in range(4)]
+GROUPS = {"both layers": [(0, 1), (1, 0), (1, 3)], "one head": [(1, 2)]}
+
+
+class Windows(WindowDataset):
+    """Five random windows of nine tokens; some of the targets are ignored."""
+
+    def __len__(self):
+        return 5
+
+    def batch(self, windows):
+        ids = random_ids(B=5, T=10)[windows]
+        targets = ids[:, 1:].clone()
+        for row, window in enumerate(windows.tolist()):
+            targets[row, window : 2 * window] = IGNORED  # another number in each window
+        return ids[:, :-1], targets
+
+
+def run_with_hooks(model, change):
+    """Returns logits (B, T, V). change(layer, context) replaces the input of an output projection,
+    (B, T, H * D)."""
+
+    def hook(layer, _, arguments):
+        return (change(layer, arguments[0].clone()),)
+
+    hooks = [
+        block.attn.out_proj.register_forward_pre_hook(functools.partial(hook, layer))
+        for layer, block in enumerate(model.blocks)
+    ]
+    ids, _ = Windows().batch(np.arange(5))
+    logits, _ = model(ids)
+    for handle in hooks:
+        handle.remove()
+    return logits
+
+
+def measured(logits):
+    """Returns the loss of each target (N,), its window (N,) and the accuracy."""
+    _, targets = Windows().batch(np.arange(5))
+    counted = targets != IGNORED
+    losses = F.cross_entropy(logits[counted], targets[counted], reduction="none")
+    return losses, counted.nonzero()[:, 0], (logits.argmax(-1) == targets)[counted].double().mean()
+
+
+def mean_contexts(model):
+    """Returns the mean input of each output projection, (H * D,)."""
+    means = {}
+
+    def record(layer, context):
+        means[layer] = context.mean((0, 1))
+        return context
+
+    run_with_hooks(model, record)
+    return means
+
+
+def mixed(model, heads, part):
+    """Runs with the context of `heads` moved by `part` of the way to its mean."""
+    means, size = mean_contexts(model), model.blocks[0].attn.head_dim
+
+    def change(layer, context):
+        for of_layer, head in heads:
+            if of_layer == layer:
+                columns = slice(head * size, (head + 1) * size)
+                context[..., columns] += part * (means[layer][columns] - context[..., columns])
+        return context
+
+    return run_with_hooks(model, change)
+
+
+@torch.no_grad()
+def test_exact_changes_equal_a_loop_with_hooks():
+    model = tiny_model().eval()
+    result = ablate_heads(model, Windows(), True, GROUPS, math.inf)
+    losses, windows, accuracy = measured(mixed(model, [], 1))
+    assert (result["method"], result["windows"], result["targets"]) == ("exact", 5, len(losses))
+    assert result["loss"] == pytest.approx(float(losses.mean()), abs=1e-5)
+    assert result["accuracy"] == pytest.approx(float(accuracy), abs=1e-4)
+    assert [(row["layer"], row["head"]) for row in result["heads"]] == HEADS
+    assert [(row["name"], row["heads"]) for row in result["groups"]] == [
+        ("both layers", 3),
+        ("one head", 1),
+    ]
+    removed = [[head] for head in HEADS] + list(GROUPS.values())
+    for heads, row in zip(removed, result["heads"] + result["groups"], strict=True):
+        without, _, accuracy = measured(mixed(model, heads, 1))
+        change = without - losses
+        assert row["loss_change"] == pytest.approx(float(change.mean()), abs=1e-5)
+        # The standard error of a ratio estimate: residuals of the sums of the windows.
+        sums = [float((change - change.mean())[windows == window].sum()) for window in range(5)]
+        error = math.sqrt(5 / 4 * sum(s**2 for s in sums)) / len(losses)
+        assert row["loss_change_error"] == pytest.approx(error, abs=1e-5)
+        assert row["accuracy_without"] == pytest.approx(float(accuracy), abs=1e-4)
+    assert max(abs(row["loss_change"]) for row in result["heads"]) > 0.01
+
+
+def test_estimate_is_the_derivative_towards_the_mean():
+    model = tiny_model().double().eval()
+    result = ablate_heads(model, Windows(), True, GROUPS, 0)
+    assert (result["method"], result["correlation"]) == ("estimate", None)
+    step, removed = 1e-5, [[head] for head in HEADS] + list(GROUPS.values())
+    for heads, row in zip(removed, result["heads"] + result["groups"], strict=True):
+        with torch.no_grad():
+            ahead, behind = (measured(mixed(model, heads, s))[0].mean() for s in (step, -step))
+        assert row["loss_change"] == pytest.approx(float(ahead - behind) / (2 * step), abs=1e-5)
+        assert row["accuracy_without"] is None
+    exact = ablate_heads(model, Windows(), True, GROUPS, math.inf)
+    changes = [[row["loss_change"] for row in x["heads"]] for x in (result, exact)]
+    assert exact["correlation"] == pytest.approx(np.corrcoef(changes)[0, 1], abs=1e-3)
+
+
+def test_model_gradients_and_random_state_do_not_change():
+    model = tiny_model(dropout=0.1).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    texts = [ablate_heads(model, Windows(), False, GROUPS, seconds) for seconds in (0, math.inf)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert [text["accuracy"] for text in texts] == [None, None]  # of text it is of no interest
+
+
+def test_results_of_a_run(make_run):
+    options = ("lens=default", "lens.prompts=[abcd]", "lens.repeat_length=0")
+    run = make_run(*options, "lens.ablation=exact", "trainer.max_steps=1", "trainer.eval_every=0")
+    fit(run)
+    folder = run.directory / "attention"
+    result = json.loads((folder / "ablation.json").read_text())
+    assert (result["method"], result["step"]) == ("exact", 1)
+    with open(folder / "heads.csv", newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0])[-2:] == list(COLUMNS[:2])  # the data is text, so without accuracy
+    changes = {(row["layer"], row["head"]): row["loss_change"] for row in result["heads"]}
+    found = {(int(row["layer"]), int(row["head"])): float(row["loss_change"]) for row in table}
+    assert found == changes
+    (page,) = read(folder / "timelapse.html")
+    assert page["ablation"] == result
