@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .heads import head_table
-from .history import Row
+from .heads import ALL_NAMES, names_of
 from .matching import MATCHED_FROM, Group, directions, similarities
 from .page import read
 from .statistics import STATISTICS
 
+VERSIONS = (1, 2)  # of the data of a page
 MAX_BYTES = 2**28  # of the weights of one step
 
 
@@ -42,7 +42,7 @@ class Run:
     directions: list[np.ndarray]
     steps: list[int]
     similar: np.ndarray  # similarity of each head at each step to its last map, (steps, L, H)
-    heads: dict[tuple[int, int], dict]  # by layer and head: the row of heads.head_table
+    names: list[list[str]]  # of each head of each layer, keys as in lens.heads
 
     def since_step(self, layer: int, head: int) -> int | None:
         """Returns the first step from which the head is similar to its last map; None for a
@@ -57,7 +57,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     found = []  # (path, data, numbers of layers and heads, tokens of each prompt)
     for path in paths:
         with _page_errors(path):
-            found += [(path, data, _shape(data), _tokens(data)) for data in read(path)]
+            found += [(path, data, _shape(data), _tokens(data)) for data in read(path, VERSIONS)]
     if not found:
         return []
     first, _, shape, prompts = found[0]
@@ -79,9 +79,14 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return runs
 
 
+def title_of(name: str) -> str:
+    """Returns the title of a name of heads."""
+    return STATISTICS[name].title if name in STATISTICS else name or "no name"
+
+
 def name_of(group: Group, runs: Sequence[Run]) -> str:
     """Returns the most frequent name of the heads of a group; "" if no head has a name."""
-    names = [runs[n].heads[group.layer, member.head]["name"] for n, member in group.members.items()]
+    names = [runs[n].names[group.layer][member.head] for n, member in group.members.items()]
     return Counter(filter(None, names)).most_common(1)[0][0] if any(names) else ""
 
 
@@ -91,13 +96,13 @@ def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
         {
             "layer": group.layer,
             "group": number,
-            "group_name": name_of(group, runs),
+            "group_title": title_of(name_of(group, runs)),
             "runs": len(group.members),
             "stability": round(group.stability, 4),
             "interchangeable": group.is_ambiguous,
             "run": runs[run].name,
             "head": member.head,
-            "name": runs[run].heads[group.layer, member.head]["name"],
+            "name": runs[run].names[group.layer][member.head],
             "similarity": round(member.similarity, 4),
             "margin": round(member.margin, 4),
             "similar_since": runs[run].since_step(group.layer, member.head),
@@ -113,7 +118,8 @@ def _page_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise PageError(path, f"not a valid page of the lens ({error})") from error
+        found = isinstance(error, OSError) and error.strerror
+        raise PageError(path, found or "not a valid page of the lens") from error
 
 
 def _shape(data: dict) -> tuple[int, int]:
@@ -156,22 +162,18 @@ def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
         directions=last,
         steps=[int(frame["step"]) for frame in data["frames"]],
         similar=np.stack(similar),
-        heads={(row["layer"], row["head"]): row for row in _head_table(data)},
+        names=_names(data).tolist(),
     )
 
 
-def _head_table(data: dict) -> list[dict]:
-    """Returns the table of heads from the statistics of a page."""
-    shape = data["layers"], data["heads"]
-    history = json.loads(_unpacked(data["history"]))
-    rows = []
-    for number, step in enumerate(history["steps"]):
-        values = {key: np.full(shape, np.nan) for key in STATISTICS}
-        for key in STATISTICS.keys() & history["values"].keys():
-            values[key] = np.array(history["values"][key][number], float).reshape(shape)
-        rows.append(Row(int(step), values))
-    known = {statistic["key"]: statistic["uniform"] for statistic in data["statistics"]}
-    return head_table(rows, dict.fromkeys(STATISTICS) | known)
+def _names(data: dict) -> np.ndarray:
+    """Returns the name of each head at the last step, (L, H). An older page may lack statistics."""
+    history = json.loads(_unpacked(data["history"]))["values"]
+    values = {key: np.full(_shape(data), np.nan) for key in STATISTICS}
+    for key in STATISTICS.keys() & history.keys():
+        values[key] = np.array(history[key][-1], float).reshape(_shape(data))
+    uniform = {statistic["key"]: statistic["uniform"] for statistic in data["statistics"]}
+    return np.array(ALL_NAMES)[names_of(values, dict.fromkeys(STATISTICS) | uniform)]
 
 
 def _unpacked(text: str) -> bytes:

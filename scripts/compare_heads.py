@@ -67,8 +67,9 @@ def main(settings: CompareHeadsConfig) -> None:
     write_out(str(table), as_csv(rows))
     print(sanitize(summary(rows, [run.name for run in runs])))
     mean = matching.mean_similarity(pairs)
-    of_pairs = [mean[a, b] for a, b in itertools.combinations(range(len(runs)), 2)]
-    print(f"mean similarity of two runs: {min(of_pairs):.2f} to {max(of_pairs):.2f}")
+    of_pairs = [mean[pair] for pair in itertools.combinations(range(len(runs)), 2)]
+    ends = dict.fromkeys(f"{value:.2f}" for value in (min(of_pairs), max(of_pairs)))
+    print(f"mean similarity of two runs: {' to '.join(ends)}")
     print(sanitize(f"open {settings.out} in a browser; {table} has all heads"))
 
 
@@ -99,11 +100,9 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
     rows: of matching_runs.head_rows. names: of all runs."""
     groups = [list(found) for _, found in itertools.groupby(rows, operator.itemgetter("group"))]
     matched = [group for group in groups if len(group) > 1]
-    lines = (
-        [markdown_table([cells(group, names) for group in matched[:MAX_ROWS]]) + "\n"]
-        if matched
-        else []
-    )
+    lines = []
+    if matched:
+        lines = [markdown_table([cells(group, names) for group in matched[:MAX_ROWS]]), ""]
     if len(matched) > MAX_ROWS:
         lines.append(f"{len(matched) - MAX_ROWS} more groups of matched heads are in the files")
     in_all = sum(len(group) == len(names) for group in groups)
@@ -122,7 +121,7 @@ def cells(group: Sequence[dict], names: Sequence[str]) -> dict[str, str]:
     of_runs = {row["run"]: f"H{row['head']} {row['similarity']:.2f}" for row in group}
     return {
         "layer": f"L{group[0]['layer']}",
-        "name": group[0]["group_name"].replace("_", " "),
+        "name": group[0]["group_title"],
         **{name: of_runs.get(name, "") for name in names},
         "stability": f"{group[0]['stability']:.2f}",
         "margin": f"{min(row['margin'] for row in group):.2f}",

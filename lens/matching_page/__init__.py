@@ -21,7 +21,7 @@ from PIL import Image
 from ..assemble import assemble, content_security_policy
 from ..heatmap import COLOUR_MAP
 from ..matching import Group, mean_similarity
-from ..matching_runs import Run, name_of
+from ..matching_runs import Run, name_of, title_of
 from ..probe import triangle_to_square
 
 THUMBNAIL = 64  # pixels
@@ -94,14 +94,14 @@ def _anchor(group: Group) -> str:
 
 
 def _title(group: Group, runs: Sequence[Run]) -> str:
-    return name_of(group, runs).replace("_", " ") or "no name"
+    return title_of(name_of(group, runs))
 
 
 def _cell(group: Group, number: int, run: Run, is_matched: bool) -> str:
     """Returns a head: its heatmap, its similarity to the other heads of the group, its name, and
     its similarity to its last map at each step."""
     layer, member = group.layer, group.members[number]
-    head, name = member.head, run.heads[layer, member.head]["name"]
+    head, name = member.head, run.names[layer][member.head]
     shown = run.repeated.index(True) if name in REPEATED and any(run.repeated) else 0
     value = f" {member.similarity:.2f}" if is_matched else ""
     chart = ""
@@ -112,7 +112,7 @@ def _cell(group: Group, number: int, run: Run, is_matched: bool) -> str:
     return (
         f'<figure><img src="{_image(run.codes[shown][layer, head])}" alt="L{layer} H{head}">'
         f'<figcaption><span class="run">{escape(run.name)}</span><b>H{head}</b>{value}'
-        f"<span>{escape(name.replace('_', ' '))}</span>{chart}</figcaption></figure>"
+        f"<span>{escape(title_of(name)) if name else ''}</span>{chart}</figcaption></figure>"
     )
 
 

@@ -15,7 +15,7 @@ import functools
 import html
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +164,7 @@ def page(runs: Sequence[dict], title: str) -> str:
     return before.replace("__TITLE__", html.escape(title)) + data + after
 
 
-def read(path: Path) -> list[dict]:
+def read(path: Path, versions: Container[int] = (VERSION,)) -> list[dict]:
     """Returns the runs of a file that `page` wrote. Raises ValueError for any other file, also for
     a page of another version."""
     text = path.read_text(encoding="utf-8")
@@ -172,7 +172,7 @@ def read(path: Path) -> list[dict]:
     if not found:
         raise ValueError(f"{path} is not a page of the lens")
     data = json.loads("{" + rest[: rest.index(END)])
-    if data.get("version") != VERSION or "runs" not in data:
+    if data.get("version") not in versions or "runs" not in data:
         raise ValueError(f"{path} is not a page of the lens")
     return data["runs"]
 

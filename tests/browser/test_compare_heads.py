@@ -18,7 +18,7 @@ READ = """image => {
   context.drawImage(image, 0, 0);
   return [...context.getImageData(0, 0, canvas.width, canvas.height).data];
 }"""
-LONG = prompt("1-long", [f" {n}" for n in range(150)])
+LONG = prompt("1-long", [str(n) for n in range(150)])
 
 
 def largest(weights, size):
@@ -50,7 +50,7 @@ def test_heatmaps_of_matched_heads(opened, tmp_path, prompts):
         first, second = row.locator("img").all()  # of the run and of its copy
         layer, head = map(int, re.findall(r"\d+", first.get_attribute("alt")))
         assert second.get_attribute("src") == first.get_attribute("src")
-        name = runs[0].heads[layer, head]["name"]  # these are shown on the repeated sequence
+        name = runs[0].names[layer][head]  # these are shown on the repeated sequence
         number = len(prompts) - 1 if name in ("induction", "duplicate_token") else 0
         size = min(len(prompts[number].tokens), 64)
         below = np.tril(np.ones((size, size), bool))
