@@ -107,7 +107,9 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
         lines.append(f"{len(matched) - MAX_ROWS} more groups of matched heads are in the files")
     in_all = sum(len(group) == len(names) for group in groups)
     alone = len(groups) - len(matched)
-    lines.append(f"{in_all} heads occur in all {len(names)} runs; {alone} heads have no match")
+    lines.append(
+        f"{in_all} heads occur in each of the {len(names)} runs; {alone} heads have no match"
+    )
     if any(row["interchangeable"] for row in rows):
         lines.append(
             "a margin below 0.1: other heads fit almost as well, so it has no meaning which of "

@@ -41,7 +41,8 @@ def page(runs: Sequence[Run], groups: Sequence[Group], pairs: np.ndarray) -> str
     parts = {
         "CSP": content_security_policy(template.encode()),
         "TITLE": f"Heads of {len(runs)} runs",
-        "FOUND": f"{len(in_all)} of {num_layers * num_heads} heads occur in all {len(runs)} runs",
+        "FOUND": f"{len(in_all)} of {num_layers * num_heads} heads occur in each of the"
+        f" {len(runs)} runs",
         "NAMES": escape(", ".join(f"{count} × {name}" for name, count in names)),
         "PROMPTS": "".join(f"<li>{escape(text)}</li>" for text in runs[0].texts),
         "OVERVIEW": "".join(_overview(of_layer, runs) for of_layer in layers),

@@ -89,11 +89,11 @@ def test_only_common_prompts_are_compared(in_process, written, tmp_path):
     assert "She sat" not in (tmp_path / "heads.html").read_text(encoding="utf-8")
 
 
-def test_pages_of_one_step_a_glob_pattern_and_hostile_names(in_process, tmp_path):
+def test_pages_of_one_step_and_of_both_versions_and_hostile_names(in_process, tmp_path):
     for number, run in enumerate((a_run(), second_run())):
         data = run.data | {"name": HOSTILE + "\x1b[31m", "frames": run.data["frames"][:1]}
-        path = tmp_path / f"page{number}.html"
-        path.write_text(page([data], "x"), encoding="utf-8")
+        text = page([data], "x").replace('"version": 2', f'"version": {number + 1}')
+        (tmp_path / f"page{number}.html").write_text(text, encoding="utf-8")
     code, out, err = in_process(main, tmp_path, "runs=page*.html", "out=b.html")
     assert (code, err) == (0, "")
     assert "\x1b" not in out
