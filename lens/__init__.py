@@ -7,6 +7,7 @@ provide a function that runs the model and calls `capture` with the attention we
         output = model(torch.tensor([token_ids]), output_attentions=True)
         for layer, attn_weights in enumerate(output.attentions):
             capture(layer, attn_weights)
+        return output.logits
 
     from lens.config import LensConfig
     from lens.snapshots import Lens
@@ -15,8 +16,8 @@ provide a function that runs the model and calls `capture` with the attention we
     snapshot = lens.snapshot(capture_attention, step=100, max_steps=1000, folder=Path("attention"))
 
 In reading order: config.py (settings), statistics.py (statistics of heads), probe.py (prompts and
-forward pass), history.py (statistics of all snapshots), heads.py (names of heads), heatmap.py (PNG
-images), page/ and assemble.py (the interactive page), snapshots.py (attention snapshots during
-training). matching.py, matching_runs.py and matching_page/ find the heads that several runs have in
-common.
+forward pass), predictions.py (what the model predicts), history.py (statistics of all snapshots),
+heads.py (names of heads), stages.py (when the model learns to copy), heatmap.py (PNG images),
+animation.py (animated WebP), figure.py (figures for papers), page/ and assemble.py (the interactive
+page), snapshots.py (attention snapshots during training), matching.py (heads of several runs).
 """

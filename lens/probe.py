@@ -3,12 +3,13 @@
 The caller provides the function capture_attention(token_ids, capture). It runs the model on T token
 ids without dropout and gradients and calls, for each layer in order,
 
-    capture(layer, attn_weights, attn_scores, value_norms)
+    capture(layer, attn_weights, attn_scores, value_norms, logits)
 
-attn_weights: (1, H, T, T) or (H, T, T), rows are queries. The other two are optional: attn_scores,
-the same shape, before the softmax, -inf where masked; value_norms, (1, H, T) or (H, T), the norm of
-the vector that each key token adds to the residual stream per unit of weight, |W_O v|. If the
-function returns the logits, (1, T, V) or (T, V), the predictions are recorded too.
+attn_weights: (1, H, T, T) or (H, T, T), rows are queries. The others are optional: attn_scores, the
+same shape, before the softmax, -inf where masked; value_norms, (1, H, T) or (H, T), the norm of
+the vector that each key token adds to the residual stream per unit of weight, |W_O v|; logits,
+(1, T, V) or (T, V), what the output layer predicts from the input of this layer. If the function
+returns the logits of the model, its predictions are recorded too.
 
 Each layer is reduced on its device to the statistics and one byte per weight before the next layer
 runs, so the weights of only one layer are in memory. The weights of all layers of GPT-2 small at
@@ -66,7 +67,9 @@ class Frame:
     row: Row  # the step and the statistics, averaged over prompts
     codes: list[np.ndarray]  # for each prompt uint8 (L, H, t (t + 1) / 2), t tokens shown
     of_prompts: list[dict[str, np.ndarray]]  # statistics of each prompt, (L, H)
-    predictions: list[Predictions] = field(default_factory=list)  # of each prompt; [] if unknown
+    # For each prompt, what is predicted from the input of each layer (with the logit lens) and, the
+    # last item, by the model; [] if unknown.
+    predictions: list[list[Predictions]] = field(default_factory=list)
     # For each prompt fp32 (L, H, t), see value_norms above; [] if unknown.
     value_norms: list[np.ndarray] = field(default_factory=list)
 
@@ -108,42 +111,44 @@ def repeated_prompt(
     return Prompt(f"{number}-repeated", text, token_ids, texts, period=period)
 
 
+@dataclass
+class _Recorder:
+    """What is recorded of the layers on one prompt."""
+
+    prompt: Prompt
+    codes: list[Tensor] = field(default_factory=list)  # of each layer (H, t (t + 1) / 2)
+    statistics: list[Tensor] = field(default_factory=list)  # (S, H)
+    value_norms: list[Tensor] = field(default_factory=list)  # (H, t)
+    predictions: list[Predictions] = field(default_factory=list)
+
+    def capture(self, layer, attn_weights, attn_scores=None, value_norms=None, logits=None) -> None:
+        prompt, attn_weights = self.prompt, _heads(attn_weights, 3)  # (H, T, T)
+        scores = None if attn_scores is None else _heads(attn_scores, 3)
+        # The lower triangle, row by row: query 0 with key 0, query 1 with keys 0 and 1, ...
+        q, k = torch.tril_indices(prompt.shown, prompt.shown, device=attn_weights.device)
+        self.codes.append(to_codes(attn_weights[:, q, k]))
+        self.statistics.append(measure(attn_weights, scores, prompt.period, prompt.separators))
+        if value_norms is not None:
+            self.value_norms.append(_heads(value_norms, 2)[:, : prompt.shown])
+        if logits is not None:
+            self.predictions.append(predict(logits, prompt.token_ids))
+
+
 def probe(capture_attention: CaptureAttention, prompts: Sequence[Prompt], step: int) -> Frame:
     """Runs the model on all prompts and records weights and statistics, layer by layer."""
-    codes, statistics, predictions, norms = [], [], [], []
-    for prompt in prompts:
-        layers: list[tuple[Tensor, Tensor]] = []
-        norms_of_layers: list[Tensor] = []
-
-        def capture(
-            layer,
-            attn_weights,
-            attn_scores=None,
-            value_norms=None,
-            prompt=prompt,
-            layers=layers,
-            norms_of_layers=norms_of_layers,
-        ):
-            attn_weights = _heads(attn_weights, 3)  # (H, T, T)
-            scores = None if attn_scores is None else _heads(attn_scores, 3)
-            # The lower triangle, row by row: query 0 with key 0, query 1 with keys 0 and 1, ...
-            q, k = torch.tril_indices(prompt.shown, prompt.shown, device=attn_weights.device)
-            measured = measure(attn_weights, scores, prompt.period, prompt.separators)
-            layers.append((to_codes(attn_weights[:, q, k]), measured))
-            if value_norms is not None:
-                norms_of_layers.append(_heads(value_norms, 2)[:, : prompt.shown])
-
-        logits = capture_attention(prompt.token_ids, capture)
-        codes.append(torch.stack([code for code, _ in layers]).cpu().numpy())
-        statistics.append(torch.stack([row for _, row in layers], 1).cpu().numpy())  # (S, L, H)
-        if norms_of_layers:
-            norms.append(torch.stack(norms_of_layers).cpu().numpy())
+    recorders = [_Recorder(prompt) for prompt in prompts]
+    for recorder in recorders:
+        logits = capture_attention(recorder.prompt.token_ids, recorder.capture)
         if logits is not None:
-            predictions.append(predict(logits, prompt.token_ids))
+            recorder.predictions.append(predict(logits, recorder.prompt.token_ids))
+    codes = [torch.stack(r.codes).cpu().numpy() for r in recorders]
+    statistics = [torch.stack(r.statistics, 1).cpu().numpy() for r in recorders]  # (S, L, H)
+    norms = [torch.stack(r.value_norms).cpu().numpy() for r in recorders if r.value_norms]
+    predictions = [r.predictions for r in recorders if r.predictions]
     of_prompts = [dict(zip(STATISTICS, values, strict=True)) for values in statistics]
     values = _mean(np.stack(statistics))
     values["positional"] = _positional(codes, prompts, values["positional"])
-    losses = [found.losses for found in predictions]
+    losses = [readings[-1].losses for readings in predictions]
     return Frame(Row(step, values, losses), codes, of_prompts, predictions, norms)
 
 

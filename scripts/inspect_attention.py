@@ -44,6 +44,9 @@ class InspectConfig(ScriptConfig):
     prompt: Positive = Field(1, description="number of the prompt in the figure")
     layer: Count | None = Field(None, description="layer of the only head in the figure")
     head: Count | None = Field(None, description="the only head in the figure; null: all heads")
+    logit_lens: bool = Field(
+        False, description="also record what the output layer predicts from each layer's input"
+    )
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
 
     @field_validator("repeat_length")
@@ -122,7 +125,8 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
     )
 
     def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
-        return model.capture_attention(torch.tensor([token_ids], device=device), capture)
+        input_ids = torch.tensor([token_ids], device=device)
+        return model.capture_attention(input_ids, capture, settings.logit_lens)
 
     step = state.step if state else 0
     data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name)

@@ -197,7 +197,7 @@ def test_attention_is_captured_in_every_layer(name):
     assert [layer for layer, *_ in found] == [0, 1]
     with torch.autocast("cpu", torch.bfloat16):
         in_bf16 = model.attn_weights(ids)
-    for (_, weights, scores, _), rounded in zip(found, in_bf16, strict=True):
+    for (_, weights, scores, *_), rounded in zip(found, in_bf16, strict=True):
         assert weights.shape == scores.shape == (2, 4, 9, 9)
         assert weights.dtype == scores.dtype == rounded.dtype == torch.float32
         torch.testing.assert_close(scores.softmax(-1), weights)

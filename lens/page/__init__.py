@@ -23,6 +23,7 @@ import numpy as np
 from ..assemble import assemble, content_security_policy
 from ..heads import ALL_NAMES, NAMES, names_of
 from ..history import Row, evenly_spaced, json_values
+from ..predictions import MOST_LIKELY, Predictions
 from ..probe import Frame, Prompt, token_texts, uniform_values
 from ..statistics import STATISTICS
 
@@ -122,17 +123,21 @@ def codes_of(frame: dict, lengths: Sequence[int], shape: tuple[int, int]) -> lis
 def _predictions(frame: Frame, token_bytes: Callable[[int], bytes]) -> dict:
     """Returns losses and most likely tokens of the shown positions; tokens as indices of texts."""
     shown = [int((2 * codes.shape[-1]) ** 0.5) for codes in frame.codes]
-    ids = sorted({int(i) for found in frame.predictions for i in found.token_ids.ravel()})
-    place = {token: index for index, token in enumerate(ids)}
+    ids = np.unique([i for of in frame.predictions for p in of for i in p.token_ids.ravel()])
+
+    def values(found: Predictions, count: int, most: int) -> dict:
+        return {
+            "losses": json_values(found.losses[:count]),
+            "tokens": np.searchsorted(ids, found.token_ids[:count, :most]).tolist(),
+            "probabilities": json_values(found.probabilities[:count, :most]),
+        }
+
     return {
-        "tokens": token_texts(ids, token_bytes),
+        "tokens": token_texts(ids.tolist(), token_bytes),
         "of_prompts": [
-            {
-                "losses": json_values(found.losses[:count]),
-                "tokens": [[place[int(i)] for i in row] for row in found.token_ids[:count]],
-                "probabilities": json_values(found.probabilities[:count]),
-            }
-            for found, count in zip(frame.predictions, shown, strict=True)
+            values(final, count, MOST_LIKELY)
+            | {"layers": [values(reading, count, most=1) for reading in readings]}
+            for (*readings, final), count in zip(frame.predictions, shown, strict=True)
         ],
     }
 

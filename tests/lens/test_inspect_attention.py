@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import re
 from xml.etree import ElementTree
 
@@ -34,7 +35,8 @@ def home(tmp_path_factory):
 
 def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     out = tmp_path / "a\x1b[31m.html"
-    code, told, err = in_process(main, home, "checkpoint=runs/one", "text=The fox.", f"out={out}")
+    settings = ["checkpoint=runs/one", "text=The fox.", "logit_lens=true", f"out={out}"]
+    code, told, err = in_process(main, home, *settings)
     assert (code, err) == (0, "")
     kinds = [line for line in told.splitlines() if re.search(r" L\d H\d \d\.\d\d", line)]
     assert len(kinds) == 6  # previous token, induction, duplicate, first token, self, separator
@@ -50,6 +52,8 @@ def test_weights_of_a_run_are_shown(in_process, home, tmp_path):
     raw = np.frombuffer(unpacked(frame["weights"]), np.uint8)[: 2 * 2 * 8 * 9 // 2]
     shown = triangle_to_square(from_codes(raw.reshape(2, 2, -1)))
     assert np.abs(shown - torch.cat(model.attn_weights(ids)).numpy()).max() <= 1 / 255
+    predictions = json.loads(unpacked(frame["details"]))["predictions"]["of_prompts"]
+    assert [len(prompt["layers"]) for prompt in predictions] == [2, 2]
 
 
 def test_hugging_face_directory_and_two_models(in_process, home):

@@ -19,7 +19,8 @@ def test_details_of_a_frame():
             np.testing.assert_allclose(known, values.ravel(), atol=5e-5, err_msg=key)
     predicted = details["predictions"]
     assert set(predicted["tokens"]) <= {f"<{token}>" for token in range(VOCABULARY)}
-    for found, wanted in zip(predicted["of_prompts"], true.predictions, strict=True):
+    for found, (wanted,) in zip(predicted["of_prompts"], true.predictions, strict=True):
+        assert found["layers"] == []
         np.testing.assert_allclose(found["losses"], wanted.losses, atol=5e-5)
         np.testing.assert_allclose(found["probabilities"], wanted.probabilities, atol=5e-5)
         texts = [[predicted["tokens"][place] for place in row] for row in found["tokens"]]

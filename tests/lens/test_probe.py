@@ -30,8 +30,8 @@ def byte_model(**changes):
     return tiny_model(**{"vocab_size": 257, "context_length": 64, "num_layers": 3} | changes)
 
 
-def captured(model):
-    return lambda ids, capture: model.capture_attention(torch.tensor([ids]), capture)
+def captured(model, logit_lens=False):
+    return lambda ids, capture: model.capture_attention(torch.tensor([ids]), capture, logit_lens)
 
 
 def text_prompt(text="The ferry bell rang twice, and nobody came.", limit=64):
@@ -85,7 +85,7 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
     to_hf(ours, tmp_path)
     oracle = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, attn_implementation="eager")
     prompts = [text_prompt(), text_prompt("hello there"), repeated()]
-    frame = probe(captured(ours), prompts, step=7)
+    frame = probe(captured(ours, logit_lens=True), prompts, step=7)
     assert frame.row.step == 7
     statistics = []  # of each prompt (S, L, H)
     for prompt, codes in zip(prompts, frame.codes, strict=True):
@@ -93,12 +93,18 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
         with torch.no_grad():
             output = oracle(ids, output_attentions=True, output_hidden_states=True)
         weights = output.attentions  # (1, H, T, T) each
-        assert_predicts(frame.predictions[len(statistics)], output.logits[0], ids[0])
+        *readings, final = frame.predictions[len(statistics)]
+        assert_predicts(final, output.logits[0], ids[0])
+        assert len(readings) == 3
+        for reading, hidden in zip(readings, output.hidden_states, strict=False):
+            with torch.no_grad():  # hidden_states[layer] is the input of the layer
+                logits = oracle.lm_head(oracle.transformer.ln_f(hidden))
+            assert_predicts(reading, logits[0], ids[0])
         assert_norms(frame.value_norms[len(statistics)], oracle, output.hidden_states)
         assert torch.stack(weights).var() > 0.001  # the attention is not uniform
         assert codes.dtype == np.uint8
         assert_shows(codes, torch.cat(weights))
-        ours.capture_attention(ids, lambda _, w, s, norms, out=scores: out.append(s))
+        ours.capture_attention(ids, lambda _, w, s, *__, out=scores: out.append(s))
         for layer, of_layer in zip(weights, scores, strict=True):
             torch.testing.assert_close(of_layer.softmax(-1), layer, atol=1e-5, rtol=0)
         rows = [
@@ -108,7 +114,7 @@ def test_weights_and_statistics_are_those_of_transformers(tmp_path):
         statistics.append(torch.stack(rows, 1).numpy())
 
     assert [losses.tolist() for losses in frame.row.losses] == [
-        found.losses.tolist() for found in frame.predictions
+        readings[-1].losses.tolist() for readings in frame.predictions
     ]
     for number, (key, statistic) in enumerate(STATISTICS.items()):
         if statistic.needs == "texts":
@@ -190,10 +196,10 @@ def test_weights_of_one_layer_at_a_time_are_in_memory():
     prompt = text_prompt("abcdefg " * 200, limit=1024)
 
     def capture_attention(token_ids, capture):
-        def watched(layer, attn_weights, attn_scores, value_norms):
+        def watched(layer, attn_weights, attn_scores, *others):
             most.append(sum(not ref.expired() for ref in alive))
             alive.extend(StorageWeakRef(t.untyped_storage()) for t in (attn_weights, attn_scores))
-            capture(layer, attn_weights, attn_scores, value_norms)
+            capture(layer, attn_weights, attn_scores, *others)
 
         model.capture_attention(torch.tensor([token_ids]), watched)
 

@@ -234,6 +234,7 @@ class LensSettings(Settings):
     repeat_length: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
     prompts: Annotated[list[Sentence], Field(max_length=MAX_PROMPTS), _has_a_prompt]
     layers: list[Count]
+    logit_lens: bool
     frames: Annotated[Positive, Field(ge=2, le=200)]
     ablation: Annotated[Literal["auto", "exact", "estimate", "off"], BeforeValidator(_off)]
 

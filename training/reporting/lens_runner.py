@@ -58,7 +58,7 @@ class LensRunner:
         def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
             input_ids = torch.tensor([token_ids], device=self.strategy.device)
             with self.strategy.probing(model):
-                return model.capture_attention(input_ids, capture)
+                return model.capture_attention(input_ids, capture, self.lens.config.logit_lens)
 
         snapshot, failed = None, True
         with best_effort(FAILED, self.debug, self.strategy.label):

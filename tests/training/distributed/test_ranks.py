@@ -12,6 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from helpers import REPOSITORY
+from helpers.pages import unpacked
 from helpers.ranks import (
     COMPARABLE,
     SHORT,
@@ -34,12 +35,13 @@ from helpers.tally import CAMPAIGN, in_campaign
 from helpers.trainings import STEP, ForkServer, interrupt, printed_command
 from safetensors.torch import load_file
 
+from lens.page import read
 from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 
 HALF = SHORT // 2
 WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeat_length=8")
-WATCHED += ("lens.prompts=[the quick fox]",)
+WATCHED += ("lens.prompts=[the quick fox]", "lens.logit_lens=true")
 # Windows within short documents have different numbers of targets.
 DOCUMENTS = ("data.path=short.jsonl", "data.within_documents=true")
 # The code generator takes a minute.
@@ -116,6 +118,14 @@ def test_the_lens_measures_the_same(watched):
     mine, theirs = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     assert [row["step"] for row in theirs] == [0, HALF, SHORT]
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+    readings = []  # with the logit lens, in the order of runs, steps, prompts and layers
+    for run in watched[:2]:
+        (data,) = read(run / "attention" / "timelapse.html")
+        details = [json.loads(unpacked(frame["details"])) for frame in data["frames"]]
+        found = [p for of in details for p in of["predictions"]["of_prompts"]]
+        readings.append([layer["losses"] for prompt in found for layer in prompt["layers"]])
+    assert readings[0]
+    torch.testing.assert_close(*readings, rtol=0, atol=1e-3)
 
 
 def test_a_checkpoint_has_the_same_state(watched):
