@@ -21,6 +21,7 @@ from files import read_bounded, read_rows
 from lens.heads import NAMED_FROM
 from lens.heatmap import fitted
 from lens.page import read
+from lens.statistics import STATISTICS
 from training.reporting.charts import finite, number, thin
 
 # Name of a head: what it does
@@ -35,7 +36,6 @@ MEANINGS = {
     "positional": "The attention depends on the positions of the tokens, hardly on the tokens.",
     "uniform": "Each token attends equally to itself and all tokens before it.",
 }
-TITLES = {"diagonal": "self"}
 MAX_TABLE, MAX_PAGE, MAX_WEIGHTS = 2**24, 2**27, 2**28  # bytes; larger data is ignored
 THUMBNAIL = 256  # pixels
 MAX_LISTED = 12  # heads with the same name
@@ -65,7 +65,7 @@ def heads_section(folder: Path) -> str:
 
 
 def title(name: str) -> str:
-    return TITLES.get(name, name.replace("_", " "))
+    return STATISTICS[name].title if name in STATISTICS else name
 
 
 def read_table(path: Path) -> list[dict]:
@@ -93,7 +93,8 @@ def description(row: dict, others: list[dict]) -> str:
         facts.append(f"mean weight {row[row['name']]:.2f}")
     facts.append(f"significance {row['significance']:.2f}")
     if "loss_change" in row:
-        facts.append(f"loss without this head: {row['loss_change']:+.4f}")
+        error = f" ± {row['loss_change_error']:.4f}" if "loss_change_error" in row else ""
+        facts.append(f"loss without this head: {row['loss_change']:+.4f}{error}")
     if others:
         listed = ", ".join(map(place, others[:MAX_LISTED]))
         more = len(others) - MAX_LISTED

@@ -108,7 +108,7 @@ def test_accepted_forms():
     assert found.lens.prompts == ["one prompt", "another"]
     assert found.data.path == ["a.txt", "b.txt"]
     assert (found.trainer.compile, found.wandb.group) == (False, None)
-    assert (found.trainer.batch_size, found.lens.every) == (16, 0)  # of the experiment, without lens
+    assert (found.trainer.batch_size, found.lens.every) == (16, 0)  # experiment without lens
     text = compose(["data=text", "data.path=my text.txt", "model=gpt2-nano", "wandb=off"])
     assert text.data.max_length == text.model.context_length == 256
     assert (text.data.path, text.wandb.mode) == ("my text.txt", "disabled")

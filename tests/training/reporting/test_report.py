@@ -172,8 +172,9 @@ def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
     assert opened_page.locator("p a[href='attention/step_00000040.html']").count() == 1
 
 
-HEADS = f"""rank,layer,head,name,since_step,significance,previous_token,loss_change
-1,0,1,previous_token,20,0.9,0.91,0.125
+HEADS = f"""rank,layer,head,name,since_step,significance,previous_token,loss_change,\
+loss_change_error
+1,0,1,previous_token,20,0.9,0.91,0.125,0.0625
 2,0,3,previous_token,0,0.5,0.53,
 3,0,2,induction,40,0.4,nan,
 4,0,0,,,0.1,0.1,0
@@ -209,7 +210,7 @@ def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
     ]
     assert titles == [["L0 H1", "step 20"], ["L0 H2", "step 40"]]  # the first head of each name
     facts = cards.nth(0).locator("p").nth(1).inner_text()
-    assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.91", "0.90", "+0.1250", "L0 H3"]
+    assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.91", "0.90", "+0.1250", "0.0625", "L0 H3"]
     assert opened_page.locator(".heads :text('alert')").count() == 0
     path = cards.nth(0).locator("path.training").get_attribute("d")
     assert path == "M0.00 100.00L50.00 75.00L100.00 50.00"  # 0, 0.25 and 0.5 at steps 0, 20, 40
