@@ -22,12 +22,13 @@ export function buildExport() {
   const close = make("button", { textContent: "close" });
   close.addEventListener("click", () => $("save").close());
   const title = make("h2", { id: "save-title", textContent: "Save image" });
-  $("save").append(make("header", {}, title, close), row("head", "this head"),
+  $("save").append(make("header", {}, title, close), row("head", ""),
     row("grid", "all heads"), make("p", { textContent:
       "The image shows the current step, prompt and colour scale on a white background. In an " +
       "SVG file, the text can be edited." }), make("p", { id: "saved" }));
   $("save-image").addEventListener("click", () => {
     $("save-head").hidden = selected() === null;
+    $("save-head").firstChild.textContent = headName(state.layer, state.head);
     $("saved").replaceChildren();
     $("save").showModal();
   });
