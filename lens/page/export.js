@@ -140,6 +140,12 @@ function titleOf(what, subject) {
   return visible(`${subject}, ${sides}`, 200);
 }
 
+/** Returns the name of a head of A, such as "induction", or "". */
+function nameInFigure(index) {
+  const names = run === A.run ? run.namesAt[run.nameSteps.indexOf(A.step)] : null;
+  return run.names[names?.[index]]?.title ?? "";
+}
+
 /** Returns a figure of one head, with tokens on both axes. */
 function headFigure(index) {
   const what = gridShows();
@@ -164,7 +170,9 @@ function headFigure(index) {
     more: `transform="translate(${MARGIN_OF_FIGURE + 8} ${top + size / 2}) rotate(-90)"` });
   const bar = { x: left, difference: what === "difference", largest: [topOf(index, what)] };
   const width = Math.max(left + size, left + BAR + 20) + MARGIN_OF_FIGURE;
-  return figureOf(titleOf(what, headName(state.layer, state.head)), body, width, below + 16, bar);
+  const name = what === "a" ? nameInFigure(index) : "";
+  const title = titleOf(what, `${headName(state.layer, state.head)} ${name}`.trim());
+  return figureOf(title, body, width, below + 16, bar);
 }
 
 /** Returns a figure of all heads: a row for each layer, a column for each head. */

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import json
 import re
 from xml.etree import ElementTree
 
@@ -43,15 +44,19 @@ def assert_shows(found, weights):
 
 def test_images_of_one_head_and_of_all_heads(shown):
     """White and with the weights of the page, also in the dark theme, which stays."""
-    lens = shown(fragment="#head=1.2", color_scheme="dark")
+    lens = shown(fragment="#head=0.2", color_scheme="dark")
     weights = a_run().weights[120][0]
     one = ElementTree.fromstring(saved(lens, "head.svg"))
     ((title, found),) = heatmaps(one).items()
-    assert title == "L1 H2"
-    assert_shows(found, weights[1, 2])
+    assert title == "L0 H2"
+    assert_shows(found, weights[0, 2])
     texts = [text.text for text in one.iter(f"{SVG}text")]
     assert [texts.count(word) for word in ("She", "␣river", "⏎", "120")] == [2, 2, 2, 0]
-    assert any(re.search(r"L1 H2.*\b120\b", text) for text in texts)
+    history = json.loads(pages.unpacked(a_run().data["history"]))
+    name = history["names"][history["name_steps"].index(120)][2]
+    name = a_run().data["names"][name]["title"]
+    assert name
+    assert any(re.search(rf"L0 H2 {name}.*\b120\b", text) for text in texts)
 
     all_heads = heatmaps(ElementTree.fromstring(saved(lens, "grid.svg")))
     assert [*all_heads] == [f"L{layer} H{head}" for layer in range(2) for head in range(3)]
@@ -63,7 +68,7 @@ def test_images_of_one_head_and_of_all_heads(shown):
     assert (pixels[[0, -1]] == 255).all()
     place = one.find(f"{SVG}image")
     x, y, size = (2 * round(float(place.get(key))) for key in ("x", "y", "width"))
-    assert_shows(pixels[y : y + size, x : x + size], weights[1, 2])
+    assert_shows(pixels[y : y + size, x : x + size], weights[0, 2])
     assert lens.locator("html").get_attribute("data-theme") == "dark"
 
 
