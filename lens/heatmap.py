@@ -125,8 +125,8 @@ def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: P
     codes: uint8 (H, T (T + 1) / 2).
     """
     num_heads, num_tokens = len(codes), prompt.shown
-    scale = max(2, min(16, 480 // num_tokens))
-    size, font, bold = scale * num_tokens, font_of(12), font_of(20, "Bold")
+    scale = max(2, min(16, 640 // num_tokens))
+    size, font, bold = scale * num_tokens, font_of(max(10, min(12, scale))), font_of(20, "Bold")
     labels = [label(token) for token in prompt.tokens[:num_tokens]]
     margin = round(max(font.getlength(text) for text in labels)) + 10
     across = min(num_heads, max(1, round(math.sqrt(num_heads * 1.4))))
@@ -183,7 +183,7 @@ def _write_tokens(
     """Writes the tokens left of the rows and below the columns, as many as fit."""
     upright = ImageFont.TransposedFont(font, Image.Transpose.ROTATE_90)
     x, y = position
-    for number in range(0, len(labels), math.ceil(13 / scale)):
+    for number in range(0, len(labels), math.ceil(font.size / scale)):
         middle = (number + 0.5) * scale
         draw.text((x - 5, y + middle), labels[number], INK, font, anchor="rm")
         draw.text((round(x + middle - 7), y + size + 5), labels[number], INK, upright)

@@ -105,6 +105,21 @@ def test_image_of_a_layer_shows_each_head_enlarged(tmp_path):
         assert any(shows(pixels, y, x, 16, square) for y, x in corners(pixels))
 
 
+def test_every_token_of_a_layer_has_labels(tmp_path, monkeypatch):
+    """Also of 63 tokens: with only every second, the copies of 31 tokens would look different."""
+    written, draw_text = [], ImageDraw.ImageDraw.text
+
+    def text(self, place, text, *rest, **more):
+        written.append(text)
+        return draw_text(self, place, text, *rest, **more)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    codes, tokens = random_codes(1, 1, 63)[0], [f"t{n}" for n in range(63)]
+    prompt = Prompt("1-x", "".join(tokens), list(range(63)), tokens)
+    draw_layer(codes, prompt, 40, 3, tmp_path / "layer.png")
+    assert [written.count(token) for token in tokens] == [2] * 63
+
+
 def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):
     """256 tokens, 12 heads: each pixel is the maximum of 2 x 2 cells."""
     codes = random_codes(1, 12, 256)
