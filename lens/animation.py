@@ -76,6 +76,8 @@ def _frame(
     draw.text((16, 8), f"step {step:,}", INK, bold)
     draw.text((width - 16, 18), "row: query token, column: key token", PALE_INK, small, anchor="ra")
     names = [f"L{row['layer']} H{row['head']} {STATISTICS[row['name']].title}" for row in heads]
+    while font.getlength(" · ".join(names)) > width - 32:
+        names.pop()
     draw.text((16, 46), " · ".join(names) or "no head has a name yet", INK, font)
     fits = round(width / small.getlength("m") * 1.4)
     draw.text((16, 74), title_of(prompt, fits), PALE_INK, small)

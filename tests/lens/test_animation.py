@@ -78,6 +78,8 @@ def test_size_of_the_file_and_of_the_image(tmp_path, monkeypatch):
         frames = frames_of(path)
         assert len(frames) == expected
         assert np.abs(frames[0] - last).mean() < 2 < np.abs(frames[1] - last).mean()
+    rows = [{"layer": 0, "head": 0, "name": "duplicate_token"}] * 4
     for shape in ((1, 1, 1), (48, 25, 36), (12, 12, 2145)):
-        write_animation(path, prompt, [np.zeros(shape, np.uint8)], [5], [[]])
+        write_animation(path, prompt, [np.zeros(shape, np.uint8)], [5], [rows])
         assert all(a <= b for a, b in zip(Image.open(path).size, SIZE, strict=True))
+        assert (frames_of(path)[0, 40:100, -12:] > 240).all()  # no name is cut off
