@@ -45,7 +45,8 @@ async function save(index, kind) {
       make("a", { download: file, href }).click();
       $("save").close();
     } else { // a sandboxed frame may not download files
-      $("saved").replaceChildren("Right-click the image to save it.", make("img", { src: href, alt: file }));
+      const image = make("img", { src: href, alt: file });
+      $("saved").replaceChildren("Right-click the image to save it.", image);
     }
   } catch {
     showMessage("This browser cannot draw the image. Save it as SVG.");
