@@ -78,7 +78,7 @@ def _frame(
     names = [f"L{row['layer']} H{row['head']} {STATISTICS[row['name']].title}" for row in heads]
     while font.getlength(" · ".join(names)) > width - 32:
         names.pop()
-    draw.text((16, 46), " · ".join(names) or "no head has a name yet", INK, font)
+    draw.text((16, 46), " · ".join(names) or "no head has a clear pattern yet", INK, font)
     fits = round(width / small.getlength("m") * 1.4)
     draw.text((16, 74), title_of(prompt, fits), PALE_INK, small)
     image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, TOP))

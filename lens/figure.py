@@ -52,10 +52,11 @@ def draw_figure(run: dict, kind: str, prompt: int, head: tuple[int, int] | None 
             what = f"L{head[0]} H{head[1]}"
             _draw_head(figure, axes, codes[head], shown)
         title = f"{run['name']}, {what}, step {frame['step']:,}"
-        fits = round(16 * figure.get_figwidth())
+        fits = round(13 * figure.get_figwidth())
         axes.set_title(f"{title}\n{title_of(shown, fits)}", loc="left", fontsize=9)
         _draw_colour_bar(figure, axes)
-        figure.savefig(file, format=kind, dpi=200, metadata=METADATA[kind])
+        around = {"bbox_inches": "tight", "pad_inches": 0.1}
+        figure.savefig(file, format=kind, dpi=200, metadata=METADATA[kind], **around)
     return file.getvalue()
 
 
