@@ -184,10 +184,11 @@ def write(tmp_path):
 def shown(write, opened):
     """shown(run, ...) -> a page with these runs in a browser, after its first view is drawn and all
     frames are decoded. So a change of the step is visible at once, also on a busy machine. Other
-    tests check what happens while frames are decoded."""
+    tests check what happens while frames are decoded. No head is enlarged, unless `fragment` says
+    so."""
     from helpers.pages import DECODE_ALL, a_run, ready
 
-    def show(*runs, fragment="", title="attention", **options):
+    def show(*runs, fragment="#head=none", title="attention", **options):
         opened_page = opened(write(*runs or (a_run(),), title=title), fragment, **options)
         ready(opened_page)
         opened_page.evaluate(DECODE_ALL)

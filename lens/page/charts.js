@@ -3,7 +3,8 @@
 import { clamp, format, headName, roundTicks, shortNumber } from "./text.js";
 import { $, dot, line, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, here, indexInB, otherRunSide, hoverHead, hovered, run, selected, statisticOf,
+  A, B, here, indexInB, otherRunSide, hoverHead, hovered, isMean, rangeOf, run, selected, seriesOf,
+  state, uniformOf,
 } from "./state.js";
 import { colours } from "./colours.js";
 import { select, sideWidth, tiles } from "./grid.js";
@@ -11,7 +12,7 @@ import { openHelp } from "./help.js";
 
 const charts = [];
 const LEAST = 0.2; // range of the axis of a weight or an entropy if all heads are nearly equal
-const MARGIN = { left: 46, right: 8, top: 6, bottom: 16 };
+export const MARGIN = { left: 46, right: 8, top: 6, bottom: 16 };
 
 export function buildCharts() {
   for (const statistic of run.statistics.filter(({ empty }) => !empty)) {
@@ -43,17 +44,19 @@ export function buildCharts() {
 /** Computes the scales of a chart: x of a step (of a layer if there is one step), y of a value. */
 function measure(chart) {
   const { statistic } = chart;
-  const second = otherRunSide() && statisticOf(B.run, statistic.key);
-  const known = [statistic, second].filter((s) => s && !s.empty);
-  const bounds = known.flatMap((s) => [s.low, s.high]);
-  if (Number.isFinite(statistic.uniform)) bounds.push(statistic.uniform);
+  const sides = otherRunSide() ? [A, B] : [A];
+  const bounds = sides.map((of) => rangeOf(of, statistic.key)).filter(Boolean)
+    .flatMap((range) => [range.low, range.high]);
+  chart.empty = !bounds.length;
+  const uniform = uniformOf(A, statistic.key);
+  bounds.push(...(uniform === null ? [] : [uniform]), ...(chart.empty ? [0, 1] : []));
   let [low, high] = [Math.min(...bounds), Math.max(...bounds)];
   if (low > 0 && low < 0.6 * high) low = 0;
   if (low >= 0 && high <= 1 && high - low < LEAST) {
     const middle = clamp((low + high) / 2, LEAST / 2, 1 - LEAST / 2);
     [low, high] = [middle - LEAST / 2, middle + LEAST / 2];
   } else if (low === high) [low, high] = [low - 0.5, high + 0.5];
-  const steps = [...run.steps, ...(second ? B.run.steps : [])];
+  const steps = sides.flatMap((of) => seriesOf(of, statistic.key).steps);
   const { clientWidth: width, clientHeight: tall } = chart.frame;
   const single = run.steps.length === 1;
   const [from, to] = single ? [-0.5, run.layers - 0.5] : [Math.min(...steps), Math.max(...steps)];
@@ -61,18 +64,22 @@ function measure(chart) {
   const x = (value) => MARGIN.left + ((value - from) / (to - from || 1)) * inner;
   const y = (value) => tall - MARGIN.bottom -
     ((value - low) / (high - low)) * (tall - MARGIN.top - MARGIN.bottom);
-  Object.assign(chart, { width, tall, single, from, to, low, high, x, y });
+  Object.assign(chart, { width, tall, single, from, to, low, high, x, y, uniform });
 }
 
 /** Draws the axes and the faint lines of all heads, which do not depend on the shown step. */
 function drawChartLines() {
   for (const chart of charts) {
     measure(chart);
-    const { statistic, width, tall, x, y } = chart;
+    const { statistic, width, tall, x, y, uniform } = chart;
     const context = prepareCanvas(chart.lines, width, tall);
     context.font = "10.5px system-ui, sans-serif";
     context.fillStyle = colours.muted;
     context.textBaseline = "middle";
+    if (chart.empty) {
+      context.fillText("not defined on this prompt", MARGIN.left, tall / 2);
+      continue;
+    }
     context.textAlign = "right";
     context.lineWidth = 1;
     for (const tick of roundTicks(chart.low, chart.high, 3)) {
@@ -93,13 +100,14 @@ function drawChartLines() {
       context.strokeStyle = context.fillStyle = of === A ? colours.ink : colours.other;
       context.globalAlpha =
         chart.single ? clamp(60 / count, 0.15, 0.6) : clamp(16 / count, 0.025, 0.45);
-      for (let index = 0; index < count; index++) drawHistory(context, chart, of.run, index, of.at);
+      const series = seriesOf(of, statistic.key);
+      for (let index = 0; index < count; index++) drawHistory(context, chart, of, series, index);
     }
     context.globalAlpha = 1;
-    if (Number.isFinite(statistic.uniform)) {
+    if (uniform !== null) {
       context.strokeStyle = colours.muted;
       context.setLineDash([3, 3]);
-      const level = y(statistic.uniform);
+      const level = y(uniform);
       line(context, [[MARGIN.left, level], [width - MARGIN.right, level]]);
       context.setLineDash([]);
     }
@@ -107,19 +115,18 @@ function drawChartLines() {
 }
 
 /** Draws one head: a line with gaps for missing values, or a dot if there is one step. */
-function drawHistory(context, chart, of, index, at) {
-  const values = statisticOf(of, chart.statistic.key)?.values ?? [];
-  if (chart.single || of.steps.length === 1) {
-    const value = values[at]?.[index];
-    const x = chart.x(chart.single ? Math.floor(index / of.heads) : of.steps[at]);
+function drawHistory(context, chart, of, { steps, rows, at }, index) {
+  if (chart.single || steps.length === 1) {
+    const value = rows[at]?.[index];
+    const x = chart.x(chart.single ? Math.floor(index / of.run.heads) : steps[at]);
     if (Number.isFinite(value)) dot(context, x, chart.y(value), 2.5);
     return;
   }
   context.beginPath();
   let pen = false;
-  values.forEach((row, n) => {
+  rows.forEach((row, n) => {
     const known = Number.isFinite(row[index]);
-    if (known) context[pen ? "lineTo" : "moveTo"](chart.x(of.steps[n]), chart.y(row[index]));
+    if (known) context[pen ? "lineTo" : "moveTo"](chart.x(steps[n]), chart.y(row[index]));
     pen = known;
   });
   context.stroke();
@@ -128,7 +135,10 @@ function drawHistory(context, chart, of, index, at) {
 /** Draws the shown step, the selected head and the head under the pointer. */
 export function drawChartMarks() {
   for (const chart of charts) {
-    if (!chart.x) continue;
+    if (!chart.x || chart.empty) {
+      chart.value.textContent = "";
+      continue;
+    }
     const { width, tall, x, y, statistic, single } = chart;
     const context = prepareCanvas(chart.marks, width, tall);
     const upright = (step, colour) => {
@@ -138,25 +148,28 @@ export function drawChartMarks() {
     };
     if (!single && B) upright((here === A ? B : A).step, colours.other);
     if (!single) upright(here.step, colours.ink);
-    const trace = (of, index, colour, thick, at) => {
+    const shown = seriesOf(here, statistic.key);
+    const trace = (of, index, colour, thick, when) => {
       context.strokeStyle = context.fillStyle = colour;
       context.lineWidth = thick;
-      drawHistory(context, chart, of.run, index, at);
-      const value = statisticOf(of.run, statistic.key)?.values[at]?.[index];
-      const place = single ? Math.floor(index / of.run.heads) : of.run.steps[at];
+      const series = seriesOf(of, statistic.key);
+      series.at = when ?? series.at;
+      drawHistory(context, chart, of, series, index);
+      const value = series.rows[series.at]?.[index];
+      const place = single ? Math.floor(index / of.run.heads) : series.steps[series.at];
       if (Number.isFinite(value)) dot(context, x(place), y(value), 3.2);
     };
-    const at = hovered.at ?? here.at;
+    const at = hovered.at ?? shown.at;
     const index = hovered.index ?? selected();
     const chosen = selected() ?? index; // no head is enlarged: the hovered head
     if (chosen !== null) {
-      if (otherRunSide()) trace(B, indexInB(chosen), colours.other, 2, B.at);
-      trace(here, chosen, colours.accent, 2, index === chosen ? at : here.at);
+      if (otherRunSide()) trace(B, indexInB(chosen), colours.other, 2);
+      trace(here, chosen, colours.accent, 2, index === chosen ? at : shown.at);
     }
     if (index !== chosen) trace(here, index, colours.ink, 1.4, at);
-    const value = index === null ? null : statistic.values[at]?.[index] ?? null;
+    const value = index === null ? null : shown.rows[at]?.[index] ?? null;
     const { layer, head } = tiles[index ?? 0];
-    const when = hovered.at === null || single ? "" : `· ${run.steps[at]} · `;
+    const when = hovered.at === null || single ? "" : `· ${shown.steps[at]} · `;
     const text = `${headName(layer, head)} ${when}${format(value)}`;
     chart.value.textContent = index === null ? "" : text;
   }
@@ -167,11 +180,12 @@ function nearest(chart, event) {
   const box = chart.lines.getBoundingClientRect();
   const [px, py] = [event.clientX - box.left, event.clientY - box.top];
   const far = (place) => Math.abs(chart.x(place) - px);
+  const { steps, rows } = seriesOf(here, chart.statistic.key);
   const at = chart.single ? 0 :
-    run.steps.reduce((best, step, n) => (far(step) < far(run.steps[best]) ? n : best), 0);
+    steps.reduce((best, step, n) => (far(step) < far(steps[best]) ? n : best), 0);
   let found = null;
   let least = Infinity;
-  chart.statistic.values[at]?.forEach((value, index) => {
+  rows[at]?.forEach((value, index) => {
     if (!Number.isFinite(value)) return;
     const across = chart.single ? far(Math.floor(index / run.heads)) : 0;
     const distance = Math.hypot(chart.y(value) - py, across);
@@ -184,7 +198,8 @@ let chartFacts = [];
 
 export function drawCharts() {
   const at = run.steps.length === 1 && B?.at;
-  const facts = [document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth];
+  const known = isMean() || [state.prompt, run.frames.filter((frame) => frame.facts).length].join();
+  const facts = [document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth, known];
   if (facts.some((fact, n) => fact !== chartFacts[n])) drawChartLines();
   chartFacts = facts;
   drawChartMarks();

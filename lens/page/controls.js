@@ -4,13 +4,14 @@ import { format, joinBytes, plural, visible } from "./text.js";
 import { $, fillSelect, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import {
-  A, B, choosePrompt, gridShows, here, nearestFrame, other, otherRunSide, run, setRuns, sideName,
-  state, statisticOf, update,
+  A, B, SIGNIFICANCE, choosePrompt, gridShows, here, isMean, nearestFrame, other, otherRunSide,
+  rangeOf, run, setRuns, sideName, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { layOut, select, stepHead } from "./grid.js";
 import { pause, playing, togglePlay } from "./player.js";
 import { copyLink, restore } from "./link.js";
+import { newsText } from "./losses.js";
 import { openHelp } from "./help.js";
 
 export function buildControls() {
@@ -20,7 +21,7 @@ export function buildControls() {
     // written from right to left
   }));
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
-  fillSelect($("sort"), [["", "layer"], ...choices]);
+  fillSelect($("sort"), [["", "layer"], [SIGNIFICANCE.key, SIGNIFICANCE.title], ...choices]);
   fillSelect($("filter-statistic"), [["", "no filter"], ...choices]);
   buildCompare();
   $("step").max = run.frames.length - 1;
@@ -36,10 +37,15 @@ export function buildControls() {
   on("scale", "change", (event) => update({ scale: event.target.value }));
   on("first-column", "change", (event) => update({ hideFirst: event.target.checked }));
   on("stretch", "change", (event) => update({ stretch: event.target.checked }));
-  on("sort", "change", (event) => update({ sort: event.target.value }));
+  on("over", "change", (event) => update({ over: event.target.value }));
+  on("sort", "change", (event) => {
+    const sort = event.target.value;
+    update({ sort, ...definedPrompt(sort) });
+  });
   on("direction", "click", () => update({ descending: !state.descending }));
-  on("filter-statistic", "change", (event) => {
+  on("filter-statistic", "change", async (event) => {
     const filter = event.target.value;
+    await update(definedPrompt(filter));
     update({ filter, threshold: filter ? filterRange(filter)[0] : null });
   });
   on("filter-value", "input", (event) => {
@@ -84,16 +90,26 @@ function buildCompare() {
 
 /** Returns the range of the filter slider: [low, high] of the statistic shown in the grid. */
 function filterRange(key) {
-  const found = [run, B?.run].map((of) => of && statisticOf(of, key)).filter((s) => s && !s.empty);
-  const [low, high] = [Math.min(...found.map((s) => s.low)), Math.max(...found.map((s) => s.high))];
+  const found = [A, B].map((of) => of && rangeOf(of, key)).filter(Boolean);
+  const [low, high] = found.length
+    ? [Math.min(...found.map((of) => of.low)), Math.max(...found.map((of) => of.high))] : [0, 1];
   return B && state.show === "difference" ? [low - high, high - low] : [low, high];
+}
+
+/** Returns the change to a prompt on which a statistic is defined, {} if the shown prompt is one. */
+function definedPrompt(key) {
+  const defined = ({ uniform }) => (uniform?.[key] ?? null) !== null;
+  const prompt = run.prompts.findIndex(defined);
+  if (prompt < 0 || defined(run.prompts[state.prompt])) return {};
+  showMessage(`${statisticOf(run, key).title}: defined on prompt ${prompt + 1}, which is now shown.`);
+  return { prompt, query: null };
 }
 
 /** Updates all controls and notes from the state. */
 export function showControls() {
   $("step-number").textContent = `step ${here.step}`;
   $("step").value = state.frame;
-  $("step").setAttribute("aria-valuetext", `step ${here.step}`);
+  $("step").setAttribute("aria-valuetext", `step ${here.step} ${newsText()}`.trim());
   $("play").textContent = playing ? "❚❚" : "▶";
   $("play").setAttribute("aria-label", playing ? "pause" : "play");
   $("prompt").value = state.prompt;
@@ -101,11 +117,13 @@ export function showControls() {
   $("first-column").checked = state.hideFirst;
   $("stretch").checked = state.stretch;
   $("sort").value = state.sort;
+  $("over").value = state.over;
+  $("over-label").hidden = run.prompts.length === 1;
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
   $("direction").title = state.descending ? "largest first" : "smallest first";
   $("filter-statistic").value = state.filter;
-  $("threshold").hidden = $("count").hidden = !state.filter;
+  $("threshold").hidden = !state.filter;
   if (state.filter) {
     const [low, high] = filterRange(state.filter);
     $("filter-value").value = (200 * (state.threshold - low)) / (high - low || 1);
@@ -135,7 +153,10 @@ function showNotes() {
   }
   for (const key of new Set([state.sort, state.filter])) {
     const statistic = statisticOf(run, key);
-    if (statistic) what.push(" · ", bold(statistic.title), ": ", statistic.description);
+    if (!statistic) continue;
+    const uniform = uniformOf(A, key);
+    what.push(" · ", bold(statistic.title), `: ${statistic.description}` +
+      (uniform === null ? "" : ` Uniform attention: ${format(uniform)}.`));
   }
   $("what").replaceChildren(...what);
   const notes = [];
@@ -155,7 +176,7 @@ function showNotes() {
   if ($("compare-note").textContent !== text) $("compare-note").textContent = text;
   const marks = run.steps.length > 1 ? "One line per head" : "One dot per head, by layer";
   $("legend").hidden = run.statistics.every(({ empty }) => empty);
-  $("legend").replaceChildren(`${marks}; mean over all prompts · `,
+  $("legend").replaceChildren(`${marks}; ${isMean() ? "mean over all prompts" : "this prompt"} · `,
     make("i", { textContent: "selected head" }),
     make("b", { textContent: otherRunSide() ? " · B" : "" }), " · dashed: uniform attention");
 }
@@ -186,7 +207,7 @@ async function openPage(file) {
     setRuns(run, found);
     buildCompare();
     await update({ compare: "run" });
-    prefetch(found);
+    prefetch(found).then(() => update());
   } catch (error) {
     showMessage(error.message);
   }

@@ -5,11 +5,12 @@ import {
 } from "./text.js";
 import { $, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, comparable, here, indexInB, hovered, run, selected, sideName, state, update, valueAt,
+  A, B, comparable, here, indexInB, hovered, isMean, isStrong, run, selected, sideName, state, update,
+  valueAt,
 } from "./state.js";
 import { WEIGHTS, colours, height, textOn, viridis } from "./colours.js";
 import { firstKey, maxCode, maxDifference, paint } from "./maps.js";
-import { sideWidth } from "./grid.js";
+import { sideWidth, withUniform } from "./grid.js";
 import { playing } from "./player.js";
 
 // The enlarged heatmap and, in a comparison, two smaller ones. `what` is "a", "b", "difference" or,
@@ -329,9 +330,13 @@ function drawValues(index) {
         make("dd", { className: "number" }))));
   }
   list.classList.toggle("two", B !== null);
+  const over = isMean() ? `mean over all ${run.prompts.length} prompts` : "this prompt";
+  $("values-of").textContent = run.prompts.length > 1 ? `statistics: ${over}` : "statistics";
   shown.forEach(({ key }, n) => {
-    const a = format(valueAt(A, key, index));
-    const b = B && indexInB(index) >= 0 ? ` → ${format(valueAt(B, key, indexInB(index)))}` : "";
-    list.children[n].lastChild.textContent = a + b;
+    const a = valueAt(A, key, index);
+    const two = B && indexInB(index) >= 0;
+    list.children[n].lastChild.textContent = two
+      ? `${format(a)} → ${withUniform(key, valueAt(B, key, indexInB(index)))}` : withUniform(key, a);
+    list.children[n].classList.toggle("strong", isStrong(here, key, index));
   });
 }

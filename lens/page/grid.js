@@ -3,8 +3,9 @@
 import { clamp, format, headName } from "./text.js";
 import { $, make } from "./dom.js";
 import {
-  A, B, gridShows, hoverHead, hovered, run, selected, shownValue, state, statisticOf, update,
+  A, B, gridShows, hoverHead, hovered, run, selected, shownValue, state, statisticOf, uniformOf, update,
 } from "./state.js";
+import { fillTag, shownName } from "./names.js";
 import { paint } from "./maps.js";
 
 export const tiles = []; // for each head: button, canvas and position
@@ -27,13 +28,14 @@ export function buildGrid() {
       const value = make("span", { className: "number" });
       const name = make("b", { textContent: headName(layer, head) });
       const caption = make("span", { className: "caption" }, name, value);
-      const button = make("button", { className: "head", tabIndex: -1 }, canvas, caption);
+      const tag = make("span", { className: "tag" });
+      const button = make("button", { className: "head", tabIndex: -1 }, canvas, tag, caption);
       button.dataset.layer = layer;
       button.dataset.head = head;
       put(button, layer + 2, head + 2);
       // Only putImageData is used, so the pixels stay in main memory.
       const context = canvas.getContext("2d", { alpha: false, willReadFrequently: true });
-      tiles.push({ button, canvas, context, value, index: tiles.length, layer, head });
+      tiles.push({ button, canvas, context, tag, value, index: tiles.length, layer, head });
     }
   }
   tiles[0].button.tabIndex = 0;
@@ -56,6 +58,7 @@ export function buildGrid() {
 /** Filters and sorts the heads. Moves the thumbnails if the order has changed. */
 function arrange() {
   const passes = (index) => {
+    if (state.name && shownName(index)?.key !== state.name) return false;
     if (!state.filter) return true;
     const value = shownValue(state.filter, index);
     return value !== null && value >= state.threshold;
@@ -84,7 +87,8 @@ function arrange() {
   order = shown;
   setTabStop(tiles.find((tile) => tile.button.tabIndex === 0).index);
   const count = passing.filter(Boolean).length;
-  $("count").textContent = state.filter ? `${count} of ${run.count} heads` : "";
+  $("count").textContent = 
+    state.filter || state.name ? `${count} of ${run.count} heads` : "";
 }
 
 export function drawGrid() {
@@ -98,7 +102,10 @@ export function drawGrid() {
     if (tile.button.hidden) continue;
     paint(tile, tile.index, gridShows(), tilePixels);
     const value = key ? format(shownValue(key, tile.index), signed) : "";
-    const text = `layer ${tile.layer} head ${tile.head}` + (key ? `, ${title} ${value}` : "");
+    const name = shownName(tile.index);
+    fillTag(tile.tag, name);
+    const text = [`layer ${tile.layer} head ${tile.head}`, ...(name ? [name.title] : []),
+      ...(key ? [`${title} ${value}`] : [])].join(", ");
     if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
     if (state.sort) tile.value.textContent = value;
     tile.button.setAttribute("aria-pressed", tile.index === chosen);
@@ -124,8 +131,16 @@ export function showHovered() {
 
 function headValues(index) {
   const values = run.statistics.filter((statistic) => !statistic.empty).map(({ key, title }) =>
-    `${title} ${format(shownValue(key, index), B && state.show === "difference")}`);
-  return [headName(tiles[index].layer, tiles[index].head), ...values].join(" · ");
+    `${title} ${withUniform(key, shownValue(key, index), B && state.show === "difference")}`);
+  const name = shownName(index);
+  return [headName(tiles[index].layer, tiles[index].head),
+    ...(name ? [`${name.title} since step ${name.since}`] : []), ...values].join(" · ");
+}
+
+/** Returns a value as text, with the value for uniform attention if it is not a difference. */
+export function withUniform(key, value, signed = false) {
+  const uniform = signed || value === null ? null : uniformOf(A, key);
+  return format(value, signed) + (uniform === null ? "" : `, uniform ${format(uniform)}`);
 }
 
 /** Enlarges a head. null: closes the enlarged head. */
@@ -206,7 +221,7 @@ export function layOut(force = false) {
   const room = wide ? (width - margin - 28) * 0.6 : width - margin;
   let tile = (room - labels) / run.heads - gap;
   if (!compact || !$("app").classList.contains("open")) bodyTop = $("body").offsetTop;
-  const below = tall - bodyTop - (compact ? 26 : 98);
+  const below = tall - bodyTop - (compact ? 26 : 128);
   const low = below / run.layers - gap;
   if (low >= (compact ? 10 : 30)) tile = Math.min(tile, low); // the whole grid on one screen
   if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 340;

@@ -36,9 +36,15 @@ export function buildHelp() {
       "is head 5 of layer 3. Layers, heads and positions are counted from 0."),
     heading("Keyboard shortcuts"), list(keys),
     heading("Statistics"),
-    text("Each value is the mean over all prompts on which the statistic is defined. The " +
-      "repeated sequence is a prompt of random tokens, written twice."),
+    text("Each value is of the shown prompt or, with “all prompts”, the mean over all prompts on " +
+      "which the statistic is defined. The repeated sequence is a prompt of random tokens, written " +
+      "twice. A value means little without its value for uniform attention, which is next to it."),
     list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
+    heading("Names of heads"),
+    text("The significance of a statistic is (value − uniform) / (1 − uniform), with the mean over " +
+      "all prompts: 0 for uniform attention, at most 1. A head has the name of the statistic with " +
+      "the largest significance, if this is at least 0.25. A name says where a head attends. It " +
+      "does not say that the head is important."),
     heading("Colours"),
     text("On the square-root scale, a weight of 0.04 is a fifth as bright as a weight of 1. " +
       "“Hide first column” hides the weights on the first token, the attention sink of many " +

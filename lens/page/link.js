@@ -1,7 +1,10 @@
 /* Writes the view to the fragment of the address (after #) and restores it. */
 
 import { $, showMessage } from "./dom.js";
-import { DEFAULTS, other, hovered, run, state, statisticOf, update } from "./state.js";
+import {
+  DEFAULTS, SIGNIFICANCE, other, hovered, run, state, statisticOf, update,
+} from "./state.js";
+import { KINDS } from "./names.js";
 import { readTheme } from "./colours.js";
 import { pause, playing } from "./player.js";
 
@@ -10,10 +13,13 @@ function linkText() {
   const put = (name, value, normal) => value !== normal && parts.set(name, value);
   put("prompt", state.prompt, 0);
   put("step", run.frames[state.frame].step, run.frames.at(-1).step);
-  if (state.layer !== null) parts.set("head", `${state.layer}.${state.head}`);
+  // Without a link, the page opens with a head; a link to all heads says so.
+  parts.set("head", state.layer === null ? "none" : `${state.layer}.${state.head}`);
   put("query", state.query, null);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
   if (state.filter) parts.set("filter", `${state.filter}:${+state.threshold.toPrecision(4)}`);
+  put("name", state.name, "");
+  put("statistics", state.over, "prompt");
   put("scale", state.scale, "sqrt");
   if (state.hideFirst) parts.set("first", "hidden");
   if (state.stretch) parts.set("colours", "stretched");
@@ -43,7 +49,9 @@ export function readLink(text) {
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   if (known(key)) Object.assign(found, { sort: key, descending: sign === "-" || sign === "" });
   const [, filter, value] = (parts.get("filter") ?? "").match(/^(.*):(-?[\d.e-]+)$/s) ?? [];
-  if (known(filter) && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
+  if (known(filter) && filter !== SIGNIFICANCE.key && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
+  found.name = choice("name", Object.keys(KINDS)) || "";
+  found.over = choice("statistics", ["mean"]) || "prompt";
   found.scale = choice("scale", ["linear"]) || "sqrt";
   found.hideFirst = parts.get("first") === "hidden";
   found.stretch = parts.get("colours") === "stretched";

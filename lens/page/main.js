@@ -14,6 +14,10 @@ import { buildDetail, drawDetail } from "./detail.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
 import { keepLink, readLink, restore } from "./link.js";
 import { buildControls, showControls } from "./controls.js";
+import { buildPositions, drawPositions } from "./positions.js";
+import { buildTimeline, drawTimeline } from "./losses.js";
+import { buildNames, drawNames } from "./names.js";
+import { drawFinding, openingView } from "./finding.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
@@ -26,8 +30,12 @@ function drawAll() {
   layOut();
   drawGrid();
   timing.grid = performance.now() - begin;
+  drawNames();
+  drawFinding();
   drawDetail();
   drawCharts();
+  drawPositions();
+  drawTimeline();
   showHovered();
   scrollBy(0, top() - before); // the cell under the pointer does not move
   keepLink();
@@ -54,8 +62,10 @@ function listen() {
     if (!measureSide()) return;
     drawDetail();
     drawCharts();
+    drawPositions();
   }).observe($("side"));
   new ResizeObserver(measureBar).observe($("bar"));
+  new ResizeObserver(drawTimeline).observe($("track"));
 }
 
 function fail(error) {
@@ -73,6 +83,9 @@ async function start() {
   buildGrid();
   buildDetail();
   buildCharts();
+  buildPositions();
+  buildNames();
+  buildTimeline();
   buildHelp();
   buildExport();
   buildControls();
@@ -84,14 +97,15 @@ async function start() {
   $("app").hidden = false;
   readTheme();
   redraw();
+  // Without a link and a second run, the page opens with a head. It must not hide the others.
+  const hides = $("app").matches(".compact:not(.wide)");
+  if (!location.hash && !other && !hides) update(openingView());
+  else if (selected() !== null) showDetail();
+  if (selected() !== null) setTabStop(selected());
   listen();
-  if (selected() !== null) {
-    setTabStop(selected());
-    showDetail();
-  }
   timing.ready = performance.now();
   document.documentElement.dataset.ready = "1";
-  prefetch(run).then(() => other && prefetch(other));
+  prefetch(run).then(() => other && prefetch(other)).then(() => update()); // charts of all steps
 }
 
 // For tests and for the browser console.

@@ -9,10 +9,12 @@ export const DEFAULTS = {
   layer: null, // the enlarged head
   head: null,
   query: null, // position of the query token; null: the last
-  sort: "", // "" is layer order, else a statistic's key
+  sort: "", // "" is layer order, else a statistic's key or "significance"
   descending: true,
   filter: "", // a statistic's key
   threshold: null,
+  name: "", // only heads with this name
+  over: "prompt", // statistics of the shown prompt, or "mean" over all prompts
   scale: "sqrt", // or "linear"
   hideFirst: false,
   stretch: false, // the colours of each head end at its largest weight
@@ -29,7 +31,10 @@ export let A; // the shown step: {run, frame, prompt, tokens, T, bytes}
 export let B = null; // compared with A; of two steps, the later; B.same: same tokens as A
 export let here; // A or B: the side whose step the slider sets
 
-export const statisticOf = (of, key) => of.statistics.find((statistic) => statistic.key === key);
+export const SIGNIFICANCE = { key: "significance", title: "significance",
+  description: "(value − uniform) / (1 − uniform), the largest of all names" };
+export const statisticOf = (of, key) => (key === SIGNIFICANCE.key ? SIGNIFICANCE
+  : of.statistics.find((statistic) => statistic.key === key));
 export const selected = () => (state.layer === null ? null : state.layer * run.heads + state.head);
 
 /** Returns the data of one side. It has `bytes` if its frame is decoded. */
@@ -74,9 +79,60 @@ export function indexInB(index) {
 /** Returns whether A and B both have this head, on the same tokens. */
 export const comparable = (index) => Boolean(B?.same) && indexInB(index) >= 0;
 
-export function valueAt(of, key, index) {
-  return statisticOf(of.run, key)?.values[of.at]?.[index] ?? null;
+/** Returns whether the shown statistics are means over all prompts. */
+export const isMean = () => state.over === "mean" || run.prompts.length === 1;
+const TEXTS = "positional"; // this statistic compares prompts, so it has no value for one prompt
+
+/** Returns a statistic of all heads at all known steps: {steps, rows, at: index of the step}. */
+export function seriesOf(of, key) {
+  const { frames, steps } = of.run;
+  if (isMean() || key === TEXTS) {
+    return { steps, rows: statisticOf(of.run, key)?.values ?? [], at: of.at };
+  }
+  const rows = frames.map(({ facts }) => facts?.statistics[of.prompt][key] ?? []);
+  return { steps: frames.map(({ step }) => step), rows, at: of.frame };
 }
+
+/** Returns the range of a statistic over all heads and known steps. */
+export function rangeOf(of, key) {
+  const values = seriesOf(of, key).rows.flat().filter((value) => Number.isFinite(value));
+  if (!values.length) return null;
+  const [low, high] = [Math.min, Math.max].map((most) => values.reduce((a, b) => most(a, b)));
+  return { low, high };
+}
+
+/** Returns a statistic or the significance of a head, or null. */
+export function valueAt(of, key, index, mean = isMean()) {
+  if (key === SIGNIFICANCE.key) return significanceOf(of, index, mean);
+  const row = mean || key === TEXTS ? statisticOf(of.run, key)?.values[of.at]
+    : of.run.frames[of.frame].facts.statistics[of.prompt][key];
+  return row?.[index] ?? null;
+}
+
+/** Returns the value of a statistic for uniform attention, or null. */
+export function uniformOf(of, key, mean = isMean()) {
+  const prompt = mean || key === TEXTS ? null : of.run.prompts[of.prompt];
+  return (prompt ? prompt.uniform?.[key] : statisticOf(of.run, key)?.uniform) ?? null;
+}
+
+const STRONG = 0.25; // NAMED_FROM in lens/heads.py
+
+/** Returns the significance of one statistic, see lens/heads.py, or null. */
+function significance(of, key, index, mean) {
+  const [value, uniform] = [valueAt(of, key, index, mean), uniformOf(of, key, mean)];
+  return value === null || uniform === null ? null : (value - uniform) / (1 - uniform);
+}
+
+/** Returns the largest significance of a head among the statistics that are names, or null. */
+export function significanceOf(of, index, mean = isMean()) {
+  const found = of.run.statistics.filter((statistic) => statistic.is_name)
+    .map(({ key }) => significance(of, key, index, mean)).filter((value) => value !== null);
+  return found.length ? Math.max(...found) : null;
+}
+
+/** Returns whether a statistic is clearly larger than for uniform attention. */
+export const isStrong = (of, key, index) =>
+  statisticOf(of.run, key).is_name && significance(of, key, index) >= STRONG;
 
 /** Returns a statistic of a head as shown in the grid: of A, of B, or B − A. */
 export function shownValue(key, index) {

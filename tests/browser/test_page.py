@@ -16,12 +16,12 @@ TALL = {"width": 1280, "height": 1500}  # large enough for the grid and all char
 
 
 def test_maps_and_weights_of_every_prompt_and_step(shown):
-    lens, run = shown(fragment="#head=0.2"), a_run()
+    lens, run = shown(fragment="#head=0.2&statistics=mean"), a_run()
     pages.assert_weights(lens, run)
     for number, weights in enumerate(run.weights[120]):
         lens.locator("#prompt").select_option(str(number))
         pages.assert_drawn(lens, np.sqrt(weights))
-    pages.go_to(lens, "head=0.2")
+    pages.go_to(lens, "head=0.2&statistics=mean")
     for frame, step in reversed(list(enumerate(STEPS))):
         lens.locator("#step").fill(str(frame))
         assert re.findall(r"\d+", lens.locator("#step-number").inner_text()) == [str(step)]
@@ -72,7 +72,7 @@ WATCH_TEXT = """() => {
 
 def test_reading_an_enlarged_head(shown):
     """Tokens on both axes, the weight under the pointer, and the shaded text."""
-    lens = shown(viewport={"width": 1280, "height": 1000})
+    lens = shown(fragment="#statistics=mean", viewport={"width": 1280, "height": 1000})
     pages.tile(lens, 1, 2).click()
     assert lens.locator("#detail-title").inner_text() == "L1 H2"
     pages.tile(lens, 1, 1).focus()
@@ -169,7 +169,7 @@ def test_one_step_without_a_repeated_prompt(shown):
 
 
 def test_sorting_and_filtering(shown):
-    lens = shown(fragment="#step=80")
+    lens = shown(fragment="#step=80&statistics=mean")
     for key, values in a_run().rows[80].values.items():
         lens.locator("#sort").select_option(key)
         assert pages.grid_order(lens) == pages.ranked(values, descending=True), key
@@ -224,7 +224,7 @@ class Chart:
 
 
 def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
-    lens = shown(viewport=TALL)
+    lens = shown(fragment="#statistics=mean", viewport=TALL)
     lens.evaluate(WATCH_TEXT)
     lens.locator("#theme").click()
     lens.evaluate("() => { window.written = []; }")
@@ -247,7 +247,7 @@ def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
         said = chart.figure.locator(".value").inner_text().replace(" · ", " ")
         assert said.split() == [f"L{place[0]}", f"H{place[1]}", "60", pages.as_shown(values[place])]
 
-    pages.go_to(lens, "step=80")
+    pages.go_to(lens, "step=80&statistics=mean")
     values = {key: of_heads[1, 1] for key, of_heads in a_run().rows[80].values.items()}
     pages.tile(lens, 1, 1).click()  # the selected head, also under the pointer
     for key, value in values.items():
@@ -256,11 +256,13 @@ def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
         assert alpha > 200
         assert r > g + 50 > b, (key, r, g, b)  # the colour of the selected head
 
-    pages.go_to(lens, "")
+    pages.go_to(lens, "statistics=mean")
     pages.tile(lens, 0, 2).hover()
     values = {key: pages.as_shown(row[0, 2]) for key, row in a_run().rows[120].values.items()}
     said = [f"{STATISTICS[key].title} {value}" for key, value in values.items()]
-    assert lens.locator("#hovered").inner_text().split(" · ") == ["L0 H2", *said]
+    texts = lens.locator("#hovered").inner_text().split(" · ")
+    found = [text.partition(", uniform")[0] for text in texts if "since step" not in text]
+    assert found == ["L0 H2", *said]
 
 
 def compared_steps(lens):
@@ -290,7 +292,7 @@ def test_two_steps_are_compared(shown):
     true = [a[1, 0, 8, 3], b[1, 0, 8, 3], b[1, 0, 8, 3] - a[1, 0, 8, 3]]
     assert weights == pytest.approx(true, abs=0.02)
 
-    pages.go_to(lens, "step=80&head=0.1&compare=step:0")  # A is the earlier step
+    pages.go_to(lens, "step=80&head=0.1&compare=step:0&statistics=mean")  # A is the earlier step
     for frame, earlier, later in ((2, 0, 80), (3, 0, 120), (0, 0, 0)):
         lens.locator("#step").fill(str(frame))
         assert compared_steps(lens) == [earlier, later]
@@ -303,7 +305,7 @@ def test_two_steps_are_compared(shown):
 
 def test_two_runs_are_compared_from_the_start(shown):
     first, second = a_run(), pages.second_run()
-    lens = shown(first, second, fragment="#step=80")
+    lens = shown(first, second, fragment="#step=80&statistics=mean")
     assert pages.state(lens, "compare") == "run"
     pages.assert_difference(lens, second.weights[80][0] - first.weights[80][0])
     assert compared_steps(lens) == [80, 80]
@@ -328,7 +330,7 @@ def open_other(lens, run):
 
 
 def test_other_pages_are_opened_to_compare_with(shown):
-    lens = shown(fragment="#head=1.1", viewport=TALL)
+    lens = shown(fragment="#head=1.1&statistics=mean", viewport=TALL)
     lens.evaluate(WATCH_TEXT)
     data = pages.second_run().data
     *frames, last = data["frames"]

@@ -218,8 +218,10 @@ def readout(lens):
 
 
 def statistics_of(lens):
-    """Returns the statistics of the enlarged head: {title: text}."""
-    return dict(text.split("\n") for text in lens.locator("#values > div").all_inner_texts())
+    """Returns the statistics of the enlarged head, without the values for uniform attention:
+    {title: text}."""
+    texts = lens.locator("#values > div").all_inner_texts()
+    return dict(text.partition(", uniform")[0].split("\n") for text in texts)
 
 
 def unpacked(data: str) -> bytes:

@@ -1,0 +1,101 @@
+/* Names of heads at each step: tags, a legend and a filter. lens/heads.py has the rule. */
+
+import { format, headName } from "./text.js";
+import { $, make } from "./dom.js";
+import { A, B, here, indexInB, run, significanceOf, state, update } from "./state.js";
+
+// The names that the page shows. Uniform attention is not a finding.
+export const KINDS = {
+  previous_token: { letter: "P", title: "previous-token head" },
+  induction: { letter: "I", title: "induction head" },
+  duplicate_token: { letter: "D", title: "duplicate-token head" },
+  first_token: { letter: "F", title: "first-token head" },
+  diagonal: { letter: "S", title: "self head" },
+  separator: { letter: "¶", title: "separator head" },
+  positional: { letter: "#", title: "positional head" },
+};
+
+const snapshotAt = (of, step) => of.nameSteps.findLastIndex((known) => known <= step);
+const nameIn = (of, snapshot, index) => of.names[of.namesAt[snapshot]?.[index]]?.key ?? "";
+
+/** Returns the key of the name of a head at a step: at the last snapshot up to this step. */
+export const nameAt = (of, index, step) => nameIn(of, snapshotAt(of, step), index);
+
+/** Returns the first step from which all snapshots up to `step` give the head its name. */
+export function sinceStep(of, index, step) {
+  let snapshot = snapshotAt(of, step);
+  const name = nameIn(of, snapshot, index);
+  while (snapshot > 0 && nameIn(of, snapshot - 1, index) === name) snapshot -= 1;
+  return of.nameSteps[snapshot];
+}
+
+/** Returns {key, title, letter, since} of a named head, or null. */
+export function findName(of, index, step) {
+  const key = nameAt(of, index, step);
+  return KINDS[key] ? { key, ...KINDS[key], since: sinceStep(of, index, step) } : null;
+}
+
+/** Returns the name of a head on the side that the grid shows, or null. */
+export function shownName(index) {
+  const of = !B || state.show === "difference" ? here : state.show === "b" ? B : A;
+  const place = of === B ? indexInB(index) : index;
+  return place < 0 ? null : findName(of.run, place, of.step);
+}
+
+/** Returns when the heads of the last step got their names: [{step, key, heads: [index]}]. */
+export function namingEvents(of) {
+  const last = of.nameSteps.at(-1);
+  const events = new Map();
+  for (let index = 0; index < of.count; index++) {
+    const name = findName(of, index, last);
+    if (!name) continue;
+    const place = `${name.since} ${name.key}`;
+    if (!events.has(place)) events.set(place, { step: name.since, key: name.key, heads: [] });
+    events.get(place).heads.push(index);
+  }
+  return [...events.values()].sort((a, b) => a.step - b.step);
+}
+
+export const headOf = (of, index) => headName(Math.floor(index / of.heads), index % of.heads);
+
+/** Returns a short text of an event: "L1 H2, L1 H3: induction head". */
+export function describeEvent({ key, heads }) {
+  const some = heads.slice(0, 4).map((index) => headOf(run, index)).join(", ");
+  const more = heads.length > 4 ? ` and ${heads.length - 4} more` : "";
+  return `${some}${more}: ${KINDS[key].title}`;
+}
+
+/** Shows a name as a letter on its colour. */
+export function fillTag(tag, name) {
+  tag.className = name ? `tag kind-${name.key}` : "tag";
+  tag.textContent = name?.letter ?? "";
+}
+
+export function buildNames() {
+  for (const [key, { letter, title }] of Object.entries(KINDS)) {
+    const tag = make("span", { className: `tag kind-${key}`, textContent: letter });
+    const button = make("button", { className: "quiet", title: `show only each ${title}` }, tag,
+      make("span", { textContent: title }));
+    button.dataset.name = key;
+    button.addEventListener("click", () => update({ name: state.name === key ? "" : key }));
+    $("names").append(button);
+  }
+  $("names").append(make("span", { id: "no-names" }));
+}
+
+/** Updates the legend: the names that occur at the shown step, with their numbers of heads. */
+export function drawNames() {
+  const shown = Array.from({ length: run.count }, (_, index) => shownName(index)?.key);
+  for (const button of $("names").querySelectorAll("button")) {
+    const { name } = button.dataset;
+    const count = shown.filter((key) => key === name).length;
+    button.hidden = !count && state.name !== name;
+    button.lastChild.textContent = `${KINDS[name].title}${count === 1 ? "" : "s"} ${count}`;
+    button.setAttribute("aria-pressed", state.name === name);
+  }
+  const none = !shown.some(Boolean);
+  const values = none ? shown.map((_, index) => significanceOf(here, index, true)) : [];
+  const most = Math.max(...values.filter((value) => value !== null));
+  $("no-names").textContent = !none ? "" : `No head has a name at step ${here.step}` +
+    (Number.isFinite(most) ? `: the largest significance is ${format(most)}, a name needs 0.25` : "");
+}

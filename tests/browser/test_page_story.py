@@ -1,0 +1,296 @@
+"""The interactive page in Chromium: names, the first view, losses, statistics of one prompt."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers import pages
+from helpers.pages import PROMPTS, STEPS, a_run
+from playwright.sync_api import expect
+
+from lens.heads import ALL_NAMES, names_of, significances
+from lens.page import frame_data, run_data
+from lens.probe import probe, uniform_values
+from lens.statistics import STATISTICS
+
+PERIOD = 6
+REPEATED = pages.prompt("2-repeated", ["<bos>", *2 * list("abcdef")], period=PERIOD)
+SOME = pages.prompt("1-words", ["One", " two", ",", " three", " four", " five", " six", "."])
+# head: its name and the step from which it has this name
+PLANTED = {(0, 0): ("diagonal", 40), (0, 2): ("previous_token", 40), (1, 1): ("induction", 80)}
+
+
+def planted(name, prompt):
+    """Returns a map whose rows attend to the target of a name with a weight that differs by row."""
+    size = len(prompt.tokens)
+    weights = torch.ones(size, size).tril()
+    for query in range(1, size):
+        copies = query > prompt.period > 0
+        key = {"diagonal": query, "previous_token": query - 1, "induction": None, "": None}[name]
+        if name == "induction" and copies:
+            key = query - prompt.period + 1
+        if key is not None:
+            weights[query, key] = (60 if query == 9 else 20) * query
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def story_run(stages, steps=STEPS):
+    """Returns a run in which heads get names and the second copy becomes predictable."""
+    frames, prompts = {}, (SOME, REPEATED)
+    for step in steps:
+
+        def capture_attention(token_ids, capture, step=step):
+            prompt = prompts[len(token_ids) > len(SOME.tokens)]
+            for layer in range(2):
+                names = [stages.get((layer, head), ("", 0)) for head in range(3)]
+                maps = [planted(n if step >= since else "", prompt) for n, since in names]
+                capture(layer, torch.stack(maps))
+            logits = torch.zeros(len(token_ids), 20)
+            if prompt.period and step >= 80:
+                for position in range(PERIOD + 1, 2 * PERIOD):
+                    logits[position, token_ids[position + 1]] = 9.0
+            return logits
+
+        frames[step] = probe(capture_attention, prompts, step)
+    rows = {step: frame.row for step, frame in frames.items()}
+    curves = {
+        "training loss": [(step, 3 - step / 60) for step in range(0, 121, 20)],
+        "validation accuracy": [(0, 0.0), (60, 0.25), (120, 1.0)],
+    }
+    data = [frame_data(frame) for frame in frames.values()]
+    run = run_data("story", prompts, data, list(rows.values()), curves, stage=80)
+    return pages.Run(run, {}, rows, frames)
+
+
+@pytest.fixture
+def story(shown):
+    return lambda fragment="#head=none", **options: shown(a_story(), fragment=fragment, **options)
+
+
+@functools.cache
+def a_story():
+    return story_run(PLANTED)
+
+
+def tags(lens):
+    return lens.locator(".head .tag").all_text_contents()
+
+
+def legend(lens):
+    """Returns the number of heads of each name in the legend."""
+    shown = lens.locator("#names button:visible")
+    counts = [int(re.findall(r"\d+", text)[0]) for text in shown.all_inner_texts()]
+    keys = shown.evaluate_all("all => all.map((button) => button.dataset.name)")
+    return dict(zip(keys, counts, strict=True))
+
+
+def test_statistics_of_the_shown_prompt_and_the_mean(shown):
+    lens, run = shown(fragment="#head=0.2"), a_run()
+    for over in ("prompt", "mean"):
+        lens.locator("#over").select_option(over)
+        for number, prompt in enumerate(PROMPTS):
+            lens.locator("#prompt").select_option(str(number))
+            values = run.rows[120].values if over == "mean" else run.frames[120].of_prompts[number]
+            uniform = uniform_values(PROMPTS if over == "mean" else [prompt])
+            found = lens.locator("#values > div").all_inner_texts()
+            for text, (key, statistic) in zip(found, STATISTICS.items(), strict=True):
+                if key == "positional":  # compares prompts
+                    continue
+                title, value = text.split("\n")
+                assert title == statistic.title
+                if np.isnan(values[key][0, 2]):
+                    assert not re.search(r"\d", value), (over, prompt.name, key)
+                    continue
+                numbers = re.findall(r"−?\d+\.?\d*", value)
+                wanted = [values[key][0, 2]] + [uniform[key]] * (uniform[key] is not None)
+                assert [float(n.replace("−", "-")) for n in numbers] == pytest.approx(
+                    wanted, abs=0.051 if max(wanted) >= 10 else 0.0051
+                )
+
+
+def test_order_by_values_of_the_shown_prompt(shown):
+    lens, run = shown(), a_run()
+    lens.locator("#sort").select_option("distance")
+    for number in (1, 2):
+        lens.locator("#prompt").select_option(str(number))
+        wanted = run.frames[120].of_prompts[number]["distance"]
+        assert pages.grid_order(lens) == pages.ranked(wanted, descending=True)
+    lens.locator("#over").select_option("mean")
+    wanted = run.rows[120].values["distance"]
+    assert pages.grid_order(lens) == pages.ranked(wanted, descending=True)
+    expect(lens).to_have_url(re.compile("statistics=mean"))
+
+
+@pytest.mark.parametrize("control", ["#sort", "#filter-statistic"])
+def test_induction_shows_the_repeated_prompt(shown, control):
+    lens = shown()
+    lens.locator(control).select_option("previous_token")
+    assert pages.state(lens, "prompt") == 0
+    lens.locator(control).select_option("induction")
+    expect(lens.locator("#prompt")).to_have_value("2")
+    assert lens.locator("#message").is_visible()
+
+
+def test_order_by_significance(shown):
+    lens, run = shown(), a_run()
+    lens.locator("#over").select_option("mean")
+    lens.locator("#sort").select_option("significance")
+    values = significances(run.rows[120].values, uniform_values(PROMPTS))
+    assert pages.grid_order(lens) == pages.ranked(np.nanmax(values, axis=0), descending=True)
+
+
+def test_names_at_each_step(shown, story):
+    for lens, run in ((shown(), a_run()), (story(), a_story())):
+        prompts = PROMPTS if run is not a_story() else (SOME, REPEATED)
+        for frame, step in enumerate(STEPS):
+            lens.locator("#step").fill(str(frame))
+            indices = names_of(run.rows[step].values, uniform_values(prompts)).ravel()
+            keys = [ALL_NAMES[index] for index in indices]
+            shown_keys = [key for key in keys if key not in ("", "uniform")]
+            assert [bool(tag) for tag in tags(lens)] == [k not in ("", "uniform") for k in keys]
+            assert legend(lens) == {key: shown_keys.count(key) for key in shown_keys}
+            assert bool(lens.locator("#no-names").inner_text()) == (not shown_keys)
+    assert tags(lens) == ["S", "", "P", "", "I", ""]
+
+
+def test_filter_by_name_and_since(story):
+    lens = story()
+    lens.locator("#names [data-name='induction']").click()
+    faint = lens.locator(".head.out")
+    assert faint.count() == 5
+    expect(lens).to_have_url(re.compile("name=induction"))
+    again = story(lens.evaluate("location.hash"))
+    assert again.locator(".head:not(.out)").get_attribute("aria-label").startswith("layer 1 head 1")
+    again.locator("#names [data-name='induction']").click()
+    assert again.locator(".head.out").count() == 0
+    for (layer, head), (_, since) in PLANTED.items():
+        pages.tile(again, layer, head).click()
+        assert re.findall(r"\d+", again.locator("#detail-name").inner_text()) == [str(since)]
+    pages.tile(again, 1, 0).click()
+    assert again.locator("#detail-name").inner_text() == ""
+
+
+def test_marks_on_the_slider(story):
+    lens = story()
+    box = lens.locator("#step").bounding_box()
+    found = {}
+    for mark in lens.locator("#marks i").all():
+        kind = mark.get_attribute("class").removeprefix("kind-").split()[0]
+        assert mark.get_attribute("title")
+        found[kind] = (mark.bounding_box()["x"] - box["x"] - 8) / (box["width"] - 16)
+    wanted = {"diagonal": 1 / 3, "previous_token": 1 / 3, "induction": 2 / 3, "stage": 2 / 3}
+    assert found == pytest.approx(wanted, abs=0.02)  # marks of one step are side by side
+
+
+def test_page_opens_with_the_most_significant_head(story):
+    """Heads that attend to themselves come last, if they are not the only ones."""
+    lens = story("")
+    frame = a_story().frames[120]
+    found = [
+        significances(values, uniform_values([prompt]))
+        for values, prompt in zip(frame.of_prompts, (SOME, REPEATED), strict=True)
+    ]
+    best = {
+        (place, prompt): values[ALL_NAMES.index(name) - 1][place]
+        for place, (name, _) in PLANTED.items()
+        for prompt, values in enumerate(found)
+        if name != "diagonal"
+    }
+    (place, prompt) = max(best, key=lambda at: np.nan_to_num(best[at], nan=-1))
+    expect(lens.locator("#detail-title")).to_have_text(f"L{place[0]} H{place[1]}")
+    assert pages.state(lens, "prompt") == prompt
+    query = pages.state(lens, "query")
+    maps = planted(PLANTED[place][0], (SOME, REPEATED)[prompt])
+    back = PERIOD - 1 if PLANTED[place][0] == "induction" else 1
+    targets = {q: maps[q, q - back] - 1 / (q + 1) for q in range(2, len(maps)) if q >= back}
+    assert query == max(targets, key=targets.get)
+    numbers = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
+    wanted = [float(maps[query, query - back]), 1 / (query + 1)]
+    assert [float(number) for number in numbers] == pytest.approx(wanted, abs=0.0051)
+    lens.locator("#close").click()
+    expect(lens).to_have_url(re.compile("head=none"))
+    lens.reload()
+    pages.ready(lens)
+    assert pages.state(lens, "layer") is None
+
+
+def test_no_finding_without_names(shown):
+    run = story_run({})
+    lens = shown(run, fragment="")
+    assert pages.state(lens, "layer") is None
+    assert lens.locator("#no-names").is_visible()
+    assert lens.locator("#marks i:not(.stage)").count() == 0
+
+
+def test_finding_follows_step_prompt_and_head(story):
+    lens = story("#head=1.1&prompt=1&step=120")
+    sentences = {lens.locator("#finding").inner_text()}
+    lens.locator("#step").fill("1")
+    expect(lens.locator("#finding")).to_contain_text("80")  # it has no name yet
+    sentences.add(lens.locator("#finding").inner_text())
+    lens.locator("#step").fill("3")
+    lens.locator("#prompt").select_option("0")
+    sentences.add(lens.locator("#finding").inner_text())
+    lens.locator("#finding button").click()  # shows the prompt and the row
+    assert pages.state(lens, "prompt") == 1
+    assert pages.state(lens, "query") == 9
+    assert lens.locator("#finding button").count() == 0
+    for place in ((0, 0), (0, 1), (0, 2)):
+        pages.tile(lens, *place).click()
+        sentences.add(lens.locator("#finding").inner_text())
+    assert len(sentences) == 6
+
+
+def test_narrow_window_shows_the_grid_first(story):
+    lens = story("", viewport={"width": 460, "height": 900})
+    assert pages.state(lens, "layer") is not None
+    assert lens.evaluate("scrollY") == 0
+    assert lens.locator("#grid").bounding_box()["y"] < 400
+    assert pages.state(story("", viewport={"width": 460, "height": 400}), "layer") is None
+
+
+def test_losses_under_the_slider(story, shown):
+    lens = story("#head=none&step=40")
+    values = {
+        name: float(lens.locator(f"[data-curve='{name}'] b").inner_text())
+        for name in ("training loss", "validation accuracy", "loss on the second copy")
+    }
+    copy = a_story().frames[40].row.losses[1][PERIOD + 1 : 2 * PERIOD].mean()
+    wanted = {"training loss": 3 - 40 / 60, "validation accuracy": 0.0}
+    assert values == pytest.approx(wanted | {"loss on the second copy": copy}, abs=0.0051)
+    box = lens.locator("#losses").bounding_box()
+    lens.mouse.move(box["x"] + 0.66 * box["width"], box["y"] + 10)
+    lens.mouse.down()
+    assert pages.state(lens, "frame") == 2
+    lens.mouse.move(box["x"] + box["width"] - 2, box["y"] + 10)
+    assert pages.state(lens, "frame") == 3
+    lens.mouse.up()
+    (drawn,) = pages.pixels(lens.locator("#losses"))
+    assert len(np.unique(drawn[drawn[..., 3] == 255][:, :3], axis=0)) >= 4  # curves and the step
+    one = shown(story_run(PLANTED, steps=(0,)))
+    assert not one.locator("#losses").is_visible()
+    assert not one.locator("#positions").is_visible()
+
+
+def test_loss_at_each_position(story):
+    """The second copy gets darker; the first does not. A click selects the step and the token."""
+    lens = story("#head=1.1&prompt=1", viewport={"width": 1280, "height": 1500})
+    canvas = lens.locator("#positions")
+    (drawn,) = pages.pixels(canvas)
+    high, wide = drawn.shape[:2]
+    light = drawn[..., :3].sum(-1)
+    bottom = high - 16 * high / 150
+    row = {copy: int(bottom * (part / (2 * PERIOD))) for copy, part in ((1, 3.5), (2, 9.5))}
+    early, late = int(0.3 * wide), int(0.9 * wide)
+    assert light[row[1], early] == light[row[1], late]
+    assert light[row[2], late] < 0.5 * light[row[2], early]
+    box = canvas.bounding_box()
+    inner = box["height"] - 16
+    canvas.click(position={"x": 0.5 * box["width"], "y": inner * 8.5 / (2 * PERIOD)})
+    assert (pages.state(lens, "frame"), pages.state(lens, "query")) == (1, 8)
+    lens.locator("#prompt").select_option("0")
+    (other,) = pages.pixels(canvas)
+    light = other[..., :3].sum(-1)
+    assert light[row[2], late] == light[row[2], early]
