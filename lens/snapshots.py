@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .ablation import COLUMNS, Head, removal
+from .ablation import COLUMNS, Ablate, removal
 from .animation import write_animation
 from .config import LensConfig
 from .heads import NAMES, head_table, heads_by_name, most_significant, significances, write_table
@@ -95,7 +95,7 @@ class Lens:
         run_name: str = "",
         write: bool = True,
         curves: Callable[[], dict[str, list]] = dict,
-        ablate: Callable[[dict[str, list[Head]]], dict | None] | None = None,
+        ablate: Ablate | None = None,
     ) -> Snapshot | None:
         """Runs the model on all prompts and writes statistics, images and pages to `folder`.
 
@@ -127,14 +127,19 @@ class Lens:
         return snapshot
 
     def page_data(
-        self, capture_attention: CaptureAttention, step: int, run_name: str
+        self,
+        capture_attention: CaptureAttention,
+        step: int,
+        run_name: str,
+        ablate: Ablate | None = None,
     ) -> tuple[dict, list[str]]:
         """Returns the data of a page for one step, and a line for each name of heads with the most
         significant heads and, in parentheses, the value for uniform attention. Writes no files.
+        ablate: as in `snapshot`.
         """
         frame = probe(capture_attention, self.prompts, step)
         uniform = uniform_values(self.prompts)
-        table = head_table([frame.row], uniform)
+        table = self.table = head_table([frame.row], uniform)
         lines = []
         for key in NAMES:
             if uniform[key] is None or any(row[key] is None for row in table):
@@ -144,8 +149,11 @@ class Lens:
             values = "   ".join(f"L{row['layer']} H{row['head']} {row[key]:.2f}" for row in heads)
             what = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
             lines.append(f"{what:<24} {values if named else f'no head; largest value: {values}'}")
+        found = ablate(heads_by_name(table)) if ablate else None
+        self.ablation = {"step": step} | found if found else None
         frames = [frame_data(frame, self.token_bytes)]
-        return run_data(run_name, self.prompts, frames, [frame.row]), lines
+        data = run_data(run_name, self.prompts, frames, [frame.row], ablation=self.ablation)
+        return data, lines
 
     def most_significant_heads(self) -> list[str]:
         """Returns the most significant head of each name, for example "induction L5 H1: 0.83

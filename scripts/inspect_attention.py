@@ -2,29 +2,57 @@
 
     python -m scripts.inspect_attention checkpoint=runs/NAME text="The bell rang twice."
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
+    python -m scripts.inspect_attention checkpoint=runs/NAME ablation=exact
     python -m scripts.inspect_attention checkpoint=runs/NAME figure=head.pdf layer=1 head=2
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The page
 is the same as in training (docs/lens.md). The command also prints the most significant heads of
 each name. The repeated sequence uses the complete vocabulary; in training it uses only frequent
-tokens.
+tokens. With ablation=exact it also measures the loss without each head, on the validation data of
+the run or on data.path.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from errors import Problem, refuse, sanitize
 from lens.config import LensConfig
-from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.schema import Checkpoint, Count, Device, Positive, rejected
+from training.config.command_line import (
+    OutFile,
+    ScriptConfig,
+    ScriptGroup,
+    settings_command,
+    write_out,
+)
+from training.config.schema import (
+    Checkpoint,
+    Count,
+    DataConfig,
+    Device,
+    Paths,
+    Positive,
+    rejected,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from interop.pretrained import PretrainedModel
+    from tokens.windows import WindowDataset
+
 KINDS = (".pdf", ".svg", ".png")
+
+
+class TextConfig(ScriptGroup):
+    """The text for ablation."""
+
+    path: Paths | None = Field(
+        None, description="text or token files for ablation; null: the validation data of the run"
+    )
 
 
 class InspectConfig(ScriptConfig):
@@ -47,6 +75,10 @@ class InspectConfig(ScriptConfig):
     logit_lens: bool = Field(
         False, description="also record what the output layer predicts from each layer's input"
     )
+    ablation: Literal["exact", "estimate"] | None = Field(
+        None, description="measure the loss without each head: exact | estimate; null: do not"
+    )
+    data: TextConfig = Field(default_factory=TextConfig)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
 
     @field_validator("repeat_length")
@@ -105,6 +137,7 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
     """Returns the data of one model for the page. Prints its most significant heads."""
     import torch
 
+    from inference.ablation import ablate_heads
     from interop.pretrained import load_pretrained
     from lens.snapshots import Lens
     from tokens.synthetic import SYMBOLS
@@ -129,10 +162,36 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
         return model.capture_attention(input_ids, capture, settings.logit_lens)
 
     step = state.step if state else 0
-    data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name)
+    ablate = None
+    if settings.ablation:
+        dataset = ablation_data(trained, settings)
+        seconds = math.inf if settings.ablation == "exact" else 0.0
+
+        def ablate(groups: dict) -> dict:
+            return ablate_heads(model, dataset, is_synthetic, groups, seconds)
+
+    data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name, ablate)
     print(sanitize(f"{path}: most significant heads (in parentheses: uniform attention)"))
     print("\n".join(f"  {line}" for line in lines))
+    for line in lens.most_important_heads():
+        print(f"without {line}")
     return data
+
+
+def ablation_data(trained: "PretrainedModel", settings: InspectConfig) -> "WindowDataset":
+    """Returns the windows on which heads are removed. Raises DataError or ConfigError."""
+    from data import load_datasets
+
+    values = dict(trained.state.settings["data"]) if trained.state else {}
+    if path := settings.data.path:
+        values |= {"path": path, "synthetic": None, "val_path": None, "val_fraction": 0.0}
+        values["weights"] = None
+    elif not trained.state:
+        reason = "a model without a run needs a text for ablation"
+        refuse([Problem("data.path", None, reason, "set data.path=FILE")])
+    values |= {"tokenizer": trained.tokenizer_name, "max_length": trained.window}
+    loaded = load_datasets(DataConfig.with_defaults(**values))
+    return loaded.val or loaded.train
 
 
 if __name__ == "__main__":

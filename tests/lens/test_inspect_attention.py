@@ -137,3 +137,19 @@ def test_bad_values(in_process, home):
         found, _, err = in_process(main, home, *chosen, *arguments)
         assert (found, sorted(printed_keys(err))) == (code, keys), arguments
         assert sorted(home.iterdir()) == before
+
+
+def test_loss_without_each_head(in_process, home):
+    code, told, err = in_process(main, home, "checkpoint=runs/one", "ablation=exact", "out=a.html")
+    assert (code, err) == (0, "")
+    (run,) = read(home / "a.html")
+    assert run["ablation"]["method"] == "exact"
+    first = max(run["ablation"]["heads"], key=lambda row: row["loss_change"])
+    assert f"without L{first['layer']} H{first['head']} " in told
+    estimate = ("checkpoint=gpt2", "ablation=estimate", "out=b.html")
+    code, _, err = in_process(main, home, *estimate)  # of no run, so the text is not known
+    assert (code, printed_keys(err)) == (2, ["data.path"])
+    code, _, err = in_process(main, home, *estimate, "data.path=text.txt")
+    assert (code, err) == (0, "")
+    (run,) = read(home / "b.html")
+    assert (run["ablation"]["method"], len(run["ablation"]["heads"])) == ("estimate", 12)
