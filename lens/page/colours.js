@@ -65,6 +65,15 @@ export function textOn(colour) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff";
 }
 
+export const [LESS, MORE] = [[60, 130, 215], [235, 125, 20]]; // colours of text in a comparison
+
+/** Gives text a background and a readable colour. alpha: 0 to 1. */
+export function shade(span, colour, alpha) {
+  if (alpha <= 0.01) return;
+  span.style.backgroundColor = `rgb(${colour.join(" ")} / ${alpha.toFixed(3)})`;
+  span.style.color = textOn(colours.background.map((c, n) => c + alpha * (colour[n] - c)));
+}
+
 /** Returns the position of a weight on the colour scale, 0 to 1; `most` is the weight at 1. */
 export function height(value, most = 1) {
   const part = clamp(value / most, 0, 1);

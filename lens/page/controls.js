@@ -42,6 +42,10 @@ export function buildControls() {
     const sort = event.target.value;
     update({ sort, ...definedPrompt(sort) });
   });
+  on("kind", "change", (event) => update({ map: event.target.value }));
+  on("colour-by", "change", (event) => update({ text: event.target.value }));
+  on("arcs", "change", (event) => update({ arcs: event.target.checked }));
+  on("combine", "change", (event) => update({ mean: event.target.value === "mean" }));
   on("direction", "click", () => update({ descending: !state.descending }));
   on("filter-statistic", "change", async (event) => {
     const filter = event.target.value;
@@ -116,6 +120,8 @@ export function showControls() {
   $("scale").value = state.scale;
   $("first-column").checked = state.hideFirst;
   $("stretch").checked = state.stretch;
+  $("map-kind").hidden = !A.norms;
+  $("kind").value = A.valued ? "valued" : "weights";
   $("sort").value = state.sort;
   $("over").value = state.over;
   $("over-label").hidden = run.prompts.length === 1;
@@ -136,7 +142,9 @@ export function showControls() {
     input.checked = input.value === state.show;
   }
   $("brighter").textContent = gridShows() === "difference"
-    ? "orange: more weight in B, blue: less" : "brighter: more weight";
+    ? "orange: more weight in B, blue: less"
+    : A.valued ? "brighter: larger weight × value norm; each head has its own scale"
+      : "brighter: more weight";
   showNotes();
 }
 

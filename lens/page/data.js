@@ -49,12 +49,14 @@ export async function prepare(run) {
     throw new Error("This browser has no DecompressionStream. Use a newer version.");
   }
   run.count = run.layers * run.heads;
-  run.size = 0;
+  run.size = run.normSize = 0;
   for (const prompt of run.prompts) {
     prompt.length = prompt.tokens.length;
     prompt.triangle = (prompt.length * (prompt.length + 1)) / 2;
     prompt.start = run.size;
+    prompt.normStart = run.normSize;
     run.size += run.count * prompt.triangle;
+    run.normSize += run.count * prompt.length;
   }
   try {
     const { steps, values, losses, name_steps: nameSteps, names } = await inflateJson(run.history);
@@ -81,7 +83,7 @@ export function decode(run, index) {
     frame.norms ? inflate(frame.norms) : null]);
   frame.pending ??= parts().then(
     ([bytes, details, norms]) => {
-      if (bytes.length !== run.size) throw 0;
+      if (bytes.length !== run.size || (norms && norms.length !== run.normSize)) throw 0;
       Object.assign(frame, { bytes, facts: details, normBytes: norms });
       decoded.push(frame);
       let kept = decoded.reduce((sum, f) => sum + f.bytes.length, 0);

@@ -1,15 +1,18 @@
 /* The enlarged head: its heatmaps with tokens, the prompt as shaded text, its statistics. */
 
 import {
-  clamp, explainSigns, format, formatDifference, formatWeight, headName, joinBytes, label, visible,
+  clamp, explainSigns, format, digitsOf, formatDifference, formatWeight, joinBytes, label, visible,
 } from "./text.js";
 import { $, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, comparable, here, indexInB, hovered, isMean, isStrong, run, selected, sideName, state, update,
-  valueAt,
+  A, B, comparable, enlarged, here, indexInB, indexName, hovered, isMean, isStrong, meanIsShown,
+  run, selected, sideName, state, update, valueAt,
 } from "./state.js";
-import { WEIGHTS, colours, height, textOn, viridis } from "./colours.js";
-import { firstKey, maxCode, maxDifference, paint } from "./maps.js";
+import { LESS, MORE, colours, height, shade, viridis } from "./colours.js";
+import { firstKey, paint, scaleEnd } from "./maps.js";
+import { cellOf } from "./kinds.js";
+import { drawArcs, drawHeads } from "./arcs.js";
+import { drawNextToken, shadeByLoss, showTextTools } from "./predictions.js";
 import { sideWidth, withUniform } from "./grid.js";
 import { playing } from "./player.js";
 
@@ -63,11 +66,12 @@ export function hoverCell(cell) {
 export const selectedQuery = () => Math.min(state.query ?? Infinity, A.T - 1);
 
 export function drawDetail() {
-  const index = selected();
+  const index = enlarged();
   $("detail").hidden = index === null;
-  if (index === null) return;
-  const { layer, head } = state;
-  $("detail-title").textContent = headName(layer, head);
+  placeWords();
+  showTextTools();
+  if (index === null) return drawReading();
+  $("detail-title").textContent = indexName(index);
   if (hovered.query >= A.T) Object.assign(hovered, { query: null, key: null });
   const order = B?.same ? [...new Set([state.show, "a", "b", "difference"])] : ["a"];
   plots.forEach((plot, n) => (plot.what = order[n]));
@@ -80,10 +84,20 @@ export function drawDetail() {
     const title = name + (plot.step > 1 ? ` · labels: 1 token in ${plot.step}` : "");
     Object.assign(plot.title, { textContent: title, title });
     plot.map.setAttribute("role", "img");
-    plot.map.setAttribute("aria-label", `attention of layer ${layer} head ${head}: ${title}`);
+    plot.map.setAttribute("aria-label", `attention of ${indexName(index)}: ${title}`);
   }
-  drawValues(index);
+  drawHeads();
+  $("detail").classList.toggle("mean", meanIsShown());
+  if (!meanIsShown()) drawValues(index);
   drawReading();
+}
+
+/** Moves the prompt as text to the enlarged head or, without one, to its own section. */
+function placeWords() {
+  const alone = selected() === null;
+  if (alone === ($("words").parentNode === $("alone"))) return;
+  if (alone) $("alone").append($("words"));
+  else $("readout").after($("words"));
 }
 
 const FONT = "11px ui-monospace, SF Mono, Menlo, Consolas, DejaVu Sans Mono, monospace";
@@ -104,7 +118,8 @@ function placePlots() {
   let [lanes, laneWidth] = [1, 0];
   // In a low window, the text is next to the map, not below it.
   const around = compact ? (wide ? 144 : 100) : wide ? 390 : 150;
-  const text = compact && !wide && sideWidth > 400 ? 170 : 0; // next to the map
+  // Width of the text next to the map; 0: the text is below the map.
+  const text = compact ? (!wide && sideWidth > 400 ? 170 : 0) : sideWidth >= 600 ? 270 : 0;
   for (; ; lanes++) {
     const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
     laneWidth = Math.ceil(clamp(widest, 12, 84)) + 3;
@@ -117,10 +132,11 @@ function placePlots() {
     labels = texts(3);
   }
   Object.assign(plots[0], { lanes, laneWidth, step: Math.ceil(LABEL / plots[0].cell / lanes) });
-  const beside = sideWidth - plots[0].width - 28;
-  const column = beside >= 90 && !compact;
+  const free = sideWidth - plots[0].width - 28; // next to the heatmap
+  const column = free >= 90 && !compact;
   $("others").classList.toggle("column", column);
-  const small = column ? Math.min(beside, (plots[0].height - 80) / 2) : (sideWidth - 38) / 2;
+  const small = column ? Math.min(free, (plots[0].height - 80) / 2)
+    : Math.max(20, (sideWidth - 38) / 2);
   for (const plot of plots.slice(1)) sizePlot(plot, 4, Math.min(small, plots[0].size), null);
 }
 
@@ -217,10 +233,10 @@ export function colourTicks(difference, most) {
 function drawColourBar(context, plot) {
   const { left, barTop, what } = plot;
   const width = Math.max(plot.size, 60);
-  const index = selected();
+  const index = enlarged();
   const difference = what === "difference";
   if (what !== "a" && !comparable(index)) return;
-  const most = difference ? maxDifference(index) : WEIGHTS[maxCode(index)];
+  const most = scaleEnd(index, what);
   const table = difference ? colours.diverging : viridis;
   for (let x = 0; x < width; x++) {
     context.fillStyle = `rgb(${table[Math.min(255, Math.floor((x / width) * 256))]})`;
@@ -246,20 +262,22 @@ function drawColourBar(context, plot) {
   }
 }
 
-/** Returns a weight of the enlarged head in A or B; null if B does not have it. */
-function weightOf(of, query, key) {
-  if (of === B && !comparable(selected())) return null;
-  const index = of === A ? selected() : indexInB(selected());
-  return WEIGHTS[of.bytes[of.start + index * of.triangle + (query * (query + 1)) / 2 + key]];
-}
+const formatCell = ({ value, interval }) => formatWeight(value, digitsOf(interval));
+
+const formatChange = (a, b) =>
+  formatDifference(a.value, b.value, digitsOf(Math.max(a.interval, b.interval)));
+
+const cellIn = (of, query, key) => of && cellOf(of, enlarged(), query, key);
 
 /** Draws cross-hairs, readout and text for the token under the pointer. */
 function drawReading() {
-  if (selected() === null) return;
   const query = hovered.query ?? selectedQuery();
+  drawText(query);
+  drawNextToken(query);
+  drawArcs(query);
+  if (selected() === null) return;
   for (const plot of plots) if (plot.what) drawMarks(plot, query, hovered.key);
   drawReadout(query, hovered.key);
-  drawText(query);
 }
 
 function drawReadout(query, key) {
@@ -267,20 +285,22 @@ function drawReadout(query, key) {
   if (most) {
     key = Math.min(firstKey(), query);
     for (let k = key; k <= query; k++) {
-      if (weightOf(here, query, k) > weightOf(here, query, key)) key = k;
+      if (cellIn(here, query, k).value > cellIn(here, query, key).value) key = k;
     }
   }
   const token = (n) => make("bdi", { textContent: `"${visible(A.tokens[n], 40)}"`,
     title: A.tokens[n] });
-  const [a, b] = [weightOf(A, query, key), B && weightOf(B, query, key)];
+  const [a, b] = [cellIn(A, query, key), cellIn(B, query, key)];
   const bold = (text) => make("b", { textContent: text });
   const parts = [token(query), ` (${query}) attends ${most ? "most " : ""}to `, token(key),
     ` (${key}): `];
-  if (!B) parts.push(bold(formatWeight(a)));
-  else if (b === null) parts.push("A ", bold(formatWeight(a)));
+  const product = ({ weight, norm }) =>
+    (norm ? ` (weight ${formatCell(weight)} × norm ${formatCell(norm)})` : "");
+  if (!B) parts.push(bold(formatCell(a)), product(a));
+  else if (b === null) parts.push("A ", bold(formatCell(a)));
   else {
-    parts.push("A ", bold(formatWeight(a)), ", B ", bold(formatWeight(b)), ", B − A ",
-      bold(formatDifference(a, b)));
+    parts.push("A ", bold(formatCell(a)), product(a), ", B ", bold(formatCell(b)), product(b),
+      ", B − A ", bold(formatChange(a, b)));
   }
   $("readout").setAttribute("aria-live", playing ? "off" : "polite");
   $("readout").replaceChildren(...parts);
@@ -301,23 +321,22 @@ function drawText(query) {
       return span;
     }));
   }
-  const index = selected();
+  const index = enlarged();
+  if (shadeByLoss(text.children, query) || index === null) return;
   const what = comparable(index) ? state.show : "a";
-  const most = what === "difference" ? maxDifference(index) : WEIGHTS[maxCode(index)];
+  const most = scaleEnd(index, what);
   [...text.children].forEach((span, key) => {
     span.className = key > query ? "after" : key === query ? "query" : "";
     span.title = span.style.color = span.style.backgroundColor = "";
     if (key > query) return;
-    const one = weightOf(what === "b" ? B : A, query, key);
-    const two = what === "difference" ? weightOf(B, query, key) : null;
-    const shown = two === null ? `weight ${formatWeight(one)}` : `B − A ${formatDifference(one, two)}`;
+    const one = cellIn(what === "b" ? B : A, query, key);
+    const two = what === "difference" ? cellIn(B, query, key) : null;
+    const unit = A.valued ? "weight × norm" : "weight";
+    const shown = two === null ? `${unit} ${formatCell(one)}` : `B − A ${formatChange(one, two)}`;
     span.title = `${A.tokens[key].slice(0, 400)}\nposition ${key}, ${shown}`;
-    const value = two === null ? one : two - one;
+    const value = two === null ? one.value : two.value - one.value;
     const alpha = key < firstKey() ? 0 : 0.85 * height(Math.abs(value), most);
-    if (alpha <= 0.01) return;
-    const hue = two === null ? [255, 176, 32] : value < 0 ? [60, 130, 215] : [235, 125, 20];
-    span.style.backgroundColor = `rgb(${hue.join(" ")} / ${alpha.toFixed(3)})`;
-    span.style.color = textOn(colours.background.map((c, n) => c + alpha * (hue[n] - c)));
+    shade(span, two === null ? [255, 176, 32] : value < 0 ? LESS : MORE, alpha);
   });
 }
 

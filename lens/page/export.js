@@ -1,10 +1,12 @@
 /* Saves the enlarged head or all heads as an image file: SVG with text, or PNG. */
 
-import { clamp, headName, joinBytes, label, visible } from "./text.js";
+import { clamp, joinBytes, label, visible } from "./text.js";
 import { $, make, showMessage } from "./dom.js";
-import { A, B, gridShows, here, indexInB, run, selected, sideName, state } from "./state.js";
-import { WEIGHTS, colours, readTheme, viridis } from "./colours.js";
-import { maxCode, maxDifference, paint } from "./maps.js";
+import {
+  A, B, enlarged, gridShows, here, indexInB, indexName, run, selected, sideName, state,
+} from "./state.js";
+import { colours, readTheme, viridis } from "./colours.js";
+import { paint, scaleEnd } from "./maps.js";
 import { colourTicks } from "./detail.js";
 
 const MARGIN_OF_FIGURE = 16;
@@ -14,7 +16,7 @@ export function buildExport() {
   const button = (what, kind) => {
     const node = make("button", { textContent: kind.toUpperCase() });
     node.dataset.figure = `${what}.${kind}`;
-    node.addEventListener("click", () => save(what === "head" ? selected() : null, kind));
+    node.addEventListener("click", () => save(what === "head" ? enlarged() : null, kind));
     return node;
   };
   const row = (what, text) => make("p", { id: `save-${what}` }, make("span", {}, text),
@@ -36,7 +38,7 @@ export function buildExport() {
 
 async function save(index, kind) {
   const figure = inLightTheme(() => (index === null ? gridFigure() : headFigure(index)));
-  const name = index === null ? "heads" : headName(state.layer, state.head).replace(" ", "");
+  const name = index === null ? "heads" : indexName(index).replace(" ", "");
   const file = `${run.name}-${name}-step${here.step}.${kind}`.replace(/[^\w.-]+/g, "-");
   try {
     const address = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(figure.svg)}`;
@@ -92,7 +94,7 @@ function heatmap(x, y, size, index, what, pixels) {
   const context = large.getContext("2d", { alpha: false });
   context.imageSmoothingEnabled = false;
   context.drawImage(map, 0, 0, large.width, large.height);
-  const title = headName(Math.floor(index / run.heads), index % run.heads);
+  const title = indexName(index);
   return `<image x="${x}" y="${y}" width="${size}" height="${size}" preserveAspectRatio="none" ` +
     `style="image-rendering:optimizeSpeed;image-rendering:pixelated" href="${large.toDataURL()}">` +
     `<title>${title}</title></image>`;
@@ -129,16 +131,11 @@ function colourBar({ difference, largest }) {
       write(far * BAR, 24, text, { size: 10, anchor: "middle" })).join("");
 }
 
-/** Returns the largest weight or difference of the colour scale of a head. */
-function topOf(index, what) {
-  if (what === "difference") return maxDifference(index);
-  return WEIGHTS[maxCode(index, what === "b" ? B : A)];
-}
-
 function titleOf(what, subject) {
   const sides = what === "difference" ? `B − A (${sideName(A)}, ${sideName(B)})`
     : sideName(what === "b" ? B : A);
-  return visible(`${subject}, ${sides}`, 200);
+  const kind = A.valued ? ", weight × value norm" : "";
+  return visible(`${subject}${kind}, ${sides}`, 200);
 }
 
 /** Returns the name of a head of A, such as "induction", or "". */
@@ -169,10 +166,10 @@ function headFigure(index) {
   body += write(left + size / 2, below, "key token", { size: 12, anchor: "middle" });
   body += write(0, 0, "query token", { size: 12, anchor: "middle",
     more: `transform="translate(${MARGIN_OF_FIGURE + 8} ${top + size / 2}) rotate(-90)"` });
-  const bar = { x: left, difference: what === "difference", largest: [topOf(index, what)] };
+  const bar = { x: left, difference: what === "difference", largest: [scaleEnd(index, what)] };
   const width = Math.max(left + size, left + BAR + 20) + MARGIN_OF_FIGURE;
   const name = what === "a" ? nameInFigure(index) : "";
-  const title = titleOf(what, `${headName(state.layer, state.head)} ${name}`.trim());
+  const title = titleOf(what, `${indexName(index)} ${name}`.trim());
   return figureOf(title, body, width, below + 16, bar);
 }
 
@@ -191,7 +188,7 @@ function gridFigure() {
     for (let head = 0; head < run.heads; head++) {
       const index = layer * run.heads + head;
       body += heatmap(left + head * tile, top + layer * tile, tile - 4, index, what, 64);
-      if (what === "a" || indexInB(index) >= 0) largest.push(topOf(index, what));
+      if (what === "a" || indexInB(index) >= 0) largest.push(scaleEnd(index, what));
     }
   }
   const below = top + run.layers * tile + 14;

@@ -1,9 +1,10 @@
 /* The grid of all heads: order, filter, selection; the layout of the page. */
 
 import { clamp, format, headName } from "./text.js";
-import { $, make } from "./dom.js";
+import { $, make, showMessage } from "./dom.js";
 import {
-  A, B, gridShows, hoverHead, hovered, run, selected, shownValue, state, statisticOf, uniformOf, update,
+  A, B, MOST_HEADS, gridShows, hoverHead, hovered, run, selected, selectedHeads, shownValue, state,
+  statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, shownName } from "./names.js";
 import { paint } from "./maps.js";
@@ -46,7 +47,8 @@ export function buildGrid() {
   };
   grid.addEventListener("click", (event) => {
     const tile = tileOf(event);
-    if (tile) select(tile.index);
+    if (tile && (event.shiftKey || event.ctrlKey || event.metaKey)) toggleHead(tile.index);
+    else if (tile) select(tile.index);
   });
   const point = (event) => hoverHead(tileOf(event)?.index ?? null);
   grid.addEventListener("pointerover", point);
@@ -97,7 +99,7 @@ export function drawGrid() {
   const key = state.sort || state.filter || usual?.key;
   const signed = B && state.show === "difference";
   const title = statisticOf(run, key)?.title;
-  const chosen = selected();
+  const chosen = selectedHeads();
   for (const tile of tiles) {
     if (tile.button.hidden) continue;
     paint(tile, tile.index, gridShows(), tilePixels);
@@ -108,7 +110,9 @@ export function drawGrid() {
       ...(key ? [`${title} ${value}`] : [])].join(", ");
     if (tile.text !== text) tile.button.setAttribute("aria-label", (tile.text = text));
     if (state.sort) tile.value.textContent = value;
-    tile.button.setAttribute("aria-pressed", tile.index === chosen);
+    const place = chosen.indexOf(tile.index);
+    tile.button.setAttribute("aria-pressed", place >= 0);
+    if (place >= 0) tile.button.style.setProperty("--head", `var(--head-${place})`);
   }
 }
 
@@ -147,15 +151,26 @@ export function withUniform(key, value, signed = false) {
 export function select(index) {
   const before = selected();
   if (index === null) {
-    update({ layer: null, head: null });
+    update({ layer: null, head: null, more: [] });
     if (before !== null) focusTile(before);
     return;
   }
   const { layer, head } = tiles[index];
-  update({ layer, head });
+  update({ layer, head, more: [] });
   setTabStop(index);
   if (before !== null) return;
   showDetail();
+}
+
+/** Adds a head to the selected heads, or removes it. The first of them is the enlarged head. */
+export function toggleHead(index) {
+  const before = selectedHeads();
+  const heads = before.filter((other) => other !== index);
+  if (heads.length === before.length) heads.push(index);
+  if (heads.length < 2) return select(heads[0] ?? null);
+  if (heads.length > MOST_HEADS) return showMessage(`At most ${MOST_HEADS} heads can be selected.`);
+  const { layer, head } = tiles[heads[0]];
+  update({ layer, head, more: heads.slice(1), arcs: state.arcs || before.length < 2 });
 }
 
 export function showDetail() {

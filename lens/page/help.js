@@ -14,6 +14,11 @@ const KEYS = [
   ["s", "colour scale: square root or linear"],
   ["h", "hide or show the first column"],
   ["c", "stretch the colours of each head, or use the same colours for all heads"],
+  ["v", "map: weights, or weights times value norms"],
+  ["l", "colours of the text: attention or loss"],
+  ["a", "arcs from the query token to its key tokens in the text"],
+  ["Shift and click", "select several heads"],
+  ["m", "several heads: overlaid, or their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
   ["?", "show this help"],
@@ -45,6 +50,20 @@ export function buildHelp() {
       "all prompts: 0 for uniform attention, at most 1. A head has the name of the statistic with " +
       "the largest significance, if this is at least 0.25. A name says where a head attends. It " +
       "does not say that the head is important."),
+    heading("Predictions"),
+    text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
+      "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half. With " +
+      "“loss”, the text shows at each token the loss with which this token was predicted."),
+    heading("Several heads"),
+    text("Arcs lead from the query token to the 12 key tokens with the largest weights; a thicker " +
+      "arc is a larger weight. Select more heads with a Shift-click or with “+ head”: each has " +
+      "its own colour. “mean” shows the mean of their weights, also in the enlarged heatmap."),
+    heading("Value-weighted attention"),
+    text("The output of a head is a sum of vectors, one for each key token: its weight times its " +
+      "value vector after the output projection. “weights × value norm” shows the lengths of these " +
+      "vectors. A token with a large weight but a short value vector adds little, as often the " +
+      "first token. The colour scale of each head ends at its largest product. Source: Kobayashi " +
+      "et al. 2020, Attention is Not Only a Weight: Analyzing Transformers with Vector Norms."),
     heading("Colours"),
     text("On the square-root scale, a weight of 0.04 is a fifth as bright as a weight of 1. " +
       "“Hide first column” hides the weights on the first token, the attention sink of many " +

@@ -11,7 +11,7 @@ import { toggleCompare } from "./controls.js";
 import { openHelp } from "./help.js";
 
 function moveCell(right, down) {
-  if (selected() === null) return;
+  if (selected() === null) return; // no heatmap
   const query = clamp((hovered.query ?? selectedQuery()) + down, 0, A.T - 1);
   const key = clamp((hovered.key ?? query) + right, 0, query);
   update({ query });
@@ -29,6 +29,10 @@ const SHORTCUTS = {
   s: () => update({ scale: state.scale === "sqrt" ? "linear" : "sqrt" }),
   h: () => update({ hideFirst: !state.hideFirst }),
   c: () => update({ stretch: !state.stretch }),
+  v: () => update({ map: state.map === "valued" ? "weights" : "valued" }),
+  l: () => update({ text: state.text === "loss" ? "attention" : "loss" }),
+  a: () => update({ arcs: !state.arcs }),
+  m: () => update({ mean: !state.mean }),
   d: toggleCompare,
   t: toggleTheme,
   "?": () => openHelp(),

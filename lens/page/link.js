@@ -2,7 +2,7 @@
 
 import { $, showMessage } from "./dom.js";
 import {
-  DEFAULTS, SIGNIFICANCE, other, hovered, run, state, statisticOf, update,
+  DEFAULTS, MOST_HEADS, SIGNIFICANCE, other, hovered, run, state, statisticOf, update,
 } from "./state.js";
 import { KINDS } from "./names.js";
 import { readTheme } from "./colours.js";
@@ -15,6 +15,12 @@ function linkText() {
   put("step", run.frames[state.frame].step, run.frames.at(-1).step);
   // Without a link, the page opens with a head; a link to all heads says so.
   parts.set("head", state.layer === null ? "none" : `${state.layer}.${state.head}`);
+  const place = (index) => `${Math.floor(index / run.heads)}.${index % run.heads}`;
+  if (state.more.length) parts.set("more", state.more.map(place).join());
+  if (state.mean) parts.set("heads", "mean");
+  put("map", state.map, "weights");
+  put("text", state.text, "attention");
+  if (state.arcs) parts.set("arcs", "shown");
   put("query", state.query, null);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
   if (state.filter) parts.set("filter", `${state.filter}:${+state.threshold.toPrecision(4)}`);
@@ -43,8 +49,19 @@ export function readLink(text) {
   found.prompt = whole("prompt", run.prompts.length) ?? 0;
   const step = run.frames.findIndex((frame) => String(frame.step) === parts.get("step"));
   if (step >= 0) found.frame = step;
-  const [layer, head] = (parts.get("head") ?? "").split(".").map((n) => (n ? Number(n) : NaN));
-  if (fits(layer, run.layers) && fits(head, run.heads)) Object.assign(found, { layer, head });
+  const places = (name) => (parts.get(name) ?? "").split(",").map((place) => {
+    const [layer, head] = place.split(".").map((n) => (n ? Number(n) : NaN));
+    return { layer, head };
+  }).filter(({ layer, head }) => fits(layer, run.layers) && fits(head, run.heads));
+  Object.assign(found, places("head")[0]);
+  if (found.layer !== null) {
+    found.more = places("more").map(({ layer, head }) => layer * run.heads + head)
+      .slice(0, MOST_HEADS - 1);
+  }
+  found.mean = parts.get("heads") === "mean";
+  found.map = choice("map", ["valued"]) || "weights";
+  found.text = choice("text", ["loss"]) || "attention";
+  found.arcs = parts.get("arcs") === "shown";
   found.query = whole("query", run.prompts[found.prompt].length);
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   if (known(key)) Object.assign(found, { sort: key, descending: sign === "-" || sign === "" });

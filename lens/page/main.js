@@ -10,6 +10,8 @@ import {
   buildGrid, drawGrid, layOut, markHovered, measureBar, measureSide, showHovered, setTabStop,
   showDetail,
 } from "./grid.js";
+import { prepareMaps } from "./kinds.js";
+import { buildArcs, drawArcs } from "./arcs.js";
 import { buildDetail, drawDetail } from "./detail.js";
 import { buildCharts, drawChartMarks, drawCharts } from "./charts.js";
 import { keepLink, readLink, restore } from "./link.js";
@@ -26,6 +28,7 @@ function drawAll() {
   const begin = performance.now();
   const top = () => (hovered.query === null ? 0 : $("map").getBoundingClientRect().top);
   const before = top();
+  prepareMaps();
   showControls();
   layOut();
   drawGrid();
@@ -64,6 +67,7 @@ function listen() {
     drawCharts();
     drawPositions();
   }).observe($("side"));
+  new ResizeObserver(() => drawArcs()).observe($("text"));
   new ResizeObserver(measureBar).observe($("bar"));
   new ResizeObserver(drawTimeline).observe($("track"));
 }
@@ -82,6 +86,7 @@ async function start() {
   window.lens.runs = runs;
   buildGrid();
   buildDetail();
+  buildArcs();
   buildCharts();
   buildPositions();
   buildNames();

@@ -58,6 +58,13 @@ export function maxDifference(index) {
   return most || 1;
 }
 
+/** Returns the value or difference at the end of the colour scale of a head. */
+export function scaleEnd(index, what) {
+  const of = what === "b" ? B : A;
+  const top = of.tops?.[of === A ? index : indexInB(index)] ?? 1;
+  return top * (what === "difference" ? maxDifference(index) : WEIGHTS[maxCode(index, of)]);
+}
+
 /** Draws one head with T x T pixels, or with `most` x `most` if this is less: then each pixel shows
  * the largest of several weights, so that a line of weights does not disappear. what: "a", "b" or
  * "difference". */

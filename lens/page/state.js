@@ -1,5 +1,6 @@
 /* The state of the page, which the controls change, and A and B, which the page shows. */
 
+import { headName } from "./text.js";
 import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 
@@ -8,6 +9,11 @@ export const DEFAULTS = {
   frame: 0, // index into the frames of runs[0]
   layer: null, // the enlarged head
   head: null,
+  more: [], // indices of more selected heads
+  mean: false, // the enlarged heatmap is the mean of the selected heads
+  map: "weights", // or "valued": weights times norms of values
+  text: "attention", // what colours the prompt as text, or "loss"
+  arcs: false, // lines from the query token to key tokens
   query: null, // position of the query token; null: the last
   sort: "", // "" is layer order, else a statistic's key or "significance"
   descending: true,
@@ -36,14 +42,24 @@ export const SIGNIFICANCE = { key: "significance", title: "significance",
 export const statisticOf = (of, key) => (key === SIGNIFICANCE.key ? SIGNIFICANCE
   : of.statistics.find((statistic) => statistic.key === key));
 export const selected = () => (state.layer === null ? null : state.layer * run.heads + state.head);
+export const MOST_HEADS = 6; // selected at once; each has a colour
+export const selectedHeads = () =>
+  (selected() === null ? [] : [...new Set([selected(), ...state.more])]);
+export const meanIsShown = () => state.mean && selectedHeads().length > 1;
+/** Returns the index of the enlarged head; of the mean of heads, the index after the last head. */
+export const enlarged = () => (meanIsShown() ? run.count : selected());
+
+export const indexName = (index) => (index === run.count ? `mean of ${selectedHeads().length} heads`
+  : headName(Math.floor(index / run.heads), index % run.heads));
 
 /** Returns the data of one side. It has `bytes` if its frame is decoded. */
 function side(of, frame, prompt) {
-  const { tokens, length, start, triangle } = of.prompts[prompt];
-  const { step, bytes } = of.frames[frame];
+  const { tokens, length, start, triangle, normStart } = of.prompts[prompt];
+  const { step, bytes, facts, normBytes: norms } = of.frames[frame];
   let at = of.steps.indexOf(step);
   if (at < 0) at = Math.max(0, of.steps.findLastIndex((known) => known <= step));
-  return { run: of, frame, step, prompt, tokens, T: length, start, triangle, bytes, at };
+  const known = { step, bytes, facts, norms, at };
+  return { run: of, frame, prompt, tokens, T: length, start, triangle, normStart, ...known };
 }
 
 export function nearestFrame(of, step) {
@@ -71,6 +87,9 @@ export const gridShows = () => (B && (B.same || state.show === "b") ? state.show
 
 /** Returns the index in B of a head of A, or -1. */
 export function indexInB(index) {
+  if (index === run.count) { // the mean of the selected heads
+    return selectedHeads().every((head) => indexInB(head) >= 0) ? B.run.count : -1;
+  }
   const [layer, head] = [Math.floor(index / run.heads), index % run.heads];
   const fits = B && layer < B.run.layers && head < B.run.heads;
   return fits ? layer * B.run.heads + head : -1;

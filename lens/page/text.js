@@ -11,10 +11,14 @@ export function format(value, signed = false) {
   return sign + text;
 }
 
-/** Returns the number of correct decimals of a weight. Weights in an interval of 2 sqrt(w) / 255 have
- * the same code (0: 1 / 510²); the unit of the last digit is not smaller than this interval. */
+/** Returns the number of correct decimals of a value that is one of an interval of values with the
+ * same code: the unit of the last digit is not smaller than this interval. */
+export const digitsOf = (interval) => Math.max(0, Math.floor(-Math.log10(interval)));
+
+/** Returns digitsOf a weight: weights in an interval of 2 sqrt(w) / 255 have the same code (0: 1 /
+ * 510²). */
 export const weightDigits = (weight) =>
-  Math.floor(-Math.log10(Math.max((2 * Math.sqrt(weight)) / 255, 1 / 510 ** 2)));
+  digitsOf(Math.max((2 * Math.sqrt(weight)) / 255, 1 / 510 ** 2));
 
 /** Returns a weight as text, without digits that its code does not determine. */
 export function formatWeight(weight, digits = weightDigits(weight)) {
@@ -23,8 +27,8 @@ export function formatWeight(weight, digits = weightDigits(weight)) {
 }
 
 /** Returns b - a with the digits of the less exact weight. */
-export function formatDifference(a, b) {
-  const text = Math.abs(b - a).toFixed(Math.min(weightDigits(a), weightDigits(b)));
+export function formatDifference(a, b, digits) {
+  const text = Math.abs(b - a).toFixed(digits);
   return (Number(text) ? (b < a ? "−" : "+") : "") + text;
 }
 

@@ -31,6 +31,10 @@ def test_link_restores_the_view(shown):
     lens.locator("#scale").select_option("linear")
     lens.locator("#first-column").check()
     lens.locator("#stretch").check()
+    lens.locator("#kind").select_option("valued")
+    pages.tile(lens, 0, 1).click(modifiers=["Shift"])  # shows arcs
+    lens.locator("#combine label").nth(1).click()
+    lens.locator("#colour-by label").nth(1).click()
     lens.locator("#compare").select_option("step:80")
     lens.locator("#show label").nth(1).click()
     lens.locator("#theme").click()
@@ -50,7 +54,8 @@ def test_link_restores_the_view(shown):
 BAD_LINKS = """prompt=3 prompt=-1 prompt=1.5 prompt=x step=41 step= step=constructor head=2.0
 head=0.3 head=1 head=-1.0 head=. query=12 query=NaN sort=nothing sort=-__proto__ filter=entropy
 filter=entropy:x filter=entropy:1e999 filter=nothing:0.5 scale=cubic first=1 compare=run
-compare=step:41 compare=constructor show=c theme=%00 colours=1 % &&==&"""
+compare=step:41 compare=constructor show=c theme=%00 colours=1 more=0.1 more=9.9,x
+heads=2 map=x text=x arcs=1 % &&==&"""
 
 
 def test_changed_address_is_followed(shown):
@@ -82,6 +87,10 @@ PRESSED = [  # view, key, what it changes, new value
     ("colours=equal", "c", "stretch", True),
     ("compare=off", "d", "compare", "step:0"),
     ("theme=light", "t", "theme", "dark"),
+    ("head=0.1", "l", "text", "loss"),
+    ("head=0.1", "a", "arcs", True),
+    ("head=0.1&more=1.1", "m", "mean", True),
+    ("map=weights", "v", "map", "valued"),
 ]
 
 
