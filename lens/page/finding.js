@@ -5,7 +5,7 @@ import { $, make } from "./dom.js";
 import { here, run, selected, state, update } from "./state.js";
 import { WEIGHTS } from "./colours.js";
 import { selectedQuery } from "./detail.js";
-import { KINDS, findName, headOf, nameAt, namingEvents } from "./names.js";
+import { KINDS, findName, headOf, nameAt, namingEvents, sinceText } from "./names.js";
 
 const isSeparator = (token) => (token.trim() ? /^\p{P}+$/u.test(token.trim()) : token.includes("\n"));
 const upTo = (count) => Array.from({ length: count }, (_, n) => n);
@@ -133,7 +133,8 @@ function bestRow(name, index) {
 export function drawFinding() {
   const index = selected();
   const name = index === null ? null : findName(run, index, here.step);
-  $("detail-name").textContent = name ? `· ${name.title} since step ${name.since}` : "";
+  const since = name && sinceText(run, index, here.step);
+  $("detail-name").textContent = name ? `· ${name.title}${since}` : "";
   $("detail-name").className = name ? `kind-${name.key}` : "";
   if (index === null) return;
   const head = headOf(run, index);
@@ -145,7 +146,7 @@ export function drawFinding() {
     return;
   }
   const row = bestRow(name.key, index);
-  const parts = [`${head} is ${withArticle(name.key)} since step ${name.since}`];
+  const parts = [`${head} is ${withArticle(name.key)}${since}`];
   if (row?.prompt === state.prompt) {
     parts.push(": ", ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
       make("b", { textContent: formatWeight(row.weight) }), ` (uniform ${row.uniform.toFixed(2)}).`);

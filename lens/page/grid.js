@@ -138,7 +138,7 @@ function headValues(index) {
     `${title} ${withUniform(key, shownValue(key, index), B && state.show === "difference")}`);
   const name = shownName(index);
   return [headName(tiles[index].layer, tiles[index].head),
-    ...(name ? [`${name.title} since step ${name.since}`] : []), ...values].join(" · ");
+    ...(name ? [name.title + name.since()] : []), ...values].join(" · ");
 }
 
 /** Returns a value as text, with the value for uniform attention if it is not a difference. */

@@ -8,11 +8,12 @@ import { describeEvent, namingEvents } from "./names.js";
 
 const THUMB = 8; // half the width of the slider's handle
 let timeCurves = []; // {title, points: [[step, value]], label: its legend, isPart: from 0 to 1}
-let namings = [];
+let namings = []; // when heads got their names
+let frameSteps = [];
 
 /** Returns the place of a step on the slider, 0 to 1: frames are evenly spaced. */
 function placeOf(step) {
-  const steps = run.frames.map((frame) => frame.step);
+  const steps = frameSteps;
   const n = clamp(steps.findLastIndex((known) => known <= step), 0, steps.length - 2);
   return clamp((n + (step - steps[n]) / (steps[n + 1] - steps[n])) / (steps.length - 1), 0, 1);
 }
@@ -40,6 +41,7 @@ export function buildTimeline() {
   const none = run.frames.length === 1;
   $("losses").hidden = $("curves").hidden = none || !timeCurves.length;
   if (none) return;
+  frameSteps = run.frames.map((frame) => frame.step);
   $("curves").append("loss:", ...timeCurves.map(({ label }) => label),
     make("span", { id: "news" }));
   namings = namingEvents(run);

@@ -29,17 +29,22 @@ export function sinceStep(of, index, step) {
   return of.nameSteps[snapshot];
 }
 
-/** Returns {key, title, letter, since} of a named head, or null. */
+/** Returns {key, title, letter} of a named head, or null. */
 export function findName(of, index, step) {
   const key = nameAt(of, index, step);
-  return KINDS[key] ? { key, ...KINDS[key], since: sinceStep(of, index, step) } : null;
+  return KINDS[key] ? { key, ...KINDS[key] } : null;
 }
+
+/** Returns " since step N" for a named head, "" if there is only one snapshot. */
+export const sinceText = (of, index, step) =>
+  (of.nameSteps.length > 1 ? ` since step ${sinceStep(of, index, step)}` : "");
 
 /** Returns the name of a head on the side that the grid shows, or null. */
 export function shownName(index) {
   const of = !B || state.show === "difference" ? here : state.show === "b" ? B : A;
   const place = of === B ? indexInB(index) : index;
-  return place < 0 ? null : findName(of.run, place, of.step);
+  const name = place < 0 ? null : findName(of.run, place, of.step);
+  return name && { ...name, since: () => sinceText(of.run, place, of.step) };
 }
 
 /** Returns when the heads of the last step got their names: [{step, key, heads: [index]}]. */
@@ -49,8 +54,9 @@ export function namingEvents(of) {
   for (let index = 0; index < of.count; index++) {
     const name = findName(of, index, last);
     if (!name) continue;
-    const place = `${name.since} ${name.key}`;
-    if (!events.has(place)) events.set(place, { step: name.since, key: name.key, heads: [] });
+    const step = sinceStep(of, index, last);
+    const place = `${step} ${name.key}`;
+    if (!events.has(place)) events.set(place, { step, key: name.key, heads: [] });
     events.get(place).heads.push(index);
   }
   return [...events.values()].sort((a, b) => a.step - b.step);

@@ -96,7 +96,7 @@ function drawCells(rows, x, y) {
     line(context, [[MARGIN.left, y(period + 1)], [MARGIN.left + inner, y(period + 1)]]);
   } else {
     for (const tick of roundTicks(0, count - 1, 4)) {
-      if (Number.isInteger(tick)) context.fillText(String(tick), left, y(tick + 0.5));
+      if (Number.isInteger(tick)) context.fillText(String(tick), left, Math.max(6, y(tick + 0.5)));
     }
   }
   context.textBaseline = "alphabetic";
@@ -110,7 +110,7 @@ function drawCells(rows, x, y) {
 function showLoss(place) {
   const rows = lossesOfPrompt();
   if (!place) {
-    lossCaption.textContent = `brighter: larger loss, up to ${format(Math.max(...rows[0]))} or more`;
+    lossCaption.textContent = `brightest: ${format(Math.max(...rows[0]))} or more`;
     return;
   }
   const { at, position } = place;

@@ -269,7 +269,8 @@ def test_losses_under_the_slider(story, shown):
     lens.mouse.up()
     (drawn,) = pages.pixels(lens.locator("#losses"))
     assert len(np.unique(drawn[drawn[..., 3] == 255][:, :3], axis=0)) >= 4  # curves and the step
-    one = shown(story_run(PLANTED, steps=(0,)))
+    one = shown(story_run(PLANTED, steps=(120,)), fragment="#head=1.1")
+    assert not re.search(r"\d", one.locator("#detail-name").inner_text())  # one snapshot
     assert not one.locator("#losses").is_visible()
     assert not one.locator("#positions").is_visible()
 
