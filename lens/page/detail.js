@@ -136,7 +136,7 @@ function placePlots() {
   const column = free >= 90 && !compact;
   $("others").classList.toggle("column", column);
   const small = column ? Math.min(free, (plots[0].height - 80) / 2)
-    : Math.max(20, (sideWidth - 38) / 2);
+    : Math.max(20, (sideWidth - 44) / 2);
   for (const plot of plots.slice(1)) sizePlot(plot, 4, Math.min(small, plots[0].size), null);
 }
 
