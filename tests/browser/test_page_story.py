@@ -252,18 +252,18 @@ def test_narrow_window_shows_the_grid_first(story):
 
 
 def test_losses_under_the_slider(story, shown):
-    lens = story("#head=none&step=40")
+    lens = story("#head=none&step=80")
     values = {
         name: float(lens.locator(f"[data-curve='{name}'] b").inner_text())
         for name in ("training loss", "validation accuracy", "loss on the second copy")
     }
-    copy = a_story().frames[40].row.losses[1][PERIOD + 1 : 2 * PERIOD].mean()
-    wanted = {"training loss": 3 - 40 / 60, "validation accuracy": 0.0}
+    copy = a_story().frames[80].row.losses[1][PERIOD + 1 : 2 * PERIOD].mean()
+    wanted = {"training loss": 3 - 80 / 60, "validation accuracy": 0.25}
     assert values == pytest.approx(wanted | {"loss on the second copy": copy}, abs=0.0051)
     box = lens.locator("#losses").bounding_box()
-    lens.mouse.move(box["x"] + 0.66 * box["width"], box["y"] + 10)
+    lens.mouse.move(box["x"] + 0.33 * box["width"], box["y"] + 10)
     lens.mouse.down()
-    assert pages.state(lens, "frame") == 2
+    assert pages.state(lens, "frame") == 1
     lens.mouse.move(box["x"] + box["width"] - 2, box["y"] + 10)
     assert pages.state(lens, "frame") == 3
     lens.mouse.up()
