@@ -82,4 +82,4 @@ def test_size_of_the_file_and_of_the_image(tmp_path, monkeypatch):
     for shape in ((1, 1, 1), (48, 25, 36), (12, 12, 2145)):
         write_animation(path, prompt, [np.zeros(shape, np.uint8)], [5], [rows])
         assert all(a <= b for a, b in zip(Image.open(path).size, SIZE, strict=True))
-        assert (frames_of(path)[0, 40:100, -12:] > 240).all()  # no name is cut off
+        assert (frames_of(path)[0, 40:100, -12:] > 240).all()  # each name fits
