@@ -6,9 +6,12 @@ weight, and c is its value for uniform attention:
 
     significance = (v - c) / (1 - c)     0: as uniform attention; 1: all weight on these key tokens
 
-A head gets the name of the statistic with the largest significance, if this is at least NAMED_FROM.
-Otherwise it is "positional" if its statistic `positional` is at least NAMED_FROM, "uniform" if its
-entropy is at least UNIFORM_FROM, and else it has no name, "".
+A head can have the name of a statistic if its significance is at least NAMED_FROM on every prompt
+on which the statistic is defined. So a head that attends to a certain word, which is the first
+token of one prompt, is not a first-token head. If several names are possible, it has the one with
+the largest significance (the smallest over prompts). If none is, it is "positional" if its
+statistic `positional` is at least NAMED_FROM, "uniform" if its entropy is at least UNIFORM_FROM,
+and else it has no name, "".
 
 Shapes: L layers, H heads.
 """
@@ -22,16 +25,18 @@ import numpy as np
 from .history import Row, json_values
 from .statistics import STATISTICS
 
-NAMES = (
-    "previous_token",
-    "induction",
-    "duplicate_token",
-    "first_token",
-    "diagonal",
-    "separator",
-)
+NAMED_FROM = {
+    "previous_token": 0.25,
+    "induction": 0.25,
+    "duplicate_token": 0.25,
+    "first_token": 0.25,
+    "diagonal": 0.25,
+    # A text has few different separators: heads of random models reach 0.36.
+    "separator": 0.4,
+    "positional": 0.25,
+}
+NAMES = tuple(key for key in NAMED_FROM if key != "positional")
 ALL_NAMES = ("", *NAMES, "positional", "uniform")
-NAMED_FROM = 0.25
 UNIFORM_FROM = 0.95  # normalised entropy
 # since_step: the first step from which all snapshots give the head this name
 COLUMNS = ("rank", "layer", "head", "name", "since_step", "significance", *STATISTICS)
@@ -46,13 +51,24 @@ def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndar
     return np.stack([(values[key] - c) / (1 - c) for key, c in zip(NAMES, chance, strict=True)])
 
 
-def names_of(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndarray:
-    """Returns the name of each head as its index in ALL_NAMES, (L, H)."""
-    found = np.nan_to_num(significances(values, uniform), nan=-np.inf)
-    others = np.where(values["entropy"] >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
-    is_positional = values["positional"] >= NAMED_FROM
+def names_of(
+    of_prompts: Sequence[Mapping[str, np.ndarray]],
+    uniform: Sequence[Mapping],
+    mean: Mapping[str, np.ndarray],
+) -> np.ndarray:
+    """Returns the name of each head as its index in ALL_NAMES, (L, H).
+
+    of_prompts: the statistics on each prompt. uniform: their values for uniform attention. mean:
+    the means over prompts.
+    """
+    found = [significances(*pair) for pair in zip(of_prompts, uniform, strict=True)]
+    least = np.fmin.reduce(found)  # (names, L, H), without NaN
+    limits = np.array([NAMED_FROM[key] for key in NAMES])[:, None, None]
+    possible = np.where(least >= limits, least, -np.inf)
+    others = np.where(mean["entropy"] >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
+    is_positional = mean["positional"] >= NAMED_FROM["positional"]
     others = np.where(is_positional, ALL_NAMES.index("positional"), others)
-    return np.where(found.max(0) >= NAMED_FROM, found.argmax(0) + 1, others)
+    return np.where(possible.max(0) > -np.inf, possible.argmax(0) + 1, others)
 
 
 def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
@@ -61,7 +77,7 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
     rows: the statistics of all snapshots. The keys of a row are COLUMNS. A head without a name has
     the name "" and the since_step None. An undefined statistic or significance is None.
     """
-    names = np.stack([names_of(row.values, uniform) for row in rows])  # (rows, L, H)
+    names = np.stack([row.names for row in rows])  # (rows, L, H)
     differs = names != names[-1]
     since = np.where(differs.any(0), len(rows) - differs[::-1].argmax(0), 0)
     statistics = {key: json_values(rows[-1].values[key].ravel()) for key in STATISTICS}
@@ -86,10 +102,10 @@ def most_significant(table: Sequence[dict]) -> list[dict]:
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
-    """Returns (layer, head) of all heads that have a name, for each name."""
+    """Returns (layer, head) of all heads that have a name, for each name except "uniform"."""
     found: dict[str, list[tuple[int, int]]] = {}
     for row in table:
-        if row["name"]:
+        if row["name"] not in ("", "uniform"):
             found.setdefault(row["name"], []).append((row["layer"], row["head"]))
     return found
 

@@ -3,7 +3,8 @@
 attention/statistics.jsonl has one line for each snapshot:
 
     {"step": 40, "entropy": [[one number for each head] for each layer], "distance": ..., ...,
-     "losses": [[one number for each position] for each prompt]}
+     "losses": [[one number for each position] for each prompt],
+     "names": [[one index in heads.ALL_NAMES for each head] for each layer]}
 
 Shapes: L layers, H heads, T tokens of a prompt.
 """
@@ -30,6 +31,10 @@ class Row:
     values: dict[str, np.ndarray]  # by statistic: an fp32 array (L, H); NaN where undefined
     # For each prompt the loss at each position in nats, fp32 (T - 1); [] if unknown.
     losses: list[np.ndarray] = field(default_factory=list)
+    names: np.ndarray = field(init=False)  # int (L, H): indices in heads.ALL_NAMES; 0: no name
+
+    def __post_init__(self):
+        self.names = np.zeros(next(iter(self.values.values())).shape, np.int64)
 
 
 class History:
@@ -80,7 +85,8 @@ def json_values(values: np.ndarray) -> list:
 def _line(row: Row) -> str:
     values = {key: json_values(value) for key, value in row.values.items()}
     losses = [json_values(of_prompt) for of_prompt in row.losses]
-    return json.dumps({"step": row.step, **values, "losses": losses}) + "\n"
+    row_values = {"step": row.step, **values, "losses": losses, "names": row.names.tolist()}
+    return json.dumps(row_values) + "\n"
 
 
 def _parsed(line: str | bytes) -> Row:
@@ -88,7 +94,9 @@ def _parsed(line: str | bytes) -> Row:
     known = {key: np.array(values[key], np.float32) for key in STATISTICS if key in values}
     unknown = np.full_like(next(iter(known.values())), np.nan)  # for statistics that the line lacks
     losses = [np.array(of_prompt, np.float32) for of_prompt in values.get("losses", [])]
-    return Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS}, losses)
+    row = Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS}, losses)
+    row.names = np.array(values.get("names", row.names), np.int64).reshape(row.names.shape)
+    return row
 
 
 def _read(file: Path) -> list[Row]:

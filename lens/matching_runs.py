@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .heads import ALL_NAMES, names_of
+from .heads import ALL_NAMES
 from .matching import MATCHED_FROM, Group, directions, similarities
 from .page import read
 from .statistics import STATISTICS
@@ -167,13 +167,10 @@ def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
 
 
 def _names(data: dict) -> np.ndarray:
-    """Returns the name of each head at the last step, (L, H). An older page may lack statistics."""
-    history = json.loads(_unpacked(data["history"]))["values"]
-    values = {key: np.full(_shape(data), np.nan) for key in STATISTICS}
-    for key in STATISTICS.keys() & history.keys():
-        values[key] = np.array(history[key][-1], float).reshape(_shape(data))
-    uniform = {statistic["key"]: statistic["uniform"] for statistic in data["statistics"]}
-    return np.array(ALL_NAMES)[names_of(values, dict.fromkeys(STATISTICS) | uniform)]
+    """Returns the name of each head at the last step, (L, H). An older page has no names."""
+    history = json.loads(_unpacked(data["history"]))
+    last = history["names"][-1] if "names" in history else np.zeros(_shape(data), int)
+    return np.array(ALL_NAMES)[np.reshape(last, _shape(data))]
 
 
 def _unpacked(text: str) -> bytes:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .heads import names_of
 from .history import Row
 from .predictions import Predictions, predict
 from .statistics import STATISTICS, measure, positional, uniform_attention
@@ -148,8 +149,9 @@ def probe(capture_attention: CaptureAttention, prompts: Sequence[Prompt], step: 
     of_prompts = [dict(zip(STATISTICS, values, strict=True)) for values in statistics]
     values = _mean(np.stack(statistics))
     values["positional"] = _positional(codes, prompts, values["positional"])
-    losses = [readings[-1].losses for readings in predictions]
-    return Frame(Row(step, values, losses), codes, of_prompts, predictions, norms)
+    row = Row(step, values, [readings[-1].losses for readings in predictions])
+    row.names = names_of(of_prompts, [uniform_values([prompt]) for prompt in prompts], values)
+    return Frame(row, codes, of_prompts, predictions, norms)
 
 
 def uniform_values(prompts: Sequence[Prompt]) -> dict[str, float | None]:

@@ -12,7 +12,15 @@ import numpy as np
 from .ablation import COLUMNS, Ablate, removal
 from .animation import write_animation
 from .config import LensConfig
-from .heads import NAMES, head_table, heads_by_name, most_significant, significances, write_table
+from .heads import (
+    NAMES,
+    head_table,
+    heads_by_name,
+    most_significant,
+    names_of,
+    significances,
+    write_table,
+)
 from .heatmap import draw_grid, draw_layer, draw_panel, fitted
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY, codes_of, frame_data, page, read, run_data
@@ -213,8 +221,9 @@ class Lens:
             path = folder / f"step_{step:08d}_{prompt.name}.png"
             draw_grid(codes, prompt, step, path)
             path = path.with_stem(f"{path.stem}_panel")
-            uniform = self.uniform[number]
-            table = head_table([Row(step, frame.of_prompts[number])], uniform)
+            row, uniform = Row(step, frame.of_prompts[number]), self.uniform[number]
+            row.names = names_of([row.values], [uniform], row.values)
+            table = head_table([row], uniform)
             draw_panel(codes, prompt, step, most_significant(table), uniform, path)
             snapshot.images[f"attention/heatmap/{prompt.name}"] = path
             for layer in self.config.layers:

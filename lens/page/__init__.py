@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ..assemble import assemble, content_security_policy
-from ..heads import ALL_NAMES, NAMES, names_of
+from ..heads import ALL_NAMES, NAMED_FROM, NAMES
 from ..history import Row, evenly_spaced, json_values
 from ..predictions import MOST_LIKELY, Predictions
 from ..probe import Frame, Prompt, token_texts, uniform_values
@@ -71,6 +71,7 @@ def run_data(
                 "description": s.description,
                 "uniform": uniform[key],
                 "is_name": key in NAMES,
+                "named_from": NAMED_FROM.get(key),
             }
             for key, s in STATISTICS.items()
         ],
@@ -78,7 +79,7 @@ def run_data(
             {"key": key, "title": STATISTICS[key].title if key in STATISTICS else key}
             for key in ALL_NAMES
         ],
-        "history": _history(history, {frame["step"] for frame in frames}, uniform),
+        "history": _history(history, {frame["step"] for frame in frames}),
         "curves": dict(curves or {}),
         "stage": stage,
         "frames": list(frames),
@@ -142,7 +143,7 @@ def _predictions(frame: Frame, token_bytes: Callable[[int], bytes]) -> dict:
     }
 
 
-def _history(rows: Sequence[Row], steps: set[int], uniform: Mapping) -> str:
+def _history(rows: Sequence[Row], steps: set[int]) -> str:
     """Returns statistics and losses at some steps, and names of all heads at all steps, packed.
 
     steps: these are included.
@@ -155,7 +156,7 @@ def _history(rows: Sequence[Row], steps: set[int], uniform: Mapping) -> str:
         "values": values,
         "losses": [[json_values(losses) for losses in row.losses] for row in charted],
         "name_steps": [row.step for row in rows],
-        "names": [names_of(row.values, uniform).ravel().tolist() for row in rows],
+        "names": [row.names.ravel().tolist() for row in rows],
     }
     return _packed(json.dumps(history).encode())
 

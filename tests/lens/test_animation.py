@@ -44,8 +44,9 @@ def test_each_frame_shows_the_repeated_sequence_at_a_step(tmp_path):
 
         def capture_attention(ids, capture, step=step):
             weights = uniform_attention(len(ids)).repeat(4, 1, 1)
-            if ids[0] == 256:
-                weights[step // 10] = torch.eye(len(ids))[0]
+            first = 1.0 if ids[0] == 256 else 0.6  # less weight on the other prompt
+            weights[step // 10] *= 1 - first
+            weights[step // 10, :, 0] += first
             capture(0, weights)
 
         snapshot = lens.snapshot(capture_attention, step, 30, tmp_path)

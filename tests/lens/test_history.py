@@ -30,7 +30,7 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     history = History(file, step=0)
     history.add(row(0, entropy=[[1, 0.123456], [0, NAN]]))
     (first,) = logged(file)  # written immediately
-    assert list(first) == ["step", *STATISTICS, "losses"]
+    assert list(first) == ["step", *STATISTICS, "losses", "names"]
     assert first["entropy"] == [[1, 0.1235], [0, None]]
     for step in (40, 80, 120):
         history.add(row(step, entropy=[[step, 1], [2, NAN]]))
@@ -38,10 +38,12 @@ def test_rows_are_appended_and_read_on_resume(tmp_path):
     assert [row.step for row in resumed.rows] == [0, 40]
     np.testing.assert_array_equal(resumed.rows[1].values["entropy"], [[40, 1], [2, NAN]])
     row_80 = row(80)
+    row_80.names = np.array([[1, 0], [2, 8]])
     row_80.losses = [np.float32([1.5, NAN]), np.float32([])]
     resumed.add(row_80)
     assert [of_prompt.tolist()[:1] for of_prompt in resumed.rows[-1].losses] == [[1.5], []]
     assert logged(file)[-1]["losses"] == [[1.5, None], []]
+    assert resumed.rows[-1].names.tolist() == logged(file)[-1]["names"] == [[1, 0], [2, 8]]
     assert [line["step"] for line in logged(file)] == [0, 40, 80]
 
 

@@ -158,6 +158,7 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     assert history["steps"] == [7]
     line = json.loads((folder / "statistics.jsonl").read_text())
     assert (line.pop("step"), line.pop("losses")) == (7, [])
+    assert np.shape(line.pop("names")) == (2, 2)
     assert set(snapshot.metrics) == {
         f"attention_layers/{k}/L0{n}" for k in STATISTICS for n in (0, 1)
     }
