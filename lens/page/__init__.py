@@ -90,7 +90,7 @@ def run_data(
 def frame_data(frame: Frame, token_bytes: Callable[[int], bytes] | None = None) -> dict:
     """Returns the attention and predictions of one step.
 
-    token_bytes(id): the bytes of a token, for predictions; without it, predictions are left out.
+    token_bytes(id): the bytes of a token, for predictions, which are omitted without it.
     """
     details: dict = {
         "statistics": [

@@ -1,7 +1,6 @@
 """The animated image of a run: the heads of each step, their order and the size of the file."""
 
 import numpy as np
-import torch
 from PIL import Image, ImageSequence
 
 from lens import animation
