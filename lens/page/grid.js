@@ -170,7 +170,7 @@ export function toggleHead(index) {
   if (heads.length < 2) return select(heads[0] ?? null);
   if (heads.length > MOST_HEADS) return showMessage(`At most ${MOST_HEADS} heads can be selected.`);
   const { layer, head } = tiles[heads[0]];
-  update({ layer, head, more: heads.slice(1), arcs: state.arcs || before.length < 2 });
+  update({ layer, head, more: heads.slice(1) });
 }
 
 export function showDetail() {

@@ -53,7 +53,9 @@ export function buildHelp() {
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half. With " +
-      "“loss”, the text shows at each token the loss with which this token was predicted."),
+      "“loss”, the text shows at each token the loss with which this token was predicted. If the " +
+      "run has lens.logit_lens=true, the list also shows what the output layer predicts from the " +
+      "input of each layer."),
     heading("Several heads"),
     text("Arcs lead from the query token to the 12 key tokens with the largest weights; a thicker " +
       "arc is a larger weight. Select more heads with a Shift-click or with “+ head”: each has " +

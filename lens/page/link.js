@@ -20,7 +20,7 @@ function linkText() {
   if (state.mean) parts.set("heads", "mean");
   put("map", state.map, "weights");
   put("text", state.text, "attention");
-  if (state.arcs) parts.set("arcs", "shown");
+  if (!state.arcs) parts.set("arcs", "hidden");
   put("query", state.query, null);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
   if (state.filter) parts.set("filter", `${state.filter}:${+state.threshold.toPrecision(4)}`);
@@ -61,7 +61,7 @@ export function readLink(text) {
   found.mean = parts.get("heads") === "mean";
   found.map = choice("map", ["valued"]) || "weights";
   found.text = choice("text", ["loss"]) || "attention";
-  found.arcs = parts.get("arcs") === "shown";
+  found.arcs = parts.get("arcs") !== "hidden";
   found.query = whole("query", run.prompts[found.prompt].length);
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   if (known(key)) Object.assign(found, { sort: key, descending: sign === "-" || sign === "" });

@@ -1,6 +1,6 @@
 /* What the model predicts: the prompt coloured by loss, and the most likely next tokens. */
 
-import { format, label } from "./text.js";
+import { format, label, visible } from "./text.js";
 import { $, make } from "./dom.js";
 import { A, B, selected, sideName, state } from "./state.js";
 import { LESS, MORE, colours, shade } from "./colours.js";
@@ -80,29 +80,44 @@ export function drawNextToken(query) {
   $("next").replaceChildren(...sides.map((of) => nextToken(of, query)));
 }
 
+/** Returns a token in quotes with visible white space. */
+const quotedToken = (text) =>
+  make("bdi", { textContent: `"${label(text, 24)}"`, title: visible(text) });
+
+/** Returns a row of a list of predicted tokens. isTrue: it is the next token of the prompt. */
+function predictionRow(text, p, isTrue) {
+  const bar = make("i");
+  bar.style.width = `${100 * p}%`;
+  const sign = isTrue ? { title: "the next token of the prompt", textContent: "✓" } : {};
+  return make("li", { className: isTrue ? "true" : "" }, quotedToken(text),
+    make("span", { className: "track" }, bar), make("span", { className: "number" }, chance(p)),
+    make("span", { className: "sign", ...sign }));
+}
+
 function nextToken(of, query) {
-  const { losses, tokens, probabilities } = predictionsOf(of);
-  const texts = tokens[query].map((token) => of.facts.predictions.tokens[token]);
+  const { losses, tokens, probabilities, layers } = predictionsOf(of);
+  const textOf = (token) => of.facts.predictions.tokens[token];
+  const texts = tokens[query].map(textOf);
   const [token, loss] = [A.tokens[query + 1], losses[query] ?? null];
-  const quoted = (text) => make("bdi", { textContent: `"${label(text, 24)}"`, title: text });
-  const rows = texts.map((text, n) => [text, probabilities[query][n]]);
+  const rows = texts.map((text, n) => predictionRow(text, probabilities[query][n], text === token));
   if (token !== undefined && loss !== null && !texts.includes(token)) {
-    rows.push([token, Math.exp(-loss)]);
+    rows.push(predictionRow(token, Math.exp(-loss), true));
+    rows.at(-1).classList.add("more");
   }
-  const list = make("ol", {}, ...rows.map(([text, p], n) => {
-    const bar = make("i");
-    bar.style.width = `${100 * p}%`;
-    const sign = text === token ? { title: "the next token of the prompt", textContent: "✓" } : {};
-    const row = make("li", { className: text === token ? "true" : "" }, quoted(text),
-      make("span", { className: "track" }, bar), make("span", { className: "number" }, chance(p)),
-      make("span", { className: "sign", ...sign }));
-    row.classList.toggle("more", n === texts.length);
-    return row;
-  }));
   const about = loss === null ? ["the prompt ends here"]
-    : ["next token ", ...(token === undefined ? [] : [quoted(token)]),
+    : ["next token ", ...(token === undefined ? [] : [quotedToken(token)]),
       ", loss ", make("b", { textContent: format(loss) }), " nats"];
   const name = B?.same ? [make("b", { textContent: sideName(of) }), " · "] : [];
-  return make("div", {}, make("p", {}, ...name, "after ", quoted(A.tokens[query]), ` (${query}): `,
-    ...about), list);
+  const parts = [make("p", {}, ...name, "after ", quotedToken(A.tokens[query]), ` (${query}): `,
+    ...about), make("ol", {}, ...rows)];
+  if (layers?.length) {
+    parts.push(make("p", { textContent: "most likely, predicted from the input of each layer:" }),
+      make("ol", { className: "layers" }, ...layers.map((reading, layer) => {
+        const text = textOf(reading.tokens[query][0]);
+        const row = predictionRow(text, reading.probabilities[query][0], text === token);
+        row.dataset.layer = `L${layer}`;
+        return row;
+      })));
+  }
+  return make("div", {}, ...parts);
 }

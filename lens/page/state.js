@@ -13,7 +13,7 @@ export const DEFAULTS = {
   mean: false, // the enlarged heatmap is the mean of the selected heads
   map: "weights", // or "valued": weights times norms of values
   text: "attention", // what colours the prompt as text, or "loss"
-  arcs: false, // lines from the query token to key tokens
+  arcs: true, // lines from the query token to key tokens
   query: null, // position of the query token; null: the last
   sort: "", // "" is layer order, else a statistic's key or "significance"
   descending: true,

@@ -6,11 +6,13 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from helpers import pages
-from helpers.pages import STEPS, VOCABULARY, WORDS, a_run
+from helpers.pages import PROMPTS, STEPS, VOCABULARY, WORDS, a_run
 from playwright.sync_api import expect
 
-from lens.page import frame_data
+from lens.page import frame_data, run_data
+from lens.probe import probe
 
 SPANS = """all => all.map((span) => {
   const { backgroundColor, color } = getComputedStyle(span);
@@ -156,6 +158,27 @@ def test_true_token_is_marked_among_the_most_likely_tokens(shown):
         assert_predicts(lens, found, query, words)
 
 
+def test_predictions_from_the_input_of_each_layer(shown):
+    draw = torch.Generator().manual_seed(0)
+
+    def capture_attention(token_ids, capture):
+        size = len(token_ids)
+        for layer in range(3):
+            weights = torch.ones(2, size, size).tril().softmax(-1)
+            capture(layer, weights, logits=4 * torch.randn(size, VOCABULARY, generator=draw))
+        return torch.randn(size, VOCABULARY, generator=draw)
+
+    frame = probe(capture_attention, PROMPTS[:1], 0)
+    data = frame_data(frame, lambda token: f"<{token}>".encode())
+    run = run_data("logit lens", PROMPTS[:1], [data], [frame.row])
+    lens = shown(pages.Run(run, {}, {}, {}), fragment="#head=none&query=4")
+    rows = lens.locator("#next .layers li").all_inner_texts()
+    for text, found in zip(rows, frame.predictions[0][:-1], strict=True):
+        token, number = re.findall(r'"<(\d+)>"\s+([\d.]+)', text)[0]
+        assert int(token) == found.token_ids[4, 0]
+        assert float(number) == pytest.approx(found.probabilities[4, 0], rel=0.05)
+
+
 def products_at(step, prompt=0):
     run = a_run()
     return run.weights[step][prompt] * run.frames[step].value_norms[prompt][:, :, None]
@@ -233,6 +256,7 @@ def assert_arcs(lens, weights, query, heads, first=0):
 def test_arcs_lead_to_the_strongest_key_tokens(shown):
     lens = shown(fragment="#head=1.1&query=9")
     weights = a_run().weights[120][0]
+    lens.locator("#arcs").uncheck()
     assert lens.locator("#arc-lines path").count() == 0
     lens.locator("#arcs").check()
     assert_arcs(lens, [weights[1, 1]], 9, [4])
@@ -250,7 +274,7 @@ def test_arcs_lead_to_the_strongest_key_tokens(shown):
 def test_arcs_in_right_to_left_text(shown):
     words = ["של", "ום", " עול", "ם", ",", " אני", " קורא", "."]
     run = a_run("rtl arcs", 1, 1, (pages.prompt("rtl", words),), (0,), (0,))
-    lens = shown(run, fragment="#head=0.0&arcs=shown")
+    lens = shown(run, fragment="#head=0.0")
     assert_arcs(lens, [run.weights[0][0][0, 0]], 7, [0])
 
 

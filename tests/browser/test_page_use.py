@@ -32,7 +32,8 @@ def test_link_restores_the_view(shown):
     lens.locator("#first-column").check()
     lens.locator("#stretch").check()
     lens.locator("#kind").select_option("valued")
-    pages.tile(lens, 0, 1).click(modifiers=["Shift"])  # shows arcs
+    pages.tile(lens, 0, 1).click(modifiers=["Shift"])
+    lens.locator("#arcs").uncheck()
     lens.locator("#combine label").nth(1).click()
     lens.locator("#colour-by label").nth(1).click()
     lens.locator("#compare").select_option("step:80")
@@ -88,7 +89,7 @@ PRESSED = [  # view, key, what it changes, new value
     ("compare=off", "d", "compare", "step:0"),
     ("theme=light", "t", "theme", "dark"),
     ("head=0.1", "l", "text", "loss"),
-    ("head=0.1", "a", "arcs", True),
+    ("head=0.1", "a", "arcs", False),
     ("head=0.1&more=1.1", "m", "mean", True),
     ("map=weights", "v", "map", "valued"),
 ]
