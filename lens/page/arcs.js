@@ -55,7 +55,9 @@ export function drawArcs(query = shownQuery) {
   $("lines").classList.toggle("with-arcs", shown);
   const box = $("arc-lines").getBoundingClientRect();
   const places = shown ? [...$("text").children].slice(0, query + 1).map((span) => {
-    const { left, top, bottom, width } = span.getClientRects()[0];
+    // A token can begin with the space at the end of a line; its text is then on the next line.
+    const { left, top, bottom, width } = [...span.getClientRects()]
+      .reduce((most, part) => (part.width > most.width ? part : most));
     return { x: left - box.left + width / 2, top: top - box.top, bottom: bottom - box.top };
   }) : [];
   const arcs = shown ? heads.flatMap((index, n) => {
