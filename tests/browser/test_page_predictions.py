@@ -172,9 +172,9 @@ def test_predictions_from_the_input_of_each_layer(shown):
     data = frame_data(frame, lambda token: f"<{token}>".encode())
     run = run_data("logit lens", PROMPTS[:1], [data], [frame.row])
     lens = shown(pages.Run(run, {}, {}, {}), fragment="#head=none&query=4")
-    rows = lens.locator("#next .layers li").all_inner_texts()
+    rows = lens.locator("#next .layers li").all_text_contents()
     for text, found in zip(rows, frame.predictions[0][:-1], strict=True):
-        token, number = re.findall(r'"<(\d+)>"\s+([\d.]+)', text)[0]
+        token, number = re.findall(r'"<(\d+)>"([\d.]+)', text)[0]
         assert int(token) == found.token_ids[4, 0]
         assert float(number) == pytest.approx(found.probabilities[4, 0], rel=0.05)
 
