@@ -14,6 +14,7 @@ Shapes: H heads, T tokens; q query and k key positions from 0; h(T) = 1 + 1/2 + 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -123,17 +124,18 @@ def positional(triangles: Sequence[np.ndarray]) -> np.ndarray:
     """Returns how much of the attention depends on positions only. -> (L, H).
 
     D(a, b) = mean over q >= 1 of  sum_k |a[q, k] - b[q, k]| / 2   (total variation distance)
-    D(M, uniform) - mean over texts of D(A, M),  where M is the mean of the maps A of these texts.
-    1: each query token attends to one position, which is the same in all texts. Uniform: 0.
+    mean over pairs of texts with the maps a and b of  (D(a, uniform) + D(b, uniform)) / 2 - D(a, b)
+    Almost 1: each query token attends to one position, which is the same in all texts. Uniform: 0.
+    Negative: the positions differ between texts.
 
     triangles: the weights on each text, (L, H, T (T + 1) / 2): the first T tokens, row by row.
     """
     num_tokens = int((2 * triangles[0].shape[-1]) ** 0.5)
     rows, _ = np.tril_indices(num_tokens)
-    mean = np.mean(triangles, axis=0)
     scale = 2 * max(1, num_tokens - 1)  # query 0 contributes nothing
-    spread = np.mean([np.abs(triangle - mean).sum(-1) for triangle in triangles], axis=0)
-    return (np.abs(mean - 1 / (rows + 1)).sum(-1) - spread) / scale
+    to_uniform = np.mean([np.abs(a - 1 / (rows + 1)).sum(-1) for a in triangles], axis=0)
+    apart = np.mean([np.abs(a - b).sum(-1) for a, b in combinations(triangles, 2)], axis=0)
+    return (to_uniform - apart) / scale
 
 
 @dataclass(frozen=True)
