@@ -3,7 +3,7 @@
 import {
   clamp, explainSigns, format, digitsOf, formatDifference, formatWeight, joinBytes, label, visible,
 } from "./text.js";
-import { $, make, prepareCanvas } from "./dom.js";
+import { $, line, make, prepareCanvas } from "./dom.js";
 import {
   A, B, comparable, enlarged, here, indexInB, indexName, hovered, isMean, isStrong, meanIsShown,
   run, selected, sideName, state, update, valueAt,
@@ -15,6 +15,7 @@ import { drawArcs, drawHeads } from "./arcs.js";
 import { drawNextToken, shadeByLoss, showTextTools } from "./predictions.js";
 import { sideWidth, withUniform } from "./grid.js";
 import { playing } from "./player.js";
+import { tourOutline } from "./tour.js";
 
 // The enlarged heatmap and, in a comparison, two smaller ones. `what` is "a", "b", "difference" or,
 // if the heatmap is hidden, undefined.
@@ -105,6 +106,7 @@ const ruler = document.createElement("canvas").getContext("2d");
 
 const TOP = 6; // space above a heatmap for the first label
 const LABEL = 11.5; // height of a label
+const COPIES = 14; // width of the names of the two copies of a repeated sequence
 
 /** Sets the size of the enlarged heatmap, the same with and without a comparison: if possible whole
  * pixels for each weight. The other heatmaps are next to it or, if there is no room, below it. */
@@ -116,6 +118,7 @@ function placePlots() {
   const short = A.tokens.filter((token) => token.length > 3).length <= 1; // <|endoftext|>
   let labels = texts(compact ? 7 : 12);
   let [lanes, laneWidth] = [1, 0];
+  const copies = A.run.prompts[A.prompt].period ? COPIES : 0;
   // In a low window, the text is next to the map, not below it.
   const around = compact ? (wide ? 144 : 100) : wide ? 390 : 150;
   // Width of the text next to the map; 0: the text is below the map.
@@ -123,7 +126,7 @@ function placePlots() {
   for (; ; lanes++) {
     const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
     laneWidth = Math.ceil(clamp(widest, 12, 84)) + 3;
-    const left = lanes * laneWidth + 5;
+    const left = lanes * laneWidth + 5 + copies;
     const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
     const room = Math.max(40, Math.min(sideWidth - text - left - 14, low, 560));
     const cell = Math.min(room / A.T, Math.max(46, 90 / A.T));
@@ -202,6 +205,7 @@ function drawMarks(plot, query, key) {
     if (key !== null) write(key, true, true);
   }
 
+  drawCopies(context, plot);
   const box = (x, y, w, h, colour, line) => {
     context.strokeStyle = colour;
     context.lineWidth = line;
@@ -215,6 +219,43 @@ function drawMarks(plot, query, key) {
     box(key, query, 1, 1, colours.ink, 2);
   }
   drawColourBar(context, plot);
+}
+
+/** Draws where the second copy of a repeated sequence begins, and what the tour points to. */
+function drawCopies(context, { left, size, cell, labels }) {
+  const { period } = A.run.prompts[A.prompt];
+  const outline = tourOutline();
+  if (!period) return;
+  context.save();
+  const edge = (period + 1) * cell;
+  context.strokeStyle = colours.muted;
+  context.lineWidth = 1;
+  context.setLineDash([3, 3]);
+  line(context, [[left, edge], [left + size, edge]]);
+  line(context, [[left + edge, edge], [left + edge, size]]);
+  context.fillStyle = colours.ink;
+  context.font = "11px system-ui, sans-serif";
+  context.textAlign = "center";
+  for (const [text, middle] of [["copy 1", 1 + period / 2], ["copy 2", 1 + 1.5 * period]]) {
+    if (!labels) break;
+    context.fillText(text, left + middle * cell, size + left - 5);
+    context.save();
+    context.translate(6, middle * cell);
+    context.rotate(-Math.PI / 2);
+    context.fillText(text, 0, 0);
+    context.restore();
+  }
+  if (outline) {
+    const [from, to] = [outline.from, outline.to].map((cells) => cells.map((n) => (n + 0.5) * cell));
+    context.setLineDash([]);
+    context.strokeStyle = "#ff5fa2";
+    context.lineWidth = 2;
+    context.translate(left + from[0], from[1]);
+    context.rotate(Math.PI / 4);
+    const far = Math.SQRT2 * (to[0] - from[0]);
+    context.strokeRect(-cell, -1.3 * cell - 1, far + 2 * cell, 2.6 * cell + 2);
+  }
+  context.restore();
 }
 
 /** Returns the ticks of a colour bar that ends at the weight or difference `most`: their positions,
@@ -313,11 +354,14 @@ function drawText(query) {
   const text = $("text");
   if (textTokens !== A.tokens) {
     textTokens = A.tokens;
+    const { period } = A.run.prompts[A.prompt];
     $("signs").textContent = explainSigns(A.tokens);
     text.replaceChildren(...joinBytes(A.tokens).map((token, n) => {
       const shown = token === null ? "" : token.trim() ? visible(token) : label(token);
-      const span = make("span", { textContent: shown.replaceAll("⏎", "⏎\n") });
+      const ends = period && (n === 0 || n === period); // each copy has its own lines
+      const span = make("span", { textContent: shown.replaceAll("⏎", "⏎\n") + (ends ? "\n" : "") });
       span.dataset.token = n;
+      if (period && (n === 1 || n === period + 1)) span.dataset.copy = `copy ${n === 1 ? 1 : 2}`;
       return span;
     }));
   }

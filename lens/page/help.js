@@ -21,6 +21,7 @@ const KEYS = [
   ["m", "several heads: overlaid, or their mean"],
   ["d", "compare with the first step or the other run; stop the comparison"],
   ["t", "light or dark theme"],
+  ["← →", "during the tour: the stop before, the next stop"],
   ["?", "show this help"],
 ];
 

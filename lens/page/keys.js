@@ -9,6 +9,7 @@ import { selectedQuery, hoverCell } from "./detail.js";
 import { goStep, togglePlay } from "./player.js";
 import { toggleCompare } from "./controls.js";
 import { openHelp } from "./help.js";
+import { endTour, goTour } from "./tour.js";
 
 function moveCell(right, down) {
   if (selected() === null) return; // no heatmap
@@ -16,6 +17,12 @@ function moveCell(right, down) {
   const key = clamp((hovered.key ?? query) + right, 0, query);
   update({ query });
   hoverCell({ query, key });
+}
+
+function closeTop() {
+  if (!$("link").hidden) $("link").hidden = true;
+  else if (state.tour) endTour();
+  else select(null);
 }
 
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -36,7 +43,7 @@ const SHORTCUTS = {
   d: toggleCompare,
   t: toggleTheme,
   "?": () => openHelp(),
-  Escape: () => ($("link").hidden ? select(null) : ($("link").hidden = true)),
+  Escape: closeTop,
 };
 
 export function onKey(event) {
@@ -47,12 +54,14 @@ export function onKey(event) {
   if (typing && key !== "Escape") return;
   // These elements handle the space key themselves. On the enlarged head it would do nothing.
   if (key === " " && target.matches('button:not([aria-pressed="true"]), input')) return;
+  const inTour = state.tour && !target.matches("#text, .head") && !event.shiftKey;
   if (key in ARROWS) {
     if (target.matches("input")) return;
     if (target.id === "text" && ARROWS[key][0] && !event.shiftKey) {
       Object.assign(hovered, { query: null, key: null });
       update({ query: clamp(selectedQuery() + ARROWS[key][0], 0, A.T - 1) });
-    } else if (event.shiftKey) moveCell(...ARROWS[key]);
+    } else if (inTour && ARROWS[key][0]) goTour(Math.max(1, state.tour + ARROWS[key][0]));
+    else if (event.shiftKey) moveCell(...ARROWS[key]);
     else moveHead(...ARROWS[key]);
     event.preventDefault();
   } else if (Object.hasOwn(SHORTCUTS, key)) {

@@ -7,10 +7,14 @@ import {
 import { KINDS } from "./names.js";
 import { readTheme } from "./colours.js";
 import { pause, playing } from "./player.js";
+import { goTour, tourLength } from "./tour.js";
 
 function linkText() {
   const parts = new URLSearchParams();
   const put = (name, value, normal) => value !== normal && parts.set(name, value);
+  put("theme", state.theme, "auto");
+  put("tour", state.tour, 0);
+  if (state.tour) return "#" + parts; // the stop sets the view
   put("prompt", state.prompt, 0);
   put("step", run.frames[state.frame].step, run.frames.at(-1).step);
   // Without a link, the page opens with a head; a link to all heads says so.
@@ -31,7 +35,6 @@ function linkText() {
   if (state.stretch) parts.set("colours", "stretched");
   put("compare", state.compare, other ? null : "off"); // default: "run" if there are two runs
   if (state.compare !== "off") parts.set("show", state.show);
-  put("theme", state.theme, "auto");
   return "#" + parts;
 }
 
@@ -76,6 +79,7 @@ export function readLink(text) {
   if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
   found.show = choice("show", ["a", "b"]) || "difference";
   found.theme = choice("theme", ["light", "dark"]) || "auto";
+  found.tour = whole("tour", tourLength() + 1) ?? 0;
   return found;
 }
 
@@ -100,7 +104,7 @@ export function restore(text) {
   Object.assign(hovered, { query: null, key: null });
   Object.assign(state, readLink(text));
   readTheme();
-  return update();
+  return state.tour ? goTour(state.tour) : update();
 }
 
 export async function copyLink() {

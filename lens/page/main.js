@@ -20,6 +20,7 @@ import { buildPositions, drawPositions } from "./positions.js";
 import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildNames, drawNames } from "./names.js";
 import { drawFinding, openingView } from "./finding.js";
+import { buildTour, drawTour, goTour } from "./tour.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
@@ -35,6 +36,7 @@ function drawAll() {
   timing.grid = performance.now() - begin;
   drawNames();
   drawFinding();
+  drawTour();
   drawDetail();
   drawCharts();
   drawPositions();
@@ -93,6 +95,7 @@ async function start() {
   buildTimeline();
   buildHelp();
   buildExport();
+  buildTour();
   buildControls();
   Object.assign(state, readLink(location.hash));
   const needed = [decode(run, state.frame)];
@@ -105,6 +108,7 @@ async function start() {
   // Without a link and a second run, the page opens with a head. It must not hide the others.
   const hides = $("app").matches(".compact:not(.wide)");
   if (!location.hash && !other && !hides) update(openingView());
+  else if (state.tour) goTour(state.tour);
   else if (selected() !== null) showDetail();
   if (selected() !== null) setTabStop(selected());
   listen();

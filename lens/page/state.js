@@ -27,6 +27,7 @@ export const DEFAULTS = {
   compare: "off", // "run": the other run at this step, "run:40", "step:40"
   show: "difference", // shown in the grid during a comparison: "a", "b" or "difference"
   theme: "auto", // "light", "dark"
+  tour: 0, // number of the stop of the guided tour; 0: no tour
 };
 export const state = { ...DEFAULTS };
 export const hovered = { index: null, at: null, query: null, key: null }; // at the pointer

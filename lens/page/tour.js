@@ -1,0 +1,223 @@
+/* The guided tour: how the model of this run learned to copy a repeated sequence. Each stop sets
+ * the view and says in a few sentences what it shows, with the numbers of this run. */
+
+import { format, formatWeight, visible } from "./text.js";
+import { $, make } from "./dom.js";
+import { decode, weight } from "./data.js";
+import { DEFAULTS, other, run, selected, state, update } from "./state.js";
+import { headOf, nameAt, sinceStep } from "./names.js";
+import { pause } from "./player.js";
+
+let stops = []; // {title, text: [string or node], view, outline, points: ids of elements}
+let subject = null; // {prompt, period, before, last: indices of frames, induction, previous}
+
+const losses = (step, prompt) => run.losses[run.steps.indexOf(step)]?.[prompt] ?? [];
+
+/** Returns the head with this name at the last step that has the largest value, or null. */
+function bestHead(key) {
+  const values = run.statistics.find((statistic) => statistic.key === key)?.values.at(-1) ?? [];
+  const named = values.map((_, index) => index)
+    .filter((index) => nameAt(run, index, run.frames.at(-1).step) === key);
+  return named.sort((a, b) => values[b] - values[a])[0] ?? null;
+}
+
+/** Returns what the tour is about, or null if the page has not all that it needs. */
+function findSubject() {
+  const prompt = run.prompts.findIndex(({ period, length }) => period > 2 && length > 2 * period);
+  const [induction, previous] = ["induction", "previous_token"].map(bestHead);
+  const last = run.frames.length - 1;
+  const { step } = run.frames[last];
+  if (other || prompt < 0 || induction === null || previous === null) return null;
+  if (!last || !losses(step, prompt).length) return null;
+  // The last snapshot before the change at which the head is nearly uniform.
+  const since = sinceStep(run, induction, step);
+  const { values } = run.statistics.find(({ key }) => key === "induction");
+  const chance = run.prompts[prompt].uniform.induction;
+  const limit = Math.min(since, run.stage ?? since);
+  const earlier = run.frames.map((frame, n) => ({ n, at: run.steps.indexOf(frame.step), ...frame }))
+    .filter((frame) => frame.step < limit && losses(frame.step, prompt).length);
+  const isUniform = ({ at }) => (values[at]?.[induction] ?? 0) < chance + 0.05;
+  const before = earlier.findLast(isUniform) ?? earlier.at(-1);
+  return before ? { prompt, ...run.prompts[prompt], before: before.n, last, induction, previous,
+    since } : null;
+}
+
+export function buildTour() {
+  subject = findSubject();
+  $("show-tour").hidden = !subject;
+  if (!subject) return;
+  for (const id of ["show-tour", "offer-tour"]) {
+    $(id).addEventListener("click", () => goTour(1).then(() => $("tour-next").focus()));
+  }
+  $("tour-next").addEventListener("click", () => goTour(state.tour + 1));
+  $("tour-back").addEventListener("click", () => goTour(state.tour - 1));
+  $("tour-end").addEventListener("click", endTour);
+}
+
+export function endTour() {
+  update({ tour: 0 });
+  $("show-tour").focus();
+}
+
+/** Returns the largest number of stops, 0 if there is no tour. */
+export const tourLength = () => (subject ? 6 : 0);
+
+/** Shows a stop, counted from 1; after the last stop the tour ends. */
+export async function goTour(number) {
+  pause();
+  await Promise.all([subject.before, subject.last].map((frame) => decode(run, frame)));
+  stops = makeStops();
+  const stop = stops[number - 1];
+  if (!stop) return endTour();
+  const { theme } = state;
+  await update({ ...DEFAULTS, ...stop.view, theme, prompt: subject.prompt, tour: number });
+  const shown = stop.points.map($).find((node) => node.offsetHeight);
+  shown?.scrollIntoView({ block: "nearest" });
+}
+
+/** Shows or hides the panel of the tour. */
+export function drawTour() {
+  const stop = stops[state.tour - 1];
+  $("tour").hidden = !stop;
+  $("offer-tour").hidden = !subject || Boolean(stop);
+  for (const node of document.querySelectorAll(".pointed")) node.classList.remove("pointed");
+  document.documentElement.style.setProperty("--tour", `${$("tour").offsetHeight}px`);
+  if (!stop) return;
+  const title = `${state.tour} of ${stops.length}: ${stop.title}`;
+  if ($("tour-title").textContent !== title) {
+    $("tour-title").textContent = title;
+    $("tour-text").replaceChildren(...stop.text);
+  }
+  $("tour-back").disabled = state.tour === 1;
+  $("tour-next").textContent = state.tour === stops.length ? "finish" : "next";
+  for (const id of stop.points) $(id).classList.add("pointed");
+  document.documentElement.style.setProperty("--tour", `${$("tour").offsetHeight}px`);
+}
+
+/** Returns the line of cells to outline in the shown map, {from, to: [key, query]}, or null. */
+export function tourOutline() {
+  const stop = stops[state.tour - 1];
+  if (!stop?.outline || state.prompt !== subject.prompt) return null;
+  return selected() === stop.view.layer * run.heads + stop.view.head ? stop.outline : null;
+}
+
+const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
+/** Returns the mean loss on the predictable tokens of the second copy, or on those of the first. */
+function copyLoss(frame, copy) {
+  const { prompt, period } = subject;
+  const first = copy === 2 ? period + 1 : 1;
+  return mean(losses(run.frames[frame].step, prompt).slice(first, first + period - 1));
+}
+
+const chanceOf = (frame, query) =>
+  Math.exp(-losses(run.frames[frame].step, subject.prompt)[query]);
+
+/** Returns what the model predicts after a query token. */
+function predictedText(side, frame, query) {
+  const { facts: { predictions }, step } = run.frames[frame];
+  const { tokens, probabilities } = predictions.of_prompts[subject.prompt];
+  const likely = predictions.tokens[tokens[query][0]];
+  return [`${side}, step ${step}: most likely `,
+    make("bdi", { textContent: `"${visible(likely, 24)}"` }),
+    ` with probability ${probabilities[query][0].toFixed(2)}; the true token has `,
+    bold(chanceOf(frame, query).toFixed(2)), ". "];
+}
+
+const placeOfHead = (index) => ({ layer: Math.floor(index / run.heads), head: index % run.heads });
+
+function weightAt(frame, index, query, key) {
+  const { layer, head } = placeOfHead(index);
+  return weight(run, frame, subject.prompt, layer, head, query, key);
+}
+
+/** Returns the query token of the second copy at which the induction head is clearest and the
+ * prediction improves most. */
+function clearestQuery() {
+  const { period, before, last, induction } = subject;
+  const rise = (query) => weightAt(last, induction, query, query - period + 1) *
+    (chanceOf(last, query) - chanceOf(before, query));
+  const queries = Array.from({ length: period - 2 }, (_, n) => period + 2 + n);
+  return queries.reduce((best, query) => (rise(query) > rise(best) ? query : best));
+}
+
+const bold = (text) => make("b", { textContent: text });
+
+function makeStops() {
+  const { period, tokens, prompt, before, last, induction, previous, since } = subject;
+  const query = clearestQuery();
+  const key = query - period + 1;
+  const quoted = (n) => make("bdi", { textContent: `"${visible(tokens[n], 24)}"` });
+  const stepOf = (frame) => run.frames[frame].step;
+  const average = (frame, name, index) =>
+    formatWeight(run.frames[frame].facts.statistics[prompt][name][index], 2);
+  const uniform = (name) => run.prompts[prompt].uniform[name].toFixed(2);
+  const [I, P] = [induction, previous].map((index) => headOf(run, index));
+  const view = (index, more) => ({ ...placeOfHead(index), frame: last, query, ...more });
+  const stripe = { from: [2, period + 1], to: [period + 1, 2 * period] };
+  return [
+    { title: "the task", points: ["words"], view: { frame: last, query },
+      text: [`The prompt is ${period} random tokens (copy 1) and the same ${period} again (copy ` +
+        "2). The colours show the loss of each token. Nothing tells the model what comes next in " +
+        "copy 1: mean loss ", bold(format(copyLoss(last, 1))), ". In copy 2 it can look up what " +
+        "followed the same token before: mean loss ", bold(format(copyLoss(last, 2))), "."] },
+    { title: `the previous-token head, ${P}`, points: ["readout"],
+      view: view(previous, { query: key }), outline: { from: [0, 1], to: [2 * period - 1, 2 * period] },
+      text: ["Copying needs two heads. In ", bold(P), ", most tokens attend to the token before " +
+        "them, along the outlined line (mean weight ", bold(average(last, "previous_token", previous)),
+      `, uniform ${uniform("previous_token")}). So the vector at `, quoted(key), ` (${key}) also ` +
+        "says that ", quoted(key - 1), " came before it. The head has this name since step " +
+        `${sinceStep(run, previous, stepOf(last))}.`] },
+    { title: `before, step ${stepOf(before)}`, points: ["readout"], outline: stripe,
+      view: view(induction, { frame: before }),
+      text: [bold(I), " will attend to the outlined cells: in copy 2, to the token that followed " +
+        "the same token in copy 1. At this step it does not yet: mean weight there ",
+      bold(average(before, "induction", induction)), ` (uniform ${uniform("induction")}). The loss ` +
+        "in copy 2 is ", bold(format(copyLoss(before, 2))), ", in copy 1 ",
+      bold(format(copyLoss(before, 1))), "."] },
+    { title: `the stripe, since step ${since}`, outline: stripe,
+      points: ["readout", "losses-frame"], view: view(induction),
+      text: [bold(I), ` is an induction head since step ${since}. At `, quoted(query), ` (${query}) ` +
+        "it attends to ", quoted(key), ` (${key}), the token after the first `, quoted(key - 1),
+      ", with weight ", bold(formatWeight(weightAt(last, induction, query, key))),
+      ". The mean loss in copy 2 fell from ", bold(format(copyLoss(before, 2))), " at step " +
+        `${stepOf(before)} to `, bold(format(copyLoss(last, 2))), ": see the line under the slider."] },
+    run.frames[last].facts.predictions && { title: "the prediction becomes right",
+      points: ["next"],
+      view: view(induction, { compare: `step:${stepOf(before)}`, show: "b", text: "loss" }),
+      text: ["The next token after ", quoted(query), ` (${query}) is `, quoted(query + 1), ". ",
+        ...predictedText("A", before, query), ...predictedText("B", last, query)] },
+    run.ablation?.method === "exact" && { title: "what happens without a head", points: [],
+      view: view(previous, { query: key }), text: removedText() },
+  ].filter(Boolean);
+}
+
+/** Returns what happens without heads, from the data of ablation.py. */
+function removedText() {
+  const { accuracy, heads, groups, windows } = run.ablation;
+  const { induction, previous } = subject;
+  const indexOf = ({ layer, head }) => layer * run.heads + head;
+  const alone = (index) => heads.find((row) => indexOf(row) === index);
+  const effect = ({ loss_change: change, accuracy_without: without }) => [
+    ...(without === null ? [] : ["accuracy ", bold(without.toFixed(2)), ", "]),
+    `loss ${format(change, true)}`];
+  const rows = [[`without ${headOf(run, previous)} (previous token)`, alone(previous)]];
+  const kind = (key) => groups.find(({ name }) => name === key);
+  const group = (key, title) => kind(key)?.heads > 1 &&
+    rows.push([`without all ${kind(key).heads} ${title} heads`, kind(key)]);
+  group("previous_token", "previous-token");
+  rows.push([`without ${headOf(run, induction)} (induction)`, alone(induction)]);
+  group("induction", "induction");
+  const needed = heads.filter((row) => row.loss_change > 0.5 &&
+    nameAt(run, indexOf(row), run.frames.at(-1).step) === "diagonal");
+  for (const row of needed) rows.push([`without ${headOf(run, indexOf(row))} (self)`, row]);
+  const list = make("ul", {}, ...rows.filter(([, row]) => row)
+    .map(([what, row]) => make("li", {}, `${what}: `, ...effect(row))));
+  return ["The output of a head was replaced by its mean, on ", `${windows} validation windows`,
+    accuracy === null ? ". " : `; with all heads, accuracy ${accuracy.toFixed(2)}. `,
+    "The previous-token head predicts nothing itself, but the induction heads read what it wrote. " +
+      "Heads of the same kind can replace each other, so look at all of them together.", list,
+    needed.length ? "A self head writes the current token again, larger. In the models of " +
+      "docs/lens-ablation.md, the induction heads need it to compare this token with the " +
+      "previous tokens." : ""];
+}
