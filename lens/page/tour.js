@@ -159,7 +159,7 @@ function makeStops() {
     { title: "the task", points: ["words"], view: { frame: last, query },
       text: [`The prompt is ${period} random tokens (copy 1) and the same ${period} again (copy ` +
         "2). The colours show the loss of each token. Nothing tells the model what comes next in " +
-        "copy 1: mean loss ", bold(format(copyLoss(last, 1))), ". In copy 2 it can look up what " +
+        "copy 1: mean loss ", bold(format(copyLoss(last, 1))), ". In copy 2 it can copy what " +
         "followed the same token before: mean loss ", bold(format(copyLoss(last, 2))), "."] },
     { title: `the previous-token head, ${P}`, points: ["readout"],
       view: view(previous, { query: key }), outline: { from: [0, 1], to: [2 * period - 1, 2 * period] },

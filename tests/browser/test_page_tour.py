@@ -116,7 +116,7 @@ def test_outline_and_copies(shown):
 
     def pink():
         (drawn,) = pages.pixels(lens.locator("#map ~ .marks"))
-        return np.argwhere((np.abs(drawn[..., :3] - [255, 95, 162]).max(-1) < 8))
+        return np.argwhere(np.abs(drawn[..., :3] - [255, 95, 162]).max(-1) < 8)
 
     found = pink().mean(0)
     box, marks = (lens.locator(f"#map{more}").bounding_box() for more in ("", " ~ .marks"))
