@@ -9,7 +9,8 @@ The HTML file links its style sheet and its script in the usual way:
     <script type="module" src="main.js"></script>
 
 so a browser can also load the folder from a local web server. `assemble` replaces each link with
-the content of its file. A script is joined with all modules that it imports.
+the content of its file. A script is joined with all modules that it imports, without comments on
+lines of their own and without indentation.
 """
 
 import base64
@@ -21,6 +22,8 @@ STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 SCRIPT = re.compile(r'<script type="module" src="([\w.-]+)"></script>')
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.-]+)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?function|const|let|class)", re.MULTILINE)
+# Comments and indentation of a script. A file has the comments only in the sources.
+UNNEEDED = re.compile(r"^ *(?:/\*.*?\*/\n|//[^\n]*\n)|^ +|\n(?=\n)", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(rb"<!--|<(script|style)\b([^>]*)>")
 
 
@@ -32,7 +35,8 @@ def assemble(page: Path) -> str:
         return f"<style>\n{(folder / found[1]).read_text(encoding='utf-8')}</style>"
 
     def script(found: re.Match) -> str:
-        return f'<script type="module">\n{join_modules(folder / found[1])}</script>'
+        text = UNNEEDED.sub("", join_modules(folder / found[1]))
+        return f'<script type="module">\n{text}</script>'
 
     html = page.read_text(encoding="utf-8")
     return SCRIPT.sub(script, STYLE.sub(style, html))

@@ -101,7 +101,7 @@ def tile(lens, layer, head):
 
 def as_shown(value):
     """Returns a statistic as the page formats it."""
-    return f"{value:.{1 if abs(value) >= 10 else 2}f}"
+    return f"{value:.{1 if abs(value) >= 10 else 2}f}".replace("-", "−")
 
 
 VIRIDIS = matplotlib.colormaps["viridis"](np.arange(256), bytes=True)[:, :3].astype(int)

@@ -52,3 +52,14 @@ def test_policy_has_the_hash_of_each_script_and_style_that_runs(tmp_path):
     html = assemble(tmp_path / "index.html").encode()
     assert [kind for kind, _ in inline_blocks(html)] == ["style", "script"]
     assert content_security_policy(html).count("sha256-") == 2
+
+
+def test_comments_on_their_own_lines_and_indentation_are_removed(tmp_path):
+    code = (
+        '/* a\n b */\n  // c\n  /** d */\n  start("/* kept */ // kept");  // kept\n\n\n  end();\n'
+    )
+    written(tmp_path, main=code)
+    (tmp_path / "index.html").write_text('<script type="module" src="main.js"></script>')
+    html = assemble(tmp_path / "index.html")
+    kept = 'start("/* kept */ // kept");  // kept\nend();\n'
+    assert html == f'<script type="module">\n{kept}</script>'
