@@ -9,8 +9,8 @@ The HTML file links its style sheet and its script in the usual way:
     <script type="module" src="main.js"></script>
 
 so a browser can also load the folder from a local web server. `assemble` replaces each link with
-the content of its file. A script is joined with all modules that it imports, without comments on
-lines of their own and without indentation.
+the content of its file. A script is joined with all modules that it imports, without indentation
+and without comments that fill whole lines.
 """
 
 import base64
