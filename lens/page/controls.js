@@ -4,8 +4,8 @@ import { format, joinBytes, plural, visible } from "./text.js";
 import { $, fillSelect, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import {
-  A, B, SIGNIFICANCE, choosePrompt, gridShows, here, isMean, nearestFrame, other, otherRunSide,
-  rangeOf, run, setRuns, sideName, state, statisticOf, uniformOf, update,
+  A, B, REMOVED, SIGNIFICANCE, choosePrompt, gridShows, here, isMean, nearestFrame, other,
+  otherRunSide, rangeOf, run, setRuns, sideName, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { layOut, select, stepHead } from "./grid.js";
@@ -21,7 +21,8 @@ export function buildControls() {
     // written from right to left
   }));
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
-  fillSelect($("sort"), [["", "layer"], [SIGNIFICANCE.key, SIGNIFICANCE.title], ...choices]);
+  const more = [SIGNIFICANCE, ...(run.ablation ? [REMOVED] : [])].map(({ key, title }) => [key, title]);
+  fillSelect($("sort"), [["", "layer"], ...more, ...choices]);
   fillSelect($("filter-statistic"), [["", "no filter"], ...choices]);
   buildCompare();
   $("step").max = run.frames.length - 1;
@@ -38,10 +39,7 @@ export function buildControls() {
   on("first-column", "change", (event) => update({ hideFirst: event.target.checked }));
   on("stretch", "change", (event) => update({ stretch: event.target.checked }));
   on("over", "change", (event) => update({ over: event.target.value }));
-  on("sort", "change", (event) => {
-    const sort = event.target.value;
-    update({ sort, ...definedPrompt(sort) });
-  });
+  on("sort", "change", (event) => sortBy(event.target.value));
   on("kind", "change", (event) => update({ map: event.target.value }));
   on("colour-by", "change", (event) => update({ text: event.target.value }));
   on("arcs", "change", (event) => update({ arcs: event.target.checked }));
@@ -107,6 +105,15 @@ function definedPrompt(key) {
   if (prompt < 0 || defined(run.prompts[state.prompt])) return {};
   showMessage(`${statisticOf(run, key).title}: defined on prompt ${prompt + 1}, which is now shown.`);
   return { prompt, query: null };
+}
+
+/** Sorts the heads, on a prompt and at a step with values. */
+export function sortBy(sort) {
+  const changes = { sort, ...definedPrompt(sort) };
+  if (sort === REMOVED.key) {
+    Object.assign(changes, { descending: true, frame: nearestFrame(run, run.ablation.step) });
+  }
+  return update(changes);
 }
 
 /** Updates all controls and notes from the state. */

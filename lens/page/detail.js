@@ -13,6 +13,7 @@ import { firstKey, paint, scaleEnd } from "./maps.js";
 import { cellOf } from "./kinds.js";
 import { drawArcs, drawHeads } from "./arcs.js";
 import { drawNextToken, shadeByLoss, showTextTools } from "./predictions.js";
+import { drawLayers } from "./layers.js";
 import { sideWidth, withUniform } from "./grid.js";
 import { playing } from "./player.js";
 import { tourOutline } from "./tour.js";
@@ -315,6 +316,7 @@ function drawReading() {
   const query = hovered.query ?? selectedQuery();
   drawText(query);
   drawNextToken(query);
+  drawLayers(query);
   drawArcs(query);
   if (selected() === null) return;
   for (const plot of plots) if (plot.what) drawMarks(plot, query, hovered.key);

@@ -1,9 +1,9 @@
 /* The grid of all heads: order, filter, selection; the layout of the page. */
 
-import { clamp, format, headName } from "./text.js";
+import { clamp, format, formatLoss, headName } from "./text.js";
 import { $, make, showMessage } from "./dom.js";
 import {
-  A, B, MOST_HEADS, gridShows, hoverHead, hovered, run, selected, selectedHeads, shownValue, state,
+  A, B, MOST_HEADS, REMOVED, gridShows, hoverHead, hovered, run, selected, selectedHeads, shownValue, state,
   statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, shownName } from "./names.js";
@@ -103,7 +103,8 @@ export function drawGrid() {
   for (const tile of tiles) {
     if (tile.button.hidden) continue;
     paint(tile, tile.index, gridShows(), tilePixels);
-    const value = key ? format(shownValue(key, tile.index), signed) : "";
+    const found = key ? shownValue(key, tile.index) : null;
+    const value = !key ? "" : key === REMOVED.key ? formatLoss(found, true) : format(found, signed);
     const name = shownName(tile.index);
     fillTag(tile.tag, name);
     const text = [`layer ${tile.layer} head ${tile.head}`, ...(name ? [name.title] : []),

@@ -54,9 +54,16 @@ export function buildHelp() {
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half. With " +
-      "“loss”, the text shows at each token the loss with which this token was predicted. If the " +
-      "run has lens.logit_lens=true, the list also shows what the output layer predicts from the " +
-      "input of each layer."),
+      "“loss”, the text shows at each token the loss with which this token was predicted."),
+    text("The logit lens shows what the output layer would predict from the input of each layer, " +
+      "with the final layer norm: at which layer the prediction forms. It is an approximation, " +
+      "because early layers were not trained for this. Source: nostalgebraist 2020, interpreting " +
+      "GPT: the logit lens."),
+    heading("Removed heads"),
+    text("The context vector of a removed head is replaced at every position by its mean over all " +
+      "windows (mean ablation). If the loss then increases, the model needs the head. In a run, " +
+      "the loss is measured on the validation data at the last step. The first-order estimate " +
+      "can be wrong for large changes."),
     heading("Several heads"),
     text("Arcs lead from the query token to the 12 key tokens with the largest weights; a thicker " +
       "arc is a larger weight. Select more heads with a Shift-click or with “+ head”: each has " +

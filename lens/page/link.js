@@ -2,7 +2,7 @@
 
 import { $, showMessage } from "./dom.js";
 import {
-  DEFAULTS, MOST_HEADS, SIGNIFICANCE, other, hovered, run, state, statisticOf, update,
+  DEFAULTS, MOST_HEADS, other, hovered, run, state, statisticOf, update,
 } from "./state.js";
 import { KINDS } from "./names.js";
 import { readTheme } from "./colours.js";
@@ -69,7 +69,10 @@ export function readLink(text) {
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
   if (known(key)) Object.assign(found, { sort: key, descending: sign === "-" || sign === "" });
   const [, filter, value] = (parts.get("filter") ?? "").match(/^(.*):(-?[\d.e-]+)$/s) ?? [];
-  if (known(filter) && filter !== SIGNIFICANCE.key && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
+  const filters = run.statistics.filter(({ empty }) => !empty).map(({ key: one }) => one);
+  if (filters.includes(filter) && Number.isFinite(+value)) {
+    Object.assign(found, { filter, threshold: +value });
+  }
   found.name = choice("name", Object.keys(KINDS)) || "";
   found.over = choice("statistics", ["mean"]) || "prompt";
   found.scale = choice("scale", ["linear"]) || "sqrt";

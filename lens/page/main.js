@@ -21,6 +21,7 @@ import { buildTimeline, drawTimeline } from "./losses.js";
 import { buildNames, drawNames } from "./names.js";
 import { drawFinding, openingView } from "./finding.js";
 import { buildTour, drawTour, goTour } from "./tour.js";
+import { drawGroups, drawRemoved } from "./removed.js";
 import { buildHelp } from "./help.js";
 import { buildExport } from "./export.js";
 import { onKey } from "./keys.js";
@@ -37,9 +38,11 @@ function drawAll() {
   drawNames();
   drawFinding();
   drawTour();
+  drawRemoved();
   drawDetail();
   drawCharts();
   drawPositions();
+  drawGroups();
   drawTimeline();
   showHovered();
   scrollBy(0, top() - before); // the cell under the pointer does not move

@@ -9,7 +9,7 @@ const LOSS = [222, 60, 130]; // colour of a large loss
 const STRONGEST = 0.85; // alpha of the largest loss
 let largest = 1; // loss at the end of the colour scale
 
-const predictionsOf = (of) => of?.facts.predictions?.of_prompts[of.prompt] ?? null;
+export const predictionsOf = (of) => of?.facts.predictions?.of_prompts[of.prompt] ?? null;
 
 /** Returns what colours the text. Without an enlarged head, this is the loss. */
 function textShows() {
@@ -71,7 +71,7 @@ export function shadeByLoss(spans, query) {
   return true;
 }
 
-const chance = (p) => (p < 0.001 ? "<0.001" : String(+p.toPrecision(2)));
+export const chance = (p) => (p < 0.001 ? "<0.001" : String(+p.toPrecision(2)));
 
 /** Shows the true next token and the most likely tokens after the query token, for A and B. */
 export function drawNextToken(query) {
@@ -81,7 +81,7 @@ export function drawNextToken(query) {
 }
 
 /** Returns a token in quotes with visible white space. */
-const quotedToken = (text) =>
+export const quotedToken = (text) =>
   make("bdi", { textContent: `"${label(text, 24)}"`, title: visible(text) });
 
 /** Returns a row of a list of predicted tokens. isTrue: it is the next token of the prompt. */
@@ -95,9 +95,8 @@ function predictionRow(text, p, isTrue) {
 }
 
 function nextToken(of, query) {
-  const { losses, tokens, probabilities, layers } = predictionsOf(of);
-  const textOf = (token) => of.facts.predictions.tokens[token];
-  const texts = tokens[query].map(textOf);
+  const { losses, tokens, probabilities } = predictionsOf(of);
+  const texts = tokens[query].map((token) => of.facts.predictions.tokens[token]);
   const [token, loss] = [A.tokens[query + 1], losses[query] ?? null];
   const rows = texts.map((text, n) => predictionRow(text, probabilities[query][n], text === token));
   if (token !== undefined && loss !== null && !texts.includes(token)) {
@@ -108,16 +107,6 @@ function nextToken(of, query) {
     : ["next token ", ...(token === undefined ? [] : [quotedToken(token)]),
       ", loss ", make("b", { textContent: format(loss) }), " nats"];
   const name = B?.same ? [make("b", { textContent: sideName(of) }), " · "] : [];
-  const parts = [make("p", {}, ...name, "after ", quotedToken(A.tokens[query]), ` (${query}): `,
-    ...about), make("ol", {}, ...rows)];
-  if (layers?.length) {
-    parts.push(make("p", { textContent: "most likely, predicted from the input of each layer:" }),
-      make("ol", { className: "layers" }, ...layers.map((reading, layer) => {
-        const text = textOf(reading.tokens[query][0]);
-        const row = predictionRow(text, reading.probabilities[query][0], text === token);
-        row.dataset.layer = `L${layer}`;
-        return row;
-      })));
-  }
-  return make("div", {}, ...parts);
+  return make("div", {}, make("p", {}, ...name, "after ", quotedToken(A.tokens[query]),
+    ` (${query}): `, ...about), make("ol", {}, ...rows));
 }

@@ -40,8 +40,11 @@ export let here; // A or B: the side whose step the slider sets
 
 export const SIGNIFICANCE = { key: "significance", title: "significance",
   description: "(value − uniform) / (1 − uniform), the largest of all names" };
+export const REMOVED = { key: "loss_change", title: "loss without the head",
+  description: "the change of the loss when the head is removed, in nats." };
 export const statisticOf = (of, key) => (key === SIGNIFICANCE.key ? SIGNIFICANCE
-  : of.statistics.find((statistic) => statistic.key === key));
+  : key === REMOVED.key ? of.ablation && REMOVED
+    : of.statistics.find((statistic) => statistic.key === key));
 export const selected = () => (state.layer === null ? null : state.layer * run.heads + state.head);
 export const MOST_HEADS = 6; // selected at once; each has a colour
 export const selectedHeads = () =>
@@ -121,9 +124,13 @@ export function rangeOf(of, key) {
   return { low, high };
 }
 
-/** Returns a statistic or the significance of a head, or null. */
+/** Returns whether the heads were removed at the step of this side. */
+export const isMeasured = (of) => of.run.ablation?.step === of.step;
+
+/** Returns a statistic, the significance or the change of the loss of a head, or null. */
 export function valueAt(of, key, index, mean = isMean()) {
   if (key === SIGNIFICANCE.key) return significanceOf(of, index, mean);
+  if (key === REMOVED.key) return isMeasured(of) ? of.run.ablation.heads[index].loss_change : null;
   const row = mean || key === TEXTS ? statisticOf(of.run, key)?.values[of.at]
     : of.run.frames[of.frame].facts.statistics[of.prompt][key];
   return row?.[index] ?? null;

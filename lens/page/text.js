@@ -11,6 +11,16 @@ export function format(value, signed = false) {
   return sign + text;
 }
 
+/** Returns the number of decimals for the change of a loss, which may be small. */
+export const lossDigits = (change) => (Math.abs(change) < 0.1 ? 4 : 2);
+
+/** Returns a loss, or with `signed` the change of a loss, as text. */
+export function formatLoss(value, signed = false) {
+  if (value === null) return "–";
+  const text = Math.abs(value).toFixed(lossDigits(value));
+  return (!Number(text) ? "" : value < 0 ? "−" : signed ? "+" : "") + text;
+}
+
 /** Returns the number of correct decimals of a value that is one of an interval of values with the
  * same code: the unit of the last digit is not smaller than this interval. */
 export const digitsOf = (interval) => Math.max(0, Math.floor(-Math.log10(interval)));

@@ -6,13 +6,11 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from helpers import pages
-from helpers.pages import PROMPTS, STEPS, VOCABULARY, WORDS, a_run
+from helpers.pages import STEPS, VOCABULARY, WORDS, a_run
 from playwright.sync_api import expect
 
-from lens.page import frame_data, run_data
-from lens.probe import probe
+from lens.page import frame_data
 
 SPANS = """all => all.map((span) => {
   const { backgroundColor, color } = getComputedStyle(span);
@@ -156,27 +154,6 @@ def test_true_token_is_marked_among_the_most_likely_tokens(shown):
     for query in (among[0], next(n for n in range(199) if n not in among)):
         pages.go_to(lens, f"head=none&query={query}")
         assert_predicts(lens, found, query, words)
-
-
-def test_predictions_from_the_input_of_each_layer(shown):
-    draw = torch.Generator().manual_seed(0)
-
-    def capture_attention(token_ids, capture):
-        size = len(token_ids)
-        for layer in range(3):
-            weights = torch.ones(2, size, size).tril().softmax(-1)
-            capture(layer, weights, logits=4 * torch.randn(size, VOCABULARY, generator=draw))
-        return torch.randn(size, VOCABULARY, generator=draw)
-
-    frame = probe(capture_attention, PROMPTS[:1], 0)
-    data = frame_data(frame, lambda token: f"<{token}>".encode())
-    run = run_data("logit lens", PROMPTS[:1], [data], [frame.row])
-    lens = shown(pages.Run(run, {}, {}, {}), fragment="#head=none&query=4")
-    rows = lens.locator("#next .layers li").all_text_contents()
-    for text, found in zip(rows, frame.predictions[0][:-1], strict=True):
-        token, number = re.findall(r'"<(\d+)>"([\d.]+)', text)[0]
-        assert int(token) == found.token_ids[4, 0]
-        assert float(number) == pytest.approx(found.probabilities[4, 0], rel=0.05)
 
 
 def products_at(step, prompt=0):

@@ -47,10 +47,18 @@ class Run:
 
 @functools.cache
 def a_run(
-    name="first", layers=2, heads=3, prompts=PROMPTS, steps=STEPS, history=HISTORY, seed=0, sharp=1
+    name="first",
+    layers=2,
+    heads=3,
+    prompts=PROMPTS,
+    steps=STEPS,
+    history=HISTORY,
+    seed=0,
+    sharp=1,
+    logit_lens=False,
 ):
     """Returns a run of random heads whose attention becomes sharper with each step. sharp: the
-    attention scores are multiplied by this number."""
+    attention scores are multiplied by this number. logit_lens: also predictions of each layer."""
     weights, rows, frames, of_steps = {}, {}, {}, {}
     for step in history:
         draw = torch.Generator().manual_seed(1000 * seed + step)
@@ -64,8 +72,10 @@ def a_run(
             )
             scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -torch.inf)
             value_norms = torch.rand(layers, heads, size, generator=more)
+            of_layers = torch.Generator().manual_seed(3000 * seed + step + size)
             for layer in range(layers):
-                capture(layer, scores[layer].softmax(-1), scores[layer], value_norms[layer])
+                logits = torch.randn(size, VOCABULARY, generator=of_layers) if logit_lens else None
+                capture(layer, scores[layer].softmax(-1), scores[layer], value_norms[layer], logits)
             weights[step].append(scores.softmax(-1).numpy())
             return torch.randn(size, VOCABULARY, generator=more) * (1 + step / 40)
 

@@ -1,0 +1,119 @@
+/* What happens without a head: loss and accuracy when heads are removed, see lens/ablation.py. */
+
+import { formatLoss, lossDigits, plural } from "./text.js";
+import { $, make } from "./dom.js";
+import {
+  A, B, REMOVED, indexInB, isMeasured, nearestFrame, other, run, selected, sideName, state, update,
+} from "./state.js";
+import { sortBy } from "./controls.js";
+import { KINDS, fillTag, headOf, nameAt } from "./names.js";
+
+const kindTitle = (name) => KINDS[name]?.title ?? `${name} head`;
+const groupTitle = ({ name, heads }) =>
+  (heads === 1 ? `the only ${kindTitle(name)}`
+    : `${heads === 2 ? "both" : `all ${heads}`} ${kindTitle(name)}s`);
+
+/** Returns the change of the loss with its standard error: "+1.33 ± 0.02". */
+function changeText({ loss_change: change, loss_change_error: error }) {
+  const size = error === null ? "" : ` ± ${error.toFixed(lossDigits(change))}`;
+  return formatLoss(change, true) + size;
+}
+
+/** Returns one sentence: loss and accuracy before and after the removal. */
+function resultText({ method, loss, accuracy }, result) {
+  const { loss_change: change, loss_change_error: error, accuracy_without: without } = result;
+  const digits = lossDigits(change);
+  const [before, after] = [loss, loss + change].map((value) => value.toFixed(digits));
+  const about = method === "exact" ? "" : "about ";
+  const parts = [`loss ${before} → ${about}${after} (`, make("b", { textContent: changeText(result) }),
+    error !== null && Math.abs(change) < 2 * error ? ", not clearly different from 0)" : ")"];
+  if (without !== null) {
+    parts.push(`, accuracy ${accuracy.toFixed(2)} → `, make("b", { textContent: without.toFixed(2) }));
+  }
+  return parts;
+}
+
+const howMeasured = ({ method, windows, targets }) =>
+  `${method === "exact" ? "exact" : "first-order estimate, correct only for small changes"}; ` +
+  `${plural(targets, "prediction")} in ${plural(windows, "window")}` +
+  (windows > 1 ? "; ± standard error" : "");
+
+/** Returns where the values are, for a side that shows another step. */
+function elsewhere(of) {
+  const { step } = of.run.ablation;
+  const parts = [`Measured at step ${step}. `];
+  if (of.run === run) {
+    const button = make("button", { textContent: "show" });
+    button.addEventListener("click", () => update({ frame: nearestFrame(run, step) }));
+    parts.push(button);
+  }
+  return parts;
+}
+
+/** Returns for each run with removed heads one side, if possible at the step of the measurement. */
+const measuredSides = () => [run, other].flatMap((of) => {
+  const sides = [A, B].filter((side) => of?.ablation && side?.run === of);
+  return sides.find(isMeasured) ?? sides.slice(0, 1);
+});
+const prefix = (of) => (B ? [make("b", { textContent: sideName(of) }), " · "] : []);
+
+/** Shows the loss without the enlarged head, and without all heads of its name. */
+export function drawRemoved() {
+  const placeIn = (of) => (of.run === run ? selected() : indexInB(selected()));
+  const sides = selected() === null ? [] : measuredSides().filter((of) => placeIn(of) >= 0);
+  $("removed").hidden = !sides.length;
+  $("removed").replaceChildren(make("h3", { textContent: "What happens without it?" }),
+    ...sides.flatMap((of) => {
+      if (!isMeasured(of)) return [make("p", {}, ...prefix(of), ...elsewhere(of))];
+      const { ablation } = of.run;
+      const name = nameAt(of.run, placeIn(of), of.step);
+      const group = ablation.groups.find((one) => one.name === name && one.heads > 1);
+      const all = group ? [make("br"), `Without ${groupTitle(group)}: `,
+        ...resultText(ablation, group), "."] : [];
+      return [
+        make("p", {}, ...prefix(of), `Without ${headOf(of.run, placeIn(of))}: `,
+          ...resultText(ablation, ablation.heads[placeIn(of)]), ".", ...all),
+        make("p", { className: "note", textContent: howMeasured(ablation) })];
+    }));
+}
+
+function groupRow(ablation, group) {
+  const tag = make("span");
+  if (KINDS[group.name]) fillTag(tag, { key: group.name, ...KINDS[group.name] });
+  const without = group.accuracy_without;
+  const cells = [formatLoss(ablation.loss + group.loss_change), changeText(group),
+    ...(ablation.accuracy === null ? [] : [without === null ? "–" : without.toFixed(2)])];
+  return make("tr", {}, make("th", { scope: "row" }, tag, ` ${groupTitle(group)}`),
+    ...cells.map((textContent) => make("td", { className: "number", textContent })));
+}
+
+function groupTable(of) {
+  const { ablation } = of.run;
+  const accuracy = ablation.accuracy === null ? [] : ["accuracy"];
+  const head = ["removed", "loss", "change", ...accuracy].map((textContent, n) =>
+    make("th", { scope: "col", textContent, className: n ? "number" : "" }));
+  const clean = [formatLoss(ablation.loss), "", ...accuracy.map(() => ablation.accuracy.toFixed(2))];
+  const sorted = [...ablation.groups].sort((a, b) => b.loss_change - a.loss_change);
+  return [make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {},
+    make("tr", {}, make("th", { scope: "row", textContent: "nothing" }),
+      ...clean.map((textContent) => make("td", { className: "number", textContent }))),
+    ...sorted.map((group) => groupRow(ablation, group)))),
+  make("p", { className: "note", textContent: howMeasured(ablation) })];
+}
+
+/** Shows the loss without all heads of each name. */
+export function drawGroups() {
+  const sides = measuredSides().filter((of) => of.run.ablation.groups.length);
+  $("groups").hidden = !sides.length;
+  if (!sides.length) return;
+  const sort = make("button", { textContent: "sort heads by loss without the head" });
+  sort.addEventListener("click", () => sortBy(REMOVED.key));
+  $("groups").replaceChildren(
+    make("h2", { textContent: "What happens without heads of a name?" }),
+    ...sides.flatMap((of) => [...(B ? [make("p", {}, ...prefix(of))] : []),
+      ...(isMeasured(of) ? groupTable(of) : [make("p", {}, ...elsewhere(of))])]),
+    make("p", { className: "note", textContent: "Attention is not importance: a head can have a " +
+      "clear pattern that the model does not need. Heads of the same name can replace each " +
+      "other: the loss may change little without one of them and much without all of them." }),
+    ...(run.ablation && state.sort !== REMOVED.key ? [sort] : []));
+}
