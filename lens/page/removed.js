@@ -110,8 +110,10 @@ export function drawGroups() {
   sort.addEventListener("click", () => sortBy(REMOVED.key));
   $("groups").replaceChildren(
     make("h2", { textContent: "What happens without heads of a name?" }),
-    ...sides.flatMap((of) => [...(B ? [make("p", {}, ...prefix(of))] : []),
-      ...(isMeasured(of) ? groupTable(of) : [make("p", {}, ...elsewhere(of))])]),
+    ...sides.flatMap((of) => [
+      ...(B && isMeasured(of) ? [make("p", {}, make("b", { textContent: sideName(of) }))] : []),
+      ...(isMeasured(of) ? groupTable(of) : [make("p", {}, ...prefix(of), ...elsewhere(of))]),
+    ]),
     make("p", { className: "note", textContent: "Attention is not importance: a head can have a " +
       "clear pattern that the model does not need. Heads of the same name can replace each " +
       "other: the loss may change little without one of them and much without all of them." }),
