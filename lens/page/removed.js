@@ -3,7 +3,8 @@
 import { formatLoss, lossDigits, plural } from "./text.js";
 import { $, make } from "./dom.js";
 import {
-  A, B, REMOVED, indexInB, isMeasured, nearestFrame, other, run, selected, sideName, state, update,
+  A, B, REMOVED, indexInB, isMeasured, nearestFrame, other, removalOf, run, selected, sideName,
+  state, update,
 } from "./state.js";
 import { sortBy } from "./controls.js";
 import { KINDS, fillTag, headOf, nameAt } from "./names.js";
@@ -65,6 +66,8 @@ export function drawRemoved() {
   $("removed").replaceChildren(make("h3", { textContent: "What happens without it?" }),
     ...sides.flatMap((of) => {
       if (!isMeasured(of)) return [make("p", {}, ...prefix(of), ...elsewhere(of))];
+      const found = removalOf(of, placeIn(of));
+      if (!found) return [];
       const { ablation } = of.run;
       const name = nameAt(of.run, placeIn(of), of.step);
       const group = ablation.groups.find((one) => one.name === name && one.heads > 1);
@@ -72,7 +75,7 @@ export function drawRemoved() {
         ...resultText(ablation, group), "."] : [];
       return [
         make("p", {}, ...prefix(of), `Without ${headOf(of.run, placeIn(of))}: `,
-          ...resultText(ablation, ablation.heads[placeIn(of)]), ".", ...all),
+          ...resultText(ablation, found), ".", ...all),
         make("p", { className: "note", textContent: howMeasured(ablation) })];
     }));
 }

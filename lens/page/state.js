@@ -127,10 +127,14 @@ export function rangeOf(of, key) {
 /** Returns whether the heads were removed at the step of this side. */
 export const isMeasured = (of) => of.run.ablation?.step === of.step;
 
+/** Returns the result of the removal of a head if it was measured at the step of this side. */
+export const removalOf = (of, index) => (isMeasured(of) ? of.run.ablation.heads : [])
+  .find(({ layer, head }) => layer * of.run.heads + head === index);
+
 /** Returns a statistic, the significance or the change of the loss of a head, or null. */
 export function valueAt(of, key, index, mean = isMean()) {
   if (key === SIGNIFICANCE.key) return significanceOf(of, index, mean);
-  if (key === REMOVED.key) return isMeasured(of) ? of.run.ablation.heads[index].loss_change : null;
+  if (key === REMOVED.key) return removalOf(of, index)?.loss_change ?? null;
   const row = mean || key === TEXTS ? statisticOf(of.run, key)?.values[of.at]
     : of.run.frames[of.frame].facts.statistics[of.prompt][key];
   return row?.[index] ?? null;

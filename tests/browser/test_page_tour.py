@@ -25,6 +25,7 @@ ABLATION = {
     "step": 120,
     "method": "exact",
     "windows": 32,
+    "targets": 1024,
     "loss": 0.01,
     "accuracy": 0.98,
     "heads": [
