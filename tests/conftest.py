@@ -192,6 +192,7 @@ def shown(write, opened):
         opened_page = opened(write(*runs or (a_run(),), title=title), fragment, **options)
         ready(opened_page)
         opened_page.evaluate(DECODE_ALL)
+        opened_page.evaluate("() => window.lens.update()")  # draws the charts of all steps
         return opened_page
 
     return show
