@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -236,7 +237,8 @@ class GPT(nn.Module):
         def capturing(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _) -> Tensor:
             attn_scores = causal_attn_scores(queries, keys)  # (B, H, T, T)
             attn_weights = attn_scores.softmax(dim=-1)  # (B, H, T, T)
-            value_norms = self.blocks[layer].attn.value_norms(values)  # (B, H, T)
+            attn = cast(MultiHeadAttention, self.blocks[layer].attn)
+            value_norms = attn.value_norms(values)  # (B, H, T)
             logits = self.logits(self.final_norm(inputs[layer])) if logit_lens else None
             callback(layer, attn_weights, attn_scores, value_norms, logits)
             return attn_weights.to(values.dtype) @ values  # (B, H, T, D)

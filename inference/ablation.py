@@ -4,11 +4,13 @@ Shapes: B windows, T positions, N targets, C emb_dim, V vocabulary, H heads, D h
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention import MultiHeadAttention
 from lens.ablation import Head, ablate
 from model import GPT
 from tokens.windows import WindowDataset, evenly_spaced_windows
@@ -75,8 +77,9 @@ class EditedModel:
         for layer, block in enumerate(model.blocks[first_layer:], start=first_layer):
             if stores:
                 self.inputs.append(x.detach())
+            attn = cast(MultiHeadAttention, block.attn)
 
-            def kernel(queries, keys, values, _, layer=layer, kernel=block.attn.kernel):
+            def kernel(queries, keys, values, _, layer=layer, kernel=attn.kernel):
                 return edit(layer, kernel(queries, keys, values, 0.0))  # (B, H, T, D)
 
             x = block(x, kernel)

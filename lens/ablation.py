@@ -55,8 +55,11 @@ def ablate(
     seconds = time.perf_counter() - started
     heads = [(layer, head) for layer, mean in enumerate(means) for head in range(len(mean))]
     removed = [[head] for head in heads] + [list(group) for group in groups.values()]
-    estimates = [sum(first_order[layer][head] for layer, head in group) for group in removed]
-    changes, accuracies = estimates, [None] * len(removed)
+    estimates = [
+        torch.stack([first_order[layer][head] for layer, head in group]).sum(0) for group in removed
+    ]
+    changes = estimates
+    accuracies: list[float | None] = [None] * len(removed)
     windows = windows.cpu()
     targets = torch.bincount(windows).double()  # (B,)
     # The clean pass also computes gradients: with them it takes about as long as three removals.

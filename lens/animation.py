@@ -38,7 +38,7 @@ def write_animation(
     heads.head_table that are named and outlined.
     """
     frames = evenly_spaced(list(zip(codes, steps, heads, strict=True)), MAX_STEPS)
-    images = [_frame(*frame, prompt, steps[-1]) for frame in frames]
+    images = [_frame(maps, step, named, prompt, steps[-1]) for maps, step, named in frames]
     while True:
         file = io.BytesIO()
         durations = [LAST_MILLISECONDS] + [MILLISECONDS] * (len(images) - 1)

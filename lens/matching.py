@@ -87,7 +87,8 @@ def similarities(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> n
     total, count = 0, 0
     for a, b in zip(first, second, strict=True):
         total = total + a @ b.transpose(0, 2, 1)
-        count = count + (a.any(-1)[:, :, None] | b.any(-1)[:, None])
+        defined = np.any(a, axis=-1)[:, :, None] | np.any(b, axis=-1)[:, None]
+        count = count + defined
     return total / np.maximum(count, 1)
 
 

@@ -85,6 +85,11 @@ class Lens:
         self.stage: int | None = None  # first step with a low loss on the repeated sequence
         self.ablation: dict | None = None  # the loss without each head; set at the end
 
+    @property
+    def _rows(self) -> list[Row]:
+        """The statistics of all snapshots so far."""
+        return self.history.rows if self.history else []
+
     def due(self, step: int, max_steps: int) -> bool:
         """Whether this step has a snapshot: each multiple of the interval (also 0) and the last."""
         every = self.config.interval(max_steps)
@@ -254,7 +259,7 @@ class Lens:
 
     def _stage_begins(self) -> int | None:
         """Returns the first step with a low loss on the repeated sequence, see stages.py."""
-        rows = [row for row in self.history.rows if len(row.losses) == len(self.prompts)]
+        rows = [row for row in self._rows if len(row.losses) == len(self.prompts)]
         for number, prompt in enumerate(self.prompts):
             if prompt.period:
                 losses = [loss_of_copy(row.losses[number], prompt.period) for row in rows]
@@ -281,7 +286,7 @@ class Lens:
                 if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
                     frames += run["frames"]
         path = folder / "timelapse.html"
-        rows = self.history.rows
+        rows = self._rows
         data = run_data(run_name, self.prompts, frames, rows, curves, self.stage, self.ablation)
         self._write_page(path, data)
         snapshot.pages["attention/timelapse"] = path
@@ -293,10 +298,10 @@ class Lens:
     def _animate(self, path: Path, frames: list[dict]) -> None:
         """Writes the animation of the repeated sequence or, without it, of the first prompt."""
         number = next((n for n, prompt in enumerate(self.prompts) if prompt.period), 0)
-        shape = self.history.rows[-1].values["entropy"].shape
+        shape = self._rows[-1].values["entropy"].shape
         lengths = [prompt.shown for prompt in self.prompts]
         codes = [codes_of(frame, lengths, shape)[number] for frame in frames]
-        uniform, rows = uniform_values(self.prompts), {row.step: row for row in self.history.rows}
+        uniform, rows = uniform_values(self.prompts), {row.step: row for row in self._rows}
         steps = [frame["step"] for frame in frames]
         heads = [
             most_significant(head_table([rows[step]], uniform))[:3] if step in rows else []

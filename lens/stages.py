@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def stage_begins(losses: Sequence[float], num_symbols: int) -> int | None:
+def stage_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> int | None:
     """Returns the index of the first snapshot after the drop, or None if there is no clear drop.
 
     losses: the mean loss on the second copy at each snapshot, in nats. num_symbols: K. The losses

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +145,7 @@ class Statistic:
 
     title: str
     description: str  # one sentence, shown on the page
-    function: Callable[..., Tensor | np.ndarray]
+    function: Callable[..., Any]  # returns a tensor (H,); `positional` an array
     # weights | repeated (the repeated sequence) | scores | separators | texts (at least two)
     needs: str = "weights"
 
