@@ -35,7 +35,7 @@ def assemble(page: Path) -> str:
         return f"<style>\n{(folder / found[1]).read_text(encoding='utf-8')}</style>"
 
     def script(found: re.Match) -> str:
-        text = UNNEEDED.sub("", join_modules(folder / found[1]))
+        text = UNNEEDED.sub("", join_modules(folder / found[1])).lstrip()
         return f'<script type="module">\n{text}</script>'
 
     html = page.read_text(encoding="utf-8")

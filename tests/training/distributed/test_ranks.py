@@ -109,7 +109,8 @@ def test_two_ranks_train_as_one(watched):
     for step in (HALF, SHORT):
         check_same_tensors(last(many, step), last(one, step))
     assert (many / "samples.jsonl").read_bytes() == (one / "samples.jsonl").read_bytes()
-    assert contents(many).keys() == contents(one).keys()
+    not_with_fsdp = {"attention/ablation.json"}
+    assert contents(many).keys() | not_with_fsdp == contents(one).keys()
     assert [row.keys() for row in rows(many)] == [row.keys() for row in rows(one)]
 
 
