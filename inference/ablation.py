@@ -21,16 +21,19 @@ ROWS = 4096  # of the output layer at a time: two thirds of the CPU time of all 
 
 def ablate_heads(
     model: GPT,
+    groups: Mapping[str, Sequence[Head]],
     dataset: WindowDataset,
     is_synthetic: bool,
-    groups: Mapping[str, Sequence[Head]],
-    max_seconds: float,
+    max_tokens: float,
 ) -> dict:
     """Returns the result of `ablate` on 8 to 32 evenly spaced windows of a dataset.
 
     A small model, with up to 30 million parameters, has 32 windows. Only the first TOKENS tokens of
     a window of text are used. The accuracy is measured on synthetic data. Restores the mode of the
     model, and changes neither gradients nor random state.
+
+    Exact if the forward passes without each head have at most max_tokens tokens. A head of layer l
+    counts as (L - l) / L of a pass, as the layers before it are not computed again.
     """
     limit = min(32, max(8, 10**9 // model.num_parameters()))
     batch = dataset.batch(evenly_spaced_windows(dataset, limit))
@@ -42,7 +45,8 @@ def ablate_heads(
     model.eval()
     try:
         edited = EditedModel(model, input_ids, target_ids, is_synthetic)
-        return ablate(edited, edited.windows, groups, max_seconds)
+        passes = model.config.num_heads * (model.config.num_layers + 1) / 2
+        return ablate(edited, edited.windows, groups, passes * input_ids.numel() <= max_tokens)
     finally:
         model.train(was_training)
 

@@ -19,7 +19,6 @@ loss times the change of the context vector (Nanda 2023, Attribution Patching; S
 Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -33,12 +32,12 @@ COLUMNS = ("loss_change", "loss_change_error", "accuracy_without")
 
 
 def ablate(
-    run: RunModel, windows: Tensor, groups: Mapping[str, Sequence[Head]], max_seconds: float
+    run: RunModel, windows: Tensor, groups: Mapping[str, Sequence[Head]], exact: bool
 ) -> dict:
     """Removes each head alone, and all heads of each group together. Returns a dict for JSON.
 
-    windows (N,): the window, 0 to B - 1, of each target. groups: heads by name. Exact if this is
-    predicted to take at most max_seconds, otherwise the estimate. Keys of the result:
+    windows (N,): the window, 0 to B - 1, of each target. groups: heads by name. exact: whether to
+    run the model without these heads, otherwise the estimate. Keys of the result:
 
         method              "exact" or "estimate"
         windows, targets    B and N
@@ -50,9 +49,7 @@ def ablate(
     loss_change is the change of the mean loss, in nats; loss_change_error is its standard error
     over windows. accuracy_without is the accuracy without these heads; None for an estimate.
     """
-    started = time.perf_counter()
     losses, correct, means, first_order = _clean_pass(run)
-    seconds = time.perf_counter() - started
     heads = [(layer, head) for layer, mean in enumerate(means) for head in range(len(mean))]
     removed = [[head] for head in heads] + [list(group) for group in groups.values()]
     estimates = [
@@ -62,8 +59,7 @@ def ablate(
     accuracies: list[float | None] = [None] * len(removed)
     windows = windows.cpu()
     targets = torch.bincount(windows).double()  # (B,)
-    # The clean pass also computes gradients: with them it takes about as long as three removals.
-    if exact := len(removed) * seconds / 3 <= max_seconds:
+    if exact:
         changes = []
         for number, group in enumerate(removed):
             without, found = _without(run, group, means)

@@ -36,10 +36,10 @@ def draw_figure(run: dict, kind: str, prompt: int, head: tuple[int, int] | None 
     kind: one of KINDS. prompt: index of the prompt. head: (layer, head); None for all heads.
     """
     frame, given = run["frames"][-1], run["prompts"][prompt]
-    lengths = [len(each["tokens"]) for each in run["prompts"]]
-    codes = codes_of(frame, lengths, (run["layers"], run["heads"]))[prompt]
+    codes = codes_of(run, frame)[prompt]
     keys = ("name", "text", "tokens", "truncated", "period")
-    shown = Prompt(token_ids=list(range(lengths[prompt])), **{key: given[key] for key in keys})
+    token_ids = list(range(len(given["tokens"])))
+    shown = Prompt(token_ids=token_ids, **{key: given[key] for key in keys})
     file = io.BytesIO()
     with matplotlib.style.context(SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks

@@ -42,6 +42,11 @@ UNIFORM_FROM = 0.95  # normalised entropy
 COLUMNS = ("rank", "layer", "head", "name", "since_step", "significance", *STATISTICS)
 
 
+def title_of(name: str) -> str:
+    """Returns a name as people read it: "previous token"."""
+    return STATISTICS[name].title if name in STATISTICS else name
+
+
 def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndarray:
     """Returns the significance of each statistic in NAMES, (names, L, H); NaN if it is undefined.
 

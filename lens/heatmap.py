@@ -7,15 +7,15 @@ the font are matplotlib's.
 Shapes: L layers, H heads, T tokens of the prompt.
 """
 
+import base64
 import functools
+import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 from .probe import Prompt, from_codes, triangle_to_square
@@ -230,14 +230,33 @@ def title_of(prompt: Prompt, fits: int) -> str:
 def fitted(codes: np.ndarray, size: int) -> np.ndarray:
     """Returns heatmaps (..., T (T + 1) / 2) as colours, (..., size, size, 3): each cell enlarged
     or, if there are more cells than pixels, the largest of several cells in each pixel."""
-    squares = triangle_to_square(codes)  # (..., T, T)
-    num_tokens = squares.shape[-1]
-    if num_tokens > size:
-        cells = torch.from_numpy(squares.reshape(-1, num_tokens, num_tokens)).float()
-        pooled = F.adaptive_max_pool2d(cells, size).byte().numpy()
-        return colour(pooled.reshape(*squares.shape[:-2], size, size))
-    cells = np.arange(size) * num_tokens // size
+    squares = pooled(codes, size)  # (..., T, T)
+    cells = np.arange(size) * squares.shape[-1] // size
     return colour(squares)[..., cells[:, None], cells, :]
+
+
+def pooled(codes: np.ndarray, most: int) -> np.ndarray:
+    """Returns heatmaps (..., T (T + 1) / 2) as (..., T, T), zero above the diagonal. If there are
+    more than `most` cells, each cell of (..., most, most) is the largest of several cells."""
+    squares = triangle_to_square(codes)
+    num_tokens = squares.shape[-1]
+    if num_tokens <= most:
+        return squares
+    first = -(-np.arange(most) * num_tokens // most)  # the first of these cells, rounded up
+    return np.maximum.reduceat(np.maximum.reduceat(squares, first, -2), first, -1)
+
+
+def data_url(codes: np.ndarray, most: int) -> str:
+    """Returns a heatmap, (T (T + 1) / 2), as the URL of a PNG: a pixel for each cell, at most
+    `most` x `most`. Cells above the diagonal are transparent."""
+    square = pooled(codes, most).astype(int)
+    indices = np.tril(1 + square * 254 // 255)  # in the palette; 0: transparent
+    image = Image.fromarray(indices.astype(np.uint8), "P")
+    colours = _table()[np.linspace(0, 255, 255).round().astype(int)]
+    image.putpalette(bytes(3) + colours.tobytes())
+    file = io.BytesIO()
+    image.save(file, "PNG", transparency=0)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:

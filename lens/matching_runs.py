@@ -3,10 +3,8 @@
 runs = read_runs([Path("runs/a/attention/timelapse.html"), ...])
 """
 
-import base64
 import contextlib
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .heads import ALL_NAMES
+from .heads import ALL_NAMES, title_of
 from .matching import MATCHED_FROM, Group, directions, similarities
-from .page import read
-from .statistics import STATISTICS
-
-VERSIONS = (1, 2)  # of the data of a page
-MAX_BYTES = 2**28  # of the weights of one step
+from .page import codes_of, read, unpacked
 
 
 class PageError(ValueError):
@@ -57,7 +51,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     found = []  # (path, data, numbers of layers and heads, tokens of each prompt)
     for path in paths:
         with _page_errors(path):
-            found += [(path, data, _shape(data), _tokens(data)) for data in read(path, VERSIONS)]
+            found += [(path, data, _shape(data), _tokens(data)) for data in read(path)]
     if not found:
         return []
     first, _, shape, prompts = found[0]
@@ -79,15 +73,10 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return runs
 
 
-def title_of(name: str) -> str:
-    """Returns the title of a name of heads."""
-    return STATISTICS[name].title if name in STATISTICS else name or "no name"
-
-
-def name_of(group: Group, runs: Sequence[Run]) -> str:
-    """Returns the most frequent name of the heads of a group; "" if no head has a name."""
+def group_title(group: Group, runs: Sequence[Run]) -> str:
+    """Returns the title of the most frequent name of the heads of a group."""
     names = [runs[n].names[group.layer][member.head] for n, member in group.members.items()]
-    return Counter(filter(None, names)).most_common(1)[0][0] if any(names) else ""
+    return title_of(Counter(filter(None, names)).most_common(1)[0][0]) if any(names) else "no name"
 
 
 def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
@@ -96,7 +85,7 @@ def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
         {
             "layer": group.layer,
             "group": number,
-            "group_title": title_of(name_of(group, runs)),
+            "group_title": group_title(group, runs),
             "runs": len(group.members),
             "stability": round(group.stability, 4),
             "interchangeable": group.is_ambiguous,
@@ -136,22 +125,17 @@ def _tokens(data: dict) -> list[list[str]]:
 
 def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
     """Returns a run from the data of its page. prompts: the tokens of the compared prompts."""
-    layers, heads = _shape(data)
     of_page = _tokens(data)
-    sizes = [layers * heads * len(tokens) * (len(tokens) + 1) // 2 for tokens in of_page]
     places = [of_page.index(tokens) for tokens in prompts]
 
-    def codes_of(frame: dict) -> list[np.ndarray]:
-        codes = np.frombuffer(_unpacked(frame["weights"]), np.uint8)
-        parts = np.split(codes, np.cumsum(sizes))
-        if parts.pop().size:
-            raise ValueError("more weights than heads")
-        return [parts[place].reshape(layers, heads, -1) for place in places]
+    def compared(frame: dict) -> list[np.ndarray]:
+        codes = codes_of(data, frame)
+        return [codes[place] for place in places]
 
-    codes = codes_of(data["frames"][-1])
+    codes = compared(data["frames"][-1])
     last = directions(codes)
     similar = [
-        similarities(directions(codes_of(frame)), last).diagonal(axis1=1, axis2=2)
+        similarities(directions(compared(frame)), last).diagonal(axis1=1, axis2=2)
         for frame in data["frames"]
     ]
     return Run(
@@ -168,18 +152,6 @@ def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
 
 def _names(data: dict) -> np.ndarray:
     """Returns the name of each head at the last step, (L, H). An older page has no names."""
-    history = json.loads(_unpacked(data["history"]))
+    history = json.loads(unpacked(data["history"]))
     last = history["names"][-1] if "names" in history else np.zeros(_shape(data), int)
     return np.array(ALL_NAMES)[np.reshape(last, _shape(data))]
-
-
-def _unpacked(text: str) -> bytes:
-    """Returns compressed bytes of a page. The limit protects from an invalid page."""
-    unpack = zlib.decompressobj()
-    try:
-        content = unpack.decompress(base64.b64decode(text), MAX_BYTES)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    if not unpack.eof:
-        raise ValueError("incomplete or too large")
-    return content

@@ -19,11 +19,12 @@ from .heads import (
     most_significant,
     names_of,
     significances,
+    title_of,
     write_table,
 )
 from .heatmap import draw_grid, draw_layer, draw_panel, fitted
 from .history import History, Row, atomic_write, evenly_spaced
-from .page import MAX_HISTORY, codes_of, frame_data, page, read, run_data
+from .page import MAX_HISTORY, VERSION, codes_of, frame_data, page, read, run_data
 from .predictions import loss_of_copy
 from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
 from .stages import stage_begins
@@ -160,7 +161,7 @@ class Lens:
             named = [row for row in table if row["name"] == key]
             heads = named[:5] or [max(table, key=lambda row: row[key])]
             values = "   ".join(f"L{row['layer']} H{row['head']} {row[key]:.2f}" for row in heads)
-            what = f"{STATISTICS[key].title} ({uniform[key]:.2f})"
+            what = f"{title_of(key)} ({uniform[key]:.2f})"
             lines.append(f"{what:<24} {values if named else f'no head; largest value: {values}'}")
         found = ablate(heads_by_name(table)) if ablate else None
         self.ablation = {"step": step} | found if found else None
@@ -174,7 +175,7 @@ class Lens:
         """
         copies = f"the loss on the repeated sequence drops at step {self.stage}"
         return [copies] * (self.stage is not None) + [
-            f"{STATISTICS[name := row['name']].title} L{row['layer']} H{row['head']}: "
+            f"{title_of(name := row['name'])} L{row['layer']} H{row['head']}: "
             f"{row[name]:.2f} (since step {row['since_step']})"
             for row in most_significant(self.table)
         ]
@@ -187,10 +188,10 @@ class Lens:
         heads, groups = self.ablation["heads"], self.ablation["groups"]
         first = max(heads, key=lambda row: row["loss_change"])
         layer, head = first["layer"], first["head"]
-        lines = [removal(f"L{layer} H{head} ({names[layer, head] or 'no name'})", first)]
+        lines = [removal(f"L{layer} H{head} ({title_of(names[layer, head]) or 'no name'})", first)]
         if groups:
             first = max(groups, key=lambda row: row["loss_change"])
-            lines.append(removal(f"all {first['heads']} heads named {first['name']}", first))
+            lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
         if self.ablation["method"] == "estimate":
             lines = [f"{line} (first-order estimate)" for line in lines]
         return lines
@@ -282,7 +283,7 @@ class Lens:
         pages = sorted(path for path in folder.glob("step_*.html") if path.is_file())
         for path in evenly_spaced(pages, self.config.frames):
             with contextlib.suppress(ValueError, KeyError):  # not a page, or of another version
-                (run,) = read(path)
+                (run,) = read(path, [VERSION])
                 if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
                     frames += run["frames"]
         path = folder / "timelapse.html"
@@ -292,17 +293,18 @@ class Lens:
         snapshot.pages["attention/timelapse"] = path
         if is_last:
             path = folder / "timelapse.webp"
-            self._animate(path, frames)
+            self._animate(path, data)
             snapshot.images["attention/animation"] = path
 
-    def _animate(self, path: Path, frames: list[dict]) -> None:
-        """Writes the animation of the repeated sequence or, without it, of the first prompt."""
+    def _animate(self, path: Path, data: dict) -> None:
+        """Writes the animation of the repeated sequence or, without it, of the first prompt.
+
+        data: of the time-lapse.
+        """
         number = next((n for n, prompt in enumerate(self.prompts) if prompt.period), 0)
-        shape = self._rows[-1].values["entropy"].shape
-        lengths = [prompt.shown for prompt in self.prompts]
-        codes = [codes_of(frame, lengths, shape)[number] for frame in frames]
+        codes = [codes_of(data, frame)[number] for frame in data["frames"]]
         uniform, rows = uniform_values(self.prompts), {row.step: row for row in self._rows}
-        steps = [frame["step"] for frame in frames]
+        steps = [frame["step"] for frame in data["frames"]]
         heads = [
             most_significant(head_table([rows[step]], uniform))[:3] if step in rows else []
             for step in steps

@@ -45,12 +45,6 @@ def _conditions(where: str | list[str]) -> list[Condition]:
     return [match.groups() for match in found]
 
 
-def _png(path: str) -> str:
-    if path and not path.lower().endswith(".png"):
-        raise rejected("not the name of a PNG file", "use a name that ends with .png")
-    return path
-
-
 class CompareConfig(ScriptConfig):
     """python -m scripts.compare runs='runs/*' [target=LOSS] [KEY=VALUE ...]
 
@@ -69,8 +63,8 @@ class CompareConfig(ScriptConfig):
         None, description="also print how many tokens the metric needs to reach this"
     )
     out: OutFile = Field("", description="JSON file for the results")
-    plot: Annotated[OutFile, AfterValidator(_png)] = Field(
-        "", description="PNG file for a plot of the runs"
+    plot: OutFile = Field(
+        "", pattern=r"(?i)(\.png|^)$", description="PNG file for a plot of the runs"
     )
 
 

@@ -16,24 +16,17 @@ import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from errors import DataError, refuse, sanitize
 from training.checkpoint.run_directory import attention_page
 from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.schema import Paths, rejected
+from training.config.schema import Paths
 from training.reporting.comparison import markdown_table, runs_of_sweep
 
 MAX_ROWS = 40  # of the printed table
 HINT = "python -m scripts.inspect_attention checkpoint=RUN text=... writes a page"
-
-
-def _html(path: str) -> str:
-    if not path.lower().endswith(".html"):
-        raise rejected("not the name of an HTML file", "use a name that ends with .html")
-    return path
 
 
 class CompareHeadsConfig(ScriptConfig):
@@ -43,8 +36,10 @@ class CompareHeadsConfig(ScriptConfig):
     """
 
     runs: Paths = Field(description="runs, or pages of the lens: [A,B,...] or a glob pattern")
-    out: Annotated[OutFile, AfterValidator(_html)] = Field(
-        "heads.html", description="HTML file to write, and a CSV file next to it"
+    out: OutFile = Field(
+        "heads.html",
+        pattern=r"(?i)\.html$",
+        description="HTML file to write, and a CSV file next to it",
     )
 
 

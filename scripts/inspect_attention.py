@@ -12,6 +12,7 @@ tokens. With ablation=exact it also measures the loss without each head, on the 
 the run or on data.path.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from interop.pretrained import PretrainedModel
     from tokens.windows import WindowDataset
 
-KINDS = (".pdf", ".svg", ".png")
-
 
 class TextConfig(ScriptGroup):
     """The text for ablation."""
@@ -68,7 +67,11 @@ class InspectConfig(ScriptConfig):
     repeat_length: Annotated[Count, Field(le=127)] = Field(
         24, description="number of random tokens that an extra prompt repeats; 0: none"
     )
-    figure: OutFile = Field("", description="also draw the heatmaps: a .pdf, .svg or .png file")
+    figure: OutFile = Field(
+        "",
+        pattern=r"(?i)(\.pdf|\.svg|\.png|^)$",
+        description="also draw the heatmaps: a .pdf, .svg or .png file",
+    )
     prompt: Positive = Field(1, description="number of the prompt in the figure")
     layer: Count | None = Field(None, description="layer of the only head in the figure")
     head: Count | None = Field(None, description="the only head in the figure; null: all heads")
@@ -87,13 +90,6 @@ class InspectConfig(ScriptConfig):
         if repeat_length == 1:
             raise rejected("must be 0, or from 2 to 127", "use 24")
         return repeat_length
-
-    @field_validator("figure")
-    @classmethod
-    def _kind(cls, figure: str) -> str:
-        if figure and not figure.lower().endswith(KINDS):
-            raise rejected("not the name of a PDF, SVG or PNG file", "use a name such as heads.pdf")
-        return figure
 
 
 @settings_command(InspectConfig)
@@ -164,12 +160,13 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
     step = state.step if state else 0
     ablate = None
     if settings.ablation:
-        dataset = ablation_data(trained, settings)
-        seconds = math.inf if settings.ablation == "exact" else 0.0
-
-        def ablate(groups: dict) -> dict:
-            return ablate_heads(model, dataset, is_synthetic, groups, seconds)
-
+        ablate = functools.partial(
+            ablate_heads,
+            model,
+            dataset=ablation_data(trained, settings),
+            is_synthetic=is_synthetic,
+            max_tokens=math.inf if settings.ablation == "exact" else 0,
+        )
     data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name, ablate)
     print(sanitize(f"{path}: most significant heads (in parentheses: uniform attention)"))
     print("\n".join(f"  {line}" for line in lines))

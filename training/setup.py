@@ -7,6 +7,7 @@ its state and receives its inputs as arguments; none has a reference to the run.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,13 +15,14 @@ import torch
 
 from data import LoadedData, load_datasets, split_batch, training_batches
 from errors import DataError, best_effort, exit_code_of, refuse
+from inference.ablation import ablate_heads
 from interop.init_from import initial_weights
 from lens.config import LensConfig
 from lens.snapshots import Lens
 from model import GPT, ModelConfig
 from tokens.stream import check_checksums
 from tokens.tokenizers import bytes_per_token, get_tokenizer
-from tokens.windows import evenly_spaced_windows
+from tokens.windows import WindowDataset, evenly_spaced_windows
 from training.checkpoint import run_directory
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
@@ -368,16 +370,26 @@ def build_lens(
             )
         if strategy.all_reduce_max(lens is None):
             lens = None
-    validation = data.val if config.lens.ablation != "off" else None
-    if lens and validation and strategy.name == "fsdp":
-        notes.append("lens.ablation: no effect with FSDP")
-        validation = None
-    return LensRunner(
-        lens,
-        strategy,
-        directory,
-        config.trainer.max_steps,
-        config.debug,
-        validation,
-        bool(config.data.synthetic),
+    ablate, max_steps = None, config.trainer.max_steps
+    if lens and data.val and config.lens.ablation != "off":
+        if strategy.name == "fsdp":
+            notes.append("lens.ablation: no effect with FSDP")
+        else:
+            ablate = build_ablation(config, strategy, data.val)
+    return LensRunner(lens, strategy, directory, max_steps, config.debug, ablate)
+
+
+def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:
+    """Returns the function that removes heads at the last step: (model, heads by name) -> results.
+
+    lens.ablation=auto depends on counted tokens and not on a measured time, so that equal runs have
+    equal results. It is exact for at most one percent of the computation of a rank.
+    """
+    trainer = config.trainer
+    trained = trainer.max_steps * trainer.batch_size * config.data.max_length / strategy.world_size
+    forward = 3 * trained  # the backward pass of a token takes as long as two forward passes
+    max_tokens = {"auto": 0.01 * forward, "exact": math.inf, "estimate": 0}[config.lens.ablation]
+    synthetic = bool(config.data.synthetic)
+    return functools.partial(
+        ablate_heads, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens
     )

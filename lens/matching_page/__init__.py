@@ -6,28 +6,21 @@ The page has a table for each layer: a row for each group of matched heads, a co
 lens/assemble.py joins index.html and style.css of this folder; this file writes the content.
 """
 
-import base64
-import io
 import re
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from PIL import Image
 
 from ..assemble import assemble, content_security_policy
-from ..heatmap import COLOUR_MAP
+from ..heads import title_of
+from ..heatmap import data_url
 from ..matching import Group, mean_similarity
-from ..matching_runs import Run, name_of, title_of
-from ..probe import triangle_to_square
+from ..matching_runs import Run, group_title
 
 THUMBNAIL = 64  # pixels
-# Colour 0 is transparent: the cells that the causal mask excludes.
-COLOURS = matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 255), bytes=True)[:, :3]
-PALETTE = bytes(3) + COLOURS.tobytes()
 REPEATED = ("induction", "duplicate_token")  # names that are defined on the repeated sequence
 
 
@@ -36,7 +29,7 @@ def page(runs: Sequence[Run], groups: Sequence[Group], pairs: np.ndarray) -> str
     num_layers, num_heads = pairs.shape[2:4]
     layers = [[group for group in groups if group.layer == n] for n in range(num_layers)]
     in_all = [group for group in groups if len(group.members) == len(runs)]
-    names = Counter(_title(group, runs) for group in in_all).most_common()
+    names = Counter(group_title(group, runs) for group in in_all).most_common()
     template = assemble(Path(__file__).parent / "index.html")
     parts = {
         "CSP": content_security_policy(template.encode()),
@@ -56,7 +49,7 @@ def _overview(groups: Sequence[Group], runs: Sequence[Run]) -> str:
     """Returns a square for each group of a layer. Its colour shows the stability."""
     squares = "".join(
         f'<a href="#{_anchor(group)}"><svg viewBox="0 0 24 24" role="img">'
-        f"<title>{escape(_title(group, runs))}: in {len(group.members)} of {len(runs)} runs, "
+        f"<title>{escape(group_title(group, runs))}: in {len(group.members)} of {len(runs)} runs, "
         f"stability {group.stability:.2f}</title>"
         f'<rect width="24" height="24" fill-opacity="{max(group.stability, 0):.2f}"/></svg></a>'
         for group in groups
@@ -78,7 +71,7 @@ def _layer(groups: Sequence[Group], runs: Sequence[Run]) -> str:
             alone[number] += cell
             continue
         title = (
-            f"<b>{escape(_title(group, runs))}</b>"
+            f"<b>{escape(group_title(group, runs))}</b>"
             f"<span>in {len(group.members)} of {len(runs)} runs</span>"
             f"<span>stability {group.stability:.2f}</span>"
             f"{'<em>interchangeable</em>' if group.is_ambiguous else ''}"
@@ -94,10 +87,6 @@ def _anchor(group: Group) -> str:
     return f"L{group.layer}" + "".join(f"-{run}.{m.head}" for run, m in group.members.items())
 
 
-def _title(group: Group, runs: Sequence[Run]) -> str:
-    return title_of(name_of(group, runs))
-
-
 def _cell(group: Group, number: int, run: Run, is_matched: bool) -> str:
     """Returns a head: its heatmap, its similarity to the other heads of the group, its name, and
     its similarity to its last map at each step."""
@@ -110,25 +99,12 @@ def _cell(group: Group, number: int, run: Run, is_matched: bool) -> str:
         since = run.since_step(layer, head)
         chart = _chart(run.similar[:, layer, head])
         chart += "" if since is None else f"<span>similar since step {since}</span>"
+    url = data_url(run.codes[shown][layer, head], THUMBNAIL)
     return (
-        f'<figure><img src="{_image(run.codes[shown][layer, head])}" alt="L{layer} H{head}">'
+        f'<figure><img src="{url}" alt="L{layer} H{head}">'
         f'<figcaption><span class="run">{escape(run.name)}</span><b>H{head}</b>{value}'
-        f"<span>{escape(title_of(name)) if name else ''}</span>{chart}</figcaption></figure>"
+        f"<span>{escape(title_of(name))}</span>{chart}</figcaption></figure>"
     )
-
-
-def _image(codes: np.ndarray) -> str:
-    """Returns a heatmap, uint8 (N,), as the URL of a PNG. If there are more cells than pixels, each
-    pixel shows the largest of several cells."""
-    square = triangle_to_square(codes)
-    size = min(len(square), THUMBNAIL)
-    first = -(-np.arange(size) * len(square) // size)  # the first cell of each pixel, rounded up
-    pooled = np.maximum.reduceat(np.maximum.reduceat(square, first, 0), first, 1)
-    image = Image.fromarray(np.tril(1 + pooled.astype(int) * 254 // 255).astype(np.uint8), "P")
-    image.putpalette(PALETTE)
-    file = io.BytesIO()
-    image.save(file, "PNG", transparency=0)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _chart(values: np.ndarray) -> str:

@@ -21,13 +21,15 @@ from pathlib import Path
 import numpy as np
 
 from ..assemble import assemble, content_security_policy
-from ..heads import ALL_NAMES, NAMED_FROM, NAMES
+from ..heads import ALL_NAMES, NAMED_FROM, NAMES, title_of
 from ..history import Row, evenly_spaced, json_values
 from ..predictions import MOST_LIKELY, Predictions
 from ..probe import Frame, Prompt, token_texts, uniform_values
 from ..statistics import STATISTICS
 
 VERSION = 2
+VERSIONS = (1, VERSION)  # pages of version 1 have the same weights, but no details
+MAX_UNPACKED = 2**28  # bytes; a limit for invalid pages
 MAX_HISTORY = 60  # maximum number of steps in the charts, in addition to the steps of the frames
 START, END = '<script type="application/json" id="data">', "</script>"
 
@@ -75,10 +77,7 @@ def run_data(
             }
             for key, s in STATISTICS.items()
         ],
-        "names": [
-            {"key": key, "title": STATISTICS[key].title if key in STATISTICS else key}
-            for key in ALL_NAMES
-        ],
+        "names": [{"key": name, "title": title_of(name)} for name in ALL_NAMES],
         "history": _history(history, {frame["step"] for frame in frames}),
         "curves": dict(curves or {}),
         "stage": stage,
@@ -110,15 +109,19 @@ def frame_data(frame: Frame, token_bytes: Callable[[int], bytes] | None = None) 
     return data
 
 
-def codes_of(frame: dict, lengths: Sequence[int], shape: tuple[int, int]) -> list[np.ndarray]:
-    """Returns the codes of each prompt in the data of one step, as in Frame.codes.
+def codes_of(run: dict, frame: dict) -> list[np.ndarray]:
+    """Returns the codes of each prompt at one step, as in Frame.codes, from the data of a run.
 
-    lengths: the number of tokens of each prompt. shape: (layers, heads).
+    Raises ValueError, TypeError or LookupError for data that `page` did not write.
     """
-    codes = np.frombuffer(zlib.decompress(base64.b64decode(frame["weights"])), np.uint8)
-    sizes = [shape[0] * shape[1] * length * (length + 1) // 2 for length in lengths]
+    layers, heads = run["layers"], run["heads"]
+    lengths = [len(prompt["tokens"]) for prompt in run["prompts"]]
+    sizes = [layers * heads * length * (length + 1) // 2 for length in lengths]
+    codes = np.frombuffer(unpacked(frame["weights"]), np.uint8)
+    if len(codes) != sum(sizes):
+        raise ValueError(f"{len(codes)} weights instead of {sum(sizes)}")
     parts = np.split(codes, np.cumsum(sizes)[:-1])
-    return [part.reshape(*shape, -1) for part in parts]
+    return [part.reshape(layers, heads, -1) for part in parts]
 
 
 def _predictions(frame: Frame, token_bytes: Callable[[int], bytes]) -> dict:
@@ -170,7 +173,7 @@ def page(runs: Sequence[dict], title: str) -> str:
     return before.replace("__TITLE__", html.escape(title)) + data + after
 
 
-def read(path: Path, versions: Container[int] = (VERSION,)) -> list[dict]:
+def read(path: Path, versions: Container[int] = VERSIONS) -> list[dict]:
     """Returns the runs of a file that `page` wrote. Raises ValueError for any other file, also for
     a page of another version."""
     text = path.read_text(encoding="utf-8")
@@ -189,6 +192,18 @@ def _bytes(arrays: Sequence[np.ndarray]) -> bytes:
 
 def _packed(raw: bytes) -> str:
     return base64.b64encode(zlib.compress(raw, 6)).decode()
+
+
+def unpacked(text: str) -> bytes:
+    """Returns packed bytes of a page. Raises ValueError if they are invalid."""
+    unpack = zlib.decompressobj()
+    try:
+        raw = unpack.decompress(base64.b64decode(text), MAX_UNPACKED)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not unpack.eof:
+        raise ValueError("incomplete or too large")
+    return raw
 
 
 @functools.cache

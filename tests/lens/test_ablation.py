@@ -90,7 +90,7 @@ def mixed(model, heads, part):
 @torch.no_grad()
 def test_exact_changes_equal_a_loop_with_hooks():
     model = tiny_model().eval()
-    result = ablate_heads(model, Windows(), True, GROUPS, math.inf)
+    result = ablate_heads(model, GROUPS, Windows(), True, math.inf)
     losses, windows, accuracy = measured(mixed(model, [], 1))
     assert (result["method"], result["windows"], result["targets"]) == ("exact", 5, len(losses))
     assert result["loss"] == pytest.approx(float(losses.mean()), abs=1e-5)
@@ -115,7 +115,7 @@ def test_exact_changes_equal_a_loop_with_hooks():
 
 def test_estimate_is_the_derivative_towards_the_mean():
     model = tiny_model().double().eval()
-    result = ablate_heads(model, Windows(), True, GROUPS, 0)
+    result = ablate_heads(model, GROUPS, Windows(), True, 0)
     assert (result["method"], result["correlation"]) == ("estimate", None)
     step, removed = 1e-5, [[head] for head in HEADS] + list(GROUPS.values())
     for heads, row in zip(removed, result["heads"] + result["groups"], strict=True):
@@ -123,16 +123,22 @@ def test_estimate_is_the_derivative_towards_the_mean():
             ahead, behind = (measured(mixed(model, heads, s))[0].mean() for s in (step, -step))
         assert row["loss_change"] == pytest.approx(float(ahead - behind) / (2 * step), abs=1e-5)
         assert row["accuracy_without"] is None
-    exact = ablate_heads(model, Windows(), True, GROUPS, math.inf)
+    exact = ablate_heads(model, GROUPS, Windows(), True, math.inf)
     changes = [[row["loss_change"] for row in x["heads"]] for x in (result, exact)]
     assert exact["correlation"] == pytest.approx(np.corrcoef(changes)[0, 1], abs=1e-3)
+
+
+def test_exact_depends_on_the_number_of_tokens():
+    """4 heads of layer 0 need all of 5 windows of 9 tokens, 4 heads of layer 1 half of the pass."""
+    for limit, method in ((4 * 45 + 2 * 45, "exact"), (4 * 45 + 2 * 45 - 1, "estimate")):
+        assert ablate_heads(tiny_model(), {}, Windows(), True, limit)["method"] == method
 
 
 def test_model_gradients_and_random_state_do_not_change():
     model = tiny_model(dropout=0.1).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    texts = [ablate_heads(model, Windows(), False, GROUPS, seconds) for seconds in (0, math.inf)]
+    texts = [ablate_heads(model, GROUPS, Windows(), False, limit) for limit in (0, math.inf)]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
@@ -140,13 +146,18 @@ def test_model_gradients_and_random_state_do_not_change():
     assert [text["accuracy"] for text in texts] == [None, None]  # of text it is of no interest
 
 
-def test_results_of_a_run(make_run):
-    options = ("lens=default", "lens.prompts=[abcd]", "lens.repeat_length=0")
-    run = make_run(*options, "lens.ablation=exact", "trainer.max_steps=1", "trainer.eval_every=0")
+@pytest.mark.parametrize(("batch_size", "method"), [(74, "estimate"), (76, "exact")])
+def test_results_of_a_run(make_run, batch_size, method):
+    """Exact: 2 heads of layer 0 and 2 of layer 1 need three passes of 3 windows. This is at most
+    one percent of three passes of all trained windows."""
+    options = ("lens=default", "lens.prompts=[abcd]", "lens.repeat_length=0", "lens.every=4")
+    options += ("data.val_fraction=0.03", "trainer.eval_every=0")
+    run = make_run(*options, "trainer.max_steps=4", f"trainer.batch_size={batch_size}")
+    assert len(run.data.val) == 3
     fit(run)
     folder = run.directory / "attention"
     result = json.loads((folder / "ablation.json").read_text())
-    assert (result["method"], result["step"]) == ("exact", 1)
+    assert (result["method"], result["step"]) == (method, 4)
     with open(folder / "heads.csv", newline="", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     assert list(table[0])[-2:] == list(COLUMNS[:2])  # the data is text, so without accuracy

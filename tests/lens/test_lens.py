@@ -225,6 +225,8 @@ def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_pat
 
 def test_time_lapse_has_only_pages_of_the_same_prompts(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 20)
+    older = (tmp_path / "step_00000000.html").read_text().replace('"version": 2', '"version": 1')
+    (tmp_path / "step_00000005.html").write_text(older)
     (tmp_path / "step_00000010.html").write_text("of another program")
     snapshots = watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
     assert "attention/timelapse" in snapshots[30].pages
@@ -311,7 +313,7 @@ def test_other_and_truncated_pages_are_refused(hostile_page, tmp_path):
 def watched_run(make_run, *overrides):
     # One short prompt with few tokens makes a snapshot ten times faster.
     short = ("lens.prompts=[the bank]", "lens.repeat_length=3")
-    lens = ("lens=default", "lens.every=1", "lens.ablation=exact")  # "auto" depends on the time
+    lens = ("lens=default", "lens.every=1", "lens.ablation=exact")
     return make_run("model.dropout=0.1", *lens, *short, *overrides)
 
 

@@ -1,21 +1,16 @@
 """Takes attention snapshots during training, on all ranks. Their errors do not end the run."""
 
-import functools
-import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from errors import best_effort
 from files import read_rows
-from inference.ablation import ablate_heads
 from lens.ablation import Head
 from lens.snapshots import Lens, Snapshot
 from model import GPT
-from tokens.windows import WindowDataset
 from training.distributed.strategy import Strategy
 from training.reporting.charts import Points, finite, points_of, smooth, thin
 
@@ -25,7 +20,6 @@ CURVES = {
     "val/accuracy": "validation accuracy",
 }
 MAX_POINTS = 300  # of a curve
-BUDGET = 0.01  # lens.ablation=auto: part of the training time that removing the heads may take
 FAILED = "lens: failed; attention logging is off for the rest of this run"
 
 
@@ -38,9 +32,8 @@ class LensRunner:
     directory: Path  # the run directory
     max_steps: int
     debug: bool  # whether an error ends the run
-    dataset: WindowDataset | None = None  # validation windows for lens.ablation, None: off
-    is_synthetic: bool = False
-    started: float = field(default_factory=time.perf_counter)
+    # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
+    ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
     seconds: float = 0.0  # time spent on attention snapshots and their logging
 
     def is_due(self, step: int) -> bool:
@@ -60,6 +53,11 @@ class LensRunner:
             with self.strategy.probing(model):
                 return model.capture_attention(input_ids, capture, self.lens.config.logit_lens)
 
+        def ablate(groups: dict[str, list[Head]]) -> dict | None:
+            with best_effort("lens.ablation: failed", self.debug), self.strategy.probing(model):
+                return self.ablate(model, groups)
+            return None  # after an error
+
         snapshot, failed = None, True
         with best_effort(FAILED, self.debug, self.strategy.label):
             snapshot = self.lens.snapshot(
@@ -70,7 +68,7 @@ class LensRunner:
                 run_name=self.directory.name,
                 write=self.strategy.is_rank_0,
                 curves=lambda: self._curves(step, row),
-                ablate=functools.partial(self._ablate, model) if self.dataset else None,
+                ablate=ablate if self.ablate else None,
             )
             failed = False
         if self.strategy.all_reduce_max(failed):
@@ -86,19 +84,6 @@ class LensRunner:
             if known := thin(finite(points), MAX_POINTS):
                 curves[name] = [(at, round(value, 4)) for at, value in known]
         return curves
-
-    def _ablate(self, model: GPT, groups: dict[str, list[Head]]) -> dict | None:
-        """Returns the loss without each head, measured on rank 0; None after an error."""
-        limits = {
-            "auto": BUDGET * (time.perf_counter() - self.started),
-            # Other ranks of DDP wait for rank 0.
-            "exact": getattr(self.strategy, "timeout", math.inf) / 2,
-            "estimate": 0.0,
-        }
-        seconds = limits[self.lens.config.ablation]
-        with best_effort("lens.ablation: failed", self.debug), self.strategy.probing(model):
-            return ablate_heads(model, self.dataset, self.is_synthetic, groups, seconds)
-        return None
 
     def most_important_heads(self) -> list[str]:
         """The loss without the head, and the name of heads, that reduce it most."""

@@ -120,12 +120,12 @@ def facts(rows: list[dict], settings: dict) -> str:
 
 
 def training_time(tokens: Points, speeds: dict[int, float]) -> str:
-    """Returns the time of all training steps. tokens: in total, at each logged step."""
-    starts = [(0, 0.0), *tokens]
+    """Returns the time of all training steps. tokens: in total, at each step with a row; rows of
+    validations and attention snapshots have no speed."""
+    known = [(step, count) for step, count in tokens if speeds.get(step, 0) > 0]
     seconds = sum(
         (after - before) / speeds[step]
-        for (_, before), (step, after) in itertools.pairwise(starts)
-        if speeds.get(step, 0) > 0
+        for (_, before), (step, after) in itertools.pairwise([(0, 0.0), *known])
     )
     return duration(min(seconds, 1e9))
 

@@ -6,22 +6,17 @@ It reads heads.csv, statistics.jsonl and the page of the newest snapshot, and om
 or invalid.
 """
 
-import base64
 import csv
-import io
 import math
-import zlib
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from files import read_bounded, read_rows
-from lens.heads import NAMED_FROM
-from lens.heatmap import fitted
-from lens.page import read
-from lens.statistics import STATISTICS
+from lens.heads import ALL_NAMES, NAMED_FROM, title_of
+from lens.heatmap import data_url
+from lens.page import codes_of, read
 from training.reporting.charts import finite, number, thin
 
 # Name of a head: what it does
@@ -34,10 +29,9 @@ MEANINGS = {
     "diagonal": "Each token attends to itself.",
     "separator": "The tokens attend to punctuation and line breaks.",
     "positional": "The attention depends on the positions of the tokens, hardly on the tokens.",
-    "uniform": "Each token attends equally to itself and all tokens before it.",
 }
-MAX_TABLE, MAX_PAGE, MAX_WEIGHTS = 2**24, 2**27, 2**28  # bytes; larger data is ignored
-THUMBNAIL = 256  # pixels
+MAX_TABLE, MAX_PAGE = 2**24, 2**27  # bytes; larger files are ignored
+THUMBNAIL = 128  # pixels, as in style.css
 MAX_LISTED = 12  # heads with the same name
 
 Maps = dict[bool, np.ndarray]  # whether the prompt is repeated: codes (L, H, T (T + 1) / 2)
@@ -48,13 +42,13 @@ def heads_section(folder: Path) -> str:
     table = read_table(folder / "heads.csv")
     if not table:
         return ""
-    named = [row for row in table if row["name"]]
-    counts = Counter(title(row["name"]) for row in named)
+    named = [row for row in table if row["name"] in MEANINGS]
+    counts = Counter(title_of(row["name"]) for row in named)
     kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     found = f"{len(named)} of {len(table)} heads have a name{': ' if kinds else ''}{kinds}."
     if not named:
-        largest = max((row["significance"] for row in table), default=0.0)
-        found += f" A name needs a significance of {NAMED_FROM}; the largest is {largest:.2f}."
+        largest, least = max(row["significance"] for row in table), min(NAMED_FROM.values())
+        found += f" A name needs a significance of {least}; the largest is {largest:.2f}."
     rows, maps = read_rows(folder / "statistics.jsonl"), last_maps(folder)
     cards = []
     for name in dict.fromkeys(row["name"] for row in named):  # in the order of the table
@@ -62,10 +56,6 @@ def heads_section(folder: Path) -> str:
         text = description(head, others) + curve(head, rows)
         cards.append(f"<article>{thumbnail(head, maps)}<div>{text}</div></article>")
     return f'<p>{found}</p><div class="heads">{"".join(cards)}</div>'
-
-
-def title(name: str) -> str:
-    return STATISTICS[name].title if name in STATISTICS else name
 
 
 def read_table(path: Path) -> list[dict]:
@@ -81,7 +71,7 @@ def read_table(path: Path) -> list[dict]:
         numbers = {key: number(value) for key, value in row.items() if key and key != "name"}
         known = {key: value for key, value in numbers.items() if not math.isnan(value)}
         is_head = all(0 <= known.get(key, -1) < 1e6 for key in ("layer", "head"))
-        if is_head and "significance" in known and name in ("", *MEANINGS):
+        if is_head and "significance" in known and name in ALL_NAMES:
             table.append(known | {"name": name})
     return table
 
@@ -101,7 +91,7 @@ def description(row: dict, others: list[dict]) -> str:
         facts.append(f"also {listed}" + (f" and {more} more" if more > 0 else ""))
     since = f" since step {row['since_step']:,.0f}" if "since_step" in row else ""
     return (
-        f"<h3>{place(row)}: {title(row['name'])}<small>{since}</small></h3>"
+        f"<h3>{place(row)}: {title_of(row['name'])}<small>{since}</small></h3>"
         f'<p>{MEANINGS[row["name"]]}</p><p class="quiet">{" · ".join(facts)}</p>'
     )
 
@@ -130,7 +120,7 @@ def curve(row: dict, rows: list[dict]) -> str:
     path = "L".join(f"{x(step)} {100 * (1 - min(max(v, 0), 1)):.2f}" for step, v in points)
     since = x(row.get("since_step", 0))
     return (
-        f'<svg role="img" aria-label="{title(name)} over the steps" viewBox="0 0 100 100"'
+        f'<svg role="img" aria-label="{title_of(name)} over the steps" viewBox="0 0 100 100"'
         f' preserveAspectRatio="none"><path class="since" d="M{since} 0V100"/>'
         f'<path class="training" d="M{path}"/></svg>'
         f'<p class="axis quiet"><span>step {points[0][0]:,}</span><span>{last:,}</span></p>'
@@ -139,23 +129,16 @@ def curve(row: dict, rows: list[dict]) -> str:
 
 def last_maps(folder: Path) -> Maps:
     """Returns the weights of the newest snapshot on a repeated and on an ordinary prompt."""
-    maps: Maps = {}
     pages = [path for path in folder.glob("step_*.html") if path.is_file()]
     if not pages or (newest := max(pages)).stat().st_size > MAX_PAGE:
-        return maps
+        return {}
     try:
         run = read(newest)[0]
-        sizes = [len(prompt["tokens"]) for prompt in run["prompts"]]
-        lengths = [run["layers"] * run["heads"] * size * (size + 1) // 2 for size in sizes]
-        packed = base64.b64decode(run["frames"][-1]["weights"])
-        raw = zlib.decompressobj().decompress(packed, min(sum(lengths), MAX_WEIGHTS))
-        codes = np.split(np.frombuffer(raw, np.uint8), np.cumsum(lengths)[:-1])
-        for prompt, of_prompt in zip(run["prompts"], codes, strict=True):
-            found = of_prompt.reshape(run["layers"], run["heads"], -1)
-            maps.setdefault(bool(prompt["period"]), found)
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, zlib.error):
-        return {}  # not a page, or of another version
-    return maps
+        is_repeated = [bool(prompt["period"]) for prompt in run["prompts"]]
+        codes = codes_of(run, run["frames"][-1])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return {}  # not a page
+    return {kind: codes[is_repeated.index(kind)] for kind in set(is_repeated)}
 
 
 def thumbnail(row: dict, maps: Maps) -> str:
@@ -163,11 +146,8 @@ def thumbnail(row: dict, maps: Maps) -> str:
     in_repeated = row["name"] in ("induction", "duplicate_token")
     codes = maps.get(in_repeated, maps.get(not in_repeated))
     try:
-        image = Image.fromarray(fitted(codes[int(row["layer"]), int(row["head"])], THUMBNAIL))
+        url = data_url(codes[int(row["layer"]), int(row["head"])], THUMBNAIL)
     except (IndexError, TypeError, ValueError):
-        return ""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    content = base64.b64encode(file.getvalue()).decode()
+        return ""  # no map, or not of this model
     text = f"Attention of {place(row)}: rows are query tokens, columns are key tokens"
-    return f'<img src="data:image/png;base64,{content}" alt="{text}">'
+    return f'<img src="{url}" alt="{text}">'

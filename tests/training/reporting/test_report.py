@@ -86,7 +86,7 @@ def near(points):
 
 
 def test_figures_and_charts_show_the_logged_values(run, opened):
-    folder = run(ROWS)
+    folder = run([*ROWS[:2], {"step": 15, "train/tokens": 1500}, *ROWS[2:]])
     overrides = ("model.num_layers=1", "model.num_heads=2", "model.context_length=4")
     model = settings(
         "model.emb_dim=8", "model.vocab_size=50257", "data.max_length=4", *overrides
@@ -178,6 +178,7 @@ loss_change_error
 2,0,3,previous_token,0,0.5,0.53,
 3,0,2,induction,40,0.4,nan,
 4,0,0,,,0.1,0.1,0
+5,0,4,uniform,0,0.01,0.1,0
 5,0,9,{HOSTILE},0,1,1,1
 6,0,x,induction,0,1,1,1
 7,-1,0,induction,0,1,1,1
@@ -209,6 +210,8 @@ def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
         re.findall(r"L\d H\d|step \d+", text) for text in cards.locator("h3").all_inner_texts()
     ]
     assert titles == [["L0 H1", "step 20"], ["L0 H2", "step 40"]]  # the first head of each name
+    counts = opened_page.locator(".attention > p").first.inner_text()
+    assert re.findall(r"\d+", counts) == ["3", "5", "2", "1"]  # a uniform head is not counted
     facts = cards.nth(0).locator("p").nth(1).inner_text()
     assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.91", "0.90", "+0.1250", "0.0625", "L0 H3"]
     assert opened_page.locator(".heads :text('alert')").count() == 0
@@ -216,10 +219,10 @@ def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
     assert path == "M0.00 100.00L50.00 75.00L100.00 50.00"  # 0, 0.25 and 0.5 at steps 0, 20, 40
     assert cards.nth(1).locator("path").count() == 0  # no statistic of this head
     data = cards.nth(0).locator("img").get_attribute("src").partition("base64,")[2]
-    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))
     code_180 = [255 * part for part in matplotlib.colormaps["viridis"](180)[:3]]
-    assert pixels[-1, 0].tolist() == pytest.approx(code_180, abs=1)
-    assert (pixels[0, -1] == 236).all()  # above the diagonal
+    assert pixels[-1, 0].tolist() == pytest.approx([*code_180, 255], abs=1)
+    assert pixels[0, -1, 3] == 0  # above the diagonal
 
 
 def test_images_replace_the_attention_page_in_print(run, opened):
@@ -246,6 +249,24 @@ def test_page_with_invalid_weights_has_no_images(run, weights):
     shown = write_report(folder).read_text()
     assert shown.count("<article>") == 2
     assert "data:image/png" not in shown.partition("<iframe")[0]
+
+
+def test_heads_without_names(run):
+    folder = run(ROWS)
+    table = "layer,head,name,significance\n0,0,uniform,0.1\n0,1,,0.2\n"
+    (folder / "attention" / "heads.csv").write_text(table)
+    shown = write_report(folder).read_text()
+    text = re.search(r'class="attention"><p>(.*?)</p>', shown)[1]
+    assert re.findall(r"[\d.]*\d", text) == ["0", "2", "0.25", "0.20"]
+    assert "<article>" not in shown
+
+
+def test_pages_of_older_runs_have_the_same_weights(run):
+    folder = run(ROWS)
+    head_files(folder)
+    path = folder / "attention" / "step_00000040.html"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    assert write_report(folder).read_text().partition("<iframe")[0].count("data:image/png") == 2
 
 
 def test_missing_and_empty_files_and_a_single_point(run, tmp_path, opened):

@@ -193,8 +193,6 @@ def test_variables_that_wandb_rejects(monkeypatch):
 
 
 WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
-# auto would choose by the measured time: exact or the estimate.
-WATCHED += ("lens.ablation=exact",)
 
 
 @pytest.fixture(scope="module")
