@@ -247,7 +247,7 @@ class GPT(nn.Module):
         self.eval()
         hooks = [
             block.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-            for block in self.blocks[: logit_lens * len(self.blocks)]
+            for block in (self.blocks if logit_lens else [])
         ]
         try:
             logits, _ = self(input_ids, layer_kernel=capturing)

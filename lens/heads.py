@@ -17,8 +17,8 @@ Shapes: L layers, H heads.
 """
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -115,10 +115,10 @@ def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def write_table(path: Path, table: Sequence[dict]) -> None:
-    """Writes the table as CSV."""
-    path.unlink(missing_ok=True)  # open() would follow a link
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
+def as_csv(table: Sequence[dict]) -> str:
+    """Returns a table as CSV."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(table[0]))
+    writer.writeheader()
+    writer.writerows(table)
+    return file.getvalue()

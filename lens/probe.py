@@ -18,6 +18,7 @@ runs, so the weights of only one layer are in memory. The weights of all layers 
 Shapes: L layers, H heads, T tokens, P period of the repeated sequence.
 """
 
+import functools
 import re
 import unicodedata
 import warnings
@@ -55,7 +56,7 @@ class Prompt:
         """Number of leading tokens that pages and images show."""
         return min(len(self.token_ids), MAX_SHOWN)
 
-    @property
+    @functools.cached_property
     def separators(self) -> Tensor:
         """Which tokens are separators, bool (T,)."""
         return torch.tensor([is_separator(token) for token in self.tokens])

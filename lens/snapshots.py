@@ -14,13 +14,13 @@ from .animation import write_animation
 from .config import LensConfig
 from .heads import (
     NAMES,
+    as_csv,
     head_table,
     heads_by_name,
     most_significant,
     names_of,
     significances,
     title_of,
-    write_table,
 )
 from .heatmap import draw_grid, draw_layer, draw_panel, fitted
 from .history import History, Row, atomic_write, evenly_spaced
@@ -131,7 +131,7 @@ class Lens:
             self.table = head_table(self.history.rows, uniform_values(self.prompts))
             if ablate:
                 self._add_ablation(ablate(heads_by_name(self.table)), step, folder)
-            write_table(folder / "heads.csv", self.table)
+            atomic_write(folder / "heads.csv", as_csv(self.table))
             snapshot.tables["attention/table"] = self._with_thumbnails(frame)
         if self.draws(step, max_steps):
             self._draw(frame, folder, run_name, snapshot)

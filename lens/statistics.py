@@ -117,8 +117,8 @@ def separator(attn_weights: Tensor, separators: Tensor) -> Tensor:
     """
     earlier = (separators & (torch.arange(len(separators)) > 0)).to(attn_weights.device).float()
     on_separators = attn_weights @ earlier - attn_weights.diagonal(dim1=-2, dim2=-1) * earlier
-    defined = earlier.cumsum(0) - earlier > 0  # (T,): a separator before q
-    return on_separators[:, defined].mean(-1)
+    defined = (earlier.cumsum(0) - earlier > 0).float()  # (T,): 1 with a separator before q
+    return (on_separators * defined).sum(-1) / defined.sum()  # a mask as index would synchronise
 
 
 def positional(triangles: Sequence[np.ndarray]) -> np.ndarray:

@@ -8,9 +8,7 @@ the same layer are matched by the similarity of their attention maps, on the pro
 have (lens/matching.py, docs/lens-compare.md). Writes a page, and a table of all heads as CSV.
 """
 
-import csv
 import glob
-import io
 import itertools
 import operator
 import os
@@ -45,7 +43,7 @@ class CompareHeadsConfig(ScriptConfig):
 
 @settings_command(CompareHeadsConfig)
 def main(settings: CompareHeadsConfig) -> None:
-    from lens import matching, matching_page, matching_runs
+    from lens import heads, matching, matching_page, matching_runs
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     try:
@@ -59,7 +57,7 @@ def main(settings: CompareHeadsConfig) -> None:
     rows = matching_runs.head_rows(groups, runs)
     table = Path(settings.out).with_suffix(".csv")
     write_out(settings.out, matching_page.page(runs, groups, pairs).encode("utf-8", "replace"))
-    write_out(str(table), as_csv(rows))
+    write_out(str(table), heads.as_csv(rows).encode("utf-8", "replace"))
     print(sanitize(summary(rows, [run.name for run in runs])))
     mean = matching.mean_similarity(pairs)
     of_pairs = [mean[pair] for pair in itertools.combinations(range(len(runs)), 2)]
@@ -124,14 +122,6 @@ def cells(group: Sequence[dict], names: Sequence[str]) -> dict[str, str]:
         "margin": f"{min(row['margin'] for row in group):.2f}",
         "similar since": " ".join(str(row["similar_since"]) for row in group),
     }
-
-
-def as_csv(rows: Sequence[dict]) -> bytes:
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue().encode("utf-8", "replace")
 
 
 if __name__ == "__main__":

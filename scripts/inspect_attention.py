@@ -164,7 +164,7 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
             ablate_heads,
             model,
             dataset=ablation_data(trained, settings),
-            is_synthetic=is_synthetic,
+            is_synthetic=is_synthetic and not settings.data.path,
             max_tokens=math.inf if settings.ablation == "exact" else 0,
         )
     data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name, ablate)

@@ -138,10 +138,8 @@ class Run:
                 f"saving blocked training for {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
             )
             out.print(f"checkpoints      {self.directory / 'checkpoints'}  ({waited})")
-        for description in self.lens.most_significant_heads():
-            out.print(f"attention heads  {description}")
-        for description in self.lens.most_important_heads():
-            out.print(f"without heads    {description}")
+        for line in self.lens.summary():
+            out.print(line)
         if (timelapse := self.directory / "attention" / "timelapse.html").is_file():
             cost = f"  (attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s)"
             out.print(f"attention page   {timelapse}{cost if trained_here else ''}")

@@ -124,6 +124,13 @@ def test_random_weights_by_loops(period, length, num_heads, seed, places):
         assert found["largest_logit"][head].item() == max(allowed)
 
 
+def test_statistics_do_not_wait_for_the_device():
+    """The device "meta" has no values: an operation on the host that needs them is an error."""
+    weights = torch.empty(2, T, T, device="meta")
+    found = measured(weights, P, weights, separators=[3, 7])
+    assert {values.shape for values in found.values()} == {(2,)}
+
+
 def test_positional_by_loops_and_for_pure_patterns():
     """Almost 1: the same positions in all texts; 0: uniform; negative: different positions."""
     maps = [random_weights(2, 9, seed)[0].numpy() for seed in range(3)]

@@ -85,10 +85,9 @@ class LensRunner:
                 curves[name] = [(at, round(value, 4)) for at, value in known]
         return curves
 
-    def most_important_heads(self) -> list[str]:
-        """The loss without the head, and the name of heads, that reduce it most."""
-        return self.lens.most_important_heads() if self.lens else []
-
-    def most_significant_heads(self) -> list[str]:
-        """Sentences about the heads, for the summary at the end."""
-        return list(self.lens.most_significant_heads()) if self.lens else []
+    def summary(self) -> list[str]:
+        """Returns lines about the heads, for the summary at the end of a run."""
+        if self.lens is None:
+            return []
+        significant = [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
+        return significant + [f"without heads    {t}" for t in self.lens.most_important_heads()]
