@@ -1,9 +1,9 @@
 /* Several heads at once: their names, and arcs from the query token to key tokens in the text. */
 
-import { clamp, headName } from "./text.js";
-import { $, make } from "./dom.js";
+import { clamp } from "./text.js";
+import { $, checkRadio, make } from "./dom.js";
 import {
-  A, B, comparable, enlarged, indexName, meanIsShown, run, selectedHeads, state,
+  A, B, comparable, enlarged, headName, meanIsShown, run, selectedHeads, state,
 } from "./state.js";
 import { LESS, MORE } from "./colours.js";
 import { firstKey, scaleEnd } from "./maps.js";
@@ -18,7 +18,7 @@ let shownQuery = 0;
 
 export function buildArcs() {
   const choices = Array.from({ length: run.count }, (_, index) =>
-    make("option", { value: index, textContent: indexName(index) }));
+    make("option", { value: index, textContent: headName(index) }));
   $("add-head").append(...choices);
   $("add-head").addEventListener("change", (event) => {
     const index = Number(event.target.value);
@@ -31,16 +31,13 @@ export function buildArcs() {
 export function drawHeads() {
   const heads = selectedHeads();
   $("heads").hidden = heads.length < 2;
-  for (const input of $("combine").querySelectorAll("input")) {
-    input.checked = (input.value === "mean") === state.mean;
-  }
+  checkRadio("combine", state.mean ? "mean" : "overlaid");
   $("chips").replaceChildren(...heads.map((index, n) => {
-    const name = headName(Math.floor(index / run.heads), index % run.heads);
-    const title = `remove ${name}`;
+    const title = `remove ${headName(index)}`;
     const remove = make("button", { className: "quiet", textContent: "×", title });
     remove.setAttribute("aria-label", title);
     remove.addEventListener("click", () => toggleHead(index));
-    const chip = make("span", { className: "chip" }, make("i"), name, remove);
+    const chip = make("span", { className: "chip" }, make("i"), headName(index), remove);
     chip.dataset.head = index;
     chip.style.setProperty("--head", `var(--head-${meanIsShown() ? 0 : n})`);
     return chip;
@@ -74,7 +71,7 @@ function strongest(index, query) {
   const most = scaleEnd(index, what);
   const arcs = [];
   for (let key = firstKey(); key <= query; key++) {
-    const [one, two] = [A, B].map((of) => of && cellOf(of, index, query, key));
+    const [one, two] = [A, B].map((of) => cellOf(of, index, query, key));
     const value = what === "a" ? one.value : what === "b" ? two.value : two.value - one.value;
     if (Math.abs(value) >= WEAKEST * most) arcs.push({ key, part: value / most });
   }

@@ -1,13 +1,13 @@
 /* One chart for each statistic: a line for each head over the steps. */
 
-import { clamp, format, headName, roundTicks, shortNumber } from "./text.js";
+import { clamp, format, roundTicks, shortNumber } from "./text.js";
 import { $, dot, line, make, prepareCanvas } from "./dom.js";
 import {
-  A, B, here, indexInB, otherRunSide, hoverHead, hovered, isMean, rangeOf, run, selected, seriesOf,
-  state, uniformOf,
+  A, B, headName, here, indexInB, otherRunSide, hoverHead, hovered, isMean, nearestIndex,
+  placeOfHead, rangeOf, run, selected, seriesOf, state, uniformOf,
 } from "./state.js";
 import { colours } from "./colours.js";
-import { select, sideWidth, tiles } from "./grid.js";
+import { select, sideWidth } from "./grid.js";
 import { openHelp } from "./help.js";
 
 const charts = [];
@@ -118,7 +118,7 @@ function drawChartLines() {
 function drawHistory(context, chart, of, { steps, rows, at }, index) {
   if (chart.single || steps.length === 1) {
     const value = rows[at]?.[index];
-    const x = chart.x(chart.single ? Math.floor(index / of.run.heads) : steps[at]);
+    const x = chart.x(chart.single ? placeOfHead(index, of.run).layer : steps[at]);
     if (Number.isFinite(value)) dot(context, x, chart.y(value), 2.5);
     return;
   }
@@ -156,7 +156,7 @@ export function drawChartMarks() {
       series.at = when ?? series.at;
       drawHistory(context, chart, of, series, index);
       const value = series.rows[series.at]?.[index];
-      const place = single ? Math.floor(index / of.run.heads) : series.steps[series.at];
+      const place = single ? placeOfHead(index, of.run).layer : series.steps[series.at];
       if (Number.isFinite(value)) dot(context, x(place), y(value), 3.2);
     };
     const at = hovered.at ?? shown.at;
@@ -168,10 +168,8 @@ export function drawChartMarks() {
     }
     if (index !== chosen) trace(here, index, colours.ink, 1.4, at);
     const value = index === null ? null : shown.rows[at]?.[index] ?? null;
-    const { layer, head } = tiles[index ?? 0];
     const when = hovered.at === null || single ? "" : `· ${shown.steps[at]} · `;
-    const text = `${headName(layer, head)} ${when}${format(value)}`;
-    chart.value.textContent = index === null ? "" : text;
+    chart.value.textContent = index === null ? "" : `${headName(index)} ${when}${format(value)}`;
   }
 }
 
@@ -179,15 +177,13 @@ export function drawChartMarks() {
 function nearest(chart, event) {
   const box = chart.lines.getBoundingClientRect();
   const [px, py] = [event.clientX - box.left, event.clientY - box.top];
-  const far = (place) => Math.abs(chart.x(place) - px);
   const { steps, rows } = seriesOf(here, chart.statistic.key);
-  const at = chart.single ? 0 :
-    steps.reduce((best, step, n) => (far(step) < far(steps[best]) ? n : best), 0);
+  const at = chart.single ? 0 : nearestIndex(steps.map(chart.x), px);
   let found = null;
   let least = Infinity;
   rows[at]?.forEach((value, index) => {
     if (!Number.isFinite(value)) return;
-    const across = chart.single ? far(Math.floor(index / run.heads)) : 0;
+    const across = chart.single ? chart.x(placeOfHead(index).layer) - px : 0;
     const distance = Math.hypot(chart.y(value) - py, across);
     if (distance < least) [least, found] = [distance, { index, at }];
   });

@@ -60,8 +60,9 @@ export function toggleTheme() {
 }
 
 /** Returns black or white: the colour of text with more contrast on a colour [r, g, b]. */
-export function textOn(colour) {
-  const [r, g, b] = colour.map((c) => (c / 255 > 0.04 ? ((c / 255 + 0.055) / 1.055) ** 2.4 : c / 3295));
+function textOn(colour) {
+  const [r, g, b] = colour.map((c) => c / 255)
+    .map((c) => (c > 0.04 ? ((c + 0.055) / 1.055) ** 2.4 : c / 12.92));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff";
 }
 

@@ -1,7 +1,7 @@
 /* The controls at the top, the notes below them, and the comparison with another page. */
 
-import { format, joinBytes, plural, visible } from "./text.js";
-import { $, fillSelect, make, showMessage } from "./dom.js";
+import { format, plainText, plural, visible } from "./text.js";
+import { $, bold, checkRadio, fillSelect, make, showMessage } from "./dom.js";
 import { decode, prefetch, prepare, readData } from "./data.js";
 import {
   A, B, REMOVED, SIGNIFICANCE, choosePrompt, gridShows, here, isMean, nearestFrame, other,
@@ -14,20 +14,30 @@ import { copyLink, restore } from "./link.js";
 import { newsText } from "./losses.js";
 import { openHelp } from "./help.js";
 
+// Controls that only set the state: [id, name in the state, property of the element].
+const SETTERS = [
+  ["scale", "scale", "value"], ["kind", "map", "value"], ["over", "over", "value"],
+  ["compare", "compare", "value"], ["first-column", "hideFirst", "checked"],
+  ["stretch", "stretch", "checked"], ["arcs", "arcs", "checked"],
+];
+
 export function buildControls() {
-  fillSelect($("prompt"), run.prompts.map((prompt, n) => {
-    const text = joinBytes(prompt.tokens).join("").replace(/\s+/g, " ").trim();
-    return [n, `${n + 1}: \u2068${visible(text, 70) || prompt.name}\u2069`]; // isolated: it may be
-    // written from right to left
+  fillSelect($("prompt"), run.prompts.map(({ tokens, name, period }, n) => {
+    const text = period ? "repeated sequence" : visible(plainText(tokens), 70) || name;
+    return [n, `${n + 1}: \u2068${text}\u2069`]; // isolated: it may be written from right to left
   }));
   const choices = run.statistics.map(({ key, title, empty }) => [key, title, empty]);
-  const more = [SIGNIFICANCE, ...(run.ablation ? [REMOVED] : [])].map(({ key, title }) => [key, title]);
-  fillSelect($("sort"), [["", "layer"], ...more, ...choices]);
+  const more = [SIGNIFICANCE, ...(run.ablation ? [REMOVED] : [])];
+  fillSelect($("sort"), [["", "layer"], ...more.map(({ key, title }) => [key, title]), ...choices]);
   fillSelect($("filter-statistic"), [["", "no filter"], ...choices]);
+  $("filter-value").max = 200;
   buildCompare();
   $("step").max = run.frames.length - 1;
   $("time").hidden = run.frames.length === 1;
+  listenToControls();
+}
 
+function listenToControls() {
   const on = (id, event, act) => $(id).addEventListener(event, act);
   on("step", "input", (event) => {
     pause();
@@ -35,14 +45,11 @@ export function buildControls() {
   });
   on("play", "click", togglePlay);
   on("prompt", "change", (event) => choosePrompt(Number(event.target.value)));
-  on("scale", "change", (event) => update({ scale: event.target.value }));
-  on("first-column", "change", (event) => update({ hideFirst: event.target.checked }));
-  on("stretch", "change", (event) => update({ stretch: event.target.checked }));
-  on("over", "change", (event) => update({ over: event.target.value }));
+  for (const [id, name, property] of SETTERS) {
+    on(id, "change", (event) => update({ [name]: event.target[property] }));
+  }
   on("sort", "change", (event) => sortBy(event.target.value));
-  on("kind", "change", (event) => update({ map: event.target.value }));
   on("colour-by", "change", (event) => update({ text: event.target.value }));
-  on("arcs", "change", (event) => update({ arcs: event.target.checked }));
   on("combine", "change", (event) => update({ mean: event.target.value === "mean" }));
   on("direction", "click", () => update({ descending: !state.descending }));
   on("filter-statistic", "change", async (event) => {
@@ -55,7 +62,6 @@ export function buildControls() {
     const value = Number(event.target.value); // 0 to 200
     update({ threshold: value ? low + (value / 200) * (filterRange(state.filter)[1] - low) : low });
   });
-  on("compare", "change", (event) => update({ compare: event.target.value }));
   on("compare-file", "change", (event) => openPage(event.target.files[0]));
   on("show", "change", (event) => update({ show: event.target.value }));
   on("theme", "click", toggleTheme);
@@ -75,7 +81,6 @@ export function buildControls() {
     if (open) scrollTo(0, 0); // the controls are at the top
     layOut(true);
   });
-  $("filter-value").max = 200;
 }
 
 function buildCompare() {
@@ -124,13 +129,10 @@ export function showControls() {
   $("play").textContent = playing ? "❚❚" : "▶";
   $("play").setAttribute("aria-label", playing ? "pause" : "play");
   $("prompt").value = state.prompt;
-  $("scale").value = state.scale;
-  $("first-column").checked = state.hideFirst;
-  $("stretch").checked = state.stretch;
+  for (const [id, name, property] of SETTERS) $(id)[property] = state[name];
   $("map-kind").hidden = !A.norms;
-  $("kind").value = A.valued ? "valued" : "weights";
+  if (!A.valued) $("kind").value = "weights"; // B may have no norms
   $("sort").value = state.sort;
-  $("over").value = state.over;
   $("over-label").hidden = run.prompts.length === 1;
   $("direction").hidden = !state.sort;
   $("direction").textContent = state.descending ? "↓" : "↑";
@@ -143,11 +145,8 @@ export function showControls() {
     $("filter-value").setAttribute("aria-valuetext", format(state.threshold));
     $("threshold").firstChild.textContent = `≥ ${format(state.threshold)}`;
   }
-  $("compare").value = state.compare;
   $("show").classList.toggle("unused", !B); // its place is kept
-  for (const input of $("show").querySelectorAll("input")) {
-    input.checked = input.value === state.show;
-  }
+  checkRadio("show", state.show);
   $("brighter").textContent = gridShows() === "difference"
     ? "orange: more weight in B, blue: less"
     : A.valued ? "brighter: larger weight × value norm; each head has its own scale"
@@ -157,7 +156,6 @@ export function showControls() {
 
 function showNotes() {
   const prompt = run.prompts[state.prompt];
-  const bold = (text) => make("b", { textContent: text });
   const what = [bold(run.name), ` · ${plural(run.layers, "layer")} × ` +
     `${plural(run.heads, "head")} · ${plural(A.T, "token")}`];
   if (prompt.truncated) what.push(" (prompt truncated)");
@@ -193,7 +191,7 @@ function showNotes() {
   $("legend").hidden = run.statistics.every(({ empty }) => empty);
   $("legend").replaceChildren(`${marks}; ${isMean() ? "mean over all prompts" : "this prompt"} · `,
     make("i", { textContent: "selected head" }),
-    make("b", { textContent: otherRunSide() ? " · B" : "" }), " · dashed: uniform attention");
+    bold(otherRunSide() ? " · B" : ""), " · dashed: uniform attention");
 }
 
 /** Returns why the tokens of A and B are not the same. */

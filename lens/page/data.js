@@ -63,10 +63,7 @@ export async function prepare(run) {
     Object.assign(run, { steps, losses, nameSteps, namesAt: names });
     for (const statistic of run.statistics) {
       statistic.values = Object.hasOwn(values, statistic.key) ? values[statistic.key] : [];
-      const all = statistic.values.flat().filter((v) => Number.isFinite(v));
-      statistic.low = all.reduce((a, b) => Math.min(a, b), Infinity);
-      statistic.high = all.reduce((a, b) => Math.max(a, b), -Infinity);
-      statistic.empty = !all.length;
+      statistic.empty = !statistic.values.flat().some(Number.isFinite);
     }
   } catch {
     throw new Error(`The statistics of ${run.name} are invalid. Write the page again.`);
@@ -109,9 +106,9 @@ export async function prefetch(run) {
   }
 }
 
-/** Returns one weight; NaN if it does not exist or its frame is not decoded. */
-export function weight(run, frame, prompt, layer, head, query, key) {
+/** Returns one weight of a head; NaN if it does not exist or its frame is not decoded. */
+export function weight(run, frame, prompt, index, query, key) {
   const { start, triangle } = run.prompts[prompt];
-  const place = start + (layer * run.heads + head) * triangle + (query * (query + 1)) / 2 + key;
+  const place = start + index * triangle + (query * (query + 1)) / 2 + key;
   return key > query ? 0 : ((run.frames[frame].bytes?.[place] ?? NaN) / 255) ** 2;
 }

@@ -9,9 +9,16 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
+export const bold = (text) => make("b", { textContent: text });
+
 export function fillSelect(select, choices) {
   select.replaceChildren(...choices.map(([value, textContent, disabled = false]) =>
     make("option", { value, textContent, disabled })));
+}
+
+/** Selects one of the radio buttons of a fieldset. */
+export function checkRadio(id, value) {
+  for (const input of $(id).querySelectorAll("input")) input.checked = input.value === value;
 }
 
 let messageTimer;

@@ -1,13 +1,14 @@
 /* Saves the enlarged head or all heads as an image file: SVG with text, or PNG. */
 
-import { clamp, joinBytes, label, visible } from "./text.js";
+import { clamp, label, plainText, visible } from "./text.js";
 import { $, make, showMessage } from "./dom.js";
 import {
-  A, B, enlarged, gridShows, here, indexInB, indexName, run, selected, sideName, state,
+  A, B, comparable, enlarged, gridShows, here, indexInB, indexName, run, selected, sideName, state,
 } from "./state.js";
 import { colours, readTheme, viridis } from "./colours.js";
 import { paint, scaleEnd } from "./maps.js";
-import { colourTicks } from "./detail.js";
+import { nameAt } from "./names.js";
+import { colourTicks } from "./plots.js";
 
 const MARGIN_OF_FIGURE = 16;
 const BAR = 300; // width of the colour bar
@@ -30,7 +31,7 @@ export function buildExport() {
       "SVG file, the text can be edited." }), make("p", { id: "saved" }));
   $("save-image").addEventListener("click", () => {
     $("save-head").hidden = selected() === null;
-    $("save-head").firstChild.textContent = headName(state.layer, state.head);
+    $("save-head").firstChild.textContent = selected() === null ? "" : indexName(enlarged());
     $("saved").replaceChildren();
     $("save").showModal();
   });
@@ -100,29 +101,33 @@ function heatmap(x, y, size, index, what, pixels) {
     `<title>${title}</title></image>`;
 }
 
-/** Returns {svg, width, height} of a drawing on white, with a title, a prompt and a colour bar. */
-function figureOf(title, body, width, bodyHeight, bar) {
+/** Returns {svg, width, height} of a drawing on white, with a title, a prompt and a colour bar.
+ * what: "a", "b" or "difference". x: of the colour bar. largest: see colourBar. */
+function figureOf(what, subject, body, width, bodyHeight, { x, largest }) {
   const height = bodyHeight + 40;
-  const prompt = run.prompts[state.prompt];
-  const text = joinBytes(prompt.tokens).join("").replace(/\s+/g, " ").trim();
-  const shown = prompt.period ? `${prompt.period} random tokens, written twice` : `“${text}”`;
-  const about = visible(`${shown} · ${run.name}`, Math.floor(width / 6));
+  const of = what === "b" ? B : A;
+  const sides = what === "difference" ? `B − A (${sideName(A)}, ${sideName(B)})` : sideName(of);
+  const title = visible(`${subject}${A.valued ? ", weight × value norm" : ""}, ${sides}`, 200);
+  const { period } = of.run.prompts[of.prompt];
+  const text = period ? `${period} random tokens, written twice` : `“${plainText(of.tokens)}”`;
+  const about = visible(`${text} · ${of.run.name}`, Math.floor(width / 6));
   const svg = `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" ` +
     `viewBox="0 0 ${width} ${height}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif">` +
     `<rect width="100%" height="100%" fill="#fff"/>` +
     write(MARGIN_OF_FIGURE, 28, title, { size: 17, colour: "#000", more: 'font-weight="bold"' }) +
     write(MARGIN_OF_FIGURE, 48, about, { size: 12 }) + body +
-    `<g transform="translate(${bar.x} ${bodyHeight})">${colourBar(bar)}</g></svg>`;
+    `<g transform="translate(${x} ${bodyHeight})">${colourBar(what === "difference", largest)}` +
+    "</g></svg>";
   return { svg, width, height };
 }
 
-function colourBar({ difference, largest }) {
+/** largest: the values at the end of the colour scales of all heads in the figure. */
+function colourBar(difference, largest) {
   const table = difference ? colours.diverging : viridis;
   const stops = Array.from({ length: 52 }, (_, n) =>
     `<stop offset="${(n / 51).toFixed(4)}" stop-color="rgb(${table[5 * n]})"/>`);
-  const same = largest.every((most) => most === largest[0]);
   const ends = [{ far: 0, text: "0" }, { far: 1, text: "largest of each head" }];
-  const ticks = same ? colourTicks(difference, largest[0])
+  const ticks = largest.every((most) => most === largest[0]) ? colourTicks(difference, largest[0])
     : difference ? [{ far: 0.5, text: "0" }] : ends;
   return `<linearGradient id="scale">${stops.join("")}</linearGradient>` +
     `<rect width="${BAR}" height="10" fill="url(#scale)"/>` +
@@ -131,52 +136,52 @@ function colourBar({ difference, largest }) {
       write(far * BAR, 24, text, { size: 10, anchor: "middle" })).join("");
 }
 
-function titleOf(what, subject) {
-  const sides = what === "difference" ? `B − A (${sideName(A)}, ${sideName(B)})`
-    : sideName(what === "b" ? B : A);
-  const kind = A.valued ? ", weight × value norm" : "";
-  return visible(`${subject}${kind}, ${sides}`, 200);
-}
-
-/** Returns the name of a head of A, such as "induction", or "". */
-function nameInFigure(index) {
-  const names = run === A.run ? run.namesAt[run.nameSteps.indexOf(A.step)] : null;
-  return run.names[names?.[index]]?.title ?? "";
-}
+const upright = (x, y, text, options) =>
+  write(0, 0, text, { ...options, more: `transform="translate(${x} ${y}) rotate(-90)"` });
 
 /** Returns a figure of one head, with tokens on both axes. */
 function headFigure(index) {
-  const what = gridShows();
-  const cell = clamp(Math.floor(576 / A.T), 2, 48);
+  const what = comparable(index) ? state.show : "a";
+  const cell = clamp(Math.floor(576 / A.T), 8, 48); // large enough for the label of each token
   const size = cell * A.T;
   const font = clamp(cell, 8, 12);
   const labels = A.tokens.map((token) => label(token, 10));
   const ruler = make("canvas").getContext("2d");
   ruler.font = `${font}px DejaVu Sans, Helvetica, Arial, sans-serif`;
   const widest = Math.ceil(Math.max(...labels.map((text) => ruler.measureText(text).width)));
-  const [left, top] = [MARGIN_OF_FIGURE + 24 + widest, 64];
+  const { period } = A.run.prompts[A.prompt];
+  const side = MARGIN_OF_FIGURE + (period ? 24 : 8); // where the names of the copies are
+  const [left, top] = [side + 16 + widest, 64];
+  const below = top + size + widest + (period ? 36 : 20);
   let body = heatmap(left, top, size, index, what, 512);
-  for (let n = 0; n < A.T; n += Math.ceil(8 / cell)) {
-    const middle = (n + 0.5) * cell;
-    body += write(left - 5, top + middle + font / 3, labels[n], { size: font, anchor: "end" });
-    body += write(0, 0, labels[n], { size: font, anchor: "end",
-      more: `transform="translate(${left + middle + font / 3} ${top + size + 5}) rotate(-90)"` });
+  labels.forEach((text, n) => {
+    const middle = (n + 0.5) * cell + font / 3;
+    body += write(left - 5, top + middle, text, { size: font, anchor: "end" }) +
+      upright(left + middle, top + size + 5, text, { size: font, anchor: "end" });
+  });
+  for (const copy of period ? [1, 2] : []) {
+    const [name, middle] = [`copy ${copy}`, (1 + (copy - 0.5) * period) * cell];
+    body += write(left + middle, below - 16, name, { anchor: "middle" }) +
+      upright(side, top + middle, name, { anchor: "middle" });
   }
-  const below = top + size + widest + 20;
-  body += write(left + size / 2, below, "key token", { size: 12, anchor: "middle" });
-  body += write(0, 0, "query token", { size: 12, anchor: "middle",
-    more: `transform="translate(${MARGIN_OF_FIGURE + 8} ${top + size / 2}) rotate(-90)"` });
-  const bar = { x: left, difference: what === "difference", largest: [scaleEnd(index, what)] };
-  const width = Math.max(left + size, left + BAR + 20) + MARGIN_OF_FIGURE;
-  const name = what === "a" ? nameInFigure(index) : "";
-  const title = titleOf(what, `${indexName(index)} ${name}`.trim());
-  return figureOf(title, body, width, below + 16, bar);
+  const edge = (period + 1) * cell; // where copy 2 begins
+  if (period) {
+    body += `<path d="M${left} ${top + edge}h${size}M${left + edge} ${top + edge}V${top + size}" ` +
+      'fill="none" stroke="#888" stroke-dasharray="3"/>';
+  }
+  body += write(left + size / 2, below, "key token", { size: 12, anchor: "middle" }) +
+    upright(MARGIN_OF_FIGURE + 8, top + size / 2, "query token", { size: 12, anchor: "middle" });
+  const width = Math.max(size, BAR + 20) + left + MARGIN_OF_FIGURE;
+  const name = run.names.find(({ key }) => key === nameAt(run, index, A.step)).title;
+  const subject = what === "a" && name ? `${indexName(index)} ${name}` : indexName(index);
+  return figureOf(what, subject, body, width, below + 16,
+    { x: left, largest: [scaleEnd(index, what)] });
 }
 
 /** Returns a figure of all heads: a row for each layer, a column for each head. */
 function gridFigure() {
   const what = gridShows();
-  const tile = Math.min(220, Math.max(30, Math.floor(860 / run.heads)));
+  const tile = clamp(Math.floor(860 / run.heads), 30, 220);
   const [left, top] = [MARGIN_OF_FIGURE + 34, 84];
   let body = "";
   const largest = [];
@@ -193,7 +198,6 @@ function gridFigure() {
   }
   const below = top + run.layers * tile + 14;
   body += write(left, below, "row: query token, column: key token");
-  const width = Math.max(left + run.heads * tile, left + BAR + 120) + MARGIN_OF_FIGURE;
-  const bar = { x: left, difference: what === "difference", largest };
-  return figureOf(titleOf(what, "all heads"), body, width, below + 14, bar);
+  const width = Math.max(run.heads * tile, BAR + 120) + left + MARGIN_OF_FIGURE;
+  return figureOf(what, "all heads", body, width, below + 14, { x: left, largest });
 }

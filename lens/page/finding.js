@@ -1,11 +1,13 @@
 /* One sentence about the enlarged head, and the head with which the page opens. */
 
 import { formatWeight, visible } from "./text.js";
-import { $, make } from "./dom.js";
-import { here, run, selected, state, update } from "./state.js";
-import { WEIGHTS } from "./colours.js";
-import { selectedQuery } from "./detail.js";
-import { KINDS, findName, headOf, nameAt, namingEvents, sinceText } from "./names.js";
+import { $, bold, make } from "./dom.js";
+import { weight } from "./data.js";
+import {
+  headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
+  statisticOf, update,
+} from "./state.js";
+import { KINDS, findName, nameAt, namingEvents, sinceText } from "./names.js";
 
 const isSeparator = (token) => (token.trim() ? /^\p{P}+$/u.test(token.trim()) : token.includes("\n"));
 const upTo = (count) => Array.from({ length: count }, (_, n) => n);
@@ -25,43 +27,27 @@ function targetsOf(name, prompt, query) {
   }[name];
 }
 
-/** Returns the weight of a head in a frame with decoded weights. */
-function weightIn(of, frame, number, index, query, key) {
-  const { start, triangle } = of.prompts[number];
-  const place = start + index * triangle + (query * (query + 1)) / 2 + key;
-  return WEIGHTS[of.frames[frame].bytes[place]];
-}
-
-/** Returns the target with the largest weight: {query, key, weight, uniform}, or null. */
-function strongestIn(of, frame, number, index, name, query) {
+/** Returns the target whose weight is most above uniform attention, {prompt, query, key, weight,
+ * uniform}, or null. Query tokens 0 and 1 have too few key tokens. */
+function sharpestRow(frame, prompt, index, name) {
   let found = null;
-  for (const key of targetsOf(name, of.prompts[number], query)) {
-    const weight = weightIn(of, frame, number, index, query, key);
-    if (!found || weight > found.weight) found = { query, key, weight, uniform: 1 / (query + 1) };
-  }
-  return found;
-}
-
-/** Returns the query token with a target whose weight is most above uniform attention, or null.
- * Tokens 0 and 1 have too few key tokens. */
-export function sharpestRow(of, frame, number, index, name) {
-  const rise = ({ weight, uniform }) => weight - uniform;
-  let found = null;
-  for (let query = 2; query < of.prompts[number].length; query++) {
-    const row = strongestIn(of, frame, number, index, name, query);
-    if (row && (!found || rise(row) > rise(found))) found = row;
+  for (let query = 2; query < run.prompts[prompt].length; query++) {
+    const uniform = 1 / (query + 1);
+    for (const key of targetsOf(name, run.prompts[prompt], query)) {
+      const value = weight(run, frame, prompt, index, query, key);
+      if (!found || value - uniform > found.weight - found.uniform) {
+        found = { prompt, query, key, weight: value, uniform };
+      }
+    }
   }
   return found;
 }
 
 /** Returns the prompt on which a statistic of a head is most significant, and this significance. */
-function bestPrompt(of, frame, key, index) {
-  return of.prompts.reduce((best, { uniform }, prompt) => {
-    const value = of.frames[frame].facts.statistics[prompt][key]?.[index] ?? null;
-    const chance = uniform?.[key] ?? null;
-    if (value === null || chance === null) return best;
-    const size = (value - chance) / (1 - chance);
-    return !best || size > best.size ? { prompt, size } : best;
+function bestPrompt(frame, key, index) {
+  return run.prompts.reduce((best, _, prompt) => {
+    const size = significance(side(run, frame, prompt), key, index, false);
+    return size === null || size <= best?.size ? best : { prompt, size };
   }, null);
 }
 
@@ -75,15 +61,15 @@ export function openingView() {
   let best = null;
   for (let index = 0; index < run.count; index++) {
     const key = nameAt(run, index, step);
-    if (!KINDS[key]) continue;
-    const found = bestPrompt(run, frame, key, index);
+    if (!statisticOf(run, key)?.is_name) continue;
+    const found = bestPrompt(frame, key, index);
     if (found) found.rank = found.size - (SIMPLE.includes(key) ? 1 : 0);
     if (found && (!best || found.rank > best.rank)) best = { ...found, index, key };
   }
   if (!best) return {};
   const { prompt, index, key } = best;
-  const query = sharpestRow(run, frame, prompt, index, key)?.query ?? null;
-  return { frame, prompt, query, layer: Math.floor(index / run.heads), head: index % run.heads };
+  const query = sharpestRow(frame, prompt, index, key)?.query ?? null;
+  return { frame, prompt, query, ...placeOfHead(index) };
 }
 
 const ORDINALS = ["first", "second", "third"];
@@ -120,24 +106,21 @@ function laterText(index) {
 
 const withArticle = (key) => `${/^[aeiou]/.test(KINDS[key].title) ? "an" : "a"} ${KINDS[key].title}`;
 
-/** Returns the prompt and the row on which to see the name of a head, or null. */
+/** Returns the row on which to see the name of a head, if possible of the shown prompt, or null. */
 function bestRow(name, index) {
-  const row = sharpestRow(run, state.frame, state.prompt, index, name);
-  if (row) return { prompt: state.prompt, ...row };
-  const best = bestPrompt(run, state.frame, name, index);
-  return best && { prompt: best.prompt,
-    ...sharpestRow(run, state.frame, best.prompt, index, name) };
+  const row = sharpestRow(state.frame, state.prompt, index, name);
+  const best = row ? null : bestPrompt(state.frame, name, index);
+  return best ? sharpestRow(state.frame, best.prompt, index, name) : row;
 }
 
 /** Shows what the enlarged head does at the shown step, on its sharpest row. */
 export function drawFinding() {
   const index = selected();
   const name = index === null ? null : findName(run, index, here.step);
-  const since = name && sinceText(run, index, here.step);
-  $("detail-name").textContent = name ? `· ${name.title}${since}` : "";
+  $("detail-name").textContent = name ? `· ${name.title}` : "";
   $("detail-name").className = name ? `kind-${name.key}` : "";
   if (index === null) return;
-  const head = headOf(run, index);
+  const head = headName(index);
   if (!name) {
     const why = nameAt(run, index, here.step) === "uniform" ? "its attention is nearly uniform"
       : "it attends to no kind of token clearly more than uniform attention does";
@@ -146,11 +129,12 @@ export function drawFinding() {
     return;
   }
   const row = bestRow(name.key, index);
-  const parts = [`${head} is ${withArticle(name.key)}${since}`];
+  const parts = [`${head} is ${withArticle(name.key)}${sinceText(run, index, here.step)}`];
   if (row?.prompt === state.prompt) {
     parts.push(": ", ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
-      make("b", { textContent: formatWeight(row.weight) }), ` (uniform ${row.uniform.toFixed(2)}).`);
+      bold(formatWeight(row.weight)), ` (uniform ${row.uniform.toFixed(2)}).`);
   } else parts.push(row ? `. This is measured on prompt ${row.prompt + 1}.` : ".");
+  if (!run.ablation) parts.push(" The name says where it attends, not whether the model needs it.");
   if (row && (row.prompt !== state.prompt || row.query !== selectedQuery())) {
     const button = make("button", { textContent: "show" });
     button.addEventListener("click", () => update({ prompt: row.prompt, query: row.query }));

@@ -1,15 +1,15 @@
 /* The grid of all heads: order, filter, selection; the layout of the page. */
 
-import { clamp, format, formatLoss, headName } from "./text.js";
+import { clamp, format, formatLoss } from "./text.js";
 import { $, make, showMessage } from "./dom.js";
 import {
-  A, B, MOST_HEADS, REMOVED, gridShows, hoverHead, hovered, run, selected, selectedHeads, shownValue, state,
-  statisticOf, uniformOf, update,
+  A, B, MOST_HEADS, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected,
+  selectedHeads, shownValue, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, shownName } from "./names.js";
 import { paint } from "./maps.js";
 
-export const tiles = []; // for each head: button, canvas and position
+const tiles = []; // for each head: button, canvas and position
 let order = []; // indices of the heads in the order of the grid
 
 export function buildGrid() {
@@ -27,7 +27,7 @@ export function buildGrid() {
     for (let head = 0; head < run.heads; head++) {
       const canvas = make("canvas", { className: "pixels", width: 0, height: 0 });
       const value = make("span", { className: "number" });
-      const name = make("b", { textContent: headName(layer, head) });
+      const name = make("b", { textContent: headName(tiles.length) });
       const caption = make("span", { className: "caption" }, name, value);
       const tag = make("span", { className: "tag" });
       const button = make("button", { className: "head", tabIndex: -1 }, canvas, tag, caption);
@@ -89,7 +89,7 @@ function arrange() {
   order = shown;
   setTabStop(tiles.find((tile) => tile.button.tabIndex === 0).index);
   const count = passing.filter(Boolean).length;
-  $("count").textContent = 
+  $("count").textContent =
     state.filter || state.name ? `${count} of ${run.count} heads` : "";
 }
 
@@ -138,7 +138,7 @@ function headValues(index) {
   const values = run.statistics.filter((statistic) => !statistic.empty).map(({ key, title }) =>
     `${title} ${withUniform(key, shownValue(key, index), B && state.show === "difference")}`);
   const name = shownName(index);
-  return [headName(tiles[index].layer, tiles[index].head),
+  return [headName(index),
     ...(name ? [name.title + name.since()] : []), ...values].join(" · ");
 }
 
@@ -156,8 +156,7 @@ export function select(index) {
     if (before !== null) focusTile(before);
     return;
   }
-  const { layer, head } = tiles[index];
-  update({ layer, head, more: [] });
+  update({ ...placeOfHead(index), more: [] });
   setTabStop(index);
   if (before !== null) return;
   showDetail();
@@ -170,8 +169,7 @@ export function toggleHead(index) {
   if (heads.length === before.length) heads.push(index);
   if (heads.length < 2) return select(heads[0] ?? null);
   if (heads.length > MOST_HEADS) return showMessage(`At most ${MOST_HEADS} heads can be selected.`);
-  const { layer, head } = tiles[heads[0]];
-  update({ layer, head, more: heads.slice(1) });
+  update({ ...placeOfHead(heads[0]), more: heads.slice(1) });
 }
 
 export function showDetail() {
@@ -240,7 +238,7 @@ export function layOut(force = false) {
   const below = tall - bodyTop - (compact ? 26 : 128);
   const low = below / run.layers - gap;
   if (low >= (compact ? 10 : 30)) tile = Math.min(tile, low); // the whole grid on one screen
-  if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 340;
+  if (compact && !state.sort) wide ||= width - margin - run.heads * (tile + gap) - labels >= 240;
   $("app").classList.toggle("wide", wide);
   if (state.sort) tile = Math.max(62, Math.min(tile, 92));
   tile = clamp(tile, compact ? 6 : 24, 150); // large enough for a finger; the grid can scroll

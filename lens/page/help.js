@@ -33,6 +33,8 @@ export function buildHelp() {
   const close = make("button", { textContent: "close" });
   close.addEventListener("click", () => $("help").close());
   const title = make("h2", { id: "help-title", textContent: "How to read this page" });
+  const limits = run.statistics.filter((of) => of.named_from)
+    .map((of) => `${of.title} ${of.named_from}`).join(", ");
   const keys = KEYS.map(([key, does]) => [make("kbd", { textContent: key }), does]);
   $("help").append(
     make("header", {}, title, close),
@@ -47,10 +49,11 @@ export function buildHelp() {
       "twice. A value means little without its value for uniform attention, which is next to it."),
     list(run.statistics.map((of) => [of.title, of.description, `about-${of.key}`])),
     heading("Names of heads"),
-    text("The significance of a statistic is (value − uniform) / (1 − uniform), with the mean over " +
-      "all prompts: 0 for uniform attention, at most 1. A head has the name of the statistic with " +
-      "the largest significance, if this is at least 0.25. A name says where a head attends. It " +
-      "does not say that the head is important."),
+    text("The significance of a statistic is (value − uniform) / (1 − uniform): 0 for uniform " +
+      "attention, at most 1. A head has the name of a statistic if its significance reaches the " +
+      `limit on every prompt on which it is defined (${limits}). If several names are possible, ` +
+      "it has the one with the largest significance. A name says where a head attends. It does " +
+      "not say that the model needs the head."),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +
       "the true next token, in nats: 0 if it is certain, 0.7 if its probability is a half. With " +
@@ -78,8 +81,9 @@ export function buildHelp() {
     text("On the square-root scale, a weight of 0.04 is a fifth as bright as a weight of 1. " +
       "“Hide first column” hides the weights on the first token, the attention sink of many " +
       "heads. “Stretch colours per head” ends the colour scale of each head at its largest " +
-      "weight, so that the colours of two heads cannot be compared. A comparison shows B − A: orange where B has more weight, blue " +
-      "where B has less. If A and B are two steps of one run, A is the earlier step."),
+      "weight, so that the colours of two heads cannot be compared. A comparison shows B − A: " +
+      "orange where B has more weight, blue where B has less. If A and B are two steps of one " +
+      "run, A is the earlier step."),
   );
   $("help").addEventListener("click", (event) => {
     if (event.target === $("help")) $("help").close(); // a click outside the dialog

@@ -2,10 +2,12 @@
 
 import { clamp } from "./text.js";
 import { $ } from "./dom.js";
-import { A, choosePrompt, hovered, run, selected, state, update } from "./state.js";
+import {
+  A, choosePrompt, hovered, run, selected, selectedQuery, state, update,
+} from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { moveHead, select } from "./grid.js";
-import { selectedQuery, hoverCell } from "./detail.js";
+import { hoverCell } from "./detail.js";
 import { goStep, togglePlay } from "./player.js";
 import { toggleCompare } from "./controls.js";
 import { openHelp } from "./help.js";
@@ -29,8 +31,6 @@ const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], Arrow
 const SHORTCUTS = {
   ",": () => goStep(-1),
   ".": () => goStep(1),
-  "[": () => goStep(-1),
-  "]": () => goStep(1),
   " ": togglePlay,
   p: () => choosePrompt((state.prompt + 1) % run.prompts.length),
   s: () => update({ scale: state.scale === "sqrt" ? "linear" : "sqrt" }),

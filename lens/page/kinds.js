@@ -1,17 +1,15 @@
 /* What a heatmap shows: attention weights or value-weighted attention, of one head or the mean of
  * several heads. */
 
+import { intervalOf } from "./text.js";
 import { A, B, comparable, indexInB, meanIsShown, run, selectedHeads, state } from "./state.js";
 import { WEIGHTS } from "./colours.js";
-
-/** Returns whether A and B have the norms of the values. */
-export const haveNorms = () => [A, B].every((of) => !of || Boolean(of.norms));
 
 /** Replaces the codes of A and B if they are not those of the weights of single heads: codes of
  * weight times norm, and the mean of the selected heads as one more head after the last. */
 export function prepareMaps() {
   const sides = B ? [A, B] : [A];
-  const valued = state.map === "valued" && haveNorms();
+  const valued = state.map === "valued" && sides.every((of) => of.norms);
   for (const of of sides) {
     Object.assign(of, { raw: of.bytes, rawStart: of.start, valued, tops: null });
   }
@@ -99,8 +97,7 @@ function writeMeans(sides, valued) {
 
 /** Returns a value and the length of the interval of values that have the same code. */
 function fromCode(code, top) {
-  const interval = top * Math.max((2 * code) / 255 ** 2, 1 / 510 ** 2);
-  return { value: WEIGHTS[code] * top, interval };
+  return { value: WEIGHTS[code] * top, interval: intervalOf(WEIGHTS[code]) * top };
 }
 
 /** Returns {value, interval} of a cell of a head of A or of the mean, in A or B, from the recorded

@@ -2,39 +2,51 @@
 
 import { $, showMessage } from "./dom.js";
 import {
-  DEFAULTS, MOST_HEADS, other, hovered, run, state, statisticOf, update,
+  DEFAULTS, MOST_HEADS, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
 } from "./state.js";
 import { KINDS } from "./names.js";
 import { readTheme } from "./colours.js";
 import { pause, playing } from "./player.js";
 import { goTour, tourLength } from "./tour.js";
 
+const same = (...values) => Object.fromEntries(values.map((value) => [value, value]));
+// Parts of a link with few values: [part, name in the state, {text in the link: value}]. A part
+// without a text has the default.
+const CHOICES = [
+  ["theme", "theme", same("light", "dark")],
+  ["heads", "mean", { mean: true }],
+  ["map", "map", same("valued")],
+  ["text", "text", same("loss")],
+  ["arcs", "arcs", { hidden: false }],
+  ["name", "name", same(...Object.keys(KINDS))],
+  ["statistics", "over", same("mean")],
+  ["scale", "scale", same("linear")],
+  ["first", "hideFirst", { hidden: true }],
+  ["colours", "stretch", { stretched: true }],
+  ["show", "show", same("a", "b")],
+];
+
 function linkText() {
   const parts = new URLSearchParams();
-  const put = (name, value, normal) => value !== normal && parts.set(name, value);
-  put("theme", state.theme, "auto");
-  put("tour", state.tour, 0);
-  if (state.tour) return "#" + parts; // the stop sets the view
-  put("prompt", state.prompt, 0);
-  put("step", run.frames[state.frame].step, run.frames.at(-1).step);
+  for (const [part, name, values] of CHOICES) {
+    const text = Object.keys(values).find((one) => values[one] === state[name]);
+    if (text && (part === "theme" || !state.tour)) parts.set(part, text);
+  }
+  if (state.tour) { // the stop sets the view
+    parts.set("tour", state.tour);
+    return "#" + parts;
+  }
+  if (state.prompt) parts.set("prompt", state.prompt);
+  const { step } = run.frames[state.frame];
+  if (step !== run.frames.at(-1).step) parts.set("step", step);
   // Without a link, the page opens with a head; a link to all heads says so.
-  parts.set("head", state.layer === null ? "none" : `${state.layer}.${state.head}`);
-  const place = (index) => `${Math.floor(index / run.heads)}.${index % run.heads}`;
+  const place = (index) => Object.values(placeOfHead(index)).join(".");
+  parts.set("head", selected() === null ? "none" : place(selected()));
   if (state.more.length) parts.set("more", state.more.map(place).join());
-  if (state.mean) parts.set("heads", "mean");
-  put("map", state.map, "weights");
-  put("text", state.text, "attention");
-  if (!state.arcs) parts.set("arcs", "hidden");
-  put("query", state.query, null);
+  if (state.query !== null) parts.set("query", state.query);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
   if (state.filter) parts.set("filter", `${state.filter}:${+state.threshold.toPrecision(4)}`);
-  put("name", state.name, "");
-  put("statistics", state.over, "prompt");
-  put("scale", state.scale, "sqrt");
-  if (state.hideFirst) parts.set("first", "hidden");
-  if (state.stretch) parts.set("colours", "stretched");
-  put("compare", state.compare, other ? null : "off"); // default: "run" if there are two runs
-  if (state.compare !== "off") parts.set("show", state.show);
+  if (other || state.compare !== "off") parts.set("compare", state.compare);
   return "#" + parts;
 }
 
@@ -42,14 +54,17 @@ function linkText() {
 export function readLink(text) {
   const parts = new URLSearchParams(text.replace(/^.*#/, ""));
   const found = { ...DEFAULTS, frame: run.frames.length - 1 };
+  for (const [part, name, values] of CHOICES) {
+    if (Object.hasOwn(values, parts.get(part))) found[name] = values[parts.get(part)];
+  }
   const fits = (n, below) => Number.isInteger(n) && n >= 0 && n < below;
   const whole = (name, below) => {
     const value = Number(parts.get(name) || NaN);
     return fits(value, below) ? value : null;
   };
-  const choice = (name, choices) => choices.includes(parts.get(name)) && parts.get(name);
-  const known = (key) => statisticOf(run, key) && !statisticOf(run, key).empty;
   found.prompt = whole("prompt", run.prompts.length) ?? 0;
+  found.query = whole("query", run.prompts[found.prompt].length);
+  found.tour = whole("tour", tourLength() + 1) ?? 0;
   const step = run.frames.findIndex((frame) => String(frame.step) === parts.get("step"));
   if (step >= 0) found.frame = step;
   const places = (name) => (parts.get(name) ?? "").split(",").map((place) => {
@@ -61,28 +76,14 @@ export function readLink(text) {
     found.more = places("more").map(({ layer, head }) => layer * run.heads + head)
       .slice(0, MOST_HEADS - 1);
   }
-  found.mean = parts.get("heads") === "mean";
-  found.map = choice("map", ["valued"]) || "weights";
-  found.text = choice("text", ["loss"]) || "attention";
-  found.arcs = parts.get("arcs") !== "hidden";
-  found.query = whole("query", run.prompts[found.prompt].length);
   const [, sign, key] = (parts.get("sort") ?? "").match(/^([-+ ]?)(.*)$/s);
-  if (known(key)) Object.assign(found, { sort: key, descending: sign === "-" || sign === "" });
+  const known = statisticOf(run, key);
+  if (known && !known.empty) Object.assign(found, { sort: key, descending: !/[+ ]/.test(sign) });
   const [, filter, value] = (parts.get("filter") ?? "").match(/^(.*):(-?[\d.e-]+)$/s) ?? [];
-  const filters = run.statistics.filter(({ empty }) => !empty).map(({ key: one }) => one);
-  if (filters.includes(filter) && Number.isFinite(+value)) {
-    Object.assign(found, { filter, threshold: +value });
-  }
-  found.name = choice("name", Object.keys(KINDS)) || "";
-  found.over = choice("statistics", ["mean"]) || "prompt";
-  found.scale = choice("scale", ["linear"]) || "sqrt";
-  found.hideFirst = parts.get("first") === "hidden";
-  found.stretch = parts.get("colours") === "stretched";
+  const canFilter = run.statistics.some((one) => one.key === filter && !one.empty);
+  if (canFilter && Number.isFinite(+value)) Object.assign(found, { filter, threshold: +value });
   const compare = parts.get("compare") ?? (other ? "run" : "off");
   if ([...$("compare").options].some((option) => option.value === compare)) found.compare = compare;
-  found.show = choice("show", ["a", "b"]) || "difference";
-  found.theme = choice("theme", ["light", "dark"]) || "auto";
-  found.tour = whole("tour", tourLength() + 1) ?? 0;
   return found;
 }
 

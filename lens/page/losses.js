@@ -2,12 +2,13 @@
 
 import { clamp, format } from "./text.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
-import { here, run, update } from "./state.js";
+import { here, meanLoss, run, update } from "./state.js";
 import { pause } from "./player.js";
 import { describeEvent, namingEvents } from "./names.js";
 
+const COPY = "loss on the second copy";
 const THUMB = 8; // half the width of the slider's handle
-let timeCurves = []; // {title, points: [[step, value]], label: its legend, isPart: from 0 to 1}
+let timeCurves = []; // {points: [[step, value]], label: its legend, isPart: from 0 to 1}
 let namings = []; // when heads got their names
 let frameSteps = [];
 
@@ -18,32 +19,47 @@ function placeOf(step) {
   return clamp((n + (step - steps[n]) / (steps[n + 1] - steps[n])) / (steps.length - 1), 0, 1);
 }
 
-/** Returns the mean loss on the second copy at each step. Its first token is not predictable. */
+/** Returns the mean loss in the second copy of the repeated sequence at each step. */
 function copyLosses() {
-  const prompt = run.prompts.findIndex(({ period }) => period > 2);
-  if (prompt < 0) return [];
-  const { period } = run.prompts[prompt];
-  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
-  return run.steps.map((step, n) => [step, run.losses[n]?.[prompt]?.slice(period + 1, 2 * period)])
-    .filter(([, losses]) => losses?.length).map(([step, losses]) => [step, mean(losses)]);
+  const prompt = run.prompts.findIndex(({ period }) => period > 1);
+  const { period } = run.prompts[prompt] ?? {};
+  return run.steps.map((step, n) => [step, meanLoss(run.losses[n]?.[prompt] ?? [], period, 2)])
+    .filter(([, loss]) => Number.isFinite(loss));
 }
 
 export function buildTimeline() {
-  const known = { ...run.curves };
-  const copies = copyLosses();
-  if (copies.length > 1) known["loss on the second copy"] = copies;
-  timeCurves = Object.entries(known).filter(([, points]) => points.length > 1).map(([title, points]) => {
-    const short = title.replace(/ loss$|^loss on the |^validation (?=acc)/, "");
-    const label = make("span", { title }, `${short} `, make("b", { className: "number" }));
-    label.dataset.curve = title;
-    return { title, points, label, isPart: title.includes("accuracy") };
-  });
-  const none = run.frames.length === 1;
-  $("losses").hidden = $("curves").hidden = none || !timeCurves.length;
-  if (none) return;
+  const known = { ...run.curves, [COPY]: copyLosses() };
+  timeCurves = Object.entries(known).filter(([, points]) => points.length > 1)
+    .map(([title, points]) => {
+      const short = title.replace(/ loss$|^loss on the |^validation (?=acc)/, "");
+      const label = make("span", { title }, `${short} `, make("b", { className: "number" }));
+      label.dataset.curve = title;
+      return { points, label, isPart: title.includes("accuracy") };
+    })
+    .sort((one, two) => one.isPart - two.isPart); // the losses first
+  $("losses-frame").hidden = $("curves").hidden = !timeCurves.length;
+  if (run.frames.length === 1) return; // #time is hidden
   frameSteps = run.frames.map((frame) => frame.step);
   $("curves").append("loss:", ...timeCurves.map(({ label }) => label),
     make("span", { id: "news" }));
+  buildMarks();
+  const go = (event) => {
+    if (!event.buttons) return;
+    const box = $("track").getBoundingClientRect();
+    const part = (event.clientX - box.left - THUMB) / (box.width - 2 * THUMB);
+    pause();
+    update({ frame: Math.round(clamp(part, 0, 1) * (run.frames.length - 1)) });
+  };
+  $("marks").addEventListener("pointerdown", go);
+  $("losses").addEventListener("pointerdown", (event) => {
+    $("losses").setPointerCapture(event.pointerId);
+    go(event);
+  });
+  $("losses").addEventListener("pointermove", go);
+}
+
+/** Marks the steps at which heads got their names and at which the model begins to copy. */
+function buildMarks() {
   namings = namingEvents(run);
   const seen = new Map(); // number of marks at each step
   const mark = (className, step, title) => {
@@ -63,26 +79,11 @@ export function buildTimeline() {
     node.classList.toggle("late", placeOf(run.stage) > 0.6);
     node.append(make("span", { textContent: `copying begins, step ${run.stage}` }));
   }
-  const go = (event) => {
-    if (!event.buttons) return;
-    const box = $("track").getBoundingClientRect();
-    const part = (event.clientX - box.left - THUMB) / (box.width - 2 * THUMB);
-    pause();
-    const last = run.frames.length - 1;
-    update({ frame: Math.round(clamp(part, 0, 1) * last) });
-  };
-  for (const id of ["losses", "marks"]) {
-    $(id).addEventListener("pointerdown", (event) => {
-      if (id === "losses") $(id).setPointerCapture(event.pointerId);
-      go(event);
-    });
-  }
-  $("losses").addEventListener("pointermove", go);
 }
 
 /** Returns what happened at the shown step, after the frame before it. */
 export function newsText() {
-  const before = run.frames[run.frames.findIndex(({ step }) => step === here.step) - 1]?.step ?? -1;
+  const before = run.frames[here.frame - 1]?.step ?? -1;
   const isNew = ({ step }) => step > before && step <= here.step;
   const copying = Number.isFinite(run.stage) && isNew({ step: run.stage });
   return [...namings.filter(isNew).map(describeEvent), ...(copying ? ["copying begins"] : [])]
@@ -100,13 +101,16 @@ export function drawTimeline() {
   const { clientWidth: width, clientHeight: tall } = $("losses").parentElement;
   if (!width || !tall) return; // hidden in a small window
   const context = prepareCanvas($("losses"), width, tall);
-  const most = Math.max(...timeCurves.filter(({ isPart }) => !isPart)
+  const losses = timeCurves.filter(({ isPart }) => !isPart);
+  // The loss on the second copy can become very large in a model that does not learn to copy.
+  const usual = losses.filter(({ label }) => label.dataset.curve !== COPY);
+  const most = Math.max(...(usual.length ? usual : losses)
     .flatMap(({ points }) => points.map(([, value]) => value)));
   const x = (step) => THUMB + placeOf(step) * (width - 2 * THUMB);
   context.lineWidth = 1.3;
   for (const { points, label, isPart } of timeCurves) {
     context.strokeStyle = getComputedStyle(label).color;
-    const y = (value) => tall - 1 - (value / (isPart ? 1 : most)) * (tall - 3);
+    const y = (value) => tall - 1 - Math.min(1, value / (isPart ? 1 : most)) * (tall - 3);
     line(context, points.map(([step, value]) => [x(step), y(value)]));
   }
   context.strokeStyle = getComputedStyle($("step-number")).color;

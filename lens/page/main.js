@@ -124,7 +124,10 @@ async function start() {
 window.lens = {
   state,
   timing,
-  weight: (of, ...place) => weight(of ? other : run, ...place),
+  weight(of, frame, prompt, layer, head, ...cell) {
+    const side = of ? other : run;
+    return weight(side, frame, prompt, layer * side.heads + head, ...cell);
+  },
   decode: (of, frame) => decode(of ? other : run, frame),
   redraw,
   update,

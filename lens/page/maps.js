@@ -35,14 +35,14 @@ function largestCode(of, index) {
 }
 
 /** Returns the code at the end of the colour scale of a head, the same for A and B. */
-export function maxCode(index, of = A) {
+function maxCode(index, of = A) {
   if (!state.stretch) return 255;
   if (comparable(index)) return Math.max(largestCode(A, index), largestCode(B, indexInB(index)));
   return largestCode(of, of === A ? index : indexInB(index));
 }
 
 /** Returns the difference at the end of the colour scale of a head. */
-export function maxDifference(index) {
+function maxDifference(index) {
   if (!state.stretch) return 1;
   const first = firstKey();
   let most = 0;

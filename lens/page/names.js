@@ -1,8 +1,7 @@
 /* Names of heads at each step: tags, a legend and a filter. lens/heads.py has the rule. */
 
-import { format, headName } from "./text.js";
 import { $, make } from "./dom.js";
-import { A, B, here, indexInB, run, significanceOf, state, update } from "./state.js";
+import { A, B, headName, here, indexInB, run, state, update } from "./state.js";
 
 // The names that the page shows. Uniform attention is not a finding.
 export const KINDS = {
@@ -62,11 +61,9 @@ export function namingEvents(of) {
   return [...events.values()].sort((a, b) => a.step - b.step);
 }
 
-export const headOf = (of, index) => headName(Math.floor(index / of.heads), index % of.heads);
-
 /** Returns a short text of an event: "L1 H2, L1 H3: induction head". */
 export function describeEvent({ key, heads }) {
-  const some = heads.slice(0, 4).map((index) => headOf(run, index)).join(", ");
+  const some = heads.slice(0, 4).map((index) => headName(index)).join(", ");
   const more = heads.length > 4 ? ` and ${heads.length - 4} more` : "";
   return `${some}${more}: ${KINDS[key].title}`;
 }
@@ -99,9 +96,7 @@ export function drawNames() {
     button.lastChild.textContent = `${KINDS[name].title}${count === 1 ? "" : "s"} ${count}`;
     button.setAttribute("aria-pressed", state.name === name);
   }
-  const none = !shown.some(Boolean);
-  const values = none ? shown.map((_, index) => significanceOf(here, index, true)) : [];
-  const most = Math.max(...values.filter((value) => value !== null));
-  $("no-names").textContent = !none ? "" : `No head has a name at step ${here.step}` +
-    (Number.isFinite(most) ? `: the largest significance is ${format(most)}, a name needs 0.25` : "");
+  $("no-names").textContent = shown.some(Boolean) ? ""
+    : `No head has a name at step ${here.step}: none attends to one kind of token much more than ` +
+      "uniform attention does.";
 }

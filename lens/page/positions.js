@@ -2,13 +2,14 @@
 
 import { clamp, format, roundTicks, shortNumber, visible } from "./text.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
-import { here, nearestFrame, run, state, update } from "./state.js";
+import { here, nearestFrame, nearestIndex, run, state, update } from "./state.js";
 import { colours, viridis } from "./colours.js";
 import { sideWidth } from "./grid.js";
 import { MARGIN } from "./charts.js";
 
-let lossFigure, lossCells, lossCursor, lossCaption;
+let lossFigure, lossCells, lossCursor, lossCaption, lossNote;
 const LOSS_HEIGHT = 150;
+const LOSS_BOTTOM = LOSS_HEIGHT - MARGIN.bottom; // where the cells end
 
 export function buildPositions() {
   lossCells = make("canvas", { id: "positions" });
@@ -16,19 +17,22 @@ export function buildPositions() {
   lossCells.setAttribute("aria-label", "loss at each position of the prompt at each step");
   lossCursor = make("canvas", { className: "marks" });
   lossCaption = make("span", { className: "number" });
+  lossNote = make("p", { className: "note", textContent: "The tokens of copy 1 are random. No " +
+    "model can predict them, so their loss does not fall and can rise during the training. In " +
+    "copy 2, the loss falls when the model learns to copy." });
   const title = make("b", { textContent: "loss at each position",
     title: "−ln of the probability of the next token, in nats" });
   lossFigure = make("figure", { className: "loss-map" }, make("figcaption", {}, title, lossCaption),
-    make("div", { className: "frame" }, lossCells, lossCursor));
+    make("div", { className: "frame" }, lossCells, lossCursor), lossNote);
   $("legend").before(lossFigure);
   const place = ({ clientX, clientY }) => {
     const box = lossCells.getBoundingClientRect();
-    const { steps, count, bottom } = lossScales();
-    const part = (clientX - box.left - MARGIN.left) / lossScales().inner;
-    const step = steps[0] + part * (steps.at(-1) - steps[0]);
-    const at = clamp(steps.findLastIndex((known) => known <= step), 0, steps.length - 1);
-    const position = clamp(Math.floor(((clientY - box.top) / bottom) * count), 0, count - 1);
-    return { at, position };
+    const count = lossesOfPrompt()[0].length;
+    const part = (clientX - box.left - MARGIN.left) / lossWidth();
+    const step = run.steps[0] + part * (run.steps.at(-1) - run.steps[0]);
+    const at = nearestIndex(run.steps, step);
+    const position = Math.floor(((clientY - box.top) / LOSS_BOTTOM) * count);
+    return { at, position: clamp(position, 0, count - 1) };
   };
   lossCells.addEventListener("pointermove", (event) => showLoss(place(event)));
   lossCells.addEventListener("pointerleave", () => showLoss(null));
@@ -44,11 +48,9 @@ function lossesOfPrompt() {
   return rows.every((row) => row.length) && rows.length > 1 ? rows : [];
 }
 
-function lossScales() {
-  const count = lossesOfPrompt()[0]?.length ?? 0;
-  const inner = sideWidth - MARGIN.left - MARGIN.right;
-  return { steps: run.steps, count, inner, bottom: LOSS_HEIGHT - MARGIN.bottom };
-}
+const lossWidth = () => sideWidth - MARGIN.left - MARGIN.right;
+const lossX = (step) => MARGIN.left +
+  ((step - run.steps[0]) / (run.steps.at(-1) - run.steps[0])) * lossWidth();
 
 let cellsDrawn = "";
 
@@ -56,28 +58,28 @@ export function drawPositions() {
   const rows = lossesOfPrompt();
   lossFigure.hidden = !rows.length;
   if (!rows.length) return;
-  const { steps, count, inner, bottom } = lossScales();
-  const x = (step) => MARGIN.left + ((step - steps[0]) / (steps.at(-1) - steps[0])) * inner;
-  const y = (position) => (position / count) * bottom;
+  lossNote.hidden = !run.prompts[state.prompt].period;
   const facts = [state.prompt, sideWidth, document.documentElement.dataset.theme].join();
-  if (facts !== cellsDrawn) drawCells(rows, x, y);
+  if (facts !== cellsDrawn) drawCells(rows);
   cellsDrawn = facts;
   const context = prepareCanvas(lossCursor, sideWidth, LOSS_HEIGHT);
-  context.strokeStyle = "#fff";
-  context.lineWidth = 3;
-  line(context, [[x(here.step), 0], [x(here.step), bottom]]);
-  context.strokeStyle = colours.accent;
-  context.lineWidth = 1.5;
-  line(context, [[x(here.step), 0], [x(here.step), bottom]]);
+  for (const [colour, thick] of [["#fff", 3], [colours.accent, 1.5]]) {
+    context.strokeStyle = colour;
+    context.lineWidth = thick;
+    line(context, [[lossX(here.step), 0], [lossX(here.step), LOSS_BOTTOM]]);
+  }
   showLoss(null);
 }
 
-function drawCells(rows, x, y) {
-  const { steps, count, inner, bottom } = lossScales();
+function drawCells(rows) {
+  const { steps } = run;
   const context = prepareCanvas(lossCells, sideWidth, LOSS_HEIGHT);
   const most = Math.max(...rows[0]);
+  const count = rows[0].length;
+  const y = (position) => (position / count) * LOSS_BOTTOM;
   rows.forEach((row, n) => {
-    const [from, to] = [x(steps[n]), n + 1 < steps.length ? x(steps[n + 1]) : x(steps[n])];
+    // Each cell reaches halfway to the steps before and after it.
+    const [from, to] = [n - 1, n + 1].map((at) => lossX((steps[n] + (steps[at] ?? steps[n])) / 2));
     row.forEach((loss, position) => {
       context.fillStyle = `rgb(${viridis[Math.round(255 * clamp(loss / most, 0, 1))]})`;
       context.fillRect(from, y(position), to - from + 0.6, y(1) + 0.6);
@@ -93,17 +95,17 @@ function drawCells(rows, x, y) {
     context.fillText("copy 1", left, y(period / 2));
     context.fillText("copy 2", left, y(1.5 * period));
     context.strokeStyle = "#fff";
-    line(context, [[MARGIN.left, y(period + 1)], [MARGIN.left + inner, y(period + 1)]]);
+    line(context, [[MARGIN.left, y(period + 1)], [lossX(steps.at(-1)), y(period + 1)]]);
   } else {
-    for (const tick of roundTicks(0, count - 1, 4)) {
+    for (const tick of count > 1 ? roundTicks(0, count - 1, 4) : []) {
       if (Number.isInteger(tick)) context.fillText(String(tick), left, Math.max(6, y(tick + 0.5)));
     }
   }
   context.textBaseline = "alphabetic";
   context.textAlign = "left";
-  context.fillText(`step ${shortNumber(steps[0])}`, MARGIN.left, bottom + 12);
+  context.fillText(`step ${shortNumber(steps[0])}`, MARGIN.left, LOSS_BOTTOM + 12);
   context.textAlign = "right";
-  context.fillText(shortNumber(steps.at(-1)), MARGIN.left + inner, bottom + 12);
+  context.fillText(shortNumber(steps.at(-1)), lossX(steps.at(-1)), LOSS_BOTTOM + 12);
 }
 
 /** Shows the loss under the pointer or, without a pointer, the meaning of the colours. */

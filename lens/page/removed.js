@@ -1,13 +1,13 @@
 /* What happens without a head: loss and accuracy when heads are removed, see lens/ablation.py. */
 
 import { formatLoss, lossDigits, plural } from "./text.js";
-import { $, make } from "./dom.js";
+import { $, bold, make } from "./dom.js";
 import {
-  A, B, REMOVED, indexInB, isMeasured, nearestFrame, other, removalOf, run, selected, sideName,
-  state, update,
+  A, B, REMOVED, headName, indexInB, isMeasured, nearestFrame, other, removalOf, run, selected,
+  sideName, state, update,
 } from "./state.js";
 import { sortBy } from "./controls.js";
-import { KINDS, fillTag, headOf, nameAt } from "./names.js";
+import { KINDS, fillTag, nameAt } from "./names.js";
 
 const kindTitle = (name) => KINDS[name]?.title ?? `${name} head`;
 const groupTitle = ({ name, heads }) =>
@@ -26,10 +26,10 @@ function resultText({ method, loss, accuracy }, result) {
   const digits = lossDigits(change);
   const [before, after] = [loss, loss + change].map((value) => value.toFixed(digits));
   const about = method === "exact" ? "" : "about ";
-  const parts = [`loss ${before} → ${about}${after} (`, make("b", { textContent: changeText(result) }),
+  const parts = [`loss ${before} → ${about}${after} (`, bold(changeText(result)),
     error !== null && Math.abs(change) < 2 * error ? ", not clearly different from 0)" : ")"];
   if (without !== null) {
-    parts.push(`, accuracy ${accuracy.toFixed(2)} → `, make("b", { textContent: without.toFixed(2) }));
+    parts.push(`, accuracy ${accuracy.toFixed(2)} → `, bold(without.toFixed(2)));
   }
   return parts;
 }
@@ -56,7 +56,7 @@ const measuredSides = () => [run, other].flatMap((of) => {
   const sides = [A, B].filter((side) => of?.ablation && side?.run === of);
   return sides.find(isMeasured) ?? sides.slice(0, 1);
 });
-const prefix = (of) => (B ? [make("b", { textContent: sideName(of) }), " · "] : []);
+const prefix = (of) => (B ? [bold(sideName(of)), " · "] : []);
 
 /** Shows the loss without the enlarged head, and without all heads of its name. */
 export function drawRemoved() {
@@ -74,7 +74,7 @@ export function drawRemoved() {
       const all = group ? [make("br"), `Without ${groupTitle(group)}: `,
         ...resultText(ablation, group), "."] : [];
       return [
-        make("p", {}, ...prefix(of), `Without ${headOf(of.run, placeIn(of))}: `,
+        make("p", {}, ...prefix(of), `Without ${headName(placeIn(of), of.run)}: `,
           ...resultText(ablation, found), ".", ...all),
         make("p", { className: "note", textContent: howMeasured(ablation) })];
     }));
@@ -114,7 +114,7 @@ export function drawGroups() {
   $("groups").replaceChildren(
     make("h2", { textContent: "What happens without heads of a name?" }),
     ...sides.flatMap((of) => [
-      ...(B && isMeasured(of) ? [make("p", {}, make("b", { textContent: sideName(of) }))] : []),
+      ...(B && isMeasured(of) ? [make("p", {}, bold(sideName(of)))] : []),
       ...(isMeasured(of) ? groupTable(of) : [make("p", {}, ...prefix(of), ...elsewhere(of))]),
     ]),
     make("p", { className: "note", textContent: "Attention is not importance: a head can have a " +

@@ -1,6 +1,5 @@
 /* The state of the page, which the controls change, and A and B, which the page shows. */
 
-import { headName } from "./text.js";
 import { showMessage } from "./dom.js";
 import { decode } from "./data.js";
 
@@ -39,12 +38,14 @@ export let B = null; // compared with A; of two steps, the later; B.same: same t
 export let here; // A or B: the side whose step the slider sets
 
 export const SIGNIFICANCE = { key: "significance", title: "significance",
-  description: "(value − uniform) / (1 − uniform), the largest of all names" };
+  description: "(value − uniform) / (1 − uniform), the largest of all names." };
 export const REMOVED = { key: "loss_change", title: "loss without the head",
-  description: "the change of the loss when the head is removed, in nats." };
+  description: "The change of the loss when the head is removed, in nats." };
 export const statisticOf = (of, key) => (key === SIGNIFICANCE.key ? SIGNIFICANCE
   : key === REMOVED.key ? of.ablation && REMOVED
     : of.statistics.find((statistic) => statistic.key === key));
+/** Returns the position of the selected query token. */
+export const selectedQuery = () => Math.min(state.query ?? Infinity, A.T - 1);
 export const selected = () => (state.layer === null ? null : state.layer * run.heads + state.head);
 export const MOST_HEADS = 6; // selected at once; each has a colour
 export const selectedHeads = () =>
@@ -53,23 +54,35 @@ export const meanIsShown = () => state.mean && selectedHeads().length > 1;
 /** Returns the index of the enlarged head; of the mean of heads, the index after the last head. */
 export const enlarged = () => (meanIsShown() ? run.count : selected());
 
-export const indexName = (index) => (index === run.count ? `mean of ${selectedHeads().length} heads`
-  : headName(Math.floor(index / run.heads), index % run.heads));
+/** Returns {layer, head} of the index of a head. */
+export const placeOfHead = (index, of = run) =>
+  ({ layer: Math.floor(index / of.heads), head: index % of.heads });
 
-/** Returns the data of one side. It has `bytes` if its frame is decoded. */
-function side(of, frame, prompt) {
-  const { tokens, length, start, triangle, normStart } = of.prompts[prompt];
-  const { step, bytes, facts, normBytes: norms } = of.frames[frame];
-  let at = of.steps.indexOf(step);
-  if (at < 0) at = Math.max(0, of.steps.findLastIndex((known) => known <= step));
-  const known = { step, bytes, facts, norms, at };
-  return { run: of, frame, prompt, tokens, T: length, start, triangle, normStart, ...known };
+/** Returns the name of the place of a head, such as "L1 H2". */
+export function headName(index, of = run) {
+  const { layer, head } = placeOfHead(index, of);
+  return `L${layer} H${head}`;
 }
 
-export function nearestFrame(of, step) {
-  const distances = of.frames.map((frame) => Math.abs(frame.step - step));
+export const indexName = (index) =>
+  (index === run.count ? `mean of ${selectedHeads().length} heads` : headName(index));
+
+/** Returns the data of one step of a run on one prompt. It has `bytes` if its frame is decoded. */
+export function side(of, frame, prompt) {
+  const { tokens, length: T, start, triangle, normStart } = of.prompts[prompt];
+  const { step, bytes, facts, normBytes: norms } = of.frames[frame];
+  const at = Math.max(0, of.steps.findLastIndex((known) => known <= step));
+  return { run: of, frame, prompt, tokens, T, start, triangle, normStart, step, bytes, facts,
+    norms, at };
+}
+
+/** Returns the index of the number that is nearest to a number. */
+export function nearestIndex(numbers, number) {
+  const distances = numbers.map((one) => Math.abs(one - number));
   return distances.indexOf(Math.min(...distances));
 }
+
+export const nearestFrame = (of, step) => nearestIndex(of.frames.map((frame) => frame.step), step);
 
 const sameTokens = (one, two) => one.tokens.join("\0") === two.tokens.join("\0");
 
@@ -94,7 +107,7 @@ export function indexInB(index) {
   if (index === run.count) { // the mean of the selected heads
     return selectedHeads().every((head) => indexInB(head) >= 0) ? B.run.count : -1;
   }
-  const [layer, head] = [Math.floor(index / run.heads), index % run.heads];
+  const { layer, head } = placeOfHead(index);
   const fits = B && layer < B.run.layers && head < B.run.heads;
   return fits ? layer * B.run.heads + head : -1;
 }
@@ -124,6 +137,17 @@ export function rangeOf(of, key) {
   return { low, high };
 }
 
+/** Returns the losses at the positions of the prompt at the step of a side, [] if unknown. */
+export const lossesOf = (of) => of.run.losses[of.at]?.[of.prompt] ?? [];
+
+/** Returns the mean loss in copy 1 or 2 of a repeated sequence. The loss of the first token of copy
+ * 2, which nothing predicts, does not count. */
+export function meanLoss(losses, period, copy) {
+  const first = copy === 2 ? period + 1 : 1;
+  const some = losses.slice(first, first + period - 1);
+  return some.reduce((a, b) => a + b, 0) / some.length;
+}
+
 /** Returns whether the heads were removed at the step of this side. */
 export const isMeasured = (of) => of.run.ablation?.step === of.step;
 
@@ -146,16 +170,14 @@ export function uniformOf(of, key, mean = isMean()) {
   return (prompt ? prompt.uniform?.[key] : statisticOf(of.run, key)?.uniform) ?? null;
 }
 
-const STRONG = 0.25; // NAMED_FROM in lens/heads.py
-
 /** Returns the significance of one statistic, see lens/heads.py, or null. */
-function significance(of, key, index, mean) {
+export function significance(of, key, index, mean) {
   const [value, uniform] = [valueAt(of, key, index, mean), uniformOf(of, key, mean)];
   return value === null || uniform === null ? null : (value - uniform) / (1 - uniform);
 }
 
 /** Returns the largest significance of a head among the statistics that are names, or null. */
-export function significanceOf(of, index, mean = isMean()) {
+function significanceOf(of, index, mean = isMean()) {
   const found = of.run.statistics.filter((statistic) => statistic.is_name)
     .map(({ key }) => significance(of, key, index, mean)).filter((value) => value !== null);
   return found.length ? Math.max(...found) : null;
@@ -163,7 +185,7 @@ export function significanceOf(of, index, mean = isMean()) {
 
 /** Returns whether a statistic is clearly larger than for uniform attention. */
 export const isStrong = (of, key, index) =>
-  statisticOf(of.run, key).is_name && significance(of, key, index) >= STRONG;
+  significance(of, key, index) >= (statisticOf(of.run, key).named_from ?? Infinity);
 
 /** Returns a statistic of a head as shown in the grid: of A, of B, or B − A. */
 export function shownValue(key, index) {

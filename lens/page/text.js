@@ -23,27 +23,27 @@ export function formatLoss(value, signed = false) {
 
 /** Returns the number of correct decimals of a value that is one of an interval of values with the
  * same code: the unit of the last digit is not smaller than this interval. */
-export const digitsOf = (interval) => Math.max(0, Math.floor(-Math.log10(interval)));
+const digitsOf = (interval) => Math.max(0, Math.floor(-Math.log10(interval)));
 
-/** Returns digitsOf a weight: weights in an interval of 2 sqrt(w) / 255 have the same code (0: 1 /
- * 510²). */
-export const weightDigits = (weight) =>
-  digitsOf(Math.max((2 * Math.sqrt(weight)) / 255, 1 / 510 ** 2));
+/** Returns the length of the interval of weights that have the same code as a weight. */
+export const intervalOf = (weight) => Math.max((2 * Math.sqrt(weight)) / 255, 1 / 510 ** 2);
 
 /** Returns a weight as text, without digits that its code does not determine. */
-export function formatWeight(weight, digits = weightDigits(weight)) {
+export function formatWeight(weight, digits = digitsOf(intervalOf(weight))) {
   const text = weight.toFixed(digits);
   return Number(text) ? text : `<${(10 ** -digits).toFixed(digits)}`;
 }
 
-/** Returns b - a with the digits of the less exact weight. */
-export function formatDifference(a, b, digits) {
-  const text = Math.abs(b - a).toFixed(digits);
-  return (Number(text) ? (b < a ? "−" : "+") : "") + text;
+/** Formats a cell of a heatmap, from cellOf in kinds.js. */
+export const formatCell = ({ value, interval }) => formatWeight(value, digitsOf(interval));
+
+/** Returns the difference of two cells, b - a, with the digits of the less exact one. */
+export function formatChange(a, b) {
+  const text = Math.abs(b.value - a.value).toFixed(digitsOf(Math.max(a.interval, b.interval)));
+  return (Number(text) ? (b.value < a.value ? "−" : "+") : "") + text;
 }
 
 export const plural = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-export const headName = (layer, head) => `L${layer} H${head}`;
 
 const SIGNS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\u2028\u2029]/gu;
@@ -92,7 +92,10 @@ export function joinBytes(tokens) {
   return texts;
 }
 
-/** Returns about `count` round numbers from low to high, at least two. */
+/** Returns tokens as one line of text. */
+export const plainText = (tokens) => joinBytes(tokens).join("").replace(/\s+/g, " ").trim();
+
+/** Returns about `count` round numbers from low to high, which differ, at least two. */
 export function roundTicks(low, high, count) {
   const rough = (high - low || 1) / count;
   const power = 10 ** Math.floor(Math.log10(rough));

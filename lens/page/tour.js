@@ -2,20 +2,21 @@
  * the view and says in a few sentences what it shows, with the numbers of this run. */
 
 import { format, formatWeight, visible } from "./text.js";
-import { $, make } from "./dom.js";
+import { $, bold, make } from "./dom.js";
 import { decode, weight } from "./data.js";
-import { DEFAULTS, other, run, selected, state, update } from "./state.js";
-import { headOf, nameAt, sinceStep } from "./names.js";
+import {
+  DEFAULTS, headName, lossesOf, meanLoss, other, placeOfHead, run, selected, side, state,
+  statisticOf, update,
+} from "./state.js";
+import { nameAt, sinceStep } from "./names.js";
 import { pause } from "./player.js";
 
 let stops = []; // {title, text: [string or node], view, outline, points: ids of elements}
 let subject = null; // {prompt, period, before, last: indices of frames, induction, previous}
 
-const losses = (step, prompt) => run.losses[run.steps.indexOf(step)]?.[prompt] ?? [];
-
 /** Returns the head with this name at the last step that has the largest value, or null. */
 function bestHead(key) {
-  const values = run.statistics.find((statistic) => statistic.key === key)?.values.at(-1) ?? [];
+  const values = statisticOf(run, key)?.values.at(-1) ?? [];
   const named = values.map((_, index) => index)
     .filter((index) => nameAt(run, index, run.frames.at(-1).step) === key);
   return named.sort((a, b) => values[b] - values[a])[0] ?? null;
@@ -28,18 +29,18 @@ function findSubject() {
   const last = run.frames.length - 1;
   const { step } = run.frames[last];
   if (other || prompt < 0 || induction === null || previous === null) return null;
-  if (!last || !losses(step, prompt).length) return null;
+  const sides = run.frames.map((_, frame) => side(run, frame, prompt));
+  if (!last || !lossesOf(sides[last]).length) return null;
   // The last snapshot before the change at which the head is nearly uniform.
   const since = sinceStep(run, induction, step);
-  const { values } = run.statistics.find(({ key }) => key === "induction");
+  const { values } = statisticOf(run, "induction");
   const chance = run.prompts[prompt].uniform.induction;
   const limit = Math.min(since, run.stage ?? since);
-  const earlier = run.frames.map((frame, n) => ({ n, at: run.steps.indexOf(frame.step), ...frame }))
-    .filter((frame) => frame.step < limit && losses(frame.step, prompt).length);
+  const earlier = sides.filter((of) => of.step < limit && lossesOf(of).length);
   const isUniform = ({ at }) => (values[at]?.[induction] ?? 0) < chance + 0.05;
   const before = earlier.findLast(isUniform) ?? earlier.at(-1);
-  return before ? { prompt, ...run.prompts[prompt], before: before.n, last, induction, previous,
-    since } : null;
+  return before ? { prompt, ...run.prompts[prompt], before: before.frame, last, induction,
+    previous, since } : null;
 }
 
 export function buildTour() {
@@ -101,17 +102,9 @@ export function tourOutline() {
   return selected() === stop.view.layer * run.heads + stop.view.head ? stop.outline : null;
 }
 
-const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
-
-/** Returns the mean loss on the predictable tokens of the second copy, or on those of the first. */
-function copyLoss(frame, copy) {
-  const { prompt, period } = subject;
-  const first = copy === 2 ? period + 1 : 1;
-  return mean(losses(run.frames[frame].step, prompt).slice(first, first + period - 1));
-}
-
-const chanceOf = (frame, query) =>
-  Math.exp(-losses(run.frames[frame].step, subject.prompt)[query]);
+const lossesIn = (frame) => lossesOf(side(run, frame, subject.prompt));
+const copyLoss = (frame, copy) => meanLoss(lossesIn(frame), subject.period, copy);
+const chanceOf = (frame, query) => Math.exp(-lossesIn(frame)[query]);
 
 /** Returns what the model predicts after a query token. */
 function predictedText(side, frame, query) {
@@ -124,24 +117,15 @@ function predictedText(side, frame, query) {
     bold(chanceOf(frame, query).toFixed(2)), ". "];
 }
 
-const placeOfHead = (index) => ({ layer: Math.floor(index / run.heads), head: index % run.heads });
-
-function weightAt(frame, index, query, key) {
-  const { layer, head } = placeOfHead(index);
-  return weight(run, frame, subject.prompt, layer, head, query, key);
-}
-
 /** Returns the query token of the second copy at which the induction head is clearest and the
  * prediction improves most. */
 function clearestQuery() {
-  const { period, before, last, induction } = subject;
-  const rise = (query) => weightAt(last, induction, query, query - period + 1) *
+  const { period, prompt, before, last, induction } = subject;
+  const rise = (query) => weight(run, last, prompt, induction, query, query - period + 1) *
     (chanceOf(last, query) - chanceOf(before, query));
   const queries = Array.from({ length: period - 2 }, (_, n) => period + 2 + n);
   return queries.reduce((best, query) => (rise(query) > rise(best) ? query : best));
 }
-
-const bold = (text) => make("b", { textContent: text });
 
 function makeStops() {
   const { period, tokens, prompt, before, last, induction, previous, since } = subject;
@@ -152,7 +136,7 @@ function makeStops() {
   const average = (frame, name, index) =>
     formatWeight(run.frames[frame].facts.statistics[prompt][name][index], 2);
   const uniform = (name) => run.prompts[prompt].uniform[name].toFixed(2);
-  const [I, P] = [induction, previous].map((index) => headOf(run, index));
+  const [I, P] = [headName(induction), headName(previous)];
   const view = (index, more) => ({ ...placeOfHead(index), frame: last, query, ...more });
   const stripe = { from: [2, period + 1], to: [period + 1, 2 * period] };
   return [
@@ -179,7 +163,7 @@ function makeStops() {
       points: ["readout", "losses-frame"], view: view(induction),
       text: [bold(I), ` is an induction head since step ${since}. At `, quoted(query), ` (${query}) ` +
         "it attends to ", quoted(key), ` (${key}), the token after the first `, quoted(key - 1),
-      ", with weight ", bold(formatWeight(weightAt(last, induction, query, key))),
+      ", with weight ", bold(formatWeight(weight(run, last, prompt, induction, query, key))),
       ". The mean loss in copy 2 fell from ", bold(format(copyLoss(before, 2))), " at step " +
         `${stepOf(before)} to `, bold(format(copyLoss(last, 2))), ": see the line under the slider."] },
     run.frames[last].facts.predictions && { title: "the prediction becomes right",
@@ -201,16 +185,16 @@ function removedText() {
   const effect = ({ loss_change: change, accuracy_without: without }) => [
     ...(without === null ? [] : ["accuracy ", bold(without.toFixed(2)), ", "]),
     `loss ${format(change, true)}`];
-  const rows = [[`without ${headOf(run, previous)} (previous token)`, alone(previous)]];
+  const rows = [[`without ${headName(previous)} (previous token)`, alone(previous)]];
   const kind = (key) => groups.find(({ name }) => name === key);
   const group = (key, title) => kind(key)?.heads > 1 &&
     rows.push([`without all ${kind(key).heads} ${title} heads`, kind(key)]);
   group("previous_token", "previous-token");
-  rows.push([`without ${headOf(run, induction)} (induction)`, alone(induction)]);
+  rows.push([`without ${headName(induction)} (induction)`, alone(induction)]);
   group("induction", "induction");
   const needed = heads.filter((row) => row.loss_change > 0.5 &&
     nameAt(run, indexOf(row), run.frames.at(-1).step) === "diagonal");
-  for (const row of needed) rows.push([`without ${headOf(run, indexOf(row))} (self)`, row]);
+  for (const row of needed) rows.push([`without ${headName(indexOf(row))} (self)`, row]);
   const list = make("ul", {}, ...rows.filter(([, row]) => row)
     .map(([what, row]) => make("li", {}, `${what}: `, ...effect(row))));
   return ["The output of a head was replaced by its mean, on ", `${windows} validation windows`,

@@ -72,6 +72,36 @@ def test_images_of_one_head_and_of_all_heads(shown):
     assert lens.locator("html").get_attribute("data-theme") == "dark"
 
 
+def test_image_of_one_head_has_all_labels_and_the_copies(shown):
+    long = pages.prompt("long", [f"w{n}" for n in range(120)])
+    copies = pages.prompt("copies", ["<bos>", *2 * [f"c{n}" for n in range(40)]], period=40)
+    lens = shown(a_run("labels", 1, 1, (long, copies), (0,), (0,)), fragment="#head=0.0")
+    for number, of in enumerate((long, copies)):
+        lens.locator("#prompt").select_option(str(number))
+        drawing = ElementTree.fromstring(saved(lens, "head.svg"))
+        texts = [text.text for text in drawing.iter(f"{SVG}text")]
+        assert [texts.count(token) for token in of.tokens] == [
+            2 * of.tokens.count(token) for token in of.tokens
+        ]
+        assert [texts.count(f"copy {copy}") for copy in (1, 2)] == 2 * [2 * number]
+        assert len([*drawing.iter(f"{SVG}path")]) - len(drawing.findall(f"{SVG}g/{SVG}path")) == (
+            number  # where copy 2 begins
+        )
+
+
+def test_image_of_a_comparison_of_different_tokens(shown):
+    """Each map has the tokens of its own run."""
+    other = pages.prompt("1-other", ["a", "b", "c"])
+    second = a_run("second", prompts=(other,), seed=7)
+    lens = shown(a_run(), second, fragment="#head=0.2&show=b")
+    ((_, found),) = heatmaps(ElementTree.fromstring(saved(lens, "head.svg"))).items()
+    assert_shows(found, a_run().weights[120][0][0, 2])
+    drawing = ElementTree.fromstring(saved(lens, "grid.svg"))
+    assert_shows(heatmaps(drawing)["L0 H2"], second.weights[120][0][0, 2])
+    texts = [text.text for text in drawing.iter(f"{SVG}text")]
+    assert any("abc" in text and "second" in text for text in texts)
+
+
 def test_hostile_names_in_an_image(shown):
     run = a_run(HOSTILE, prompts=(pages.prompt("x", [HOSTILE, "\x00\ufffe", "\u202e]]>"]),))
     lens = shown(run, fragment="#head=0.0")

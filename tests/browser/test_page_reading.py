@@ -10,6 +10,8 @@ from helpers.pages import PROMPTS, a_run
 from PIL import Image
 from playwright.sync_api import expect
 
+from lens.heads import ALL_NAMES
+
 WATCH_LABELS = """() => {
   window.labels = {};
   const write = CanvasRenderingContext2D.prototype.fillText;
@@ -128,21 +130,6 @@ CONTRASTS = """() => {
 }"""
 
 
-def contrast(pixels, page):
-    """Returns the largest contrast of pixels (..., 3) to the colour of the page."""
-
-    def light(rgb):
-        part = np.asarray(rgb) / 255
-        return np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4) @ (
-            0.2126,
-            0.7152,
-            0.0722,
-        )
-
-    pair = np.stack(np.broadcast_arrays(light(pixels), light(page)))
-    return ((pair.max(0) + 0.05) / (pair.min(0) + 0.05)).max()
-
-
 def screen(locator):
     return np.asarray(Image.open(io.BytesIO(locator.screenshot())).convert("RGB"), int)
 
@@ -160,17 +147,12 @@ def test_contrast_of_text_and_controls(shown, theme):
         assert [entry for entry in found if entry[3] < entry[2]] == []
     for control, part in (("#step", np.s_[:, -40:]), ("#stretch", np.s_[:])):  # the browser draws
         image = screen(lens.locator(control))
-        assert contrast(image[part], image[0, 0]) >= 3, control
+        assert pages.contrast(image[part], image[0, 0]) >= 3, control
     tile = pages.tile(lens, 1, 1)
     tile.focus()
     lens.keyboard.press("ArrowRight")
-    focus, page = (
-        np.array(
-            re.findall(r"\d+", lens.locator(node).evaluate(f"n => getComputedStyle(n).{what}"))
-        )
-        for node, what in ((".head:focus", "outlineColor"), ("body", "backgroundColor"))
-    )
-    assert contrast(focus.astype(float), page.astype(float)) >= 3
+    focus = pages.colour_of(lens.locator(".head:focus"), "outlineColor")
+    assert pages.contrast(focus, pages.colour_of(lens.locator("body"), "backgroundColor")) >= 3
 
 
 def test_touch_targets_of_a_large_model_in_a_small_window(shown):
@@ -201,6 +183,27 @@ def test_prompt_of_one_token(shown):
     ]
     for number in range(charts.count()):  # a line, not an empty chart
         assert pages.pixels(charts.nth(number).locator("canvas"))[1][..., 3].any()
+
+
+def test_prompt_of_two_tokens(shown):
+    """Heads with a name on it: the finding has no row with enough key tokens."""
+    run = a_run("two", prompts=(pages.prompt("1-two", ["Hello", " you"]),), sharp=4)
+    names = {ALL_NAMES[index] for index in run.rows[120].names.ravel()}
+    assert names & {"first_token", "diagonal"}
+    lens = shown(run, fragment="")
+    assert pages.state(lens, "layer") is not None
+    for place in np.ndindex(2, 3):
+        pages.tile(lens, *place).click()
+        assert lens.locator("#finding").inner_text()
+
+
+def test_shorter_prompt_while_the_pointer_is_on_a_later_token(shown):
+    lens = shown(fragment="#head=none")
+    lens.locator("#text [data-token]").nth(11).hover()
+    lens.keyboard.press("p")
+    expect(lens.locator("#prompt")).to_have_value("1")
+    assert lens.locator("#text [data-token]").count() == 4
+    assert "(3)" in lens.locator("#next").inner_text()  # the last token
 
 
 def test_labels_of_a_repeated_sequence_of_odd_length(shown):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import pages
 from PIL import Image
+from playwright.sync_api import expect
 
 from lens.page import frame_data, run_data
 from lens.probe import probe
@@ -69,6 +70,14 @@ def bright_rows(tile, keys):
         red, green, blue = tile[row, left:right].T
         found.append(((red > 150) & (green > 200) & (blue < 100)).any())
     return np.mean(found)
+
+
+def test_panel_of_a_deep_model_shows_the_enlarged_head_next_to_the_grid(shown):
+    lens = shown(planted_run(24, 16), viewport={"width": 600, "height": 420})
+    pages.tile(lens, 3, 4).click()
+    for shown_part in (pages.tile(lens, 23, 15), lens.locator("#map")):
+        expect(shown_part).to_be_in_viewport(ratio=1)
+    assert lens.locator("#map").bounding_box()["width"] >= 150
 
 
 @pytest.mark.parametrize("ratio", [1, 2])

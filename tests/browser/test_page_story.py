@@ -1,7 +1,11 @@
 """The interactive page in Chromium: names, the first view, losses, statistics of one prompt."""
 
+import base64
+import dataclasses
 import functools
+import json
 import re
+import zlib
 
 import numpy as np
 import pytest
@@ -165,7 +169,8 @@ def test_filter_by_name_and_since(story):
     assert again.locator(".head.out").count() == 0
     for (layer, head), (_, since) in PLANTED.items():
         pages.tile(again, layer, head).click()
-        assert re.findall(r"\d+", again.locator("#detail-name").inner_text()) == [str(since)]
+        assert str(since) in re.findall(r"\d+", again.locator("#finding").inner_text())
+        assert again.locator("#detail-name").inner_text()
     pages.tile(again, 1, 0).click()
     assert again.locator("#detail-name").inner_text() == ""
 
@@ -267,8 +272,15 @@ def test_losses_under_the_slider(story, shown):
     lens.mouse.up()
     (drawn,) = pages.pixels(lens.locator("#losses"))
     assert len(np.unique(drawn[drawn[..., 3] == 255][:, :3], axis=0)) >= 4  # curves and the step
+    bare = dataclasses.replace(a_run(), data=a_run().data | {"curves": {}})
+    history = json.loads(pages.unpacked(bare.data["history"])) | {"losses": []}
+    packed = base64.b64encode(zlib.compress(json.dumps(history).encode())).decode()
+    without = shown(dataclasses.replace(bare, data=bare.data | {"history": packed}))
+    assert without.locator("#step").is_visible()
+    heights = [part.locator("#bar").bounding_box()["height"] for part in (lens, without)]
+    assert heights[0] > heights[1] + 40  # no empty strip
     one = shown(story_run(PLANTED, steps=(120,)), fragment="#head=1.1")
-    assert not re.search(r"\d", one.locator("#detail-name").inner_text())  # one snapshot
+    assert "120" not in one.locator("#finding").inner_text()  # one snapshot: since when is unknown
     assert not one.locator("#losses").is_visible()
     assert not one.locator("#positions").is_visible()
 
@@ -285,11 +297,14 @@ def test_loss_at_each_position(story):
     early, late = int(0.3 * wide), int(0.9 * wide)
     assert light[row[1], early] == light[row[1], late]
     assert light[row[2], late] < 0.5 * light[row[2], early]
+    assert light[row[2], wide - 14] == light[row[2], late]  # the last step, left of its line
+    assert lens.locator(".loss-map .note").is_visible()  # about the copies
     box = canvas.bounding_box()
     inner = box["height"] - 16
     canvas.click(position={"x": 0.5 * box["width"], "y": inner * 8.5 / (2 * PERIOD)})
     assert (pages.state(lens, "frame"), pages.state(lens, "query")) == (1, 8)
     lens.locator("#prompt").select_option("0")
+    assert lens.locator(".loss-map .note").is_hidden()
     (other,) = pages.pixels(canvas)
     light = other[..., :3].sum(-1)
     assert light[row[2], late] == light[row[2], early]

@@ -120,6 +120,12 @@ def test_sources_run_without_being_assembled(window):
     pages.ready(tab)
     tab.evaluate(pages.DECODE_ALL)
     assert_keys_work(tab)
+    pages.go_to(tab, "head=0.1")
+    tab.locator("#show-help").click()
+    tab.keyboard.press("Escape")
+    tab.locator("#save-image").click()
+    with tab.expect_download():
+        tab.locator("[data-figure='head.svg']").click()
     tab.close()
     assert wrong == []
 

@@ -138,6 +138,24 @@ def pixels(canvases):
     ]
 
 
+def colour_of(locator, what):
+    """Returns a colour of an element, such as its backgroundColor, (3,)."""
+    text = locator.evaluate(f"node => getComputedStyle(node).{what}")
+    return np.array(re.findall(r"\d+", text)[:3], float)
+
+
+def contrast(pixels, page):
+    """Returns the largest contrast of colours (..., 3) to the colour of the page."""
+
+    def light(rgb):
+        part = np.asarray(rgb) / 255
+        linear = np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
+        return linear @ (0.2126, 0.7152, 0.0722)
+
+    pair = np.stack(np.broadcast_arrays(light(pixels), light(page)))
+    return ((pair.max(0) + 0.05) / (pair.min(0) + 0.05)).max()
+
+
 def tint(lens):
     """Returns the colour of masked cells."""
     html = lens.locator("html")
