@@ -387,8 +387,11 @@ def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -
     """
     trainer = config.trainer
     trained = trainer.max_steps * trainer.batch_size * config.data.max_length / strategy.world_size
-    forward = 3 * trained  # the backward pass of a token takes as long as two forward passes
-    max_tokens = {"auto": 0.01 * forward, "exact": math.inf, "estimate": 0}[config.lens.ablation]
+    # The backward pass takes as long as two forward passes. Ablation is in fp32, which takes two to
+    # three times as long as bf16.
+    passes = 3 if strategy.dtype == torch.float32 else 1
+    auto = 0.01 * passes * trained
+    max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]
     synthetic = bool(config.data.synthetic)
     return functools.partial(
         ablate_heads, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens

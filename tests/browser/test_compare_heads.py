@@ -12,12 +12,6 @@ from lens.matching_page import page
 from lens.matching_runs import read_runs
 from lens.page import page as page_of
 
-READ = """image => {
-  const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight);
-  const context = canvas.getContext("2d");
-  context.drawImage(image, 0, 0);
-  return [...context.getImageData(0, 0, canvas.width, canvas.height).data];
-}"""
 LONG = prompt("1-long", [str(n) for n in range(150)])
 
 
@@ -54,7 +48,7 @@ def test_heatmaps_of_matched_heads(opened, tmp_path, prompts):
         number = len(prompts) - 1 if name in ("induction", "duplicate_token") else 0
         size = min(len(prompts[number].tokens), 64)
         below = np.tril(np.ones((size, size), bool))
-        pixels = np.reshape(first.evaluate(READ), (size, size, 4))
+        (pixels,) = pages.pixels(first)
         weights = largest(run.weights[120][number][layer, head], size)
         wanted = pages.VIRIDIS[np.rint(255 * np.sqrt(weights)).astype(int)]
         assert np.abs(pixels[below, :3] - wanted[below]).max() <= 4

@@ -93,8 +93,9 @@ def a_run(
 second_run = functools.partial(a_run, "second", seed=7)
 
 
-DECODE_ALL = """() => Promise.all(window.lens.runs.slice(0, 2).flatMap((run, of) =>
-  run.frames.map((_, frame) => window.lens.decode(of, frame))))"""
+# Returns nothing, because sending the weights to Python takes seconds.
+DECODE_ALL = """async () => { await Promise.all(window.lens.runs.slice(0, 2).flatMap((run, of) =>
+  run.frames.map((_, frame) => window.lens.decode(of, frame)))); }"""
 
 
 def ready(lens):
@@ -115,8 +116,8 @@ def as_shown(value):
 
 
 VIRIDIS = matplotlib.colormaps["viridis"](np.arange(256), bytes=True)[:, :3].astype(int)
-READ_PIXELS = """all => all.map((canvas) => {
-  const { width, height } = canvas;
+READ_PIXELS = """all => all.map((canvas) => { // or images
+  const { naturalWidth: width = canvas.width, naturalHeight: height = canvas.height } = canvas;
   const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
   copy.drawImage(canvas, 0, 0);
   const { data } = copy.getImageData(0, 0, width, height);
@@ -131,7 +132,7 @@ READ_WEIGHTS = """async ([run, frame, places]) => {
 
 
 def pixels(canvases):
-    """Returns the pixels of each canvas, (height, width, 4)."""
+    """Returns the pixels of each canvas or image, (height, width, 4)."""
     return [
         np.frombuffer(base64.b64decode(data), np.uint8).reshape(high, wide, 4).astype(int)
         for wide, high, data in canvases.evaluate_all(READ_PIXELS)

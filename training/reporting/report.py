@@ -78,8 +78,9 @@ def progress(folder: Path, rows: list[dict]) -> str:
     """Returns the last logged step and the number of steps, in words."""
     if not rows:
         return "before the first step was logged"
-    max_steps = flat(settings_of(folder) or {}).get("trainer.max_steps", "?")
-    return f"after step {rows[-1]['step']:,} of {escape(str(max_steps))}"
+    max_steps = flat(settings_of(folder) or {}).get("trainer.max_steps")
+    of = f" of {max_steps:,}" if isinstance(max_steps, int) else ""
+    return f"after step {rows[-1]['step']:,}{of}"
 
 
 def facts(rows: list[dict], settings: dict) -> str:
