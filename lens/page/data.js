@@ -11,7 +11,7 @@ export function readData(text) {
   } catch {
     throw not("the data block is not valid JSON");
   }
-  if (data?.version !== 2) throw not("the data version is not 2");
+  if (data?.version !== 2) throw not("another version wrote it");
   if (!Array.isArray(data.runs) || !data.runs.length) throw not("the data has no runs");
   const whole = (n, low) => Number.isInteger(n) && n >= low && n <= 1e4;
   const strings = (list) => Array.isArray(list) && list.every((x) => typeof x === "string");

@@ -68,6 +68,13 @@ export function describeEvent({ key, heads }) {
   return `${some}${more}: ${KINDS[key].title}`;
 }
 
+const kindTitle = (name) => KINDS[name]?.title ?? `${name} head`;
+
+/** Returns a description of all heads of a name: "both induction heads". */
+export const groupTitle = ({ name, heads }) =>
+  (heads === 1 ? `the only ${kindTitle(name)}`
+    : `${heads === 2 ? "both" : `all ${heads}`} ${kindTitle(name)}s`);
+
 /** Shows a name as a letter on its colour. */
 export function fillTag(tag, name) {
   tag.className = name ? `tag kind-${name.key}` : "tag";

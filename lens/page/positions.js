@@ -111,6 +111,7 @@ function drawCells(rows) {
 /** Shows the loss under the pointer or, without a pointer, the meaning of the colours. */
 function showLoss(place) {
   const rows = lossesOfPrompt();
+  if (!rows.length) return; // the pointer leaves the map because it is hidden
   if (!place) {
     lossCaption.textContent = `brightest: ${format(Math.max(...rows[0]))} or more`;
     return;

@@ -7,12 +7,7 @@ import {
   sideName, state, update,
 } from "./state.js";
 import { sortBy } from "./controls.js";
-import { KINDS, fillTag, nameAt } from "./names.js";
-
-const kindTitle = (name) => KINDS[name]?.title ?? `${name} head`;
-const groupTitle = ({ name, heads }) =>
-  (heads === 1 ? `the only ${kindTitle(name)}`
-    : `${heads === 2 ? "both" : `all ${heads}`} ${kindTitle(name)}s`);
+import { KINDS, fillTag, groupTitle, nameAt } from "./names.js";
 
 /** Returns the change of the loss with its standard error: "+1.33 ± 0.02". */
 function changeText({ loss_change: change, loss_change_error: error }) {

@@ -8,7 +8,7 @@ import {
   DEFAULTS, headName, lossesOf, meanLoss, other, placeOfHead, run, selected, side, state,
   statisticOf, update,
 } from "./state.js";
-import { nameAt, sinceStep } from "./names.js";
+import { KINDS, groupTitle, nameAt, sinceStep } from "./names.js";
 import { pause } from "./player.js";
 
 let stops = []; // {title, text: [string or node], view, outline, points: ids of elements}
@@ -179,28 +179,29 @@ function makeStops() {
 /** Returns what happens without heads, from the data of ablation.py. */
 function removedText() {
   const { accuracy, heads, groups, windows } = run.ablation;
-  const { induction, previous } = subject;
   const indexOf = ({ layer, head }) => layer * run.heads + head;
-  const alone = (index) => heads.find((row) => indexOf(row) === index);
-  const effect = ({ loss_change: change, accuracy_without: without }) => [
-    ...(without === null ? [] : ["accuracy ", bold(without.toFixed(2)), ", "]),
-    `loss ${format(change, true)}`];
-  const rows = [[`without ${headName(previous)} (previous token)`, alone(previous)]];
-  const kind = (key) => groups.find(({ name }) => name === key);
-  const group = (key, title) => kind(key)?.heads > 1 &&
-    rows.push([`without all ${kind(key).heads} ${title} heads`, kind(key)]);
-  group("previous_token", "previous-token");
-  rows.push([`without ${headName(induction)} (induction)`, alone(induction)]);
-  group("induction", "induction");
+  const nameOf = (index) => nameAt(run, index, run.frames.at(-1).step);
+  const rows = [];
+  const add = (what, { loss_change: change, accuracy_without: without }) => rows.push(
+    make("li", {}, `without ${what}: `,
+      ...(without === null ? [] : ["accuracy ", bold(without.toFixed(2)), ", "]),
+      `loss ${format(change, true)}`));
+  const addHeads = (some) => some.forEach((row) =>
+    add(`${headName(indexOf(row))} (${KINDS[nameOf(indexOf(row))].title})`, row));
+  for (const index of [subject.previous, subject.induction]) {
+    addHeads(heads.filter((row) => indexOf(row) === index));
+    for (const group of groups) {
+      if (group.name === nameOf(index) && group.heads > 1) add(groupTitle(group), group);
+    }
+  }
   const needed = heads.filter((row) => row.loss_change > 0.5 &&
-    nameAt(run, indexOf(row), run.frames.at(-1).step) === "diagonal");
-  for (const row of needed) rows.push([`without ${headName(indexOf(row))} (self)`, row]);
-  const list = make("ul", {}, ...rows.filter(([, row]) => row)
-    .map(([what, row]) => make("li", {}, `${what}: `, ...effect(row))));
+    nameOf(indexOf(row)) === "diagonal");
+  addHeads(needed);
   return ["The output of a head was replaced by its mean, on ", `${windows} validation windows`,
     accuracy === null ? ". " : `; with all heads, accuracy ${accuracy.toFixed(2)}. `,
     "The previous-token head predicts nothing itself, but the induction heads read what it wrote. " +
-      "Heads of the same kind can replace each other, so look at all of them together.", list,
+      "Heads of the same kind can replace each other, so look at all of them together.",
+    make("ul", {}, ...rows),
     needed.length ? "A self head writes the current token again, larger. In the models of " +
       "docs/lens-ablation.md, the induction heads need it to compare this token with the " +
       "previous tokens." : ""];

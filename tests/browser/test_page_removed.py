@@ -1,10 +1,8 @@
 """The interactive page in Chromium: removed heads and predictions of each layer."""
 
-import base64
 import dataclasses
 import json
 import re
-import zlib
 
 import numpy as np
 import pytest
@@ -46,7 +44,7 @@ def with_ablation(ablation, name_of_all=None, run=None):
         number = [name["key"] for name in data["names"]].index(name_of_all)
         history = json.loads(pages.unpacked(data["history"]))
         history["names"] = [[number] * 6 for _ in history["names"]]
-        data["history"] = base64.b64encode(zlib.compress(json.dumps(history).encode())).decode()
+        data["history"] = pages.packed(history)
     return dataclasses.replace(run, data=data)
 
 

@@ -1,11 +1,9 @@
 """The interactive page in Chromium: names, the first view, losses, statistics of one prompt."""
 
-import base64
 import dataclasses
 import functools
 import json
 import re
-import zlib
 
 import numpy as np
 import pytest
@@ -272,10 +270,10 @@ def test_losses_under_the_slider(story, shown):
     lens.mouse.up()
     (drawn,) = pages.pixels(lens.locator("#losses"))
     assert len(np.unique(drawn[drawn[..., 3] == 255][:, :3], axis=0)) >= 4  # curves and the step
-    bare = dataclasses.replace(a_run(), data=a_run().data | {"curves": {}})
-    history = json.loads(pages.unpacked(bare.data["history"])) | {"losses": []}
-    packed = base64.b64encode(zlib.compress(json.dumps(history).encode())).decode()
-    without = shown(dataclasses.replace(bare, data=bare.data | {"history": packed}))
+    data = a_run().data
+    history = pages.packed(json.loads(pages.unpacked(data["history"])) | {"losses": []})
+    data = data | {"curves": {}, "history": history}
+    without = shown(dataclasses.replace(a_run(), data=data))
     assert without.locator("#step").is_visible()
     heights = [part.locator("#bar").bounding_box()["height"] for part in (lens, without)]
     assert heights[0] > heights[1] + 40  # no empty strip

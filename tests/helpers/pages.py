@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import json
 import re
 import zlib
 from dataclasses import dataclass
@@ -251,6 +252,11 @@ def statistics_of(lens):
     {title: text}."""
     texts = lens.locator("#values > div").all_inner_texts()
     return dict(text.partition(", uniform")[0].split("\n") for text in texts)
+
+
+def packed(value) -> str:
+    """Returns JSON in the form of the "history" of a run."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
 
 
 def unpacked(data: str) -> bytes:
