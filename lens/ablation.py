@@ -19,7 +19,7 @@ loss times the change of the context vector (Nanda 2023, Attribution Patching; S
 Shapes: B windows, H heads, T positions, D head_dim, N targets, L layers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -87,6 +87,13 @@ def ablate(
             for (name, group), result in zip(groups.items(), results[len(heads) :], strict=True)
         ],
     }
+
+
+def most_important(results: Iterable[dict]) -> dict | None:
+    """Returns the result with the largest increase of the loss, without increases of less than two
+    standard errors."""
+    clear = [row for row in results if row["loss_change"] > 2 * (row["loss_change_error"] or 0)]
+    return max(clear, key=lambda row: row["loss_change"], default=None)
 
 
 def removal(what: str, result: dict) -> str:

@@ -101,9 +101,10 @@ def head_table(rows: Sequence[Row], uniform: Mapping) -> list[dict]:
 
 def most_significant(table: Sequence[dict]) -> list[dict]:
     """Returns the most significant head of each name in a table, without positional and uniform
-    heads."""
+    heads. Heads that attend to themselves or to the first token are last: they say least."""
     first = {row["name"]: row for row in reversed(table) if row["name"] in NAMES}
-    return sorted(first.values(), key=lambda row: row["rank"])
+    last = ("diagonal", "first_token")
+    return sorted(first.values(), key=lambda row: (row["name"] in last, row["rank"]))
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .ablation import COLUMNS, Ablate, removal
+from .ablation import COLUMNS, Ablate, most_important, removal
 from .animation import write_animation
 from .config import LensConfig
 from .heads import (
@@ -181,20 +181,20 @@ class Lens:
         ]
 
     def most_important_heads(self) -> list[str]:
-        """Returns the head, and the name of heads, whose removal increases the loss most."""
+        """Describes the head, and the name of several heads, that the model needs most."""
         if not self.ablation:
             return []
         names = {(row["layer"], row["head"]): row["name"] for row in self.table}
-        heads, groups = self.ablation["heads"], self.ablation["groups"]
-        first = max(heads, key=lambda row: row["loss_change"])
-        layer, head = first["layer"], first["head"]
-        lines = [removal(f"L{layer} H{head} ({title_of(names[layer, head]) or 'no name'})", first)]
-        if groups:
-            first = max(groups, key=lambda row: row["loss_change"])
+        lines = []
+        if first := most_important(self.ablation["heads"]):
+            layer, head = first["layer"], first["head"]
+            name = title_of(names[layer, head]) or "no name"
+            lines.append(removal(f"L{layer} H{head} ({name})", first))
+        if first := most_important(row for row in self.ablation["groups"] if row["heads"] > 1):
             lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
         if self.ablation["method"] == "estimate":
             lines = [f"{line} (first-order estimate)" for line in lines]
-        return lines
+        return lines or ["any head: the loss increases by less than two standard errors"]
 
     def _add_ablation(self, found: dict | None, step: int, folder: Path) -> None:
         """Writes ablation.json and adds the results to the table. None: after an error."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers.models import random_ids, tiny_model
 
 from inference.ablation import ablate_heads
-from lens.ablation import COLUMNS
+from lens.ablation import COLUMNS, most_important
 from lens.page import read
 from tokens.windows import IGNORED, WindowDataset
 from train import fit
@@ -166,3 +166,14 @@ def test_results_of_a_run(make_run, batch_size, method):
     assert found == changes
     (page,) = read(folder / "timelapse.html")
     assert page["ablation"] == result
+
+
+def test_the_most_important_head_has_a_clear_change():
+    results = [
+        {"loss_change": 0.5, "loss_change_error": 0.3},
+        {"loss_change": -2.0, "loss_change_error": 0.1},
+        {"loss_change": 0.3, "loss_change_error": 0.1},
+    ]
+    assert most_important(results) is results[2]
+    assert most_important(results[:2]) is None
+    assert most_important([{"loss_change": 0.1, "loss_change_error": None}])  # one window

@@ -138,6 +138,13 @@ def test_most_significant_head_of_each_name():
     assert found == [("induction", 0, 0), ("previous_token", 1, 0)]
 
 
+def test_heads_that_attend_to_themselves_or_to_the_first_token_come_last():
+    values = {"diagonal": [[0.9, 0], [0, 0]], "first_token": [[0, 0.8], [0, 0]]}
+    last = row(0, **values, previous_token=[[0, 0], [0.7, 0]])
+    found = [head["name"] for head in most_significant(head_table([last], UNIFORM))]
+    assert found == ["previous_token", "diagonal", "first_token"]
+
+
 def test_significance_of_a_head_without_defined_statistics():
     (head,) = head_table(one_head(**dict.fromkeys(NAMES, NAN)), UNIFORM)
     assert (head["name"], head["significance"]) == ("", None)

@@ -144,8 +144,8 @@ def test_loss_without_each_head(in_process, home):
     assert (code, err) == (0, "")
     (run,) = read(home / "a.html")
     assert run["ablation"]["method"] == "exact"
-    first = max(run["ablation"]["heads"], key=lambda row: row["loss_change"])
-    assert f"without L{first['layer']} H{first['head']} " in told
+    assert len(run["ablation"]["heads"]) == run["layers"] * run["heads"]
+    assert "\nwithout " in told
     estimate = ("checkpoint=gpt2", "ablation=estimate", "out=b.html")
     code, _, err = in_process(main, home, *estimate)  # of no run, so the text is not known
     assert (code, printed_keys(err)) == (2, ["data.path"])
