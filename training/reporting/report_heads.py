@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from files import read_bounded, read_rows
-from lens.heads import ALL_NAMES, NAMED_FROM, title_of
+from lens.heads import ALL_NAMES, NAMED_FROM, NAMES, title_of
 from lens.heatmap import data_url
 from lens.page import codes_of, read
 from training.reporting.charts import finite, number, thin
@@ -79,9 +79,11 @@ def read_table(path: Path) -> list[dict]:
 def description(row: dict, others: list[dict]) -> str:
     """Returns what a head does as HTML. others: heads with the same name."""
     facts = []
+    is_weight = row["name"] in NAMES  # "positional" is not, and has no significance
     if row["name"] in row:
-        facts.append(f"mean weight {row[row['name']]:.2f}")
-    facts.append(f"significance {row['significance']:.2f}")
+        facts.append(f"{'mean weight' if is_weight else 'value'} {row[row['name']]:.2f}")
+    if is_weight:
+        facts.append(f"significance {row['significance']:.2f}")
     if "loss_change" in row:
         error = f" ± {row['loss_change_error']:.4f}" if "loss_change_error" in row else ""
         facts.append(f"loss without this head: {row['loss_change']:+.4f}{error}")

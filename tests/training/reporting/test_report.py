@@ -253,12 +253,15 @@ def test_page_with_invalid_weights_has_no_images(run, weights):
 
 def test_heads_without_names(run):
     folder = run(ROWS)
-    table = "layer,head,name,significance\n0,0,uniform,0.1\n0,1,,0.2\n"
+    table = "layer,head,name,significance,positional\n0,0,uniform,0.1,0\n0,1,,0.2,0\n"
     (folder / "attention" / "heads.csv").write_text(table)
     shown = write_report(folder).read_text()
     text = re.search(r'class="attention"><p>(.*?)</p>', shown)[1]
     assert re.findall(r"[\d.]*\d", text) == ["0", "2", "0.25", "0.20"]
     assert "<article>" not in shown
+    (folder / "attention" / "heads.csv").write_text(f"{table}0,2,positional,0.07,0.31\n")
+    (card,) = re.findall("<article>(.*?)</article>", write_report(folder).read_text())
+    assert re.findall(r"\d\.\d+", card) == ["0.31"]  # its significance is of other statistics
 
 
 def test_pages_of_older_runs_have_the_same_weights(run):
