@@ -45,8 +45,7 @@ export function buildCharts() {
 function measure(chart) {
   const { statistic } = chart;
   const sides = otherRunSide() ? [A, B] : [A];
-  const bounds = sides.map((of) => rangeOf(of, statistic.key)).filter(Boolean)
-    .flatMap((range) => [range.low, range.high]);
+  const bounds = sides.flatMap((of) => rangeOf(of, statistic.key));
   chart.empty = !bounds.length;
   const uniform = uniformOf(A, statistic.key);
   bounds.push(...(uniform === null ? [] : [uniform]), ...(chart.empty ? [0, 1] : []));

@@ -97,9 +97,8 @@ function buildCompare() {
 
 /** Returns the range of the filter slider: [low, high] of the statistic shown in the grid. */
 function filterRange(key) {
-  const found = [A, B].map((of) => of && rangeOf(of, key)).filter(Boolean);
-  const [low, high] = found.length
-    ? [Math.min(...found.map((of) => of.low)), Math.max(...found.map((of) => of.high))] : [0, 1];
+  const ends = [A, B].flatMap((of) => (of ? rangeOf(of, key) : []));
+  const [low, high] = ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
   return B && state.show === "difference" ? [low - high, high - low] : [low, high];
 }
 
@@ -189,7 +188,8 @@ function showNotes() {
   if ($("compare-note").textContent !== text) $("compare-note").textContent = text;
   const marks = run.steps.length > 1 ? "One line per head" : "One dot per head, by layer";
   $("legend").hidden = run.statistics.every(({ empty }) => empty);
-  $("legend").replaceChildren(`${marks}; ${isMean() ? "mean over all prompts" : "this prompt"} · `,
+  const over = isMean() && run.prompts.length > 1 ? "mean over all prompts" : "this prompt";
+  $("legend").replaceChildren(`${marks}; ${over} · `,
     make("i", { textContent: "selected head" }),
     bold(otherRunSide() ? " · B" : ""), " · dashed: uniform attention");
 }

@@ -129,12 +129,11 @@ export function seriesOf(of, key) {
   return { steps: frames.map(({ step }) => step), rows, at: of.frame };
 }
 
-/** Returns the range of a statistic over all heads and known steps. */
+/** Returns [low, high] of a statistic over all heads and known steps, [] without values. */
 export function rangeOf(of, key) {
-  const values = seriesOf(of, key).rows.flat().filter((value) => Number.isFinite(value));
-  if (!values.length) return null;
-  const [low, high] = [Math.min, Math.max].map((most) => values.reduce((a, b) => most(a, b)));
-  return { low, high };
+  const values = seriesOf(of, key).rows.flat().filter(Number.isFinite);
+  if (!values.length) return [];
+  return [Math.min, Math.max].map((most) => values.reduce((a, b) => most(a, b)));
 }
 
 /** Returns the losses at the positions of the prompt at the step of a side, [] if unknown. */

@@ -90,7 +90,7 @@ def test_image_of_one_head_has_all_labels_and_the_copies(shown):
 
 
 def test_image_of_a_comparison_of_different_tokens(shown):
-    """Each map has the tokens of its own run."""
+    """The map of all heads of B has the prompt of B."""
     other = pages.prompt("1-other", ["a", "b", "c"])
     second = a_run("second", prompts=(other,), seed=7)
     lens = shown(a_run(), second, fragment="#head=0.2&show=b")
