@@ -9,8 +9,8 @@ The HTML file links its style sheet and its script in the usual way:
     <script type="module" src="main.js"></script>
 
 so a browser can also load the folder from a local web server. `assemble` replaces each link with
-the content of its file. A script is joined with all modules that it imports, without indentation
-and without comments that fill whole lines.
+the content of its file, without indentation and without comments that fill whole lines. A script is
+joined with all modules that it imports.
 """
 
 import base64
@@ -22,7 +22,7 @@ STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 SCRIPT = re.compile(r'<script type="module" src="([\w.-]+)"></script>')
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.-]+)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?function|const|let|class)", re.MULTILINE)
-# Comments and indentation of a script. A file has the comments only in the sources.
+# Comments and indentation of scripts and style sheets: only the sources have them.
 UNNEEDED = re.compile(r"^ *(?:/\*.*?\*/\n|//[^\n]*\n)|^ +|\n(?=\n)", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(rb"<!--|<(script|style)\b([^>]*)>")
 
@@ -32,7 +32,8 @@ def assemble(page: Path) -> str:
     folder = page.parent
 
     def style(found: re.Match) -> str:
-        return f"<style>\n{(folder / found[1]).read_text(encoding='utf-8')}</style>"
+        text = (folder / found[1]).read_text(encoding="utf-8")
+        return f"<style>\n{UNNEEDED.sub('', text)}</style>"
 
     def script(found: re.Match) -> str:
         text = UNNEEDED.sub("", join_modules(folder / found[1])).lstrip()

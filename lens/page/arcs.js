@@ -53,13 +53,16 @@ export function drawArcs(query = shownQuery) {
   const box = $("arc-lines").getBoundingClientRect();
   const places = shown ? [...$("text").children].slice(0, query + 1).map((span) => {
     // A token can begin with the space at the end of a line; its text is then on the next line.
-    const { left, top, bottom, width } = [...span.getClientRects()]
-      .reduce((most, part) => (part.width > most.width ? part : most));
+    // Without a layout, as in a frame that is not visible yet, it has no rectangle.
+    const [widest] = [...span.getClientRects()].sort((one, two) => two.width - one.width);
+    if (!widest) return null;
+    const { left, top, bottom, width } = widest;
     return { x: left - box.left + width / 2, top: top - box.top, bottom: bottom - box.top };
   }) : [];
   const arcs = shown ? heads.flatMap((index, n) => {
     const aside = 3 * (n - (heads.length - 1) / 2); // so that arcs of all heads are visible
-    return strongest(index, query).map((arc) => pathOf(arc, places, query, n, aside, heads.length));
+    return strongest(index, query).filter(({ key }) => places[query] && places[key])
+      .map((arc) => pathOf(arc, places, query, n, aside, heads.length));
   }) : [];
   $("arc-lines").replaceChildren(...arcs);
 }

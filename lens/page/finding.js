@@ -1,11 +1,11 @@
 /* One sentence about the enlarged head, and the head with which the page opens. */
 
-import { formatWeight, visible } from "./text.js";
+import { format, formatWeight, visible } from "./text.js";
 import { $, bold, make } from "./dom.js";
 import { weight } from "./data.js";
 import {
   headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
-  statisticOf, update,
+  statisticOf, uniformOf, update, valueAt,
 } from "./state.js";
 import { KINDS, findName, nameAt, namingEvents, sinceText } from "./names.js";
 
@@ -97,6 +97,25 @@ function patternText(name, { tokens, period }, { query, key }) {
   }[name]();
 }
 
+const TARGETS = { previous_token: "the token before", first_token: "the first token",
+  diagonal: "the token itself", separator: "separators", induction: "the token after the same one",
+  duplicate_token: "the same token before" };
+
+/** Returns why a head has no name. */
+function noNameText(index) {
+  if (nameAt(run, index, here.step) === "uniform") return "its attention is nearly uniform";
+  const size = ({ key }) => significance(here, key, index, false) ?? -1;
+  const [most] = run.statistics.filter((one) => one.is_name && size(one) >= one.named_from)
+    .sort((one, two) => size(two) - size(one));
+  if (!most) {
+    return "on this prompt, it attends to no kind of token clearly more than uniform attention does";
+  }
+  const value = format(valueAt(here, most.key, index, false));
+  const uniform = format(uniformOf(here, most.key, false));
+  return `on this prompt, its mean weight on ${TARGETS[most.key]} is ${value} (uniform ` +
+    `${uniform}), but not on every prompt is it large enough for a name`;
+}
+
 /** Returns the later name of a head that has none at the shown step, as a sentence. */
 function laterText(index) {
   const event = namingEvents(run).find(({ heads, step }) =>
@@ -122,10 +141,8 @@ export function drawFinding() {
   if (index === null) return;
   const head = headName(index);
   if (!name) {
-    const why = nameAt(run, index, here.step) === "uniform" ? "its attention is nearly uniform"
-      : "it attends to no kind of token clearly more than uniform attention does";
-    $("finding").replaceChildren(`${head} has no name at step ${here.step}: ${why}.`,
-      laterText(index));
+    $("finding").replaceChildren(
+      `${head} has no name at step ${here.step}: ${noNameText(index)}.`, laterText(index));
     return;
   }
   const row = bestRow(name.key, index);

@@ -1,7 +1,7 @@
 /* The help dialog: keyboard shortcuts, statistics and colours. */
 
 import { $, make } from "./dom.js";
-import { run } from "./state.js";
+import { run, statisticOf } from "./state.js";
 
 const KEYS = [
   ["← → ↑ ↓", "move to a neighbouring head"],
@@ -33,8 +33,9 @@ export function buildHelp() {
   const close = make("button", { textContent: "close" });
   close.addEventListener("click", () => $("help").close());
   const title = make("h2", { id: "help-title", textContent: "How to read this page" });
-  const limits = run.statistics.filter((of) => of.named_from)
+  const limits = run.statistics.filter((of) => of.is_name && of.named_from)
     .map((of) => `${of.title} ${of.named_from}`).join(", ");
+  const positional = statisticOf(run, "positional")?.named_from;
   const keys = KEYS.map(([key, does]) => [make("kbd", { textContent: key }), does]);
   $("help").append(
     make("header", {}, title, close),
@@ -52,7 +53,9 @@ export function buildHelp() {
     text("The significance of a statistic is (value − uniform) / (1 − uniform): 0 for uniform " +
       "attention, at most 1. A head has the name of a statistic if its significance reaches the " +
       `limit on every prompt on which it is defined (${limits}). If several names are possible, ` +
-      "it has the one with the largest significance. A name says where a head attends. It does " +
+      "it has the one with the largest significance. A head with none of these names is " +
+      `positional if its value of this statistic is at least ${positional}, and uniform (without ` +
+      "a letter) if its entropy is nearly that of uniform attention. A name says where a head attends. It does " +
       "not say that the model needs the head."),
     heading("Predictions"),
     text("At each token, the model predicts the next token. The loss is −ln of the probability of " +

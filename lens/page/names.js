@@ -104,6 +104,6 @@ export function drawNames() {
     button.setAttribute("aria-pressed", state.name === name);
   }
   $("no-names").textContent = shown.some(Boolean) ? ""
-    : `No head has a name at step ${here.step}: none attends to one kind of token much more than ` +
-      "uniform attention does.";
+    : `No head has a name at step ${here.step}: none attends to one kind of token clearly more ` +
+      "than uniform attention does, on every prompt.";
 }

@@ -232,6 +232,14 @@ def test_arcs_lead_to_the_strongest_key_tokens(shown):
     assert lens.locator("#arc-lines path").count() == 0
 
 
+def test_no_arcs_without_a_layout(shown):
+    """In a frame that is not visible yet, tokens have no rectangles."""
+    lens = shown(fragment="#head=1.1&query=9")
+    lens.evaluate("Element.prototype.getClientRects = () => []; lens.redraw()")
+    assert lens.locator("#arc-lines path").count() == 0
+    assert lens.locator("#map").is_visible()
+
+
 def test_arcs_in_right_to_left_text(shown):
     words = ["של", "ום", " עול", "ם", ",", " אני", " קורא", "."]
     run = a_run("rtl arcs", 1, 1, (pages.prompt("rtl", words),), (0,), (0,))

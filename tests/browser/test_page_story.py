@@ -30,9 +30,11 @@ def planted(name, prompt):
     weights = torch.ones(size, size).tril()
     for query in range(1, size):
         copies = query > prompt.period > 0
-        key = {"diagonal": query, "previous_token": query - 1, "induction": None, "": None}[name]
+        key = {"diagonal": query, "previous_token": query - 1}.get(name)
         if name == "induction" and copies:
             key = query - prompt.period + 1
+        if name == "previous_token in words" and not prompt.period:
+            key = query - 1
         if key is not None:
             weights[query, key] = (60 if query == 9 else 20) * query
     return weights / weights.sum(-1, keepdim=True)
@@ -153,6 +155,19 @@ def test_names_at_each_step(shown, story):
             assert legend(lens) == {key: shown_keys.count(key) for key in shown_keys}
             assert bool(lens.locator("#no-names").inner_text()) == (not shown_keys)
     assert tags(lens) == ["S", "", "P", "", "I", ""]
+
+
+def test_sentence_of_a_head_with_a_pattern_on_one_prompt(shown):
+    """It has no name; the sentence says what it does on this prompt, and nothing on the other."""
+    run = story_run({(0, 1): ("previous_token in words", 40)})
+    lens = shown(run, fragment="#head=0.1")
+    assert lens.locator("#detail-name").inner_text() == ""
+    value = run.frames[120].of_prompts[0]["previous_token"][0, 1]
+    wanted = [f"{number:.2f}" for number in (value, uniform_values([SOME])["previous_token"])]
+    found = lens.locator("#finding")
+    assert re.findall(r"\d\.\d+", found.inner_text()) == wanted
+    lens.locator("#prompt").select_option("1")
+    assert not re.findall(r"\d\.\d+", found.inner_text())
 
 
 def test_filter_by_name_and_since(story):
