@@ -39,7 +39,7 @@ def assemble(page: Path) -> str:
         text = UNNEEDED.sub("", join_modules(folder / found[1])).lstrip()
         return f'<script type="module">\n{text}</script>'
 
-    html = page.read_text(encoding="utf-8")
+    html = re.sub(r"^ +(?=<)", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return SCRIPT.sub(script, STYLE.sub(style, html))
 
 

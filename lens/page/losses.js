@@ -19,12 +19,15 @@ function placeOf(step) {
   return clamp((n + (step - steps[n]) / (steps[n + 1] - steps[n])) / (steps.length - 1), 0, 1);
 }
 
-/** Returns the mean loss in the second copy of the repeated sequence at each step. */
+/** Returns the mean loss in the second copy of the repeated sequence at each step, [] if it never
+ * falls: a model of texts need not learn to copy. */
 function copyLosses() {
   const prompt = run.prompts.findIndex(({ period }) => period > 1);
   const { period } = run.prompts[prompt] ?? {};
-  return run.steps.map((step, n) => [step, meanLoss(run.losses[n]?.[prompt] ?? [], period, 2)])
+  const points = run.steps
+    .map((step, n) => [step, meanLoss(run.losses[n]?.[prompt] ?? [], period, 2)])
     .filter(([, loss]) => Number.isFinite(loss));
+  return points.some(([, loss]) => loss < 0.9 * points[0][1]) ? points : [];
 }
 
 export function buildTimeline() {
@@ -32,9 +35,11 @@ export function buildTimeline() {
   timeCurves = Object.entries(known).filter(([, points]) => points.length > 1)
     .map(([title, points]) => {
       const short = title.replace(/ loss$|^loss on the |^validation (?=acc)/, "");
-      const label = make("span", { title }, `${short} `, make("b", { className: "number" }));
+      const isPart = title.includes("accuracy");
+      const label = make("span", { title: title === "training loss" ? `${title} (smoothed)` : title },
+        `${isPart ? "· " : ""}${short} `, make("b", { className: "number" }));
       label.dataset.curve = title;
-      return { points, label, isPart: title.includes("accuracy") };
+      return { points, label, isPart };
     })
     .sort((one, two) => one.isPart - two.isPart); // the losses first
   $("losses-frame").hidden = $("curves").hidden = !timeCurves.length;
@@ -58,7 +63,7 @@ export function buildTimeline() {
   $("losses").addEventListener("pointermove", go);
 }
 
-/** Marks the steps at which heads got their names and at which the model begins to copy. */
+/** Marks the steps at which heads got their names and the loss on copy 2 had fallen. */
 function buildMarks() {
   namings = namingEvents(run);
   const seen = new Map(); // number of marks at each step
@@ -74,10 +79,10 @@ function buildMarks() {
     seen.set(event.step, (seen.get(event.step) ?? 0) + 1);
   }
   if (Number.isFinite(run.stage)) {
-    const text = `step ${run.stage}: copying begins, the loss on the second copy has fallen`;
+    const text = `step ${run.stage}: the loss on copy 2 has fallen`;
     const node = mark("stage", run.stage, text);
     node.classList.toggle("late", placeOf(run.stage) > 0.6);
-    node.append(make("span", { textContent: `copying begins, step ${run.stage}` }));
+    node.append(make("span", { textContent: `copy 2: loss has fallen, step ${run.stage}` }));
   }
 }
 
@@ -85,9 +90,9 @@ function buildMarks() {
 export function newsText() {
   const before = run.frames[here.frame - 1]?.step ?? -1;
   const isNew = ({ step }) => step > before && step <= here.step;
-  const copying = Number.isFinite(run.stage) && isNew({ step: run.stage });
-  return [...namings.filter(isNew).map(describeEvent), ...(copying ? ["copying begins"] : [])]
-    .join(" · ");
+  const copies = Number.isFinite(run.stage) && isNew({ step: run.stage });
+  return [...namings.filter(isNew).map(describeEvent),
+    ...(copies ? ["the loss on copy 2 has fallen"] : [])].join(" · ");
 }
 
 export function drawTimeline() {

@@ -16,17 +16,30 @@ function changeText({ loss_change: change, loss_change_error: error }) {
 }
 
 /** Returns one sentence: loss and accuracy before and after the removal. */
-function resultText({ method, loss, accuracy }, result) {
+function resultText({ method, loss, accuracy, windows }, result) {
   const { loss_change: change, loss_change_error: error, accuracy_without: without } = result;
   const digits = lossDigits(change);
   const [before, after] = [loss, loss + change].map((value) => value.toFixed(digits));
   const about = method === "exact" ? "" : "about ";
-  const parts = [`loss ${before} → ${about}${after} (`, bold(changeText(result)),
+  const parts = [`loss on ${plural(windows, "window")} ${before} → ${about}${after} (`, bold(changeText(result)),
     error !== null && Math.abs(change) < 2 * error ? ", not clearly different from 0)" : ")"];
   if (without !== null) {
     parts.push(`, accuracy ${accuracy.toFixed(2)} → `, bold(without.toFixed(2)));
   }
   return parts;
+}
+
+/** Returns the other groups of heads that the model clearly needs, if it needs the group `name`. */
+function alsoNeeded({ method, accuracy, groups }, name) {
+  const most = Math.max(...groups.map((group) => group.loss_change));
+  const needed = method !== "exact" ? [] : groups.filter((group) =>
+    group.loss_change > Math.max(0.1 * most, 2 * (group.loss_change_error ?? 0)));
+  const others = needed.filter((group) => group.name !== name);
+  if (!others.length || others.length === needed.length) return [];
+  const texts = others.map((group) => `${groupTitle(group)} (${accuracy === null
+    ? `loss ${formatLoss(group.loss_change, true)}`
+    : `accuracy ${accuracy.toFixed(2)} → ${group.accuracy_without.toFixed(2)}`})`);
+  return [make("br"), `The model also needs ${texts.join(" and ")}.`];
 }
 
 const howMeasured = ({ method, windows, targets }) =>
@@ -70,7 +83,8 @@ export function drawRemoved() {
         ...resultText(ablation, group), "."] : [];
       return [
         make("p", {}, ...prefix(of), `Without ${headName(placeIn(of), of.run)}: `,
-          ...resultText(ablation, found), ".", ...all),
+          ...resultText(ablation, found), ".", ...all,
+          ...alsoNeeded(ablation, name)),
         make("p", { className: "note", textContent: howMeasured(ablation) })];
     }));
 }
@@ -107,7 +121,7 @@ export function drawGroups() {
   const sort = make("button", { textContent: "sort heads by loss without the head" });
   sort.addEventListener("click", () => sortBy(REMOVED.key));
   $("groups").replaceChildren(
-    make("h2", { textContent: "What happens without heads of a name?" }),
+    make("h2", { textContent: "What if all heads of one kind are removed?" }),
     ...sides.flatMap((of) => [
       ...(B && isMeasured(of) ? [make("p", {}, bold(sideName(of)))] : []),
       ...(isMeasured(of) ? groupTable(of) : [make("p", {}, ...prefix(of), ...elsewhere(of))]),

@@ -17,8 +17,7 @@ export const lossDigits = (change) => (Math.abs(change) < 0.1 ? 4 : 2);
 /** Returns a loss, or with `signed` the change of a loss, as text. */
 export function formatLoss(value, signed = false) {
   if (value === null) return "–";
-  const text = Math.abs(value).toFixed(lossDigits(value));
-  return (!Number(text) ? "" : value < 0 ? "−" : signed ? "+" : "") + text;
+  return (value < 0 ? "−" : signed ? "+" : "") + Math.abs(value).toFixed(lossDigits(value));
 }
 
 /** Returns the number of correct decimals of a value that is one of an interval of values with the

@@ -1,7 +1,7 @@
 /* The guided tour: how the model of this run learned to copy a repeated sequence. Each stop sets
  * the view and says in a few sentences what it shows, with the numbers of this run. */
 
-import { format, formatWeight, visible } from "./text.js";
+import { format, formatLoss, formatWeight, visible } from "./text.js";
 import { $, bold, make } from "./dom.js";
 import { decode, weight } from "./data.js";
 import {
@@ -142,16 +142,16 @@ function makeStops() {
   return [
     { title: "the task", points: ["words"], view: { frame: last, query },
       text: [`The prompt is ${period} random tokens (copy 1) and the same ${period} again (copy ` +
-        "2). The colours show the loss of each token. Nothing tells the model what comes next in " +
-        "copy 1: mean loss ", bold(format(copyLoss(last, 1))), ". In copy 2 it can copy what " +
+        "2). The colours show the loss of each token. In copy 1, nothing tells the model what comes " +
+        "next: mean loss ", bold(format(copyLoss(last, 1))), ". Training need not reduce this loss, " +
+        "and it exceeds that of an even guess if the model is sure of wrong tokens. In copy 2 it can copy what " +
         "followed the same token before: mean loss ", bold(format(copyLoss(last, 2))), "."] },
     { title: `the previous-token head, ${P}`, points: ["readout"],
       view: view(previous, { query: key }), outline: { from: [0, 1], to: [2 * period - 1, 2 * period] },
       text: ["Copying needs two heads. In ", bold(P), ", most tokens attend to the token before " +
         "them, along the outlined line (mean weight ", bold(average(last, "previous_token", previous)),
       `, uniform ${uniform("previous_token")}). So the vector at `, quoted(key), ` (${key}) also ` +
-        "says that ", quoted(key - 1), " came before it. The head has this name since step " +
-        `${sinceStep(run, previous, stepOf(last))}.`] },
+        "says that ", quoted(key - 1), " came before it. ", nameStepText()] },
     { title: `before, step ${stepOf(before)}`, points: ["readout"], outline: stripe,
       view: view(induction, { frame: before }),
       text: [bold(I), " will attend to the outlined cells: in copy 2, to the token that followed " +
@@ -176,6 +176,19 @@ function makeStops() {
   ].filter(Boolean);
 }
 
+/** Returns since when the previous-token head has its name. It may get it after the induction head:
+ * a name needs a limit, and the weight grows before. */
+function nameStepText() {
+  const { previous, since } = subject;
+  const step = sinceStep(run, previous, run.frames.at(-1).step);
+  const { values, uniform } = statisticOf(run, "previous_token");
+  const at = run.steps.findLastIndex((known) => known <= since);
+  if (step <= since || at < 0) return `The head has this name since step ${step}.`;
+  return `A name needs a certain mean weight, which this head has since step ${step}. At step ` +
+    `${run.steps[at]} its mean weight was ${format(values[at][previous])} (uniform ` +
+    `${format(uniform)}).`;
+}
+
 /** Returns what happens without heads, from the data of ablation.py. */
 function removedText() {
   const { accuracy, heads, groups, windows } = run.ablation;
@@ -185,7 +198,7 @@ function removedText() {
   const add = (what, { loss_change: change, accuracy_without: without }) => rows.push(
     make("li", {}, `without ${what}: `,
       ...(without === null ? [] : ["accuracy ", bold(without.toFixed(2)), ", "]),
-      `loss ${format(change, true)}`));
+      `loss ${formatLoss(change, true)}`));
   const addHeads = (some) => some.forEach((row) =>
     add(`${headName(indexOf(row))} (${KINDS[nameOf(indexOf(row))].title})`, row));
   for (const index of [subject.previous, subject.induction]) {
@@ -197,12 +210,11 @@ function removedText() {
   const needed = heads.filter((row) => row.loss_change > 0.5 &&
     nameOf(indexOf(row)) === "diagonal");
   addHeads(needed);
-  return ["The output of a head was replaced by its mean, on ", `${windows} validation windows`,
-    accuracy === null ? ". " : `; with all heads, accuracy ${accuracy.toFixed(2)}. `,
-    "The previous-token head predicts nothing itself, but the induction heads read what it wrote. " +
-      "Heads of the same kind can replace each other, so look at all of them together.",
-    make("ul", {}, ...rows),
-    needed.length ? "A self head writes the current token again, larger. In the models of " +
-      "docs/lens-ablation.md, the induction heads need it to compare this token with the " +
-      "previous tokens." : ""];
+  return [make("p", {}, `The output of a head was replaced by its mean, on ${windows} validation ` +
+    `windows${accuracy === null ? "" : `; with all heads, accuracy ${accuracy.toFixed(2)}`}. Heads ` +
+    "of the same kind can replace each other, so look at all of them together.",
+    needed.length ? " Measured in other runs of this kind: an induction head looks for a key " +
+      "whose previous token equals the current token. The self head copies the current token " +
+      "again, more strongly, so that it is not too small next to the output of the " +
+      "previous-token head." : ""), make("ul", {}, ...rows)];
 }

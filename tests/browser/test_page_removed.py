@@ -77,6 +77,20 @@ def test_values_are_shown_only_at_the_step_of_the_measurement(shown):
         assert numbers(lens.locator(part).inner_text())
 
 
+def test_other_groups_that_the_model_needs(shown):
+    """Only exact and clear changes, of at least a tenth of the largest."""
+    groups = [
+        result(4.5, 0.01, name="induction", heads=6),
+        result(4.0, 0.03, name="previous_token", heads=2),
+        result(0.4, 0.7, name="diagonal", heads=2),
+        result(2.0, 0.2, name="separator", heads=1) | {"loss_change_error": 1.5},
+    ]
+    for method, wanted in (("exact", [0.75, 0.03]), ("estimate", [])):
+        data = an_ablation(method=method, groups=groups) | {"accuracy": ACCURACY}
+        lens = shown(with_ablation(data, "induction"), fragment="#head=0.1")
+        assert numbers(lens.locator("#removed").inner_text())[12:] == wanted
+
+
 def test_heads_are_sorted_by_the_loss_without_them(shown):
     group = result(4.5, None, name="induction", heads=2)
     lens = shown(with_ablation(an_ablation(method="estimate", groups=[group])))

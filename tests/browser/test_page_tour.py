@@ -5,11 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from browser.test_page_story import PERIOD, REPEATED, a_story, planted, story_run
+from browser.test_page_story import PERIOD, PLANTED, REPEATED, SOME, a_story, planted, story_run
 from helpers import pages
 from playwright.sync_api import expect
 
 from lens.page import frame_data
+from lens.probe import uniform_values
 
 QUERY = 9  # the planted heads are clearest there
 KEY = QUERY - PERIOD + 1
@@ -39,8 +40,8 @@ ABLATION = {
 
 
 @functools.cache
-def a_copying_run(method="exact"):
-    story = a_story()
+def a_copying_run(method="exact", previous_from=40):
+    story = story_run(PLANTED | {PREVIOUS: ("previous_token", previous_from)})
     data = [frame_data(f, lambda token: f"<{token}>".encode()) for f in story.frames.values()]
     ablation = ABLATION | {"method": method}
     return pages.Run(story.data | {"frames": data, "ablation": ablation}, {}, story.rows, {})
@@ -91,6 +92,16 @@ def test_stops_of_the_tour(shown):
     assert lens.locator("#tour li").count() == 4  # not the head without an effect
     lens.locator("#tour-next").click()
     assert not lens.locator("#tour").is_visible()
+
+
+def test_previous_token_head_that_gets_its_name_last(shown):
+    """The tour gives its weight at the step at which the induction head got its name."""
+    run = a_copying_run(previous_from=120)
+    lens = shown(run, fragment="#tour=2")
+    expect(lens.locator("#tour")).to_be_visible()
+    value = run.rows[80].values["previous_token"][PREVIOUS]
+    uniform = uniform_values([SOME, REPEATED])["previous_token"]
+    assert has(numbers(lens), 120, 80, value, uniform)
 
 
 def test_link_and_keys_of_the_tour(shown):
