@@ -23,6 +23,7 @@ SCRIPT = re.compile(r'<script type="module" src="([\w.-]+)"></script>')
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.-]+)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?function|const|let|class)", re.MULTILINE)
 # Comments and indentation of scripts and style sheets: only the sources have them.
+STYLE_COMMENT = re.compile(r" */\*.*?\*/", re.DOTALL)
 UNNEEDED = re.compile(r"^ *(?:/\*.*?\*/\n|//[^\n]*\n)|^ +|\n(?=\n)", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(rb"<!--|<(script|style)\b([^>]*)>")
 
@@ -32,14 +33,14 @@ def assemble(page: Path) -> str:
     folder = page.parent
 
     def style(found: re.Match) -> str:
-        text = (folder / found[1]).read_text(encoding="utf-8")
+        text = STYLE_COMMENT.sub("", (folder / found[1]).read_text(encoding="utf-8"))
         return f"<style>\n{UNNEEDED.sub('', text)}</style>"
 
     def script(found: re.Match) -> str:
         text = UNNEEDED.sub("", join_modules(folder / found[1])).lstrip()
         return f'<script type="module">\n{text}</script>'
 
-    html = re.sub(r"^ +(?=<)", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    html = re.sub(r"^ +", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return SCRIPT.sub(script, STYLE.sub(style, html))
 
 

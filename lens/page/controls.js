@@ -178,6 +178,10 @@ function showNotes() {
       notes.push(`${howPromptsDiffer()}, so only the statistics are subtracted` +
         (state.show === "difference" ? "; the heatmaps show A." : "."));
     }
+    if (otherRunSide()) {
+      notes.push("Heads with the same number in two runs need not correspond: " +
+        "scripts.compare_heads matches them.");
+    }
     if (B.run.layers !== run.layers || B.run.heads !== run.heads) {
       const size = `${plural(B.run.layers, "layer")} × ${plural(B.run.heads, "head")}`;
       notes.push(`B has ${size}; only heads that both models have are compared.`);
@@ -217,7 +221,7 @@ async function openPage(file) {
     // Every < in the data is escaped, so the first < is the end of the data.
     const found = await prepare(readData(text.slice(begin, text.indexOf("<", begin)))[0]);
     await decode(found, nearestFrame(found, here.step));
-    setRuns(run, found);
+    setRuns(run, Object.assign(found, { isOpened: true }));
     buildCompare();
     await update({ compare: "run" });
     prefetch(found).then(() => update());

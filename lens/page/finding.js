@@ -92,8 +92,8 @@ function patternText(name, { tokens, period }, { query, key }) {
     diagonal: () => ["at ", quoted(query), ` (${query}) it attends to itself`],
     separator: () => ["at ", quoted(query), ` (${query}) it attends to the separator `,
       quoted(key), ` (${key})`],
-    positional: () => [`it attends to the same positions in all texts; at position ${query}, to ` +
-      `position ${key}`],
+    positional: () => [`it attends partly to the same positions in all texts; at position ${query}, ` +
+      `to position ${key}`],
   }[name]();
 }
 
@@ -113,7 +113,7 @@ function noNameText(index) {
   const value = format(valueAt(here, most.key, index, false));
   const uniform = format(uniformOf(here, most.key, false));
   return `on this prompt, its mean weight on ${TARGETS[most.key]} is ${value} (uniform ` +
-    `${uniform}), but not on every prompt is it large enough for a name`;
+    `${uniform}), but a name needs a large weight on every prompt`;
 }
 
 /** Returns the later name of a head that has none at the shown step, as a sentence. */
@@ -148,8 +148,10 @@ export function drawFinding() {
   const row = bestRow(name.key, index);
   const parts = [`${head} is ${withArticle(name.key)}${sinceText(run, index, here.step)}`];
   if (row?.prompt === state.prompt) {
-    parts.push(": ", ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
-      bold(formatWeight(row.weight)), ` (uniform ${row.uniform.toFixed(2)}).`);
+    const mean = name.key === "positional" ? ""
+      : `; on average ${format(valueAt(here, name.key, index, false))}`;
+    parts.push(": for example, ", ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
+      bold(formatWeight(row.weight)), ` (uniform ${row.uniform.toFixed(2)})${mean}.`);
   } else parts.push(row ? `. This is measured on prompt ${row.prompt + 1}.` : ".");
   if (!run.ablation) parts.push(" The name says where it attends, not whether the model needs it.");
   if (row && (row.prompt !== state.prompt || row.query !== selectedQuery())) {

@@ -3,8 +3,8 @@
 import { clamp, format, formatLoss } from "./text.js";
 import { $, make, showMessage } from "./dom.js";
 import {
-  A, B, MOST_HEADS, REMOVED, gridShows, headName, hoverHead, hovered, placeOfHead, run, selected,
-  selectedHeads, shownValue, state, statisticOf, uniformOf, update,
+  A, B, MOST_HEADS, REMOVED, gridShows, headName, hoverHead, hovered, meanIsShown, placeOfHead, run,
+  selected, selectedHeads, shownValue, state, statisticOf, uniformOf, update,
 } from "./state.js";
 import { fillTag, shownName } from "./names.js";
 import { paint } from "./maps.js";
@@ -113,7 +113,8 @@ export function drawGrid() {
     if (state.sort) tile.value.textContent = value;
     const place = chosen.indexOf(tile.index);
     tile.button.setAttribute("aria-pressed", place >= 0);
-    if (place >= 0) tile.button.style.setProperty("--head", `var(--head-${place})`);
+    const colour = `var(--head-${meanIsShown() ? 0 : place})`;
+    if (place >= 0) tile.button.style.setProperty("--head", colour);
   }
 }
 

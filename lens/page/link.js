@@ -116,7 +116,7 @@ export async function copyLink() {
   try {
     if (framed) throw 0;
     await navigator.clipboard.writeText(location.href.replace(/#.*$/s, "") + linkText());
-    showMessage("Link copied.");
+    showMessage(`Link copied.${other?.isOpened ? " The opened page is not part of it." : ""}`);
   } catch {
     $("link").hidden = false;
     $("link-text").value = linkText();

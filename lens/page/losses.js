@@ -36,8 +36,9 @@ export function buildTimeline() {
     .map(([title, points]) => {
       const short = title.replace(/ loss$|^loss on the |^validation (?=acc)/, "");
       const isPart = title.includes("accuracy");
-      const label = make("span", { title: title === "training loss" ? `${title} (smoothed)` : title },
-        `${isPart ? "· " : ""}${short} `, make("b", { className: "number" }));
+      const about = title === "training loss" ? " (smoothed)" : "";
+      const label = make("span", { title: title + about }, `${isPart ? "· " : ""}${short} `,
+        make("b", { className: "number" }));
       label.dataset.curve = title;
       return { points, label, isPart };
     })

@@ -34,9 +34,13 @@ export function findName(of, index, step) {
   return KINDS[key] ? { key, ...KINDS[key] } : null;
 }
 
-/** Returns " since step N" for a named head, "" if there is only one snapshot. */
-export const sinceText = (of, index, step) =>
-  (of.nameSteps.length > 1 ? ` since step ${sinceStep(of, index, step)}` : "");
+/** Returns " since step N" for a named head, " at step N" if it has no name before, "" if there is
+ * only one snapshot. */
+export function sinceText(of, index, step) {
+  if (of.nameSteps.length === 1) return "";
+  const since = sinceStep(of, index, step);
+  return ` ${since === of.nameSteps[snapshotAt(of, step)] ? "at" : "since"} step ${since}`;
+}
 
 /** Returns the name of a head on the side that the grid shows, or null. */
 export function shownName(index) {
@@ -84,7 +88,7 @@ export function fillTag(tag, name) {
 export function buildNames() {
   for (const [key, { letter, title }] of Object.entries(KINDS)) {
     const tag = make("span", { className: `tag kind-${key}`, textContent: letter });
-    const button = make("button", { className: "quiet", title: `show only each ${title}` }, tag,
+    const button = make("button", { className: "quiet", title: `show only the ${title}s` }, tag,
       make("span", { textContent: title }));
     button.dataset.name = key;
     button.addEventListener("click", () => update({ name: state.name === key ? "" : key }));

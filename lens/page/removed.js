@@ -42,6 +42,7 @@ function alsoNeeded({ method, accuracy, groups }, name) {
   return [make("br"), `The model also needs ${texts.join(" and ")}.`];
 }
 
+const MEANING = "exact: measured without the heads; first-order estimate: gradient times change";
 const howMeasured = ({ method, windows, targets }) =>
   `${method === "exact" ? "exact" : "first-order estimate, correct only for small changes"}; ` +
   `${plural(targets, "prediction")} in ${plural(windows, "window")}` +
@@ -85,7 +86,7 @@ export function drawRemoved() {
         make("p", {}, ...prefix(of), `Without ${headName(placeIn(of), of.run)}: `,
           ...resultText(ablation, found), ".", ...all,
           ...alsoNeeded(ablation, name)),
-        make("p", { className: "note", textContent: howMeasured(ablation) })];
+        make("p", { className: "note", title: MEANING, textContent: howMeasured(ablation) })];
     }));
 }
 
@@ -110,7 +111,7 @@ function groupTable(of) {
     make("tr", {}, make("th", { scope: "row", textContent: "nothing" }),
       ...clean.map((textContent) => make("td", { className: "number", textContent }))),
     ...sorted.map((group) => groupRow(ablation, group)))),
-  make("p", { className: "note", textContent: howMeasured(ablation) })];
+  make("p", { className: "note", title: MEANING, textContent: howMeasured(ablation) })];
 }
 
 /** Shows the loss without all heads of each name. */

@@ -64,6 +64,8 @@ let textTokens = null; // the tokens that are shown as text
 
 function writeTokens() {
   textTokens = A.tokens;
+  // In running text, "l" and "I" are hard to tell apart.
+  $("text").classList.toggle("mono", A.tokens.slice(1).every((token) => [...token].length === 1));
   const { period } = A.run.prompts[A.prompt];
   $("signs").textContent = explainSigns(A.tokens);
   $("text").replaceChildren(...joinBytes(A.tokens).map((token, n) => {

@@ -261,7 +261,7 @@ def test_charts_the_chosen_head_and_the_head_under_the_pointer(shown):
     values = {key: pages.as_shown(row[0, 2]) for key, row in a_run().rows[120].values.items()}
     said = [f"{STATISTICS[key].title} {value}" for key, value in values.items()]
     texts = lens.locator("#hovered").inner_text().split(" · ")
-    found = [text.partition(", uniform")[0] for text in texts if "since step" not in text]
+    found = [text.partition(", uniform")[0] for text in texts if " step " not in text]
     assert found == ["L0 H2", *said]
 
 

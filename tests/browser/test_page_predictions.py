@@ -271,6 +271,8 @@ def test_several_heads_overlaid_and_their_mean(shown):
     lens.locator("#combine label").nth(1).click()
     pages.assert_drawn(lens, np.sqrt(flat[[4, 2, 0]].mean(0)), "#map", within=9)
     assert "3" in lens.locator("#detail-title").inner_text()
+    outlines = pressed.evaluate_all("all => all.map((one) => getComputedStyle(one).outlineColor)")
+    assert len(set(outlines)) == 1  # as the chips
     mean = flat[[4, 2, 0]].mean(0)
     assert_arcs(lens, [mean], 11, [4])
     lens.mouse.move(*pages.cell(lens, 8, 3))

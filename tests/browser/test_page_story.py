@@ -224,6 +224,7 @@ def test_page_opens_with_the_most_significant_head(story):
     assert query == max(targets, key=targets.get)
     numbers = re.findall(r"\d\.\d+", lens.locator("#finding").inner_text())
     wanted = [float(maps[query, query - back]), 1 / (query + 1)]
+    wanted.append(frame.of_prompts[prompt][PLANTED[place][0]][place])
     assert [float(number) for number in numbers] == pytest.approx(wanted, abs=0.0051)
     lens.locator("#close").click()
     expect(lens).to_have_url(re.compile("head=none"))
@@ -285,6 +286,8 @@ def test_losses_under_the_slider(story, shown):
     lens.mouse.up()
     (drawn,) = pages.pixels(lens.locator("#losses"))
     assert len(np.unique(drawn[drawn[..., 3] == 255][:, :3], axis=0)) >= 4  # curves and the step
+    unlearnt = shown(story_run(PLANTED, steps=(0, 40)), fragment="#head=none")  # it never falls
+    assert not unlearnt.locator("[data-curve='loss on the second copy']").count()
     data = a_run().data
     history = pages.packed(json.loads(pages.unpacked(data["history"])) | {"losses": []})
     data = data | {"curves": {}, "history": history}

@@ -271,6 +271,14 @@ def test_sandboxed_frame(tmp_path, write, opened):
     expect(lens.locator("#detail-title")).to_have_text("L0 H2")
 
 
+def test_print_shows_all_of_the_right_column(shown):
+    lens = shown(fragment="#head=1.1", viewport={"width": 1300, "height": 500})
+    inside = "node => node.scrollHeight - node.clientHeight"
+    assert lens.locator("#side").evaluate(inside) > 100
+    lens.emulate_media(media="print")
+    assert lens.locator("#side").evaluate(inside) <= 1
+
+
 def test_hostile_text_stays_text(shown):
     tokens = [HOSTILE, "\u202ertl", "\x00\x1b", "\u2028", "", "x" * 300, "<0xE2>", "😀"]
     prompts = (pages.prompt(HOSTILE, tokens), PROMPTS[2])

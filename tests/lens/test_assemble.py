@@ -1,5 +1,7 @@
 """Assembly of HTML, CSS and JavaScript modules, and the Content-Security-Policy."""
 
+import re
+
 import pytest
 
 from lens.assemble import assemble, content_security_policy, inline_blocks, join_modules
@@ -52,6 +54,15 @@ def test_policy_has_the_hash_of_each_script_and_style_that_runs(tmp_path):
     html = assemble(tmp_path / "index.html").encode()
     assert [kind for kind, _ in inline_blocks(html)] == ["style", "script"]
     assert content_security_policy(html).count("sha256-") == 2
+
+
+def test_comments_and_indentation_of_a_style_sheet_are_removed(tmp_path):
+    (tmp_path / "style.css").write_text("/* a\n b */\np {\n  color: red; /* c */\n}\n")
+    (tmp_path / "index.html").write_text(
+        '<head>\n  <link rel="stylesheet" href="style.css">\n</head>'
+    )
+    html = assemble(tmp_path / "index.html")
+    assert re.sub(r"\n+", "\n", html) == "<head>\n<style>\np {\ncolor: red;\n}\n</style>\n</head>"
 
 
 def test_comments_on_their_own_lines_and_indentation_are_removed(tmp_path):
