@@ -13,6 +13,7 @@ from .ablation import COLUMNS, Ablate, most_important, removal
 from .animation import write_animation
 from .config import LensConfig
 from .heads import (
+    NAMED_FROM,
     NAMES,
     as_csv,
     head_table,
@@ -85,6 +86,7 @@ class Lens:
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
         self.stage: int | None = None  # first step with a low loss on the repeated sequence
         self.ablation: dict | None = None  # the loss without each head; set at the end
+        self.clearest = np.zeros((0, 0), int)  # see clearest_prompt
 
     @property
     def _rows(self) -> list[Row]:
@@ -154,20 +156,19 @@ class Lens:
         frame = probe(capture_attention, self.prompts, step)
         uniform = uniform_values(self.prompts)
         table = self.table = head_table([frame.row], uniform)
-        lines = []
-        for key in NAMES:
-            if uniform[key] is None or any(row[key] is None for row in table):
-                continue
-            named = [row for row in table if row["name"] == key]
-            heads = named[:5] or [max(table, key=lambda row: row[key])]
-            values = "   ".join(f"L{row['layer']} H{row['head']} {row[key]:.2f}" for row in heads)
-            what = f"{title_of(key)} ({uniform[key]:.2f})"
-            lines.append(f"{what:<24} {values if named else f'no head; largest value: {values}'}")
+        self.clearest = self._clearest_prompts(frame)
+        lines = [_line(key, table, uniform[key]) for key in (*NAMES, "positional")]
         found = ablate(heads_by_name(table)) if ablate else None
         self.ablation = {"step": step} | found if found else None
         frames = [frame_data(frame, self.token_bytes)]
         data = run_data(run_name, self.prompts, frames, [frame.row], ablation=self.ablation)
-        return data, lines
+        return data, [line for line in lines if line]
+
+    def clearest_prompt(self, head: tuple[int, int] | None) -> int:
+        """Returns the index of the prompt on which a head, (layer, head), is most significant;
+        without one, the most significant head. Needs `page_data`."""
+        row = (most_significant(self.table) or self.table)[0]
+        return int(self.clearest[head or (row["layer"], row["head"])])
 
     def most_significant_heads(self) -> list[str]:
         """Returns the most significant head of each name, for example "induction L5 H1: 0.83
@@ -245,11 +246,7 @@ class Lens:
     def _with_thumbnails(self, frame: Frame) -> list[dict]:
         """Returns the table with a heatmap of the first heads, on the prompt where each is most
         significant."""
-        found = [
-            significances(values, uniform)  # (names, L, H)
-            for values, uniform in zip(frame.of_prompts, self.uniform, strict=True)
-        ]
-        prompts = np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)  # (L, H)
+        prompts = self._clearest_prompts(frame)
         rows = []
         for row in self.table:
             layer, head = row["layer"], row["head"]
@@ -257,6 +254,14 @@ class Lens:
             image = fitted(codes, THUMBNAIL) if row["rank"] <= MAX_THUMBNAILS else None
             rows.append({"heatmap": image} | row)
         return rows
+
+    def _clearest_prompts(self, frame: Frame) -> np.ndarray:
+        """Returns the index of the prompt on which each head is most significant, (L, H)."""
+        found = [
+            significances(values, uniform)  # (names, L, H)
+            for values, uniform in zip(frame.of_prompts, self.uniform, strict=True)
+        ]
+        return np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)
 
     def _stage_begins(self) -> int | None:
         """Returns the first step with a low loss on the repeated sequence, see stages.py."""
@@ -314,6 +319,27 @@ class Lens:
     def _write_page(self, path: Path, data: dict) -> None:
         # Atomic, because the time-lapse is made from these pages.
         atomic_write(path, page([data], title=f"{data['name']}: {path.stem}"))
+
+
+def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
+    """Returns the heads of a name with their values, or why no head has it; "" if the statistic is
+    undefined, or without a positional head. uniform: the value for uniform attention."""
+    named = [row for row in table if row["name"] == key]
+    if uniform is None or any(row[key] is None for row in table):
+        return ""
+    what = f"{title_of(key)} ({uniform:.2f})"
+    if named:
+        values = [f"L{row['layer']} H{row['head']} {row[key]:.2f}" for row in named[:5]]
+        return f"{what:<24} {'   '.join(values)}"
+    if key not in NAMES:
+        return ""
+    row = max(table, key=lambda row: row[key])
+    is_above = (row[key] - uniform) / (1 - uniform) >= NAMED_FROM[key]
+    # A mean above the limit: either another name fits better, or one prompt is below the limit.
+    where = " on every prompt" if is_above and row["name"] not in NAMES else ""
+    other = f" ({title_of(row['name'])})" if is_above and row["name"] in NAMES else ""
+    largest = f"L{row['layer']} H{row['head']} {row[key]:.2f}{other}"
+    return f"{what:<24} no head{where}; largest mean: {largest}"
 
 
 def _dashboard_values(row: Row) -> Snapshot:

@@ -6,21 +6,21 @@
     python -m scripts.inspect_attention checkpoint=runs/NAME figure=head.pdf layer=1 head=2
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The page
-is the same as in training (docs/lens.md). The command also prints the most significant heads of
-each name. The repeated sequence uses the complete vocabulary; in training it uses only frequent
-tokens. With ablation=exact it also measures the loss without each head, on the validation data of
-the run or on data.path.
+is the same as in training (docs/lens.md), with the prompts of the run, so heads have the same names
+as there. `text` replaces all prompts except the repeated sequence. The command also prints the most
+significant heads of each name. With ablation=exact it also measures the loss without each head, on
+the validation data of the run or on data.path. With figure= and without out=, it writes no page.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from errors import Problem, refuse, sanitize
+from errors import ClearheadError, Problem, refuse, sanitize
 from lens.config import LensConfig
 from training.config.command_line import (
     OutFile,
@@ -34,6 +34,7 @@ from training.config.schema import (
     Count,
     DataConfig,
     Device,
+    LensSettings,
     Paths,
     Positive,
     rejected,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from interop.pretrained import PretrainedModel
+    from lens.snapshots import Lens
     from tokens.windows import WindowDataset
 
 
@@ -58,21 +60,29 @@ class InspectConfig(ScriptConfig):
     """python -m scripts.inspect_attention checkpoint=runs/NAME [text="..."] [KEY=VALUE ...]"""
 
     checkpoint: Checkpoint
-    text: str = Field("", description="prompt; empty: three default prompts")
-    out: OutFile = Field("attention.html", description="HTML file to write")
-    compare: str = Field("", description="second model, shown next to the first")
-    max_tokens: Annotated[Positive, Field(ge=2, le=1024)] = Field(
-        64, description="longer prompts are truncated"
+    text: str = Field("", description="prompt; empty: the prompts of the run, or three sentences")
+    out: OutFile | None = Field(
+        None, description="HTML file to write; null: attention.html, but none with figure="
     )
-    repeat_length: Annotated[Count, Field(le=127)] = Field(
-        24, description="number of random tokens that an extra prompt repeats; 0: none"
+    compare: str = Field("", description="second model, shown next to the first")
+    max_tokens: Annotated[Positive, Field(ge=2, le=1024)] | None = Field(
+        None, description="longer prompts are truncated; null: as in the run, or 64"
+    )
+    repeat_length: Annotated[Count, Field(le=127)] | None = Field(
+        None,
+        description="number of random tokens that an extra prompt repeats; 0: none; null: as in "
+        "the run, or 24",
     )
     figure: OutFile = Field(
         "",
         pattern=r"(?i)(\.pdf|\.svg|\.png|^)$",
         description="also draw the heatmaps: a .pdf, .svg or .png file",
     )
-    prompt: Positive = Field(1, description="number of the prompt in the figure")
+    prompt: Positive | None = Field(
+        None,
+        description="number of the prompt in the figure; null: text=, or the prompt on which the "
+        "head (without layer= and head=, the most significant one) is clearest",
+    )
     layer: Count | None = Field(None, description="layer of the only head in the figure")
     head: Count | None = Field(None, description="the only head in the figure; null: all heads")
     logit_lens: bool = Field(
@@ -86,7 +96,7 @@ class InspectConfig(ScriptConfig):
 
     @field_validator("repeat_length")
     @classmethod
-    def _repeats(cls, repeat_length: int) -> int:
+    def _repeats(cls, repeat_length: int | None) -> int | None:
         if repeat_length == 1:
             raise rejected("must be 0, or from 2 to 127", "use 24")
         return repeat_length
@@ -94,25 +104,78 @@ class InspectConfig(ScriptConfig):
 
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
+    from interop.pretrained import load_pretrained
     from lens.page import page
     from training.distributed.device import check, prepare
 
     refuse(check(settings.device))
     device = prepare(settings.device, seed=0)
-    given = {"checkpoint": settings.checkpoint, "compare": settings.compare}
-    runs = [inspect(path, key, settings, device) for key, path in given.items() if path]
+    runs, prompts = [], None
+    for key in ("checkpoint", "compare"):
+        if path := getattr(settings, key):
+            trained = load_pretrained(path, key)
+            prompts = prompts or prompts_of(trained, settings)
+            lens = build_lens(trained, *prompts)
+            if not runs:
+                check_figure(settings, lens, trained)
+            runs.append(inspect(path, trained, lens, settings, device))
+            if settings.figure and len(runs) == 1:
+                draw(runs[0], lens, settings)
     names = " and ".join(run["name"] for run in runs)
-    if settings.figure:
-        draw(runs[0], settings)
-    write_out(settings.out, page(runs, title=f"attention of {names}").encode())
-    print(sanitize(f"open {settings.out} in a browser"))
+    if out := settings.out if settings.out or settings.figure else "attention.html":
+        write_out(out, page(runs, title=f"attention of {names}").encode())
+        print(sanitize(f"open {out} in a browser"))
 
 
-def draw(run: dict, settings: InspectConfig) -> None:
-    """Writes the figure of all heads or of one head."""
-    from lens.figure import draw_figure
+def prompts_of(
+    trained: "PretrainedModel", settings: InspectConfig
+) -> tuple[LensConfig, Sequence[int], str]:
+    """Returns the prompts, those of the run unless settings replace them; the tokens of which the
+    repeated sequence consists; and their tokenizer."""
+    from data import load_datasets
 
-    limits = {"prompt": len(run["prompts"]) + 1, "layer": run["layers"], "head": run["heads"]}
+    stored = dict(trained.state.settings.get("lens", {})) if trained.state else {}
+    keys = ("prompts", "max_tokens", "repeat_length")
+    known = {key: stored[key] for key in keys if key in stored}
+    config = LensConfig(**LensSettings.with_defaults(**known).model_dump())
+    if settings.text:
+        config.prompts = [settings.text]
+    for key in keys[1:]:
+        if (value := getattr(settings, key)) is not None:
+            setattr(config, key, value)
+    vocabulary: Sequence[int] = range(trained.tokenizer.n_vocab)
+    if trained.state and config.repeat_length:
+        try:
+            vocabulary = load_datasets(data_config(trained)).train.common_tokens().tolist()
+        except ClearheadError:
+            print("repeated sequence: of all tokens, as the data of the run cannot be read")
+    return config, vocabulary, trained.tokenizer_name
+
+
+def build_lens(
+    trained: "PretrainedModel", config: LensConfig, vocabulary: Sequence[int], tokenizer_name: str
+) -> "Lens":
+    from lens.snapshots import Lens
+
+    tokenizer = trained.tokenizer
+    same = trained.tokenizer_name == tokenizer_name
+    lens = Lens(
+        config,
+        encode=tokenizer.encode_ordinary,
+        token_bytes=tokenizer.decode_single_token_bytes,
+        context_length=trained.window,
+        vocabulary=vocabulary if same else range(tokenizer.n_vocab),
+        bos=tokenizer.eot_token,
+    )
+    if not lens.prompts:
+        refuse([Problem("text", "", "no prompt is left", "give a text, or no repeat_length")])
+    return lens
+
+
+def check_figure(settings: InspectConfig, lens: "Lens", trained: "PretrainedModel") -> None:
+    """Raises ConfigError for a prompt or a head that does not exist."""
+    config = trained.model.config
+    limits = {"prompt": len(lens.prompts) + 1, "layer": config.num_layers, "head": config.num_heads}
     problems = []
     for key, limit in limits.items():
         value = getattr(settings, key)
@@ -122,36 +185,33 @@ def draw(run: dict, settings: InspectConfig) -> None:
         key = "layer" if settings.layer is None else "head"
         problems.append(Problem(key, None, "one head has a layer and a head", "give both numbers"))
     refuse(problems)
+
+
+def draw(run: dict, lens: "Lens", settings: InspectConfig) -> None:
+    """Writes the figure of all heads or of one head."""
+    from lens.figure import draw_figure
+
     place = None if settings.head is None else (settings.layer, settings.head)
+    prompt = settings.prompt or (1 if settings.text else lens.clearest_prompt(place) + 1)
     kind = Path(settings.figure).suffix[1:].lower()
-    content = draw_figure(run, kind, settings.prompt - 1, place)
-    write_out(settings.figure, content, "figure")
+    write_out(settings.figure, draw_figure(run, kind, prompt - 1, place), "figure")
     print(sanitize(f"wrote {settings.figure}"))
 
 
-def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device") -> dict:
+def inspect(
+    path: str,
+    trained: "PretrainedModel",
+    lens: "Lens",
+    settings: InspectConfig,
+    device: "torch.device",
+) -> dict:
     """Returns the data of one model for the page. Prints its most significant heads."""
     import torch
 
     from inference.ablation import ablate_heads
-    from interop.pretrained import load_pretrained
-    from lens.snapshots import Lens
-    from tokens.synthetic import SYMBOLS
 
-    trained = load_pretrained(path, key)
-    model, tokenizer, state = trained.model.to(device), trained.tokenizer, trained.state
+    model, state = trained.model.to(device), trained.state
     is_synthetic = bool(state and state.settings["data"].get("synthetic"))
-    config = LensConfig(max_tokens=settings.max_tokens, repeat_length=settings.repeat_length)
-    if settings.text:
-        config.prompts = [settings.text]
-    lens = Lens(
-        config,
-        encode=tokenizer.encode_ordinary,
-        token_bytes=tokenizer.decode_single_token_bytes,
-        context_length=trained.window,
-        vocabulary=SYMBOLS.tolist() if is_synthetic else range(tokenizer.n_vocab),
-        bos=tokenizer.eot_token,
-    )
 
     def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
         input_ids = torch.tensor([token_ids], device=device)
@@ -168,10 +228,13 @@ def inspect(path: str, key: str, settings: InspectConfig, device: "torch.device"
             max_tokens=math.inf if settings.ablation == "exact" else 0,
         )
     data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name, ablate)
+    if settings.text:
+        data["opening_prompt"] = 0
     print(sanitize(f"{path}: most significant heads (in parentheses: uniform attention)"))
     print("\n".join(f"  {line}" for line in lines))
-    for line in lens.most_important_heads():
-        print(f"without {line}")
+    if settings.ablation:
+        print("largest increases of the loss:")
+        print("\n".join(f"  without {line}" for line in lens.most_important_heads()))
     return data
 
 
@@ -179,16 +242,22 @@ def ablation_data(trained: "PretrainedModel", settings: InspectConfig) -> "Windo
     """Returns the windows on which heads are removed. Raises DataError or ConfigError."""
     from data import load_datasets
 
-    values = dict(trained.state.settings["data"]) if trained.state else {}
+    changes = {}
     if path := settings.data.path:
-        values |= {"path": path, "synthetic": None, "val_path": None, "val_fraction": 0.0}
-        values["weights"] = None
+        changes = {"path": path, "synthetic": None, "val_path": None, "val_fraction": 0.0}
+        changes["weights"] = None
     elif not trained.state:
         reason = "a model without a run needs a text for ablation"
         refuse([Problem("data.path", None, reason, "set data.path=FILE")])
-    values |= {"tokenizer": trained.tokenizer_name, "max_length": trained.window}
-    loaded = load_datasets(DataConfig.with_defaults(**values))
+    loaded = load_datasets(data_config(trained, **changes))
     return loaded.val or loaded.train
+
+
+def data_config(trained: "PretrainedModel", **changes: object) -> DataConfig:
+    """Returns the data settings of a run, or default settings. Raises ConfigError."""
+    values = dict(trained.state.settings["data"]) if trained.state else {}
+    values |= changes | {"tokenizer": trained.tokenizer_name, "max_length": trained.window}
+    return DataConfig.with_defaults(**values)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ import os
 import shutil
 
 import pytest
+import torch
 from helpers import TINY
 
 import errors
 import generate
 import train
+from lens.config import LensConfig
+from lens.snapshots import Lens
 from train import fit
 from training.config import compose
 from training.config.command_line import errors_in_one_line
@@ -62,6 +65,22 @@ def test_settings():
         with pytest.raises(errors.ConfigError) as caught:
             compose([given])
         assert str(caught.value) == f"{given.lstrip('+')}: {message}"
+
+
+def test_why_no_head_has_a_name():
+    """A mean above the limit, but uniform attention on one prompt."""
+    lens = Lens(
+        LensConfig(prompts=["a b", "1,2"], repeat_length=0), str.encode, lambda n: bytes([n]), 8
+    )
+
+    def capture_attention(token_ids, capture):
+        weights = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [1 / 3] * 3])
+        previous = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+        capture(0, torch.stack([previous if token_ids[0] == ord("a") else weights, weights]))
+
+    _, lines = lens.page_data(capture_attention, 0, "x")
+    assert "previous token (0.42)    no head on every prompt; largest mean: L0 H0 0.71" in lines
+    assert "self (0.42)              no head; largest mean: L0 H1 0.42" in lines
 
 
 def test_a_setting_in_a_file(tmp_path, monkeypatch):

@@ -43,9 +43,11 @@ function sharpestRow(frame, prompt, index, name) {
   return found;
 }
 
-/** Returns the prompt on which a statistic of a head is most significant, and this significance. */
-function bestPrompt(frame, key, index) {
+/** Returns the prompt on which a statistic of a head is most significant, and this significance.
+ * only: the only prompt to use. */
+function bestPrompt(frame, key, index, only = null) {
   return run.prompts.reduce((best, _, prompt) => {
+    if (prompt !== (only ?? prompt)) return best;
     const size = significance(side(run, frame, prompt), key, index, false);
     return size === null || size <= best?.size ? best : { prompt, size };
   }, null);
@@ -62,7 +64,7 @@ export function openingView() {
   for (let index = 0; index < run.count; index++) {
     const key = nameAt(run, index, step);
     if (!statisticOf(run, key)?.is_name) continue;
-    const found = bestPrompt(frame, key, index);
+    const found = bestPrompt(frame, key, index, run.opening_prompt);
     if (found) found.rank = found.size - (SIMPLE.includes(key) ? 1 : 0);
     if (found && (!best || found.rank > best.rank)) best = { ...found, index, key };
   }

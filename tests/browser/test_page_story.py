@@ -200,6 +200,16 @@ def test_marks_on_the_slider(story):
     assert found == pytest.approx(wanted, abs=0.02)  # marks of one step are side by side
 
 
+def test_page_opens_with_a_given_prompt(shown):
+    """Also if another prompt has a more significant head, and without a head."""
+    for planted_heads, count in ((PLANTED, 1), ({}, 0)):
+        made = story_run(planted_heads, STEPS[-2:])
+        made.data["opening_prompt"] = 0
+        lens = shown(made, fragment="")
+        assert pages.state(lens, "prompt") == 0
+        assert lens.locator("#detail:visible").count() == count
+
+
 def test_page_opens_with_the_most_significant_head(story):
     """Heads that attend to themselves come last, if they are not the only ones."""
     lens = story("")

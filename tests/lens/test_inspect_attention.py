@@ -1,6 +1,7 @@
 """scripts/inspect_attention.py: one page for one model, or for two."""
 
 import base64
+import csv
 import io
 import json
 import re
@@ -29,6 +30,8 @@ def home(tmp_path_factory):
     """Returns a folder with a trained run, runs/one, and a Hugging Face directory, gpt2."""
     folder = tmp_path_factory.mktemp("inspect")
     train_in(folder, "name=one")
+    prompts = "lens.prompts=[the fox jumps,Line 7]"
+    train_in(folder, "name=seen", "lens=default", prompts, "lens.repeat_length=5")
     to_hf(tiny_model(vocab_size=50257, context_length=48, num_layers=3), folder / "gpt2")
     return folder
 
@@ -70,6 +73,48 @@ def test_hugging_face_directory_and_two_models(in_process, home):
     assert (first["name"], second["name"]) == ("gpt2", "one")
     assert first["prompts"][0]["tokens"] == ["The", " fox"]
     assert second["prompts"][0]["tokens"] == list("The fox")
+
+
+def rows_by_head(file):
+    with open(file, newline="") as rows:
+        return {(int(row["layer"]), int(row["head"])): row for row in csv.DictReader(rows)}
+
+
+def test_prompts_and_names_are_those_of_the_run(in_process, home):
+    """Also of one of its checkpoints; without the text of the run, of other random tokens."""
+    attention = home / "runs" / "seen" / "attention"
+    (of_run,) = read(attention / "timelapse.html")
+    texts = [prompt["tokens"] for prompt in of_run["prompts"]]
+    assert [len(tokens) for tokens in texts] == [13, 6, 11]
+    expected = rows_by_head(attention / "heads.csv")
+    for checkpoint in ("runs/seen", "runs/seen/checkpoints/last"):
+        in_process(main, home, f"checkpoint={checkpoint}", "out=seen.html")
+        (run,) = read(home / "seen.html")
+        assert [prompt["tokens"] for prompt in run["prompts"]] == texts
+        history = json.loads(unpacked(run["history"]))
+        names = [run["names"][index]["key"] for index in history["names"][-1]]
+        assert names == [expected[head]["name"] for head in np.ndindex(2, 2)]
+        found = history["values"]["previous_token"][-1]
+        values = [float(expected[head]["previous_token"]) for head in np.ndindex(2, 2)]
+        assert found == pytest.approx(values, abs=1e-3)
+    (home / "text.txt").rename(home / "moved.txt")
+    try:
+        code, _, err = in_process(main, home, "checkpoint=runs/seen", "out=seen.html")
+    finally:
+        (home / "moved.txt").rename(home / "text.txt")
+    assert (code, err) == (0, "")
+    shown = [prompt["tokens"] for prompt in read(home / "seen.html")[0]["prompts"]]
+    assert (shown[:2], len(shown[2])) == (texts[:2], 11)
+    changes = ("max_tokens=9", "repeat_length=3")
+    in_process(main, home, "checkpoint=runs/seen", "out=seen.html", *changes)
+    shown = [prompt["tokens"] for prompt in read(home / "seen.html")[0]["prompts"]]
+    assert [len(tokens) for tokens in shown] == [9, 6, 7]
+
+
+def test_page_opens_with_the_given_text(in_process, home):
+    for text, index in (("text=The fox.", 0), ("text=", None)):
+        in_process(main, home, "checkpoint=runs/one", text, "out=opens.html")
+        assert read(home / "opens.html")[0].get("opening_prompt") == index
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -120,13 +165,41 @@ def test_figure_of_all_heads(in_process, home):
     assert (home / "again.svg").read_bytes() == first["svg"]
 
 
+def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
+    """Unless the settings name a prompt, a text or a page."""
+    before = set(home.iterdir())
+    for number in (1, 2, 3):
+        chosen = (f"figure=p{number}.svg", f"prompt={number}", "layer=1", "head=0")
+        in_process(main, home, "checkpoint=runs/seen", *chosen)
+    in_process(main, home, "checkpoint=runs/seen", "figure=best.svg", "layer=1", "head=0")
+    in_process(main, home, "checkpoint=runs/seen", "figure=grid.svg")
+    drawn = {f"{name}.svg" for name in ("p1", "p2", "p3", "best", "grid")}
+    assert {path.name for path in set(home.iterdir()) - before} == drawn
+    (run,) = read(home / "runs" / "seen" / "attention" / "step_00000004.html")
+    statistics = json.loads(unpacked(run["frames"][-1]["details"]))["statistics"]
+    keys = [of["key"] for of in run["statistics"] if of["is_name"]]
+    clear = []
+    for values, prompt in zip(statistics, run["prompts"], strict=True):
+        pairs = [(values[key][2], prompt["uniform"][key]) for key in keys]  # L1 H0
+        clear.append(max((v - c) / (1 - c) for v, c in pairs if None not in (v, c)))
+    best = (home / f"p{1 + clear.index(max(clear))}.svg").read_bytes()
+    assert (home / "best.svg").read_bytes() == best
+    texts = ("text=The fox.", "figure=text.svg", "out=with.html", "repeat_length=30")
+    in_process(main, home, "checkpoint=runs/seen", *texts)
+    assert b"The fox." in (home / "text.svg").read_bytes()
+    assert (home / "with.html").exists()
+
+
 def test_bad_values(in_process, home):
     to_hf(tiny_model(vocab_size=61), home / "other")  # its vocabulary size matches no tokenizer
+    train_in(home, "name=none-left", "lens=often", "lens.prompts=[]")
     before = sorted(home.iterdir())
     for code, keys, arguments in (
         (2, ["max_tokens", "out"], ["max_tokens=1", "out=none/page.html"]),
         (2, ["figure"], ["figure=heads.gif"]),
         (2, ["head", "layer", "prompt"], ["figure=a.pdf", "layer=2", "head=2", "prompt=5"]),
+        (2, ["layer"], ["figure=a.pdf", "layer=2", "head=0", "ablation=exact"]),
+        (2, ["text"], ["checkpoint=runs/none-left", "repeat_length=0"]),
         (2, ["head"], ["figure=a.pdf", "layer=1"]),
         (2, ["layer"], ["figure=a.pdf", "head=1"]),
         (3, ["checkpoint"], ["checkpoint=runs/none"]),
@@ -145,7 +218,7 @@ def test_loss_without_each_head(in_process, home):
     (run,) = read(home / "a.html")
     assert run["ablation"]["method"] == "exact"
     assert len(run["ablation"]["heads"]) == run["layers"] * run["heads"]
-    assert "\nwithout " in told
+    assert "\n  without " in told
     estimate = ("checkpoint=gpt2", "ablation=estimate", "out=b.html")
     code, _, err = in_process(main, home, *estimate)  # of no run, so the text is not known
     assert (code, printed_keys(err)) == (2, ["data.path"])
