@@ -100,8 +100,8 @@ function patternText(name, { tokens, period }, { query, key }) {
 }
 
 const TARGETS = { previous_token: "the token before", first_token: "the first token",
-  diagonal: "the token itself", separator: "separators", induction: "the token after the same one",
-  duplicate_token: "the same token before" };
+  diagonal: "the token itself", separator: "separators", induction: "the token after it in copy 1",
+  duplicate_token: "the same token in copy 1" };
 
 /** Returns why a head has no name. */
 function noNameText(index) {
