@@ -102,7 +102,7 @@ def draw_panel(
     x, y = left + num_heads * pitch + 24, 56
     width, height = PANEL[0] - x - 16, PANEL[1] - y - 12
     if not heads:
-        draw.text((x, 150), "no head has a clear\npattern on this prompt", PALE_INK, font_of(24))
+        draw.text((x, 150), "no head has a name\non this prompt", PALE_INK, font_of(24))
     is_wide = width >= 530  # the caption of a head needs 260 pixels
     heads = heads[: 4 if is_wide else 2]
     across = 2 if is_wide and len(heads) > 1 else 1

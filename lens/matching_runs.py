@@ -36,7 +36,11 @@ class Run:
     directions: list[np.ndarray]
     steps: list[int]
     similar: np.ndarray  # similarity of each head at each step to its last map, (steps, L, H)
-    names: list[list[str]]  # of each head of each layer, keys as in lens.heads
+    # Of each head of each layer, keys as in lens.heads; None in a page of an older version.
+    names: list[list[str]] | None
+
+    def name_of(self, layer: int, head: int) -> str:
+        return self.names[layer][head] if self.names else ""
 
     def since_step(self, layer: int, head: int) -> int | None:
         """Returns the first step from which the head is similar to its last map; None for a
@@ -75,8 +79,10 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
 
 def group_title(group: Group, runs: Sequence[Run]) -> str:
     """Returns the title of the most frequent name of the heads of a group."""
-    names = [runs[n].names[group.layer][member.head] for n, member in group.members.items()]
-    return title_of(Counter(filter(None, names)).most_common(1)[0][0]) if any(names) else "no name"
+    names = [runs[n].name_of(group.layer, member.head) for n, member in group.members.items()]
+    if any(names):
+        return title_of(Counter(filter(None, names)).most_common(1)[0][0])
+    return "no name" if any(runs[n].names for n in group.members) else "name unknown"
 
 
 def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
@@ -91,7 +97,7 @@ def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
             "interchangeable": group.is_ambiguous,
             "run": runs[run].name,
             "head": member.head,
-            "name": runs[run].names[group.layer][member.head],
+            "name": runs[run].name_of(group.layer, member.head),
             "similarity": round(member.similarity, 4),
             "margin": round(member.margin, 4),
             "similar_since": runs[run].since_step(group.layer, member.head),
@@ -146,12 +152,13 @@ def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
         directions=last,
         steps=[int(frame["step"]) for frame in data["frames"]],
         similar=np.stack(similar),
-        names=_names(data).tolist(),
+        names=_names(data),
     )
 
 
-def _names(data: dict) -> np.ndarray:
-    """Returns the name of each head at the last step, (L, H). An older page has no names."""
+def _names(data: dict) -> list[list[str]] | None:
+    """Returns the name of each head at the last step, or None for a page of an older version."""
     history = json.loads(unpacked(data["history"]))
-    last = history["names"][-1] if "names" in history else np.zeros(_shape(data), int)
-    return np.array(ALL_NAMES)[np.reshape(last, _shape(data))]
+    if "names" not in history:
+        return None
+    return np.array(ALL_NAMES)[np.reshape(history["names"][-1], _shape(data))].tolist()

@@ -19,7 +19,6 @@ from .heads import (
     head_table,
     heads_by_name,
     most_significant,
-    names_of,
     significances,
     title_of,
 )
@@ -229,9 +228,14 @@ class Lens:
             draw_grid(codes, prompt, step, path)
             path = path.with_stem(f"{path.stem}_panel")
             row, uniform = Row(step, frame.of_prompts[number]), self.uniform[number]
-            row.names = names_of([row.values], [uniform], row.values)
-            table = head_table([row], uniform)
-            draw_panel(codes, prompt, step, most_significant(table), uniform, path)
+            row.names = frame.row.names
+            # Without names of statistics that this prompt does not have, such as induction.
+            heads = [
+                head
+                for head in most_significant(head_table([row], uniform))
+                if head[head["name"]] is not None
+            ]
+            draw_panel(codes, prompt, step, heads, uniform, path)
             snapshot.images[f"attention/heatmap/{prompt.name}"] = path
             for layer in self.config.layers:
                 path = folder / f"step_{step:08d}_{prompt.name}_L{layer:02d}.png"

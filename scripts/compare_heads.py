@@ -59,6 +59,8 @@ def main(settings: CompareHeadsConfig) -> None:
     write_out(settings.out, matching_page.page(runs, groups, pairs).encode("utf-8", "replace"))
     write_out(str(table), heads.as_csv(rows).encode("utf-8", "replace"))
     print(sanitize(summary(rows, [run.name for run in runs])))
+    if older := [run.name for run in runs if not run.names]:
+        print(sanitize(f"names unknown, pages of an older version: {', '.join(older)}"))
     mean = matching.mean_similarity(pairs)
     of_pairs = [mean[pair] for pair in itertools.combinations(range(len(runs)), 2)]
     ends = dict.fromkeys(f"{value:.2f}" for value in (min(of_pairs), max(of_pairs)))
@@ -105,7 +107,7 @@ def summary(rows: Sequence[dict], names: Sequence[str]) -> str:
     )
     if any(row["interchangeable"] for row in rows):
         lines.append(
-            "a margin below 0.1: other heads fit almost as well, so it has no meaning which of "
+            "a margin below 0.1: other heads fit almost as well, so it does not matter which of "
             "them are matched"
         )
     return "\n".join(lines)

@@ -29,14 +29,17 @@ def page(runs: Sequence[Run], groups: Sequence[Group], pairs: np.ndarray) -> str
     num_layers, num_heads = pairs.shape[2:4]
     layers = [[group for group in groups if group.layer == n] for n in range(num_layers)]
     in_all = [group for group in groups if len(group.members) == len(runs)]
-    names = Counter(group_title(group, runs) for group in in_all).most_common()
+    counts = Counter(group_title(group, runs) for group in in_all).most_common()
+    names = ", ".join(f"{count} × {name}" for name, count in counts)
+    if not any(run.names for run in runs):
+        names = "names unknown"
     template = assemble(Path(__file__).parent / "index.html")
     parts = {
         "CSP": content_security_policy(template.encode()),
         "TITLE": f"Heads of {len(runs)} runs",
         "FOUND": f"{len(in_all)} of {num_layers * num_heads} heads occur in each of the"
         f" {len(runs)} runs",
-        "NAMES": escape(", ".join(f"{count} × {name}" for name, count in names)),
+        "NAMES": escape(names),
         "PROMPTS": "".join(f"<li>{escape(text)}</li>" for text in runs[0].texts),
         "OVERVIEW": "".join(_overview(of_layer, runs) for of_layer in layers),
         "LAYERS": "".join(_layer(of_layer, runs) for of_layer in layers),
@@ -91,7 +94,7 @@ def _cell(group: Group, number: int, run: Run, is_matched: bool) -> str:
     """Returns a head: its heatmap, its similarity to the other heads of the group, its name, and
     its similarity to its last map at each step."""
     layer, member = group.layer, group.members[number]
-    head, name = member.head, run.names[layer][member.head]
+    head, name = member.head, run.name_of(layer, member.head)
     shown = run.repeated.index(True) if name in REPEATED and any(run.repeated) else 0
     value = f" {member.similarity:.2f}" if is_matched else ""
     chart = ""

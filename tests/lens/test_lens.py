@@ -20,7 +20,7 @@ from data import get_tokenizer
 from errors import ConfigError
 from lens.config import LensConfig
 from lens.heads import COLUMNS
-from lens.heatmap import fitted
+from lens.heatmap import draw_panel, fitted
 from lens.history import Row
 from lens.page import END, START, frame_data, page, read, run_data
 from lens.probe import Frame, Prompt, to_codes
@@ -218,9 +218,24 @@ def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_pat
     expected = fitted(to_codes(previous[*np.tril_indices(6)]).numpy(), 128)
     np.testing.assert_array_equal(first["heatmap"], expected)
     assert (first["head"], second["heatmap"]) == (1, None)
-    panels = [path.read_bytes() for path in snapshot.images.values() if path.suffix == ".png"]
-    assert len(panels) == 2
-    assert panels[0] != panels[1]
+
+
+def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
+    lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0, every=10)
+    previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
+    only_b = {ord("a"): uniform_attention(6)[0], ord("b"): previous}
+    for step, of_first in ((10, only_b), (20, dict.fromkeys(only_b, previous))):
+
+        def capture_attention(ids, capture, of_first=of_first):
+            capture(0, torch.stack([of_first[ids[0]], uniform_attention(6)[0]]))
+
+        snapshot = lens.snapshot(capture_attention, step, 30, tmp_path)
+        _, panel = snapshot.images.values()
+        codes = to_codes(torch.stack([previous, uniform_attention(6)[0]]))
+        codes = codes[None][..., *np.tril_indices(6)].numpy()
+        draw_panel(codes, lens.prompts[1], step, [], {}, tmp_path / "without.png")
+        is_without = panel.read_bytes() == (tmp_path / "without.png").read_bytes()
+        assert is_without == (step == 10)
 
 
 def test_time_lapse_has_only_pages_of_the_same_prompts(tmp_path):

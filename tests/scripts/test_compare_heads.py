@@ -3,7 +3,9 @@
 import base64
 import copy
 import csv
+import json
 import os
+import re
 import zlib
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from helpers.pages import HOSTILE, PROMPTS, STEPS, a_run, second_run, unpacked
 from helpers.refusals import printed_keys, time_limit
 
+from lens.heads import ALL_NAMES
 from lens.page import page
 from scripts.compare_heads import main
 
@@ -99,6 +102,31 @@ def test_pages_of_one_step_and_of_both_versions_and_hostile_names(in_process, tm
     assert "\x1b" not in out
     assert "<script" not in (tmp_path / "b.html").read_text(encoding="utf-8")
     assert len(rows_of(tmp_path / "b.csv")) == 2 * 6
+
+
+def test_runs_without_names(in_process, tmp_path):
+    """Pages of version 1 have no names: the command says of which runs. A name that one run has
+    is that of the group."""
+    for number in (0, 1):
+        data = a_run().data | {"name": f"seed{number}"}
+        history = json.loads(unpacked(data["history"]))
+        history["names"][-1] = [ALL_NAMES.index("separator")] * 6
+        if number == 0:
+            del history["names"], history["name_steps"]
+        packed = base64.b64encode(zlib.compress(json.dumps(history).encode())).decode()
+        text = page([data | {"history": packed}], "x").replace('"version": 2', '"version": 1')
+        (tmp_path / f"{number}.html").write_text(text, encoding="utf-8")
+    shown = {}
+    for runs in ("[0.html,0.html]", "[0.html,1.html]", "[1.html,1.html]"):
+        code, out, err = in_process(main, tmp_path, f"runs={runs}", "out=names.html")
+        assert (code, err) == (0, "")
+        lines = [line for line in out.splitlines() if "unknown" in line and "|" not in line]
+        html = (tmp_path / "names.html").read_text(encoding="utf-8")
+        shown[runs] = ([re.findall(r"seed\d", line) for line in lines], html.count("unknown"))
+        titles = {row["group_title"] for row in rows_of(tmp_path / "names.csv")}
+        assert (titles == {"separator"}) == ("1.html" in runs)
+    assert [lines for lines, _ in shown.values()] == [[["seed0"] * 2], [["seed0"]], []]
+    assert [count > 0 for _, count in shown.values()] == [True, False, False]
 
 
 def invalid(**changes):

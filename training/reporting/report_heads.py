@@ -2,8 +2,8 @@
 
     heads_section(Path("runs/first/attention"))
 
-It reads heads.csv, statistics.jsonl and the page of the newest snapshot, and omits what is missing
-or invalid.
+It reads heads.csv, ablation.json, statistics.jsonl and the page of the newest snapshot, and omits
+what is missing or invalid.
 """
 
 import csv
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from files import read_bounded, read_rows
+from files import read_bounded, read_json, read_rows
 from lens.heads import ALL_NAMES, NAMED_FROM, NAMES, title_of
 from lens.heatmap import data_url
 from lens.page import codes_of, read
@@ -45,15 +45,21 @@ def heads_section(folder: Path) -> str:
     named = [row for row in table if row["name"] in MEANINGS]
     counts = Counter(title_of(row["name"]) for row in named)
     kinds = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    found = f"{len(named)} of {len(table)} heads have a name{': ' if kinds else ''}{kinds}."
+    has = "has" if len(named) == 1 else "have"
+    found = f"{len(named)} of {len(table)} heads {has} a name{': ' if kinds else ''}{kinds}."
+    if count := sum(row["name"] == "uniform" for row in table):
+        found += f" {count} {'has' if count == 1 else 'have'} nearly uniform attention."
     if not named:
         largest, least = max(row["significance"] for row in table), min(NAMED_FROM.values())
         found += f" A name needs a significance of {least}; the largest is {largest:.2f}."
     rows, maps = read_rows(folder / "statistics.jsonl"), last_maps(folder)
+    groups, is_estimate = read_ablation(folder / "ablation.json")
+    if is_estimate:
+        found += " Changes of the loss are first-order estimates."
     cards = []
     for name in dict.fromkeys(row["name"] for row in named):  # in the order of the table
         head, *others = [row for row in named if row["name"] == name]
-        text = description(head, others) + curve(head, rows)
+        text = description(head, others, groups.get(name, {})) + curve(head, rows)
         cards.append(f"<article>{thumbnail(head, maps)}<div>{text}</div></article>")
     return f'<p>{found}</p><div class="heads">{"".join(cards)}</div>'
 
@@ -76,8 +82,31 @@ def read_table(path: Path) -> list[dict]:
     return table
 
 
-def description(row: dict, others: list[dict]) -> str:
-    """Returns what a head does as HTML. others: heads with the same name."""
+def read_ablation(path: Path) -> tuple[dict[str, dict], bool]:
+    """Returns from ablation.json the numbers of each removed group of heads, by name, and whether
+    they are estimates."""
+    try:
+        found = read_json(path, MAX_TABLE)
+        groups = {
+            group["name"]: {
+                key: value for key in group if math.isfinite(value := number(group[key]))
+            }
+            for group in found["groups"]
+        }
+        return groups, found["method"] == "estimate"
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}, False
+
+
+def change(row: dict) -> str:
+    """Returns the change of the loss without heads, with its standard error if it is known."""
+    error = f" ± {row['loss_change_error']:.4f}" if "loss_change_error" in row else ""
+    return f"{row['loss_change']:+z.4f}{error}"
+
+
+def description(row: dict, others: list[dict], group: dict) -> str:
+    """Returns what a head does as HTML. others: heads with the same name. group: the change of the
+    loss without all of them, or {}."""
     facts = []
     is_weight = row["name"] in NAMES  # "positional" is not, and has no significance
     if row["name"] in row:
@@ -85,8 +114,10 @@ def description(row: dict, others: list[dict]) -> str:
     if is_weight:
         facts.append(f"significance {row['significance']:.2f}")
     if "loss_change" in row:
-        error = f" ± {row['loss_change_error']:.4f}" if "loss_change_error" in row else ""
-        facts.append(f"loss without this head: {row['loss_change']:+.4f}{error}")
+        facts.append(f"loss without this head: {change(row)}")
+    if others and "loss_change" in group:
+        which = "both" if len(others) == 1 else f"all {len(others) + 1}"
+        facts.append(f"without {which} {title_of(row['name'])} heads: {change(group)}")
     if others:
         listed = ", ".join(map(place, others[:MAX_LISTED]))
         more = len(others) - MAX_LISTED

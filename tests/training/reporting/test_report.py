@@ -176,7 +176,7 @@ HEADS = f"""rank,layer,head,name,since_step,significance,previous_token,loss_cha
 loss_change_error
 1,0,1,previous_token,20,0.9,0.91,0.125,0.0625
 2,0,3,previous_token,0,0.5,0.53,
-3,0,2,induction,40,0.4,nan,
+3,0,2,induction,40,0.4,nan,-0.00001
 4,0,0,,,0.1,0.1,0
 5,0,4,uniform,0,0.01,0.1,0
 5,0,9,{HOSTILE},0,1,1,1
@@ -197,6 +197,9 @@ def head_files(folder):
     lines = [{"step": n, "previous_token": [[0, n / 80, 0, 0]]} for n in (0, 20, 40)]
     text = "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 60, "previous_token": 7}])
     (folder / "attention" / "statistics.jsonl").write_text(text)
+    group = {"name": "previous_token", "loss_change": 2, "loss_change_error": 0.5, "heads": "x"}
+    removed = {"method": "exact", "groups": [group, {"name": "induction", "loss_change": None}]}
+    (folder / "attention" / "ablation.json").write_text(json.dumps(removed))
     for name, content in (("20_1-a", PNG), ("40_1-a", PNG), ("40_2-b", PNG), ("40_3-c", b"GIF")):
         (folder / "attention" / f"step_000000{name}_panel.png").write_bytes(content)
 
@@ -211,9 +214,12 @@ def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
     ]
     assert titles == [["L0 H1", "step 20"], ["L0 H2", "step 40"]]  # the first head of each name
     counts = opened_page.locator(".attention > p").first.inner_text()
-    assert re.findall(r"\d+", counts) == ["3", "5", "2", "1"]  # a uniform head is not counted
+    assert re.findall(r"\d+", counts) == ["3", "5", "2", "1", "1"]  # a uniform head has no card
     facts = cards.nth(0).locator("p").nth(1).inner_text()
-    assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.91", "0.90", "+0.1250", "0.0625", "L0 H3"]
+    changes = ["+0.1250", "0.0625", "+2.0000", "0.5000"]  # without this head, without both
+    assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.91", "0.90", *changes, "L0 H3"]
+    facts = cards.nth(1).locator("p").nth(1).inner_text()
+    assert re.findall(r"[-+\d.]+\d", facts) == ["0.40", "+0.0000"]
     assert opened_page.locator(".heads :text('alert')").count() == 0
     path = cards.nth(0).locator("path.training").get_attribute("d")
     assert path == "M0.00 100.00L50.00 75.00L100.00 50.00"  # 0, 0.25 and 0.5 at steps 0, 20, 40
@@ -231,7 +237,7 @@ def test_images_replace_the_attention_page_in_print(run, opened):
     opened_page = opened(write_report(folder))
     frame, images = opened_page.locator("iframe"), opened_page.locator(".still img")
     assert images.count() == 2  # the PNG files of step 40
-    middle = "node => { const box = node.getBoundingClientRect();"
+    middle = "node => { node.scrollIntoView(); const box = node.getBoundingClientRect();"
     middle += " return document.elementFromPoint(box.x + box.width / 2, box.y + 9).localName; }"
     assert frame.evaluate(middle) == "iframe"  # the images are behind the frame
     opened_page.emulate_media(media="print")
@@ -257,7 +263,7 @@ def test_heads_without_names(run):
     (folder / "attention" / "heads.csv").write_text(table)
     shown = write_report(folder).read_text()
     text = re.search(r'class="attention"><p>(.*?)</p>', shown)[1]
-    assert re.findall(r"[\d.]*\d", text) == ["0", "2", "0.25", "0.20"]
+    assert re.findall(r"[\d.]*\d", text) == ["0", "2", "1", "0.25", "0.20"]
     assert "<article>" not in shown
     (folder / "attention" / "heads.csv").write_text(f"{table}0,2,positional,0.07,0.31\n")
     (card,) = re.findall("<article>(.*?)</article>", write_report(folder).read_text())
@@ -307,7 +313,13 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
     assert "name: long" in write_report(folder).read_text()
     monkeypatch.setattr(report, "MAX_CONFIG", 10)
     assert "name: long" not in write_report(folder).read_text()
-    of_heads = ("heads.csv", "statistics.jsonl", "step_0.html", "step_00000000_1-a_panel.png")
+    of_heads = (
+        "heads.csv",
+        "ablation.json",
+        "statistics.jsonl",
+        "step_0.html",
+        "step_00000000_1-a_panel.png",
+    )
     of_heads = [f"attention/{name}" for name in of_heads]
     for make in SPECIAL_FILES.values():
         for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", *of_heads):
