@@ -16,12 +16,12 @@ function changeText({ loss_change: change, loss_change_error: error }) {
 }
 
 /** Returns one sentence: loss and accuracy before and after the removal. */
-function resultText({ method, loss, accuracy, windows }, result) {
+function resultText({ method, loss, accuracy }, result) {
   const { loss_change: change, loss_change_error: error, accuracy_without: without } = result;
   const digits = lossDigits(change);
   const [before, after] = [loss, loss + change].map((value) => value.toFixed(digits));
   const about = method === "exact" ? "" : "about ";
-  const parts = [`loss on ${plural(windows, "window")} ${before} → ${about}${after} (`, bold(changeText(result)),
+  const parts = [`loss ${before} → ${about}${after} (`, bold(changeText(result)),
     error !== null && Math.abs(change) < 2 * error ? ", not clearly different from 0)" : ")"];
   if (without !== null) {
     parts.push(`, accuracy ${accuracy.toFixed(2)} → `, bold(without.toFixed(2)));
@@ -45,7 +45,7 @@ function alsoNeeded({ method, accuracy, groups }, name) {
 const MEANING = "exact: measured without the heads; first-order estimate: gradient times change";
 const howMeasured = ({ method, windows, targets }) =>
   `${method === "exact" ? "exact" : "first-order estimate, correct only for small changes"}; ` +
-  `${plural(targets, "prediction")} in ${plural(windows, "window")}` +
+  `${plural(targets, "prediction")} in ${plural(windows, "validation window")}` +
   (windows > 1 ? "; ± standard error" : "");
 
 /** Returns where the values are, for a side that shows another step. */
