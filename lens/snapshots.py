@@ -192,9 +192,9 @@ class Lens:
             lines.append(removal(f"L{layer} H{head} ({name})", first))
         if first := most_important(row for row in self.ablation["groups"] if row["heads"] > 1):
             lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
-        if self.ablation["method"] == "estimate":
-            lines = [f"{line} (first-order estimate)" for line in lines]
-        return lines or ["any head: the loss increases by less than two standard errors"]
+        lines = lines or ["any head: the loss increases by less than two standard errors"]
+        is_estimate = self.ablation["method"] == "estimate"
+        return [line + " (first-order estimate)" * is_estimate for line in lines]
 
     def _add_ablation(self, found: dict | None, step: int, folder: Path) -> None:
         """Writes ablation.json and adds the results to the table. None: after an error."""
