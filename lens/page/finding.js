@@ -152,7 +152,8 @@ export function drawFinding() {
   if (row?.prompt === state.prompt) {
     const mean = name.key === "positional" ? ""
       : `; on average ${format(valueAt(here, name.key, index, false))}`;
-    parts.push(": for example, ", ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
+    parts.push(name.key === "induction" ? ". Such a head copies: " : ": ", "for example, ",
+      ...patternText(name.key, run.prompts[state.prompt], row), " with weight ",
       bold(formatWeight(row.weight)), ` (uniform ${row.uniform.toFixed(2)})${mean}.`);
   } else parts.push(row ? `. This is measured on prompt ${row.prompt + 1}.` : ".");
   if (!run.ablation) parts.push(" The name says where it attends, not whether the model needs it.");

@@ -36,15 +36,16 @@ function alsoNeeded({ method, accuracy, groups }, name) {
     group.loss_change > Math.max(0.1 * most, 2 * (group.loss_change_error ?? 0)));
   const others = needed.filter((group) => group.name !== name);
   if (!others.length || others.length === needed.length) return [];
-  const texts = others.map((group) => `${groupTitle(group)} (${accuracy === null
-    ? `loss ${formatLoss(group.loss_change, true)}`
-    : `accuracy ${accuracy.toFixed(2)} → ${group.accuracy_without.toFixed(2)}`})`);
-  return [make("br"), `The model also needs ${texts.join(" and ")}.`];
+  const texts = others.map((group) => `without ${groupTitle(group)}, ${accuracy === null
+    ? `the loss changes by ${formatLoss(group.loss_change, true)}`
+    : `accuracy is ${group.accuracy_without.toFixed(2)}`}`);
+  return [make("br"), `The model also needs heads of other kinds: ${texts.join("; ")}.`];
 }
 
 const MEANING = "exact: measured without the heads; first-order estimate: gradient times change";
 const howMeasured = ({ method, windows, targets }) =>
-  `${method === "exact" ? "exact" : "first-order estimate, correct only for small changes"}; ` +
+  `${method === "exact" ? "exact: output replaced by its mean"
+    : "first-order estimate, correct only for small changes"}; ` +
   `${plural(targets, "prediction")} in ${plural(windows, "validation window")}` +
   (windows > 1 ? "; ± standard error" : "");
 

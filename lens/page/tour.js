@@ -145,10 +145,11 @@ function makeStops() {
         "2). The colours show the loss of each token. In copy 1, nothing tells the model what comes " +
         "next: mean loss ", bold(format(copyLoss(last, 1))), ". Training need not reduce this loss, " +
         "and it exceeds that of an even guess if the model is sure of wrong tokens. In copy 2 it can copy what " +
-        "followed the same token before: mean loss ", bold(format(copyLoss(last, 2))), "."] },
+        "followed the same token before: mean loss ", bold(format(copyLoss(last, 2))),
+      ", without its first token."] },
     { title: `the previous-token head, ${P}`, points: ["readout"],
       view: view(previous, { query: key }), outline: { from: [0, 1], to: [2 * period - 1, 2 * period] },
-      text: ["Copying needs two heads. In ", bold(P), ", most tokens attend to the token before " +
+      text: ["Copying needs heads in both layers. In ", bold(P), ", most tokens attend to the token before " +
         "them, along the outlined line (mean weight ", bold(average(last, "previous_token", previous)),
       `, uniform ${uniform("previous_token")}). So the vector at `, quoted(key), ` (${key}) also ` +
         "says that ", quoted(key - 1), " came before it. ", nameStepText()] },
@@ -181,10 +182,11 @@ function makeStops() {
 function nameStepText() {
   const { previous, since } = subject;
   const step = sinceStep(run, previous, run.frames.at(-1).step);
-  const { values, uniform } = statisticOf(run, "previous_token");
+  const { values, uniform, named_from: limit } = statisticOf(run, "previous_token");
   const at = run.steps.findLastIndex((known) => known <= since);
   if (step <= since || at < 0) return `The head has this name since step ${step}.`;
-  return `A name needs a certain mean weight, which this head has since step ${step}. At step ` +
+  const needed = format(uniform + limit * (1 - uniform));
+  return `A name needs a mean weight of ${needed}, which this head has since step ${step}. At step ` +
     `${run.steps[at]} its mean weight was ${format(values[at][previous])} (uniform ` +
     `${format(uniform)}).`;
 }
@@ -214,7 +216,6 @@ function removedText() {
     `windows${accuracy === null ? "" : `; with all heads, accuracy ${accuracy.toFixed(2)}`}. Heads ` +
     "of the same kind can replace each other, so look at all of them together.",
     needed.length ? " Measured in other runs of this kind: an induction head looks for a key " +
-      "whose previous token equals the current token. The self head copies the current token " +
-      "again, more strongly, so that it is not too small next to the output of the " +
-      "previous-token head." : ""), make("ul", {}, ...rows)];
+      "whose previous token equals the current token. The self head makes the current token larger in " +
+      "the query; without it, the output of the previous-token head outweighs it." : ""), make("ul", {}, ...rows)];
 }
