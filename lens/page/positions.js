@@ -18,7 +18,7 @@ export function buildPositions() {
   lossCursor = make("canvas", { className: "marks" });
   lossCaption = make("span", { className: "number" });
   lossNote = make("p", { className: "note", textContent: "The tokens of copy 1 are random. No " +
-    "model can predict them, so their loss does not fall and can rise during the training. In " +
+    "model can predict them, so their loss stays large and can rise during the training. In " +
     "copy 2, the loss falls when the model learns to copy." });
   const title = make("b", { textContent: "loss at each position",
     title: "−ln of the probability of the next token, in nats" });

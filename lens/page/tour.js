@@ -144,8 +144,8 @@ function makeStops() {
       text: [`The prompt is ${period} random tokens (copy 1) and the same ${period} again (copy ` +
         "2). The colours show the loss of each token. In copy 1, nothing tells the model what comes " +
         "next: mean loss ", bold(format(copyLoss(last, 1))), ". Training need not reduce this loss, " +
-        "and it exceeds that of an even guess if the model is sure of wrong tokens. In copy 2 it can copy what " +
-        "followed the same token before: mean loss ", bold(format(copyLoss(last, 2))),
+        "and it exceeds that of an even guess if the model is sure of wrong tokens. In copy 2 it " +
+        "can copy what followed the same token before: mean loss ", bold(format(copyLoss(last, 2))),
       ", without its first token."] },
     { title: `the previous-token head, ${P}`, points: ["readout"],
       view: view(previous, { query: key }), outline: { from: [0, 1], to: [2 * period - 1, 2 * period] },
@@ -186,9 +186,10 @@ function nameStepText() {
   const at = run.steps.findLastIndex((known) => known <= since);
   if (step <= since || at < 0) return `The head has this name since step ${step}.`;
   const needed = format(uniform + limit * (1 - uniform));
-  return `A name needs a mean weight of ${needed}, which this head has since step ${step}. At step ` +
-    `${run.steps[at]} its mean weight was ${format(values[at][previous])} (uniform ` +
-    `${format(uniform)}).`;
+  const where = run.prompts.length > 1 ? " on every prompt" : "";
+  return `A name needs a mean weight of about ${needed}${where}, which this head has since step ` +
+    `${step}. At step ${run.steps[at]} its mean weight was ${format(values[at][previous])} ` +
+    `(uniform ${format(uniform)}).`;
 }
 
 /** Returns what happens without heads, from the data of ablation.py. */
@@ -216,6 +217,7 @@ function removedText() {
     `windows${accuracy === null ? "" : `; with all heads, accuracy ${accuracy.toFixed(2)}`}. Heads ` +
     "of the same kind can replace each other, so look at all of them together.",
     needed.length ? " Measured in other runs of this kind: an induction head looks for a key " +
-      "whose previous token equals the current token. The self head makes the current token larger in " +
-      "the query; without it, the output of the previous-token head outweighs it." : ""), make("ul", {}, ...rows)];
+      "whose previous token equals the current token. The self head makes the current token " +
+      "larger in the query; without it, the output of the previous-token head outweighs it." : ""),
+  make("ul", {}, ...rows)];
 }
