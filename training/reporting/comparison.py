@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from errors import as_yaml, sanitize
@@ -85,6 +86,17 @@ class Row:
     values: list[float]  # last value of each run
     mean: float  # of values; NaN if any value is NaN
     tokens_to_target: list[int | None]  # of each run; empty without a target
+    difference: "Difference | None" = None  # from the first row of the table
+
+
+@dataclass
+class Difference:
+    """Mean of the differences between the values of two rows, paired by seed."""
+
+    mean: float
+    standard_error: float
+    p: float  # two-sided, of the paired t-test
+    pairs: int
 
 
 # ------------------------------------------------------------------------------------- reading
@@ -190,7 +202,35 @@ def summarize(
             tokens_to_target=reached,
         )
         rows.append(row)
-    return sorted(rows, key=lambda row: (row.text, math.isnan(row.mean), sign * row.mean))
+    rows.sort(key=lambda row: (row.text, math.isnan(row.mean), sign * row.mean))
+    for first, *others in by_text(rows):
+        for row in others:
+            row.difference = difference(row, first)
+    return rows
+
+
+def difference(row: Row, first: Row) -> Difference | None:
+    """Compares two rows by the paired t-test, over the seeds that each row has exactly once. None
+    if there are fewer than three such seeds or if a value is NaN or infinite."""
+    values = [dict(zip(r.seeds, r.values, strict=True)) for r in (row, first)]
+    once = [seed for seed in row.seeds if row.seeds.count(seed) == first.seeds.count(seed) == 1]
+    deltas = [values[0][seed] - values[1][seed] for seed in once]
+    if len(deltas) < 3 or not all(map(math.isfinite, deltas)):
+        return None
+    mean, error = statistics.fmean(deltas), statistics.stdev(deltas) / math.sqrt(len(deltas))
+    return Difference(mean, error, p_value(mean / (error or 1e-300), len(deltas) - 1), len(deltas))
+
+
+def p_value(t: float, degrees: int) -> float:
+    """Returns the two-sided p-value of Student's t distribution.
+
+    With t = sqrt(degrees) tan(a), the density of the angle a is proportional to cos(a)^(degrees-1).
+    """
+    angle, points = math.atan(abs(t) / math.sqrt(degrees)), 10_000
+    density = np.cos(np.linspace(angle, math.pi / 2, points)) ** (degrees - 1)
+    everything = np.cos(np.linspace(0, math.pi / 2, points)) ** (degrees - 1)
+    tail = np.trapezoid(density, dx=(math.pi / 2 - angle) / (points - 1))
+    return float(tail / np.trapezoid(everything, dx=math.pi / 2 / (points - 1)))
 
 
 def tokens_to(target: float, points: Points, sign: int) -> int | None:
@@ -232,6 +272,9 @@ def table(rows: list[Row], metric: str) -> str:
         cells = {"run": label(row)} | {name: as_yaml(value) for name, value in settings.items()}
         cells |= {"tokens": f"{row.tokens:,}", metric: f"{row.mean:.4f}"}
         cells["min–max"] = f"{min(row.values):.4f}–{max(row.values):.4f}" if has_range else ""
+        delta = row.difference
+        text = delta and f"{delta.mean:+.4f} ± {delta.standard_error:.4f}, p = {delta.p:.1g}"
+        cells["difference from the first row"] = text or ""
         if row.tokens_to_target:
             reached = [tokens for tokens in row.tokens_to_target if tokens is not None]
             mean = f"{round(statistics.fmean(reached)):,}" if reached else "never"

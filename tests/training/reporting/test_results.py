@@ -104,3 +104,31 @@ def test_values_are_valid_json_and_one_cell_of_the_table():
     assert (
         results.table(rows, "val/loss").splitlines()[2].startswith("| run0 | a\\|b\\nc\\x1b[31m |")
     )
+
+
+@pytest.mark.parametrize(
+    ("t", "degrees", "p"),  # critical values from tables of Student's t distribution
+    [(12.706, 1, 0.05), (4.303, 2, 0.05), (2.776, 4, 0.05), (-4.604, 4, 0.01), (3.250, 9, 0.01)],
+)
+def test_p_values_of_the_t_distribution(t, degrees, p):
+    assert results.p_value(t, degrees) == pytest.approx(p, rel=2e-3)
+
+
+def test_rows_are_compared_by_paired_seeds():
+    """Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3)."""
+    best, other = row({"lr": 1}, 2.0, 1.0, 3.0), row({"lr": 2}, 3.3, 2.1, 1.2)
+    other.seeds = [2, 0, 1]
+    found = results.difference(other, best)
+    assert (found.mean, found.pairs) == (pytest.approx(0.2), 3)
+    assert found.standard_error == pytest.approx(0.1 / math.sqrt(3))
+    assert found.p == pytest.approx(0.0742, abs=1e-4)  # t = 2 sqrt(3) with 2 degrees of freedom
+
+
+@pytest.mark.parametrize(
+    ("seeds", "values"),
+    [([0, 1, 7], [1.0, 2.0, 3.0]), ([0, 1, 1], [1.0, 2.0, 3.0]), ([0, 1, 2], [1.0, 2.0, math.nan])],
+)
+def test_rows_without_three_pairs_of_finite_values_are_not_compared(seeds, values):
+    other = row({"lr": 2}, *values)
+    other.seeds = seeds
+    assert results.difference(other, row({"lr": 1}, 1.0, 2.0, 3.5)) is None
