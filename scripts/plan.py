@@ -25,8 +25,8 @@ from training.config.command_line import (
     show_help,
     write_out,
 )
-from training.config.other_names import current_names, nearest, unknown_key
-from training.config.schema import AboveZero, NonNegative, Positive, known_settings
+from training.config.other_names import nearest, unknown_key
+from training.config.schema import AboveZero, NonNegative, Positive
 from training.distributed.launch import check_ranks
 from training.planning import memory
 from training.planning.devices import (
@@ -189,7 +189,6 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
 
 def of_training(overrides: list[str]) -> Config:
     """Returns the settings of a training command; data.path may be missing."""
-    overrides = current_names(overrides, known_settings())
     try:
         return compose(overrides)
     except ConfigError:

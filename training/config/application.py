@@ -14,7 +14,6 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
-from typing import Literal, get_args, get_origin
 
 import hydra.utils
 from hydra._internal.utils import get_args_parser
@@ -26,13 +25,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from errors import NO_VALUE, ClearheadError, ConfigError, Problem, as_yaml, refuse
+from errors import NO_VALUE, ClearheadError, ConfigError, Problem, refuse
 from training.config.command_line import errors_in_one_line, show_settings, unknown_option
 from training.config.compose import VERSION, compose, group_choices, problem_of
-from training.config.other_names import current_names
-from training.config.schema import GROUPS, Config, known_settings
+from training.config.schema import Config, known_settings
 from training.config.stored import config_from
-from training.config.validation import flat_fields
 from training.config.yaml_files import CONFIGS, REPOSITORY
 from training.reporting.sweep import run_job
 
@@ -64,17 +61,12 @@ def hydra_main(run: Callable[[Config], object]) -> Callable[[], None]:
     @functools.wraps(run)
     def main() -> None:
         with errors_in_one_line(debug="debug=true" in sys.argv):
-            sys.argv[1:] = current_names(sys.argv[1:], known_settings())
             options = parse_options(sys.argv[1:])
             config = check(options)
             trains = (config or options.experimental_rerun) and not (options.help or options.cfg)
             is_rank_0 = os.environ.get("RANK", "0") == "0"
             if is_rank_0 and options.help:
                 show_settings(config, group_choices(options))
-            elif options.shell_completion and (
-                found := choices_of(os.environ.get("COMP_LINE", ""))
-            ):
-                print(*found)
             elif is_rank_0 or trains:
                 run_hydra(task, options, [] if is_rank_0 else OTHER_RANKS)
 
@@ -93,27 +85,6 @@ def run_hydra(task: Callable, options: argparse.Namespace, more: list[str]) -> N
         if isinstance(error, ClearheadError):
             raise
         raise ConfigError([problem_of(error, options.overrides)]) from error
-
-
-def choices_of(line: str) -> list[str]:
-    """Returns the completions of a command line that ends with a blank or with KEY=PART, for a
-    setting with choices. Hydra completes groups, files of groups and keys."""
-    if line.endswith(" "):  # without Hydra, which takes longer
-        names = [f"{key}=" for key in known_settings() if "." not in key]
-        return sorted(names + [f"{group}." for group in GROUPS])
-    key, _, part = line.rpartition(" ")[2].partition("=")
-    field = flat_fields(Config).get(key.lstrip("+"))
-    choices = map(as_yaml, literals(field.annotation)) if field else ()
-    return [f"{key}={choice}" for choice in choices if choice.startswith(part)]
-
-
-def literals(annotation: object) -> list[object]:
-    """Returns the choices of a type: values of Literal, true and false, null."""
-    if annotation in (bool, type(None)):
-        return [True, False] if annotation is bool else [None]
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    return [value for part in get_args(annotation) for value in literals(part)]
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

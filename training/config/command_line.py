@@ -39,7 +39,7 @@ from errors import (
     refuse,
 )
 from files import atomic_write
-from training.config.other_names import current_names, unknown_key
+from training.config.other_names import unknown_key
 from training.config.schema import rejected
 from training.config.validation import flat_fields, groups_of, validate
 from training.config.yaml_files import defaults_and_meanings, flat, nested
@@ -100,7 +100,7 @@ def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     """Parses KEY=VALUE arguments into the schema. Raises ConfigError with all problems."""
     fields, problems = flat_fields(schema), []
     values: dict[str, object] = {}
-    for text in current_names(arguments, fields):
+    for text in arguments:
         key, equals, raw = text.partition("=")
         if text.startswith("-"):
             problems.append(unknown_option(text, list(fields)))

@@ -29,18 +29,12 @@ from omegaconf import OmegaConf
 
 from errors import NO_VALUE, ConfigError, Problem, refuse, shorten
 from training.config.command_line import not_a_setting
-from training.config.other_names import current_names, unknown_key
+from training.config.other_names import unknown_key
 from training.config.schema import Config, known_settings
 from training.config.stored import config_from
-from training.config.user_files import place_of, with_places
+from training.config.user_files import place, with_places
 from training.config.yaml_files import CONFIGS
 
-# Error of Hydra in a defaults list: hint. {0}: the entry.
-HINTS = {
-    "in defaults : bool": 'YAML reads off, no, on and yes as booleans: write "off" in quotes',
-    "Multiple values for": "write - override /{0}",
-    "No match in the defaults list|Invalid Defaults List": "the form is - override /GROUP: CHOICE",
-}
 VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
 
 
@@ -107,7 +101,7 @@ def _checked(overrides: list[str], problems: list[Problem]) -> list[str]:
     parser, texts = OverridesParser.create(), []
     loader = GlobalHydra.instance().config_loader()  # includes the groups in config_dir
     known = [*known_settings(), *loader.get_group_options("", ObjectType.GROUP)]
-    for text in current_names(overrides, known):
+    for text in overrides:
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError):
@@ -148,27 +142,27 @@ def _composed(config_name: str, overrides: list[str], problems: list[Problem]) -
     except MissingConfigException as error:
         key, _, value = (error.missing_cfg_file or "").rpartition("/")
         if not error.options:
-            found = problem_of(error, overrides, place_of(error, overrides))
-            raise ConfigError([*problems, found]) from error
+            raise ConfigError([*problems, problem_of(error, overrides)]) from error
         fix = f"use one of {', '.join(error.options)}"
         if key == "data" and os.path.exists(value):
             fix = not_a_setting(value, "data.path").hint
         rest = [text for text in overrides if text.lstrip("+") != f"{key}={value}"]
-        place = "" if rest != overrides else place_of(error, overrides)
-        problems.append(Problem(key, value, f"no such {key}", fix, place))
+        problems.append(Problem(key, value, f"no such {key}", fix))
         if rest == overrides:  # the choice is in a file
             raise ConfigError(problems) from error
         return _composed(config_name, rest, problems)
     except Exception as error:  # of Hydra, OmegaConf or YAML
-        found = problem_of(error, overrides, place_of(error, [*overrides, config_name]))
-        raise ConfigError([*problems, found]) from error
+        raise ConfigError([*problems, problem_of(error, overrides)]) from error
 
 
-def problem_of(error: Exception, overrides: Sequence[str], place: str = "") -> Problem:
-    """Turns an error of Hydra, OmegaConf or YAML into a problem. place: FILE:LINE or ""."""
+def problem_of(error: Exception, overrides: Sequence[str]) -> Problem:
+    """Turns an error of Hydra, OmegaConf or YAML into a problem."""
     if error.__cause__ and (not str(error) or str(error).startswith("Error merging override")):
         error = error.__cause__
-    said = getattr(error, "problem", None) or str(error).strip() or type(error).__name__
+    if mark := getattr(error, "problem_mark", None):  # invalid YAML
+        where = place(mark.name, mark.line + 1)
+        return Problem("", NO_VALUE, error.problem, "correct the file", where)
+    said = str(error).strip() or type(error).__name__
     first, _, more = said.partition("\n")
     reason = f"{first} {more.partition(chr(10))[0]}" if first.endswith(":") else first.rstrip(".")
     if key := getattr(error, "full_key", None):
@@ -179,10 +173,4 @@ def problem_of(error: Exception, overrides: Sequence[str], place: str = "") -> P
             add = re.search(r"use (\+.*)", said)
             hint = f"to add it, write {add[1]}" if add else "see --help"
             return Problem(key.lstrip("+~"), value if equals else NO_VALUE, reason, hint)
-    if place:
-        hint = next(
-            (hint for text, hint in HINTS.items() if re.search(text, said)), "correct the file"
-        )
-        entry = next((q[9:] for q in quoted if q.startswith("override ")), "GROUP: CHOICE")
-        return Problem("", NO_VALUE, reason.partition(". To ")[0], hint.format(entry), place)
     return Problem("command line", NO_VALUE, reason, "see --help")

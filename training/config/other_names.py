@@ -2,44 +2,18 @@
 
 import difflib
 import functools
-import os
-import re
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 from errors import UnknownSetting
 
-# Name in version 1: current name. The old names still work on the command line, with a warning, and
-# in the stored settings of a run. Remove these aliases in version 3.
-RENAMED = {
-    "lens.repeated": "lens.repeat_length",
-    "repeated": "repeat_length",  # scripts.inspect_attention
-    "num_tokens": "max_new_tokens",  # generate.py, benchmarks.generate
-}
-
-
-def current_names(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Replaces old names in KEY=VALUE arguments; prints a warning for each."""
-    found = []
-    for text in arguments:
-        prefix, key, rest = re.fullmatch(r"([+~]*)([\w.]*)(.*)", text, re.DOTALL).groups()
-        if key not in known and (new := RENAMED.get(key)) in known:
-            if os.environ.get("RANK", "0") == "0":
-                print(f"{key}: renamed to {new}; use the new name", file=sys.stderr)
-            text = f"{prefix}{new}{rest}"
-        found.append(text)
-    return found
-
 
 def rename_stored(settings: dict) -> dict:
-    """Replaces old names in the stored settings of a run, in place. Returns `settings`."""
-    for old, new in RENAMED.items():
-        group, _, key = old.rpartition(".")
-        if isinstance(values := settings.get(group), dict) and key in values:
-            values.setdefault(new.rpartition(".")[2], values.pop(key))
+    """Replaces the name of version 1 for lens.repeat_length in stored settings, in place."""
+    if isinstance(lens := settings.get("lens"), dict) and "repeated" in lens:
+        lens.setdefault("repeat_length", lens.pop("repeated"))
     return settings
 
 

@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 
 import attention
 import train
-from benchmarks.settings import GenerationBenchmark
 from errors import ConfigError
 from generate import GenerateConfig
 from lens.config import LensConfig
@@ -35,7 +34,7 @@ from tokens.tokenizers import TOKENIZERS
 from training.config import Config, compose
 from training.config.application import hydra_main, sweep_variants
 from training.config.command_line import parse
-from training.config.other_names import RENAMED, other_names, unknown_key
+from training.config.other_names import other_names, unknown_key
 from training.config.schema import GROUPS, VOCABULARIES, known_settings
 from training.config.stored import complete, resolve_auto
 from training.config.validation import flat_fields, validate
@@ -64,7 +63,8 @@ def test_hints_suggest_similar_settings():
 
 def test_hints_for_names_of_other_projects_are_existing_settings():
     of_training = known_settings()
-    commands = [of_training, *map(list, map(flat_fields, (GenerateConfig, PlanConfig)))]
+    scripts = (GenerateConfig, PlanConfig, InspectConfig)
+    commands = [of_training, *map(list, map(flat_fields, scripts))]
     for setting, names, remark in other_names():
         named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
         assert named <= set(of_training)
@@ -72,30 +72,6 @@ def test_hints_for_names_of_other_projects_are_existing_settings():
         for name in names.split():
             assert name not in known
             assert setting in suggested(known, name), name
-
-
-def test_old_names_of_settings_work_with_a_warning(capsys, in_process, tmp_path):
-    commands = (GenerateConfig, GenerationBenchmark, InspectConfig)
-    known = [set(known_settings()), *(set(flat_fields(schema)) for schema in commands)]
-    for old, new in RENAMED.items():
-        assert any(new in names for names in known), new
-        assert not any(old in names for names in known), old
-    olds = ("lens.repeated", "num_tokens", "repeated")
-    found = compose(["lens.every=3", "++lens.repeated=5"])
-    assert (found.lens.every, found.lens.repeat_length) == (3, 5)
-    assert parse(GenerateConfig, ["checkpoint=x", f"{olds[1]}=7"]).max_new_tokens == 7
-    assert parse(InspectConfig, ["checkpoint=x", "repeated=9"]).repeat_length == 9
-    warnings = capsys.readouterr().err.splitlines()
-    for line, old in zip(warnings, olds, strict=True):
-        assert line.startswith(f"{old}: ")
-        assert RENAMED[old] in line
-    compose(["lens.repeat_length=3"])
-    assert capsys.readouterr().err == ""
-    with pytest.raises(ConfigError):  # train.py has no such alias
-        compose([f"{olds[1]}=7"])
-    code, out, err = in_process(train.main, tmp_path, "--cfg", "job", "lens.repeated=4")
-    assert (code, len(err.splitlines())) == (0, 1)
-    assert yaml.safe_load(out)["lens"]["repeat_length"] == 4
 
 
 def test_accepted_forms():
@@ -206,27 +182,6 @@ def test_errors_and_completions_are_printed_without_torch(tmp_path, arguments, c
     assert imported.isdisjoint({"torch", "wandb", "matplotlib"})
     assert done.stdout == ("" if code else "trainer.max_skips= trainer.max_steps=\n")
     assert list(tmp_path.iterdir()) == []
-
-
-COMPLETIONS = {
-    "seed=1 ": "data. data= debug= experiment= lens. lens= model. model= name= optimizer. "
-    "optimizer= parallel. parallel= runs_dir= seed= trainer. trainer= wandb. wandb=",
-    "mod": "model. model=",
-    "model=gpt2-n": "model=gpt2-nano",
-    "model=gpt2-nano optimizer.matrix": "optimizer.matrix_lr=",
-    "trainer.precision=": "trainer.precision=auto trainer.precision=fp32 trainer.precision=bf16 "
-    "trainer.precision=fp16",
-    "trainer.micro_batch_size=": "trainer.micro_batch_size=auto trainer.micro_batch_size=null",
-    "seed=1 model.qkv_bias=t": "model.qkv_bias=true",
-    "hydra/launcher=b": "hydra/launcher=basic",
-}
-
-
-def test_completions(in_process, tmp_path, monkeypatch):
-    for line, completed in COMPLETIONS.items():
-        monkeypatch.setenv("COMP_LINE", f"python train.py {line}")
-        code, out, _ = in_process(train.main, tmp_path, "-sc", "query=bash")
-        assert (code, out.split()) == (0, completed.split()), line
 
 
 def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):

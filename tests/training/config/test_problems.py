@@ -181,24 +181,25 @@ CONTENTS = {
     "optimizer: {lr: .nan}": ("optimizer.lr", 2),
     "model:\n  num_heads: 7": ("model.num_heads", 3),
     "name: a\nseed: ${sead}": ("seed", 3),
-    "name: a\nseed: ${sead": ("seed", 3),
-    "just words": ("just words", 2),
-    "- 1\n- 2": ("", 1),
     "model: [1, 2\nseed: 1": ("", 3),
-    b"seed: 1\nname: \xe9": ("", 2),
     b"trainer: {keep: 1}": ("experiment", 1),  # without the line "# @package _global_"
     "seed: !!python/object/apply:os.mkdir [made]": ("", 2),
     "model: {_target_: os.mkdir}": ("model._target_", 2),
-    "defaults:\n  - override /modle: gpt2-nano": ("", 3),
-    "defaults:\n  - override /model: gpt3": ("model", 3),
-    "defaults:\n  - other": ("", 3),
-    "defaults: other": ("", 2),
-    "defaults:\n  - override /lens: often\n  - override /wandb: off": ("", 4),  # a boolean
-    "seed: 1\ndefaults:\n  - /model: gpt2-nano": ("", 4),  # without override
-    "defaults:\n  - override model: gpt2-nano": ("", 3),  # without /
     "seed: 1\nmodel: gpt2-nano": ("model", 3),
     "seed: 1\nwandb: off": ("wandb", 3),
     "defaults:\n  - override /model: mine": ("model.num_head", 2),  # in mine.yaml of this group
+}
+# Invalid files: key of the problem, which has Hydra's message and no place.
+STRUCTURES = {
+    "name: a\nseed: ${sead": "seed",
+    "just words": "just words",
+    "- 1\n- 2": "command line",
+    b"seed: 1\nname: \xe9": "command line",
+    "defaults:\n  - override /modle: gpt2-nano": "command line",
+    "defaults:\n  - override /model: gpt3": "model",
+    "defaults: other": "command line",
+    "defaults:\n  - override /wandb: off": "command line",  # a boolean
+    "seed: 1\ndefaults:\n  - /model: gpt2-nano": "command line",  # without override
 }
 
 
@@ -213,6 +214,12 @@ def test_files_of_settings(tmp_path, monkeypatch):
             compose(["experiment=mine"], config_dir="mine")
         file = "model" if key == "model.num_head" else "experiment"
         assert caught.value.problems[0].place == f"mine/{file}/mine.yaml:{line}", content
+    for content, key in STRUCTURES.items():
+        put(tmp_path / "mine", "experiment/mine.yaml", content)
+        tally(FAULT)
+        with refused(ConfigError, key):
+            compose(["experiment=mine"], config_dir="mine")
+    put(tmp_path / "mine", "experiment/mine.yaml", "seed: 1")
     with refused(ConfigError, "hydra.ouput", "x") as caught:
         compose(["experiment=mine", "model=gpt2-nano", "hydra.ouput=x"], config_dir="mine")
     assert caught.value.problems[0].place == ""
@@ -223,7 +230,7 @@ def test_only_problems_in_a_users_file_have_a_place(tmp_path):
     put(tmp_path, "experiment/mine.yaml", "trainer: {keep: 0, max_steps: x}\nlens: {every: 5}")
     given = ["experiment=mine", "trainer.max_steps=y", "+seed=1", "model.emb_dim=100"]
     with pytest.raises(ConfigError) as caught:
-        compose([*given, f"hydra.searchpath=[file://{tmp_path}]"])
+        compose(given, config_dir=str(tmp_path))
     found = {problem.key: bool(problem.place) for problem in caught.value.problems}
     keys = ["model.num_heads", "seed", "trainer.keep", "trainer.max_steps"]
     assert found == {key: key == "trainer.keep" for key in keys}
