@@ -46,7 +46,7 @@ def fit(run: "Run") -> None:
             with run.metrics.paused():
                 row = evaluate_and_log(run, row)
                 save_if_due(run, row.get("val/loss"))
-            if run.signals.received_on_any_rank(run.strategy):
+            if run.exchange.is_stopped():
                 stop(run)
         run.finish(state.step > first_step, time.perf_counter() - started)
 
@@ -60,7 +60,7 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     strategy, state = run.strategy, run.state
     strategy.reseed(run.config.seed, state.step)  # dropout depends on (seed, step, rank) only
     micro_batches = next(run.batches)  # each: ((input_ids, target_ids), number of targets)
-    (num_targets,) = strategy.all_reduce_sum(sum(count for _, count in micro_batches))
+    run.exchange.start(sum(count for _, count in micro_batches))
     mean_loss = 0.0
     for number, (tensors, count) in enumerate(micro_batches, start=1):
         input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
@@ -68,7 +68,7 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
             with run.profiler.phase("forward"), strategy.autocast():
                 _, loss = run.trained_model(input_ids, target_ids)
             # All targets of the step have equal weight. world_size cancels the average over ranks.
-            loss = loss * (count * strategy.world_size / num_targets)
+            loss = loss * (count * strategy.world_size / run.exchange.num_targets())
             with run.profiler.phase("backward"):
                 strategy.backward(loss)
         mean_loss = mean_loss + loss.detach()
@@ -146,7 +146,7 @@ def save(run: "Run") -> None:
         return  # saved already
     run.metrics.store(state)
     run.tracker.sync()  # the log is flushed to disk before the checkpoint
-    is_last = state.step == run.config.trainer.max_steps or run.signals.received > 0
+    is_last = state.step == run.config.trainer.max_steps or run.exchange.is_stopped()
     run.checkpointer.save(state, is_last)
 
 

@@ -493,22 +493,6 @@ def test_debug_adds_the_traceback(in_process, tmp_path):
     assert "Traceback" in err
 
 
-def test_a_signal_while_ranks_exchange_signals_is_not_lost(make_run, monkeypatch):
-    """Signals at other times: tests/faults/test_kills.py."""
-    run = make_run("trainer.eval_every=0")
-
-    def largest(number):
-        run.signals.received = signal.SIGTERM
-        return number
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.strategy, "all_reduce_max", largest)
-        assert not run.signals.received_on_any_rank(run.strategy)
-    with pytest.raises(SystemExit) as stopped:
-        fit(run)
-    assert (stopped.value.code, run.state.step) == (143, 1)
-
-
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_a_rank_saves_and_stops_when_its_torchrun_has_died(make_run, monkeypatch, by_torchrun):
     """Without torchrun, a process continues when its parent has ended."""

@@ -20,6 +20,10 @@ IGNORED = -100  # the loss ignores this target (ignore_index of torch's cross_en
 class WindowDataset(Dataset):
     """Base class. A subclass defines `batch`, which reads windows on access, and `__len__`."""
 
+    def num_targets(self, windows: int) -> int | None:
+        """Returns the number of targets of a number of windows; None if it varies."""
+        return None
+
     def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Reads several windows: (B,) -> input_ids (B, T), target_ids (B, T), int64.
 
@@ -71,6 +75,9 @@ class SlidingWindows(WindowDataset):
         ids = torch.from_numpy(self.tokens.gather(starts, self.max_length + 1).astype(np.int64))
         return ids[:, :-1], ids[:, 1:]
 
+    def num_targets(self, windows: int) -> int | None:
+        return windows * self.max_length
+
     def common_tokens(self, limit: int = 1000) -> np.ndarray:
         """Returns the most frequent ids of the first million tokens, the most frequent first."""
         size = min(1_000_000, len(self.tokens))
@@ -109,6 +116,9 @@ class DocumentWindows(SlidingWindows):
         target_ids = np.where(padding, IGNORED, ids)[:, 1:]
         return torch.from_numpy(input_ids), torch.from_numpy(target_ids)
 
+    def num_targets(self, windows: int) -> int | None:
+        return None
+
 
 class MixedDataset(WindowDataset):
     """The windows of several datasets, numbered consecutively: first those of dataset 0.
@@ -134,6 +144,9 @@ class MixedDataset(WindowDataset):
             local = windows[rows] - (self.ends[source] - self.sizes[source])
             input_ids[rows], target_ids[rows] = self.datasets[source].batch(local)
         return input_ids, target_ids
+
+    def num_targets(self, windows: int) -> int | None:
+        return self.datasets[0].num_targets(windows)
 
     def common_tokens(self, limit: int = 1000) -> np.ndarray:
         """Returns the most frequent ids of each dataset, in ascending order."""

@@ -22,6 +22,7 @@ from training.checkpoint.resume import Start, resume_command
 from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
+from training.exchange import Exchange
 from training.reporting.console import Console
 from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
@@ -55,6 +56,7 @@ class Run:
     console: Console
     profiler: Profiler
     signals: StopSignals
+    exchange: Exchange
     closing: contextlib.ExitStack  # closes the components, the last opened first
 
     def is_due(self, every: int) -> bool:

@@ -40,6 +40,7 @@ from training.distributed import device, launch
 from training.distributed.build import build_strategy
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator, Validation
+from training.exchange import Exchange
 from training.optim.optimizers import NonFiniteCheck, build_optimizer, learning_rate
 from training.planning.micro_batch import check_memory, find_micro_batch
 from training.reporting.console import Console
@@ -153,6 +154,7 @@ def _build(
         console=console,
         profiler=profiler,
         signals=signals,
+        exchange=Exchange(strategy, signals, data.train.num_targets(config.trainer.batch_size)),
         closing=closing,
     )
     print_introduction(run, start, is_compiled, notes)

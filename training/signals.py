@@ -2,12 +2,8 @@
 
 import os
 import signal
-from typing import TYPE_CHECKING
 
 from training.distributed.launch import launched
-
-if TYPE_CHECKING:
-    from training.distributed.strategy import Strategy
 
 # Slurm can send SIGUSR1 a given time before the time limit.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -58,18 +54,15 @@ class StopSignals:
         """The exit code for the received signal."""
         return exit_code(self.received)
 
-    def received_on_any_rank(self, strategy: "Strategy") -> bool:
-        """Returns whether any rank has received a signal, so that all stop after the same step. The
-        end of torchrun counts as SIGTERM: otherwise nothing would stop its processes, and they
-        would keep the run directory locked."""
+    def poll(self) -> int:
+        """Returns the number of the first signal of this process; 0 without one. The end of
+        torchrun counts as SIGTERM: otherwise nothing would stop its processes, and they would keep
+        the run directory locked."""
         orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_PID
         if orphaned and not self.received:
             self.received = signal.SIGTERM
             self._print("torchrun has ended; stopping after this step")
-        number = strategy.all_reduce_max(self.received)
-        if number:  # never reset to 0: a signal may have arrived meanwhile
-            self.received = number
-        return number > 0
+        return self.received
 
     def _handle(self, number: int, _) -> None:
         self._interrupts += number == signal.SIGINT

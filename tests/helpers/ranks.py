@@ -185,7 +185,9 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted((folder / "runs").iterdir())
 
 
-def check_same_bytes(run: Path, other: Path) -> None:
-    """Checks that two runs have the same final parameters and moments, bit for bit."""
+def check_same_bytes(run: Path, other: Path, step: int | None = None) -> None:
+    """Checks that two runs have the same parameters and moments, bit for bit. step=None: the last
+    step."""
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (last(run) / file).read_bytes() == (last(other) / file).read_bytes(), file
+        mine, theirs = ((last(each, step) / file).read_bytes() for each in (run, other))
+        assert mine == theirs, file

@@ -81,16 +81,24 @@ class DDP(Strategy):
     # --------------------------------------------------------------------------- collectives
 
     def all_reduce_sum(self, *values: float) -> list[float]:
-        return self._all_reduce(values, dist.ReduceOp.SUM)
+        return self.start_all_reduce_sum(*values)()
+
+    def start_all_reduce_sum(self, *values: float) -> Callable[[], list[float]]:
+        return self._start_all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, value: int) -> int:
-        return int(self._all_reduce([value], dist.ReduceOp.MAX)[0])
+        return int(self._start_all_reduce([value], dist.ReduceOp.MAX)()[0])
 
-    def _all_reduce(self, values, operation) -> list[float]:
+    def _start_all_reduce(self, values, operation) -> Callable[[], list[float]]:
         """Reduces in float64, which represents token counts exactly."""
         numbers = torch.tensor(list(values), dtype=torch.float64)
-        dist.all_reduce(numbers, operation, group=self.cpu_group)
-        return numbers.tolist()
+        work = dist.all_reduce(numbers, operation, group=self.cpu_group, async_op=True)
+
+        def wait() -> list[float]:
+            work.wait()
+            return numbers.tolist()
+
+        return wait
 
     def synchronize(self) -> None:
         # A GPU that waits for a dead rank cannot be interrupted, so the CPUs synchronize first.
@@ -141,6 +149,7 @@ class DDP(Strategy):
         if isinstance(error, ClearheadError):
             return False
         signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out")
+        signs += ("pair closure",)  # of a collective during which another one timed out
         return isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
         )

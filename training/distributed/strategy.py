@@ -203,6 +203,10 @@ class Strategy:
         """Returns the sum of each value over all ranks."""
         return list(values)
 
+    def start_all_reduce_sum(self, *values: float) -> Callable[[], list[float]]:
+        """Starts all_reduce_sum. The returned function waits for the sums and returns them."""
+        return lambda: list(values)
+
     def all_reduce_max(self, value: int) -> int:
         """Returns the maximum over all ranks."""
         return value

@@ -96,6 +96,7 @@ def test_a_sweep_on_several_ranks_is_refused(launched, in_process, tmp_path):
 
 def test_errors_that_mean_a_lost_rank():
     assert DDP.is_lost_rank(None, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
+    assert DDP.is_lost_rank(None, RuntimeError("Application timeout caused pair closure"))
     assert not DDP.is_lost_rank(None, ValueError("gloo"))
     locked = RunDirectoryError("name", "gloo", "is locked", "Timed out")
     assert not DDP.is_lost_rank(None, locked)

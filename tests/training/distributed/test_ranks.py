@@ -228,16 +228,54 @@ def test_ranks_that_do_not_see_the_run_continue_it(place):
     assert not other.exists()
 
 
+# Calls of torch.distributed and of the strategy in a step without logging. The exchange does not
+# block: without ignored targets, ranks read it after they have exchanged gradients.
+CALLS = ("torch.distributed.all_reduce", "torch.distributed.broadcast")
+CALLS += tuple(f"training.distributed.ddp.DDP.{name}" for name in ("backward", "update"))
+CALLS += ("training.exchange.Exchange.is_stopped",)
+
+
+@pytest.mark.parametrize(
+    ("way", "expected", "text"),
+    [
+        ("ddp", "all_reduce backward update is_stopped wait", ()),
+        ("fsdp", "all_reduce wait backward update is_stopped wait", DOCUMENTS),
+    ],
+)
+def test_the_ranks_exchange_counts_and_signals_once_per_step(place, way, expected, text):
+    settings = ("trainer.log_every=4", "trainer.micro_batch_size=null", f"parallel={way}")
+    files = [place.folder / f"{way}_{rank}" for rank in range(2)]
+    faults = [{"record_calls": {"functions": CALLS, "file": str(file)}} for file in files]
+    place.ranks(f"calls_{way}", *text, *settings, faults=faults)
+    for file in files:
+        calls = [json.loads(line) for line in file.read_text().splitlines()]
+        for step in (1, 2, 5, 6):
+            assert " ".join(call for at, call in calls if at == step) == expected
+
+
+# Signals of one rank, with which all ranks stop after step HALF + 1: before that step, and during
+# the step before, whose checkpoint is written slowly.
+STOPPED = {
+    "fsdp": [None, interrupt(("SIGTERM", STEP, HALF + 1))],
+    "ddp": [
+        interrupt(("SIGTERM", "training.distributed.ddp.DDP.update", HALF))
+        | {"slow": {"seconds": 0.1}},
+        None,
+    ],
+}
+
+
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     """With dropout, whose random numbers follow from seed, step and rank; by the command that is
     printed."""
     settings = ("model.dropout=0.2", f"parallel={way}")
     whole, _ = place.ranks(f"whole_{way}", *settings)
-    special = {"faults": [None, interrupt(("SIGTERM", STEP, HALF + 1))], "codes": [143, 143]}
+    special = {"faults": STOPPED[way], "codes": [143, 143]}
     cut, (main, other) = place.ranks(f"cut_{way}", *settings, **special)
     assert other.err == ""
     assert listing.newest_step(cut) == HALF + 1
+    check_same_bytes(cut, whole, HALF)
     program, command = printed_command(main.err)
     assert program.endswith("torchrun --nproc_per_node=2")
     place.server.run_ranks(place.folder, *command)
