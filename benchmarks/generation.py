@@ -22,67 +22,99 @@ from training.config.command_line import write_out
 from training.distributed import device as devices
 
 SEED = 0  # for the weights and the prompts
-Generate = Callable[[], list[list[int]]]  # returns the new ids of each prompt
+# (prompts (B, T), number of new tokens) -> the new ids of each prompt, the seconds until each token
+Generate = Callable[[torch.Tensor, int], tuple[list[list[int]], list[float]]]
 
 
 def compare(settings: GenerationBenchmark) -> None:
     """Checks that both generate the same ids, times them, prints and writes the results."""
     refuse(devices.check(settings.device))
     config = ModelConfig(**compose([f"model={settings.model}"]).model.model_dump())
-    if (needed := settings.prompt_tokens + settings.max_new_tokens) > config.context_length:
+    needed = max(settings.prompt_tokens) + max(settings.max_new_tokens)
+    if needed > config.context_length:
         reason = f"prompt and new tokens are {needed} tokens; the context of the model is "
         reason += f"{config.context_length}"
         refuse([("max_new_tokens", settings.max_new_tokens, reason, "use fewer")])
     device = devices.prepare(settings.device, SEED)
     weights = GPT(config).eval()
-    results = origin("benchmarks.generate", device, ("torch", "transformers")) | {"tables": {}}
+    results = origin("benchmarks.generate", device, ("torch", "transformers")) | {"tables": []}
     for batch_size in settings.batch_sizes:
-        random = torch.Generator().manual_seed(SEED)
-        shape = (batch_size, settings.prompt_tokens)
-        prompts = torch.randint(config.vocab_size, shape, generator=random)  # (B, T)
-        work = implementations(weights, prompts, settings.max_new_tokens, device)
-        theirs, ours, *_ = [run() for run in work.values()]  # also creates caches and compiles
-        if theirs != ours:
-            reason = "the tokens of clearhead and transformers differ in fp32"
-            raise NotEquivalent("generation", NO_VALUE, reason, "check the version of transformers")
-        timed = {name: functools.partial(seconds_of, run) for name, run in work.items()}
-        seconds = interleave(timed, settings.rounds)
-        rows = [
-            {
-                "name": name,
-                "tokens_per_second": batch_size * settings.max_new_tokens / median(own),
-                "ratio": speedup(own, seconds["transformers, fp32"]),
-                "seconds": own,
-            }
-            for name, own in seconds.items()
-        ]
-        results["tables"][str(batch_size)] = rows
-        print(f"batch size {batch_size}: tokens/s, ratio to the first row")
-        for row in rows:
-            figures = f"{row['tokens_per_second']:>10.1f}  {show_speedup(row['ratio'])}"
-            print(f"  {row['name']:<22}{figures}", flush=True)
+        work = implementations(weights, batch_size, device)
+        for prompt_tokens in settings.prompt_tokens:
+            random = torch.Generator().manual_seed(SEED)
+            shape = (batch_size, prompt_tokens)
+            prompts = torch.randint(config.vocab_size, shape, generator=random)  # (B, T)
+            for table in measure(work, prompts, settings.max_new_tokens, settings.rounds):
+                results["tables"].append(table)
+                print("{batch_size} x {prompt_tokens} + {max_new_tokens} tokens".format(**table))
+                for row in table["rows"]:
+                    figures = f"{row['tokens_per_second']:>10.1f}  {show_speedup(row['ratio'])}"
+                    print(f"  {row['name']:<22}{figures}", flush=True)
     if settings.out:
         write_out(settings.out, results)
 
 
-def implementations(
-    weights: GPT, prompts: torch.Tensor, max_new_tokens: int, device: torch.device
-) -> dict[str, Generate]:
-    """Returns both in fp32 and in the fastest precision of the device. prompts: (B, T)."""
+def measure(
+    work: dict[str, Generate], prompts: torch.Tensor, counts: list[int], rounds: int
+) -> list[dict]:
+    """Returns a table for each number of new tokens. The first runs also create caches and compile.
+
+    A run generates the largest number of tokens. The time of fewer tokens is the time until the
+    last of them.
+    """
+    theirs, ours, *_ = [run(prompts, min(counts))[0] for run in work.values()]
+    if theirs != ours:
+        reason = "the tokens of clearhead and transformers differ in fp32"
+        raise NotEquivalent("generation", NO_VALUE, reason, "check the version of transformers")
+    calls = {name: lambda run=run: run(prompts, max(counts))[1] for name, run in work.items()}
+    seconds = interleave(calls, rounds)  # by name, round and token
+    tables = []
+    for count in counts:
+        until = {name: [run[count - 1] for run in runs] for name, runs in seconds.items()}
+        rows = [
+            {
+                "name": name,
+                "tokens_per_second": len(prompts) * count / median(own),
+                "ratio": speedup(own, until["transformers, fp32"]),
+                "seconds": own,
+            }
+            for name, own in until.items()
+        ]
+        sizes = {"batch_size": len(prompts), "prompt_tokens": prompts.shape[1]}
+        tables.append(sizes | {"max_new_tokens": count, "rows": rows})
+    return tables
+
+
+def implementations(weights: GPT, batch_size: int, device: torch.device) -> dict[str, Generate]:
+    """Returns both in fp32 and in the fastest precision of the device."""
     theirs = transformers_model(weights, use_cache=True)
     best = devices.best_dtype(device)
     dtypes = {"fp32": torch.float32} | ({} if best == torch.float32 else {"bf16": best})
     work: dict[str, Generate] = {}
     for name, dtype in dtypes.items():
         model = copy.deepcopy(theirs).to(device, dtype)
-        work[f"transformers, {name}"] = functools.partial(
-            by_transformers, model, prompts, max_new_tokens
-        )
-        work[f"clearhead, {name}"] = by_clearhead(weights, prompts, max_new_tokens, device, dtype)
+        work[f"transformers, {name}"] = functools.partial(by_transformers, model)
+        work[f"clearhead, {name}"] = by_clearhead(weights, batch_size, device, dtype)
     return work
 
 
-def by_transformers(model, prompts: torch.Tensor, max_new_tokens: int) -> list[list[int]]:
+class Clock:
+    """A streamer of transformers: gets the prompts, then each new token."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, _) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def by_transformers(
+    model, prompts: torch.Tensor, max_new_tokens: int
+) -> tuple[list[list[int]], list[float]]:
+    clock, started = Clock(), time.perf_counter()
     ids = prompts.to(model.device)
     output = model.generate(
         ids,
@@ -92,28 +124,26 @@ def by_transformers(model, prompts: torch.Tensor, max_new_tokens: int) -> list[l
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,
+        streamer=clock,
     )
-    return output[:, ids.shape[1] :].tolist()
+    return output[:, ids.shape[1] :].tolist(), [time - started for time in clock.times[1:]]
 
 
-def by_clearhead(
-    gpt: GPT, prompts: torch.Tensor, max_new_tokens: int, device: torch.device, dtype: torch.dtype
-) -> Generate:
+def by_clearhead(gpt: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> Generate:
     """Returns a function that generates as generate.py does for a long text."""
     compiler = devices.compiled_step("auto", device, 10**6)
     model = copy.deepcopy(gpt).to(device)
-    pack_weights(model, dtype, len(prompts), to_compile=compiler is not None)
+    pack_weights(model, dtype, batch_size, to_compile=compiler is not None)
     cache = KVCache(gpt.config.context_length, compiler) if compiler else None
 
-    def generate_ids() -> list[list[int]]:
+    def generate_ids(
+        prompts: torch.Tensor, max_new_tokens: int
+    ) -> tuple[list[list[int]], list[float]]:
+        steps, seconds, started = [], [], time.perf_counter()
         greedy = Sampling(temperature=0)
-        steps = generate(model, prompts.tolist(), max_new_tokens, greedy, cache=cache)
-        return [list(row) for row in zip(*steps, strict=True)]
+        for tokens in generate(model, prompts.tolist(), max_new_tokens, greedy, cache=cache):
+            steps.append(tokens)
+            seconds.append(time.perf_counter() - started)
+        return [list(row) for row in zip(*steps, strict=True)], seconds
 
     return generate_ids
-
-
-def seconds_of(run: Generate) -> float:
-    started = time.perf_counter()
-    run()  # returns lists, so the device has finished
-    return time.perf_counter() - started

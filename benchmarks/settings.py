@@ -7,6 +7,8 @@ from pydantic import DirectoryPath, Field
 from training.config.command_line import OutFile, ScriptConfig
 from training.config.schema import Device, Name, Positive
 
+Counts = Annotated[list[Positive], Field(min_length=1)]
+
 
 class TrainingBenchmark(ScriptConfig):
     """python -m benchmarks.training [model=NAME] [nanogpt=FOLDER] [KEY=VALUE ...]"""
@@ -27,11 +29,9 @@ class GenerationBenchmark(ScriptConfig):
     """python -m benchmarks.generate [model=NAME] [KEY=VALUE ...]"""
 
     model: Name = Field("gpt2-small", description="model group of train.py")
-    batch_sizes: Annotated[list[Positive], Field(min_length=1)] = Field(
-        [1, 8], description="batch sizes, one table each"
-    )
-    prompt_tokens: Positive = Field(64, description="tokens per prompt")
-    max_new_tokens: Positive = Field(64, description="new tokens per prompt")
+    batch_sizes: Counts = Field([1, 8], description="numbers of texts generated at once")
+    prompt_tokens: Counts = Field([64], description="tokens per prompt")
+    max_new_tokens: Counts = Field([64], description="new tokens per prompt")
     rounds: Positive = Field(5, description="measurements of each implementation")
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
     out: OutFile = Field("", description="JSON file for the results")

@@ -5,17 +5,20 @@ import shlex
 import sys
 from collections.abc import Callable
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 from training.config.yaml_files import REPOSITORY
 from training.reporting.machine import git, machine
 
+T = TypeVar("T")  # seconds of a call, or of its parts
 
-def interleave(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+
+def interleave(work: dict[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Returns the seconds that each call returns, by name. Every round runs all calls: A B C, then
     C B A. So changes in the speed of the machine affect all of them."""
-    seconds = {name: [] for name in work}
+    seconds: dict[str, list[T]] = {name: [] for name in work}
     for number in range(rounds):
         for name in list(work)[:: -1 if number % 2 else 1]:
             seconds[name].append(work[name]())

@@ -72,18 +72,25 @@ class KVCache:
                 raise ValueError(f"the cache is full: it has room for {self.capacity} tokens")
             self.longest += 1
             num_keys = self.longest
-        mask = None  # all rows have num_keys tokens
+        # The rows, heads and positions of the new tokens. All rows have num_keys tokens: no mask.
+        index, mask = (slice(None), slice(None), num_keys - 1), None
         if self.is_static or self.is_ragged:
+            index = (self.rows, slice(None), self.lengths)
             indices = torch.arange(num_keys, device=token_ids.device)  # (S,)
             mask = (indices <= self.lengths[:, None])[:, None, None]  # (B, 1, 1, S)
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, _: float) -> Tensor:
             """Stores keys and values of the new tokens, (B, H, 1, D); attends within each row."""
             all_keys, all_values = self.keys[layer], self.values[layer]  # (B, H, capacity, D)
-            all_keys[self.rows, :, self.lengths] = keys[:, :, 0]
-            all_values[self.rows, :, self.lengths] = values[:, :, 0]
-            keys, values = all_keys[:, :, :num_keys], all_values[:, :, :num_keys]
-            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+            all_keys[index] = keys[:, :, 0].to(all_keys.dtype)
+            all_values[index] = values[:, :, 0].to(all_values.dtype)
+            context_vec = F.scaled_dot_product_attention(
+                queries.to(all_keys.dtype),
+                all_keys[:, :, :num_keys],
+                all_values[:, :, :num_keys],
+                attn_mask=mask,
+            )
+            return context_vec.to(queries.dtype)
 
         logits, _ = model(token_ids, layer_kernel=attend, positions=self.lengths[:, None])
         self.lengths += 1
@@ -95,8 +102,10 @@ class KVCache:
         """Stores the keys and values of the prompts; attends within each prompt."""
         if layer not in self.keys or self.keys[layer].shape[0] != len(keys):
             shape = (*keys.shape[:2], self.capacity, keys.shape[3])
-            self.keys[layer] = self._fixed(keys.new_zeros(shape))
-            self.values[layer] = self._fixed(values.new_zeros(shape))
+            # fp32 on a CPU: there, PyTorch's attention of one bf16 query is several times slower.
+            dtype = torch.float32 if keys.device.type == "cpu" else keys.dtype
+            self.keys[layer] = self._fixed(keys.new_zeros(shape, dtype=dtype))
+            self.values[layer] = self._fixed(values.new_zeros(shape, dtype=dtype))
         self.keys[layer][:, :, : keys.shape[2]] = keys
         self.values[layer][:, :, : keys.shape[2]] = values
         return sdpa(queries, keys, values)

@@ -1,6 +1,7 @@
 """benchmarks/generate: only equal tokens are timed; results."""
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -10,35 +11,40 @@ from helpers.refusals import printed_keys
 from benchmarks import generate, generation
 from training.distributed import device
 
-SMALL = ["model=gpt2-nano", "batch_sizes=[1,2]", "prompt_tokens=5", "max_new_tokens=4", "rounds=2"]
-SMALL += ["device=cpu"]
+SMALL = "model=gpt2-nano batch_sizes=[2] prompt_tokens=[5,3] max_new_tokens=[4,2] rounds=2"
 
 
 @pytest.fixture
 def run(in_process, tmp_path, monkeypatch):
     monkeypatch.setattr(device, "best_dtype", lambda _: torch.bfloat16)
-    return functools.partial(in_process, generate.main, tmp_path, *SMALL)
+    return functools.partial(in_process, generate.main, tmp_path, *SMALL.split(), "device=cpu")
 
 
-def test_a_table_for_each_batch_size(run, tmp_path):
+def test_a_table_for_each_combination(run, tmp_path):
     code, out, err = run("out=figures.json")
     assert (code, err) == (0, "")
-    results = json.loads((tmp_path / "figures.json").read_text())
-    assert list(results["tables"]) == ["1", "2"]
+    tables = json.loads((tmp_path / "figures.json").read_text())["tables"]
+    sizes = [(t["batch_size"], t["prompt_tokens"], t["max_new_tokens"]) for t in tables]
+    assert sizes == list(itertools.product((2,), (5, 3), (4, 2)))
     kinds = [f"{who}, {how}" for how in ("fp32", "bf16") for who in ("transformers", "clearhead")]
-    for texts, table in results["tables"].items():
-        assert [row["name"] for row in table] == kinds
-        for row in table:
+    for (texts, _, count), table in zip(sizes, tables, strict=True):
+        rows = table["rows"]
+        assert [row["name"] for row in rows] == kinds
+        for row in rows:
             assert row["tokens_per_second"] == pytest.approx(
-                int(texts) * 4 * 2 / sum(row["seconds"])
+                texts * count * 2 / sum(row["seconds"])
             )
-            pairs = zip(table[0]["seconds"], row["seconds"], strict=True)
+            pairs = zip(rows[0]["seconds"], row["seconds"], strict=True)
             assert row["ratio"]["median"] == pytest.approx(sum(x / y for x, y in pairs) / 2)
             assert f"{row['name']:<22}{row['tokens_per_second']:>10.1f}" in out
+    longer, shorter = ([row["seconds"] for row in table["rows"]] for table in tables[:2])
+    assert all(
+        x > y for a, b in zip(longer, shorter, strict=True) for x, y in zip(a, b, strict=True)
+    )
 
 
 def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
-    wrong = lambda *_: lambda: [[0] * 4]  # noqa: E731
+    wrong = lambda *_: lambda *_: ([[0] * 2], [1.0] * 2)  # noqa: E731
     monkeypatch.setattr(generation, "by_clearhead", wrong)
     code, out, err = run("out=figures.json")
     assert (code, out, printed_keys(err)) == (4, "", ["generation"])
@@ -46,7 +52,9 @@ def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):
 
 
 def test_settings_that_are_refused(run):
-    mistakes = "max_new_tokens=252 max_new_tokens=0 batch_sizes=[] model=gpt3 out=no/figures.json"
+    mistakes = (
+        "max_new_tokens=[4,252] max_new_tokens=[0] batch_sizes=[] model=gpt3 out=no/figures.json"
+    )
     for argument in mistakes.split():
         code, out, err = run(argument)
         assert (code, out, printed_keys(err)) == (2, "", [argument.partition("=")[0]])

@@ -1,6 +1,7 @@
 """inference/packed_weights.py: a model with packed weights has the outputs of the original."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from helpers.greedy import PROMPTS, generated_ids
 from helpers.models import random_ids, tiny_model
 
 from inference import packed_weights
-from inference.packed_weights import PackedLinear, pack_weights
+from inference.packed_weights import PackedLinear, fastest_layouts, layouts, pack_weights
 
 
+@pytest.mark.parametrize("layout", layouts(torch.float32), ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @torch.no_grad()
-def test_outputs_and_text_stay_the_same(qkv_bias):
-    assert packed_weights.can_pack(torch.float32)  # true for the required version of torch
+def test_outputs_and_text_stay_the_same(monkeypatch, layout, qkv_bias):
+    monkeypatch.setattr(packed_weights, "layouts", lambda _: [layout])
     model = tiny_model(emb_dim=32, vocab_size=50, qkv_bias=qkv_bias).eval()
     for rows in (1, 3):
         fast = pack_weights(copy.deepcopy(model), torch.float32, rows)
@@ -34,6 +36,30 @@ def test_bf16_is_as_exact_as_the_plain_model_in_bf16():
     assert (fast - expected).abs().max() < 2 * (plain - expected).abs().max() + 1e-3
 
 
+def test_each_shape_gets_its_fastest_layout(monkeypatch):
+    """With a clock that only products advance. A small advantage does not replace the first one."""
+    now = 0.0
+    seconds = {(8, 4): {"first": 1.0, "other": 0.5}, (2, 4): {"first": 1.0, "other": 0.95}}
+
+    def laid_out(name):
+        def layout(weight, rows):
+            return weight, name
+
+        layout.__name__ = name
+        return layout
+
+    def multiply(x, weight):
+        nonlocal now
+        now += seconds[tuple(weight[0].shape)][weight[1]]
+
+    monkeypatch.setattr(packed_weights, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(packed_weights, "multiply", multiply)
+    monkeypatch.setattr(packed_weights, "layouts", lambda _: [*map(laid_out, ("first", "other"))])
+    found = fastest_layouts([torch.ones(8, 4), torch.ones(2, 4), torch.ones(8, 4)], rows=1)
+    names = {tuple(shape): layout.__name__ for shape, layout in found.items()}
+    assert names == {(8, 4): "other", (2, 4): "first"}
+
+
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_weights_are_packed_where_the_processor_can(monkeypatch, has_bf16):
     """bf16 only if oneDNN supports it; never for torch.compile."""
@@ -42,3 +68,5 @@ def test_weights_are_packed_where_the_processor_can(monkeypatch, has_bf16):
         assert packed_weights.can_pack(dtype) == (dtype == torch.float32 or has_bf16)
         plain = pack_weights(tiny_model(), dtype, to_compile=True)
         assert not any(isinstance(module, PackedLinear) for module in plain.modules())
+    (layout,) = layouts(torch.bfloat16)  # no choice: the text of a seed depends on it
+    assert layout(torch.ones(4, 4, dtype=torch.bfloat16), 1).is_mkldnn == has_bf16
