@@ -38,6 +38,16 @@ gpt = model.GPT(model.ModelConfig(17, 8, 16, 2, 2))
 print(tuple(gpt(torch.zeros(1, 8, dtype=torch.long))[0].shape))
 """
 
+ONE_STEP = """
+import sys, torch
+from train import train_step
+from training.config import compose
+from training.setup import build_run
+with build_run(compose(sys.argv[1:])) as run:
+    train_step(run)
+print("torch._dynamo" in sys.modules)
+"""
+
 
 def run_python(code: str, folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-c", code, *arguments]
@@ -49,6 +59,14 @@ def run_python(code: str, folder: Path, *arguments: str) -> str:
 def test_a_misspelt_key_is_answered_without_heavy_libraries(name):
     code = MISSPELT.format(name=name, heavy=HEAVY)
     assert run_python(code, REPOSITORY, "modle=gpt2-small").strip() == "2"
+
+
+def test_a_step_without_compilation_does_not_import_the_compiler(tmp_path):
+    """The import of torch._dynamo takes a second."""
+    sizes = ["model=gpt2-nano", "model.emb_dim=8", "trainer.batch_size=2", "data.max_length=8"]
+    options = ["optimizer=muon", "trainer.device=cpu", "wandb=off", "lens=off"]
+    out = run_python(ONE_STEP, REPOSITORY, f"runs_dir={tmp_path}", *sizes, *options)
+    assert out.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("scripts.")])

@@ -15,9 +15,6 @@ from torch import Tensor
 from attention import causal_attn_weights, sdpa
 from model import GPT
 
-# Whether the CPU has AMX, which multiplies bf16 matrices in tiles. Unknown before torch 2.12.
-HAS_AMX = getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
-
 
 def use_cpu_kernels(model: GPT) -> None:
     """Replaces dropout and the sdpa kernel of a model by those of this module."""
@@ -32,22 +29,22 @@ def use_cpu_kernels(model: GPT) -> None:
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Computes sdpa of attention.py with faster dropout and, in bf16 on CPUs with AMX, a faster
-    gradient of short sequences. queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D)."""
+    """Computes sdpa of attention.py with faster dropout and, in bf16, a faster gradient of short
+    sequences. queries, keys, values (B, H, T, D) -> context_vec (B, H, T, D)."""
     if dropout_p > 0:  # no fused CPU kernel has dropout: torch writes the weights to memory too
         attn_weights = causal_attn_weights(queries, keys).to(values.dtype)
         return dropout(attn_weights, dropout_p) @ values
     # For longer sequences the fused kernel has a faster gradient: it skips the masked half.
     longest = 512 if torch.compiler.is_compiling() else 128
     fits = queries.shape == keys.shape and keys.shape[-2] <= longest
-    if HAS_AMX and fits and queries.dtype == torch.bfloat16:
+    if fits and queries.dtype == torch.bfloat16:
         return _Attention.apply(queries, keys, values)
     return sdpa(queries, keys, values)
 
 
 class _Attention(torch.autograd.Function):
-    """Fused forward. Backward recomputes the weights P and multiplies with AMX, which the fused
-    backward does not use:
+    """Fused forward. Backward recomputes the weights P and multiplies all heads at once. In bf16
+    the fused backward is slow: it multiplies small blocks and does not use AMX.
 
         dV = P^T dO;  dP = dO V^T;  dS = P (dP - rowsum(P dP)) / sqrt(D);  dQ = dS K;  dK = dS^T Q
 

@@ -12,6 +12,7 @@ the device, as fused AdamW does, so that the host does not wait.
 Shapes: N matrices in a batch, M of them on a rank, (rows, columns) each; R ranks.
 """
 
+import inspect
 import math
 from collections.abc import Iterator
 
@@ -25,7 +26,18 @@ ADAMW_RMS = 0.2  # root mean square of AdamW's updates (Liu et al. 2025, section
 MAX_ELEMENTS = 2**23  # of the matrices that a rank updates at once
 
 
-class Muon(torch.optim.AdamW):
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, but it does not import the compiler (torch._dynamo), which takes a second.
+
+    Only decorators of torch import it: they end compiled code at these methods.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+class Muon(AdamW):
     """AdamW for groups of parameters and Muon for one group of matrices.
 
     groups: the groups of AdamW; `adamw`: its settings. matrices: the group of Muon,

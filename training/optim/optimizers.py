@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from training.config.schema import OptimizerConfig
-from training.optim.muon import Muon
+from training.optim.muon import AdamW, Muon
 
 STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}  # per parameter
 
@@ -42,7 +42,7 @@ def build_optimizer(
         "fused": device.type in ("cuda", "cpu"),
     }
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, **settings)
+        return AdamW(groups, **settings)
     peak = config.lr if config.matrix_lr is None else config.matrix_lr
     of_blocks = {
         "params": [p for p in parameters if p in of_muon],

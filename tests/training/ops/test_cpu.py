@@ -1,7 +1,6 @@
 """Attention and dropout of training/ops/cpu.py, compared with torch."""
 
 import functools
-import runpy
 
 import pytest
 import torch
@@ -43,18 +42,11 @@ def check_errors(got, baseline, right, most):
 def test_torch_without_cpu_capabilities(monkeypatch):
     """Versions before 2.12."""
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not runpy.run_path(cpu.__file__)["HAS_AMX"]
     assert best_dtype(torch.device("cpu")) == torch.float32
 
 
-@pytest.fixture
-def tiles(monkeypatch):
-    """Simulates a CPU with AMX."""
-    monkeypatch.setattr(cpu, "HAS_AMX", True)
-
-
 @pytest.mark.parametrize("sharpness", [1, 10])
-def test_attention_and_gradients_are_as_precise_as_explicit_in_bf16(tiles, sharpness):
+def test_attention_and_gradients_are_as_precise_as_explicit_in_bf16(sharpness):
     q, k, v = (normal(2, 3, 64, 32, seed=seed) for seed in range(3))
     half = [(sharpness * q).bfloat16(), k.bfloat16(), v.bfloat16()]
     exact = gradients(explicit, [x.float() for x in half], torch.float32)
@@ -66,7 +58,7 @@ def test_attention_and_gradients_are_as_precise_as_explicit_in_bf16(tiles, sharp
     check_errors(mine, plain, exact, 1.5)
 
 
-def test_torch_computes_attention_where_it_is_faster(tiles):
+def test_torch_computes_attention_where_it_is_faster():
     """For fewer queries than keys, in fp32, and for long sequences."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for T, S, dtype in [(4, 9, bf16), (9, 9, fp32), (600, 600, bf16)]:
@@ -116,7 +108,7 @@ def test_attention_with_dropout_drops_weights():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, tiles, compiled):
+def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, compiled):
     # The backend needs no C++ compiler; fullgraph: code that cannot be compiled is an error.
     compiler = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(Block, "compile", compiler)
