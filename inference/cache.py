@@ -103,7 +103,9 @@ class KVCache:
         if layer not in self.keys or self.keys[layer].shape[0] != len(keys):
             shape = (*keys.shape[:2], self.capacity, keys.shape[3])
             # fp32 on a CPU: there, PyTorch's attention of one bf16 query is several times slower.
-            dtype = torch.float32 if keys.device.type == "cpu" else keys.dtype
+            # Not with autocast, which would convert the cache in every step.
+            slow = keys.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+            dtype = torch.float32 if slow else keys.dtype
             self.keys[layer] = self._fixed(keys.new_zeros(shape, dtype=dtype))
             self.values[layer] = self._fixed(values.new_zeros(shape, dtype=dtype))
         self.keys[layer][:, :, : keys.shape[2]] = keys

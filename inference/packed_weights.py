@@ -42,6 +42,7 @@ def pack_weights(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool
                 setattr(module, name, PackedLinear(layer))
     model.head = head = PackedLinear(model.token_emb)
     model.logits = head.forward  # a module as attribute would not hide the method
+    model.forward = torch.inference_mode()(model.forward)  # 2 to 4 % faster
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
     found = fastest_layouts([linear.weight for linear in linears], rows)
     for linear in linears:
