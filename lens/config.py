@@ -21,7 +21,6 @@ class LensConfig:
     prompts: list[str] = field(default_factory=lambda: list(DEFAULT_PROMPTS))  # at most 20
     repeat_length: int = 24  # additional prompt: this many random tokens, written twice; 0: none
     max_tokens: int = 64  # longer prompts are truncated; images and pages note this
-    layers: list[int] = field(default_factory=list)  # layers with an additional large image
     logit_lens: bool = False  # also record what the output layer predicts from each layer's input
     frames: int = 24  # maximum number of steps in the time-lapse
     ablation: str = "auto"  # removed heads at the last step: auto, exact, estimate or off

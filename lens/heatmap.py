@@ -1,5 +1,4 @@
-"""Heatmaps of attention heads as PNG: a grid of all heads, a smaller one for dashboards, or the
-heads of one layer with tokens.
+"""Heatmaps of attention heads as PNG: a grid of all heads, and a smaller one for dashboards.
 
 Pillow draws an image in a few milliseconds; training waits until it is written. The colour map and
 the font are matplotlib's.
@@ -119,34 +118,6 @@ def draw_panel(
     _save(image, path)
 
 
-def draw_layer(codes: np.ndarray, prompt: Prompt, step: int, layer: int, path: Path) -> None:
-    """Writes a PNG of one layer's heads, enlarged, with the tokens on both axes.
-
-    codes: uint8 (H, T (T + 1) / 2).
-    """
-    num_heads, num_tokens = len(codes), prompt.shown
-    scale = max(2, min(16, 640 // num_tokens))
-    size, font, bold = scale * num_tokens, font_of(max(10, min(12, scale))), font_of(20, "Bold")
-    labels = [label(token) for token in prompt.tokens[:num_tokens]]
-    margin = round(max(font.getlength(text) for text in labels)) + 10
-    across = min(num_heads, max(1, round(math.sqrt(num_heads * 1.4))))
-    down = math.ceil(num_heads / across)
-    wide, high = margin + size + 18, margin + size + 34
-    image = Image.new("RGB", (max(across * wide + 12, 640), 92 + down * high + 60), "white")
-    draw = ImageDraw.Draw(image)
-    draw.text((12, 10), f"step {step:,}, layer {layer}", INK, bold)
-    fits = round(image.width / font_of(15).getlength("m") * 1.45)
-    draw.text((12, 46), title_of(prompt, fits), INK, font_of(15))
-    for head in range(num_heads):
-        x, y = 12 + head % across * wide, 80 + head // across * high
-        draw.text((x + margin, y), f"L{layer} H{head}", INK, font_of(15, "Bold"))
-        position = (x + margin, y + 22)
-        image.paste(Image.fromarray(fitted(codes[head], size)), position)
-        _write_tokens(draw, labels, scale, position, size, font)
-    _draw_scale(image, 12 + margin, image.height - 46, font_of(15))
-    _save(image, path)
-
-
 def label_grid(
     draw: ImageDraw.ImageDraw,
     corner: tuple[int, int],
@@ -170,23 +141,6 @@ def outline(draw: ImageDraw.ImageDraw, corner: tuple[int, int], size: int) -> No
     """Draws a frame around a heatmap of a grid."""
     x, y = corner
     draw.rectangle((x - 2, y - 2, x + size + 1, y + size + 1), outline=ACCENT, width=2)
-
-
-def _write_tokens(
-    draw: ImageDraw.ImageDraw,
-    labels: list[str],
-    scale: int,
-    position: tuple[int, int],
-    size: int,
-    font: ImageFont.FreeTypeFont,
-) -> None:
-    """Writes the tokens left of the rows and below the columns, as many as fit."""
-    upright = ImageFont.TransposedFont(font, Image.Transpose.ROTATE_90)
-    x, y = position
-    for number in range(0, len(labels), math.ceil(font.size / scale)):
-        middle = (number + 0.5) * scale
-        draw.text((x - 5, y + middle), labels[number], INK, font, anchor="rm")
-        draw.text((round(x + middle - 7), y + size + 5), labels[number], INK, upright)
 
 
 def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont) -> None:

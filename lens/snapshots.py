@@ -22,7 +22,7 @@ from .heads import (
     significances,
     title_of,
 )
-from .heatmap import draw_grid, draw_layer, draw_panel, fitted
+from .heatmap import draw_grid, draw_panel, fitted
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY, VERSION, codes_of, frame_data, page, read, run_data
 from .predictions import loss_of_copy
@@ -210,7 +210,7 @@ class Lens:
 
     def _drawn_every(self, max_steps: int) -> int:
         """Returns the steps between snapshots with images, so that MAX_FILES is not exceeded."""
-        files = len(self.prompts) * (1 + len(self.config.layers)) + 1
+        files = len(self.prompts) + 1
         # The first and the last snapshot always have images.
         drawn = max(2, (MAX_FILES - MAX_THUMBNAILS) // files)
         every = max(1, self.config.interval(max_steps))
@@ -237,10 +237,6 @@ class Lens:
             ]
             draw_panel(codes, prompt, step, heads, uniform, path)
             snapshot.images[f"attention/heatmap/{prompt.name}"] = path
-            for layer in self.config.layers:
-                path = folder / f"step_{step:08d}_{prompt.name}_L{layer:02d}.png"
-                draw_layer(codes[layer], prompt, step, layer, path)
-                snapshot.images[f"attention/layer/L{layer:02d}/{prompt.name}"] = path
         path = folder / f"step_{step:08d}.html"
         frames = [frame_data(frame, self.token_bytes)]
         data = run_data(run_name, self.prompts, frames, [frame.row], ablation=self.ablation)

@@ -24,7 +24,7 @@ STEPS = 24
 RUN = [each for each in TINY if not each.startswith(("lens=", "wandb="))]
 RUN += ["name=run", "data.path=text.txt", f"trainer.max_steps={STEPS}", "trainer.save_every=5"]
 RUN += ["trainer.log_every=1", "trainer.eval_every=8", "trainer.sample_tokens=4"]
-RUN += ["lens.every=3", "lens.prompts=[one two one]", "lens.repeat_length=0", "lens.layers=[1]"]
+RUN += ["lens.every=3", "lens.prompts=[one two one]", "lens.repeat_length=0"]
 FILES = (".png", ".html", ".webp")
 WHEN = ("before", "after", "saved")  # saved: after a pending checkpoint
 NOT_COMPARED = ("step", "train/tokens_per_second")  # W&B has the speed from before a kill

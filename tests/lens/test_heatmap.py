@@ -11,7 +11,6 @@ from lens.heatmap import (
     COLOUR_MAP,
     MASKED,
     draw_grid,
-    draw_layer,
     draw_panel,
     fitted,
     label,
@@ -95,29 +94,6 @@ def test_every_cell_and_label_of_the_grid(tmp_path, monkeypatch):
             label_x, label_y = places[f"H{head}"]
             assert label_y < rows[0]
             assert label_x == pytest.approx(x + size / 2, abs=1)
-
-
-def test_image_of_a_layer_shows_each_head_enlarged(tmp_path):
-    codes = random_codes(1, 5, 9)[0]
-    draw_layer(codes, prompt_of(codes), 40, 3, tmp_path / "layer.png")
-    pixels = pixels_of(tmp_path / "layer.png")
-    for square in triangle_to_square(codes):
-        assert any(shows(pixels, y, x, 16, square) for y, x in corners(pixels))
-
-
-def test_every_token_of_a_layer_has_labels(tmp_path, monkeypatch):
-    """Also of 63 tokens: with only every second, the copies of 31 tokens would look different."""
-    written, draw_text = [], ImageDraw.ImageDraw.text
-
-    def text(self, place, text, *rest, **more):
-        written.append(text)
-        return draw_text(self, place, text, *rest, **more)
-
-    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
-    codes, tokens = random_codes(1, 1, 63)[0], [f"t{n}" for n in range(63)]
-    prompt = Prompt("1-x", "".join(tokens), list(range(63)), tokens)
-    draw_layer(codes, prompt, 40, 3, tmp_path / "layer.png")
-    assert [written.count(token) for token in tokens] == [2] * 63
 
 
 def test_long_prompt_is_pooled_by_the_largest_of_each_block(tmp_path):

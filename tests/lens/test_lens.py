@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.pages import unpacked
-from helpers.refusals import refused
 from helpers.runs import assert_same, rows, weights
-from helpers.settings import settings as run_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +76,7 @@ def steps_of(path):
 
 
 def test_settings_that_do_not_fit():
-    bad = {"every": -1, "max_tokens": 1025, "frames": 201, "repeat_length": 1, "layers": [0, -1]}
+    bad = {"every": -1, "max_tokens": 1025, "frames": 201, "repeat_length": 1}
     for keys, changes in (
         ([], {"prompts": []}),
         ([], {"prompts": [], "repeat_length": 0, "every": 0}),
@@ -92,8 +90,6 @@ def test_settings_that_do_not_fit():
         except ConfigError as error:
             found = [problem.key.removeprefix("lens.") for problem in error.problems]
         assert sorted(found) == sorted(keys), changes
-    with refused(ConfigError, "lens.layers", exit_code=2):  # which the model does not have
-        run_settings("data.path=none", "lens=default", "model=gpt2-nano", "lens.layers=[0,4]")
 
 
 def test_prompts():
@@ -118,14 +114,12 @@ def test_steps_of_snapshots():
     every=st.integers(1, 10**5),
     rest=st.floats(0, 1),
     prompts=st.integers(1, 20),
-    layers=st.integers(0, 20),
     repeat_length=st.sampled_from([0, 24]),
 )
-def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, repeat_length):
+def test_number_of_files_is_limited(snapshots, every, rest, prompts, repeat_length):
     """A short run draws all snapshots. A long run draws snapshots at equal intervals."""
-    changes = {"every": every, "layers": list(range(layers)), "repeat_length": repeat_length}
-    lens = lens_on(*["x"] * prompts, **changes)
-    files = len(lens.prompts) * (1 + layers) + 1
+    lens = lens_on(*["x"] * prompts, every=every, repeat_length=repeat_length)
+    files = len(lens.prompts) + 1
     max_steps = every * snapshots + int(rest * (every - 1))
     steps = sorted({*range(0, max_steps + 1, every), max_steps})
     drawn = [step for step in steps if lens.draws(step, max_steps)]
@@ -138,18 +132,17 @@ def test_number_of_files_is_limited(snapshots, every, rest, prompts, layers, rep
 
 def test_files_and_numbers_of_a_snapshot(tmp_path):
     folder = tmp_path / "attention"
-    lens = lens_on("the bank", "<b>$x$ & \u202e\x00 ß 漢字</b>", every=7, layers=[1], max_tokens=9)
+    lens = lens_on("the bank", "<b>$x$ & \u202e\x00 ß 漢字</b>", every=7, max_tokens=9)
     snapshot = lens.snapshot(model_at(7), 7, 100, folder, run_name="mine")
     slugs = ["1-the-bank", "2-b-x-b", "3-repeated"]
-    kinds = ("heatmap", "layer/L01")
     assert lens.snapshot(model_at(7), 7, 100, tmp_path / "other", write=False) is None
     assert list(tmp_path.iterdir()) == [folder]
-    assert list(snapshot.images) == [f"attention/{kind}/{slug}" for slug in slugs for kind in kinds]
+    assert list(snapshot.images) == [f"attention/heatmap/{slug}" for slug in slugs]
     assert snapshot.pages == {"attention/viewer": folder / "step_00000007.html"}
-    ends = ("", "_panel", "_L01")
+    ends = ("", "_panel")
     pictures = [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ends]
     logged = [path.name for path in snapshot.images.values()]
-    assert logged == [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ends[1:]]
+    assert logged == [f"step_00000007_{slug}_panel.png" for slug in slugs]
     assert names(folder) == sorted(["statistics.jsonl", "step_00000007.html", *pictures])
 
     (run,) = read(folder / "step_00000007.html")
@@ -342,7 +335,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
     """With dropout. Snapshots do not use the model that may be compiled."""
     losses, expected = result(make_run("model.dropout=0.1", "name=without"))
     for name in ("with", "failing"):
-        run = watched_run(make_run, f"name={name}", "lens.layers=[1]")
+        run = watched_run(make_run, f"name={name}")
         run.trained_model = lambda *batch, model=run.model: model(*batch)  # not a module
         if name == "failing":
             monkeypatch.setattr("lens.snapshots.page", fails)
@@ -351,7 +344,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         assert_same(found, expected)
         assert (run.lens.lens is None) == (name == "failing")
     folder = tmp_path / "runs" / "with" / "attention"
-    assert len(names(folder, "*.png")) == 5 * 2 * 3
+    assert len(names(folder, "*.png")) == 5 * 2 * 2
     assert names(folder, "*.html") == [f"step_{s:08d}.html" for s in range(5)] + ["timelapse.html"]
     log = rows(folder.parent)
     assert all("attention_layers/entropy/L01" in row for row in log)

@@ -233,7 +233,6 @@ class LensSettings(Settings):
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
     repeat_length: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
     prompts: Annotated[list[Sentence], Field(max_length=MAX_PROMPTS), _has_a_prompt]
-    layers: list[Count]
     logit_lens: bool
     frames: Annotated[Positive, Field(ge=2, le=200)]
     ablation: Annotated[Literal["auto", "exact", "estimate", "off"], BeforeValidator(_off)]
@@ -289,7 +288,6 @@ class WandbConfig(Settings):
         Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
         BeforeValidator(_off),
     ]
-    workspace: bool
 
     def wanted(self) -> str:
         """Returns the mode; for auto, the mode that WANDB_MODE or WANDB_DISABLED gives, if any."""
@@ -300,11 +298,10 @@ class WandbConfig(Settings):
         return os.environ.get("WANDB_MODE") or "auto"
 
     def ignored(self) -> list[str]:
-        """Returns a line for each setting that has no effect because W&B is off or offline."""
-        keys = {"disabled": ("log_model", "alerts", "watch", "save_code", "workspace")}
-        mode = self.wanted()
-        asked = [k for k in (keys | {"offline": ("workspace",)}).get(mode, ()) if getattr(self, k)]
-        return [f"wandb.{key}: no effect, because W&B is {mode}" for key in asked]
+        """Returns a line for each setting that has no effect because W&B is off."""
+        keys = ("log_model", "alerts", "watch", "save_code") if self.wanted() == "disabled" else ()
+        asked = [key for key in keys if getattr(self, key)]
+        return [f"wandb.{key}: no effect, because W&B is disabled" for key in asked]
 
 
 @rule
@@ -319,14 +316,6 @@ def _fits_model(data: DataConfig, others: dict) -> None:
         raise rejected(reason, f"use {needed} or more", "model.vocab_size")
 
 
-@rule
-def _layers_exist(lens: LensSettings, others: dict) -> None:
-    model = others.get("model")
-    if model and any(layer >= model.num_layers for layer in lens.layers):
-        reason = f"the model has layers 0 to {model.num_layers - 1}"
-        raise rejected(reason, f"use layers below {model.num_layers}", "lens.layers")
-
-
 class Config(Settings):
     """All settings of a training run, in the order of configs/config.yaml."""
 
@@ -338,7 +327,7 @@ class Config(Settings):
     data: Annotated[DataConfig, _fits_model]
     optimizer: OptimizerConfig
     trainer: TrainerConfig
-    lens: Annotated[LensSettings, _layers_exist]
+    lens: LensSettings
     parallel: ParallelConfig
     wandb: WandbConfig
 

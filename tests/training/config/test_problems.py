@@ -68,7 +68,7 @@ trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strate
 data.path= name= data.val_path= wandb.project= lens.prompts=[''] name=../x name=.. name=-rf
 wandb.project=team/a wandb.id=../x
 model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=1000
-trainer.micro_batch_size=3 data.weights=[1,2] lens.layers=[12]
+trainer.micro_batch_size=3 data.weights=[1,2]
 data.synthetic=induction
 """
 LONG_VALUES = ["name=" + "a" * 129, "optimizer.lr=1" + "0" * 400]
@@ -154,7 +154,7 @@ def test_numeric_settings_reject_invalid_numbers():
         for key, (value, _) in defaults_and_meanings().items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    numeric |= dict.fromkeys(["optimizer.betas", "lens.layers", "data.weights"], True)
+    numeric |= dict.fromkeys(["optimizer.betas", "data.weights"], True)
     nullable = "data.stride optimizer.matrix_lr trainer.micro_batch_size trainer.warmup_steps"
     nullable += " trainer.eval_every trainer.eval_windows trainer.log_every lens.every"
     numeric |= dict.fromkeys(nullable.split(), False)

@@ -192,7 +192,7 @@ def test_variables_that_wandb_rejects(monkeypatch):
     assert invalid_variables(WandbConfig.with_defaults(mode="disabled")) == []
 
 
-WATCHED = ("name=watched", "lens=default", "lens.every=2", "lens.layers=[1]")
+WATCHED = ("name=watched", "lens=default", "lens.every=2")
 
 
 @pytest.fixture(scope="module")
@@ -427,7 +427,7 @@ def test_media_are_the_files_on_disk_byte_for_byte(watched):
                 if key != "attention/timelapse" or row["_step"] == 4:  # overwritten since
                     stored = files / row[f"{key}.path"]
                     assert stored.read_bytes() == (folder / value).read_bytes()
-    pictures = 8 * ["image-file"]  # of four prompts, grid and layer
+    pictures = 4 * ["image-file"]  # one of each prompt
     # The page of the snapshot; from the second snapshot on also the time-lapse; at the end also
     # the time-lapse as an animated image.
     for step, pages in {0: 1, 2: 2, 4: 2}.items():
