@@ -42,6 +42,7 @@ def fit(run: "Run") -> None:
             with run.profiler.step():
                 loss, grad_norm = train_step(run)
             run.metrics.add(loss, grad_norm)
+            run.check_time_limit()
             row = log_row(run) if run.is_due(trainer.log_every) else {}
             with run.metrics.paused():
                 row = evaluate_and_log(run, row)
@@ -123,9 +124,8 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
 
 
 def save_if_due(run: "Run", val_loss: float | None) -> None:
-    """Saves a checkpoint every trainer.save_every steps and when val_loss is the lowest so far.
-
-    val_loss: the validation loss of this step, or None."""
+    """Saves a checkpoint every trainer.save_every steps, and when val_loss, the validation loss of
+    this step or None, is the lowest so far."""
     state, due = run.state, run.is_due(run.config.trainer.save_every)
     if not due and val_loss is None:
         return

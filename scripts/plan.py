@@ -26,7 +26,7 @@ from training.config.command_line import (
     write_out,
 )
 from training.config.other_names import nearest, unknown_key
-from training.config.schema import AboveZero, NonNegative, Positive
+from training.config.schema import UNLIMITED, AboveZero, NonNegative, Positive
 from training.distributed.launch import check_ranks
 from training.planning import memory
 from training.planning.devices import (
@@ -63,6 +63,9 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
         strategy = "ddp" if plan.devices > 1 else "single"
     refuse(check_ranks(strategy, plan.devices, trainer.batch_size))
     per_token = flops_per_token(config)
+    if trainer.max_steps == UNLIMITED and not plan.tokens:
+        reason = "trainer.max_minutes decides the number of steps when the run starts"
+        refuse([("tokens", plan.tokens, reason, "set tokens, such as tokens=1e6")])
     tokens = plan.tokens or trainer.max_steps * trainer.batch_size * config.data.max_length
     device = "cpu" if plan.kind == "cpu" else "cuda"
     compiled = trainer.compile is True

@@ -32,9 +32,9 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # name of the value: (target, limit)
 BUDGETS = {
-    "all": (12_500, 17_605),
+    "all": (12_500, 17_868),
     "train + model + attention + data": (1_200, 930),
-    "command line, schema, validation": (600, 1_335),
+    "command line, schema, validation": (600, 1_348),
     "largest file": (400, 400),
     "longest function": (60, 60),
     "imports inside functions": (40, 48),

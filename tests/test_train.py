@@ -214,7 +214,7 @@ def test_run_directory(make_run, tmp_path):
     fit(run)
     folder = tmp_path / "runs" / "full"
     logs = {"metrics.jsonl", "samples.jsonl", "starts.jsonl", "report.html", "attention"}
-    names = {".lock", "checkpoints", "config.yaml", "run.json", *logs}
+    names = {".lock", "checkpoints", "config.yaml", "run.json", "summary.json", *logs}
     assert {p.name for p in folder.iterdir()} == names
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["model"]["emb_dim"] == 32

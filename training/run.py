@@ -7,8 +7,9 @@ import contextlib
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,15 +20,18 @@ from model import GPT
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
 from training.checkpoint.resume import Start, resume_command
+from training.checkpoint.run_directory import write_settings
 from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
 from training.exchange import Exchange
+from training.planning.time_limit import TimeLimit
 from training.reporting.console import Console
 from training.reporting.lens_runner import LensRunner
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
 from training.reporting.report import write_report
+from training.reporting.summary import write_summary
 from training.reporting.tracker import Tracker
 from training.signals import StopSignals
 from training.translate_errors import translate_errors
@@ -57,7 +61,9 @@ class Run:
     profiler: Profiler
     signals: StopSignals
     exchange: Exchange
+    limit: TimeLimit
     closing: contextlib.ExitStack  # closes the components, the last opened first
+    validation: dict[str, float] = field(default_factory=dict)  # the last metrics
 
     def is_due(self, every: int) -> bool:
         """Returns whether this is the last step, or a multiple of `every` if that is not 0."""
@@ -66,6 +72,7 @@ class Run:
 
     def __enter__(self) -> "Run":
         self.signals.phase = "training"
+        self.limit.start()
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
@@ -82,11 +89,24 @@ class Run:
         windows = self.evaluator.batch_size
         return translate_errors(self.config, self.strategy, self.checkpointer, windows)
 
+    def check_time_limit(self) -> None:
+        """Makes this step the last one if there is no time for another one."""
+        trainer, step = self.config.trainer, self.state.step
+        if step == trainer.max_steps or not self.exchange.is_out_of_time():
+            return
+        trainer.schedule_steps = trainer.schedule_steps or trainer.max_steps
+        trainer.max_steps = self.lens.max_steps = self.console.max_steps = step
+        self.state.settings = self.config.model_dump()
+        if self.strategy.is_rank_0:
+            write_settings(self.directory, self.state.settings)
+        steps = f"the run ends after step {step} of {trainer.schedule_steps}"
+        self.console.print(f"trainer.max_minutes={trainer.max_minutes}: {steps}")
+
     # ---------------------------------------------------------------------- periodic work
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics."""
-        row = self.evaluator.validate(self.model, self.state.step)
+        row = self.validation = self.evaluator.validate(self.model, self.state.step)
         if row:
             self.state.val_loss = row["val/loss"]
             if "val/accuracy" in row:
@@ -109,6 +129,13 @@ class Run:
             with best_effort("report.html: could not be written", self.config.debug):
                 write_report(self.directory)
 
+    def write_summary(self) -> None:
+        """Writes summary.json, on rank 0."""
+        if self.strategy.is_rank_0:
+            seconds = time.monotonic() - self.limit.started
+            with best_effort("summary.json: could not be written", self.config.debug):
+                write_summary(self.directory, self.config, self.state, self.validation, seconds)
+
     # ------------------------------------------------------------------------ end and stop
 
     def finish(self, trained_here: bool, seconds: float) -> None:
@@ -121,6 +148,7 @@ class Run:
         uploaded = None
         if trained_here:
             self.checkpointer.finish(state)
+            self.write_summary()
         with best_effort(f"{prefix}W&B: the model was not uploaded", self.config.debug):
             uploaded = self.tracker.log_model(state.best_step)
         self.write_report()

@@ -7,22 +7,18 @@ its state and receives its inputs as arguments; none has a reference to the run.
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from data import LoadedData, load_datasets, split_batch, training_batches
-from errors import DataError, best_effort, exit_code_of, refuse
-from inference.ablation import ablate_heads
+from errors import DataError, exit_code_of, refuse
 from interop.init_from import initial_weights
-from lens.config import LensConfig
-from lens.snapshots import Lens
 from model import GPT, ModelConfig
 from tokens.stream import check_checksums
 from tokens.tokenizers import bytes_per_token, get_tokenizer
-from tokens.windows import WindowDataset, evenly_spaced_windows
+from tokens.windows import evenly_spaced_windows
 from training.checkpoint import run_directory
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
@@ -43,9 +39,10 @@ from training.evaluation import Evaluator, Validation
 from training.exchange import Exchange
 from training.optim.optimizers import NonFiniteCheck, build_optimizer, learning_rate
 from training.planning.micro_batch import check_memory, find_micro_batch
+from training.planning.time_limit import TimeLimit, measure_steps
 from training.reporting.console import Console
 from training.reporting.jsonl import RowFile, drop_rows_after
-from training.reporting.lens_runner import FAILED, LensRunner
+from training.reporting.lens_runner import build_lens
 from training.reporting.machine import environment
 from training.reporting.metrics import Metrics
 from training.reporting.profiler import Profiler
@@ -109,16 +106,20 @@ def _build(
 ) -> Run:
     notes: list[str] = []
     config, strategy = complete_settings(config, strategy, notes)
+    limit = TimeLimit(config)
     start = find_start(config, strategy, closing, notes)
     with strategy.raise_on_all_ranks():  # other machines may have less memory
         refuse(check_memory(config, strategy))
     data = load_data(config, strategy, start, notes)
     model = build_model(config, strategy, start, notes)
     trained_model, is_compiled = wrap_model(config, strategy, model)
-    muon_dtype = device.best_dtype(strategy.device)
-    optimizer = build_optimizer(model, config.optimizer, muon_dtype)
+    optimizer = build_optimizer(model, config.optimizer, device.best_dtype(strategy.device))
     if config.trainer.micro_batch_size == "auto":
         config.trainer.micro_batch_size = find_micro_batch(config, strategy, is_compiled)
+    if config.trainer.max_minutes and start.state is None:
+        batches = build_batches(config, strategy, data, first_step=0)
+        per_step = measure_steps(config, strategy, model, trained_model, optimizer, batches)
+        notes.append(limit.set_max_steps(config, strategy, per_step))
     state = restore(config, strategy, start, data, model, optimizer)
     opened = strategy.on_rank_0(
         lambda: open_directory(config, strategy, start, state, model, notes, closing)
@@ -154,7 +155,8 @@ def _build(
         console=console,
         profiler=profiler,
         signals=signals,
-        exchange=Exchange(strategy, signals, data.train.num_targets(config.trainer.batch_size)),
+        exchange=Exchange(strategy, signals, limit, data.train, config.trainer.batch_size),
+        limit=limit,
         closing=closing,
     )
     print_introduction(run, start, is_compiled, notes)
@@ -229,6 +231,8 @@ def build_model(config: Config, strategy: Strategy, start: Start, notes: list[st
 def wrap_model(config: Config, strategy: Strategy, model: GPT) -> tuple[torch.nn.Module, bool]:
     """Returns (the module to train, with the model's parameters; whether it is compiled)."""
     trainer = config.trainer
+    if trainer.max_minutes and trainer.compile == "auto":  # the number of steps is not known yet
+        trainer.compile = False
     tokens = trainer.batch_size * config.data.max_length * trainer.max_steps
     flops = model.flops_per_token(config.data.max_length) * tokens / strategy.world_size
     is_compiled = device.should_compile(trainer.compile, strategy.device, flops)
@@ -240,7 +244,7 @@ def build_schedule(config: Config) -> Callable[..., float]:
         learning_rate,
         config=config.optimizer,
         warmup_steps=config.trainer.warmup_steps,
-        max_steps=config.trainer.max_steps,
+        max_steps=config.trainer.schedule_steps or config.trainer.max_steps,
     )
 
 
@@ -353,48 +357,3 @@ def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Eva
     per_rank = config.trainer.batch_size // strategy.world_size
     batch_size = min(per_rank, config.trainer.micro_batch_size or per_rank)
     return Evaluator(config, strategy, validation, tokenizer, batch_size)
-
-
-def build_lens(
-    config: Config, strategy: Strategy, data: LoadedData, directory: Path, notes: list[str]
-) -> LensRunner:
-    """Builds the lens. An error on any rank turns it off, as during training."""
-    lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
-    if config.lens.every:
-        with best_effort(FAILED, config.debug, strategy.label):
-            lens = Lens(
-                LensConfig(**config.lens.model_dump()),
-                encode=tokenizer.encode_ordinary,
-                token_bytes=tokenizer.decode_single_token_bytes,
-                context_length=config.data.max_length,
-                vocabulary=data.train.common_tokens(),
-                bos=tokenizer.eot_token,
-            )
-        if strategy.all_reduce_max(lens is None):
-            lens = None
-    ablate, max_steps = None, config.trainer.max_steps
-    if lens and data.val and config.lens.ablation != "off":
-        if strategy.name == "fsdp":
-            notes.append("lens.ablation: no effect with FSDP")
-        else:
-            ablate = build_ablation(config, strategy, data.val)
-    return LensRunner(lens, strategy, directory, max_steps, config.debug, ablate)
-
-
-def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:
-    """Returns the function that removes heads at the last step: (model, heads by name) -> results.
-
-    lens.ablation=auto depends on counted tokens and not on a measured time, so that equal runs have
-    equal results. It is exact for at most one percent of the computation of a rank.
-    """
-    trainer = config.trainer
-    trained = trainer.max_steps * trainer.batch_size * config.data.max_length / strategy.world_size
-    # The backward pass takes as long as two forward passes. Ablation is in fp32, which takes two to
-    # three times as long as bf16.
-    passes = 3 if strategy.dtype == torch.float32 else 1
-    auto = 0.01 * passes * trained
-    max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]
-    synthetic = bool(config.data.synthetic)
-    return functools.partial(
-        ablate_heads, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens
-    )

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from pathlib import Path
 import train
 from training.checkpoint import format as checkpoint
 from training.checkpoint import saver as saving
-from training.planning import micro_batch
+from training.planning import micro_batch, time_limit
 from training.run import Run
 
 
@@ -344,6 +345,13 @@ def record_calls(functions: list[str], file: str) -> None:
         replace(pkgutil.resolve_name(owner), name, functools.partial(wrap, name))
 
 
+def out_of_time(step: int | None) -> None:
+    """Leaves no time for another step after this one. None: after all planned steps."""
+    steps = itertools.count(1)
+    time_limit.MEASURED = 0.0
+    replace(time_limit.TimeLimit, "is_last_step", lambda _: lambda _: next(steps) == step)
+
+
 def wait_at(step: int, file: str) -> None:
     """Creates the file FILE.reached before a step, then waits until FILE exists."""
 
@@ -378,5 +386,5 @@ def no_memory() -> None:
 
 
 FUNCTIONS = (failing, file_size_limit, full_disk, interrupt, infinite_loss, watch_parameters)
-FUNCTIONS += (record_calls, wait_at, slow, compiler, no_memory)
+FUNCTIONS += (record_calls, out_of_time, wait_at, slow, compiler, no_memory)
 FAULTS = {"crash": Operations} | {function.__name__: function for function in FUNCTIONS}

@@ -35,9 +35,10 @@ FIXED_BY_WEIGHTS = {
 # Settings and groups that may be changed when a run is resumed. Except for max_steps, they do not
 # change the training itself. All others, also those added later, must keep their values.
 FREE_TRAINER_SETTINGS = (
-    *("max_steps", "micro_batch_size", "activation_checkpointing", "compile", "device", "profile"),
-    *("eval_every", "eval_windows", "log_every", "save_every", "keep", "sample_prompt"),
-    *("sample_tokens", "on_nonfinite", "max_skips", "resume", "resume_override", "init_from"),
+    *("max_minutes", "max_steps", "schedule_steps", "micro_batch_size", "compile", "device"),
+    *("activation_checkpointing", "profile", "eval_every", "eval_windows", "log_every"),
+    *("save_every", "keep", "sample_prompt", "sample_tokens", "on_nonfinite", "max_skips"),
+    *("resume", "resume_override", "init_from"),
 )
 FREE_TO_CHANGE = {
     *("name", "debug", "runs_dir", "parallel", "lens", "wandb", "model.attention"),
@@ -108,7 +109,8 @@ def find_start(
     # Other ranks may have no access to the directory.
     shared = strategy.broadcast(strategy.on_rank_0(find))
     if shared is None:
-        resolve_auto(config)
+        if not config.trainer.max_minutes:  # otherwise max_steps is not known yet
+            resolve_auto(config)
         return Start(locked=locked)
     found, values, in_place = shared
     state = State.from_values(values)

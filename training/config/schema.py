@@ -31,6 +31,7 @@ from training.config.validation import (
 from training.config.yaml_files import default_values
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
+UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
 
 
@@ -187,10 +188,18 @@ def _within_batch(micro: int | str | None, others: dict) -> None:
         raise rejected(f"must be at most trainer.batch_size={batch}", hint)
 
 
+def _default_steps(steps: object, info: ValidationInfo) -> object:
+    if steps is None:
+        return UNLIMITED if info.data.get("max_minutes") else 120
+    return steps
+
+
 class TrainerConfig(Settings):
     """The training loop: length, batch, evaluation, checkpoints, device and precision."""
 
-    max_steps: Positive
+    max_minutes: AboveZero | None
+    max_steps: Annotated[Positive, BeforeValidator(_default_steps)]
+    schedule_steps: Positive | None
     batch_size: Annotated[Positive, Field(le=2**24)]
     micro_batch_size: Annotated[Positive | Literal["auto"] | None, _within_batch]
     activation_checkpointing: bool

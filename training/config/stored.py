@@ -33,7 +33,11 @@ def resolve_auto(config: Config, before: dict | None = None) -> None:
 
     before: the settings of the run that is resumed; it keeps its values.
     """
-    trainer, steps, known = config.trainer, config.trainer.max_steps, flat(before or {})
+    trainer, known = config.trainer, flat(before or {})
+    planned = known.get("trainer.schedule_steps") or known.get("trainer.max_steps")
+    if trainer.max_minutes and type(planned) is int:  # the first start of the run decided it
+        trainer.max_steps = min(trainer.max_steps, planned)
+    steps = trainer.schedule_steps or trainer.max_steps
     _resolve(config, "trainer.warmup_steps", known, automatic_warmup(steps))
     _resolve(config, "trainer.eval_every", known, min(max(steps // 10, 40), 1000))
     # A validation window takes at most a third of the time of a training window: validation takes

@@ -323,7 +323,9 @@ def shown(rows: list[Row]) -> list[dict[str, object]]:
 def automatic(settings: dict[str, object]) -> dict[str, object]:
     """Returns the values that follow from other settings."""
     return {
-        "trainer.warmup_steps": automatic_warmup(settings.get("trainer.max_steps", 0)),
+        "trainer.warmup_steps": automatic_warmup(
+            settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps", 0)
+        ),
         "model.vocab_size": VOCABULARIES.get(str(settings.get("data.tokenizer"))),
     }
 

@@ -1,16 +1,24 @@
 """Takes attention snapshots during training, on all ranks. Their errors do not end the run."""
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from data import LoadedData
 from errors import best_effort
 from files import read_rows
+from inference.ablation import ablate_heads
 from lens.ablation import Head
+from lens.config import LensConfig
 from lens.snapshots import Lens, Snapshot
 from model import GPT
+from tokens.tokenizers import get_tokenizer
+from tokens.windows import WindowDataset
+from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.reporting.charts import Points, finite, points_of, smooth, thin
 
@@ -91,3 +99,48 @@ class LensRunner:
             return []
         significant = [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
         return significant + [f"without heads    {t}" for t in self.lens.most_important_heads()]
+
+
+def build_lens(
+    config: Config, strategy: Strategy, data: LoadedData, directory: Path, notes: list[str]
+) -> LensRunner:
+    """Builds the lens. An error on any rank turns it off, as during training."""
+    lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
+    if config.lens.every:
+        with best_effort(FAILED, config.debug, strategy.label):
+            lens = Lens(
+                LensConfig(**config.lens.model_dump()),
+                encode=tokenizer.encode_ordinary,
+                token_bytes=tokenizer.decode_single_token_bytes,
+                context_length=config.data.max_length,
+                vocabulary=data.train.common_tokens(),
+                bos=tokenizer.eot_token,
+            )
+        if strategy.all_reduce_max(lens is None):
+            lens = None
+    ablate, max_steps = None, config.trainer.max_steps
+    if lens and data.val and config.lens.ablation != "off":
+        if strategy.name == "fsdp":
+            notes.append("lens.ablation: no effect with FSDP")
+        else:
+            ablate = build_ablation(config, strategy, data.val)
+    return LensRunner(lens, strategy, directory, max_steps, config.debug, ablate)
+
+
+def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:
+    """Returns the function that removes heads at the last step: (model, heads by name) -> results.
+
+    lens.ablation=auto depends on counted tokens and not on a measured time, so that equal runs have
+    equal results. It is exact for at most one percent of the computation of a rank.
+    """
+    trainer = config.trainer
+    trained = trainer.max_steps * trainer.batch_size * config.data.max_length / strategy.world_size
+    # The backward pass takes as long as two forward passes. Ablation is in fp32, which takes two to
+    # three times as long as bf16.
+    passes = 3 if strategy.dtype == torch.float32 else 1
+    auto = 0.01 * passes * trained
+    max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]
+    synthetic = bool(config.data.synthetic)
+    return functools.partial(
+        ablate_heads, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens
+    )

@@ -168,6 +168,7 @@ def test_every_shipped_choice_is_valid():
         compose(chosen)
     for path in (CONFIGS / "experiment").glob("*.yaml"):
         extra = {"shakespeare-cpu": ["data.path=x.txt"], "finetune": ["trainer.init_from=x"]}
+        extra["five-minutes"] = ["data.path=x.txt"]
         compose([f"experiment={path.stem}", "trainer.max_steps=1", *extra.get(path.stem, [])])
 
 
@@ -180,7 +181,9 @@ def test_errors_and_completions_are_printed_without_torch(tmp_path, arguments, c
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert (done.returncode, "hydra" in imported) == (code, True)
     assert imported.isdisjoint({"torch", "wandb", "matplotlib"})
-    assert done.stdout == ("" if code else "trainer.max_skips= trainer.max_steps=\n")
+    assert done.stdout == (
+        "" if code else "trainer.max_minutes= trainer.max_skips= trainer.max_steps=\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

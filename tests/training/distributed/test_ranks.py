@@ -238,8 +238,8 @@ CALLS += ("training.exchange.Exchange.is_stopped",)
 @pytest.mark.parametrize(
     ("way", "expected", "text"),
     [
-        ("ddp", "all_reduce backward update is_stopped wait", ()),
-        ("fsdp", "all_reduce wait backward update is_stopped wait", DOCUMENTS),
+        ("ddp", "all_reduce backward update wait is_stopped wait", ()),
+        ("fsdp", "all_reduce wait backward update wait is_stopped wait", DOCUMENTS),
     ],
 )
 def test_the_ranks_exchange_counts_and_signals_once_per_step(place, way, expected, text):
@@ -282,6 +282,15 @@ def test_a_signal_to_one_rank_stops_all_and_resume_is_bit_exact(place, way):
     for key in ("train/loss", "val/loss", "train/grad_norm"):
         assert values(cut, key) == values(whole, key)
     check_same_bytes(cut, whole)
+
+
+def test_a_rank_that_is_out_of_time_ends_the_run(place):
+    """Rank 1 has no time after step 4."""
+    settings = ("trainer.max_minutes=100", "parallel=fsdp")
+    faults = [{"out_of_time": {"step": step}} for step in (None, HALF)]
+    run, _ = place.ranks("out_of_time", *settings, faults=faults)
+    assert [row["step"] for row in rows(run)] == list(range(HALF + 1))
+    check_same_tensors(last(run), last(place.alone(*WATCHED), HALF))
 
 
 # Name: exit code, key, whether rank 1 alone has the problem, arguments.

@@ -1,0 +1,116 @@
+"""trainer.max_minutes: the number of steps, the last step, and the summary with which to repeat it.
+
+tests/training/distributed/test_ranks.py has a run of two ranks that is out of time."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from helpers import TINY
+from helpers.ranks import check_same_bytes
+from helpers.refusals import printed_keys, refused
+from helpers.runs import rows
+from helpers.settings import settings
+
+import train
+from errors import ConfigError
+from scripts import plan
+from train import fit
+from training import setup
+from training.checkpoint.run_directory import settings_of
+from training.config.stored import resolve_auto
+from training.planning import time_limit
+
+AUTOMATIC = ("trainer.max_steps=null", "trainer.warmup_steps=null", "trainer.eval_every=null")
+LIMITED = ("trainer.max_minutes=100", *AUTOMATIC)
+
+
+@pytest.fixture
+def slow_steps(monkeypatch):
+    """Steps that take a second, according to the measurement."""
+    monkeypatch.setattr(setup, "measure_steps", lambda *_: 1.0)
+
+
+def test_the_measurement_does_not_change_the_run(make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(time_limit, "MEASURED", 0.0)
+    more = ("model.dropout=0.2", "optimizer=muon", "trainer.micro_batch_size=2")
+    fit(make_run("name=limited", "trainer.max_minutes=100", *more))
+    fit(make_run("name=plain", *more))
+    limited, plain = (tmp_path / "runs" / name for name in ("limited", "plain"))
+    check_same_bytes(limited, plain)
+    same = {"trainer": settings_of(plain)["trainer"] | {"max_minutes": 100.0, "compile": False}}
+    assert settings_of(limited) == settings_of(plain) | {"name": "limited"} | same
+
+
+def test_the_number_of_steps_decides_the_automatic_settings(make_run, slow_steps):
+    trainer = make_run(*LIMITED).config.trainer
+    assert 5000 < trainer.max_steps < 6000
+    expected = settings(*TINY, "data.path=x", *AUTOMATIC, f"trainer.max_steps={trainer.max_steps}")
+    resolve_auto(expected)
+    assert trainer.warmup_steps == expected.trainer.warmup_steps > 100
+    assert trainer.eval_every == expected.trainer.eval_every > 100
+
+
+def test_a_run_without_time_for_a_step_is_refused(make_run, slow_steps, tmp_path):
+    with refused(ConfigError, "trainer.max_minutes", 0.01, exit_code=2):
+        make_run("trainer.max_minutes=0.01")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_limit_begins_with_the_process(in_process, tmp_path, monkeypatch, slow_steps):
+    monkeypatch.setattr(time_limit, "STARTED", time.monotonic() - 10**6)
+    arguments = [*TINY, "data.path=text.txt", "trainer.max_minutes=100"]
+    (tmp_path / "text.txt").write_text("a text, " * 200)
+    code, _, err = in_process(train.main, tmp_path, *arguments)
+    assert (code, printed_keys(err)) == (2, ["trainer.max_minutes"])
+
+
+def test_a_slow_run_ends_early_and_can_be_repeated_and_resumed(make_run, tmp_path, slow_steps):
+    """It ends after step 3 of the same learning-rate schedule."""
+    short_warmup = "trainer.warmup_steps=1"
+    run = make_run(*LIMITED, short_warmup, "name=early")
+    run.limit.is_last_step = lambda: run.state.step == 2
+    fit(run)
+    early = tmp_path / "runs" / "early"
+    planned, log = run.config.trainer.schedule_steps, rows(early)
+    assert planned > 5000
+    assert [row["step"] for row in log] == [0, 3]
+    assert {key for key in log[-1] if key.startswith("val/")} <= json_of(early).keys()
+    found = {key: json_of(early)[key] for key in ("steps", "planned_steps", "tokens", "seed")}
+    assert found == {"steps": 3, "planned_steps": planned, "tokens": 3 * 8 * 32, "seed": 0}
+    assert json_of(early)["val/loss"] == log[-1]["val/loss"]
+
+    stored = settings_of(early)["trainer"]
+    assert (stored["max_steps"], stored["schedule_steps"]) == (3, planned)
+    steps = ("trainer.max_steps=3", f"trainer.schedule_steps={planned}")
+    assert set(steps) < set(json_of(early)["repeat"].split())
+    fit(make_run(*AUTOMATIC, short_warmup, *steps, "name=again"))
+    check_same_bytes(early, tmp_path / "runs" / "again")
+
+    resumed = make_run(*LIMITED, short_warmup, "name=early")
+    assert (resumed.state.step, resumed.config.trainer.max_steps) == (3, planned)
+
+
+def json_of(run) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypatch):
+    """Steps of 2 s and a validation of 10 s, of which there is one before the first step."""
+    now = 0.0
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = time_limit.TimeLimit(settings(*TINY, "data.path=x", "trainer.max_minutes=2"))
+    limit.start()
+    now = 10.0
+    while not limit.is_last_step():
+        now += 2
+    # A step, its validation, the last step and its validation take 24 s.
+    assert now - 2 + 24 <= 120 - limit.closing < now + 24
+
+
+def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():
+    config = settings(*TINY, "data.path=x", *LIMITED)
+    with refused(ConfigError, "tokens"):
+        plan.make_plan(config, plan.PlanConfig())
+    assert plan.make_plan(config, plan.PlanConfig(tokens=1e6))["tokens"] == 1e6

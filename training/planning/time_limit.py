@@ -1,0 +1,132 @@
+"""trainer.max_minutes: how many steps fit into a time limit, and the end of a run in time.
+
+The limit holds for everything from the start of the process to its end. The number of steps is
+decided once, before the first step, so the run is the same as one with trainer.max_steps=N. If it
+becomes slower than expected, it ends after an earlier step of the same learning-rate schedule.
+"""
+
+import collections
+import math
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from errors import refuse
+from training import STARTED
+from training.config.schema import Config
+from training.config.stored import resolve_auto
+from training.distributed.strategy import Strategy
+from training.optim.optimizers import NonFiniteCheck
+from training.planning.memory import num_parameters
+
+MEASURED = 0.03  # fraction of the limit in which steps are measured
+# For validation, samples, attention snapshots and logging: fraction of training, and seconds (about
+# 500 rows, 20 snapshots and 10 samples of a small model).
+WATCHING, WATCHING_SECONDS = 0.04, 6.0
+ABLATION = 0.01  # fraction of the limit
+BYTES_PER_SECOND = 3e8  # at which a checkpoint is written, with its checksums
+EXIT = 2.0  # seconds for the report and the end of the process
+WANDB_EXIT = 5.0  # more seconds for W&B
+
+
+class TimeLimit:
+    """The time limit of one start of a run."""
+
+    def __init__(self, config: Config):
+        # It begins with the process; in a sweep or without train.py, now.
+        single = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN
+        self.started = STARTED if single else time.monotonic()
+        self.seconds = 60 * (config.trainer.max_minutes or math.inf)
+        # Time for everything after the last validation, whose duration is measured.
+        self.closing = EXIT + 12 * num_parameters(config.model) / BYTES_PER_SECOND
+        if config.wandb.wanted() != "disabled":
+            self.closing += WANDB_EXIT
+        if config.lens.every != 0 and config.lens.ablation != "off":
+            self.closing += ABLATION * min(self.seconds, 1e9)
+        self._intervals: collections.deque[float] = collections.deque(maxlen=10)
+        self._longest, self._fastest = 0.0, math.inf
+        self.start()
+
+    def start(self) -> None:
+        """Marks the start of training, before the validation of step 0."""
+        self._previous = time.monotonic()
+
+    def training_seconds(self) -> float:
+        """Returns the time that remains for training."""
+        return self.started + self.seconds - time.monotonic() - self.closing
+
+    def is_last_step(self) -> bool:
+        """Returns whether there is no time for another step after the step that starts now. Called
+        at the start of each step."""
+        now = time.monotonic()
+        if self._intervals:  # the first interval contains no step
+            self._fastest = min(self._fastest, now - self._previous)
+        self._intervals.append(now - self._previous)
+        self._previous = now
+        # The longest interval contains a validation and an attention snapshot. There may be one
+        # after this step and one after the next, which would be the last one. If steps have become
+        # slower, the end of the run has too.
+        self._longest = max(self._longest, self._intervals[-1])
+        step = statistics.median(self._intervals)
+        slower = max(0.0, step / self._fastest - 1) * self.closing
+        return self.training_seconds() < 2 * step + 2 * self._longest + slower
+
+    def set_max_steps(self, config: Config, strategy: Strategy, per_step: float) -> str:
+        """Sets trainer.max_steps to the number of steps that fit, if it is not smaller already, and
+        the automatic settings that depend on it. Returns a note for the user.
+
+        per_step: seconds, on this rank. Raises ConfigError if there is no time for a step.
+        """
+        seconds = self.training_seconds()
+        seconds -= WATCHING * seconds + min(WATCHING_SECONDS, 0.1 * seconds)
+        steps = int(seconds / per_step)
+        per_step, steps = strategy.broadcast([per_step, steps])
+        trainer, key = config.trainer, "trainer.max_minutes"
+        if steps < 1:
+            reason = f"start and end of the run and one step of {per_step:.1f} s take longer"
+            minutes = (self.seconds - self.training_seconds() + 3 * per_step) / 60
+            hint = f"use at least {math.ceil(10 * minutes) / 10}, or a smaller model"
+            refuse([(key, trainer.max_minutes, reason, hint)])
+        trainer.max_steps = min(trainer.max_steps, steps)
+        resolve_auto(config)
+        speed = f"a step takes {1000 * per_step:,.1f} ms"
+        return f"{key}={trainer.max_minutes}: {trainer.max_steps:,} steps, {speed}"
+
+
+def measure_steps(
+    config: Config,
+    strategy: Strategy,
+    model: torch.nn.Module,
+    trained_model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[list],
+) -> float:
+    """Returns the median duration of training steps, which are repeated for 3 % of the limit. The
+    first step, which may compile the model, does not count.
+
+    The learning rate is 0, and optimizer state, random numbers and loss scale are restored, so
+    these steps do not change the run. batches: as for training.
+    """
+    nonfinite, scale = NonFiniteCheck(1, strategy.device), strategy.scaler.state_dict()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    durations, end = [], time.monotonic() + MEASURED * 60 * config.trainer.max_minutes
+    with torch.random.fork_rng([strategy.device] if strategy.device.type == "cuda" else []):
+        while len(durations) < 3 or strategy.broadcast(time.monotonic() < end):
+            started, micro_batches = time.monotonic(), next(batches)
+            for number, (tensors, _) in enumerate(micro_batches, start=1):
+                input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
+                with strategy.no_sync(number < len(micro_batches)):
+                    with strategy.autocast():
+                        _, loss = trained_model(input_ids, target_ids)
+                    strategy.backward(loss / len(micro_batches))
+            strategy.update(model, optimizer, config.trainer.grad_clip, nonfinite)
+            strategy.synchronize()
+            durations.append(time.monotonic() - started)
+    optimizer.state.clear()
+    strategy.scaler.load_state_dict(scale)
+    return statistics.median(durations[1:])
