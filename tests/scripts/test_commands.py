@@ -58,7 +58,6 @@ PLACEHOLDERS = {
     r"(?<=precision=)P\b": "fp32",
     r"(?<=dropout=)D\b": "0",
     r"\s\.\.\.(?=\s|$)": "",
-    r"lens\.layers=\[0,11\]": "lens.layers=[0,1]",
 }
 
 
