@@ -32,12 +32,12 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # name of the value: (target, limit)
 BUDGETS = {
-    "all": (12_500, 17_868),
+    "all": (12_500, 17_808),
     "train + model + attention + data": (1_200, 930),
-    "command line, schema, validation": (600, 1_348),
+    "command line, schema, validation": (600, 1_350),
     "largest file": (400, 400),
     "longest function": (60, 60),
-    "imports inside functions": (40, 48),
+    "imports inside functions": (40, 49),
     "files to follow one training step": (6, 9),
 }
 

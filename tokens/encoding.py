@@ -16,7 +16,8 @@ match. The pattern has no lookbehind, so two adjacent characters are never in on
 - they are of different kinds (letter, digit, other), and the left one is not an apostrophe, which
   starts a contraction.
 
-Text in which BOUNDARY finds no such position, for example a million equal letters, is one chunk.
+Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is also
+encoded in chunks, based on a property of byte-pair encoding; see `StreamEncoder`.
 
 gigatoken is ten to thirty times as fast as tiktoken, the reference. The start of some chunks is
 encoded by both, and different ids raise an error. One difference is known; see UNICODE_DIFFERENCES.
@@ -34,7 +35,7 @@ import tiktoken
 from errors import DataError
 from tokens import END_OF_TEXT
 from tokens.gigatoken_engine import gigatoken
-from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from tokens.tokenizers import TOKENIZERS, get_tokenizer, token_byte_lengths
 
 CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
 CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...
@@ -85,6 +86,13 @@ class StreamEncoder:
 
     tokenizer: gpt2 | byte. endoftext: token | text, the meaning of "<|endoftext|>" in the text.
     engine: gigatoken | tiktoken; ignored by the byte tokenizer.
+
+    Text without a boundary. Byte-pair encoding has this property: a sequence of tokens is the
+    encoding of its text if and only if each pair of neighbours is the encoding of the pair's text
+    (van Antwerpen and Neubeck 2024, crate `bpe`). Let A be the ids of a chunk that ends inside such
+    text. The text after A's first k tokens is encoded again, with more text, as B. If B starts with
+    A's next token, all pairs of neighbours in A[:k] + B occur in A or in B. So A[:k] + B is the
+    encoding of the complete text.
     """
 
     def __init__(
@@ -122,20 +130,51 @@ class StreamEncoder:
         Raises DataError when gigatoken and tiktoken return different ids.
         """
         buffer = bytearray()  # text from `offset` on that is read but not encoded yet
-        searched = self.chunk_bytes  # there is no boundary from chunk_bytes to here
+        limit = 2 * self.chunk_bytes  # maximum length of a chunk; grows if no boundary is found
+        next_id: int | None = None  # after a chunk without a boundary: the first id of the next one
         for block in itertools.chain(blocks, [None]):
             buffer += block or b""
-            while len(buffer) > 2 * self.chunk_bytes or (block is None and buffer):
-                end = find_boundary(buffer, searched, len(buffer))
-                if end is None and block is not None:
-                    searched = len(buffer)
-                    break
+            while len(buffer) > limit or (block is None and buffer):
+                end = boundary = len(buffer)
+                if len(buffer) > limit:
+                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit)
+                if boundary is None:
+                    end = limit
+                    while buffer[end] & 0xC0 == 0x80:  # inside a character
+                        end -= 1
                 text = bytes(buffer[:end])
-                yield self._encode_chunk(text, what, offset)
-                self.text_bytes += len(text)
-                offset += len(text)
-                del buffer[: len(text)]
-                searched = self.chunk_bytes
+                ids = self._encode_chunk(text, what, offset)
+                if next_id not in (None, ids[0]):  # has never been observed
+                    cause = f"the text without a word boundary at byte {offset} cannot be divided"
+                    raise DataError("data.path", what, cause, "insert a line break")
+                if boundary is None:
+                    count = self._num_final(text, ids)
+                    if count is None:
+                        limit *= 2
+                        continue
+                    next_id, ids = int(ids[count]), ids[:count]
+                    end = int(token_byte_lengths(self.tokenizer.name)[ids].sum())
+                else:
+                    next_id, limit = None, 2 * self.chunk_bytes
+                self.text_bytes += end
+                yield ids
+                offset += end
+                del buffer[:end]
+
+    def _num_final(self, text: bytes, ids: np.ndarray) -> int | None:
+        """Returns how many ids of a chunk without a boundary do not depend on the text after it.
+
+        The last ids may change with more text. This searches backwards for a `count` such that
+        ids[:count] end at the end of a character, and the text after them, encoded separately,
+        starts with the id ids[count]. Returns None if there is none.
+        """
+        ends = np.cumsum(token_byte_lengths(self.tokenizer.name)[ids])
+        last = int(np.searchsorted(ends, len(text) - max(512, self.chunk_bytes // 16)))
+        for count in range(last, max(0, last - 100), -1):
+            start = int(ends[count - 1])
+            if text[start] & 0xC0 != 0x80 and self._encode(text[start:])[0] == ids[count]:
+                return count
+        return None
 
     def _encode_with_gigatoken(self, text: bytes) -> np.ndarray:
         # These two tests are a hundred times as fast as the search.
@@ -145,23 +184,18 @@ class StreamEncoder:
         return self._gigatoken.encode(text)
 
     def _encode_chunk(self, text: bytes, what: str, offset: int) -> np.ndarray:
+        """Returns the ids of a chunk; tiktoken checks the start of every `check_every`-th chunk."""
         ids = self._encode(text).astype(np.uint16)
         if self.chunks % self.check_every == 0 and self.engine == "gigatoken":
-            self._check(text, ids, what, offset)
+            end = find_boundary(text, CHECKED_BYTES, len(text))
+            expected = self._reference(text[:end].decode())
+            if not np.array_equal(ids[: len(expected)] if end else ids, expected):
+                cause = "gigatoken and tiktoken return different ids for the text from byte "
+                cause += f"{offset} to {offset + (end or len(text))}"
+                hint = "tokenize it with python -m scripts.prepare_data engine=tiktoken (slower)"
+                raise DataError("data.path", what, cause, hint)
         self.chunks += 1
         return ids
-
-    def _check(self, text: bytes, ids: np.ndarray, what: str, offset: int) -> None:
-        """Compares the ids of a chunk's start with those of tiktoken. Raises DataError."""
-        end = find_boundary(text, CHECKED_BYTES, len(text)) or len(text)
-        if end > 2 * CHUNK_BYTES:
-            return  # tiktoken fails for a million line breaks
-        expected = self._reference(text[:end].decode())
-        if not np.array_equal(ids if end == len(text) else ids[: len(expected)], expected):
-            cause = "gigatoken and tiktoken return different ids for the text from byte "
-            cause += f"{offset} to {offset + end}"
-            hint = "tokenize it with python -m scripts.prepare_data engine=tiktoken (slower)"
-            raise DataError("data.path", what, cause, hint)
 
 
 def encode_text(txt: str, tokenizer: tiktoken.Encoding) -> np.ndarray:

@@ -110,18 +110,33 @@ def test_a_run_without_a_cut_has_the_ids_of_one_call(engine):
         assert find_boundary(run.encode(), 1, len(run.encode())) is None
         text = draw.choice(["", "x ", " ", "'"]) + run + draw.choice(ENDINGS)
         encoder = encoder_of(engine, chunk_bytes=draw.choice([32, 100, 256]))
-        check_ids(encoder, text, utf8_blocks(text, draw.randint(1, 999)))
+        arrays = check_ids(encoder, text, utf8_blocks(text, draw.randint(1, 999)))
+        assert len(arrays) > 4
 
 
-def test_a_million_characters_without_a_cut():
-    """Also where tiktoken's pattern fails in one call. The text after them has small chunks."""
-    for run in "a" * 1_000_000, "\n" * 1_000_000:
-        text = f"a{run}b c"
-        ids = joined(StreamEncoder("gpt2").encode(utf8_blocks(text)))
-        assert np.array_equal(ids, module.gigatoken(True).encode(text.encode()))
-    text = f"{'a' * 3000}\n{WORDS * 9}"
-    arrays = check_ids(encoder_of("gigatoken", chunk_bytes=32), text, utf8_blocks(text))
-    assert max(map(len, arrays[1:])) <= 64
+@pytest.mark.parametrize("character", [*"a \n-'日\u0301"])
+def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
+    """The engine encodes little text twice; after the long text chunks are small again."""
+    encode = mock.create_autospec(Gigatoken.encode, side_effect=Gigatoken.encode)
+    monkeypatch.setattr(Gigatoken, "encode", encode)
+    text = character * 100_000
+    check_ids(encoder_of("gigatoken", chunk_bytes=2**12), text, utf8_blocks(text))
+    pieces = [call.args[1] for call in encode.call_args_list]
+    assert max(map(len, pieces)) <= 3 * 2**12
+    assert sum(map(len, pieces)) < 1.5 * len(text.encode())
+    encode.reset_mock()
+    text = f"{character * 3000}\n{WORDS}"
+    check_ids(encoder_of("gigatoken", chunk_bytes=32), text, [text.encode()])
+    pieces = [call.args[1] for call in encode.call_args_list]
+    assert max(map(len, pieces)) > 64
+    assert max(map(len, pieces[-10:])) <= 64
+
+
+def test_a_million_line_ends_before_a_word():
+    """tiktoken's pattern fails for all of them in one call, but not for chunks of the real size."""
+    text = "a" + "\n" * 1_000_000 + "b c"
+    ids = joined(StreamEncoder("gpt2", engine="tiktoken").encode(utf8_blocks(text)))
+    assert np.array_equal(ids, module.gigatoken(True).encode(text.encode()))
 
 
 PATTERN = regex.compile(r50k_pat_str)

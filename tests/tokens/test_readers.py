@@ -128,9 +128,9 @@ def test_links_are_followed_and_not_circular(tmp_path):
 
 
 @pytest.mark.parametrize(("ending", "count"), [("", 40), (".gz", 1), (".zst", 1)])
-@pytest.mark.parametrize("line", ["A line of a text.\n", "One long line of text. "])
+@pytest.mark.parametrize("line", ["A line of a text.\n", "OneLongLineOfText"])
 def test_text_is_read_and_encoded_in_little_memory(line, ending, count, tmp_path, monkeypatch):
-    """Many lines, and one long line."""
+    """Many lines, and one line without a boundary."""
     path = write(tmp_path / f"a.txt{ending}", line * 200_000)
     encoder = StreamEncoder("byte", chunk_bytes=2**12)
     monkeypatch.setattr(readers, "BLOCK", 2**16)
@@ -141,7 +141,7 @@ def test_text_is_read_and_encoded_in_little_memory(line, ending, count, tmp_path
 
     found, peak = peak_memory(encode)
     # The first id is the end-of-text token.
-    assert found == (count, 1 + len(line) * 200_000)
+    assert found == (count if "\n" in line else 1, 1 + len(line) * 200_000)
     assert peak < 10 * 2**16
 
 

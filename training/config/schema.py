@@ -297,6 +297,7 @@ class WandbConfig(Settings):
         Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
         BeforeValidator(_off),
     ]
+    workspace: bool
 
     def wanted(self) -> str:
         """Returns the mode; for auto, the mode that WANDB_MODE or WANDB_DISABLED gives, if any."""
@@ -307,10 +308,11 @@ class WandbConfig(Settings):
         return os.environ.get("WANDB_MODE") or "auto"
 
     def ignored(self) -> list[str]:
-        """Returns a line for each setting that has no effect because W&B is off."""
-        keys = ("log_model", "alerts", "watch", "save_code") if self.wanted() == "disabled" else ()
-        asked = [key for key in keys if getattr(self, key)]
-        return [f"wandb.{key}: no effect, because W&B is disabled" for key in asked]
+        """Returns a line for each setting that has no effect because W&B is off or offline."""
+        keys = {"disabled": ("log_model", "alerts", "watch", "save_code", "workspace")}
+        mode = self.wanted()
+        asked = [k for k in (keys | {"offline": ("workspace",)}).get(mode, ()) if getattr(self, k)]
+        return [f"wandb.{key}: no effect, because W&B is {mode}" for key in asked]
 
 
 @rule

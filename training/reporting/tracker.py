@@ -27,6 +27,7 @@ from training.reporting.report import sample_page
 from training.reporting.wandb_process import (
     call_with_timeout,
     cause,
+    create_workspace,
     define_metrics,
     say,
     start_run,
@@ -59,6 +60,7 @@ class Tracker:
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
         self.first_step = 0  # the first step to log to W&B
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
+        self.workspace_is_due = config.workspace  # at the first attention snapshot
         self.run = None
         if config.wanted() == "disabled":
             return
@@ -132,6 +134,10 @@ class Tracker:
         if sample:
             self.samples.append(sample)
         self._log_to_wandb(step, metrics, snapshot, sample)
+        if self.run and self.workspace_is_due and files:
+            self.workspace_is_due = False
+            if line := create_workspace(self.run, row.keys()):
+                say(line)
 
     def _log_to_wandb(
         self, step: int, metrics: dict, snapshot: "Snapshot | None", sample: dict | None

@@ -3,15 +3,21 @@
 import json
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import wandb
 from helpers.refusals import printed_keys
 from helpers.wandb_server import WandbServer
+from PIL import Image
 from wandb_workspaces.workspaces import Section, Workspace
 
+from lens.snapshots import Snapshot
 from lens.statistics import STATISTICS
 from scripts import wandb_workspace
+from training.config.schema import WandbConfig
+from training.reporting import tracker, wandb_process
 
 HEATMAPS = ["attention/heatmap/1-the-bell", "attention/heatmap/2-repeated"]
 KEY = "k" * 40
@@ -161,3 +167,48 @@ def test_a_missing_package_is_one_line(monkeypatch, call):
     with Server(SUMMARY) as server:
         code, _, err = call(server)
     assert (code, printed_keys(err), len(server.requests)) == (2, ["W&B"], 0)
+
+
+@pytest.fixture
+def logged(online, tmp_path, capsys, monkeypatch):
+    """logged(server) -> (lines on stderr, uploaded steps) of an online run with wandb.workspace."""
+
+    def run(server: WandbServer) -> tuple[list[str], list[int]]:
+        online(server)
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        config = WandbConfig.with_defaults(mode="online", workspace=True)
+        made = tracker.Tracker(config, folder, {})
+        picture = folder / "a.png"
+        Image.new("RGB", (9, 9)).save(picture)
+        snapshot = Snapshot({"attention_layers/entropy/L00": 1.0}, {}, {}, {HEATMAPS[0]: picture})
+        for step in range(3):
+            made.log({"train/loss": 1.0}, step, snapshot)
+        made.finish()
+        steps = [row["_step"] for row in server.rows()]
+        return capsys.readouterr().err.splitlines(), steps
+
+    return run
+
+
+def test_a_run_creates_the_view_if_the_project_has_none(logged):
+    with Server() as server:
+        lines, steps = logged(server)
+        (created,) = map(dict, server.views.values())
+        assert steps == [0, 1, 2]
+        assert len(lines) == 1
+        assert [len(section["panels"]) for section in sections_of(created)] == [1, 2, 1, 1, 1, 1]
+        assert logged(server)[0] == []
+        assert list(server.views.values()) == [created]
+
+
+@pytest.mark.parametrize("fault", ["error", "hangs", "package"])
+def test_a_run_continues_without_a_view(logged, monkeypatch, fault):
+    if fault == "package":
+        forget_package(monkeypatch)
+    elif fault == "hangs":
+        monkeypatch.setattr(wandb_process, "WORKSPACE_SECONDS", 0.5)
+    with Server(fault=fault) as server:
+        lines, steps = logged(server)
+    assert (len(lines), steps, server.views) == (1, [0, 1, 2], {})
+    assert "scripts.wandb_workspace project=clearhead" in lines[0]
