@@ -32,9 +32,9 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # name of the value: (target, limit)
 BUDGETS = {
-    "all": (12_500, 17_808),
+    "all": (12_500, 17_916),
     "train + model + attention + data": (1_200, 930),
-    "command line, schema, validation": (600, 1_350),
+    "command line, schema, validation": (600, 1_351),
     "largest file": (400, 400),
     "longest function": (60, 60),
     "imports inside functions": (40, 49),

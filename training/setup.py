@@ -35,6 +35,7 @@ from training.config.schema import Config
 from training.distributed import device, launch
 from training.distributed.build import build_strategy
 from training.distributed.strategy import Strategy
+from training.distributed.threads import ThreadCheck
 from training.evaluation import Evaluator, Validation
 from training.exchange import Exchange
 from training.optim.optimizers import NonFiniteCheck, build_optimizer, learning_rate
@@ -61,6 +62,7 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
     signals: requests to stop the run. Raises a ClearheadError.
     """
     with contextlib.ExitStack() as closing:  # closes the components after an error
+        closing.callback(torch.set_num_threads, torch.get_num_threads())
         check_machine(config)
         strategy = start_strategy(config)
         closing.push(lambda _, error, __: strategy.close(exit_code_of(error)))
@@ -83,8 +85,10 @@ def check_machine(config: Config) -> None:
 
 
 def start_strategy(config: Config) -> Strategy:
-    """Chooses device, precision and distributed strategy, and joins the process group."""
+    """Chooses threads, device, precision and distributed strategy, and joins the process group."""
     trainer = config.trainer
+    if trainer.threads:
+        torch.set_num_threads(trainer.threads)
     return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
 
 
@@ -105,6 +109,7 @@ def _build(
     config: Config, strategy: Strategy, signals: StopSignals, closing: contextlib.ExitStack
 ) -> Run:
     notes: list[str] = []
+    threads = ThreadCheck(launch.local_ranks())
     config, strategy = complete_settings(config, strategy, notes)
     limit = TimeLimit(config)
     start = find_start(config, strategy, closing, notes)
@@ -121,6 +126,7 @@ def _build(
         per_step = measure_steps(config, strategy, model, trained_model, optimizer, batches)
         notes.append(limit.set_max_steps(config, strategy, per_step))
     state = restore(config, strategy, start, data, model, optimizer)
+    notes += threads.notes(strategy.device)
     opened = strategy.on_rank_0(
         lambda: open_directory(config, strategy, start, state, model, notes, closing)
     )
@@ -133,9 +139,6 @@ def _build(
         notes.append("wandb.watch: no effect with FSDP")
     elif config.wandb.watch and tracker.run_id:
         watch(tracker, model, optimizer, config.trainer, state)
-    profiled = config.trainer.profile and strategy.is_rank_0
-    profiler = Profiler(profiled, directory / "profile", strategy.device)
-    closing.callback(profiler.close)
     run = Run(
         config=config,
         strategy=strategy,
@@ -153,7 +156,7 @@ def _build(
         checkpointer=Checkpointer(directory, saver, strategy, model, optimizer),
         tracker=tracker,
         console=console,
-        profiler=profiler,
+        profiler=build_profiler(config, strategy, directory, closing),
         signals=signals,
         exchange=Exchange(strategy, signals, limit, data.train, config.trainer.batch_size),
         limit=limit,
@@ -171,13 +174,10 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
     with strategy.raise_on_all_ranks():  # other machines may not have the files
         data = load_datasets(config.data)
         if start.state:
-            fix = (
-                "restore the data, or use another name= for a new run; "
-                "trainer.resume_override=true resumes anyway"
-            )
+            fix = "restore the data, or use another name= for a new run; "
+            fix += "trainer.resume_override=true resumes anyway"
+            trained_on, path = start.state.data or [], config.data.path
             try:
-                trained_on = start.state.data or []
-                path = config.data.path
                 check_checksums(trained_on, data.checksums, path, "the checkpoint", fix)
             except DataError as error:
                 if not config.trainer.resume_override:
@@ -288,9 +288,8 @@ def open_directory(
         directory = create_directory(config, start, closing)
         saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
         closing.callback(saver.close)
-        is_finished = state.step >= config.trainer.max_steps  # no step left
-        if is_finished and not (directory / UNFINISHED).exists():
-            return directory, saver, NoTracker()
+        if state.step >= config.trainer.max_steps and not (directory / UNFINISHED).exists():
+            return directory, saver, NoTracker()  # no step left
         notes.extend(saver.disk_space_notes(12 * model.num_parameters()))
         run_directory.write_settings(directory, state.settings)
         drop_rows_after(directory, state.step if start.state else -1)
@@ -322,6 +321,15 @@ def create_directory(config: Config, start: Start, closing: contextlib.ExitStack
 # ------------------------------------------------------- metrics, evaluation, attention
 
 
+def build_profiler(
+    config: Config, strategy: Strategy, directory: Path, closing: contextlib.ExitStack
+) -> Profiler:
+    is_on = config.trainer.profile and strategy.is_rank_0
+    profiler = Profiler(is_on, directory / "profile", strategy.device)
+    closing.callback(profiler.close)
+    return profiler
+
+
 def build_metrics(
     config: Config,
     strategy: Strategy,
@@ -350,10 +358,8 @@ def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Eva
     tokenizer, validation = get_tokenizer(config.data.tokenizer), None
     if data.val:
         windows = evenly_spaced_windows(data.val, config.trainer.eval_windows)
-        bytes_of = None
-        if not config.data.synthetic:
-            bytes_of = functools.partial(bytes_per_token, tokenizer)
-        validation = Validation(data.val, windows, bytes_of)
+        bytes_of = functools.partial(bytes_per_token, tokenizer)
+        validation = Validation(data.val, windows, None if config.data.synthetic else bytes_of)
     per_rank = config.trainer.batch_size // strategy.world_size
     batch_size = min(per_rank, config.trainer.micro_batch_size or per_rank)
     return Evaluator(config, strategy, validation, tokenizer, batch_size)

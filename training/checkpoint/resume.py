@@ -38,7 +38,7 @@ FREE_TRAINER_SETTINGS = (
     *("max_minutes", "max_steps", "schedule_steps", "micro_batch_size", "compile", "device"),
     *("activation_checkpointing", "profile", "eval_every", "eval_windows", "log_every"),
     *("save_every", "keep", "sample_prompt", "sample_tokens", "on_nonfinite", "max_skips"),
-    *("resume", "resume_override", "init_from"),
+    *("threads", "resume", "resume_override", "init_from"),
 )
 FREE_TO_CHANGE = {
     *("name", "debug", "runs_dir", "parallel", "lens", "wandb", "model.attention"),

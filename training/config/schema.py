@@ -213,6 +213,7 @@ class TrainerConfig(Settings):
     precision: Precision
     compile: AutoOrBool
     device: Device
+    threads: Annotated[Positive, Field(le=1024)] | None
     profile: bool
     on_nonfinite: Literal["skip", "stop"]
     max_skips: Positive

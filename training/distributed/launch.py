@@ -20,12 +20,16 @@ def rank_count() -> int:
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
+def local_ranks() -> int:
+    """Returns the number of these processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", rank_count()))
+
+
 def launch_command() -> list[str]:
     """Returns the command that starts these processes again, without train.py and its arguments."""
     if not launched():
         return ["python"]
-    ranks = rank_count()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    ranks, local = rank_count(), local_ranks()
     nodes = [f"--nnodes={ranks // local}", "..."] if local < ranks else []
     restarts = [f"--max-restarts={max_restarts()}"] if max_restarts() else []
     return ["torchrun", *nodes, f"--nproc_per_node={local}", *restarts]

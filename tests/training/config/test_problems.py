@@ -61,6 +61,7 @@ optimizer.weight_decay=-1 optimizer.min_lr_ratio=2 optimizer.decay_fraction=0 op
 optimizer.betas=[0.9] model.num_layers=0 model.dropout=1.5 data.val_fraction=1 data.stride=0
 trainer.max_minutes=0 trainer.max_minutes=five trainer.schedule_steps=0
 trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
+trainer.threads=0 trainer.threads=1025
 lens.max_tokens=1 lens.frames=1 parallel.timeout=0 parallel.timeout=1800 seed=-1
 seed=99999999999999999999
 optimizer.schedule=linear model.attention=flash data.tokenizer=x data.endoftext=maybe

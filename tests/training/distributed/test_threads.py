@@ -1,0 +1,104 @@
+"""The number of threads: trainer.threads, and the note when there are fewer free cores."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from train import fit
+from training.distributed import threads
+from training.distributed.threads import (
+    ThreadCheck,
+    available_cores,
+    busy_seconds,
+    thread_note,
+)
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "suggested"),
+    [
+        ((2, 2, 0.0), None),
+        ((2, 2, 0.4), None),
+        ((2, 2, 0.6), 1),
+        ((1, 2, 2.0), None),  # one thread is the least
+        ((2, 2, 2.5), 1),
+        ((8, 64, 50.0), None),
+        ((16, 64, 52.0), 12),
+        ((64, 3.5, 0.0), 4),  # a container with a quota
+        ((2, 2, 0.0, 2), 1),
+        ((4, 16, 0.0, 4), None),
+    ],
+)
+def test_the_note_suggests_as_many_threads_as_free_cores(numbers, suggested):
+    note = thread_note(*numbers)
+    assert (note is None) == (suggested is None)
+    assert suggested is None or f"trainer.threads={suggested} " in note
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/", {}, CORES),
+        ("0::/", {"cpu.max": "max 100000\n"}, CORES),
+        ("0::/", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/a/b", {"a/cpu.max": "25000 100000", "a/b/cpu.max": "max 100000"}, 0.25),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1\n"}, CORES),
+        ("4:cpu,cpuacct:/a", {"cpu/cpu.cfs_quota_us": "5000\n"}, 0.05),  # a is not visible
+        ("4:cpuset:/\n5:memory:/a", {"cpu/a/cpu.cfs_quota_us": "5000\n"}, CORES),
+    ],
+)
+def test_quota_of_the_control_groups(tmp_path, own, files, expected):
+    files = {"proc/self/cgroup": own} | {f"groups/{name}": text for name, text in files.items()}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        if name.endswith("quota_us"):
+            (tmp_path / name).with_name("cpu.cfs_period_us").write_text("100000\n")
+    assert available_cores(tmp_path / "proc", tmp_path / "groups") == expected
+
+
+def stat(user: int, nice: int = 0, idle: int = 0) -> str:
+    """Returns a text as in /proc/stat, in ticks, with the same times of each core."""
+    times = f"{user} {nice} 0 {idle} {idle} 0 0 0 0 0\n"
+    return "".join(f"cpu{name} {times}" for name in ("", *range(CORES + 1))) + "intr 1 2\n"
+
+
+def test_busy_time_is_that_of_the_own_cores():
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert busy_seconds(stat(3 * ticks, 5 * ticks, 7 * ticks), {0}, nice=False) == 3
+    assert busy_seconds(stat(3 * ticks, 5 * ticks, 7 * ticks), {0}, nice=True) == 8
+    assert busy_seconds(stat(3 * ticks), {0, 1}, nice=False) == 6
+
+
+def test_use_by_other_processes_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(threads, "available_cores", lambda _: 100.0)
+    for after, ranks, own, expected in (
+        (10**6, 1, 0, 1),
+        (0, 1, 0, 0),
+        (10**6, 1, 10**6, 0),  # only this process used the cores
+        (10**6, 2, 0, 0),
+    ):
+        (tmp_path / "stat").write_text(stat(0))
+        monkeypatch.setattr(os, "times", lambda: (0.0,) * 5)
+        check = ThreadCheck(ranks, tmp_path)
+        monkeypatch.setattr(os, "times", lambda own=own: (own, 0.0, 0.0, 0.0, 0.0))
+        (tmp_path / "stat").write_text(stat(after))
+        assert len(check.notes(torch.device("cpu"))) == expected
+        assert check.notes(torch.device("cuda")) == []
+    assert ThreadCheck(1, tmp_path / "none").notes(torch.device("cpu")) == []  # not Linux
+
+
+def test_threads_of_a_run(make_run, monkeypatch, capsys):
+    monkeypatch.setattr(threads, "available_cores", lambda _: 1.0)
+    assert torch.get_num_threads() == 1
+    run = make_run("trainer.threads=2")
+    fit(run)
+    assert torch.get_num_threads() == 1  # restored
+    (start,) = map(json.loads, (run.directory / "starts.jsonl").read_text().splitlines())
+    assert start["threads"] == 2
+    assert "trainer.threads=1 " in capsys.readouterr().out
