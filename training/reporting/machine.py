@@ -19,15 +19,25 @@ PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")
 def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
     """Returns the number of cores, the processor, the commit and the versions of packages."""
     linux = hasattr(os, "sched_getaffinity")
-    info = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     return {
         "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
-        "processor": models[0] if models else platform.machine(),
+        "processor": processor(),
         "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
         **{name: package_version(name) for name in packages},
     }
+
+
+def processor() -> str:
+    """Returns the name of the processor. In a virtual machine the name may be the same for several
+    generations, but family and model differ."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    keys = ("model name", "cpu family", "model")
+    found = [re.search(rf"^{key}\s*: (.+)", text, re.MULTILINE) for key in keys]
+    if None in found:
+        return platform.machine()
+    return "{} (family {}, model {})".format(*(match[1] for match in found))
 
 
 def package_version(name: str) -> str | None:
