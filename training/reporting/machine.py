@@ -34,10 +34,10 @@ def processor() -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     keys = ("model name", "cpu family", "model")
-    found = [re.search(rf"^{key}\s*: (.+)", text, re.MULTILINE) for key in keys]
-    if None in found:
+    found = [re.findall(rf"^{key}\s*: (.+)", text, re.MULTILINE) for key in keys]
+    if not all(found):
         return platform.machine()
-    return "{} (family {}, model {})".format(*(match[1] for match in found))
+    return "{} (family {}, model {})".format(*(values[0] for values in found))
 
 
 def package_version(name: str) -> str | None:
