@@ -1,8 +1,9 @@
 """Checks the number of threads of torch on a CPU: whether there are as many free cores.
 
-The threads wait for each other after each operation. If one has no core of its own, all are slow:
-two threads on a busy machine are several times slower than one (docs/benchmarks.md). The number is
-never changed automatically, because it changes the rounding and so the results. Linux only.
+The threads wait for each other after each operation. If one of them shares its core with another
+program, all are slow: two threads on a busy machine are several times slower than one
+(docs/benchmarks.md). The number is never changed automatically, because it changes the rounding and
+so the results. Linux only.
 """
 
 import math
