@@ -22,7 +22,7 @@ STRICT := attention.py model.py files.py lens inference interop tests/budgets.py
     $(addprefix benchmarks/,equivalence.py generate.py timing.py training.py) \
     scripts/attention_ladder.py
 
-.PHONY: train test campaign extras audit lint format clean
+.PHONY: train test campaign gpu-check extras audit lint format clean
 
 train: $(VENV)/train  ## train GPT-2 small on the sample story; with other settings: make train ARGS="seed=1"
 	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)
@@ -41,6 +41,9 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
 	$(VENV)/bin/python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
+
+gpu-check: $(VENV)/test  ## tests and benchmarks on one CUDA GPU, then one table and gpu.json; never run on a GPU yet
+	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
 # Separate environments, because these packages have many dependencies with fixed versions that
 # training and the other tests do not need. The second one has the pre-release of Hydra 1.4.

@@ -47,7 +47,7 @@ SHORT = {
     "benchmarks.plots": ["out=speed.png"],
 }
 # Not executed: they need other projects, minutes, hours, the network or an account.
-ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate"}
+ELSEWHERE = {"benchmarks.training", "benchmarks.data", "benchmarks.generate", "benchmarks.gpu"}
 ELSEWHERE |= {"tests/mutations.py", "tests.budgets", "wandb", "lm_eval", "scripts.wandb_workspace"}
 REFUSED = re.compile(r"modle=|num_heads=5$|optuna")  # see test_readme.py, campaign/extras.py
 

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import platform
+import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -120,6 +121,14 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     kind = kind_named(torch.cuda.get_device_name(device))
     return kind.flops if kind else None
+
+
+def peak_memory() -> int:
+    """Returns the peak bytes of this process: reserved by torch on a GPU, else resident."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_reserved()
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found * (1 if sys.platform == "darwin" else 1024)
 
 
 def keep_freed_memory() -> None:

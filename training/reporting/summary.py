@@ -6,6 +6,7 @@ from pathlib import Path
 from files import atomic_write, read_rows
 from training.checkpoint.format import State
 from training.config.schema import Config
+from training.distributed.device import peak_memory
 from training.reporting.comparison import as_json
 
 NOT_REPEATED = ("trainer.max_minutes", "trainer.max_steps", "trainer.schedule_steps", "name")
@@ -29,6 +30,7 @@ def write_summary(
         "tokens": state.tokens,
         "seed": config.seed,
         "max_minutes": trainer.max_minutes,
+        "peak_memory_gb": round(peak_memory() / 1e9, 3),  # of this rank
         "repeat": repeat_command(started["command"], config),
         "start": started,
     }

@@ -1,0 +1,53 @@
+"""benchmarks/gpu: a table of several commands on a CPU. A command that fails loses no other row."""
+
+import json
+
+import pytest
+from helpers.refusals import printed_keys
+
+from benchmarks import gpu
+
+SMALL = ("device=cpu", "models=[gpt2-nano]", "batch_size=2", "length=16")
+
+
+@pytest.fixture
+def run(in_process, tmp_path, monkeypatch):
+    """run(**commands) -> (exit code, lines of the table, printed keys, rows of gpu.json)."""
+    monkeypatch.setattr(gpu, "STEPS", 4)
+
+    def run_rows(**commands):
+        monkeypatch.setattr(gpu, "COMMANDS", commands)
+        code, out, err = in_process(gpu.main, tmp_path, *SMALL)
+        table = out.splitlines()[2:]
+        return code, table, printed_keys(err), json.loads((tmp_path / "gpu.json").read_text())
+
+    return run_rows
+
+
+def test_a_command_that_fails_loses_no_other_row(run):
+    code, table, keys, results = run(
+        tests="-c 'print(6); print(7); raise SystemExit(3)'",
+        generation="-c 'import time'",
+        single=gpu.COMMANDS["single"],
+    )
+    assert (code, keys[-1]) == (4, "rows")
+    assert {"commit", "processor", "torch"} <= results.keys()
+    failed, empty, trained = results["rows"]
+    assert [row["exit_code"] for row in results["rows"]] == [3, 0, 0], trained["output"]
+    assert failed["output"] == "6\n7\n"
+    assert failed["figures"] == empty["figures"] == []
+    (found,) = trained["figures"]
+    assert found["tokens_per_second"] > 0
+    # With two windows, nearly all of it is the process itself.
+    assert found["peak_gb"] == pytest.approx(found["estimated_gb"], rel=0.5)
+    assert [line.count(" | ") for line in table] == [4, 4, 4]
+    assert f"{found['peak_gb']:.1f}" in table[-1]
+
+
+def test_tables_of_other_benchmarks():
+    rows = [{"name": "ours", "tokens_per_second": 2.0}]
+    sizes = {"batch_size": 1, "prompt_tokens": 2, "max_new_tokens": 3}
+    for tables in ({"shipped": {"rows": rows}}, [sizes | {"rows": rows}]):
+        (found,) = gpu.of_tables(tables)
+        assert found["tokens_per_second"] == 2.0
+        assert found["name"].endswith("ours")
