@@ -110,16 +110,16 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
         row |= run.evaluate()
         if trainer.sample_tokens > 0 and step > 0:
             sample = run.sample()
-    started = time.perf_counter()
     if snapshot_due:
-        snapshot = run.lens.snapshot(run.model, step, row)
+        with run.timed("attention snapshots"):
+            snapshot = run.lens.snapshot(run.model, step, row)
     if row or snapshot or sample:
         row["train/tokens"] = run.state.tokens
-        run.tracker.log(row, step, snapshot, sample)
-    if snapshot:
-        if "attention/timelapse" in snapshot.pages and step < trainer.max_steps:
+        with run.timed("logging"):
+            run.tracker.log(row, step, snapshot, sample)
+    if snapshot and "attention/timelapse" in snapshot.pages and step < trainer.max_steps:
+        with run.timed("logging"):
             run.write_report()  # after the last step, run.finish writes it
-        run.lens.seconds += time.perf_counter() - started
     return row
 
 

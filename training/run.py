@@ -64,6 +64,7 @@ class Run:
     limit: TimeLimit
     closing: contextlib.ExitStack  # closes the components, the last opened first
     validation: dict[str, float] = field(default_factory=dict)  # the last metrics
+    seconds: dict[str, float] = field(default_factory=dict)  # of validation, samples, ...
 
     def is_due(self, every: int) -> bool:
         """Returns whether this is the last step, or a multiple of `every` if that is not 0."""
@@ -104,9 +105,17 @@ class Run:
 
     # ---------------------------------------------------------------------- periodic work
 
+    @contextlib.contextmanager
+    def timed(self, work: str) -> Iterator[None]:
+        """Adds the duration of the context to the seconds of this work."""
+        started = time.perf_counter()
+        yield
+        self.seconds[work] = self.seconds.get(work, 0.0) + time.perf_counter() - started
+
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics."""
-        row = self.validation = self.evaluator.validate(self.model, self.state.step)
+        with self.timed("validation"):
+            row = self.validation = self.evaluator.validate(self.model, self.state.step)
         if row:
             self.state.val_loss = row["val/loss"]
             if "val/accuracy" in row:
@@ -119,7 +128,8 @@ class Run:
 
     def sample(self) -> dict:
         """Generates and prints a sample; returns its row of samples.jsonl."""
-        row = self.evaluator.sample(self.model, self.state.step)
+        with self.timed("samples"):
+            row = self.evaluator.sample(self.model, self.state.step)
         self.console.print(f"step {row['step']}  sample: {' '.join(row['text'].split())}")
         return row
 
@@ -129,12 +139,12 @@ class Run:
             with best_effort("report.html: could not be written", self.config.debug):
                 write_report(self.directory)
 
-    def write_summary(self) -> None:
-        """Writes summary.json, on rank 0."""
+    def write_summary(self, seconds_of: dict[str, float]) -> None:
+        """Writes summary.json, on rank 0. seconds_of: the parts of the training."""
         if self.strategy.is_rank_0:
-            seconds = time.monotonic() - self.limit.started
+            times = {"seconds": time.monotonic() - self.limit.started, "seconds_of": seconds_of}
             with best_effort("summary.json: could not be written", self.config.debug):
-                write_summary(self.directory, self.config, self.state, self.validation, seconds)
+                write_summary(self.directory, self.config, self.state, self.validation, times)
 
     # ------------------------------------------------------------------------ end and stop
 
@@ -146,9 +156,10 @@ class Run:
         self.signals.phase = "finishing"
         state, out, prefix = self.state, self.console, self.strategy.label
         uploaded = None
+        seconds_of = self.seconds | {"training": seconds - sum(self.seconds.values())}
         if trained_here:
             self.checkpointer.finish(state)
-            self.write_summary()
+            self.write_summary(seconds_of)
         with best_effort(f"{prefix}W&B: the model was not uploaded", self.config.debug):
             uploaded = self.tracker.log_model(state.best_step)
         self.write_report()
@@ -164,15 +175,14 @@ class Run:
             out.print(f"validation loss  {state.val_loss:.4f}{best}")
         out.print(f"run directory    {self.directory}")
         if trained_here:
-            waited = (
-                f"saving blocked training for {self.checkpointer.seconds:.1f} s of {seconds:.0f} s"
-            )
+            waited = f"saving blocked training for {self.checkpointer.seconds:.1f} s"
             out.print(f"checkpoints      {self.directory / 'checkpoints'}  ({waited})")
+            parts = [f"{work} {s:.1f} s ({s / seconds:.1%})" for work, s in seconds_of.items()]
+            out.print(f"time             {seconds:.0f} s: {', '.join(parts)}")
         for line in self.lens.summary():
             out.print(line)
         if (timelapse := self.directory / "attention" / "timelapse.html").is_file():
-            cost = f"  (attention logging took {self.lens.seconds:.1f} s of {seconds:.0f} s)"
-            out.print(f"attention page   {timelapse}{cost if trained_here else ''}")
+            out.print(f"attention page   {timelapse}")
         out.print(f"report           {self.directory / 'report.html'}")
         if self.config.trainer.profile:
             out.print(f"profile          {self.directory / 'profile'}")

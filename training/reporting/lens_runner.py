@@ -42,7 +42,6 @@ class LensRunner:
     debug: bool  # whether an error ends the run
     # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
     ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
-    seconds: float = 0.0  # time spent on attention snapshots and their logging
 
     def is_due(self, step: int) -> bool:
         return self.lens is not None and self.lens.due(step, self.max_steps)

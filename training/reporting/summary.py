@@ -13,18 +13,20 @@ NOT_REPEATED = ("trainer.max_minutes", "trainer.max_steps", "trainer.schedule_st
 
 
 def write_summary(
-    folder: Path, config: Config, state: State, metrics: dict[str, float], seconds: float
+    folder: Path, config: Config, state: State, metrics: dict[str, float], times: dict
 ) -> None:
     """Writes summary.json to a run directory.
 
-    metrics: of the last validation. seconds: since the start of the process.
+    metrics: of the last validation. times: "seconds" since the start of the process, "seconds_of"
+    the parts of the training: validation, samples, attention snapshots, logging, and the rest.
     """
     started = read_rows(folder / "starts.jsonl")[-1]
     trainer = config.trainer
     summary = {
         "name": folder.name,
         **metrics,
-        "seconds": round(seconds, 1),
+        "seconds": round(times["seconds"], 1),
+        "seconds_of": {work: round(each, 2) for work, each in times["seconds_of"].items()},
         "steps": state.step,
         "planned_steps": trainer.schedule_steps or trainer.max_steps,
         "tokens": state.tokens,
