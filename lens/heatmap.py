@@ -186,7 +186,7 @@ def fitted(codes: np.ndarray, size: int) -> np.ndarray:
     or, if there are more cells than pixels, the largest of several cells in each pixel."""
     squares = pooled(codes, size)  # (..., T, T)
     cells = np.arange(size) * squares.shape[-1] // size
-    return colour(squares)[..., cells[:, None], cells, :]
+    return colour(squares).take(cells, -2).take(cells, -3)
 
 
 def pooled(codes: np.ndarray, most: int) -> np.ndarray:
@@ -217,12 +217,10 @@ def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
     """Returns heatmaps (L, H, T (T + 1) / 2) of `size` pixels as one white grid of colours."""
     num_layers, num_heads, _ = codes.shape
     pitch = size + gap
-    grid = np.full((num_layers * pitch - gap, num_heads * pitch - gap, 3), 255, np.uint8)
-    for layer in range(num_layers):
-        for head, tile in enumerate(fitted(codes[layer], size)):
-            y, x = layer * pitch, head * pitch
-            grid[y : y + size, x : x + size] = tile
-    return grid
+    grid = np.full((num_layers, pitch, num_heads, pitch, 3), 255, np.uint8)
+    grid[:, :size, :, :size] = fitted(codes, size).swapaxes(1, 2)
+    grid = grid.reshape(num_layers * pitch, num_heads * pitch, 3)
+    return grid[: len(grid) - gap, : grid.shape[1] - gap]
 
 
 def _save(image: Image.Image, path: Path) -> None:
