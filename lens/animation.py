@@ -13,7 +13,19 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from .heatmap import ACCENT, INK, MASKED, PALE_INK, font_of, label_grid, outline, tile, title_of
+from .heatmap import (
+    ACCENT_INDEX,
+    INK,
+    MASKED_INDEX,
+    PALE_INK,
+    WHITE,
+    font_of,
+    in_colour,
+    label_grid,
+    outline,
+    tile,
+    title_of,
+)
 from .history import evenly_spaced
 from .probe import Prompt
 from .statistics import STATISTICS
@@ -69,10 +81,10 @@ def _frame(
     pitch = max(2, min(room))
     gap = min(6, max(1, pitch // 10))
     width = max(640, left + num_heads * pitch + 12)
-    image = Image.new("RGB", (width, TOP + num_layers * pitch + 12), "white")
+    image = Image.new("L", (width, TOP + num_layers * pitch + 12), WHITE)
     draw = ImageDraw.Draw(image)
-    draw.rectangle((0, 0, width, 3), (MASKED,) * 3)
-    draw.rectangle((0, 0, step * width // max(1, last_step), 3), ACCENT)
+    draw.rectangle((0, 0, width, 3), MASKED_INDEX)
+    draw.rectangle((0, 0, step * width // max(1, last_step), 3), ACCENT_INDEX)
     draw.text((16, 8), f"step {step:,}", INK, bold)
     draw.text((width - 16, 18), "row: query token, column: key token", PALE_INK, small, anchor="ra")
     names = [f"L{row['layer']} H{row['head']} {STATISTICS[row['name']].title}" for row in heads]
@@ -81,8 +93,9 @@ def _frame(
     draw.text((16, 46), " · ".join(names) or "no head has a clear pattern yet", INK, font)
     fits = round(width / small.getlength("m") * 1.4)
     draw.text((16, 74), title_of(prompt, fits), PALE_INK, small)
-    image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, TOP))
+    grid = tile(codes, pitch - gap, gap, indexed=True)[..., 0]
+    image.paste(Image.fromarray(grid), (left, TOP))
     label_grid(draw, (left, TOP), codes.shape, pitch - gap, gap, font)
     for row in heads:
         outline(draw, (left + row["head"] * pitch, TOP + row["layer"] * pitch), pitch - gap)
-    return image
+    return in_colour(image).convert("RGB")

@@ -25,7 +25,10 @@ WIDTH = 800  # approximate width of a grid in pixels
 PANEL = (920, 600)  # pixels; twice the size of a panel of W&B
 TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar, whose scale is the square root
 MASKED = 236  # grey level of cells above the diagonal, which the causal mask excludes
-INK, PALE_INK, ACCENT = (25, 25, 25), (95, 95, 95), (200, 62, 10)
+ACCENT = (200, 62, 10)  # outlines of heads
+# Images are drawn as indices of colours, see _palette. From INK to WHITE they are ever lighter
+# greys, so that Pillow, which blends the edges of letters, blends indices.
+ACCENT_INDEX, MASKED_INDEX, INK, PALE_INK, WHITE = 225, 226, 227, 235, 255
 
 
 def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
@@ -41,15 +44,15 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     room, gap = min(250, max(40, WIDTH // num_heads - 8)), 6
     most = max(room, 128)
     size = most if num_tokens > most else max(1, round(room / num_tokens)) * num_tokens
-    grid = tile(codes, size, gap)
-    height, width = grid.shape[:2]
+    grid = tile(codes, size, gap, indexed=True)[..., 0]
+    height, width = grid.shape
 
     letters = round(min(30, max(17, (width + 60) / 42)))
     font, bold, small = font_of(letters), font_of(letters + 4, "Bold"), font_of(letters - 3)
     left = round(font.getlength(f"L{num_layers - 1}")) + 12
     total = max(left + width + 12, 560)
     text_top, grid_top = 14 + letters + 14, 2 * letters + 56 + letters
-    image = Image.new("RGB", (total, grid_top + height + 2 * letters + 40), "white")
+    image = Image.new("L", (total, grid_top + height + 2 * letters + 40), WHITE)
     draw = ImageDraw.Draw(image)
 
     draw.text((left, 10), f"step {step:,}", INK, bold)
@@ -67,7 +70,7 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     image.paste(Image.fromarray(grid), (left, grid_top))
     label_grid(draw, (left, grid_top), codes.shape, size, gap, font)
     _draw_scale(image, left, grid_top + height + 16, small)
-    _save(image, path)
+    in_colour(image).save(path, compress_level=1)
 
 
 def draw_panel(
@@ -85,7 +88,7 @@ def draw_panel(
     uniform attention on this prompt.
     """
     num_layers, num_heads, _ = codes.shape
-    image = Image.new("RGB", PANEL, "white")
+    image = Image.new("L", PANEL, WHITE)
     draw, font, bold = ImageDraw.Draw(image), font_of(20), font_of(26, "Bold")
     draw.text((16, 10), f"step {step:,}", INK, bold)
     after = 32 + bold.getlength(f"step {step:,}")
@@ -95,7 +98,8 @@ def draw_panel(
     left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 84
     pitch = max(2, min((580 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
     gap = min(6, max(1, pitch // 10))
-    image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, top))
+    grid = tile(codes, pitch - gap, gap, indexed=True)[..., 0]
+    image.paste(Image.fromarray(grid), (left, top))
     label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
 
     x, y = left + num_heads * pitch + 24, 56
@@ -112,10 +116,10 @@ def draw_panel(
         draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, font_of(20, "Bold"))
         value = f"{row[name]:.2f} (uniform {uniform[name]:.2f})"
         draw.text((place[0], place[1] + 26), value, INK, font)
-        heatmap = Image.fromarray(fitted(codes[layer, head], size))
+        heatmap = Image.fromarray(fitted(codes[layer, head], size, indexed=True)[..., 0])
         image.paste(heatmap, (place[0], place[1] + 56))
         outline(draw, (left + head * pitch, top + layer * pitch), pitch - gap)
-    _save(image, path)
+    in_colour(image).save(path, compress_level=1)
 
 
 def label_grid(
@@ -140,7 +144,7 @@ def label_grid(
 def outline(draw: ImageDraw.ImageDraw, corner: tuple[int, int], size: int) -> None:
     """Draws a frame around a heatmap of a grid."""
     x, y = corner
-    draw.rectangle((x - 2, y - 2, x + size + 1, y + size + 1), outline=ACCENT, width=2)
+    draw.rectangle((x - 2, y - 2, x + size + 1, y + size + 1), outline=ACCENT_INDEX, width=2)
 
 
 def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont) -> None:
@@ -149,7 +153,7 @@ def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont
     draw.text((x, y - 2), "weight", PALE_INK, font)
     left = round(x + font.getlength("weight  "))
     bar = np.linspace(0, 255, width).astype(np.uint8)[None].repeat(height, 0)
-    image.paste(Image.fromarray(_table()[bar]), (left, y))
+    image.paste(Image.fromarray(_indices()[bar, 0]), (left, y))
     for weight in TICKS:
         place = left + math.sqrt(weight) * (width - 1)
         draw.line((place, y + height, place, y + height + 3), PALE_INK)
@@ -158,10 +162,12 @@ def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont
     draw.text((left + width + 2 * font.size, y - 2), legend, PALE_INK, font)
 
 
-def colour(codes: np.ndarray) -> np.ndarray:
-    """Returns the colours of codes: (..., T, T) -> (..., T, T, 3), uint8. Masked cells are grey."""
-    colours = _table()[codes]
-    colours[..., *np.triu_indices(codes.shape[-1], k=1), :] = MASKED
+def colour(codes: np.ndarray, indexed: bool = False) -> np.ndarray:
+    """Returns the colours of codes: (..., T, T) -> (..., T, T, 3), uint8. Masked cells are grey.
+    indexed: returns indices in the palette instead, (..., T, T, 1)."""
+    table, masked = (_indices(), MASKED_INDEX) if indexed else (_table(), MASKED)
+    colours = table[codes]
+    colours[..., *np.triu_indices(codes.shape[-1], k=1), :] = masked
     return colours
 
 
@@ -181,12 +187,13 @@ def title_of(prompt: Prompt, fits: int) -> str:
     return (f"“{shown}”" if not prompt.period else shown) + note
 
 
-def fitted(codes: np.ndarray, size: int) -> np.ndarray:
+def fitted(codes: np.ndarray, size: int, indexed: bool = False) -> np.ndarray:
     """Returns heatmaps (..., T (T + 1) / 2) as colours, (..., size, size, 3): each cell enlarged
-    or, if there are more cells than pixels, the largest of several cells in each pixel."""
+    or, if there are more cells than pixels, the largest of several cells in each pixel. indexed:
+    see `colour`."""
     squares = pooled(codes, size)  # (..., T, T)
     cells = np.arange(size) * squares.shape[-1] // size
-    return colour(squares).take(cells, -2).take(cells, -3)
+    return colour(squares, indexed).take(cells, -2).take(cells, -3)
 
 
 def pooled(codes: np.ndarray, most: int) -> np.ndarray:
@@ -213,20 +220,22 @@ def data_url(codes: np.ndarray, most: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
-    """Returns heatmaps (L, H, T (T + 1) / 2) of `size` pixels as one white grid of colours."""
+def tile(codes: np.ndarray, size: int, gap: int, indexed: bool = False) -> np.ndarray:
+    """Returns heatmaps (L, H, T (T + 1) / 2) of `size` pixels as one white grid of colours.
+    indexed: see `colour`."""
     num_layers, num_heads, _ = codes.shape
     pitch = size + gap
-    grid = np.full((num_layers, pitch, num_heads, pitch, 3), 255, np.uint8)
-    grid[:, :size, :, :size] = fitted(codes, size).swapaxes(1, 2)
-    grid = grid.reshape(num_layers * pitch, num_heads * pitch, 3)
+    grid = np.full((num_layers, pitch, num_heads, pitch, 1 if indexed else 3), 255, np.uint8)
+    grid[:, :size, :, :size] = fitted(codes, size, indexed).swapaxes(1, 2)
+    grid = grid.reshape(num_layers * pitch, num_heads * pitch, -1)
     return grid[: len(grid) - gap, : grid.shape[1] - gap]
 
 
-def _save(image: Image.Image, path: Path) -> None:
-    """Writes a PNG of 256 colours: in a quarter of the time and with about half of the size of one
-    with all colours. Colours of the colour map change by at most 3 of 255."""
-    image.quantize(palette=_palette(), dither=Image.Dither.NONE).save(path, compress_level=1)
+def in_colour(image: Image.Image) -> Image.Image:
+    """Adds the palette to an image of indices. With 256 colours, a PNG is written in a quarter of
+    the time. Colours of the colour map change by at most 3 of 255."""
+    image.putpalette(_palette())
+    return image
 
 
 @functools.cache
@@ -239,14 +248,17 @@ def _table() -> np.ndarray:
 
 
 @functools.cache
-def _palette() -> Image.Image:
-    """Returns an image whose palette is 225 colours of the colour map, 30 greys and ACCENT."""
-    greys = np.linspace(INK[0], 255, 29).round().astype(np.uint8)
-    greys = np.append(greys, MASKED)[:, None].repeat(3, 1)
+def _palette() -> bytes:
+    """Returns 225 colours of the colour map, ACCENT, MASKED, and 29 greys from 25 to 255."""
     colours = _table()[np.linspace(0, 255, 225).round().astype(np.uint8)]
-    image = Image.new("P", (1, 1))
-    image.putpalette(np.vstack([colours, greys, [ACCENT]]).astype(np.uint8).tobytes())
-    return image
+    greys = np.append(MASKED, np.linspace(25, 255, 29).round())[:, None].repeat(3, 1)
+    return np.vstack([colours, [ACCENT], greys]).astype(np.uint8).tobytes()
+
+
+@functools.cache
+def _indices() -> np.ndarray:
+    """Returns the index in the palette of each colour of the colour map, (256, 1) uint8."""
+    return (np.arange(256) * 224 / 255).round().astype(np.uint8)[:, None]
 
 
 @functools.cache
