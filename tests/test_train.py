@@ -237,6 +237,36 @@ def test_run_directory(make_run, tmp_path):
     assert (checkpoints / "best" / "model.safetensors").is_file()
 
 
+def test_the_summary_has_the_time_of_each_part(make_run, monkeypatch):
+    """A clock that only some methods advance: at steps 0, 2 and 4, and at each row of the log."""
+    now = 0
+
+    def clock() -> int:
+        return now
+
+    def slowed(method, seconds):
+        def call(*arguments):
+            nonlocal now
+            now += seconds
+            return method(*arguments)
+
+        return call
+
+    run = make_run("lens=default", "lens.every=2")
+    monkeypatch.setattr(time, "perf_counter", clock)
+    parts = ((run.evaluator, "validate"), (run.evaluator, "sample"), (run.lens, "snapshot"))
+    for number, (part, name) in enumerate((*parts, (run.tracker, "log"), (run, "check_time_limit"))):
+        monkeypatch.setattr(part, name, slowed(getattr(part, name), 10**number))
+    fit(run)
+    assert json.loads((run.directory / "summary.json").read_text())["seconds_of"] == {
+        "validation": 3,
+        "samples": 2 * 10,
+        "attention snapshots": 3 * 100,
+        "logging": 5 * 1000,
+        "training": 4 * 10_000,
+    }
+
+
 def test_every_row_has_the_number_of_tokens(make_run):
     """Rows with only attention (steps 0, 2), a sample without validation (3), a loss (4)."""
     rare = ("trainer.log_every=4", "trainer.eval_every=3", "data.val_fraction=0")
