@@ -63,7 +63,6 @@ class Run:
     exchange: Exchange
     limit: TimeLimit
     closing: contextlib.ExitStack  # closes the components, the last opened first
-    validation: dict[str, float] = field(default_factory=dict)  # the last metrics
     seconds: dict[str, float] = field(default_factory=dict)  # of validation, samples, ...
 
     def is_due(self, every: int) -> bool:
@@ -93,15 +92,13 @@ class Run:
     def check_time_limit(self) -> None:
         """Makes this step the last one if there is no time for another one."""
         trainer, step = self.config.trainer, self.state.step
-        if step == trainer.max_steps or not self.exchange.is_out_of_time():
-            return
-        trainer.schedule_steps = trainer.schedule_steps or trainer.max_steps
-        trainer.max_steps = self.lens.max_steps = self.console.max_steps = step
-        self.state.settings = self.config.model_dump()
-        if self.strategy.is_rank_0:
-            write_settings(self.directory, self.state.settings)
-        steps = f"the run ends after step {step} of {trainer.schedule_steps}"
-        self.console.print(f"trainer.max_minutes={trainer.max_minutes}: {steps}")
+        if step < trainer.max_steps and self.exchange.is_out_of_time():
+            trainer.schedule_steps = trainer.schedule_steps or trainer.max_steps
+            trainer.max_steps = step
+            settings = self.state.settings = self.config.model_dump()
+            self.strategy.on_rank_0(lambda: write_settings(self.directory, settings))
+            steps = f"the run ends after step {step} of {trainer.schedule_steps}"
+            self.console.print(f"trainer.max_minutes={trainer.max_minutes}: {steps}")
 
     # ---------------------------------------------------------------------- periodic work
 
@@ -115,7 +112,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics."""
         with self.timed("validation"):
-            row = self.validation = self.evaluator.validate(self.model, self.state.step)
+            row = self.evaluator.validate(self.model, self.state.step)
         if row:
             self.state.val_loss = row["val/loss"]
             if "val/accuracy" in row:
@@ -139,13 +136,6 @@ class Run:
             with best_effort("report.html: could not be written", self.config.debug):
                 write_report(self.directory)
 
-    def write_summary(self, seconds_of: dict[str, float]) -> None:
-        """Writes summary.json, on rank 0. seconds_of: the parts of the training."""
-        if self.strategy.is_rank_0:
-            times = {"seconds": time.monotonic() - self.limit.started, "seconds_of": seconds_of}
-            with best_effort("summary.json: could not be written", self.config.debug):
-                write_summary(self.directory, self.config, self.state, self.validation, times)
-
     # ------------------------------------------------------------------------ end and stop
 
     def finish(self, trained_here: bool, seconds: float) -> None:
@@ -159,7 +149,9 @@ class Run:
         seconds_of = self.seconds | {"training": seconds - sum(self.seconds.values())}
         if trained_here:
             self.checkpointer.finish(state)
-            self.write_summary(seconds_of)
+        if trained_here and self.strategy.is_rank_0:
+            with best_effort("summary.json: could not be written", self.config.debug):
+                write_summary(self.directory, self.config, state, self.limit.started, seconds_of)
         with best_effort(f"{prefix}W&B: the model was not uploaded", self.config.debug):
             uploaded = self.tracker.log_model(state.best_step)
         self.write_report()

@@ -40,7 +40,7 @@ from training.evaluation import Evaluator, Validation
 from training.exchange import Exchange
 from training.optim.optimizers import NonFiniteCheck, build_optimizer, learning_rate
 from training.planning.micro_batch import check_memory, find_micro_batch
-from training.planning.time_limit import TimeLimit, measure_steps
+from training.planning.time_limit import TimeLimit, measure_steps, set_max_steps
 from training.reporting.console import Console
 from training.reporting.jsonl import RowFile, drop_rows_after
 from training.reporting.lens_runner import build_lens
@@ -123,8 +123,8 @@ def _build(
         config.trainer.micro_batch_size = find_micro_batch(config, strategy, is_compiled)
     if config.trainer.max_minutes and start.state is None:
         batches = build_batches(config, strategy, data, first_step=0)
-        per_step = measure_steps(config, strategy, model, trained_model, optimizer, batches)
-        notes.append(limit.set_max_steps(config, strategy, per_step))
+        per_step = measure_steps(config, strategy, trained_model, optimizer, batches)
+        notes.append(set_max_steps(config, strategy, limit.end, per_step))
     state = restore(config, strategy, start, data, model, optimizer)
     notes += threads.notes(strategy.device)
     opened = strategy.on_rank_0(

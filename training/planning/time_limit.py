@@ -31,6 +31,7 @@ ABLATION = 0.01  # fraction of the limit
 BYTES_PER_SECOND = 3e8  # at which a checkpoint is written, with its checksums
 EXIT = 2.0  # seconds for the report and the end of the process
 WANDB_EXIT = 5.0  # more seconds for W&B
+SLOWDOWN = 4.0  # if steps have become slower, the end of the run takes at most this much longer
 
 
 class TimeLimit:
@@ -40,13 +41,13 @@ class TimeLimit:
         # It begins with the process; in a sweep or without train.py, now.
         single = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN
         self.started = STARTED if single else time.monotonic()
-        self.seconds = 60 * (config.trainer.max_minutes or math.inf)
+        limit = 60 * (config.trainer.max_minutes or math.inf)
         # Time for everything after the last validation, whose duration is measured.
         self.closing = EXIT + 12 * num_parameters(config.model) / BYTES_PER_SECOND
-        if config.wandb.wanted() != "disabled":
-            self.closing += WANDB_EXIT
+        self.closing += WANDB_EXIT * (config.wandb.wanted() != "disabled")
         if config.lens.every != 0 and config.lens.ablation != "off":
-            self.closing += ABLATION * min(self.seconds, 1e9)
+            self.closing += ABLATION * min(limit, 1e9)
+        self.end = self.started + limit - self.closing  # of the training
         self._intervals: collections.deque[float] = collections.deque(maxlen=10)
         self._longest, self._fastest = 0.0, math.inf
         self.start()
@@ -55,16 +56,10 @@ class TimeLimit:
         """Marks the start of training, before the validation of step 0."""
         self._previous = time.monotonic()
 
-    def training_seconds(self) -> float:
-        """Returns the time that remains for training."""
-        return self.started + self.seconds - time.monotonic() - self.closing
-
     def is_last_step(self) -> bool:
         """Returns whether there is no time for another step after the step that starts now. Called
         at the start of each step."""
         now = time.monotonic()
-        if self._intervals:  # the first interval contains no step
-            self._fastest = min(self._fastest, now - self._previous)
         self._intervals.append(now - self._previous)
         self._previous = now
         # The longest interval contains a validation and an attention snapshot. There may be one
@@ -72,36 +67,36 @@ class TimeLimit:
         # slower, the end of the run has too.
         self._longest = max(self._longest, self._intervals[-1])
         step = statistics.median(self._intervals)
-        slower = max(0.0, step / self._fastest - 1) * self.closing
-        return self.training_seconds() < 2 * step + 2 * self._longest + slower
+        if len(self._intervals) == self._intervals.maxlen:  # the first interval contains no step
+            self._fastest = min(self._fastest, step)
+        slower = (min(max(1.0, step / self._fastest), SLOWDOWN) - 1) * self.closing
+        return self.end - now < 2 * step + 2 * self._longest + slower
 
-    def set_max_steps(self, config: Config, strategy: Strategy, per_step: float) -> str:
-        """Sets trainer.max_steps to the number of steps that fit, if it is not smaller already, and
-        the automatic settings that depend on it. Returns a note for the user.
 
-        per_step: seconds, on this rank. Raises ConfigError if there is no time for a step.
-        """
-        seconds = self.training_seconds()
-        seconds -= WATCHING * seconds + min(WATCHING_SECONDS, 0.1 * seconds)
-        steps = int(seconds / per_step)
-        per_step, steps = strategy.broadcast([per_step, steps])
-        trainer, key = config.trainer, "trainer.max_minutes"
-        if steps < 1:
-            reason = f"start and end of the run and one step of {per_step:.1f} s take longer"
-            minutes = (self.seconds - self.training_seconds() + 3 * per_step) / 60
-            hint = f"use at least {math.ceil(10 * minutes) / 10}, or a smaller model"
-            refuse([(key, trainer.max_minutes, reason, hint)])
-        trainer.max_steps = min(trainer.max_steps, steps)
-        resolve_auto(config)
-        speed = f"a step takes {1000 * per_step:,.1f} ms"
-        return f"{key}={trainer.max_minutes}: {trainer.max_steps:,} steps, {speed}"
+def set_max_steps(config: Config, strategy: Strategy, end: float, per_step: float) -> str:
+    """Sets trainer.max_steps to the number of steps that fit, if it is not smaller already, and the
+    automatic settings that depend on it. Returns a note for the user.
+
+    end: the time.monotonic() at which training ends. per_step: seconds, on this rank. Raises
+    ConfigError if there is no time for a step.
+    """
+    trainer, seconds = config.trainer, end - time.monotonic()
+    seconds -= WATCHING * seconds + min(WATCHING_SECONDS, 0.1 * seconds)
+    per_step, steps = strategy.broadcast([per_step, int(seconds / per_step)])
+    if steps < 1:
+        reason = f"start and end of the run and one step of {per_step:.1f} s take longer"
+        hint = "use more minutes or a smaller model"
+        refuse([("trainer.max_minutes", trainer.max_minutes, reason, hint)])
+    trainer.max_steps = min(trainer.max_steps, steps)
+    resolve_auto(config)
+    speed = f"{trainer.max_steps:,} steps, a step takes {1000 * per_step:,.1f} ms"
+    return f"trainer.max_minutes={trainer.max_minutes}: {speed}"
 
 
 def measure_steps(
     config: Config,
     strategy: Strategy,
     model: torch.nn.Module,
-    trained_model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[list],
 ) -> float:
@@ -109,7 +104,7 @@ def measure_steps(
     first step, which may compile the model, does not count.
 
     The learning rate is 0, and optimizer state, random numbers and loss scale are restored, so
-    these steps do not change the run. batches: as for training.
+    these steps do not change the run. model, batches: as for training.
     """
     nonfinite, scale = NonFiniteCheck(1, strategy.device), strategy.scaler.state_dict()
     for group in optimizer.param_groups:
@@ -122,7 +117,7 @@ def measure_steps(
                 input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
                 with strategy.no_sync(number < len(micro_batches)):
                     with strategy.autocast():
-                        _, loss = trained_model(input_ids, target_ids)
+                        _, loss = model(input_ids, target_ids)
                     strategy.backward(loss / len(micro_batches))
             strategy.update(model, optimizer, config.trainer.grad_clip, nonfinite)
             strategy.synchronize()

@@ -18,7 +18,7 @@ from lens.snapshots import Lens, Snapshot
 from model import GPT
 from tokens.tokenizers import get_tokenizer
 from tokens.windows import WindowDataset
-from training.config.schema import Config
+from training.config.schema import Config, TrainerConfig
 from training.distributed.strategy import Strategy
 from training.reporting.charts import Points, finite, points_of, smooth, thin
 
@@ -38,13 +38,13 @@ class LensRunner:
     lens: Lens | None  # None if it is off
     strategy: Strategy
     directory: Path  # the run directory
-    max_steps: int
+    trainer: TrainerConfig  # max_steps is the last step
     debug: bool  # whether an error ends the run
     # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
     ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
 
     def is_due(self, step: int) -> bool:
-        return self.lens is not None and self.lens.due(step, self.max_steps)
+        return self.lens is not None and self.lens.due(step, self.trainer.max_steps)
 
     def snapshot(self, model: GPT, step: int, row: dict[str, float]) -> Snapshot | None:
         """Takes an attention snapshot: statistics, images and pages. Returns None after an error.
@@ -70,7 +70,7 @@ class LensRunner:
             snapshot = self.lens.snapshot(
                 capture_attention,
                 step,
-                self.max_steps,
+                self.trainer.max_steps,
                 self.directory / "attention",
                 run_name=self.directory.name,
                 write=self.strategy.is_rank_0,
@@ -117,13 +117,13 @@ def build_lens(
             )
         if strategy.all_reduce_max(lens is None):
             lens = None
-    ablate, max_steps = None, config.trainer.max_steps
+    ablate = None
     if lens and data.val and config.lens.ablation != "off":
         if strategy.name == "fsdp":
             notes.append("lens.ablation: no effect with FSDP")
         else:
             ablate = build_ablation(config, strategy, data.val)
-    return LensRunner(lens, strategy, directory, max_steps, config.debug, ablate)
+    return LensRunner(lens, strategy, directory, config.trainer, config.debug, ablate)
 
 
 def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:

@@ -3,11 +3,12 @@
 tests/training/distributed/test_ranks.py has a run of two ranks that is out of time."""
 
 import json
+import shlex
 import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import TINY
+from helpers import TEXT, TINY
 from helpers.ranks import check_same_bytes
 from helpers.refusals import printed_keys, refused
 from helpers.runs import rows
@@ -92,6 +93,19 @@ def test_a_slow_run_ends_early_and_can_be_repeated_and_resumed(make_run, tmp_pat
     assert (resumed.state.step, resumed.config.trainer.max_steps) == (3, planned)
 
 
+def test_the_command_of_the_summary_repeats_the_run(in_process, tmp_path, monkeypatch):
+    monkeypatch.setattr(time_limit, "MEASURED", 0.0)
+    monkeypatch.setattr(time_limit, "STARTED", time.monotonic())
+    (tmp_path / "my text.txt").write_text(TEXT)
+    arguments = [*TINY, "name=first", "data.path=my text.txt", "trainer.max_minutes=100"]
+    assert in_process(train.main, tmp_path, *arguments)[0] == 0
+    first = tmp_path / "runs" / "first"
+    assert in_process(train.main, tmp_path, *shlex.split(json_of(first)["repeat"])[2:])[0] == 0
+    (again,) = set((tmp_path / "runs").iterdir()) - {first}
+    check_same_bytes(first, again)
+    assert settings_of(again)["trainer"]["max_minutes"] is None
+
+
 def json_of(run) -> dict:
     return json.loads((run / "summary.json").read_text())
 
@@ -106,7 +120,21 @@ def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypa
     while not limit.is_last_step():
         now += 2
     # A step, its validation, the last step and its validation take 24 s.
-    assert now - 2 + 24 <= 120 - limit.closing < now + 24
+    assert now - 2 + 24 <= limit.end < now + 24
+    assert limit.end == 120 - limit.closing
+
+
+def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
+    """Steps of 0.01 s, then steps of 1 s. The end of the run does not become 100 times slower."""
+    now = 0.0
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = time_limit.TimeLimit(settings(*TINY, "data.path=x", "trainer.max_minutes=2"))
+    for seconds in [0.01] * 30 + [1.0] * 60:
+        now += seconds
+        assert not limit.is_last_step()
+    while not limit.is_last_step():
+        now += 1
+    assert 60 < now < 120 - 3 * limit.closing  # it reserves more time than on an idle machine
 
 
 def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():
