@@ -175,6 +175,7 @@ class OptimizerConfig(Settings):
     min_lr_ratio: Annotated[NonNegative, Field(le=1)]
     decay_fraction: Annotated[AboveZero, Field(le=1)]
     matrix_lr: AboveZero | None
+    out_proj_lr_ratio: AboveZero
     momentum: Fractional
     nesterov: bool
     ns_steps: Annotated[Positive, Field(le=20)]

@@ -15,6 +15,7 @@ Shapes: N matrices in a batch, M of them on a rank, (rows, columns) each; R rank
 import inspect
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +39,11 @@ class AdamW(torch.optim.AdamW):
 
 
 class Muon(AdamW):
-    """AdamW for groups of parameters and Muon for one group of matrices.
+    """AdamW for some groups of parameters and Muon for groups of matrices.
 
-    groups: the groups of AdamW; `adamw`: its settings. matrices: the group of Muon,
-    {"params": [...], "lr", "weight_decay", "momentum", "nesterov", "ns_steps"}; its parameters are
-    2-D. dtype: of the matrix products in newton_schulz.
+    groups: the groups of AdamW; `adamw`: its settings. matrices: the groups of Muon, each
+    {"params": [...], "lr", "weight_decay", "momentum", "nesterov", "ns_steps"}; their parameters
+    are 2-D. dtype: of the matrix products in newton_schulz.
 
     found_inf and grad_scale, () or None, mean the same as in torch's GradScaler. found_inf=1 skips
     the step; gradients are first divided by grad_scale. Fused AdamW and Muon read both.
@@ -51,23 +52,25 @@ class Muon(AdamW):
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
 
-    def __init__(self, groups: list[dict], matrices: dict, dtype: torch.dtype, **adamw):
-        super().__init__([*groups, matrices], **adamw)
+    def __init__(self, groups: list[dict], matrices: list[dict], dtype: torch.dtype, **adamw: Any):
+        super().__init__([*groups, *matrices], **adamw)
         self.dtype = dtype
-        for parameter in self.param_groups[-1]["params"]:
+        self.of_adamw = len(groups)  # number of groups; the others are matrices
+        for parameter in (p for group in matrices for p in group["params"]):
             if parameter.dim() != 2:
                 raise ValueError(f"Muon takes matrices, not shape {tuple(parameter.shape)}")
 
     @torch.no_grad()
     def step(self, closure=None):
-        *others, matrices = groups = self.param_groups
-        self.param_groups = others
+        groups = self.param_groups
+        self.param_groups = groups[: self.of_adamw]
         try:
             loss = super().step(closure)
         finally:
             self.param_groups = groups
-        for batch in _batches([p for p in matrices["params"] if p.grad is not None]):
-            self._update(batch, matrices)
+        for group in groups[self.of_adamw :]:
+            for batch in _batches([p for p in group["params"] if p.grad is not None]):
+                self._update(batch, group)
         return loss
 
     def _update(self, parameters: list[Tensor], group: dict) -> None:

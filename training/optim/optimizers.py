@@ -27,11 +27,11 @@ def build_optimizer(
     peak learning rate.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    of_muon = set(matrices_of(model)) if config.name == "muon" else set()
-    matrices = [p for p in parameters if p.dim() >= 2 and p not in of_muon]
+    of_muon = matrices_of(model) if config.name == "muon" else {}
+    others = [p for p in parameters if p.dim() >= 2 and p not in of_muon]
     vectors = [p for p in parameters if p.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay, "peak_lr": config.lr},
+        {"params": others, "weight_decay": config.weight_decay, "peak_lr": config.lr},
         {"params": vectors, "weight_decay": 0.0, "peak_lr": config.lr},
     ]
     device = parameters[0].device
@@ -44,24 +44,29 @@ def build_optimizer(
     if config.name == "adamw":
         return AdamW(groups, **settings)
     peak = config.lr if config.matrix_lr is None else config.matrix_lr
-    of_blocks = {
-        "params": [p for p in parameters if p in of_muon],
-        "lr": peak,
-        "peak_lr": peak,
+    shared = {
         "weight_decay": config.weight_decay,
         "momentum": config.momentum,
         "nesterov": config.nesterov,
         "ns_steps": config.ns_steps,
     }
+    of_blocks = [
+        {"params": [p for p in of_muon if of_muon[p] == is_output], "lr": rate, "peak_lr": rate}
+        | shared
+        for is_output, rate in ((False, peak), (True, peak * config.out_proj_lr_ratio))
+    ]
     return Muon(groups, of_blocks, muon_dtype or torch.float32, **settings)
 
 
-def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Returns W_query, W_key, W_value, out_proj, mlp.fc and mlp.out_proj of all blocks: the weight
-    matrices except embeddings and head."""
-    return [
-        p for p in model.get_submodule("blocks").parameters() if p.requires_grad and p.dim() == 2
-    ]
+def matrices_of(model: torch.nn.Module) -> dict[torch.nn.Parameter, bool]:
+    """Returns the weight matrices except embeddings and head: W_query, W_key, W_value, out_proj,
+    mlp.fc and mlp.out_proj of all blocks. The value tells whether it is an output projection, which
+    adds to the residual stream."""
+    return {
+        parameter: ".out_proj." in name
+        for name, parameter in model.get_submodule("blocks").named_parameters()
+        if parameter.requires_grad and parameter.dim() == 2
+    }
 
 
 def state_keys(group: dict) -> set[str]:
