@@ -27,7 +27,8 @@ def build_optimizer(
     peak learning rate.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    of_muon = matrices_of(model) if config.name == "muon" else {}
+    of_blocks = matrices_of(model) if config.name == "muon" else {}
+    of_muon = set(of_blocks.values())
     others = [p for p in parameters if p.dim() >= 2 and p not in of_muon]
     vectors = [p for p in parameters if p.dim() < 2]
     groups = [
@@ -44,29 +45,29 @@ def build_optimizer(
     if config.name == "adamw":
         return AdamW(groups, **settings)
     peak = config.lr if config.matrix_lr is None else config.matrix_lr
-    shared = {
+    settings_of_muon = {
         "weight_decay": config.weight_decay,
         "momentum": config.momentum,
         "nesterov": config.nesterov,
         "ns_steps": config.ns_steps,
     }
-    of_blocks = [
-        {"params": [p for p in of_muon if of_muon[p] == is_output], "lr": rate, "peak_lr": rate}
-        | shared
-        for is_output, rate in ((False, peak), (True, peak * config.out_proj_lr_ratio))
+    out_proj = {p for name, p in of_blocks.items() if ".out_proj." in name}
+    muon_groups = [
+        {"params": [p for p in parameters if p in matrices], "lr": rate, "peak_lr": rate}
+        | settings_of_muon
+        for matrices, rate in (
+            (of_muon - out_proj, peak),
+            (out_proj, peak * config.out_proj_lr_ratio),
+        )
     ]
-    return Muon(groups, of_blocks, muon_dtype or torch.float32, **settings)
+    return Muon(groups, muon_groups, muon_dtype or torch.float32, **settings)
 
 
-def matrices_of(model: torch.nn.Module) -> dict[torch.nn.Parameter, bool]:
-    """Returns the weight matrices except embeddings and head: W_query, W_key, W_value, out_proj,
-    mlp.fc and mlp.out_proj of all blocks. The value tells whether it is an output projection, which
-    adds to the residual stream."""
-    return {
-        parameter: ".out_proj." in name
-        for name, parameter in model.get_submodule("blocks").named_parameters()
-        if parameter.requires_grad and parameter.dim() == 2
-    }
+def matrices_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Returns W_query, W_key, W_value, out_proj, mlp.fc and mlp.out_proj of all blocks by name: the
+    weight matrices except embeddings and head."""
+    named = model.get_submodule("blocks").named_parameters()
+    return {name: p for name, p in named if p.requires_grad and p.dim() == 2}
 
 
 def state_keys(group: dict) -> set[str]:

@@ -77,7 +77,7 @@ def test_steps_equal_the_formula_of_muon(nesterov, monkeypatch):
         model = tiny()
         rates = {"lr": 1e-3, "matrix_lr": 0.02, "weight_decay": 0.3}
         optimizer = built(model, momentum=0.9, nesterov=nesterov, **rates)
-        matrices = matrices_of(model)
+        matrices = matrices_of(model).values()
         expected = [p.detach().double() for p in matrices]
         average = [torch.zeros_like(p) for p in expected]
         for seed in range(3):
@@ -99,7 +99,7 @@ def test_steps_equal_those_of_torch():
     """torch.optim.Muon for matrices and AdamW for the other parameters."""
     model, other = tiny(), tiny()
     optimizer = built(model, torch.bfloat16, lr=1e-2, weight_decay=0.1)
-    mine, theirs = matrices_of(model), matrices_of(other)
+    mine, theirs = (list(matrices_of(of).values()) for of in (model, other))
     rates = {"lr": 1e-2, "weight_decay": 0.1}
     oracle = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", ns_steps=5, **rates)
     adamw = build_optimizer(other, OptimizerConfig.with_defaults(**rates))
@@ -135,28 +135,34 @@ def test_every_parameter_has_one_optimizer():
     model = tiny()
     model.head = torch.nn.Linear(16, 61)
     model.blocks[1].frozen = torch.nn.Parameter(torch.zeros(3, 3), requires_grad=False)
-    optimizer = built(model, lr=1e-3, matrix_lr=2e-3, weight_decay=0.3)
+    optimizer = built(model, lr=1e-3, matrix_lr=2e-3, out_proj_lr_ratio=0.5, weight_decay=0.3)
     name_of = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    others, vectors, matrices = (
+    others, vectors, matrices, out_proj = (
         {name_of[p] for p in group["params"]} for group in optimizer.param_groups
     )
-    assert len(others) + len(vectors) + len(matrices) == len(name_of)
+    assert len(others) + len(vectors) + len(matrices) + len(out_proj) == len(name_of)
     assert others == {"token_emb.weight", "pos_emb.weight", "head.weight"}
-    kinds = [f"attn.{kind}" for kind in ("W_query", "W_key", "W_value", "out_proj")]
-    kinds += ["mlp.fc", "mlp.out_proj"]
+    kinds = ["attn.W_query", "attn.W_key", "attn.W_value", "mlp.fc"]
     assert matrices == {f"blocks.{n}.{kind}.weight" for n in range(2) for kind in kinds}
+    kinds = ["attn.out_proj", "mlp.out_proj"]
+    assert out_proj == {f"blocks.{n}.{kind}.weight" for n in range(2) for kind in kinds}
     found = [(g["weight_decay"], g["lr"], g["peak_lr"]) for g in optimizer.param_groups]
-    assert found == [(0.3, 1e-3, 1e-3), (0, 1e-3, 1e-3), (0.3, 2e-3, 2e-3)]
+    assert found == [
+        (0.3, 1e-3, 1e-3),
+        (0, 1e-3, 1e-3),
+        (0.3, 2e-3, 2e-3),
+        (0.3, 1e-3, 1e-3),
+    ]
 
 
-def test_both_learning_rates_have_the_same_schedule(make_run):
-    rates = ("optimizer=muon", "optimizer.lr=0.01", "optimizer.matrix_lr=0.04")
-    run = make_run(*rates, "trainer.warmup_steps=2", "trainer.max_steps=4")
+def test_all_learning_rates_have_the_same_schedule(make_run):
+    rates = ("optimizer.lr=0.01", "optimizer.matrix_lr=0.04", "optimizer.out_proj_lr_ratio=0.5")
+    run = make_run("optimizer=muon", *rates, "trainer.warmup_steps=2", "trainer.max_steps=4")
     used = []
     for _ in range(4):
         train_step(run)
         used.append([group["lr"] for group in run.optimizer.param_groups])
-    assert used == [pytest.approx([r, r, 4 * r]) for r in (0.005, 0.01, 0.01, 0.001)]
+    assert used == [pytest.approx([r, r, 4 * r, 2 * r]) for r in (0.005, 0.01, 0.01, 0.001)]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -202,7 +208,7 @@ def test_resuming_with_another_optimizer_needs_resume_override(make_run):
     assert caught.value.problems[0][:2] == ("optimizer.name", "muon")
     again = make_run(*more, "trainer.resume_override=true")
     state = again.optimizer.state
-    assert not any(state[p] for p in matrices_of(again.model))
+    assert not any(state[p] for p in matrices_of(again.model).values())
     assert float(state[again.model.token_emb.weight]["step"]) == 4
     fit(again)
     assert again.state.step == 6
