@@ -365,8 +365,8 @@ def legend(rows: list[Row]) -> list[str]:
 
 
 def plot_group(axis, rows: list[Row], entries: list[str], metric: str) -> None:
-    """Plots the rows. The y axis ends at Y_LIMIT times the median of the first values after step 0,
-    so that a diverged run does not determine the scale."""
+    """Plots the rows. For a metric that falls, such as a loss, the y axis ends at Y_LIMIT times the
+    median of the first values after step 0, so that a diverged run does not determine the scale."""
     from matplotlib.ticker import EngFormatter
 
     for index, (row, entry) in enumerate(itertools.zip_longest(rows, entries)):
@@ -385,9 +385,12 @@ def plot_group(axis, rows: list[Row], entries: list[str], metric: str) -> None:
     axis.set_ylabel(metric)
     curves = [curve for row in rows for curve in row.curves]
     starts = [next(value for tokens, value in curve if tokens) for curve in curves]
-    starts = [value for value in starts if math.isfinite(value)]
+    first, last = (
+        statistics.median_low([value for value in values if math.isfinite(value)] or [math.inf])
+        for values in (starts, [curve[-1][1] for curve in curves])
+    )
     bottom, top = axis.get_ylim()
-    if starts and bottom < (highest := Y_LIMIT * statistics.median(starts)) < top:
+    if last < first and bottom < (highest := Y_LIMIT * first) < top:
         axis.set_ylim(top=highest)
     below = {"loc": "upper left", "bbox_to_anchor": (0, -0.12)}
     title = f"mean {metric}" + (", grey: other rows" if len(rows) > COLOURS else "")

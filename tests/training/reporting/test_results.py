@@ -81,6 +81,12 @@ def test_the_start_does_not_set_the_scale(drawn):
     assert axis.get_ylim()[1] == 4.5
 
 
+def test_a_metric_that_rises_is_drawn_completely(drawn):
+    rows = [row({"lr": n}, end, first=0.02) for n, end in enumerate((0.01, 0.8, 0.9))]
+    (axis,) = drawn(rows).axes
+    assert axis.get_ylim()[1] > 0.9
+
+
 @pytest.mark.filterwarnings("error")
 def test_any_settings_can_be_drawn(drawn):
     for rows in (
