@@ -14,7 +14,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from .heatmap import COLOUR_MAP, TICKS, fitted, label, tile, title_of
+from .heatmap import COLOUR_MAP, TICKS, fitted, label, rgb, tile, title_of
 from .page import codes_of
 from .probe import Prompt
 
@@ -68,7 +68,7 @@ def _draw_grid(figure, axes, codes: np.ndarray, num_tokens: int) -> None:
     size = min(_pixels(num_tokens), 4096 // max(num_layers, num_heads))
     gap = size // 12
     extent = (0, num_heads - gap / (size + gap), num_layers - gap / (size + gap), 0)
-    axes.imshow(tile(codes, size, gap), extent=extent, interpolation="none")
+    axes.imshow(rgb(tile(codes, size, gap)), extent=extent, interpolation="none")
     for axis, letter, count in ((axes.xaxis, "H", num_heads), (axes.yaxis, "L", num_layers)):
         axis.set_ticks(np.arange(count) + 0.46, [f"{letter}{n}" for n in range(count)])
     axes.xaxis.tick_top()
@@ -87,7 +87,7 @@ def _draw_head(figure, axes, codes: np.ndarray, prompt: Prompt) -> None:
     names = [label(prompt.tokens[place]) for place in places]
     font = min(8, max(4, 65 * every * side / num_tokens))
     extent = (-0.5, num_tokens - 0.5, num_tokens - 0.5, -0.5)
-    axes.imshow(fitted(codes, _pixels(num_tokens)), extent=extent, interpolation="none")
+    axes.imshow(rgb(fitted(codes, _pixels(num_tokens))), extent=extent, interpolation="none")
     axes.set_xticks(places, names, rotation=90, fontsize=font)
     axes.set_yticks(places, names, fontsize=font)
     axes.tick_params(length=0)

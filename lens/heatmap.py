@@ -44,7 +44,7 @@ def draw_grid(codes: np.ndarray, prompt: Prompt, step: int, path: Path) -> None:
     room, gap = min(250, max(40, WIDTH // num_heads - 8)), 6
     most = max(room, 128)
     size = most if num_tokens > most else max(1, round(room / num_tokens)) * num_tokens
-    grid = tile(codes, size, gap, indexed=True)[..., 0]
+    grid = tile(codes, size, gap)
     height, width = grid.shape
 
     letters = round(min(30, max(17, (width + 60) / 42)))
@@ -98,7 +98,7 @@ def draw_panel(
     left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 84
     pitch = max(2, min((580 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
     gap = min(6, max(1, pitch // 10))
-    grid = tile(codes, pitch - gap, gap, indexed=True)[..., 0]
+    grid = tile(codes, pitch - gap, gap)
     image.paste(Image.fromarray(grid), (left, top))
     label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
 
@@ -116,7 +116,7 @@ def draw_panel(
         draw.text(place, f"L{layer} H{head} {STATISTICS[name].title}", INK, font_of(20, "Bold"))
         value = f"{row[name]:.2f} (uniform {uniform[name]:.2f})"
         draw.text((place[0], place[1] + 26), value, INK, font)
-        heatmap = Image.fromarray(fitted(codes[layer, head], size, indexed=True)[..., 0])
+        heatmap = Image.fromarray(fitted(codes[layer, head], size))
         image.paste(heatmap, (place[0], place[1] + 56))
         outline(draw, (left + head * pitch, top + layer * pitch), pitch - gap)
     in_colour(image).save(path, compress_level=1)
@@ -153,7 +153,7 @@ def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont
     draw.text((x, y - 2), "weight", PALE_INK, font)
     left = round(x + font.getlength("weight  "))
     bar = np.linspace(0, 255, width).astype(np.uint8)[None].repeat(height, 0)
-    image.paste(Image.fromarray(_indices()[bar, 0]), (left, y))
+    image.paste(Image.fromarray(_indices()[bar]), (left, y))
     for weight in TICKS:
         place = left + math.sqrt(weight) * (width - 1)
         draw.line((place, y + height, place, y + height + 3), PALE_INK)
@@ -162,12 +162,10 @@ def _draw_scale(image: Image.Image, x: int, y: int, font: ImageFont.FreeTypeFont
     draw.text((left + width + 2 * font.size, y - 2), legend, PALE_INK, font)
 
 
-def colour(codes: np.ndarray, indexed: bool = False) -> np.ndarray:
-    """Returns the colours of codes: (..., T, T) -> (..., T, T, 3), uint8. Masked cells are grey.
-    indexed: returns indices in the palette instead, (..., T, T, 1)."""
-    table, masked = (_indices(), MASKED_INDEX) if indexed else (_table(), MASKED)
-    colours = table[codes]
-    colours[..., *np.triu_indices(codes.shape[-1], k=1), :] = masked
+def colour(codes: np.ndarray) -> np.ndarray:
+    """Returns codes (..., T, T) as indices of colours. Masked cells are grey."""
+    colours = _indices()[codes]
+    colours[..., *np.triu_indices(codes.shape[-1], k=1)] = MASKED_INDEX
     return colours
 
 
@@ -187,13 +185,12 @@ def title_of(prompt: Prompt, fits: int) -> str:
     return (f"“{shown}”" if not prompt.period else shown) + note
 
 
-def fitted(codes: np.ndarray, size: int, indexed: bool = False) -> np.ndarray:
-    """Returns heatmaps (..., T (T + 1) / 2) as colours, (..., size, size, 3): each cell enlarged
-    or, if there are more cells than pixels, the largest of several cells in each pixel. indexed:
-    see `colour`."""
+def fitted(codes: np.ndarray, size: int) -> np.ndarray:
+    """Returns heatmaps (..., T (T + 1) / 2) as indices of colours, (..., size, size): each cell
+    enlarged or, if there are more cells than pixels, the largest of several cells in each pixel."""
     squares = pooled(codes, size)  # (..., T, T)
     cells = np.arange(size) * squares.shape[-1] // size
-    return colour(squares, indexed).take(cells, -2).take(cells, -3)
+    return colour(squares).take(cells, -1).take(cells, -2)
 
 
 def pooled(codes: np.ndarray, most: int) -> np.ndarray:
@@ -220,22 +217,26 @@ def data_url(codes: np.ndarray, most: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def tile(codes: np.ndarray, size: int, gap: int, indexed: bool = False) -> np.ndarray:
-    """Returns heatmaps (L, H, T (T + 1) / 2) of `size` pixels as one white grid of colours.
-    indexed: see `colour`."""
+def tile(codes: np.ndarray, size: int, gap: int) -> np.ndarray:
+    """Returns heatmaps (L, H, T (T + 1) / 2) of `size` pixels as one grid of indices of colours."""
     num_layers, num_heads, _ = codes.shape
     pitch = size + gap
-    grid = np.full((num_layers, pitch, num_heads, pitch, 1 if indexed else 3), 255, np.uint8)
-    grid[:, :size, :, :size] = fitted(codes, size, indexed).swapaxes(1, 2)
-    grid = grid.reshape(num_layers * pitch, num_heads * pitch, -1)
+    grid = np.full((num_layers, pitch, num_heads, pitch), WHITE, np.uint8)
+    grid[:, :size, :, :size] = fitted(codes, size).swapaxes(1, 2)
+    grid = grid.reshape(num_layers * pitch, num_heads * pitch)
     return grid[: len(grid) - gap, : grid.shape[1] - gap]
 
 
 def in_colour(image: Image.Image) -> Image.Image:
     """Adds the palette to an image of indices. With 256 colours, a PNG is written in a quarter of
     the time. Colours of the colour map change by at most 3 of 255."""
-    image.putpalette(_palette())
+    image.putpalette(_palette().tobytes())
     return image
+
+
+def rgb(indices: np.ndarray) -> np.ndarray:
+    """Returns indices of colours as colours: (...) -> (..., 3), uint8."""
+    return _palette()[indices]
 
 
 @functools.cache
@@ -248,17 +249,18 @@ def _table() -> np.ndarray:
 
 
 @functools.cache
-def _palette() -> bytes:
-    """Returns 225 colours of the colour map, ACCENT, MASKED, and 29 greys from 25 to 255."""
+def _palette() -> np.ndarray:
+    """Returns 225 colours of the colour map, ACCENT, MASKED, and 29 greys from 25 to 255: (256, 3)
+    uint8."""
     colours = _table()[np.linspace(0, 255, 225).round().astype(np.uint8)]
     greys = np.append(MASKED, np.linspace(25, 255, 29).round())[:, None].repeat(3, 1)
-    return np.vstack([colours, [ACCENT], greys]).astype(np.uint8).tobytes()
+    return np.vstack([colours, [ACCENT], greys]).astype(np.uint8)
 
 
 @functools.cache
 def _indices() -> np.ndarray:
-    """Returns the index in the palette of each colour of the colour map, (256, 1) uint8."""
-    return (np.arange(256) * 224 / 255).round().astype(np.uint8)[:, None]
+    """Returns the index of the colour of each code, (256,) uint8."""
+    return (np.arange(256) * 224 / 255).round().astype(np.uint8)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from .heads import (
     significances,
     title_of,
 )
-from .heatmap import draw_grid, draw_panel, fitted
+from .heatmap import draw_grid, draw_panel, fitted, rgb
 from .history import History, Row, atomic_write, evenly_spaced
 from .page import MAX_HISTORY, VERSION, codes_of, frame_data, page, read, run_data
 from .predictions import loss_of_copy
@@ -251,7 +251,7 @@ class Lens:
         for row in self.table:
             layer, head = row["layer"], row["head"]
             codes = frame.codes[prompts[layer, head]][layer, head]
-            image = fitted(codes, THUMBNAIL) if row["rank"] <= MAX_THUMBNAILS else None
+            image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= MAX_THUMBNAILS else None
             rows.append({"heatmap": image} | row)
         return rows
 

@@ -28,6 +28,7 @@ from training.config.other_names import nearest
 from training.config.schema import Name, Paths, rejected
 from training.reporting import comparison as results
 from training.reporting.charts import number
+from training.reporting.comparison_plot import plot
 from training.reporting.machine import machine
 
 CONDITION = re.compile(r"\s*([^!<>=]+?)\s*(!=|<=|>=|==?|<|>)\s*(.*?)\s*", re.DOTALL)
@@ -85,7 +86,7 @@ def main(settings: CompareConfig) -> None:
         }
         write_out(settings.out, results.as_json(written))
     if settings.plot:
-        write_out(settings.plot, results.plot(rows, settings.metric), "plot")
+        write_out(settings.plot, plot(rows, settings.metric), "plot")
 
 
 def found(settings: CompareConfig) -> list[results.Run]:

@@ -20,7 +20,6 @@ from model import GPT
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
 from training.checkpoint.resume import Start, resume_command
-from training.checkpoint.run_directory import write_settings
 from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
@@ -90,15 +89,13 @@ class Run:
         return translate_errors(self.config, self.strategy, self.checkpointer, windows)
 
     def check_time_limit(self) -> None:
-        """Makes this step the last one if there is no time for another one."""
+        """Makes this step the last one if there is no time for another one. The stored settings
+        keep the planned number of steps: a resumed run continues to it."""
         trainer, step = self.config.trainer, self.state.step
         if step < trainer.max_steps and self.exchange.is_out_of_time():
-            trainer.schedule_steps = trainer.schedule_steps or trainer.max_steps
-            trainer.max_steps = step
-            settings = self.state.settings = self.config.model_dump()
-            self.strategy.on_rank_0(lambda: write_settings(self.directory, settings))
-            steps = f"the run ends after step {step} of {trainer.schedule_steps}"
+            steps = f"the run ends after step {step} of {trainer.max_steps}"
             self.console.print(f"trainer.max_minutes={trainer.max_minutes}: {steps}")
+            trainer.max_steps = step
 
     # ---------------------------------------------------------------------- periodic work
 
@@ -107,7 +104,9 @@ class Run:
         """Adds the duration of the context to the seconds of this work."""
         started = time.perf_counter()
         yield
-        self.seconds[work] = self.seconds.get(work, 0.0) + time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.seconds[work] = self.seconds.get(work, 0.0) + seconds
+        self.limit.exclude(seconds)
 
     def evaluate(self) -> dict[str, float]:
         """Computes, prints and returns the validation metrics."""
@@ -220,7 +219,9 @@ def print_introduction(run: Run, start: Start, is_compiled: bool, notes: list[st
     if where := run.tracker.where():
         out(f"W&B: {where}")
     if step >= trainer.max_steps:
-        out(f"already finished after step {step}; set a larger trainer.max_steps to train longer")
+        more = " and trainer.max_minutes=null" if trainer.max_minutes else ""
+        longer = f"set a larger trainer.max_steps{more} to train longer"
+        out(f"already finished after step {step}; {longer}")
     elif step > 0 and start.in_place:
         out(f"resuming after step {step}")
     elif step > 0:

@@ -123,7 +123,8 @@ def _build(
         config.trainer.micro_batch_size = find_micro_batch(config, strategy, is_compiled)
     if config.trainer.max_minutes and start.state is None:
         batches = build_batches(config, strategy, data, first_step=0)
-        per_step = measure_steps(config, strategy, trained_model, optimizer, batches)
+        with translate_errors(config, strategy, micro_batch_size=micro_batch(config, strategy)):
+            per_step = measure_steps(config, strategy, trained_model, optimizer, batches)
         notes.append(set_max_steps(config, strategy, limit.end, per_step))
     state = restore(config, strategy, start, data, model, optimizer)
     notes += threads.notes(strategy.device)
@@ -354,12 +355,16 @@ def build_metrics(
     return metrics
 
 
+def micro_batch(config: Config, strategy: Strategy) -> int:
+    """Returns the number of windows that a rank computes at once."""
+    per_rank = config.trainer.batch_size // strategy.world_size
+    return min(per_rank, config.trainer.micro_batch_size or per_rank)
+
+
 def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Evaluator:
     tokenizer, validation = get_tokenizer(config.data.tokenizer), None
     if data.val:
         windows = evenly_spaced_windows(data.val, config.trainer.eval_windows)
         bytes_of = functools.partial(bytes_per_token, tokenizer)
         validation = Validation(data.val, windows, None if config.data.synthetic else bytes_of)
-    per_rank = config.trainer.batch_size // strategy.world_size
-    batch_size = min(per_rank, config.trainer.micro_batch_size or per_rank)
-    return Evaluator(config, strategy, validation, tokenizer, batch_size)
+    return Evaluator(config, strategy, validation, tokenizer, micro_batch(config, strategy))

@@ -37,8 +37,8 @@ def translate_errors(
             error.hint += f"; {checkpointer.how_to_resume()}"
         raise
     except Exception as error:
-        if checkpointer and micro_batch_size and is_out_of_memory(error):
-            intact = checkpointer.describe()
+        if micro_batch_size and is_out_of_memory(error):
+            intact = checkpointer.describe() if checkpointer else "no checkpoint was saved yet"
             raise out_of_memory_error(config, strategy, micro_batch_size, intact) from error
         if not strategy.is_lost_rank(error):
             raise

@@ -18,7 +18,7 @@ from data import get_tokenizer
 from errors import ConfigError
 from lens.config import LensConfig
 from lens.heads import COLUMNS
-from lens.heatmap import draw_panel, fitted
+from lens.heatmap import draw_panel, fitted, rgb
 from lens.history import Row
 from lens.page import END, START, frame_data, page, read, run_data
 from lens.probe import Frame, Prompt, to_codes
@@ -208,7 +208,7 @@ def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_pat
 
     snapshot = lens.snapshot(capture_attention, 10, 10, tmp_path)
     first, second = snapshot.tables["attention/table"]
-    expected = fitted(to_codes(previous[*np.tril_indices(6)]).numpy(), 128)
+    expected = rgb(fitted(to_codes(previous[*np.tril_indices(6)]).numpy(), 128))
     np.testing.assert_array_equal(first["heatmap"], expected)
     assert (first["head"], second["heatmap"]) == (1, None)
 

@@ -80,9 +80,6 @@ class DDP(Strategy):
 
     # --------------------------------------------------------------------------- collectives
 
-    def all_reduce_sum(self, *values: float) -> list[float]:
-        return self.start_all_reduce_sum(*values)()
-
     def start_all_reduce_sum(self, *values: float) -> Callable[[], list[float]]:
         return self._start_all_reduce(values, dist.ReduceOp.SUM)
 

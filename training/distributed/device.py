@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from training.distributed import launch
 from training.planning.devices import WORTH_COMPILING, kind_named
 
 STEPS_WORTH_COMPILING = 2_000  # decoding steps; compiling takes as long as thousands of them
@@ -36,7 +37,7 @@ def check(
         found.append((group + "device", device, reason, f"use {group}device=auto or cpu"))
         return found
     chosen = best_device() if device == "auto" else device
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    here, gpus = launch.local_ranks(), torch.cuda.device_count()
     if chosen == "cuda" and here > gpus:
         reason = f"{here} processes were started, but the number of GPUs is {gpus}"
         found.append((group + "device", device, reason, f"use --nproc_per_node={gpus}"))

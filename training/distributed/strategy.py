@@ -201,7 +201,7 @@ class Strategy:
 
     def all_reduce_sum(self, *values: float) -> list[float]:
         """Returns the sum of each value over all ranks."""
-        return list(values)
+        return self.start_all_reduce_sum(*values)()
 
     def start_all_reduce_sum(self, *values: float) -> Callable[[], list[float]]:
         """Starts all_reduce_sum. The returned function waits for the sums and returns them."""

@@ -55,7 +55,7 @@ class Muon(AdamW):
     def __init__(self, groups: list[dict], matrices: list[dict], dtype: torch.dtype, **adamw: Any):
         super().__init__([*groups, *matrices], **adamw)
         self.dtype = dtype
-        self.of_adamw = len(groups)  # number of groups; the others are matrices
+        self.num_adamw_groups = len(groups)  # number of groups; the others are matrices
         for parameter in (p for group in matrices for p in group["params"]):
             if parameter.dim() != 2:
                 raise ValueError(f"Muon takes matrices, not shape {tuple(parameter.shape)}")
@@ -63,12 +63,12 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         groups = self.param_groups
-        self.param_groups = groups[: self.of_adamw]
+        self.param_groups = groups[: self.num_adamw_groups]
         try:
             loss = super().step(closure)
         finally:
             self.param_groups = groups
-        for group in groups[self.of_adamw :]:
+        for group in groups[self.num_adamw_groups :]:
             for batch in _batches([p for p in group["params"] if p.grad is not None]):
                 self._update(batch, group)
         return loss

@@ -28,8 +28,8 @@ def build_optimizer(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     of_blocks = matrices_of(model) if config.name == "muon" else {}
-    of_muon = set(of_blocks.values())
-    others = [p for p in parameters if p.dim() >= 2 and p not in of_muon]
+    muon_matrices = set(of_blocks.values())
+    others = [p for p in parameters if p.dim() >= 2 and p not in muon_matrices]
     vectors = [p for p in parameters if p.dim() < 2]
     groups = [
         {"params": others, "weight_decay": config.weight_decay, "peak_lr": config.lr},
@@ -45,20 +45,21 @@ def build_optimizer(
     if config.name == "adamw":
         return AdamW(groups, **settings)
     peak = config.lr if config.matrix_lr is None else config.matrix_lr
-    settings_of_muon = {
-        "weight_decay": config.weight_decay,
-        "momentum": config.momentum,
-        "nesterov": config.nesterov,
-        "ns_steps": config.ns_steps,
-    }
-    out_proj = {p for name, p in of_blocks.items() if ".out_proj." in name}
+    ratio, matrices_with_rate = config.out_proj_lr_ratio, {}
+    for name, matrix in of_blocks.items():
+        rate = peak * ratio if ".out_proj." in name else peak
+        matrices_with_rate.setdefault(rate, []).append(matrix)
     muon_groups = [
-        {"params": [p for p in parameters if p in matrices], "lr": rate, "peak_lr": rate}
-        | settings_of_muon
-        for matrices, rate in (
-            (of_muon - out_proj, peak),
-            (out_proj, peak * config.out_proj_lr_ratio),
-        )
+        {
+            "params": matrices,
+            "lr": rate,
+            "peak_lr": rate,
+            "weight_decay": config.weight_decay,
+            "momentum": config.momentum,
+            "nesterov": config.nesterov,
+            "ns_steps": config.ns_steps,
+        }
+        for rate, matrices in matrices_with_rate.items()
     ]
     return Muon(groups, muon_groups, muon_dtype or torch.float32, **settings)
 

@@ -12,6 +12,7 @@ import torch
 
 from errors import OutOfMemoryError
 from training.config.schema import Config
+from training.distributed import launch
 from training.distributed.strategy import Strategy
 from training.planning.memory import Job, estimate, fits, largest_micro_batch, num_parameters
 
@@ -105,8 +106,7 @@ def memory_of(device: torch.device) -> float:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(machine, _container_limit()) / processes
+    return min(machine, _container_limit()) / launch.local_ranks()
 
 
 def available_memory() -> float:

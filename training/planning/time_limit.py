@@ -23,54 +23,62 @@ from training.distributed.strategy import Strategy
 from training.optim.optimizers import NonFiniteCheck
 from training.planning.memory import num_parameters
 
-MEASURED = 0.03  # fraction of the limit in which steps are measured
+MEASURED_FRACTION = 0.03  # of the limit in which steps are measured
 # For validation, samples, attention snapshots and logging: fraction of training, and seconds (about
 # 500 rows, 20 snapshots and 10 samples of a small model).
-WATCHING, WATCHING_SECONDS = 0.04, 6.0
-ABLATION = 0.01  # fraction of the limit
+EVALUATION_FRACTION, EVALUATION_SECONDS = 0.04, 6.0
+ABLATION_FRACTION = 0.01  # of the limit
 BYTES_PER_SECOND = 3e8  # at which a checkpoint is written, with its checksums
-EXIT = 2.0  # seconds for the report and the end of the process
-WANDB_EXIT = 5.0  # more seconds for W&B
+EXIT_SECONDS = 2.0  # for the report and the end of the process
+WANDB_EXIT_SECONDS = 5.0  # more for W&B
 SLOWDOWN = 4.0  # if steps have become slower, the end of the run takes at most this much longer
 
 
+def is_own_process() -> bool:
+    """Returns whether this process trains one run, from train.py; false in a sweep or notebook."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN
+
+
 class TimeLimit:
-    """The time limit of one start of a run."""
+    """The time limit of one start of a run. It begins with the process if that trains one run."""
 
     def __init__(self, config: Config):
-        # It begins with the process; in a sweep or without train.py, now.
-        single = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN
-        self.started = STARTED if single else time.monotonic()
+        self.started = STARTED if is_own_process() else time.monotonic()
         limit = 60 * (config.trainer.max_minutes or math.inf)
-        # Time for everything after the last validation, whose duration is measured.
-        self.closing = EXIT + 12 * num_parameters(config.model) / BYTES_PER_SECOND
-        self.closing += WANDB_EXIT * (config.wandb.wanted() != "disabled")
+        # Seconds for everything after the last validation, whose duration is measured.
+        self.end_of_run = EXIT_SECONDS + 12 * num_parameters(config.model) / BYTES_PER_SECOND
+        self.end_of_run += WANDB_EXIT_SECONDS * (config.wandb.wanted() != "disabled")
         if config.lens.every != 0 and config.lens.ablation != "off":
-            self.closing += ABLATION * min(limit, 1e9)
-        self.end = self.started + limit - self.closing  # of the training
-        self._intervals: collections.deque[float] = collections.deque(maxlen=10)
-        self._longest, self._fastest = 0.0, math.inf
+            self.end_of_run += ABLATION_FRACTION * min(limit, 1e9)
+        self.end = self.started + limit - self.end_of_run  # of the training
+        self._steps: collections.deque[float] = collections.deque(maxlen=10)  # seconds
+        self._fastest = math.inf
+        self._evaluation = self._longest_evaluation = 0.0
         self.start()
 
     def start(self) -> None:
         """Marks the start of training, before the validation of step 0."""
         self._previous = time.monotonic()
 
+    def exclude(self, seconds: float) -> None:
+        """Excludes the time of a validation, sample, attention snapshot or of logging from the
+        duration of a step."""
+        self._evaluation += seconds
+
     def is_last_step(self) -> bool:
         """Returns whether there is no time for another step after the step that starts now. Called
         at the start of each step."""
         now = time.monotonic()
-        self._intervals.append(now - self._previous)
-        self._previous = now
-        # The longest interval contains a validation and an attention snapshot. There may be one
-        # after this step and one after the next, which would be the last one. If steps have become
-        # slower, the end of the run has too.
-        self._longest = max(self._longest, self._intervals[-1])
-        step = statistics.median(self._intervals)
-        if len(self._intervals) == self._intervals.maxlen:  # the first interval contains no step
+        self._longest_evaluation = max(self._longest_evaluation, self._evaluation)
+        self._steps.append(now - self._previous - self._evaluation)
+        self._previous, self._evaluation = now, 0.0
+        step = statistics.median(self._steps)
+        if len(self._steps) == self._steps.maxlen:  # before the first step, there was none
             self._fastest = min(self._fastest, step)
-        slower = (min(max(1.0, step / self._fastest), SLOWDOWN) - 1) * self.closing
-        return self.end - now < 2 * step + 2 * self._longest + slower
+        # If steps have become slower, the end of the run has too.
+        slower = (min(max(1.0, step / self._fastest), SLOWDOWN) - 1) * self.end_of_run
+        # There may be an evaluation after this step and one after the next.
+        return self.end - now < 2 * step + 2 * self._longest_evaluation + slower
 
 
 def set_max_steps(config: Config, strategy: Strategy, end: float, per_step: float) -> str:
@@ -81,7 +89,7 @@ def set_max_steps(config: Config, strategy: Strategy, end: float, per_step: floa
     ConfigError if there is no time for a step.
     """
     trainer, seconds = config.trainer, end - time.monotonic()
-    seconds -= WATCHING * seconds + min(WATCHING_SECONDS, 0.1 * seconds)
+    seconds -= EVALUATION_FRACTION * seconds + min(EVALUATION_SECONDS, 0.1 * seconds)
     per_step, steps = strategy.broadcast([per_step, int(seconds / per_step)])
     if steps < 1:
         reason = f"start and end of the run and one step of {per_step:.1f} s take longer"
@@ -103,25 +111,24 @@ def measure_steps(
     """Returns the median duration of training steps, which are repeated for 3 % of the limit. The
     first step, which may compile the model, does not count.
 
-    The learning rate is 0, and optimizer state, random numbers and loss scale are restored, so
-    these steps do not change the run. model, batches: as for training.
+    The learning rate is 0, and optimizer state and loss scale are restored, so these steps do not
+    change the run. model, batches: as for training.
     """
     nonfinite, scale = NonFiniteCheck(1, strategy.device), strategy.scaler.state_dict()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    durations, end = [], time.monotonic() + MEASURED * 60 * config.trainer.max_minutes
-    with torch.random.fork_rng([strategy.device] if strategy.device.type == "cuda" else []):
-        while len(durations) < 3 or strategy.broadcast(time.monotonic() < end):
-            started, micro_batches = time.monotonic(), next(batches)
-            for number, (tensors, _) in enumerate(micro_batches, start=1):
-                input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
-                with strategy.no_sync(number < len(micro_batches)):
-                    with strategy.autocast():
-                        _, loss = model(input_ids, target_ids)
-                    strategy.backward(loss / len(micro_batches))
-            strategy.update(model, optimizer, config.trainer.grad_clip, nonfinite)
-            strategy.synchronize()
-            durations.append(time.monotonic() - started)
+    durations, end = [], time.monotonic() + MEASURED_FRACTION * 60 * config.trainer.max_minutes
+    while len(durations) < 3 or strategy.broadcast(time.monotonic() < end):
+        started, micro_batches = time.monotonic(), next(batches)
+        for number, (tensors, _) in enumerate(micro_batches, start=1):
+            input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
+            with strategy.no_sync(number < len(micro_batches)):
+                with strategy.autocast():
+                    _, loss = model(input_ids, target_ids)
+                strategy.backward(loss / len(micro_batches))
+        strategy.update(model, optimizer, config.trainer.grad_clip, nonfinite)
+        strategy.synchronize()
+        durations.append(time.monotonic() - started)
     optimizer.state.clear()
     strategy.scaler.load_state_dict(scale)
     return statistics.median(durations[1:])

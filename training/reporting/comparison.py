@@ -1,8 +1,7 @@
-"""Comparison of runs: reads run directories, and creates tables and a plot.
+"""Comparison of runs: reads run directories and creates tables.
 
     rows = summarize([read(folder, "val/loss") for folder in folders], "val/loss")
     print(tables(rows, "val/loss"))
-    Path("results.png").write_bytes(plot(rows, "val/loss"))
 
 Runs that differ only in their seed share a row; the row with the best metric is first. Runs with
 different texts or tokenizers are in separate tables, because their losses are not comparable.
@@ -12,13 +11,10 @@ The columns of a table are the settings that differ between its rows. Used by sw
 
 import contextlib
 import functools
-import io
 import itertools
 import json
 import math
 import statistics
-import textwrap
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +31,14 @@ from training.config.yaml_files import CONFIGS, flat
 from training.reporting.charts import number
 
 # Settings that change what a run learns, although they may be changed when it is resumed.
-LEARNING = {"data.path", "data.val_path", "trainer.max_steps", "trainer.init_from"}
+LEARNING = {"data.path", "data.val_path", "trainer.init_from"}
+LEARNING |= {"trainer.max_steps", "trainer.schedule_steps"}
 # If all of these differ between rows, the table has one column for them.
 SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim")
 HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu")  # others: lower
 COMPARABLE = """\
 Values in different tables are not comparable. Bits per byte are comparable between tokenizers:
 python -m scripts.compare metric=val/bits_per_byte"""
-Y_LIMIT = 1.5  # upper limit of a chart, relative to the median of the first values after step 0
-COLOURS = 10  # of matplotlib; more rows are grey and have no legend entry
-LEGEND_CHARS = 110  # characters in the width of a chart
 
 Points = list[tuple[int, float]]  # (tokens so far, metric)
 
@@ -116,8 +110,16 @@ def read(folder: Path, metric: str) -> Run:
     if points and points[-1][0] == 0:  # only step 0
         points = []
     metrics = {name: value for row in rows if row["step"] for name, value in row.items()}
-    is_finished = bool(rows) and rows[-1]["step"] >= max_steps
+    last = rows[-1]["step"] if rows else -1
+    is_finished = last >= max_steps or last == ended_at(folder)
     return Run(folder, settings, metrics, points, is_finished)
+
+
+def ended_at(folder: Path) -> object:
+    """Returns the last step according to summary.json, which a run writes at its end; a time limit
+    may end it before max_steps. None if there is no such file."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return read_json(folder / "summary.json").get("steps")
 
 
 def runs_of_sweep(folder: Path) -> list[Path]:
@@ -147,6 +149,8 @@ def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
     from training.checkpoint.resume import FREE_TO_CHANGE
 
     equal, free = shared(runs), FREE_TO_CHANGE - LEARNING
+    if equal.get("trainer.max_minutes"):  # each run has measured its number of steps
+        free |= {"trainer.max_steps"} | automatic_in([run.settings for run in runs])
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in equal)
     keys = {name: {name, name.partition(".")[0]} for name in names if name not in ("seed", "name")}
     return [name for name, of in keys.items() if of & set(swept) or not of & free]
@@ -309,8 +313,7 @@ def shown(rows: list[Row]) -> list[dict[str, object]]:
     values have no column, and `model` replaces several settings of SHAPE."""
     all_settings = [row.settings for row in rows]
     names = [n for n in all_settings[0] if any(s[n] != all_settings[0][n] for s in all_settings)]
-    hidden = {n for n in names if all(s[n] == automatic(s).get(n, ...) for s in all_settings)}
-    has_model = set(SHAPE) <= set(names)
+    hidden, has_model = automatic_in(all_settings), set(SHAPE) <= set(names)
     if has_model:
         hidden.update(SHAPE)
     return [
@@ -320,78 +323,18 @@ def shown(rows: list[Row]) -> list[dict[str, object]]:
     ]
 
 
-def automatic(settings: dict[str, object]) -> dict[str, object]:
-    """Returns the values that follow from other settings."""
+def automatic_in(all_settings: list[dict[str, object]]) -> set[str]:
+    """Returns the settings that have the automatic value everywhere."""
+    expected = [automatic(settings) for settings in all_settings]
     return {
-        "trainer.warmup_steps": automatic_warmup(
-            settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps", 0)
-        ),
-        "model.vocab_size": VOCABULARIES.get(str(settings.get("data.tokenizer"))),
+        name
+        for name in expected[0]
+        if all(s.get(name, ...) == e[name] for s, e in zip(all_settings, expected, strict=True))
     }
 
 
-# ------------------------------------------------------------------------------------ the plot
-
-
-def plot(rows: list[Row], metric: str) -> bytes:
-    """Returns a PNG with a chart of the metric over tokens for each text and tokenizer. Rows differ
-    in colour; each run is a line."""
-    import matplotlib.style
-    from matplotlib.figure import Figure
-
-    groups = by_text(rows)
-    legends = [legend(group) for group in groups]
-    heights = [4.6 + 0.16 * "\n".join(entries).count("\n") for entries in legends]  # inches
-    style = ["seaborn-v0_8-whitegrid", {"text.parse_math": False}]
-    with matplotlib.style.context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks
-        figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
-        axes = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
-        for axis, group, entries in zip(axes, groups, legends, strict=True):
-            plot_group(axis, group, entries, metric)
-            axis.set_title(group[0].text[-80:], loc="left", fontsize=9)
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=110, metadata={"Software": None})
-    return image.getvalue()
-
-
-def legend(rows: list[Row]) -> list[str]:
-    """Returns the legend entries of the first rows, each of at most two lines."""
-    wrap = functools.partial(textwrap.fill, width=LEGEND_CHARS, max_lines=2, placeholder=" ...")
-    return [
-        wrap(sanitize(f"{row.mean:.4f} {label(row)}: {pairs(settings)}".rstrip(": "), keep=""))
-        for row, settings in list(zip(rows, shown(rows), strict=True))[:COLOURS]
-    ]
-
-
-def plot_group(axis, rows: list[Row], entries: list[str], metric: str) -> None:
-    """Plots the rows. For a metric that falls, such as a loss, the y axis ends at Y_LIMIT times the
-    median of the first values after step 0, so that a diverged run does not determine the scale."""
-    from matplotlib.ticker import EngFormatter
-
-    for index, (row, entry) in enumerate(itertools.zip_longest(rows, entries)):
-        for place, points in enumerate(row.curves):
-            axis.plot(
-                *zip(*points, strict=True),
-                color=f"C{index}" if entry else "silver",
-                zorder=2 if entry else 1,
-                marker="o" if len(points) <= 12 else None,
-                ms=3,
-                label=None if place else entry,
-            )
-    axis.set_xlabel("tokens")
-    axis.set_xlim(left=0)
-    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axis.set_ylabel(metric)
-    curves = [curve for row in rows for curve in row.curves]
-    starts = [next(value for tokens, value in curve if tokens) for curve in curves]
-    first, last = (
-        statistics.median_low([value for value in values if math.isfinite(value)] or [math.inf])
-        for values in (starts, [curve[-1][1] for curve in curves])
-    )
-    bottom, top = axis.get_ylim()
-    if last < first and bottom < (highest := Y_LIMIT * first) < top:
-        axis.set_ylim(top=highest)
-    below = {"loc": "upper left", "bbox_to_anchor": (0, -0.12)}
-    title = f"mean {metric}" + (", grey: other rows" if len(rows) > COLOURS else "")
-    axis.legend(**below, title=title, fontsize=8, title_fontsize=8, alignment="left")
+def automatic(settings: dict[str, object]) -> dict[str, object]:
+    """Returns the values that follow from other settings."""
+    steps = settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps", 0)
+    vocab_size = VOCABULARIES.get(str(settings.get("data.tokenizer")))
+    return {"trainer.warmup_steps": automatic_warmup(steps), "model.vocab_size": vocab_size}

@@ -7,6 +7,7 @@ from files import atomic_write, read_rows
 from training.checkpoint.format import State
 from training.config.schema import Config
 from training.distributed.device import peak_memory
+from training.planning.time_limit import is_own_process
 from training.reporting.comparison import as_json
 
 
@@ -16,14 +17,20 @@ def write_summary(
     """Writes summary.json to a run directory.
 
     started: the time.monotonic() at the start of the process. seconds_of: the parts of the
-    training: validation, samples, attention snapshots, logging, and the rest.
+    training: validation, samples, attention snapshots, logging, and the rest. Both are those of the
+    last start. A resumed run, a job of a sweep and a run in a notebook have no command to repeat.
     """
-    trainer, start = config.trainer, read_rows(folder / "starts.jsonl")[-1]
+    trainer, starts = config.trainer, read_rows(folder / "starts.jsonl")
     last = read_rows(folder / "metrics.jsonl")[-1]
-    planned = trainer.schedule_steps or trainer.max_steps
-    # A number of steps replaces the time limit. Later settings override earlier ones.
-    repeat = f"{start['command']} name=null trainer.max_minutes=null trainer.max_steps={state.step}"
-    repeat += f" trainer.schedule_steps={planned} trainer.compile={str(trainer.compile).lower()}"
+    planned = trainer.schedule_steps or state.settings["trainer"]["max_steps"]
+    repeat = None
+    if is_own_process() and len(starts) == 1:
+        # A number of steps replaces the time limit. Later settings override earlier ones.
+        repeat = f"{starts[0]['command']} name=null trainer.max_minutes=null"
+        repeat += f" trainer.max_steps={state.step}"
+        if planned != state.step:
+            repeat += f" trainer.schedule_steps={planned}"
+        repeat += f" trainer.compile={str(trainer.compile).lower()}"
     summary = {
         "name": folder.name,
         **{key: value for key, value in last.items() if key.startswith("val/")},
@@ -36,6 +43,6 @@ def write_summary(
         "max_minutes": trainer.max_minutes,
         "peak_memory_gb": round(peak_memory() / 1e9, 3),  # of this rank
         "repeat": repeat,
-        "start": start,
+        "start": starts[-1],
     }
     atomic_write(folder / "summary.json", as_json(summary))

@@ -28,6 +28,7 @@ from errors import DEBUG_HINT, best_effort, exit_code_of, format_error, message_
 from files import atomic_write, make_folder, read_json
 from training.config.yaml_files import REPOSITORY
 from training.reporting import comparison
+from training.reporting.comparison_plot import plot
 
 if TYPE_CHECKING:
     from training.config.schema import Config
@@ -198,4 +199,4 @@ def write_results(folder: Path, jobs: list[dict], failed: list[str]) -> None:
     atomic_write(folder / "results.json", comparison.as_json(results))
     atomic_write(folder / "results.md", ("\n\n".join(parts) + "\n").encode())
     if runs:
-        atomic_write(folder / "results.png", comparison.plot(rows, metric))
+        atomic_write(folder / "results.png", plot(rows, metric))

@@ -22,6 +22,7 @@ from training import setup
 from training.checkpoint.run_directory import settings_of
 from training.config.stored import resolve_auto
 from training.planning import time_limit
+from training.reporting.comparison import read
 
 AUTOMATIC = ("trainer.max_steps=null", "trainer.warmup_steps=null", "trainer.eval_every=null")
 LIMITED = ("trainer.max_minutes=100", *AUTOMATIC)
@@ -34,7 +35,7 @@ def slow_steps(monkeypatch):
 
 
 def test_the_measurement_does_not_change_the_run(make_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(time_limit, "MEASURED", 0.0)
+    monkeypatch.setattr(time_limit, "MEASURED_FRACTION", 0.0)
     more = ("model.dropout=0.2", "optimizer=muon", "trainer.micro_batch_size=2")
     fit(make_run("name=limited", "trainer.max_minutes=100", *more))
     fit(make_run("name=plain", *more))
@@ -74,18 +75,19 @@ def test_a_slow_run_ends_early_and_can_be_repeated_and_resumed(make_run, tmp_pat
     run.limit.is_last_step = lambda: run.state.step == 2
     fit(run)
     early = tmp_path / "runs" / "early"
-    planned, log = run.config.trainer.schedule_steps, rows(early)
+    stored, log = settings_of(early)["trainer"], rows(early)
+    planned = stored["max_steps"]
     assert planned > 5000
+    assert stored["schedule_steps"] is None
     assert [row["step"] for row in log] == [0, 3]
     assert {key for key in log[-1] if key.startswith("val/")} <= json_of(early).keys()
     found = {key: json_of(early)[key] for key in ("steps", "planned_steps", "tokens", "seed")}
     assert found == {"steps": 3, "planned_steps": planned, "tokens": 3 * 8 * 32, "seed": 0}
     assert json_of(early)["val/loss"] == log[-1]["val/loss"]
 
-    stored = settings_of(early)["trainer"]
-    assert (stored["max_steps"], stored["schedule_steps"]) == (3, planned)
+    assert read(early, "val/loss").is_finished
+
     steps = ("trainer.max_steps=3", f"trainer.schedule_steps={planned}")
-    assert set(steps) < set(json_of(early)["repeat"].split())
     fit(make_run(*AUTOMATIC, short_warmup, *steps, "name=again"))
     check_same_bytes(early, tmp_path / "runs" / "again")
 
@@ -94,7 +96,7 @@ def test_a_slow_run_ends_early_and_can_be_repeated_and_resumed(make_run, tmp_pat
 
 
 def test_the_command_of_the_summary_repeats_the_run(in_process, tmp_path, monkeypatch):
-    monkeypatch.setattr(time_limit, "MEASURED", 0.0)
+    monkeypatch.setattr(time_limit, "MEASURED_FRACTION", 0.0)
     monkeypatch.setattr(time_limit, "STARTED", time.monotonic())
     (tmp_path / "my text.txt").write_text(TEXT)
     arguments = [*TINY, "name=first", "data.path=my text.txt", "trainer.max_minutes=100"]
@@ -117,11 +119,12 @@ def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypa
     limit = time_limit.TimeLimit(settings(*TINY, "data.path=x", "trainer.max_minutes=2"))
     limit.start()
     now = 10.0
+    limit.exclude(10)
     while not limit.is_last_step():
         now += 2
     # A step, its validation, the last step and its validation take 24 s.
     assert now - 2 + 24 <= limit.end < now + 24
-    assert limit.end == 120 - limit.closing
+    assert limit.end == 120 - limit.end_of_run
 
 
 def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
@@ -134,7 +137,7 @@ def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
         assert not limit.is_last_step()
     while not limit.is_last_step():
         now += 1
-    assert 60 < now < 120 - 3 * limit.closing  # it reserves more time than on an idle machine
+    assert 60 < now < 120 - 3 * limit.end_of_run  # it reserves more time than on an idle machine
 
 
 def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from training.reporting import comparison as results
+from training.reporting.comparison_plot import COLOURS, plot
 
 
 def row(settings, *values, first=5.0, text="data.path=a.txt"):
@@ -38,7 +39,7 @@ def drawn(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", savefig)
 
     def draw(rows):
-        assert results.plot(rows, "val/loss").startswith(b"\x89PNG")
+        assert plot(rows, "val/loss").startswith(b"\x89PNG")
         return figures.pop()
 
     return draw
@@ -98,8 +99,8 @@ def test_any_settings_can_be_drawn(drawn):
         figure = drawn(rows)
         legend = figure.axes[0].get_legend()
         colours = {line.get_color() for line in figure.axes[0].get_lines()}
-        assert len(colours) == min(len(rows), results.COLOURS + 1), rows
-        assert 1 <= len(legend.get_texts()) <= results.COLOURS, rows
+        assert len(colours) == min(len(rows), COLOURS + 1), rows
+        assert 1 <= len(legend.get_texts()) <= COLOURS, rows
         assert figure.axes[0].get_position().width > 0.3, rows  # whatever the legend's width
 
 
