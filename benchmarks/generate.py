@@ -4,10 +4,10 @@
     python -m benchmarks.generate prompt_tokens=[32,512] max_new_tokens=[24,256]    # 8 tables
 
 Both decode greedily with the same weights and prompts: transformers with generate(), clearhead with
-the code of generate.py. First the tokens in fp32 are compared. If they differ, the command exits
+the code of generate.py. First all tokens in fp32 are compared. If they differ, the command exits
 with code 4. Then the runs are interleaved: A B C, then C B A. The speed is the median of tokens per
-second, reading the prompt included; the ratio is the median of the ratios within each round, with
-the smallest and the largest one.
+second, reading the prompt included; the speedup is the median of the ratios to transformers in the
+same precision within each round, with the smallest and the largest one.
 """
 
 from benchmarks.settings import GenerationBenchmark

@@ -37,16 +37,17 @@ def compare(settings: GenerationBenchmark) -> None:
         refuse([("max_new_tokens", settings.max_new_tokens, reason, "use fewer")])
     device = devices.prepare(settings.device, SEED)
     weights = GPT(config).eval()
-    results = origin("benchmarks.generate", device, ("torch", "transformers")) | {"tables": []}
+    results = origin("benchmarks.generate", device, ("torch", "transformers")) | {"tables": {}}
     for batch_size in settings.batch_sizes:
         work = implementations(weights, batch_size, device)
         for prompt_tokens in settings.prompt_tokens:
             random = torch.Generator().manual_seed(SEED)
             shape = (batch_size, prompt_tokens)
             prompts = torch.randint(config.vocab_size, shape, generator=random)  # (B, T)
-            for table in measure(work, prompts, settings.max_new_tokens, settings.rounds):
-                results["tables"].append(table)
-                print("{batch_size} x {prompt_tokens} + {max_new_tokens} tokens".format(**table))
+            tables = measure(work, prompts, settings.max_new_tokens, settings.rounds)
+            results["tables"] |= tables
+            for title, table in tables.items():
+                print(f"{title:<24}{'tokens/s':>10}  speedup over transformers, same precision")
                 for row in table["rows"]:
                     figures = f"{row['tokens_per_second']:>10.1f}  {show_speedup(row['ratio'])}"
                     print(f"  {row['name']:<22}{figures}", flush=True)
@@ -56,32 +57,31 @@ def compare(settings: GenerationBenchmark) -> None:
 
 def measure(
     work: dict[str, Generate], prompts: torch.Tensor, counts: list[int], rounds: int
-) -> list[dict]:
-    """Returns a table for each number of new tokens. The first runs also create caches and compile.
+) -> dict[str, dict]:
+    """Returns a table for each number of new tokens, by title.
 
     A run generates the largest number of tokens. The time of fewer tokens is the time until the
-    last of them.
+    last of them. The first runs, which are not timed, also create caches and compile.
     """
-    theirs, ours, *_ = [run(prompts, min(counts))[0] for run in work.values()]
+    theirs, ours, *_ = [run(prompts, max(counts))[0] for run in work.values()]
     if theirs != ours:
         reason = "the tokens of clearhead and transformers differ in fp32"
         raise NotEquivalent("generation", NO_VALUE, reason, "check the version of transformers")
     calls = {name: lambda run=run: run(prompts, max(counts))[1] for name, run in work.items()}
     seconds = interleave(calls, rounds)  # by name, round and token
-    tables = []
+    tables, (batch_size, prompt_tokens) = {}, prompts.shape
     for count in counts:
         until = {name: [run[count - 1] for run in runs] for name, runs in seconds.items()}
         rows = [
             {
                 "name": name,
-                "tokens_per_second": len(prompts) * count / median(own),
-                "ratio": speedup(own, until["transformers, fp32"]),
+                "tokens_per_second": batch_size * count / median(own),
+                "ratio": speedup(own, until[name.replace("clearhead", "transformers")]),
                 "seconds": own,
             }
             for name, own in until.items()
         ]
-        sizes = {"batch_size": len(prompts), "prompt_tokens": prompts.shape[1]}
-        tables.append(sizes | {"max_new_tokens": count, "rows": rows})
+        tables[f"{batch_size} x {prompt_tokens} + {count} tokens"] = {"rows": rows}
     return tables
 
 
@@ -131,7 +131,8 @@ def by_transformers(
 
 def by_clearhead(gpt: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> Generate:
     """Returns a function that generates as generate.py does for a long text."""
-    compiler = devices.compiled_step("auto", device, 10**6)
+    to_compile = device.type == "cuda"  # as generate.py does, but here a failure is an error
+    compiler = devices.compiled_step(to_compile, device, 0)
     model = copy.deepcopy(gpt).to(device)
     pack_weights(model, dtype, batch_size, to_compile=compiler is not None)
     cache = KVCache(gpt.config.context_length, compiler) if compiler else None

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu nanogpt=../nanoGPT
     python -m benchmarks.gpu device=cpu models=[gpt2-nano] batch_size=4 length=32
 
-Every row is one of COMMANDS, in a separate process, so a failure does not lose the other rows. The
+Every row is one of COMMANDS, in a separate process, so a crash does not lose the other rows. The
 peak memory of a training is compared with the estimate of scripts.plan, both without the CUDA
 context and the buffers of NCCL.
 """
@@ -103,15 +103,13 @@ def run_row(settings: GpuBenchmark, kind: str, model: str, folder: Path) -> dict
     return row
 
 
-def of_tables(tables: dict[str, dict] | list[dict]) -> list[dict]:
+def of_tables(tables: dict[str, dict]) -> list[dict]:
     """Returns the rows of the tables of another benchmark."""
-    if isinstance(tables, list):
-        title = "{batch_size} x {prompt_tokens} + {max_new_tokens} tokens"
-        tables = {title.format(**table): table for table in tables}
     return [row | {"name": f"{n}, {row['name']}"} for n, t in tables.items() for row in t["rows"]]
 
 
 def of_training(run: Path, settings: list[str]) -> list[dict]:
+    """Returns speed and peak memory of a run, and the estimated memory."""
     rows = read_rows(run / "metrics.jsonl")
     micro = settings_of(run)["trainer"]["micro_batch_size"]
     kind = "cpu" if "trainer.device=cpu" in settings else "h100"  # all GPUs: the same estimate
@@ -119,7 +117,7 @@ def of_training(run: Path, settings: list[str]) -> list[dict]:
     memory = plan.make_plan(*plan.composed(settings))["memory"]
     estimated = memory["total"] - (memory["libraries"] if kind == "h100" else 0)
     found = {"name": f"micro-batches of {micro}", "estimated_gb": estimated / 1e9}
-    for key in {"tokens_per_second", "mfu"} & {name[6:] for name in rows[-1]}:
+    for key in {"tokens_per_second", "mfu"} & {name.removeprefix("train/") for name in rows[-1]}:
         found[key] = median(row[f"train/{key}"] for row in rows[len(rows) // 2 :])
     return [found | {"peak_gb": read_json(run / "summary.json")["peak_memory_gb"]}]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plots [out=FILE.png]
 
-Reads the newest results of benchmarks/training.py, benchmarks/results/*-others-cpu.json.
+Reads the newest results of benchmarks/training.py, benchmarks/results/*-training-cpu.json.
 """
 
 import io
@@ -31,7 +31,7 @@ class PlotsConfig(ScriptConfig):
 
 @settings_command(PlotsConfig)
 def main(settings: PlotsConfig) -> None:
-    newest = max(RESULTS.glob("20??-??-??-others-cpu.json"))
+    newest = max(RESULTS.glob("20??-??-??-training-cpu.json"))
     write_out(settings.out, draw(json.loads(newest.read_text(encoding="utf-8"))))
     print(f"wrote {settings.out} from {newest.name}")
 

@@ -1,5 +1,5 @@
-"""The exchange between the CPUs of all ranks in each step: number of targets, end of the time limit
-and stop signal."""
+"""One all-reduce per step between the CPUs of all ranks: number of targets, end of the time limit,
+stop signals."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Exchange:
 
     The exchange of a step starts before its forward pass. Results are read as late as possible: the
     number of targets before the first backward pass, and only if it varies; all others after the
-    step. By then all ranks have exchanged gradients, so no rank waits.
+    step. On a CPU all ranks have exchanged gradients by then, so no rank waits.
     """
 
     strategy: Strategy
@@ -39,8 +39,8 @@ class Exchange:
         return self._sums()[1] > 0
 
     def is_stopped(self) -> bool:
-        """Returns whether all ranks stop after this step. With several ranks, a signal that arrives
-        after the start of a step stops them after the next step."""
+        """Returns whether all ranks stop after this step; signals.received is then the signal. With
+        several ranks, a signal that arrives after the start of a step stops them after the next."""
         if self.strategy.world_size == 1:
             return self.signals.poll() > 0
         _, _, *counts = self._sums()

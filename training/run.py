@@ -19,7 +19,7 @@ from errors import DivergedError, best_effort, format_error
 from model import GPT
 from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.format import State
-from training.checkpoint.resume import Start, resume_command
+from training.checkpoint.resume import Start, longer, resume_command
 from training.config.schema import Config
 from training.distributed.strategy import Strategy
 from training.evaluation import Evaluator
@@ -95,7 +95,7 @@ class Run:
         if step < trainer.max_steps and self.exchange.is_out_of_time():
             steps = f"the run ends after step {step} of {trainer.max_steps}"
             self.console.print(f"trainer.max_minutes={trainer.max_minutes}: {steps}")
-            trainer.max_steps = step
+            trainer.max_steps = self.tracker.last_step = step
 
     # ---------------------------------------------------------------------- periodic work
 
@@ -219,9 +219,7 @@ def print_introduction(run: Run, start: Start, is_compiled: bool, notes: list[st
     if where := run.tracker.where():
         out(f"W&B: {where}")
     if step >= trainer.max_steps:
-        more = " and trainer.max_minutes=null" if trainer.max_minutes else ""
-        longer = f"set a larger trainer.max_steps{more} to train longer"
-        out(f"already finished after step {step}; {longer}")
+        out(f"already finished after step {step}; to train further, use {longer(config, step)}")
     elif step > 0 and start.in_place:
         out(f"resuming after step {step}")
     elif step > 0:

@@ -24,30 +24,31 @@ def run(in_process, tmp_path, monkeypatch):
     return run_rows
 
 
-def test_a_command_that_fails_loses_no_other_row(run):
+BENCHMARK = """import json, sys
+rows = [{"name": "clearhead", "tokens_per_second": 2.0}]
+with open(sys.argv[1] + "/out.json", "w") as file:
+    json.dump({"tables": {"1 x 2": {"rows": rows}}}, file)
+"""
+
+
+def test_a_command_that_fails_loses_no_other_row(run, tmp_path):
+    (tmp_path / "benchmark.py").write_text(BENCHMARK)
     code, table, keys, results = run(
         tests="-c 'print(6); print(7); raise SystemExit(3)'",
+        comparison=f"{tmp_path}/benchmark.py {{folder}}",
         generation="-c 'import time'",
         single=gpu.COMMANDS["single"],
     )
     assert (code, keys[-1]) == (4, "rows")
     assert {"commit", "processor", "torch"} <= results.keys()
-    failed, empty, trained = results["rows"]
-    assert [row["exit_code"] for row in results["rows"]] == [3, 0, 0], trained["output"]
+    failed, measured, empty, trained = results["rows"]
+    assert [row["exit_code"] for row in results["rows"]] == [3, 0, 0, 0], trained["output"]
+    assert measured["figures"] == [{"name": "1 x 2, clearhead", "tokens_per_second": 2.0}]
     assert failed["output"] == "6\n7\n"
     assert failed["figures"] == empty["figures"] == []
     (found,) = trained["figures"]
     assert found["tokens_per_second"] > 0
     # With two windows, nearly all of it is the process itself.
     assert found["peak_gb"] == pytest.approx(found["estimated_gb"], rel=0.5)
-    assert [line.count(" | ") for line in table] == [4, 4, 4]
+    assert [line.count(" | ") for line in table] == [4, 4, 4, 4]
     assert f"{found['peak_gb']:.1f}" in table[-1]
-
-
-def test_tables_of_other_benchmarks():
-    rows = [{"name": "ours", "tokens_per_second": 2.0}]
-    sizes = {"batch_size": 1, "prompt_tokens": 2, "max_new_tokens": 3}
-    for tables in ({"shipped": {"rows": rows}}, [sizes | {"rows": rows}]):
-        (found,) = gpu.of_tables(tables)
-        assert found["tokens_per_second"] == 2.0
-        assert found["name"].endswith("ours")

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 FIXED_BY_WEIGHTS = {
     f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
 }
-# Settings and groups that may be changed when a run is resumed. Except for max_steps, they do not
-# change the training itself. All others, also those added later, must keep their values.
+# Settings and groups that may be changed when a run is resumed. Only the length of the run changes
+# what it learns. All others, also those added later, must keep their values.
 FREE_TRAINER_SETTINGS = (
     *("max_minutes", "max_steps", "schedule_steps", "micro_batch_size", "compile", "device"),
     *("activation_checkpointing", "profile", "eval_every", "eval_windows", "log_every"),
@@ -122,11 +122,18 @@ def find_start(
         problems = [problem for problem in problems if problem.key in FIXED_BY_WEIGHTS]
     if not in_place and state.step >= config.trainer.max_steps:
         reason = f"the checkpoint {found} has already reached step {state.step}"
-        hint = f"to train further, use trainer.max_steps above {state.step}"
+        hint = f"to train further, use {longer(config, state.step)}"
         problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
     return Start(Path(found), state, in_place, locked)
+
+
+def longer(config: "Config", step: int) -> str:
+    """Returns the settings with which a finished run trains further."""
+    return f"trainer.max_steps above {step}" + (
+        " and trainer.max_minutes=null" if config.trainer.max_minutes else ""
+    )
 
 
 def own_directory(config: "Config") -> Path | None:

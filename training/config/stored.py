@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
-from training.config.schema import GROUPS, Config, WandbConfig
+from training.config.schema import GROUPS, UNLIMITED, Config, WandbConfig
 from training.config.validation import validate
 from training.config.yaml_files import REPOSITORY, flat, nested
 
@@ -34,9 +34,9 @@ def resolve_auto(config: Config, before: dict | None = None) -> None:
     before: the settings of the run that is resumed; it keeps its values.
     """
     trainer, known = config.trainer, flat(before or {})
-    planned = known.get("trainer.schedule_steps") or known.get("trainer.max_steps")
-    if trainer.max_minutes and type(planned) is int:  # the first start of the run decided it
-        trainer.max_steps = min(trainer.max_steps, planned)
+    planned = known.get("trainer.max_steps")
+    if trainer.max_minutes and known.get("trainer.max_minutes") and type(planned) is int:
+        trainer.max_steps = min(trainer.max_steps, planned)  # the first start measured the steps
     steps = trainer.schedule_steps or trainer.max_steps
     _resolve(config, "trainer.warmup_steps", known, automatic_warmup(steps))
     _resolve(config, "trainer.eval_every", known, min(max(steps // 10, 40), 1000))
@@ -119,7 +119,7 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     changed = [
         f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(before[key]))})"
         for key, value in merged.items()
-        if value != before[key] and not (value is None and key in AUTOMATIC)
+        if value not in (before[key], UNLIMITED) and not (value is None and key in AUTOMATIC)
     ]
     return result, changed
 

@@ -21,15 +21,16 @@ def rank_count() -> int:
 
 
 def local_ranks() -> int:
-    """Returns the number of these processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", rank_count()))
+    """Returns the number of these processes on this machine; 1 if the launcher does not tell."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def launch_command() -> list[str]:
     """Returns the command that starts these processes again, without train.py and its arguments."""
     if not launched():
         return ["python"]
-    ranks, local = rank_count(), local_ranks()
+    ranks = rank_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     nodes = [f"--nnodes={ranks // local}", "..."] if local < ranks else []
     restarts = [f"--max-restarts={max_restarts()}"] if max_restarts() else []
     return ["torchrun", *nodes, f"--nproc_per_node={local}", *restarts]

@@ -6,14 +6,14 @@ program, all are slow: two threads on a busy machine are several times slower th
 so the results. Linux only.
 """
 
-import math
+import contextlib
 import os
 import time
 from pathlib import Path
 
 import torch
 
-PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+STAT, QUOTA = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
 
 
 def thread_note(threads: int, cores: float, used: float, ranks: int = 1) -> str | None:
@@ -30,42 +30,24 @@ def thread_note(threads: int, cores: float, used: float, ranks: int = 1) -> str 
     return f"torch uses {threads} threads, but {reason}; trainer.threads={free} is probably faster"
 
 
-def available_cores(proc: Path = PROC, groups: Path = CONTROL_GROUPS) -> float:
-    """Returns how many cores this process may use: its affinity, at most the quota of its control
-    groups (v2 or v1). A container has such a quota, which torch does not read."""
-    limits = [float(len(os.sched_getaffinity(0)))]
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = groups / "cpu" if controllers else groups
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(root):
-                break
-            limits.append(quota(folder))
-    return min(limits)
+def available_cores() -> float:
+    """Returns how many cores this process may use: its affinity, at most the quota of its container
+    (cgroup v2), which torch does not read."""
+    cores = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError):  # no such file; "max": no limit
+        quota, period = map(int, QUOTA.read_text().split())
+        cores = min(cores, quota / period)
+    return cores
 
 
-def quota(folder: Path) -> float:
-    """Returns the number of cores that a control group may use; inf without a limit."""
-    if (file := folder / "cpu.max").exists():
-        limit, period = file.read_text().split()
-    elif (file := folder / "cpu.cfs_quota_us").exists():
-        limit, period = file.read_text(), (folder / "cpu.cfs_period_us").read_text()
-    else:
-        return math.inf
-    return int(limit) / int(period) if limit.strip() not in ("max", "-1") else math.inf
-
-
-def busy_seconds(stat: str, cores: set[int], nice: bool) -> float:
+def busy_seconds(stat: str, cores: set[int]) -> float:
     """Returns how long these cores were busy since the start of the machine. stat: the text of
-    /proc/stat. nice: also count processes of low priority, which hardly slow down the others."""
+    /proc/stat. Processes of low priority do not count, because they hardly slow down the others."""
     ticks = 0
     for name, *times in map(str.split, stat.splitlines()):
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
-            user, low, system, _, _, irq, softirq, steal = map(int, times[:8])
-            ticks += user + low * nice + system + irq + softirq + steal
+            user, _, system, _, _, irq, softirq, steal = map(int, times[:8])
+            ticks += user + system + irq + softirq + steal
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -75,24 +57,23 @@ class ThreadCheck:
     ranks: processes of this training on this machine. With several, the use is not measured.
     """
 
-    def __init__(self, ranks: int = 1, proc: Path = PROC):
-        self.ranks, self.proc, self.started = ranks, proc, time.monotonic()
-        self.is_linux = (proc / "stat").exists()
-        self.before = self._used_by_others()
+    def __init__(self, ranks: int = 1):
+        self.ranks, self.started = ranks, time.monotonic()
+        self.before = used_by_others()
 
     def notes(self, device: torch.device) -> list[str]:
         """Returns the notes for the user of a run on this device."""
-        if device.type != "cpu" or not self.is_linux:
+        if device.type != "cpu" or self.before is None:
             return []
         used = 0.0
-        if self.ranks == 1:
-            used = (self._used_by_others() - self.before) / (time.monotonic() - self.started)
-        note = thread_note(torch.get_num_threads(), available_cores(self.proc), used, self.ranks)
+        if self.ranks == 1 and (now := used_by_others()) is not None:
+            used = (now - self.before) / (time.monotonic() - self.started)
+        note = thread_note(torch.get_num_threads(), available_cores(), used, self.ranks)
         return [note] if note else []
 
-    def _used_by_others(self) -> float:
-        """Returns the seconds that other processes have used the cores of this process."""
-        if not self.is_linux:
-            return 0.0
-        stat, cores = (self.proc / "stat").read_text(), os.sched_getaffinity(0)
-        return busy_seconds(stat, cores, nice=os.nice(0) > 0) - sum(os.times()[:4])
+
+def used_by_others() -> float | None:
+    """Returns the seconds that other processes have used the cores of this process; None if the
+    system does not tell."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: not Linux
+        return busy_seconds(STAT.read_text(), os.sched_getaffinity(0)) - sum(os.times()[:4])

@@ -30,7 +30,8 @@ MAX_ELEMENTS = 2**23  # of the matrices that a rank updates at once
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, but it does not import the compiler (torch._dynamo), which takes a second.
 
-    Only decorators of torch import it: they end compiled code at these methods.
+    torch decorates these methods so that torch.compile skips them, and the decorators import the
+    compiler. This class has the undecorated methods.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -55,7 +56,6 @@ class Muon(AdamW):
     def __init__(self, groups: list[dict], matrices: list[dict], dtype: torch.dtype, **adamw: Any):
         super().__init__([*groups, *matrices], **adamw)
         self.dtype = dtype
-        self.num_adamw_groups = len(groups)  # number of groups; the others are matrices
         for parameter in (p for group in matrices for p in group["params"]):
             if parameter.dim() != 2:
                 raise ValueError(f"Muon takes matrices, not shape {tuple(parameter.shape)}")
@@ -63,12 +63,12 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         groups = self.param_groups
-        self.param_groups = groups[: self.num_adamw_groups]
+        self.param_groups = [group for group in groups if "ns_steps" not in group]
         try:
             loss = super().step(closure)
         finally:
             self.param_groups = groups
-        for group in groups[self.num_adamw_groups :]:
+        for group in [group for group in groups if "ns_steps" in group]:
             for batch in _batches([p for p in group["params"] if p.grad is not None]):
                 self._update(batch, group)
         return loss

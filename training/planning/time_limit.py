@@ -23,7 +23,8 @@ from training.distributed.strategy import Strategy
 from training.optim.optimizers import NonFiniteCheck
 from training.planning.memory import num_parameters
 
-MEASURED_FRACTION = 0.03  # of the limit in which steps are measured
+MEASURED_FRACTION = 0.03  # of the limit in which steps are measured, at most MEASURED_SECONDS
+MEASURED_SECONDS = 30.0
 # For validation, samples, attention snapshots and logging: fraction of training, and seconds (about
 # 500 rows, 20 snapshots and 10 samples of a small model).
 EVALUATION_FRACTION, EVALUATION_SECONDS = 0.04, 6.0
@@ -92,7 +93,7 @@ def set_max_steps(config: Config, strategy: Strategy, end: float, per_step: floa
     seconds -= EVALUATION_FRACTION * seconds + min(EVALUATION_SECONDS, 0.1 * seconds)
     per_step, steps = strategy.broadcast([per_step, int(seconds / per_step)])
     if steps < 1:
-        reason = f"start and end of the run and one step of {per_step:.1f} s take longer"
+        reason = f"is too short: start, one step ({per_step:.1f} s) and end of the run take longer"
         hint = "use more minutes or a smaller model"
         refuse([("trainer.max_minutes", trainer.max_minutes, reason, hint)])
     trainer.max_steps = min(trainer.max_steps, steps)
@@ -108,8 +109,8 @@ def measure_steps(
     optimizer: torch.optim.Optimizer,
     batches: Iterator[list],
 ) -> float:
-    """Returns the median duration of training steps, which are repeated for 3 % of the limit. The
-    first step, which may compile the model, does not count.
+    """Returns the median duration of training steps, which are repeated for 3 % of the limit, at
+    most 30 s. The first step, which may compile the model, does not count.
 
     The learning rate is 0, and optimizer state and loss scale are restored, so these steps do not
     change the run. model, batches: as for training.
@@ -117,8 +118,9 @@ def measure_steps(
     nonfinite, scale = NonFiniteCheck(1, strategy.device), strategy.scaler.state_dict()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    durations, end = [], time.monotonic() + MEASURED_FRACTION * 60 * config.trainer.max_minutes
-    while len(durations) < 3 or strategy.broadcast(time.monotonic() < end):
+    seconds = min(MEASURED_FRACTION * 60 * config.trainer.max_minutes, MEASURED_SECONDS)
+    durations, end = [], time.monotonic() + seconds
+    while len(durations) < 2 or strategy.broadcast(time.monotonic() < end):
         started, micro_batches = time.monotonic(), next(batches)
         for number, (tensors, _) in enumerate(micro_batches, start=1):
             input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)

@@ -32,7 +32,7 @@ from training.reporting.charts import number
 
 # Settings that change what a run learns, although they may be changed when it is resumed.
 LEARNING = {"data.path", "data.val_path", "trainer.init_from"}
-LEARNING |= {"trainer.max_steps", "trainer.schedule_steps"}
+LEARNING |= {"trainer.max_minutes", "trainer.max_steps", "trainer.schedule_steps"}
 # If all of these differ between rows, the table has one column for them.
 SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim")
 HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu")  # others: lower
@@ -110,6 +110,8 @@ def read(folder: Path, metric: str) -> Run:
     if points and points[-1][0] == 0:  # only step 0
         points = []
     metrics = {name: value for row in rows if row["step"] for name, value in row.items()}
+    if settings.get("trainer.max_minutes") and not was_given(folder, "trainer.max_steps"):
+        hide_measured_steps(settings)
     last = rows[-1]["step"] if rows else -1
     is_finished = last >= max_steps or last == ended_at(folder)
     return Run(folder, settings, metrics, points, is_finished)
@@ -118,17 +120,34 @@ def read(folder: Path, metric: str) -> Run:
 def ended_at(folder: Path) -> object:
     """Returns the last step according to summary.json, which a run writes at its end; a time limit
     may end it before max_steps. None if there is no such file."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return read_json(folder / "summary.json").get("steps")
+    return value_in(folder / "summary.json", "steps")
+
+
+def was_given(folder: Path, setting: str) -> bool:
+    """Returns whether this setting was on the command line of any start of the run."""
+    starts = read_rows(folder / "starts.jsonl")
+    return any(f"{setting}=" in str(start.get("command")) for start in starts)
+
+
+def hide_measured_steps(settings: dict[str, object]) -> None:
+    """Removes the number of steps and what follows from it. A run with a time limit measures how
+    many steps fit, so runs that differ only in their seed have different numbers."""
+    warmup = automatic(settings)["trainer.warmup_steps"]
+    if settings.get("trainer.warmup_steps") == warmup:
+        del settings["trainer.warmup_steps"]
+    del settings["trainer.max_steps"]
 
 
 def runs_of_sweep(folder: Path) -> list[Path]:
     """Returns the run directories of the jobs of a sweep; [] if `folder` is not a sweep's."""
-    runs = []
-    for path in sorted(folder.glob("*/result.json")):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            runs.append(read_json(path).get("run"))
+    runs = [value_in(path, "run") for path in sorted(folder.glob("*/result.json"))]
     return [Path(run) for run in runs if isinstance(run, str)]
+
+
+def value_in(path: Path, key: str) -> object:
+    """Returns a value of a JSON object in a file; None without it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return read_json(path).get(key)
 
 
 @functools.cache
@@ -149,8 +168,6 @@ def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
     from training.checkpoint.resume import FREE_TO_CHANGE
 
     equal, free = shared(runs), FREE_TO_CHANGE - LEARNING
-    if equal.get("trainer.max_minutes"):  # each run has measured its number of steps
-        free |= {"trainer.max_steps"} | automatic_in([run.settings for run in runs])
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in equal)
     keys = {name: {name, name.partition(".")[0]} for name in names if name not in ("seed", "name")}
     return [name for name, of in keys.items() if of & set(swept) or not of & free]
@@ -313,7 +330,8 @@ def shown(rows: list[Row]) -> list[dict[str, object]]:
     values have no column, and `model` replaces several settings of SHAPE."""
     all_settings = [row.settings for row in rows]
     names = [n for n in all_settings[0] if any(s[n] != all_settings[0][n] for s in all_settings)]
-    hidden, has_model = automatic_in(all_settings), set(SHAPE) <= set(names)
+    hidden = {n for n in names if all(s[n] == automatic(s).get(n, ...) for s in all_settings)}
+    has_model = set(SHAPE) <= set(names)
     if has_model:
         hidden.update(SHAPE)
     return [
@@ -321,16 +339,6 @@ def shown(rows: list[Row]) -> list[dict[str, object]]:
         | {name: row.settings[name] for name in names if name not in hidden}
         for row in rows
     ]
-
-
-def automatic_in(all_settings: list[dict[str, object]]) -> set[str]:
-    """Returns the settings that have the automatic value everywhere."""
-    expected = [automatic(settings) for settings in all_settings]
-    return {
-        name
-        for name in expected[0]
-        if all(s.get(name, ...) == e[name] for s, e in zip(all_settings, expected, strict=True))
-    }
 
 
 def automatic(settings: dict[str, object]) -> dict[str, object]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from files import atomic_write, read_rows
 from training.checkpoint.format import State
 from training.config.schema import Config
+from training.distributed import launch
 from training.distributed.device import peak_memory
 from training.planning.time_limit import is_own_process
 from training.reporting.comparison import as_json
@@ -18,18 +19,18 @@ def write_summary(
 
     started: the time.monotonic() at the start of the process. seconds_of: the parts of the
     training: validation, samples, attention snapshots, logging, and the rest. Both are those of the
-    last start. A resumed run, a job of a sweep and a run in a notebook have no command to repeat.
+    last start. There is no command that repeats a resumed run, a job of a sweep, a run in a
+    notebook or one that torchrun may restart.
     """
     trainer, starts = config.trainer, read_rows(folder / "starts.jsonl")
     last = read_rows(folder / "metrics.jsonl")[-1]
-    planned = trainer.schedule_steps or state.settings["trainer"]["max_steps"]
-    repeat = None
-    if is_own_process() and len(starts) == 1:
+    planned, repeat = state.settings["trainer"]["max_steps"], None
+    if is_own_process() and len(starts) == 1 and not launch.max_restarts():
         # A number of steps replaces the time limit. Later settings override earlier ones.
         repeat = f"{starts[0]['command']} name=null trainer.max_minutes=null"
         repeat += f" trainer.max_steps={state.step}"
-        if planned != state.step:
-            repeat += f" trainer.schedule_steps={planned}"
+        if (schedule := trainer.schedule_steps or planned) != state.step:
+            repeat += f" trainer.schedule_steps={schedule}"
         repeat += f" trainer.compile={str(trainer.compile).lower()}"
     summary = {
         "name": folder.name,

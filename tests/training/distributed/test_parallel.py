@@ -8,10 +8,12 @@ from helpers.refusals import printed_keys
 
 import train
 from errors import RunDirectoryError
+from training.distributed import device
 from training.distributed.build import build_strategy
 from training.distributed.ddp import DDP
 from training.distributed.launch import ParallelConfig, check
 from training.distributed.strategy import Strategy
+from training.planning import micro_batch
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHERS += ("SLURM_STEP_NUM_TASKS",)
@@ -65,6 +67,20 @@ def test_the_hint_has_the_nearest_divisible_batch_size(launched):
     for batch_size, nearest in [(9, 12), (1, 4), (5, 8)]:
         ((*_, hint),) = check(ParallelConfig.with_defaults(), batch_size)
         assert str(nearest) in hint.split(), batch_size
+
+
+def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch):
+    """Then one rank per machine is assumed, and GPUs and memory are not divided by all ranks."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = micro_batch.memory_of(torch.device("cpu"))
+    launched(16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert device.check("cuda") == []
+    assert micro_batch.memory_of(torch.device("cpu")) == alone
+    launched(16, LOCAL_WORLD_SIZE=16)
+    assert [key for key, *_ in device.check("cuda")] == ["device"]
+    assert micro_batch.memory_of(torch.device("cpu")) == alone / 16
 
 
 def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):

@@ -2,6 +2,7 @@
 
 tests/training/distributed/test_ranks.py has a run of two ranks that is out of time."""
 
+import itertools
 import json
 import shlex
 import time
@@ -95,17 +96,50 @@ def test_a_slow_run_ends_early_and_can_be_repeated_and_resumed(make_run, tmp_pat
     assert (resumed.state.step, resumed.config.trainer.max_steps) == (3, planned)
 
 
-def test_the_command_of_the_summary_repeats_the_run(in_process, tmp_path, monkeypatch):
+@pytest.mark.parametrize("last", [None, 3])
+def test_the_command_of_the_summary_repeats_the_run(in_process, tmp_path, monkeypatch, last):
+    """last: the step at which the time is over; None: the run reaches its planned steps."""
     monkeypatch.setattr(time_limit, "MEASURED_FRACTION", 0.0)
     monkeypatch.setattr(time_limit, "STARTED", time.monotonic())
     (tmp_path / "my text.txt").write_text(TEXT)
     arguments = [*TINY, "name=first", "data.path=my text.txt", "trainer.max_minutes=100"]
-    assert in_process(train.main, tmp_path, *arguments)[0] == 0
+    with monkeypatch.context() as patched:
+        steps = itertools.count(1)
+        patched.setattr(time_limit.TimeLimit, "is_last_step", lambda _: next(steps) == last)
+        assert in_process(train.main, tmp_path, *arguments)[0] == 0
     first = tmp_path / "runs" / "first"
+    assert json_of(first)["steps"] == (last or 4)
     assert in_process(train.main, tmp_path, *shlex.split(json_of(first)["repeat"])[2:])[0] == 0
     (again,) = set((tmp_path / "runs").iterdir()) - {first}
     check_same_bytes(first, again)
     assert settings_of(again)["trainer"]["max_minutes"] is None
+
+
+def test_runs_that_one_command_does_not_repeat(in_process, tmp_path, monkeypatch):
+    """A resumed run, and one that torchrun may restart."""
+    monkeypatch.setattr(time_limit, "MEASURED_FRACTION", 0.0)
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = [*TINY, "name=run", "data.path=text.txt"]
+    for steps in (2, 4):
+        assert in_process(train.main, tmp_path, *arguments, f"trainer.max_steps={steps}")[0] == 0
+    assert json_of(tmp_path / "runs" / "run")["repeat"] is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert in_process(train.main, tmp_path, *arguments, "name=restarted")[0] == 0
+    assert json_of(tmp_path / "runs" / "restarted")["repeat"] is None
+
+
+def test_a_resumed_run_keeps_its_plan_only_if_it_had_a_time_limit():
+    def steps(before, *more):
+        config = settings(*TINY, "data.path=x", *more)
+        resolve_auto(config, {"trainer": before})
+        return config.trainer.max_steps
+
+    limited = {"max_minutes": 5.0, "max_steps": 600, "schedule_steps": None}
+    assert steps(limited, *LIMITED) == 600
+    assert steps(limited | {"schedule_steps": 10_000}, *LIMITED) == 600
+    assert steps(limited, *LIMITED, "trainer.max_steps=1200") == 600
+    assert steps(limited, "trainer.max_steps=1200") == 1200
+    assert steps({"max_steps": 1000}, *LIMITED, "trainer.max_steps=2000") == 2000
 
 
 def json_of(run) -> dict:

@@ -139,6 +139,23 @@ def test_tokens_are_the_logged_ones(run, compared):
     assert (first["tokens"], first["tokens_to_target"]) == (1500, [1000])
 
 
+def test_runs_with_a_time_limit_share_a_row_if_their_steps_were_measured(run, compared):
+    """They do not if the numbers of steps, or different limits, were given on the command line."""
+    for name, seed, steps, minutes, given in (
+        ("a", 0, 100, 5, ""),
+        ("b", 1, 120, 5, ""),
+        ("c", 0, 100, 5, "trainer.max_steps=100"),
+        ("d", 0, 200, 5, "trainer.max_steps=200"),
+        ("e", 0, 100, 6, ""),
+    ):
+        trainer = {"max_steps": steps, "warmup_steps": steps // 5, "max_minutes": minutes}
+        start = {"step": 0, "command": f"python train.py {given}"}
+        folder = run(name, [1.0 + seed], seed=seed, trainer=trainer)
+        (folder / "starts.jsonl").write_text(json.dumps(start))
+    rows = compared()[2]["rows"]
+    assert sorted(row["runs"] for row in rows) == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
 def test_each_text_and_tokenizer_has_its_table(run, compared, tmp_path):
     """Bits per byte are compared between tokenizers. Runs with the same validation text share a
     table."""
