@@ -42,7 +42,7 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
 	$(VENV)/bin/python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json
 
-gpu-check: $(VENV)/test  ## tests and benchmarks on one CUDA GPU, then one table and gpu.json; never run on a GPU yet
+gpu-check: $(VENV)/test  ## tests and benchmarks on one CUDA GPU, then one table and gpu.json; not yet run on a GPU
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
 # Separate environments, because these packages have many dependencies with fixed versions that

@@ -93,8 +93,7 @@ def _frame(
     draw.text((16, 46), " · ".join(names) or "no head has a clear pattern yet", INK, font)
     fits = round(width / small.getlength("m") * 1.4)
     draw.text((16, 74), title_of(prompt, fits), PALE_INK, small)
-    grid = tile(codes, pitch - gap, gap)
-    image.paste(Image.fromarray(grid), (left, TOP))
+    image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, TOP))
     label_grid(draw, (left, TOP), codes.shape, pitch - gap, gap, font)
     for row in heads:
         outline(draw, (left + row["head"] * pitch, TOP + row["layer"] * pitch), pitch - gap)

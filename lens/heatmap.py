@@ -26,8 +26,8 @@ PANEL = (920, 600)  # pixels; twice the size of a panel of W&B
 TICKS = (0, 0.01, 0.1, 0.25, 0.5, 1)  # of the colour bar, whose scale is the square root
 MASKED = 236  # grey level of cells above the diagonal, which the causal mask excludes
 ACCENT = (200, 62, 10)  # outlines of heads
-# Images are drawn as indices of colours, see _palette. From INK to WHITE they are ever lighter
-# greys, so that Pillow, which blends the edges of letters, blends indices.
+# Images are drawn as indices of colours, see _palette. The indices from INK to WHITE are greys of
+# increasing brightness, because Pillow blends the edges of letters, here their indices.
 ACCENT_INDEX, MASKED_INDEX, INK, PALE_INK, WHITE = 225, 226, 227, 235, 255
 
 
@@ -98,8 +98,7 @@ def draw_panel(
     left, top = round(font.getlength(f"L{num_layers - 1}")) + 24, 84
     pitch = max(2, min((580 - left) // num_heads, (PANEL[1] - 12 - top) // num_layers))
     gap = min(6, max(1, pitch // 10))
-    grid = tile(codes, pitch - gap, gap)
-    image.paste(Image.fromarray(grid), (left, top))
+    image.paste(Image.fromarray(tile(codes, pitch - gap, gap)), (left, top))
     label_grid(draw, (left, top), codes.shape, pitch - gap, gap, font)
 
     x, y = left + num_heads * pitch + 24, 56

@@ -52,6 +52,15 @@ def test_text_with_a_cache_equals_text_without(kernel):
         assert all(len(set(row)) > 2 for row in expected)  # not constant
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_cache_on_a_cpu_is_fp32_except_with_autocast(autocast):
+    """With autocast, attention would convert an fp32 cache in every step."""
+    model, cache = tiny(), KVCache(12)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        cache.read_prompts(model if autocast else model.bfloat16(), PROMPTS[:1])
+    assert cache.keys[0].dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
 def test_a_compiled_step_is_traced_once_and_changes_no_token():
     """For prompts of any lengths. With the eager backend; the campaign uses the default backend."""
     backend = os.environ.get("CAMPAIGN_COMPILER", "eager")

@@ -11,6 +11,8 @@ from helpers.models import random_ids, tiny_model
 from inference import packed_weights
 from inference.packed_weights import PackedLinear, fastest_layouts, layouts, pack_weights
 
+HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
 
 @pytest.mark.parametrize("layout", layouts(torch.float32), ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("qkv_bias", [True, False])
@@ -69,4 +71,5 @@ def test_weights_are_packed_where_the_processor_can(monkeypatch, has_bf16):
         plain = pack_weights(tiny_model(), dtype, to_compile=True)
         assert not any(isinstance(module, PackedLinear) for module in plain.modules())
     (layout,) = layouts(torch.bfloat16)  # no choice: the text of a seed depends on it
-    assert layout(torch.ones(4, 4, dtype=torch.bfloat16), 1).is_mkldnn == has_bf16
+    if has_bf16 == HAS_BF16:  # otherwise oneDNN refuses the layout
+        assert layout(torch.ones(4, 4, dtype=torch.bfloat16), 1).is_mkldnn == has_bf16
