@@ -31,6 +31,7 @@ from training.distributed.strategy import Strategy
 
 SEED = 0  # for the weights and the tokens
 BATCHES = 4  # used in rotation
+PRODUCTS = "matrix products alone"
 TITLES = {
     "shipped": "As shipped: each project with its default settings on this device",
     "equalised": "Equalised: the same precision for all, compiled where possible",
@@ -98,7 +99,7 @@ class Comparison:
             implementation, first = self.start(row)
             figures.append(first)
             work[row.name] = functools.partial(self.time_round, implementation)
-        seconds = interleave(work, self.settings.rounds)
+        seconds = interleave(work | {PRODUCTS: self.time_products}, self.settings.rounds)
         ours = [seconds[row.name] for row in rows if row.implementation == "ours"][-1]
         tokens = self.settings.batch_size * self.settings.length
         for found in figures:
@@ -106,6 +107,8 @@ class Comparison:
             found["step_seconds"] = own
             found["tokens_per_second"] = tokens / median(own)
             found["ours_is_times_as_fast"] = speedup(ours, own)
+            if found["precision"] == self.strategy.precision:
+                found["of_products_alone"] = speedup(own, seconds[PRODUCTS])
         del work, implementation
         gc.collect()
         return figures
@@ -143,6 +146,29 @@ class Comparison:
         self.synchronize()
         return (time.perf_counter() - started) / self.settings.steps
 
+    def time_products(self) -> float:
+        """Returns the seconds of a step that consists only of its matrix products: the output of
+        each weight matrix and the gradients of its input and of itself. Without attention."""
+        self.synchronize()
+        started = time.perf_counter()
+        for inputs, weight, grad_outputs in self.products:  # (N, K), (M, K), (N, M)
+            _ = inputs @ weight.t(), grad_outputs @ weight, grad_outputs.t() @ inputs
+        self.synchronize()
+        return time.perf_counter() - started
+
+    @functools.cached_property
+    def products(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The factors of `time_products`. All matrices are separate, as in a model."""
+        kind = {"device": self.strategy.device, "dtype": self.strategy.dtype}
+        tokens = self.settings.batch_size * self.settings.length
+        matrices = [
+            parameter.detach().to(**kind)
+            for name, parameter in self.weights.named_parameters()
+            if parameter.dim() == 2 and name != "pos_emb.weight"  # token_emb is the output layer
+        ]
+        rows = {n: torch.ones(tokens, n, **kind) for matrix in matrices for n in matrix.shape}
+        return [(rows[m.shape[1]], m, rows[m.shape[0]]) for m in matrices]
+
     def synchronize(self) -> None:
         """Waits until the device has finished its work. Call it before reading a clock."""
         if self.strategy.device.type != "cpu":
@@ -150,14 +176,14 @@ class Comparison:
 
 
 def text_table(rows: list[dict]) -> str:
-    lines = [
-        f"  {'':<26}{'first, s':>9}{'ms/step':>10}{'tokens/s':>10}  our last row is N times as fast"
-    ]
+    head = f"{'first, s':>9}{'ms/step':>10}{'tokens/s':>10}{'of products':>13}"
+    lines = [f"  {'':<26}{head}  our last row is N times as fast"]
     for row in rows:
         options = [row["precision"]] + ["compiled"] * row["compiled"]
+        part = f"{row['of_products_alone']['median']:.2f}" if "of_products_alone" in row else ""
         lines.append(
             f"  {row['name']:<26}{row['first_step_seconds']:>9.1f}"
             f"{1e3 * median(row['step_seconds']):>10,.1f}{row['tokens_per_second']:>10,.0f}"
-            f"  {show_speedup(row['ours_is_times_as_fast'])}  {', '.join(options)}"
+            f"{part:>13}  {show_speedup(row['ours_is_times_as_fast'])}  {', '.join(options)}"
         )
     return "\n".join(lines)

@@ -28,8 +28,9 @@ ADVANTAGE = 1.1  # another layout must be faster than the first one by this fact
 def pack_weights(model: GPT, dtype: torch.dtype, rows: int = 1, to_compile: bool = False) -> GPT:
     """Converts a model in place for generating `rows` texts at once in `dtype`, and returns it.
 
-    The converted model cannot be trained, saved or copied. In place, so that a large model is not in
-    memory twice. to_compile: changes only the dtype, because torch.compile rejects packed matrices.
+    The converted model cannot be trained, saved or copied. In place, so that a large model is not
+    in memory twice. to_compile: changes only the dtype, because torch.compile rejects packed
+    matrices.
     """
     model.to(dtype).eval().requires_grad_(False)
     if model.token_emb.weight.device.type != "cpu" or to_compile:

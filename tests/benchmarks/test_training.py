@@ -12,6 +12,7 @@ import torch
 from helpers.checkouts import NANOGPT
 from helpers.models import random_ids, tiny_model
 from helpers.refusals import printed_keys, refused
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import comparison, training
 from benchmarks.equivalence import (
@@ -21,9 +22,11 @@ from benchmarks.equivalence import (
     first_step,
 )
 from benchmarks.implementations import NanoGPT, Ours, Variant, pad_vocabulary
+from benchmarks.settings import TrainingBenchmark
 from benchmarks.timing import interleave, speedup
 from tokens.windows import window_order
 from train import train_step
+from training.config import compose
 from training.config.schema import OptimizerConfig, ParallelConfig
 from training.distributed.build import build_strategy
 
@@ -57,6 +60,19 @@ def strategy():
     return build_strategy(ParallelConfig.with_defaults(strategy="single"), "cpu", "fp32", 0)
 
 
+def test_products_alone_have_the_flops_of_a_step_without_attention():
+    settings = TrainingBenchmark(model="gpt2-nano", batch_size=2, length=8, device="cpu")
+    config = compose(["model=gpt2-nano"])
+    strategy = build_strategy(ParallelConfig.with_defaults(strategy="single"), "cpu", "fp32", 0)
+    compared = comparison.Comparison(settings, config, strategy)
+    _ = compared.products
+    with FlopCounterMode(display=False) as counter:
+        compared.time_products()
+    attention = 6 * 4 * 128 * (8 + 1)  # per token: layers, width, tokens + 1
+    expected = compared.weights.flops_per_token(8) - attention
+    assert counter.get_total_flops() == expected * 2 * 8
+
+
 def batch(seed=0):
     ids = random_ids(T=12, seed=seed)
     return ids[:, :-1], ids[:, 1:]
@@ -86,6 +102,7 @@ def test_all_implementations_in_both_tables(bench, nanogpt, tmp_path):
         assert row["tokens_per_second"] == pytest.approx(24 / median(row["step_seconds"]))
         assert row["first_loss"] == pytest.approx(shipped[0]["first_loss"], rel=2e-3)
         assert f"\n  {row['name']} " in shown
+        assert ("of_products_alone" in row) == (row["precision"] == "fp32")
 
 
 def test_which_rows_are_compiled(bench, nanogpt, tmp_path, monkeypatch):
