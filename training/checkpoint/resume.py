@@ -20,7 +20,13 @@ from training.checkpoint import format as checkpoint
 from training.checkpoint import listing
 from training.checkpoint.format import State
 from training.checkpoint.run_directory import has_other_files, lock_directory, settings_of
-from training.config.stored import OF_THE_MACHINE, complete, different_settings, resolve_auto
+from training.config.stored import (
+    OF_THE_MACHINE,
+    complete,
+    different_settings,
+    names_run,
+    resolve_auto,
+)
 from training.config.yaml_files import flat
 from training.distributed.launch import launch_command
 from training.distributed.strategy import Strategy
@@ -131,9 +137,8 @@ def find_start(
 
 def longer(config: "Config", step: int) -> str:
     """Returns the settings with which a finished run trains further."""
-    return f"trainer.max_steps above {step}" + (
-        " and trainer.max_minutes=null" if config.trainer.max_minutes else ""
-    )
+    keeps_steps = config.trainer.max_minutes and not names_run(config.trainer.resume)
+    return f"trainer.max_steps above {step}{' and trainer.max_minutes=null' if keeps_steps else ''}"
 
 
 def own_directory(config: "Config") -> Path | None:

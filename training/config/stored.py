@@ -35,8 +35,12 @@ def resolve_auto(config: Config, before: dict | None = None) -> None:
     """
     trainer, known = config.trainer, flat(before or {})
     planned = known.get("trainer.max_steps")
-    if trainer.max_minutes and known.get("trainer.max_minutes") and type(planned) is int:
-        trainer.max_steps = min(trainer.max_steps, planned)  # the first start measured the steps
+    if trainer.max_minutes and type(planned) is int:
+        # The first start has measured the steps. With trainer.resume=PATH, all settings come from
+        # the run, so a given number of steps is a new one.
+        keeps = known.get("trainer.max_minutes") and not names_run(trainer.resume)
+        if keeps or trainer.max_steps == UNLIMITED:
+            trainer.max_steps = min(trainer.max_steps, planned)
     steps = trainer.schedule_steps or trainer.max_steps
     _resolve(config, "trainer.warmup_steps", known, automatic_warmup(steps))
     _resolve(config, "trainer.eval_every", known, min(max(steps // 10, 40), 1000))
@@ -48,6 +52,11 @@ def resolve_auto(config: Config, before: dict | None = None) -> None:
     if known.get("lens.every") == 0:  # the lens was off and is now on
         del known["lens.every"]
     _resolve(config, "lens.every", known, min(max(steps // 20, 40), 1000))
+
+
+def names_run(resume: object) -> bool:
+    """Returns whether trainer.resume is the path of a run or checkpoint."""
+    return isinstance(resume, str) and resume not in ("auto", "must")
 
 
 def automatic_warmup(max_steps: int) -> int:
@@ -68,11 +77,10 @@ def config_from(values: dict, overrides: Sequence[str], found: Sequence[Problem]
     overrides: the command line. If trainer.resume is a path, the rules between settings are checked
     later, by `complete`, with the settings of that run.
     """
-    resume = flat(values).get("trainer.resume")
-    names_run = isinstance(resume, str) and resume not in ("auto", "must")
-    config, problems = validate(Config, values, rules=not names_run)
+    is_path = names_run(flat(values).get("trainer.resume"))
+    config, problems = validate(Config, values, rules=not is_path)
     refuse([*found, *problems])
-    if names_run:
+    if is_path:
         config._overrides = [
             text.partition("=")[0].lstrip("+~").partition("@")[0] for text in overrides
         ]

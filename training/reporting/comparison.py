@@ -343,6 +343,8 @@ def shown(rows: list[Row]) -> list[dict[str, object]]:
 
 def automatic(settings: dict[str, object]) -> dict[str, object]:
     """Returns the values that follow from other settings."""
-    steps = settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps", 0)
-    vocab_size = VOCABULARIES.get(str(settings.get("data.tokenizer")))
-    return {"trainer.warmup_steps": automatic_warmup(steps), "model.vocab_size": vocab_size}
+    steps = settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps")
+    return {
+        "trainer.warmup_steps": automatic_warmup(steps) if steps else None,
+        "model.vocab_size": VOCABULARIES.get(str(settings.get("data.tokenizer"))),
+    }

@@ -1,5 +1,6 @@
 """summary.json: the result of a finished run, and the command that repeats the run."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -26,12 +27,18 @@ def write_summary(
     last = read_rows(folder / "metrics.jsonl")[-1]
     planned, repeat = state.settings["trainer"]["max_steps"], None
     if is_own_process() and len(starts) == 1 and not launch.max_restarts():
-        # A number of steps replaces the time limit. Later settings override earlier ones.
-        repeat = f"{starts[0]['command']} name=null trainer.max_minutes=null"
-        repeat += f" trainer.max_steps={state.step}"
-        if (schedule := trainer.schedule_steps or planned) != state.step:
-            repeat += f" trainer.schedule_steps={schedule}"
-        repeat += f" trainer.compile={str(trainer.compile).lower()}"
+        # A number of steps replaces the time limit.
+        schedule = trainer.schedule_steps or planned
+        new = {
+            "name": "null",
+            "trainer.max_minutes": "null",
+            "trainer.max_steps": state.step,
+            "trainer.schedule_steps": "null" if schedule == state.step else schedule,
+            "trainer.compile": str(trainer.compile).lower(),
+        }
+        words = shlex.split(starts[0]["command"])
+        kept = [word for word in words if word.partition("=")[0] not in new]
+        repeat = shlex.join([*kept, *(f"{key}={value}" for key, value in new.items())])
     summary = {
         "name": folder.name,
         **{key: value for key, value in last.items() if key.startswith("val/")},

@@ -128,7 +128,7 @@ def test_runs_that_one_command_does_not_repeat(in_process, tmp_path, monkeypatch
     assert json_of(tmp_path / "runs" / "restarted")["repeat"] is None
 
 
-def test_a_resumed_run_keeps_its_plan_only_if_it_had_a_time_limit():
+def test_a_resumed_run_keeps_its_plan_unless_another_one_is_given():
     def steps(before, *more):
         config = settings(*TINY, "data.path=x", *more)
         resolve_auto(config, {"trainer": before})
@@ -140,6 +140,10 @@ def test_a_resumed_run_keeps_its_plan_only_if_it_had_a_time_limit():
     assert steps(limited, *LIMITED, "trainer.max_steps=1200") == 600
     assert steps(limited, "trainer.max_steps=1200") == 1200
     assert steps({"max_steps": 1000}, *LIMITED, "trainer.max_steps=2000") == 2000
+    longer = limited | {"max_minutes": None, "max_steps": 700}  # it was resumed without the limit
+    assert steps(longer, *LIMITED) == 700
+    resumed = (*LIMITED, "trainer.resume=runs/x", "trainer.max_steps=1200")
+    assert steps(limited, *resumed) == 1200
 
 
 def json_of(run) -> dict:

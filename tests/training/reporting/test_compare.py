@@ -147,13 +147,14 @@ def test_runs_with_a_time_limit_share_a_row_if_their_steps_were_measured(run, co
         ("c", 0, 100, 5, "trainer.max_steps=100"),
         ("d", 0, 200, 5, "trainer.max_steps=200"),
         ("e", 0, 100, 6, ""),
+        ("f", 0, 100, None, "trainer.max_steps=100"),
     ):
         trainer = {"max_steps": steps, "warmup_steps": steps // 5, "max_minutes": minutes}
         start = {"step": 0, "command": f"python train.py {given}"}
         folder = run(name, [1.0 + seed], seed=seed, trainer=trainer)
         (folder / "starts.jsonl").write_text(json.dumps(start))
     rows = compared()[2]["rows"]
-    assert sorted(row["runs"] for row in rows) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert sorted(row["runs"] for row in rows) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
 
 
 def test_each_text_and_tokenizer_has_its_table(run, compared, tmp_path):
