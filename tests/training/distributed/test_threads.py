@@ -92,10 +92,10 @@ def test_use_by_other_processes_is_measured(tmp_path, monkeypatch):
 
 def test_threads_of_a_run(make_run, monkeypatch, capsys):
     monkeypatch.setattr(threads, "available_cores", lambda: 1.0)
-    assert torch.get_num_threads() == 1
+    before = torch.get_num_threads()
     run = make_run("trainer.threads=2")
     fit(run)
-    assert torch.get_num_threads() == 1  # restored
+    assert torch.get_num_threads() == before
     (start,) = map(json.loads, (run.directory / "starts.jsonl").read_text().splitlines())
     assert start["threads"] == 2
     assert suggestion(capsys.readouterr().out) == 1
