@@ -103,7 +103,8 @@ def test_the_command_of_the_summary_repeats_the_run(in_process, tmp_path, monkey
     monkeypatch.setattr(time_limit, "STARTED", time.monotonic())
     (tmp_path / "my text.txt").write_text(TEXT)
     arguments = [*TINY, "name=first", "data.path=my text.txt", "trainer.max_minutes=100"]
-    arguments += ["optimizer.schedule=cosine"]  # each step depends on the length of the schedule
+    # Each step after the first one depends on the length of the schedule.
+    arguments += ["optimizer.schedule=cosine", "trainer.warmup_steps=0"]
     with monkeypatch.context() as patched:
         steps = itertools.count(1)
         patched.setattr(time_limit.TimeLimit, "is_last_step", lambda _: next(steps) == last)
