@@ -46,7 +46,7 @@ def compare(settings: TrainingBenchmark) -> None:
     strategy = build_strategy(single, settings.device, settings.precision, SEED)
     comparison = Comparison(settings, config, strategy)
     weights = comparison.weights
-    results = origin("benchmarks.training", strategy.device, ("torch", "numpy")) | {
+    results = origin("benchmarks.training", strategy.device, ("numpy",)) | {
         "settings": settings.model_dump(mode="json", exclude={"debug", "out"}),
         "parameters": weights.num_parameters(),
         "flops_per_token": weights.flops_per_token(settings.length),

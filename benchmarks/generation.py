@@ -37,7 +37,7 @@ def compare(settings: GenerationBenchmark) -> None:
         refuse([("max_new_tokens", settings.max_new_tokens, reason, "use fewer")])
     device = devices.prepare(settings.device, SEED)
     weights = GPT(config).eval()
-    results = origin("benchmarks.generate", device, ("torch", "transformers")) | {"tables": {}}
+    results = origin("benchmarks.generate", device, ("transformers",)) | {"tables": {}}
     for batch_size in settings.batch_sizes:
         work = implementations(weights, batch_size, device)
         for prompt_tokens in settings.prompt_tokens:

@@ -67,7 +67,7 @@ class GpuBenchmark(ScriptConfig):
 def main(settings: GpuBenchmark) -> None:
     refuse(device.check(settings.device, "bf16"))
     where, rows = device.prepare(settings.device, seed=0), []
-    results = origin("benchmarks.gpu", where, ("torch", "triton", "transformers")) | {"rows": rows}
+    results = origin("benchmarks.gpu", where, ("triton", "transformers")) | {"rows": rows}
     for kind in COMMANDS:
         for model in settings.models if kind == "single" else settings.models[:1]:
             print(f"{kind} {model} ...", file=sys.stderr, flush=True)

@@ -77,7 +77,7 @@ def main(settings: CompareConfig) -> None:
     if settings.out:
         written = {
             "date": datetime.date.today().isoformat(),
-            **machine(("torch",)),
+            **machine(()),
             "metric": settings.metric,
             "target": settings.target,
             "where": ["".join(condition) for condition in settings.where],

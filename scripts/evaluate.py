@@ -129,7 +129,7 @@ def main(settings: EvaluateConfig) -> None:
             **results,
             "precision": strategy.precision,
             "device": str(strategy.device),
-            **machine(("torch", "numpy", "tiktoken")),
+            **machine(("numpy", "tiktoken")),
         }
         write_out(settings.out, report)
 

@@ -12,7 +12,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 CAMPAIGN = os.environ.get("CAMPAIGN") == "1"
@@ -57,6 +56,9 @@ def summary(lines: list[str]) -> dict[str, dict[str, float]]:
 
 
 def main(log: Path, result: Path) -> None:
+    import numpy
+    import torch
+
     commit = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
     report = {
         "command": "make campaign",
@@ -65,7 +67,8 @@ def main(log: Path, result: Path) -> None:
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "numpy")},
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
         "faults": summary(log.read_text(encoding="utf-8").splitlines()),
     }
     result.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -13,17 +13,27 @@ from pathlib import Path
 from training.config.yaml_files import REPOSITORY
 from training.distributed.launch import launch_command
 
-PACKAGES = ("torch", "numpy", "tiktoken", "gigatoken")
+PACKAGES = ("numpy", "tiktoken", "gigatoken")
 
 
 def machine(packages: tuple[str, ...] = PACKAGES) -> dict:
-    """Returns the number of cores, the processor, the commit and the versions of packages."""
+    """Returns the number of cores, the processor, the system, the commit and the versions of
+    Python, torch and packages.
+
+    torch: with its build, such as 2.13.0+cu130, which the version of the package may lack. cuda:
+    the CUDA version of that build; None for a CPU build.
+    """
+    import torch
+
     linux = hasattr(os, "sched_getaffinity")
     return {
         "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
         "processor": processor(),
+        "system": platform.platform(),
         "commit": git(REPOSITORY, "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         **{name: package_version(name) for name in packages},
     }
 
@@ -66,7 +76,6 @@ def environment(device: str, ranks: int) -> dict:
         "device": name,
         "ranks": ranks,
         "threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda,
         **known,
     }
 
