@@ -207,7 +207,7 @@ class GPT(nn.Module):
             positions = torch.arange(num_tokens, device=input_ids.device)  # (T,)
         x = self.dropout(self.token_emb(input_ids) + self.pos_emb(positions))  # (B, T, C)
         for layer, block in enumerate(self.blocks):
-            kernel = functools.partial(layer_kernel, layer) if layer_kernel else None
+            kernel = None if layer_kernel is None else functools.partial(layer_kernel, layer)
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, kernel, use_reentrant=False)
             else:

@@ -127,8 +127,12 @@ def layouts(dtype: torch.dtype) -> list[Layout]:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Returns whether this torch build has oneDNN and the processor supports `dtype`."""
+    """Returns whether this torch build has the operators of oneDNN that `packed` and `multiply`
+    use, which are private, and the processor supports `dtype`."""
+    used = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     if not torch.backends.mkldnn.is_available():
+        return False
+    if not all(hasattr(torch.ops.mkldnn, name) for name in used):
         return False
     if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -9,9 +9,15 @@ from helpers.greedy import PROMPTS, generated_ids
 from helpers.models import random_ids, tiny_model
 
 from inference import packed_weights
-from inference.packed_weights import PackedLinear, fastest_layouts, layouts, pack_weights
+from inference.packed_weights import (
+    PackedLinear,
+    can_pack,
+    fastest_layouts,
+    layouts,
+    pack_weights,
+)
 
-HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+HAS_BF16 = can_pack(torch.bfloat16)
 
 
 @pytest.mark.parametrize("layout", layouts(torch.float32), ids=lambda layout: layout.__name__)
@@ -62,6 +68,20 @@ def test_each_shape_gets_its_fastest_layout(monkeypatch):
     assert names == {(8, 4): "other", (2, 4): "first"}
 
 
+@pytest.mark.parametrize("missing", ["_reorder_linear_weight", "_linear_pointwise"])
+@torch.no_grad()
+def test_a_torch_without_the_private_operators_uses_plain_products(monkeypatch, missing):
+    names = {"_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"}
+    others = {name: lambda *_: pytest.fail("called") for name in names - {missing}}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**others))
+    model, ids = tiny_model().eval(), random_ids()
+    for dtype in (torch.float32, torch.bfloat16):
+        fast = pack_weights(copy.deepcopy(model), dtype)
+        expected = copy.deepcopy(model).to(dtype)(ids)[0]
+        torch.testing.assert_close(fast(ids)[0], expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(not can_pack(torch.float32), reason="this torch build has no oneDNN")
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_weights_are_packed_where_the_processor_can(monkeypatch, has_bf16):
     """bf16 only if oneDNN supports it; never for torch.compile."""
