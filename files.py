@@ -65,8 +65,13 @@ def make_folder(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file's content, or the names in a folder, to disk."""
-    number = os.open(path, os.O_RDONLY)
+    """Flushes a file's content, or the names in a folder, to disk. Windows cannot open a folder, so
+    there a folder is not flushed."""
+    is_folder = path.is_dir()
+    if is_folder and not hasattr(os, "O_DIRECTORY"):
+        return
+    # Windows flushes a file only if it is open for writing.
+    number = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(number)
     finally:
@@ -78,7 +83,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
     Raises OSError for other types: reading a FIFO or a device could block or never end.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # not on Windows
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "is not a regular file", str(path))

@@ -75,9 +75,8 @@ def main(settings: GenerateConfig) -> None:
     from interop.pretrained import load_pretrained
     from training.distributed import device
 
-    for stream in (sys.stdin, sys.stdout):  # replace characters that the encoding does not have
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
     refuse(device.check(settings.device, settings.precision))
     torch_device = device.prepare(settings.device, settings.seed)
     pretrained = load_pretrained(settings.checkpoint)

@@ -60,7 +60,7 @@ def atomic_write(path: Path, text: str) -> None:
     """Writes a file atomically: to a unique temporary name, which is then renamed."""
     part = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(text.encode())  # on Windows, write_text would change the line ends
         os.replace(part, path)
     except BaseException:  # including KeyboardInterrupt
         part.unlink(missing_ok=True)

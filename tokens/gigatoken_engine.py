@@ -37,10 +37,11 @@ class Gigatoken:
         from gigatoken.gigatoken_rs import BPETokenizer
 
         self._tokenizer = None  # free the old tokenizer first
-        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-            file.write(self._ranks)
-            file.flush()
-            self._tokenizer = BPETokenizer.from_tiktoken(file.name, "gpt2", self._specials)
+        with tempfile.TemporaryDirectory() as folder:  # Windows does not open a file twice
+            file = os.path.join(folder, "gpt2.tiktoken")
+            with open(file, "wb") as opened:
+                opened.write(self._ranks)
+            self._tokenizer = BPETokenizer.from_tiktoken(file, "gpt2", self._specials)
         release_freed_memory()
         self._resident, self._read, self._checked = resident_bytes(), 0, 0
 
@@ -67,7 +68,8 @@ gigatoken = functools.cache(Gigatoken)  # one object per process for each value 
 def release_freed_memory() -> None:
     """Returns freed memory to the operating system. glibc keeps it otherwise: half a megabyte for
     each megabyte of text, because blocks of many sizes are allocated and freed."""
-    with contextlib.suppress(AttributeError):  # other C libraries do not have malloc_trim
+    # Other C libraries do not have malloc_trim. TypeError: Windows, which has no CDLL(None).
+    with contextlib.suppress(AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -13,13 +13,13 @@ and the SHA-256 of each block of 4 MiB, so that an error message can name the da
     streams["train"].gather(np.array([5]), 1024)  # ids 5 to 1028 (tokens/stream.py)
 """
 
+import contextlib
 import functools
 import glob
 import hashlib
 import json
 import os
 import re
-import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,11 @@ from files import atomic_write, open_regular, read_json, rename, temporary_name
 from tokens.paths import find_files, translate_read_errors
 from tokens.stream import BLOCK_BYTES, TokenStream
 from tokens.tokenizers import TOKENIZERS
+
+try:
+    import resource
+except ImportError:  # Windows, which does not limit open files
+    resource = None
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 2**28  # bytes; enough for 15 TB of shards
@@ -213,12 +218,8 @@ def open_shards(
             cause = f"{folder} was tokenized with {manifest.tokenizer}"
             fix = f"set data.tokenizer={manifest.tokenizer}, or prepare the data with {tokenizer}"
             raise DataError("data.tokenizer", tokenizer, cause, fix)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(files) + 256  # each memory-mapped file needs a file descriptor
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if resource:
+        _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
     shards = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
     total = sum(shard.size for shard in shards)
     for shard in shards:
@@ -232,6 +233,17 @@ def open_shards(
     if not train or not val:
         return {"train": _stream(shards)}
     return {"train": _stream(train), "val": _stream(val)}
+
+
+def _raise_file_limit(wanted: int) -> None:
+    """Raises the limit of open files to `wanted` if the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft < wanted:
+        # macOS has a lower limit than `hard`. Then _open_shard reports the file.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _stream(shards: list["_Shard"]) -> TokenStream:

@@ -1,4 +1,4 @@
-"""Signals that stop a run: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C)."""
+"""Signals that stop a run: SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, which Windows does not have."""
 
 import os
 import signal
@@ -6,7 +6,9 @@ import signal
 from training.distributed.launch import launched
 
 # Slurm can send SIGUSR1 a given time before the time limit.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+)
 PARENT_PID = os.getppid()  # at the start of the process
 
 

@@ -154,7 +154,7 @@ def write(folder: Path, tensors: Tensors, state: dict) -> None:
     (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     for name in (MODEL, OPTIMIZER):  # save_file makes files readable by the owner only
         (folder / name).chmod((folder / STATE).stat().st_mode)
-    (folder / CHECKSUMS).write_text("".join(_checksum_line(folder / name) for name in FILES))
+    (folder / CHECKSUMS).write_bytes("".join(_checksum_line(folder / n) for n in FILES).encode())
     for name in (*FILES, CHECKSUMS):
         fsync(folder / name)
     fsync(folder)

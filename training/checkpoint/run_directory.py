@@ -74,7 +74,9 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
         try:
             lock = FileLock(path).acquire(timeout=timeout)
         except Timeout:
-            holder = path.read_text(encoding="utf-8", errors="replace").strip()
+            holder = ""
+            with contextlib.suppress(PermissionError):  # Windows: a locked file cannot be read
+                holder = path.read_text(encoding="utf-8", errors="replace").strip()
             cause = f"{folder} is in use by another process ({holder or 'unknown'})"
             fix = "wait until it ends, or use another name"
             raise RunDirectoryError("name", folder.name, cause, fix) from None
@@ -85,7 +87,9 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
             print(f"{folder}: {reason}; do not start two runs here", file=sys.stderr)
             lock = contextlib.nullcontext()
         else:
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            with contextlib.suppress(PermissionError):  # Windows: nor written
+                holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+                path.write_text(holder, encoding="utf-8")
         for part in (folder, folder / "attention", folder / "profile"):
             remove_temporary_files(part)
     return lock

@@ -184,4 +184,8 @@ def _set_link(link: Path, target: str | None) -> None:
         fresh = link.with_name(link.name + ".part")
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(target)
-        rename(fresh, link)
+        try:
+            rename(fresh, link)
+        except PermissionError:  # Windows does not replace a link to a folder
+            link.unlink()
+            rename(fresh, link)

@@ -203,7 +203,12 @@ def command_line() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def errors_in_one_line(debug: bool = False) -> Iterator[None]:
     """Prints an error as one line per problem (debug: its traceback) and exits with its exit code.
-    Ranks other than 0 print only errors that rank 0 may not have."""
+    Ranks other than 0 print only errors that rank 0 may not have.
+
+    Prints "?" for characters that the encoding of stdout does not have: on Windows, the encoding of
+    a pipe may be cp1252."""
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:

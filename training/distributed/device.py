@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import os
 import platform
-import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,6 +17,11 @@ import torch
 
 from training.distributed import launch
 from training.planning.devices import WORTH_COMPILING, kind_named
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 STEPS_WORTH_COMPILING = 2_000  # decoding steps; compiling takes as long as thousands of them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,10 +128,13 @@ def peak_flops(device: torch.device) -> float | None:
     return kind.flops if kind else None
 
 
-def peak_memory() -> int:
-    """Returns the peak bytes of this process: reserved by torch on a GPU, else resident."""
+def peak_memory() -> int | None:
+    """Returns the peak bytes of this process: reserved by torch on a GPU, else resident; None if
+    unknown."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved()
+    if resource is None:
+        return None
     found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return found * (1 if sys.platform == "darwin" else 1024)
 

@@ -132,7 +132,8 @@ class Strategy:
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         """Returns this rank's part of `whole`, with the dtype and placement of `like`. All ranks
         must call it, in the same order. `whole` is None on ranks other than 0."""
-        return whole.to(like.device, like.dtype)
+        # A copy: `whole` is mapped to the file, and Windows does not remove a mapped file.
+        return whole.to(like.device, like.dtype, copy=True)
 
     # ------------------------------------------------------------------------- gradient step
 
@@ -194,8 +195,8 @@ class Strategy:
 
     def synchronize(self) -> None:
         """Waits until the device has finished its work. Call it before reading a clock."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
 
     # --------------------------------------------------------------------------- collectives
 

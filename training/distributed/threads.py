@@ -35,7 +35,7 @@ def available_cores() -> float:
     (cgroup v2), which torch does not read."""
     cores = float(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError, ValueError):  # no such file; "max": no limit
-        quota, period = map(int, QUOTA.read_text().split())
+        quota, period = map(int, QUOTA.read_text(encoding="ascii").split())
         cores = min(cores, quota / period)
     return cores
 
@@ -76,4 +76,5 @@ def used_by_others() -> float | None:
     """Returns the seconds that other processes have used the cores of this process; None if the
     system does not tell."""
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: not Linux
-        return busy_seconds(STAT.read_text(), os.sched_getaffinity(0)) - sum(os.times()[:4])
+        stat, cores = STAT.read_text(encoding="ascii"), os.sched_getaffinity(0)
+        return busy_seconds(stat, cores) - sum(os.times()[:4])

@@ -100,19 +100,21 @@ def job_of(settings: Config, strategy: Strategy, compiled: bool) -> Job:
 
 
 def memory_of(device: torch.device) -> float:
-    """Returns the bytes of device memory that this process may use."""
+    """Returns the bytes of device memory that this process may use; infinity if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine = math.inf
+    if hasattr(os, "sysconf"):  # not on Windows
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(machine, _container_limit()) / launch.local_ranks()
 
 
 def available_memory() -> float:
     """Returns the bytes of free memory of the machine; 0 if unknown."""
     try:
-        meminfo = Path("/proc/meminfo").read_text()
+        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:  # not Linux
         return 0
     spare = 1024 * int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.M)[1])

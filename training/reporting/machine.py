@@ -42,11 +42,11 @@ def processor() -> str:
     """Returns the name of the processor. In a virtual machine the name may be the same for several
     generations, but family and model differ."""
     info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
     keys = ("model name", "cpu family", "model")
     found = [re.findall(rf"^{key}\s*: (.+)", text, re.MULTILINE) for key in keys]
     if not all(found):
-        return platform.machine()
+        return platform.processor() or platform.machine()
     return "{} (family {}, model {})".format(*(values[0] for values in found))
 
 
@@ -83,7 +83,7 @@ def environment(device: str, ranks: int) -> dict:
 def git(folder: Path, *arguments: str) -> str:
     """Returns the output of a git command in a folder; "" without git or a repository."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True)
     except OSError:
         return ""
-    return done.stdout.strip()
+    return done.stdout.decode("utf-8", "replace").strip()

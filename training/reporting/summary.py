@@ -39,6 +39,7 @@ def write_summary(
         words = shlex.split(starts[0]["command"])
         kept = [word for word in words if word.partition("=")[0] not in new]
         repeat = shlex.join([*kept, *(f"{key}={value}" for key, value in new.items())])
+    peak = peak_memory()
     summary = {
         "name": folder.name,
         **{key: value for key, value in last.items() if key.startswith("val/")},
@@ -49,7 +50,7 @@ def write_summary(
         "tokens": state.tokens,
         "seed": config.seed,
         "max_minutes": trainer.max_minutes,
-        "peak_memory_gb": round(peak_memory() / 1e9, 3),  # of this rank
+        "peak_memory_gb": peak and round(peak / 1e9, 3),  # of this rank
         "repeat": repeat,
         "start": starts[-1],
     }

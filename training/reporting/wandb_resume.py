@@ -34,9 +34,9 @@ def first_missing_step(wandb: ModuleType, run, folder: Path) -> int | None:
     them, and all rows after them, other steps.
     """
     unfinished, own = folder / UNFINISHED, Path(run.dir).parent
-    lines = unfinished.read_text().splitlines() if unfinished.exists() else []
+    lines = unfinished.read_text(encoding="utf-8").splitlines() if unfinished.exists() else []
     killed = {line for line in lines if re.fullmatch(r"[\w.-]+", line)}
-    unfinished.write_text("\n".join(killed | {run.id}))
+    unfinished.write_text("\n".join(killed | {run.id}), encoding="utf-8")
     last_steps = []
     for each in killed | {run.id}:
         for record in own.parent.glob(f"*run-*/run-{glob.escape(each)}.wandb"):
