@@ -75,14 +75,18 @@ def sdpa(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) 
     """Calls PyTorch's fused attention, which does not store the (T, S) weights. The default."""
     num_queries, num_keys = queries.shape[-2], keys.shape[-2]
     if num_queries == num_keys:
-        return F.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=dropout_p, is_causal=True
-        )
+        return fused_attention(queries, keys, values, dropout_p=dropout_p, is_causal=True)
     # is_causal aligns the mask at its upper left corner: query 0 would attend to key 0 only.
     mask = causal_mask(num_queries, num_keys, queries.device)
-    return F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, dropout_p=dropout_p
-    )
+    return fused_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout_p)
+
+
+def fused_attention(queries: Tensor, keys: Tensor, values: Tensor, **options) -> Tensor:
+    """Calls F.scaled_dot_product_attention. On MPS, it returns wrong values for some views (PyTorch
+    issue 181133), so they are copied there."""
+    if queries.device.type == "mps":
+        queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
+    return F.scaled_dot_product_attention(queries, keys, values, **options)
 
 
 def einsum(queries: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0) -> Tensor:

@@ -13,10 +13,9 @@ Shapes: B rows, T positions, S key positions, H heads, D head_dim, V vocabulary.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from attention import sdpa
+from attention import fused_attention, sdpa
 from model import GPT
 
 
@@ -84,7 +83,7 @@ class KVCache:
             all_keys, all_values = self.keys[layer], self.values[layer]  # (B, H, capacity, D)
             all_keys[index] = keys[:, :, 0].to(all_keys.dtype)
             all_values[index] = values[:, :, 0].to(all_values.dtype)
-            context_vec = F.scaled_dot_product_attention(
+            context_vec = fused_attention(
                 queries.to(all_keys.dtype),
                 all_keys[:, :, :num_keys],
                 all_values[:, :, :num_keys],

@@ -32,9 +32,9 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # name of the value: (target, limit)
 BUDGETS = {
-    "all": (12_500, 18_188),
-    "train + model + attention + data": (1_200, 930),
-    "command line, schema, validation": (600, 1_360),
+    "all": (12_500, 18_240),
+    "train + model + attention + data": (1_200, 934),
+    "command line, schema, validation": (600, 1_365),
     "largest file": (400, 400),
     "longest function": (60, 60),
     "imports inside functions": (40, 49),

@@ -33,7 +33,7 @@ LIBRARIES = (
 LIBRARIES += " safetensors.torch filelock PIL.Image torch._dynamo torch.profiler unittest.mock"
 MODULES = ("resource", "fcntl", "pwd", "grp", "termios")
 NAMES = {
-    "os": "sysconf sched_getaffinity O_NONBLOCK O_DIRECTORY fork getuid mkfifo killpg statvfs uname",
+    "os": "sysconf sched_getaffinity O_NONBLOCK O_DIRECTORY fork getuid mkfifo killpg statvfs",
     "signal": "SIGUSR1 SIGUSR2 SIGALRM SIGHUP SIGKILL pause pthread_kill",
 }
 SYSTEM_FILES = ("/proc", "/sys", "/dev")

@@ -45,7 +45,10 @@ def check(
     if chosen == "cuda" and here > gpus:
         reason = f"{here} processes were started, but the number of GPUs is {gpus}"
         found.append((group + "device", device, reason, f"use --nproc_per_node={gpus}"))
-    if precision == "fp16" and chosen != "cuda":
+    if precision in ("bf16", "fp16") and chosen == "mps":
+        reason = "PyTorch's attention on MPS may attend to later tokens in half precision"
+        found.append((group + "precision", precision, reason, f"use {group}precision=auto"))
+    elif precision == "fp16" and chosen != "cuda":
         reason = f"needs a CUDA device, but the device is {chosen}"
         found.append((group + "precision", precision, reason, f"use {group}precision=auto"))
     if precision == "bf16" and chosen == "cuda" and not torch.cuda.is_bf16_supported(False):
@@ -74,7 +77,8 @@ def best_device() -> str:
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
-    """Returns bf16 if the hardware has bf16 matrix products, else fp32; never fp16."""
+    """Returns bf16 if the hardware has bf16 matrix products, else fp32; never fp16. On MPS, fp32:
+    PyTorch's causal attention may attend to later tokens in half precision (issue 195910)."""
     fast = False
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
