@@ -32,7 +32,7 @@ STEP = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # name of the value: (target, limit)
 BUDGETS = {
-    "all": (12_500, 18_240),
+    "all": (12_500, 18_241),
     "train + model + attention + data": (1_200, 934),
     "command line, schema, validation": (600, 1_365),
     "largest file": (400, 400),

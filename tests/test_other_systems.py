@@ -26,6 +26,7 @@ from scripts import evaluate
 from train import fit
 from training.checkpoint.run_directory import lock_directory
 from training.distributed import device
+from training.distributed.strategy import Strategy
 from training.setup import build_run
 
 PROMPT = "“Ça va?” 東京 🦊 —"
@@ -122,6 +123,14 @@ def test_automatic_precision_on_mps_is_fp32(mps):
     assert device.check("auto", "auto") == device.check("mps", "fp32") == []
     assert device.best_device() == "mps"
     assert device.best_dtype(torch.device("mps")) == torch.float32
+
+
+def test_clocks_are_read_after_the_work_on_mps(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: calls.append("mps"))
+    for kind in ("cpu", "mps"):
+        Strategy(torch.device(kind), torch.float32).synchronize()
+    assert calls == ["mps"]
 
 
 class Pretended(TorchFunctionMode):

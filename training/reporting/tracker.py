@@ -128,7 +128,7 @@ class Tracker:
             metrics = metrics | snapshot.metrics
         files = snapshot.images | snapshot.pages if snapshot else {}
         row = {"step": step} | {key: _json_value(value) for key, value in metrics.items()}
-        row |= {key: str(path.relative_to(self.folder)) for key, path in files.items()}
+        row |= {key: path.relative_to(self.folder).as_posix() for key, path in files.items()}
         if len(row) > 1:
             self.rows.append(row)
         if sample:

@@ -61,5 +61,6 @@ def histogram(values: torch.Tensor) -> Histogram | None:
         return None
     high = max(high, np.nextafter(np.float32(low), np.float32(np.inf)))
     parts = values.float().flatten().split(2**24)  # histc counts in fp32
-    counts = sum(torch.histc(part, BINS, low, high).double() for part in parts)
-    return counts.cpu().numpy(), np.linspace(low, high, BINS + 1)
+    # On the CPU, because MPS has no doubles.
+    counts = sum(torch.histc(part, BINS, low, high).cpu().double() for part in parts)
+    return counts.numpy(), np.linspace(low, high, BINS + 1)
