@@ -76,11 +76,11 @@ def remove_features() -> None:
         check_exists(path)
         return _stat(path, *rest, **options)
 
-    def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *rest):
+    def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **more):
         check_exists(file)
         if "b" not in mode and newline is None and set(mode) & set("wax"):
             newline = "\r\n"
-        opened = _open_text(file, mode, buffering, encoding, errors, newline, *rest)
+        opened = _open_text(file, mode, buffering, encoding, errors, newline, **more)
         if not isinstance(file, int):  # another handle cannot use a locked file
             try:
                 fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
