@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import os
 import sys
 import time
 
@@ -55,9 +56,9 @@ class Console:
 
 
 def rich_console(**options) -> RichConsole:
-    """Returns a rich console on stdout. For a file or a pipe it ignores FORCE_COLOR, which would
-    write the control codes of a progress bar there. In Jupyter it prints plain lines."""
-    terminal = None if sys.stdout.isatty() else False
+    """Returns a rich console on stdout. It ignores FORCE_COLOR, which would write control codes to
+    a file or a pipe, and Jupyter's terminal for `!python`, which keeps each redraw of a bar."""
+    terminal = None if sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ else False
     return RichConsole(force_terminal=terminal, force_jupyter=False, **options)
 
 

@@ -37,7 +37,18 @@ def test_a_file_has_plain_lines_whatever_the_environment_variables(monkeypatch, 
     assert capsys.readouterr().out == ""
 
 
+def test_a_command_in_a_notebook_has_plain_lines(monkeypatch):
+    """The stdout of `!python train.py` is a terminal, but a notebook keeps each redraw of a bar."""
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    for variable, value in (("JPY_PARENT_PID", "1"), ("FORCE_COLOR", "1"), ("TERM", "xterm-color")):
+        monkeypatch.setenv(variable, value)  # as Jupyter sets them
+    print_some(Console(True, 0, 10))
+    assert len(terminal.getvalue().splitlines()) == 2
+    assert "\x1b" not in terminal.getvalue()
+
+
 def test_a_terminal_has_a_bar_that_is_cleared(monkeypatch):
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     monkeypatch.setattr("sys.stdout", terminal := Terminal())
     monkeypatch.setenv("TERM", "xterm")
     print_some(Console(True, 0, 10))
