@@ -13,7 +13,7 @@ MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/i
     tests/training/distributed/test_ranks.py
 
 # Files that the type checker checks with its preset `default`; all others have `basic`.
-STRICT := attention.py model.py files.py lens inference interop tests/budgets.py \
+STRICT := attention.py model.py files.py lens inference interop \
     $(addprefix tokens/,readers.py sampler.py windows.py) \
     $(addprefix training/distributed/,build.py process_group.py) \
     $(addprefix training/optim/,loss_spikes.py optimizers.py) \
@@ -22,7 +22,7 @@ STRICT := attention.py model.py files.py lens inference interop tests/budgets.py
     $(addprefix benchmarks/,equivalence.py generate.py timing.py training.py) \
     scripts/attention_ladder.py
 
-.PHONY: train test campaign gpu-check extras audit lint format clean
+.PHONY: train test campaign gpu-check matrix extras audit lint format clean
 
 train: $(VENV)/train  ## train GPT-2 small on the sample story; with other settings: make train ARGS="seed=1"
 	$(VENV)/bin/python train.py model=gpt2-small $(ARGS)
@@ -44,6 +44,11 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 
 gpu-check: $(VENV)/test  ## tests and benchmarks on one CUDA GPU, then one table and gpu.json; not yet run on a GPU
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
+
+# pyenv provides python3.N only for the versions in PYENV_VERSION.
+matrix: $(VENV)/test  ## a reduced test suite with the oldest and newest torch on each Python of this machine
+	PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | paste -sd: -) UV_SYSTEM_CERTS=1 \
+	    $(VENV)/bin/nox --noxfile tests/noxfile.py $(ARGS)
 
 # Separate environments, because these packages have many dependencies with fixed versions that
 # training and the other tests do not need. The second one has the pre-release of Hydra 1.4.
@@ -67,25 +72,29 @@ audit: $(VENV)/test  ## known vulnerabilities of the installed packages; needs t
 	$(VENV)/bin/pip freeze | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)/audit/installed.txt $(ARGS)
 
-lint: $(VENV)/test  ## ruff, layers (tach.toml), types (pyrefly), budgets (tests/budgets.py), phrases (tests/phrases.py)
+lint: $(VENV)/test  ## ruff, layers (tach.toml), types (pyrefly), phrases (tests/phrases.py)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/tach check
 	$(VENV)/bin/pyrefly check
 	$(VENV)/bin/pyrefly check --preset default $(STRICT)
-	$(VENV)/bin/python -m tests.budgets
 	$(VENV)/bin/python -m tests.phrases
 
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-$(VENV)/train: requirements.txt requirements-floors.txt
+PYTHON_IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and \
+    "Python %d.%d is too old; give Python 3.11 or newer, such as PYTHON=python3.12" % sys.version_info[:2])
+
+$(VENV)/train: requirements.txt requirements-extra.txt requirements-floors.txt
+	@$(PYTHON) -c '$(PYTHON_IS_NEW_ENOUGH)'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements.txt
 	touch $@
 
-$(VENV)/test: requirements.txt requirements-dev.txt requirements-floors.txt
+$(VENV)/test: requirements.txt requirements-extra.txt requirements-dev.txt requirements-floors.txt
+	@$(PYTHON) -c '$(PYTHON_IS_NEW_ENOUGH)'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements-dev.txt
 	touch $@
