@@ -1,21 +1,45 @@
-"""Validated settings of a training run, composed once for each set of overrides."""
+"""Validated settings of a training run. YAML files are composed once for each choice of groups."""
 
 import functools
+from copy import deepcopy
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from training.config import Config, compose
+from training.config.compose import hydra_state
+from training.config.schema import GROUPS, known_settings
+from training.config.stored import config_from
+from training.config.yaml_files import CONFIGS
 
 
 @functools.cache
-def _composed(overrides: tuple[str, ...]) -> Config:
-    return compose(overrides)
+def _composed(choices: tuple[str, ...]) -> DictConfig:
+    """Returns the values for these choices of groups, with interpolations."""
+    with hydra_state(CONFIGS, None):
+        return hydra.compose("config", list(choices))
 
 
 def settings(*overrides: str) -> Config:
-    """Returns the config for these overrides, with data.path=none if they do not select data.
+    """Returns the same as compose(overrides), in a tenth of the time: the values of settings are
+    changed in a copy of the composed config. data.path=none, if the overrides do not select data.
 
     Raises ConfigError with all problems.
     """
     selects_data = ("data=", "data.path=", "experiment=", "trainer.resume=")
     if not any(text.startswith(selects_data) for text in overrides):
         overrides = ("data.path=none", *overrides)
-    return _composed(overrides).model_copy(deep=True)
+    keys = {text: text.partition("=")[0] for text in overrides}
+    if not {*keys.values()} <= {*known_settings()} - {"experiment"}:
+        return compose(overrides)
+    values = [text for text in overrides if keys[text] not in GROUPS]
+    try:
+        config = deepcopy(_composed(tuple(text for text in overrides if keys[text] in GROUPS)))
+        for override in OverridesParser.create().parse_overrides(values):
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+    except (HydraException, OmegaConfBaseException):
+        return compose(overrides)  # its error has the key
+    return config_from(OmegaConf.to_container(config, resolve=True), overrides)

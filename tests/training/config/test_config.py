@@ -90,6 +90,13 @@ def test_accepted_forms():
     assert (text.data.path, text.wandb.mode) == ("my text.txt", "disabled")
 
 
+def test_settings_of_tests_are_those_that_hydra_composes():
+    others = ["model=gpt2-nano", "model.context_length=64", "optimizer=muon", "name=a${seed}"]
+    others += ["trainer.resume=runs/a", "wandb=off", "wandb.tags=[a,b]", "trainer.max_steps=1e3"]
+    for given in ([*TINY, "data.path=x.txt"], others):
+        assert settings(*given) == compose(given)
+
+
 def test_free_text():
     """train.py needs quotes where Hydra's grammar has another meaning; scripts need none."""
     for text in ("Hello, world", "a=b", "[INST", "it's", "{c}", "ü (1)", "\\", "a\\\\b"):
