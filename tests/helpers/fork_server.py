@@ -25,9 +25,11 @@ import threading
 import traceback
 
 import train
-from helpers import REPOSITORY, SOURCES
+from errors import ClearheadError
+from helpers import REPOSITORY, SOURCES, TINY
 from helpers.planted_faults import plant
-from training.config import command_line, compose
+from helpers.settings import settings
+from training.config import command_line
 from training.signals import exit_on_stop_signals
 
 # Modules that training imports inside functions.
@@ -45,7 +47,7 @@ def import_everything() -> None:
     ours.remove("training.reporting.workspace")  # imports wandb, whose folder a fork would remove
     for name in [*ours, *PARTS.split()]:
         importlib.import_module(name)
-    compose(["lens=off", "wandb=off", "data.tokenizer=byte"])  # Hydra's grammar
+    settings(*TINY)  # imports Hydra's grammar
     assert len(os.listdir("/proc/self/task")) == 1
 
 
@@ -69,7 +71,11 @@ def run(order: dict) -> int:
     code = 0
     try:
         plant(order["fault"])
-        train.main()
+        if any(text.startswith(("+", "-", "hydra")) for text in sys.argv[1:]):
+            train.main()
+        else:  # without hydra.main, which composes the YAML files several times
+            with command_line.errors_in_one_line():
+                train.main.__wrapped__(settings(*sys.argv[1:]))
     except SystemExit as stopped:
         code = stopped.code or 0
     except BaseException:  # as Python does
@@ -100,6 +106,8 @@ def main() -> None:
             children.discard(number)
             answer(code=os.waitstatus_to_exitcode(status))
             continue
+        with contextlib.suppress(ClearheadError):
+            settings(*order["arguments"])  # composes once for all forks with these choices
         sys.stderr.flush()
         if (number := os.fork()) == 0:
             code = 1

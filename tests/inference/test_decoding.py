@@ -9,10 +9,8 @@ import os
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from helpers.greedy import GREEDY, PROMPTS, generated_ids
 from helpers.models import tiny_model as tiny
-from torch._dynamo.backends.common import aot_autograd
 
 from inference.cache import KVCache
 from inference.decoding import DROPPED_PART, Sampling, context_start, generate, sample
@@ -78,6 +76,9 @@ def test_a_compiled_step_is_traced_once_and_changes_no_token():
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(packed):
     """Otherwise torch.compile silently records no CUDA graph."""
+    from functorch.compile import make_boxed_func  # imports for seconds
+    from torch._dynamo.backends.common import aot_autograd
+
     seen = []
 
     def look(graph, inputs):

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -373,7 +372,7 @@ def test_missing_library_is_named_with_the_command_that_installs_it(tmp_path, mo
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A folder with a dataset, as on the hub."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "set"
 
 

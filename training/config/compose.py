@@ -83,10 +83,12 @@ def hydra_state(config_path: str | Path, config_dir: str | None) -> Iterator[Non
             """Adds the folder as hydra.main does for --config-dir."""
             search_path.append("command-line", f"file://{os.path.abspath(config_dir)}")
 
-    Plugins.instance()  # Hydra 1.4: registers Hydra's own groups, which are part of the state
+    plugins = Plugins.instance()  # Hydra 1.4: registers Hydra's own groups, part of the state
     before = Singleton.get_state()  # Hydra's state and OmegaConf's resolvers
-    if config_dir is not None:
-        Plugins.instance().register(ConfigDir)
+    if config_dir is None:
+        before["instances"][Plugins] = plugins  # otherwise Hydra would search for plugins again
+    else:
+        plugins.register(ConfigDir)
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(os.path.abspath(config_path), **VERSION):

@@ -7,11 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import wandb
 from helpers.refusals import printed_keys
 from helpers.wandb_server import WandbServer
 from PIL import Image
-from wandb_workspaces.workspaces import Section, Workspace
 
 from lens.snapshots import Snapshot
 from lens.statistics import STATISTICS
@@ -67,6 +65,7 @@ class Server(WandbServer):
 @pytest.fixture
 def online(monkeypatch, tmp_path):
     """online(server): from now on, wandb uses this server."""
+    import wandb
 
     def use(server: WandbServer, key: str = KEY) -> None:
         for name, value in {"BASE_URL": server.url, "API_KEY": key, "DIR": tmp_path}.items():
@@ -90,6 +89,8 @@ def call(online, in_process, tmp_path):
 
 
 def test_the_view_is_created_once_and_then_updated(call, online, capsys):
+    from wandb_workspaces.workspaces import Section, Workspace
+
     with Server(SUMMARY, {"attention/heatmap/3-new": 1.0}) as server:
         code, address, err = call(server, "project=mine")
         assert (code, err, len(server.views)) == (0, "", 1)
