@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
+# --no-compile: Python compiles the modules that are imported; all modules of torch take a minute.
+PIP_OPTIONS := -q --disable-pip-version-check --no-compile
 # Two processes. All tests of a file run in the same process, so that shared fixtures are built once.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # The tests whose results docs/reliability.md reports.
@@ -90,13 +92,13 @@ PYTHON_IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and \
 $(VENV)/train: requirements.txt requirements-extra.txt requirements-floors.txt
 	@$(PYTHON) -c '$(PYTHON_IS_NEW_ENOUGH)'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements.txt
+	$(VENV)/bin/pip install $(PIP_OPTIONS) -r requirements.txt
 	touch $@
 
 $(VENV)/test: requirements.txt requirements-extra.txt requirements-dev.txt requirements-floors.txt
 	@$(PYTHON) -c '$(PYTHON_IS_NEW_ENOUGH)'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements-dev.txt
+	$(VENV)/bin/pip install $(PIP_OPTIONS) -r requirements-dev.txt
 	touch $@
 
 clean:  ## remove the environment and caches; runs/ stays
