@@ -32,8 +32,9 @@ import sitecustomize  # noqa: E402  blocks sockets, also in processes that tests
 
 assert sitecustomize.BLOCKED
 
-from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY  # noqa: E402
+from helpers import NO_NETWORK, REPOSITORY, TEXT, TIMEOUT, TINY  # noqa: E402
 
+PAGE_TIMEOUT = 120_000  # milliseconds that a test of a page waits at most
 # The slowest files run first, so that no process is left with a long one at the end.
 SLOWEST = ["test_ranks.py", "test_kills.py", "test_ranks_lost.py", "test_train.py"]
 SLOWEST += ["test_wandb_faults.py", "test_sweep.py", "test_training.py", "test_page.py"]
@@ -42,6 +43,13 @@ SLOWEST += ["test_wandb_faults.py", "test_sweep.py", "test_training.py", "test_p
 def pytest_collection_modifyitems(items):
     order = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(SLOWEST)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def limits_of_wandb():
+    from helpers.wandb_server import wait_long_for_wandb
+
+    wait_long_for_wandb()
 
 
 @pytest.fixture
@@ -78,14 +86,14 @@ def make_run(tmp_path, monkeypatch, text_file):
 def command(tmp_path):
     """Returns command("train.py", *arguments), which runs a script without network and caches."""
 
-    def run(script, *arguments, timeout=120, **environment):
+    def run(script, *arguments, **environment):
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
         env = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home)}
         env |= {"PYTHONPATH": f"{NO_NETWORK}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
         module = ["-m", script] if not script.endswith(".py") else [str(REPOSITORY / script)]
         options = {"cwd": tmp_path, "env": env | environment, "stdin": subprocess.DEVNULL}
-        options |= {"capture_output": True, "text": True, "timeout": timeout}
+        options |= {"capture_output": True, "text": True, "timeout": TIMEOUT}
         return subprocess.run([sys.executable, *module, *arguments], **options)
 
     return run
@@ -112,14 +120,16 @@ def in_process(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def browser():
     """A Chromium that is installed on the machine; nothing is downloaded."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None and not os.environ.get("CI"):
         pytest.skip("this machine has no Chromium; on Debian: apt install chromium")
     quiet = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
+    expect.set_options(timeout=PAGE_TIMEOUT)
     with sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=chromium, args=quiet)
+        options = {"executable_path": chromium, "args": quiet, "timeout": 1000 * TIMEOUT}
+        launched = started.chromium.launch(**options)
         yield launched
         launched.close()
 
@@ -130,7 +140,9 @@ def window(browser):
 
     @functools.cache
     def make(options):
-        return browser.new_context(**json.loads(options))
+        context = browser.new_context(**json.loads(options))
+        context.set_default_timeout(PAGE_TIMEOUT)
+        return context
 
     return lambda **options: make(json.dumps(options, sort_keys=True))
 

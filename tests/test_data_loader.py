@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from helpers import TIMEOUT
 from helpers.tally import trials
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -29,7 +30,6 @@ from training.evaluation import Validation
 some = trials(15, 100)
 
 CPU = Strategy(torch.device("cpu"), torch.float32)
-AT_MOST = 20  # seconds, the timeout of waiting for a thread
 END = 256  # the byte tokenizer's end-of-text token
 bytes_of = functools.partial(bytes_per_token, get_tokenizer("byte"))
 
@@ -80,7 +80,7 @@ def test_the_next_batch_is_read_while_this_one_is_used():
     class Slow(Numbers):
         def __getitems__(self, windows):
             if self.read:
-                assert proceed.wait(AT_MOST)
+                assert proceed.wait(TIMEOUT)
                 is_ready.set()
             return super().__getitems__(windows)
 
@@ -89,7 +89,7 @@ def test_the_next_batch_is_read_while_this_one_is_used():
     batches = training_batches(dataset, 4, 0)
     assert numbers(batches, 1) == [order.windows(0).tolist()]
     proceed.set()
-    assert is_ready.wait(AT_MOST)
+    assert is_ready.wait(TIMEOUT)
     assert numbers(batches, 2) == [order.windows(step).tolist() for step in (1, 2)]
     assert dataset.read[:3] == [order.windows(step).tolist() for step in range(3)]
     assert torch.get_num_threads() == num_threads

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import NO_NETWORK, REPOSITORY, TINY
+from helpers import NO_NETWORK, REPOSITORY, TIMEOUT, TINY
 from helpers.refusals import printed_keys, refused
 from helpers.runs import (
     assert_same,
@@ -510,7 +510,7 @@ def test_train_without_network_account_or_stdout(tmp_path, text_file):
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=300,
+            timeout=TIMEOUT,
         )
     assert done.returncode == 0, done.stderr
     assert saved_step(tmp_path / "runs" / "a") == 4

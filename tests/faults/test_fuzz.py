@@ -29,7 +29,6 @@ from training.config import compose
 from training.config.command_line import parse
 
 INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "1000"))
-TIMEOUT = 20  # seconds for one input
 ROOM = 2**30  # bytes that a reader of a small input may allocate at most
 FAULT = "a fuzzer on readers"
 
@@ -190,7 +189,7 @@ def test_mutated_input_is_accepted_or_refused(tmp_path, bounded, reader, monkeyp
     read, number, refusals = reader(tmp_path), max(10, int(INPUTS * share)), []
     for seed in range(number):
         try:
-            with time_limit(TIMEOUT):
+            with time_limit():
                 read(random.Random(f"{reader.__name__} {seed}"))
         except refuses as error:
             refusals.append((str(error).split("\n"), len(error.problems)))

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from helpers.planted_faults import BALLAST, fill_up
-from helpers.ranks import TIMEOUT
 from helpers.refusals import printed_keys, time_limit
 from helpers.runs import contents, rows
 from helpers.tally import campaign, tally
@@ -58,7 +57,7 @@ def test_a_killed_run_resumes_to_the_same_end(faults, number):
         before = newest_valid_step(run)
         (training,) = faults.start(folder, kind)
         if chance.random() < 0.3:
-            with time_limit(TIMEOUT):
+            with time_limit():
                 while not any(run.glob("checkpoints/*.part")) and not training.has_ended(0.0005):
                     pass
             training.has_ended(chance.uniform(0, 0.02))
@@ -211,7 +210,7 @@ def test_a_signal_saves_this_step_and_the_printed_command_resumes(faults, number
     whole, run = faults.undisturbed(kind), folder / "runs" / "run"
     (training,) = faults.start(folder, kind)
     step = chance.randint(1, STEPS // 2)
-    with time_limit(TIMEOUT):
+    with time_limit():
         while last_row(run) < step and not training.has_ended(0.001):
             pass
     started = time.perf_counter()
@@ -310,7 +309,7 @@ def test_one_process_at_a_time_writes_a_run(faults):
         folder, proceed = faults.folder(), faults.home / ends
         waiting = {"wait_at": {"step": 8, "file": str(proceed)}}
         (first,) = faults.start(folder, "short", fault=waiting)
-        with time_limit(TIMEOUT):
+        with time_limit():
             while not Path(f"{proceed}.reached").exists():
                 assert not first.has_ended(0.01), first.err
         second = faults.run(folder, "short", code=2)

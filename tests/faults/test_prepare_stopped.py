@@ -120,7 +120,7 @@ def test_killed_before_each_file_operation(here, tmp_path):
                 os._exit(0)
             finally:
                 os._exit(1)
-        with time_limit(120):
+        with time_limit():
             exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         kept = finished_shards(out)
         arguments = (*ARGUMENTS, f"data.path={texts}", f"out={out.name}", "shard_tokens=700")
@@ -156,7 +156,7 @@ def test_stopped_by_a_signal(start, resumed, number, whom, codes):
     assert wait_for_exit(process) in codes
     keys = printed_keys(process.log.read_text())
     assert whom != "a worker" or keys[-1] == "workers"
-    with time_limit(60):
+    with time_limit():
         while processes_of(process):
             time.sleep(0.005)
     assert resumed()

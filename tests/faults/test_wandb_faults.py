@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import NO_NETWORK, REPOSITORY
+from helpers import NO_NETWORK, REPOSITORY, TIMEOUT
 from helpers.runs import rows as logged
 from helpers.tally import CAMPAIGN, tally
 from helpers.wandb_server import FAULTS, WandbServer
@@ -30,20 +30,22 @@ WORKER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
 from training.config.schema import WandbConfig
+from helpers.wandb_server import wait_long_for_wandb
 from training.reporting import tracker, wandb_process
 
 plan = json.loads(sys.argv[1])
+wait_long_for_wandb()
 for name, seconds in plan["seconds"].items():
     setattr(wandb_process, name, seconds)
 config = WandbConfig.with_defaults(mode=plan["mode"], alerts=True)
 made = tracker.Tracker(config, Path.cwd(), {"seed": 1}, plan["run_id"])
 print(made.where())
-wandb_process.CALL_SECONDS = plan["call_seconds"]
 pids = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True).stdout
 Path("core.pid").write_bytes(pids)
 for step in range(plan["first"], plan["rows"]):
     made.log({"train/loss": 1 / (step + 1), "note/text": 0.5}, step)
     if step == plan["step"]:
+        wandb_process.CALL_SECONDS = plan["call_seconds"]
         os.kill(int(pids), getattr(signal, plan["signal"]))
         if plan["signal"] == "SIGKILL":
             os.waitid(os.P_PID, int(pids), os.WEXITED | os.WNOWAIT)
@@ -52,6 +54,7 @@ if plan["model"]:
     made.alert("Loss spike", "the loss rose", "WARN")
     file = Path("model.safetensors")
     file.write_bytes(bytes(range(256)) * 4000)
+    wandb_process.CALL_SECONDS = plan["call_seconds"]
     print(made.upload([file], ["best", "step_5"], {"step": 5}))
 made.summary({"best_val_loss": 1.0})
 made.finish(0)
@@ -59,7 +62,7 @@ made.finish(0)
 
 
 NO_FAULT = {"step": None, "signal": None, "model": False, "run_id": None, "first": 0}
-NO_FAULT |= {"call_seconds": 20, "seconds": {}}
+NO_FAULT |= {"call_seconds": TIMEOUT, "seconds": {}}
 
 
 class Worker:
@@ -75,7 +78,8 @@ class Worker:
             "PATH": os.environ["PATH"],
             "HOME": str(self.home),
             "TMPDIR": str(self.home),
-            "PYTHONPATH": f"{NO_NETWORK}{os.pathsep}{REPOSITORY}",
+            "PYTHONPATH": os.pathsep.join(map(str, (NO_NETWORK, REPOSITORY, REPOSITORY / "tests"))),
+            "WANDB__SERVICE_WAIT": str(TIMEOUT),
             **more,
         }
 
@@ -89,7 +93,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                timeout=60,
+                timeout=TIMEOUT,
             )
         printed = (self.home / "out").read_text(), (self.home / "err").read_text()
         assert done.returncode == 0, printed
@@ -262,7 +266,7 @@ def test_a_terminal_is_never_asked_for_a_key(worker):
             stdin=keyboard[0],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=TIMEOUT,
         )
     finally:
         for end in keyboard:

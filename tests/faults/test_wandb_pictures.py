@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import TEXT, TINY
-from helpers.ranks import TIMEOUT, environment
+from helpers import TEXT, TIMEOUT, TINY
+from helpers.ranks import environment
 from helpers.runs import rows
 from helpers.tally import campaign, tally
 from helpers.trainings import STEP, ForkServer, interrupt
@@ -36,6 +36,7 @@ class Wandb:
     def __init__(self, server: WandbServer, trainings: ForkServer):
         self.server, self.trainings = server, trainings
         self.variables = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
+        self.variables["WANDB__SERVICE_WAIT"] = TIMEOUT
 
     def train(self, folder: Path, mode: str, chance: random.Random, fault: dict | None) -> int:
         """Starts a run or resumes it. Returns its exit code."""

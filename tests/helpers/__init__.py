@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+TIMEOUT = 1800  # seconds that a test waits at most, so that only a process that hangs reaches it
 REPOSITORY = Path(__file__).resolve().parents[2]
 NO_NETWORK = REPOSITORY / "tests" / "no_network"  # on PYTHONPATH: blocks connections
 FOLDERS = (".", "training", "training/*", "tokens", "lens", "lens/*", "inference", "interop")

@@ -29,6 +29,7 @@ from errors import ClearheadError
 from helpers import REPOSITORY, SOURCES, TINY
 from helpers.planted_faults import plant
 from helpers.settings import settings
+from helpers.wandb_server import wait_long_for_wandb
 from training.config import command_line
 from training.signals import exit_on_stop_signals
 
@@ -47,6 +48,7 @@ def import_everything() -> None:
     ours.remove("training.reporting.workspace")  # imports wandb, whose folder a fork would remove
     for name in [*ours, *PARTS.split()]:
         importlib.import_module(name)
+    wait_long_for_wandb()
     settings(*TINY)  # imports Hydra's grammar
     assert len(os.listdir("/proc/self/task")) == 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from helpers import NO_NETWORK, REPOSITORY
+from helpers import NO_NETWORK, REPOSITORY, TIMEOUT
 
 
 def replace(notebook: nbformat.NotebookNode, before: str, after: str) -> None:
@@ -25,7 +25,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
     env = {"IPYTHONDIR": folder / "ipython", "JUPYTER_RUNTIME_DIR": folder / "jupyter"}
     env = {name: str(value) for name, value in (env | {"PYTHONPATH": NO_NETWORK}).items()}
     resources = {"metadata": {"path": str(folder / "docs")}}
-    client = NotebookClient(notebook, timeout=300, record_timing=False, resources=resources)
+    limits = {"timeout": TIMEOUT, "startup_timeout": TIMEOUT}
+    client = NotebookClient(notebook, **limits, record_timing=False, resources=resources)
     client.execute(env=os.environ | env)
 
 

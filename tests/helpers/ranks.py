@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from helpers import NO_NETWORK, REPOSITORY, TEXT, TINY
+from helpers import NO_NETWORK, REPOSITORY, TEXT, TIMEOUT, TINY
 from helpers.runs import rows
 
-TIMEOUT = 600  # seconds that a test waits at most
 SHORT = 8  # steps of most runs
 STRATEGIES = ("ddp", "fsdp")
 
@@ -38,7 +37,7 @@ COMPARABLE = (
     "trainer.keep=9",
     "optimizer.lr=1e-3",
     "data.path=text.txt",
-    "parallel.timeout=120",
+    "parallel.timeout=1000",
 )
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 

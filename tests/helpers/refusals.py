@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from errors import ClearheadError
+from helpers import TIMEOUT
 
 ANY = object()  # matches any value
 
@@ -53,7 +54,7 @@ SPECIAL_FILES = {"FIFO": _fifo, "device": _link_to_device}
 
 
 @contextlib.contextmanager
-def time_limit(seconds: int = 60) -> Iterator[None]:
+def time_limit(seconds: int = TIMEOUT) -> Iterator[None]:
     """Fails if the code inside takes longer, for example because it waits for a FIFO."""
 
     def too_long(*_):

@@ -28,10 +28,12 @@ def campaign(variable: str, few: int, many: int) -> int:
 
 
 def trials(few: int, many: int) -> Callable:
-    """Returns settings of a hypothesis test: number of examples, the same examples in each run."""
-    from hypothesis import settings
+    """Returns settings of a hypothesis test: number of examples, the same examples in each run, on
+    any machine."""
+    from hypothesis import HealthCheck, settings
 
-    return settings(max_examples=many if CAMPAIGN else few, deadline=None, derandomize=True)
+    slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    return settings(max_examples=many if CAMPAIGN else few, derandomize=True, **slow)
 
 
 def tally(fault: str, number: int = 1, **measurements: float) -> None:

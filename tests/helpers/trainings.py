@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from helpers import REPOSITORY, TEXT, TINY
-from helpers.ranks import TIMEOUT, environment, free_port, without_library_lines
+from helpers import REPOSITORY, TEXT, TIMEOUT, TINY
+from helpers.ranks import environment, free_port, without_library_lines
 from helpers.runs import rows
 from helpers.tally import CAMPAIGN
 from helpers.texts import prepare
@@ -172,7 +172,7 @@ KINDS = {
     "shards": ("data=shards", *RUN, "data.path=tokens", "data.val_fraction=0.2"),
     "best": (*RUN, "trainer.keep=1", "trainer.eval_every=4", "trainer.save_every=7"),
     "three": THREE,
-    "ranks": (*THREE, "optimizer.lr=0.6", "parallel=ddp", "parallel.timeout=300"),
+    "ranks": (*THREE, "optimizer.lr=0.6", "parallel=ddp", "parallel.timeout=1000"),
     "every step": (*RUN, "trainer.log_every=1", "trainer.sample_tokens=0", "trainer.save_every=0"),
     "short": (*RUN, "trainer.log_every=1", "trainer.max_steps=20"),
     "two ranks": (*RUN, "trainer.log_every=1", "trainer.max_steps=20", "parallel=ddp"),

@@ -10,6 +10,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote, unquote
 
+from helpers import TIMEOUT
+from training.reporting import wandb_process
+
 STATUS = {"500": 500, "429": 429, "403": 403, "404": 404}
 # Connections are refused, get no response or are reset; the response is a status code, or no JSON.
 FAULTS = ("closed", "hangs", "resets", *STATUS, "garbage")
@@ -20,6 +23,12 @@ ARTIFACT |= {"ttlDurationSeconds": 0, "ttlIsInherited": False}
 ARTIFACT["artifactSequence"] = {"name": "m", "project": None}
 ARTIFACT |= dict.fromkeys(("versionIndex", "description", "metadata", "historyStep"))
 ARTIFACT |= dict.fromkeys(("commitHash", "updatedAt"))
+
+
+def wait_long_for_wandb() -> None:
+    """Raises the time limits of calls of W&B, which a slow machine would reach without a fault."""
+    for name in ("START_SECONDS", "CALL_SECONDS", "FINISH_SECONDS", "WORKSPACE_SECONDS"):
+        setattr(wandb_process, name, TIMEOUT)
 
 
 class WandbServer:

@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from helpers.tally import trials
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lens.heads import (
@@ -67,7 +68,7 @@ def test_a_row_for_each_head_the_most_significant_first():
     assert written == expected
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@trials(100, 1000)
 @given(
     values=st.lists(st.floats(0, 1, width=32), min_size=6, max_size=6),
     uniform=st.lists(st.floats(0.0, 0.5), min_size=6, max_size=6),

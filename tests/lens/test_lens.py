@@ -11,7 +11,8 @@ import pytest
 import torch
 from helpers.pages import unpacked
 from helpers.runs import assert_same, rows, weights
-from hypothesis import given, settings
+from helpers.tally import trials
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data import get_tokenizer
@@ -108,7 +109,7 @@ def test_steps_of_snapshots():
         assert [s for s in range(max_steps + 1) if lens.due(s, max_steps)] == snapshots
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@trials(50, 500)
 @given(
     snapshots=st.integers(1, 2000),
     every=st.integers(1, 10**5),

@@ -6,7 +6,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers.tally import trials
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lens.statistics import STATISTICS, measure, positional, uniform_attention
@@ -98,7 +99,7 @@ def by_loops(a, period, separators):
     return found
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@trials(25, 250)
 @given(
     st.integers(0, 12),
     st.integers(2, 30),

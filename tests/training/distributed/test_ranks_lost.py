@@ -30,7 +30,7 @@ from helpers.trainings import STEP, ForkServer, interrupt, newest_valid_step, pr
 KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
 STEPS = 48  # under torchrun
 LONG = (*COMPARABLE, "model.dropout=0.2", "trainer.eval_every=20", "trainer.save_every=3")
-LONG += ("trainer.keep=1", "parallel.timeout=10")
+LONG += ("trainer.keep=1", "parallel.timeout=1000")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def whole(server):
 )
 def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path, what, way, lost):
     """A dead rank is noticed immediately, a rank that times out after the timeout."""
-    timeout = "parallel.timeout=" + ("1000" if what == "SIGKILL" else "5")
+    timeout = f"parallel.timeout={1000 if what == 'SIGKILL' else 15}"
     run, settings = tmp_path / "runs" / "run", [*LONG, f"parallel={way}", timeout, "name=run"]
     faults = [interrupt((what, STEP, 6)) if rank == lost else None for rank in range(2)]
     trainings = server.start_ranks(write_texts(tmp_path), *settings, faults=faults)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from helpers import REPOSITORY
+from helpers import REPOSITORY, TIMEOUT
 
 from errors import sanitize
 from files import read_rows
@@ -117,7 +117,7 @@ def test_a_stream_that_cannot_be_written_does_not_end_training():
                 env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)},
                 pass_fds=[writer],
                 capture_output=True,
-                timeout=60,
+                timeout=TIMEOUT,
             )
             found = tuple(len(out.splitlines()) for out in (done.stdout, done.stderr))
             assert (done.returncode, found) == (0, lines), redirect

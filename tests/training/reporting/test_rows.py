@@ -7,7 +7,7 @@ import subprocess
 import sys
 from unittest.mock import Mock
 
-from helpers import REPOSITORY
+from helpers import REPOSITORY, TIMEOUT
 from helpers.tally import CAMPAIGN, tally
 
 from files import read_rows
@@ -64,7 +64,7 @@ def test_on_a_full_disk_every_row_is_written_once_completely_and_in_order(tmp_pa
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
     failures = [int(number) for number in done.stdout.split()]
