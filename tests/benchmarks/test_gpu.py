@@ -37,7 +37,7 @@ def test_a_command_that_fails_loses_no_other_row(run, tmp_path):
         tests="-c 'print(6); print(7); raise SystemExit(3)'",
         comparison=f"{tmp_path}/benchmark.py {{folder}}",
         generation="-c 'import time'",
-        single=gpu.COMMANDS["single"],
+        single=f"{gpu.COMMANDS['single']} trainer.max_steps=4 trainer.log_every=2",
     )
     assert (code, keys[-1]) == (4, "rows")
     assert {"commit", "processor", "torch"} <= results.keys()

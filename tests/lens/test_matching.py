@@ -120,7 +120,9 @@ def test_heads_without_a_match_and_heads_that_the_first_run_lacks():
     a, b, c = (random_codes(seed, layers=1, heads=2, lengths=(30,))[0] for seed in (1, 2, 3))
     first, second, third = a, np.stack([b[:, 0], a[:, 1]], 1), np.stack([c[:, 0], b[:, 0]], 1)
     groups, _ = matched([first], [second], [third])
-    assert [heads_of(group) for group in groups] == [{0: 1, 1: 1}, {1: 0, 2: 1}, {0: 0}, {2: 0}]
+    found = [heads_of(group) for group in groups]
+    assert sorted(found[:2], key=min) == [{0: 1, 1: 1}, {1: 0, 2: 1}]  # equally stable
+    assert found[2:] == [{0: 0}, {2: 0}]
     assert [group.stability for group in groups] == pytest.approx([1 / 3, 1 / 3, 0, 0], abs=1e-5)
 
 
