@@ -21,7 +21,7 @@ from helpers import REPOSITORY, SOURCES, TINY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
 from helpers.runs import change_state, train_in, write_checksums
-from helpers.settings import settings
+from helpers.settings import settings, train_main
 from helpers.tally import tally
 from helpers.texts import write_packed
 
@@ -107,9 +107,9 @@ def test_the_pickles_work(tmp_path):
 def test_a_pickle_in_a_checkpoint(command_refused, checkpoint, mark, name):
     whole = f"checkpoint={checkpoint}"
     init = continued("name=new", f"trainer.init_from={checkpoint}")
-    uses = [(train.main, continued("name=new", f"trainer.resume={checkpoint}"))]
+    uses = [(train_main, continued("name=new", f"trainer.resume={checkpoint}"))]
     if name == "model.safetensors":
-        uses += [(generate.main, [whole]), (inspect_attention.main, [whole]), (train.main, init)]
+        uses += [(generate.main, [whole]), (inspect_attention.main, [whole]), (train_main, init)]
     for raw in pickles(mark)[1::2]:
         (checkpoint / name).write_bytes(raw)
         write_checksums(checkpoint)
@@ -121,12 +121,12 @@ def test_a_pickle_in_the_files_of_a_run_and_as_text(in_process, command_refused,
     for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
         place = shutil.copytree(folder, folder.parent / name, symlinks=True)
         (place / "runs" / "run" / name).write_bytes(pickles(mark)[1] + b"\n")
-        code, _, err = in_process(train.main, place, *continued())
+        code, _, err = in_process(train_main, place, *continued())
         assert code == 0, (name, err)
         tally(FAULT)
     for name in ("a.txt", "a.jsonl", "a.parquet", "a.bin", "a.txt.gz"):
         write_packed(folder / name, pickles(mark)[1])
-        command_refused(train.main, [*TINY, f"data.path={name}", "name=new"], 3)
+        command_refused(train_main, [*TINY, f"data.path={name}", "name=new"], 3)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_code_in_the_settings_of_a_checkpoint(command_refused, checkpoint, evil)
     for change in ({"_target_": "os.mkdir"}, {"attention": "evil:Evil"}):
         change_state(checkpoint, **{"settings.model": model | change})
         command_refused(generate.main, [f"checkpoint={checkpoint}"], 3)
-    command_refused(train.main, ["name=new", f"trainer.resume={checkpoint}"], 3)
+    command_refused(train_main, ["name=new", f"trainer.resume={checkpoint}"], 3)
 
 
 def test_code_in_a_hugging_face_directory(in_process, command_refused, folder, evil, mark):
@@ -270,7 +270,7 @@ def test_links_among_old_checkpoints_are_not_followed(in_process, folder):
     checkpoints = folder / "runs" / "run" / "checkpoints"
     for name in ("step_00000001", "step_00000001.part", "step_00000003"):
         (checkpoints / name).symlink_to(precious)
-    code, _, err = in_process(train.main, folder, *continued("trainer.keep=1"))
+    code, _, err = in_process(train_main, folder, *continued("trainer.keep=1"))
     assert (code, printed_keys(err)) == (0, ["checkpoint"] * 2)  # one warning for each link
     assert (checkpoints / "last").resolve().name == "step_00000006"
     assert (precious / "thesis.txt").read_text() == "years of work"

@@ -24,11 +24,10 @@ import sys
 import threading
 import traceback
 
-import train
 from errors import ClearheadError
 from helpers import REPOSITORY, SOURCES, TINY
 from helpers.planted_faults import plant
-from helpers.settings import settings
+from helpers.settings import settings, train_main
 from helpers.wandb_server import wait_long_for_wandb
 from training.config import command_line
 from training.signals import exit_on_stop_signals
@@ -73,11 +72,7 @@ def run(order: dict) -> int:
     code = 0
     try:
         plant(order["fault"])
-        if any(text.startswith(("+", "-", "hydra")) for text in sys.argv[1:]):
-            train.main()
-        else:  # without hydra.main, which composes the YAML files several times
-            with command_line.errors_in_one_line():
-                train.main.__wrapped__(settings(*sys.argv[1:]))
+        train_main()
     except SystemExit as stopped:
         code = stopped.code or 0
     except BaseException:  # as Python does

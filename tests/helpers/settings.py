@@ -1,6 +1,7 @@
 """Validated settings of a training run. YAML files are composed once for each choice of groups."""
 
 import functools
+import sys
 from copy import deepcopy
 
 import hydra
@@ -9,7 +10,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import train
 from training.config import Config, compose
+from training.config.command_line import errors_in_one_line
 from training.config.compose import hydra_state
 from training.config.schema import GROUPS, known_settings
 from training.config.stored import config_from
@@ -43,3 +46,13 @@ def settings(*overrides: str) -> Config:
     except (HydraException, OmegaConfBaseException):
         return compose(overrides)  # its error has the key
     return config_from(OmegaConf.to_container(config, resolve=True), overrides)
+
+
+def train_main() -> None:
+    """train.main without hydra.main, which composes the YAML files several times. With hydra.main,
+    if an argument is an option, an added key or a setting of Hydra."""
+    given = sys.argv[1:]
+    if any(text.startswith(("+", "-", "hydra")) for text in given):
+        return train.main()
+    with errors_in_one_line(debug="debug=true" in given):
+        train.main.__wrapped__(settings(*given))
