@@ -36,12 +36,13 @@ from helpers import NO_NETWORK, REPOSITORY, TEXT, TIMEOUT, TINY  # noqa: E402
 
 PAGE_TIMEOUT = 120_000  # milliseconds that a test of a page waits at most
 # The slowest files run first, so that no process is left with a long one at the end.
-SLOWEST = ["test_ranks.py", "test_kills.py", "test_ranks_lost.py", "test_train.py"]
-SLOWEST += ["test_wandb_faults.py", "test_sweep.py", "test_training.py", "test_page.py"]
+SLOWEST = ["ranks", "kills", "wandb_pictures", "sweep", "wandb_faults", "ranks_lost", "security"]
+SLOWEST += ["commands", "contributing", "tutorial", "page", "page_use", "page_reading"]
+SLOWEST += ["page_story", "training", "prepare_stopped", "train", "decoding", "fuzz"]
 
 
 def pytest_collection_modifyitems(items):
-    order = {name: place for place, name in enumerate(SLOWEST)}
+    order = {f"test_{name}.py": place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(SLOWEST)))
 
 
