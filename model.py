@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from attention import KERNELS, AttentionKernel, MultiHeadAttention, causal_attn_scores
@@ -277,3 +278,18 @@ class GPT(nn.Module):
         c = self.config
         matrices = 12 * c.num_layers * c.emb_dim**2 + c.vocab_size * c.emb_dim
         return 6 * matrices + 6 * c.num_layers * c.emb_dim * (num_tokens + 1)
+
+
+def model_without_values(config: ModelConfig) -> GPT:
+    """Returns a model on the meta device: parameters with names and shapes, but without memory."""
+    with torch.device("meta"), _SkipNormal():
+        return GPT(config)
+
+
+class _SkipNormal(TorchFunctionMode):
+    """Skips normal_: on the meta device, it imports torch's compiler, which takes seconds."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (nn.init.normal_, Tensor.normal_):
+            return None
+        return func(*args, **(kwargs or {}))

@@ -6,7 +6,7 @@ import torch
 
 from errors import Problem, as_yaml, refuse
 from interop.pretrained import load_pretrained
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, model_without_values
 
 if TYPE_CHECKING:
     from training.config.schema import Config
@@ -41,8 +41,7 @@ def initial_weights(settings: "Config", notes: list[str]) -> GPT:
     sizes = (pretrained.window, wanted.context_length, settings.data.max_length)
     weights["pos_emb.weight"], more = positions(weights["pos_emb.weight"], *sizes)
     notes.extend(more)
-    with torch.device("meta"):  # allocates nothing
-        fresh = GPT(wanted)
+    fresh = model_without_values(wanted)
     for name, parameter in fresh.named_parameters():
         if name not in weights:  # a bias
             weights[name] = torch.zeros(parameter.shape)

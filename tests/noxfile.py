@@ -22,11 +22,18 @@ nox.options.sessions = ["matrix"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # What depends on the versions of torch, Python and Hydra: operators, compiler, optimizers,
 # checkpoints, processes, command line. One or two minutes on two cores.
-TESTS = """
-    tests/test_attention.py tests/test_data_loader.py tests/test_imports.py tests/test_model.py
-    tests/test_train.py tests/inference tests/training/config tests/training/ops
-    tests/training/optim tests/training/checkpoint tests/interop/test_hf.py
-""".split()
+TESTS = [
+    "tests/test_attention.py",
+    "tests/test_data_loader.py",
+    "tests/test_model.py",
+    "tests/inference",
+    "tests/interop/test_hf.py",
+    "tests/scripts/test_readme.py",
+    "tests/training/checkpoint",
+    "tests/training/config/test_config.py",
+    "tests/training/ops",
+    "tests/training/optim",
+]
 
 
 def requirements(*names: str) -> str:

@@ -40,11 +40,13 @@ print(tuple(gpt(torch.zeros(1, 8, dtype=torch.long))[0].shape))
 
 ONE_STEP = """
 import sys, torch
+from model import model_without_values
 from train import train_step
 from training.config import compose
 from training.setup import build_run
 with build_run(compose(sys.argv[1:])) as run:
     train_step(run)
+    model_without_values(run.model.config)  # as when a checkpoint is loaded
 print("torch._dynamo" in sys.modules)
 """
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from errors import CheckpointError, DamagedCheckpointError, message_of
 from files import open_regular
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, model_without_values
 from training.checkpoint.format import MODEL, OPTIMIZER, State, Tensors, load_state, read_error
 from training.config.schema import ModelSettings
 from training.config.validation import validate
@@ -76,8 +76,7 @@ def model_from_tensors(config: ModelConfig, tensors: dict[str, torch.Tensor], fi
     if layers != config.num_layers:
         reason = f"contains {layers} layers, the settings require {config.num_layers}"
         raise _checkpoint_error(file, reason, SAVED_SETTINGS_HINT)
-    with torch.device("meta"):
-        model = GPT(config)
+    model = model_without_values(config)
     for name, parameter in model.named_parameters():
         _check_tensor(name, parameter.shape, tensors, file)
     if extra := tensors.keys() - dict(model.named_parameters()).keys():

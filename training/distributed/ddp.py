@@ -26,7 +26,7 @@ from errors import (
     exit_code_of,
     problems_of,
 )
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, model_without_values
 from training.distributed import process_group
 from training.distributed.strategy import Strategy
 
@@ -50,9 +50,7 @@ class DDP(Strategy):
     def prepare_model(self, config: ModelConfig, build: Callable[[], GPT]) -> GPT:
         """Calls build() on rank 0 and sends the parameters to the other ranks."""
         source = self.on_rank_0(build)
-        with torch.device("meta"):
-            model = GPT(config)
-        model = self.shard(model).to_empty(device=self.device).train()
+        model = self.shard(model_without_values(config)).to_empty(device=self.device).train()
         parameters = dict(source.named_parameters()) if source else {}
         with torch.no_grad():
             for name, parameter in model.named_parameters():
