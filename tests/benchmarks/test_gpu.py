@@ -48,7 +48,7 @@ def test_a_command_that_fails_loses_no_other_row(run, tmp_path):
     assert failed["figures"] == empty["figures"] == []
     (found,) = trained["figures"]
     assert found["tokens_per_second"] > 0
-    # With two windows, nearly all of it is the process itself.
-    assert found["peak_gb"] == pytest.approx(found["estimated_gb"], rel=0.5)
+    # With two windows, nearly all of it is the process itself. A build for CUDA needs 0.3 GB more.
+    assert found["peak_gb"] == pytest.approx(found["estimated_gb"], abs=0.45)
     assert [line.count(" | ") for line in table] == [4, 4, 4, 4]
     assert f"{found['peak_gb']:.1f}" in table[-1]

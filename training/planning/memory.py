@@ -23,9 +23,9 @@ USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other
 # average (docs/planning.md). The 5 % of the caching GPU allocator are assumed, not measured.
 SLACK = {"cpu": 0.20, "cuda": 0.05}
 # Memory of a process without a model. CPU: libraries and a small text file, measured with a torch
-# build for CUDA; a build for the CPU needs 0.3 GB less. GPU: CUDA context and cuBLAS workspaces,
+# build for the CPU; a build for CUDA needs 0.3 GB more. GPU: CUDA context and cuBLAS workspaces,
 # assumed.
-LIBRARIES = {"cpu": 0.7e9, "cuda": 0.6e9}
+LIBRARIES = {"cpu": 0.37e9, "cuda": 0.6e9}
 NCCL = 0.6e9  # buffers of NCCL on a GPU with several ranks, assumed
 # Parts of an estimate.
 PARTS = {
