@@ -196,7 +196,7 @@ class MultiHeadAttention(nn.Module):
                 f"{num_tokens} tokens are more than context_length={self.context_length}"
             )
         queries, keys, values = self.project(x)  # (B, H, T, D) each
-        kernel = kernel or self.kernel
+        kernel = self.kernel if kernel is None else kernel
         context_vec = kernel(queries, keys, values, self.dropout if self.training else 0.0)
         context_vec = context_vec.transpose(1, 2).flatten(2)  # (B, T, H * D), heads concatenated
         return self.out_proj(context_vec)  # (B, T, d_out)
