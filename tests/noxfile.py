@@ -21,7 +21,7 @@ nox.options.sessions = ["matrix"]
 
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # What depends on the versions of torch, Python and Hydra: operators, compiler, optimizers,
-# checkpoints, processes, command line. One or two minutes on two cores.
+# checkpoints, command line. One or two minutes on two cores.
 TESTS = [
     "tests/test_attention.py",
     "tests/test_data_loader.py",
