@@ -5,8 +5,9 @@ VENV := .venv
 ARGS ?=
 # --no-compile: Python compiles the modules that are imported; all modules of torch take a minute.
 PIP_OPTIONS := -q --disable-pip-version-check --no-compile
-# Two processes. All tests of a file run in the same process, so that shared fixtures are built once.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes, because tests also wait: for W&B, a browser, a timeout. All tests of a file run in
+# the same process, so that shared fixtures are built once.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The tests whose results docs/reliability.md reports.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
     tests/training/config/test_problems.py tests/training/reporting/test_rows.py
@@ -56,11 +57,11 @@ matrix: $(VENV)/test  ## a reduced test suite with the oldest and newest torch o
 # training and the other tests do not need. The second one has the pre-release of Hydra 1.4.
 extras:  ## tests with optional packages (Optuna, lm-eval) and with Hydra 1.4; needs the network once
 	$(PYTHON) -m venv $(VENV)/extras
-	$(VENV)/extras/bin/pip install -q --disable-pip-version-check -r requirements.txt pytest \
+	$(VENV)/extras/bin/pip install $(PIP_OPTIONS) -r requirements.txt pytest \
 	    hydra-optuna-sweeper "lm-eval[hf]"
 	$(VENV)/extras/bin/python -m pytest tests/campaign/extras.py tests/campaign/lm_eval.py $(ARGS)
 	$(PYTHON) -m venv $(VENV)/hydra-1.4
-	$(VENV)/hydra-1.4/bin/pip install -q --disable-pip-version-check -r requirements.txt pytest hypothesis \
+	$(VENV)/hydra-1.4/bin/pip install $(PIP_OPTIONS) -r requirements.txt pytest hypothesis \
 	    $(addsuffix ==1.4.0rc3,hydra-core $(addprefix hydra-,joblib-launcher submitit-launcher optuna-sweeper))
 	$(VENV)/hydra-1.4/bin/python -m pytest tests/training/config tests/scripts/test_sweep.py \
 	    tests/test_messages.py tests/campaign/extras.py $(ARGS)
@@ -70,7 +71,7 @@ extras:  ## tests with optional packages (Optuna, lm-eval) and with Hydra 1.4; n
 # because PyPI has no such version.
 audit: $(VENV)/test  ## known vulnerabilities of the installed packages; needs the network; ARGS="-s osv"
 	$(PYTHON) -m venv $(VENV)/audit
-	$(VENV)/audit/bin/pip install -q --disable-pip-version-check "pip-audit>=2.9"
+	$(VENV)/audit/bin/pip install $(PIP_OPTIONS) "pip-audit>=2.9"
 	$(VENV)/bin/pip freeze | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)/audit/installed.txt $(ARGS)
 

@@ -2,8 +2,8 @@
 supported torch on each Python that this machine has, then lists the results.
 
     make matrix
-    make matrix ARGS="-s 'matrix-3.12(torch=\\'oldest\\')'"    # one environment
-    make matrix ARGS="-s newest"                              # the newest version of every package
+    make matrix ARGS="-p 3.12 -k oldest"    # one environment
+    make matrix ARGS="-s newest"            # the newest version of every package
 
 uv installs the packages and shares their files between the environments.
 """

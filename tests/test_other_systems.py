@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NO_NETWORK, REPOSITORY, TINY
+from helpers import REPOSITORY, TIMEOUT, TINY
 from helpers.models import random_ids, tiny_model
+from helpers.ranks import environment
 from helpers.refusals import printed_keys, refused
 from helpers.settings import settings
 from helpers.windows import ENVIRONMENT
@@ -47,14 +48,13 @@ def test_commands_without_what_windows_lacks(tmp_path):
         ["scripts.prepare_data", "data.path=text.txt", "out=tokens", "workers=1"],
         ["train.py", *small, *tokens, "name=b"],
     ]
-    home = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, REPOSITORY / "tests" / "helpers" / "windows.py", json.dumps(commands)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(NO_NETWORK), **home, **ENVIRONMENT},
+        env=environment(HOME=tmp_path, TMPDIR=tmp_path, **ENVIRONMENT),
         cwd=tmp_path,
         capture_output=True,
         encoding="cp1252",
-        timeout=120,
+        timeout=TIMEOUT,
     )
     codes = [int(line[5:]) for line in done.stdout.splitlines() if line.startswith("exit ")]
     assert codes == [0] * len(commands), done.stdout + done.stderr

@@ -189,7 +189,7 @@ def test_mutated_input_is_accepted_or_refused(tmp_path, bounded, reader, monkeyp
     read, number, refusals = reader(tmp_path), max(10, int(INPUTS * share)), []
     for seed in range(number):
         try:
-            with time_limit():
+            with time_limit(120):
                 read(random.Random(f"{reader.__name__} {seed}"))
         except refuses as error:
             refusals.append((str(error).split("\n"), len(error.problems)))

@@ -19,13 +19,14 @@ import pytest
 from helpers import NO_NETWORK, REPOSITORY, TIMEOUT
 from helpers.runs import rows as logged
 from helpers.tally import CAMPAIGN, tally
+from helpers.trainings import ForkServer
 from helpers.wandb_server import FAULTS, WandbServer
 
 FAULT = "W&B unreachable, killed, disk full"
 FAULT_OF_MODEL = "W&B's server fails over the upload of a model"
 KEY = "k" * 40
 
-# A run without torch: it logs rows while the W&B process gets a signal.
+# A run without a model: it logs rows while the W&B process gets a signal.
 WORKER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
@@ -68,8 +69,9 @@ NO_FAULT |= {"call_seconds": TIMEOUT, "seconds": {}}
 class Worker:
     """worker(**plan) -> the lines on stderr of a run, after a check that all rows are on disk."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.home, self.out = folder / "my run", folder / "home", ""
+    def __init__(self, processes: ForkServer, folder: Path):
+        self.processes, self.out = processes, ""
+        self.folder, self.home = folder / "my run", folder / "home"
         self.folder.mkdir()
         self.home.mkdir()
 
@@ -83,39 +85,34 @@ class Worker:
             **more,
         }
 
-    def run(self, *command: str, **environment: str) -> tuple[str, str]:
-        """stdout and stderr are files, because a stopped wandb-core would keep pipes open."""
-        with open(self.home / "out", "w+") as out, open(self.home / "err", "w+") as err:
-            done = subprocess.run(
-                [sys.executable, *command],
-                cwd=self.folder,
-                env=self.environment(**{"WANDB_API_KEY": KEY} | environment),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                timeout=TIMEOUT,
-            )
-        printed = (self.home / "out").read_text(), (self.home / "err").read_text()
-        assert done.returncode == 0, printed
-        return printed
-
     def __call__(self, server=None, rows=6, mode="online", environment=None, **plan):
         plan = NO_FAULT | {"rows": rows, "mode": mode} | plan
         address = {"WANDB_BASE_URL": server.url} if server else {}
-        self.out, err = self.run("-c", WORKER, json.dumps(plan), **address | (environment or {}))
+        variables = self.environment(WANDB_API_KEY=KEY) | address | (environment or {})
+        process = self.processes.start(self.folder, json.dumps(plan), code=WORKER, **variables)
+        assert process.wait() == 0, process.err
+        self.out = process.out
         assert [row["step"] for row in logged(self.folder)] == list(range(rows))
         for pid in (self.folder / "core.pid").read_text().split():
             with contextlib.suppress(ProcessLookupError):  # exists only if it was stopped
                 os.kill(int(pid), signal.SIGKILL)
-        return err.splitlines()
+        return process.err.splitlines()
 
     def sync(self, server: WandbServer, *what: str) -> None:
-        self.run("-m", "wandb", "sync", *what, WANDB_BASE_URL=server.url)
+        command = [sys.executable, "-m", "wandb", "sync", *what]
+        variables = self.environment(WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url)
+        subprocess.run(command, cwd=self.folder, env=variables, timeout=TIMEOUT, check=True)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    with ForkServer(tmp_path_factory.mktemp("home")) as server:
+        yield server
 
 
 @pytest.fixture
-def worker(tmp_path):
-    return Worker(tmp_path)
+def worker(processes, tmp_path):
+    return Worker(processes, tmp_path)
 
 
 def to_sync(line: str) -> list[str]:

@@ -6,8 +6,9 @@ milliseconds; the imports of torch take seconds.
 Each line of stdin is a request. Each request has a response on stdout. Both are JSON:
 
     {"folder": ..., "arguments": [...], "environment": {...}, "log": ..., "fault": {...}}
-                        -> {"pid": 123}: `train.py arguments` runs in the folder; its stdout is in
-                           log.out, its stderr in log.err
+                        -> {"pid": 123}: train_main (settings.py) runs in the folder with these
+                           arguments; its stdout is in log.out, its stderr in log.err.
+                           "code": ... is run instead, if it is there
     {"wait": 123}       -> {"code": 143} after the process has ended; -9 after SIGKILL
 
 The keys of `fault` are names of FAULTS in planted_faults.py. The client is ForkServer in
@@ -21,6 +22,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 
@@ -53,13 +55,14 @@ def import_everything() -> None:
 
 
 def run(order: dict) -> int:
-    """Runs a training in this process. Returns its exit code."""
+    """Runs a training or code in this process. Returns its exit code."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_on_stop_signals()
     os.environ.update(order["environment"])
+    tempfile.tempdir = None  # it is read from TMPDIR again
     os.chdir(order["folder"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, suffix in ((1, ".out"), (2, ".err")):
@@ -72,7 +75,10 @@ def run(order: dict) -> int:
     code = 0
     try:
         plant(order["fault"])
-        train_main()
+        if order["code"]:
+            exec(order["code"], {"__name__": "__main__"})
+        else:
+            train_main()
     except SystemExit as stopped:
         code = stopped.code or 0
     except BaseException:  # as Python does

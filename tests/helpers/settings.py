@@ -27,7 +27,7 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
 
 
 def settings(*overrides: str) -> Config:
-    """Returns the same as compose(overrides), in a tenth of the time: the values of settings are
+    """Returns the same as compose(overrides), in less time: the values of settings are
     changed in a copy of the composed config. data.path=none, if the overrides do not select data.
 
     Raises ConfigError with all problems.

@@ -71,12 +71,16 @@ class ForkServer:
         assert line, "the fork server has ended or does not respond"
         return json.loads(line)
 
-    def start(self, folder: Path, *arguments: str, fault: dict | None = None, **more) -> "Training":
-        """Starts `train.py arguments` in a folder. more: variables of its environment."""
+    def start(
+        self, folder: Path, *arguments: str, fault: dict | None = None, code: str = "", **more
+    ) -> "Training":
+        """Starts a training with these arguments, or code, in a folder. more: variables of its
+        environment."""
         log = folder / f"log{next(self.numbers)}"
         values = {key: str(value) for key, value in more.items()}
         order = {"folder": str(folder), "arguments": arguments, "environment": values}
-        return Training(self, self.ask(**order, log=str(log), fault=fault or {})["pid"], log)
+        order |= {"log": str(log), "fault": fault or {}, "code": code}
+        return Training(self, self.ask(**order)["pid"], log)
 
     def start_ranks(
         self,

@@ -45,28 +45,57 @@ def called_by_clearhead() -> bool:
     return file.startswith(str(REPOSITORY)) and ".venv" not in file
 
 
-def remove_features() -> None:
-    _import, _open, _fsync, _stat = builtins.__import__, os.open, os.fsync, os.stat
-    _open_text, _cdll, _named = io.open, ctypes.CDLL, tempfile.NamedTemporaryFile
-    _unlink = os.unlink
-    shutil._use_fd_functions = False  # rmtree calls os.unlink with a path, as on Windows
+def denied(path: object) -> PermissionError:
+    return PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+def remove_modules() -> None:
+    """Removes MODULES, NAMES and CDLL(None), for the code of clearhead only."""
+    import_anything, load_library = builtins.__import__, ctypes.CDLL
+    reduced = {name: types.ModuleType(name) for name in NAMES}
+    for name, module in reduced.items():
+        vars(module).update(vars(sys.modules[name]))
+        for removed in NAMES[name].split():
+            delattr(module, removed)
 
     def import_module(name, *rest, **options):
         if name in MODULES and called_by_clearhead():
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if name in NAMES and called_by_clearhead():
             return reduced[name]
-        return _import(name, *rest, **options)
+        return import_anything(name, *rest, **options)
 
-    def open_number(path, flags, *rest, **options):
+    def cdll(name, *rest, **options):
+        if name is None and called_by_clearhead():
+            raise TypeError("argument of type 'NoneType' is not iterable")
+        return load_library(name, *rest, **options)
+
+    builtins.__import__, ctypes.CDLL = import_module, cdll
+    platform.libc_ver = lambda: ("", "")
+
+
+def restrict_descriptors() -> None:
+    """os.open opens no folder. os.fsync needs a file that is open for writing."""
+    open_path, flush = os.open, os.fsync
+
+    def open_file(path, flags, *rest, **options):
         if os.path.isdir(path):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return _open(path, flags, *rest, **options)
+            raise denied(path)
+        return open_path(path, flags, *rest, **options)
 
     def fsync(number):
         if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EBADF, "Bad file descriptor")
-        _fsync(number)
+        flush(number)
+
+    os.open, os.fsync = open_file, fsync
+
+
+def restrict_files() -> None:
+    """There are no SYSTEM_FILES. Text files have the line ends of Windows. A locked file cannot be
+    read. While a temporary file is open, its name opens nothing."""
+    stat_path, open_path, temporary = os.stat, io.open, tempfile.NamedTemporaryFile
+    unlink = os.unlink
 
     def check_exists(path):
         if str(path).startswith(SYSTEM_FILES) and str(path) != os.devnull:
@@ -74,37 +103,49 @@ def remove_features() -> None:
 
     def stat(path, *rest, **options):
         check_exists(path)
-        return _stat(path, *rest, **options)
+        return stat_path(path, *rest, **options)
 
     def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **more):
         check_exists(file)
         if "b" not in mode and newline is None and set(mode) & set("wax"):
             newline = "\r\n"
-        opened = _open_text(file, mode, buffering, encoding, errors, newline, **more)
-        if not isinstance(file, int):  # another handle cannot use a locked file
+        opened = open_path(file, mode, buffering, encoding, errors, newline, **more)
+        if not isinstance(file, int):
             try:
                 fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
                 fcntl.flock(opened.fileno(), fcntl.LOCK_UN)
             except BlockingIOError:
                 opened.close()
-                raise PermissionError(errno.EACCES, "Permission denied", str(file)) from None
+                raise denied(file) from None
         return opened
+
+    def named_temporary_file(*arguments, **options):
+        file = temporary(*arguments, **options | {"delete": False})
+        unlink(file.name)
+        return file
+
+    os.stat, io.open, builtins.open = stat, open_file, open_file
+    tempfile.NamedTemporaryFile = named_temporary_file
+
+
+def restrict_changes() -> None:
+    """No open or mapped file is renamed or removed. There are no links."""
+    open_text = io.open
+    shutil._use_fd_functions = False  # rmtree calls os.unlink with a path, as on Windows
 
     def opened_paths():
         numbers = os.listdir("/proc/self/fd")
         found = [os.path.realpath(f"/proc/self/fd/{number}") for number in numbers]
-        with _open_text("/proc/self/maps") as maps:
+        with open_text("/proc/self/maps") as maps:
             return found + [line.split(maxsplit=5)[5].strip() for line in maps if "/" in line]
 
     def unless_opened(change):
-        """Returns the function with a check that no path is open or mapped in this process."""
-
         def changed(*paths, **options):
             for path in map(os.path.realpath, paths):
                 if "/.filelock-" in path:  # filelock probes how Linux locks files
                     continue
                 if any(each == path or each.startswith(f"{path}/") for each in opened_paths()):
-                    raise PermissionError(errno.EACCES, "The process cannot access the file", path)
+                    raise denied(path)
             return change(*paths, **options)
 
         return changed
@@ -112,36 +153,18 @@ def remove_features() -> None:
     def symlink(source, link, *rest, **options):
         raise OSError(errno.EINVAL, "A required privilege is not held by the client", str(link))
 
-    def cdll(name, *rest, **options):
-        if name is None and called_by_clearhead():
-            raise TypeError("argument of type 'NoneType' is not iterable")
-        return _cdll(name, *rest, **options)
-
-    def named_temporary_file(*arguments, **options):
-        """While the file is open, its name opens nothing."""
-        file = _named(*arguments, **options | {"delete": False})
-        _unlink(file.name)
-        return file
-
-    os.open, os.fsync, os.stat, os.symlink = open_number, fsync, stat, symlink
     os.replace, os.rename = unless_opened(os.replace), unless_opened(os.rename)
     os.unlink = os.remove = unless_opened(os.unlink)
-    tempfile.NamedTemporaryFile = named_temporary_file
-    ctypes.CDLL, io.open, builtins.open = cdll, open_file, open_file
-    platform.libc_ver = lambda: ("", "")
-    reduced = {name: types.ModuleType(name) for name in NAMES}  # for the code of clearhead
-    for name, module in reduced.items():
-        vars(module).update(vars(sys.modules[name]))
-        for removed in NAMES[name].split():
-            delattr(module, removed)
-    builtins.__import__ = import_module
+    os.symlink = symlink
 
 
 def main() -> None:
     for name in LIBRARIES.split():
         __import__(name)
-    sys.path.insert(0, str(REPOSITORY))
-    remove_features()
+    restrict_changes()
+    restrict_files()
+    restrict_descriptors()
+    remove_modules()
     for script, *arguments in json.loads(sys.argv[1]):
         sys.argv = [script, *arguments]
         code = 0

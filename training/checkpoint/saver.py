@@ -177,7 +177,8 @@ def _folder_name(step: int) -> str:
 
 
 def _set_link(link: Path, target: str | None) -> None:
-    """Points a link to a file in its directory, atomically; target=None removes the link."""
+    """Points a link to a file in its directory, atomically except on Windows. target=None removes
+    the link."""
     if target is None:
         link.unlink(missing_ok=True)
     elif not link.is_symlink() or os.readlink(link) != target:

@@ -38,7 +38,8 @@ from training.reporting.sweep import run_job
 OPTIONS = VERSION or {"execution_whitelist": hydra.utils.UNSAFE_DISABLE_EXECUTION_CHECKS}
 if sys.version_info >= (3, 14) and VERSION:
     # Python 3.14 checks the help text of each option when it is added, and raises for the object
-    # that Hydra 1.3 uses in place of a text (hydra issue 3121). Hydra 1.4 does not have it.
+    # that Hydra 1.3 uses in place of a text (hydra issue 3121). Hydra 1.4 does not have it. This
+    # changes all parsers of the process, because hydra.main makes its own one when it is called.
     setattr(argparse.ArgumentParser, "_check_help", lambda parser, action: None)  # noqa: B010
 # Overrides on ranks other than 0: Hydra creates no directories and writes no logs there.
 OTHER_RANKS = ["hydra.run.dir=.", "hydra.output_subdir=null"]

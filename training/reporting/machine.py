@@ -46,7 +46,7 @@ def processor() -> str:
     keys = ("model name", "cpu family", "model")
     found = [re.findall(rf"^{key}\s*: (.+)", text, re.MULTILINE) for key in keys]
     if not all(found):
-        return platform.processor() or platform.machine()
+        return platform.processor() if sys.platform == "win32" else platform.machine()
     return "{} (family {}, model {})".format(*(values[0] for values in found))
 
 

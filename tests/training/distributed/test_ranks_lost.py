@@ -58,7 +58,7 @@ def whole(server):
 )
 def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path, what, way, lost):
     """A dead rank is noticed immediately, a rank that times out after the timeout."""
-    timeout = f"parallel.timeout={1000 if what == 'SIGKILL' else 15}"
+    timeout = f"parallel.timeout={1000 if what == 'SIGKILL' else 30}"
     run, settings = tmp_path / "runs" / "run", [*LONG, f"parallel={way}", timeout, "name=run"]
     faults = [interrupt((what, STEP, 6)) if rank == lost else None for rank in range(2)]
     trainings = server.start_ranks(write_texts(tmp_path), *settings, faults=faults)
@@ -70,7 +70,7 @@ def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path,
     assert len(printed_keys(other.err)) == 1
     # Rank 0 writes checkpoints: if it dies, the first one may be incomplete.
     assert newest_valid_step(run) == 3 or (lost == 0 and newest_valid_step(run) is None)
-    server.run_ranks(tmp_path, *settings)
+    server.run_ranks(tmp_path, *settings, "parallel.timeout=1000")
     assert [row["step"] for row in rows(run)] == list(range(9))
     check_same_bytes(run, whole(way, 8))
 
