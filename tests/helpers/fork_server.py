@@ -5,10 +5,11 @@ milliseconds; the imports of torch take seconds.
 
 Each line of stdin is a request. Each request has a response on stdout. Both are JSON:
 
-    {"folder": ..., "arguments": [...], "environment": {...}, "log": ..., "fault": {...}}
+    {"folder": ..., "arguments": [...], "environment": {...}, "log": ..., "fault": {...},
+     "code": ...}
                         -> {"pid": 123}: train_main (settings.py) runs in the folder with these
                            arguments; its stdout is in log.out, its stderr in log.err.
-                           "code": ... is run instead, if it is there
+                           With code, this Python code runs instead
     {"wait": 123}       -> {"code": 143} after the process has ended; -9 after SIGKILL
 
 The keys of `fault` are names of FAULTS in planted_faults.py. The client is ForkServer in

@@ -38,7 +38,8 @@ def interrupt(*each: tuple) -> dict:
 
 
 class ForkServer:
-    """Starts trainings. A context manager that kills all remaining trainings at its end."""
+    """Starts trainings, and other code that needs their imports. A context manager that kills all
+    remaining processes at its end."""
 
     def __init__(self, home: Path):
         self.home = home
