@@ -10,18 +10,18 @@ PIP_OPTIONS := -q --disable-pip-version-check --no-compile
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The tests whose results docs/reliability.md reports.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
-    tests/training/config/test_problems.py tests/training/reporting/test_rows.py
+    tests/config/test_problems.py tests/reporting/test_rows.py
 # Other tests that run more trials or more ranks with CAMPAIGN=1.
 MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/interop/test_export.py \
-    tests/training/distributed/test_ranks.py
+    tests/distributed/test_ranks.py
 
 # Files that the type checker checks with its preset `default`; all others have `basic`.
-STRICT := attention.py model.py files.py lens inference interop \
-    $(addprefix tokens/,readers.py sampler.py windows.py) \
-    $(addprefix training/distributed/,build.py process_group.py) \
-    $(addprefix training/optim/,loss_spikes.py optimizers.py) \
-    $(addprefix training/planning/,memory.py devices.py) training/checkpoint/listing.py \
-    $(addprefix training/reporting/,console.py machine.py profiler.py tracker.py) \
+STRICT := attention.py model.py clearhead/files.py $(addprefix clearhead/,lens inference interop) \
+    $(addprefix clearhead/tokens/,readers.py sampler.py windows.py) \
+    $(addprefix clearhead/distributed/,build.py process_group.py) \
+    $(addprefix clearhead/optim/,optimizers.py) \
+    $(addprefix clearhead/planning/,memory.py) $(addprefix clearhead/checkpoint/,listing.py loss_spikes.py) \
+    $(addprefix clearhead/reporting/,console.py machine.py profiler.py tracker.py) \
     $(addprefix benchmarks/,equivalence.py generate.py timing.py training.py) \
     scripts/attention_ladder.py
 
@@ -36,10 +36,10 @@ test: $(VENV)/test  ## all tests
 campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the tokens of all text files there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
 	CAMPAIGN=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(MORE_TRIALS) $(ARGS)
-	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/training/distributed/test_ranks.py $(ARGS)
+	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/distributed/test_ranks.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
 	    tests/inference/test_decoding.py tests/inference/test_generate.py $(ARGS)
-	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/training/distributed/test_ranks_lost.py $(ARGS)
+	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/distributed/test_ranks_lost.py $(ARGS)
 	rm -f campaign.jsonl
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
@@ -63,7 +63,7 @@ extras:  ## tests with optional packages (Optuna, lm-eval) and with Hydra 1.4; n
 	$(PYTHON) -m venv $(VENV)/hydra-1.4
 	$(VENV)/hydra-1.4/bin/pip install $(PIP_OPTIONS) -r requirements.txt pytest hypothesis \
 	    $(addsuffix ==1.4.0rc3,hydra-core $(addprefix hydra-,joblib-launcher submitit-launcher optuna-sweeper))
-	$(VENV)/hydra-1.4/bin/python -m pytest tests/training/config tests/scripts/test_sweep.py \
+	$(VENV)/hydra-1.4/bin/python -m pytest tests/config tests/scripts/test_sweep.py \
 	    tests/test_messages.py tests/campaign/extras.py $(ARGS)
 
 # pip-audit is installed in a separate environment, so that it audits the packages of .venv only.

@@ -1,9 +1,9 @@
 """Datasets and data loaders: text -> tokens -> windows -> batches.
 
-A text is tokenized to a stream of uint16 token ids (tokens/). A large text is tokenized once,
-to token files that are memory-mapped (scripts/prepare_data.py). A window is read on access. It has
-`max_length` input ids; the targets are the ids one position later. The windows of a batch depend
-only on (seed, step, rank, world size) (tokens/sampler.py).
+A text is tokenized to a stream of uint16 token ids (clearhead/tokens/). A large text is tokenized
+once, to token files that are memory-mapped (scripts/prepare_data.py). A window is read on access.
+It has `max_length` input ids; the targets are the ids one position later. The windows of a batch
+depend only on (seed, step, rank, world size) (clearhead/tokens/sampler.py).
 
     dataset = GPTDatasetV1(text, get_tokenizer("gpt2"), max_length=256, stride=256)
     input_ids, target_ids = dataset[0]
@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from errors import ConfigError, DataError, sanitize
-from tokens.encoding import StreamEncoder, concatenate, encode_text
-from tokens.paths import find_files
-from tokens.readers import FilePart, encode_part
-from tokens.sampler import WindowOrder, integer_weights
-from tokens.shards import is_shards, open_shards
-from tokens.stream import Checksums, TokenStream
-from tokens.synthetic import CycleWalks, RepeatedSequences
-from tokens.tokenizers import get_tokenizer
-from tokens.windows import (
+from clearhead.config.schema import DataConfig
+from clearhead.errors import ConfigError, DataError, sanitize
+from clearhead.tokens.encoding import StreamEncoder, concatenate, encode_text
+from clearhead.tokens.paths import find_files
+from clearhead.tokens.readers import FilePart, encode_part
+from clearhead.tokens.sampler import WindowOrder, integer_weights
+from clearhead.tokens.shards import is_shards, open_shards
+from clearhead.tokens.stream import Checksums, TokenStream
+from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
+from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.windows import (
     IGNORED,
     DocumentWindows,
     MixedDataset,
@@ -42,7 +43,6 @@ from tokens.windows import (
     WindowDataset,
     window_order,
 )
-from training.config.schema import DataConfig
 
 __all__ = ["DataError", "GPTDatasetV1", "WindowOrder", "create_dataloader", "get_tokenizer"]
 
@@ -180,7 +180,7 @@ def load_datasets(config: DataConfig) -> LoadedData:
     data.val_fraction of it) is the validation data. It starts at a document boundary or, if the
     documents are too long, inside a document. Validation windows do not overlap. `val` is None if
     val_fraction is 0 and val_path is null. With data.synthetic, generated sequences replace the
-    text (tokens/synthetic.py).
+    text (clearhead/tokens/synthetic.py).
     """
     if config.synthetic:
         length = config.max_length

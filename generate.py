@@ -5,7 +5,7 @@
     python generate.py checkpoint=DIR interactive=true
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory, or hub:NAME. The
-decoding is in inference/decoding.py.
+decoding is in clearhead/inference/decoding.py.
 """
 
 import codecs
@@ -18,9 +18,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from errors import refuse, sanitize
-from training.config.command_line import ScriptConfig, settings_command
-from training.config.schema import (
+from clearhead.config.command_line import ScriptConfig, settings_command
+from clearhead.config.schema import (
     AboveZero,
     AutoOrBool,
     Checkpoint,
@@ -31,9 +30,10 @@ from training.config.schema import (
     Seed,
     Text,
 )
+from clearhead.errors import refuse, sanitize
 
 if typing.TYPE_CHECKING:
-    from interop.pretrained import PretrainedModel
+    from clearhead.interop.pretrained import PretrainedModel
 
 MAX_COUNT = 1_000_000  # of tokens, samples, texts in a batch
 PositiveCount = Annotated[Positive, Field(le=MAX_COUNT)]
@@ -71,9 +71,9 @@ class GenerateConfig(ScriptConfig):
 
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
-    from inference import cache, decoding, packed_weights
-    from interop.pretrained import load_pretrained
-    from training.distributed import device
+    from clearhead.distributed import device
+    from clearhead.inference import cache, decoding, packed_weights
+    from clearhead.interop.pretrained import load_pretrained
 
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
@@ -117,8 +117,8 @@ def write_texts(
 ) -> None:
     """Prints each prompt with its generated text; the first text of a batch token by token.
 
-    generate: the function in inference/decoding.py; options: its keyword arguments. first_row: the
-    row number of the first text, which selects its random numbers.
+    generate: the function in clearhead/inference/decoding.py; options: its keyword arguments.
+    first_row: the row number of the first text, which selects its random numbers.
     """
     tokenizer, window, end = pretrained.tokenizer, pretrained.window, options["end_token"]
     for start in range(0, len(prompts), batch_size):

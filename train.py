@@ -4,11 +4,11 @@
     python train.py model=gpt2-nano data.path=my.txt trainer.max_steps=500
     python train.py --help
 
-This file contains the training loop. training/setup.py builds its components (data loader, model,
-optimizer, checkpointer, ...). A run writes all its files to runs/<name>/. In a notebook:
+This file contains the training loop. clearhead/run/build.py builds its components (data loader,
+model, optimizer, checkpointer, ...). A run writes all its files to runs/<name>/. In a notebook:
 
-    from training.config import compose
-    from training.setup import build_run
+    from clearhead.config import compose
+    from clearhead.run.build import build_run
     fit(build_run(compose(["model=gpt2-nano"])))
 """
 
@@ -16,21 +16,21 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from training.config.application import hydra_main
-from training.reporting.terminal import never_fail
-from training.signals import StopSignals, exit_on_stop_signals
+from clearhead.config.application import hydra_main
+from clearhead.reporting.terminal import never_fail
+from clearhead.run.signals import StopSignals, exit_on_stop_signals
 
 if TYPE_CHECKING:  # at run time, torch is imported only after the settings were checked
     from torch import Tensor
 
-    from training.config.schema import Config
-    from training.setup import Run
+    from clearhead.config.schema import Config
+    from clearhead.run.build import Run
 
 
 def fit(run: "Run") -> None:
     """Trains until trainer.max_steps. Evaluates, logs and saves at the intervals in the settings.
 
-    Raises a ClearheadError (errors.py) when training fails, and SystemExit after a stop signal.
+    Raises a ClearheadError when training fails, and SystemExit after a stop signal.
     """
     trainer, state = run.config.trainer, run.state
     started, first_step = time.perf_counter(), state.step
@@ -161,7 +161,7 @@ def stop(run: "Run") -> None:
 @hydra_main
 def main(config: "Config") -> None:
     """Trains with the given settings."""
-    from training.setup import build_run
+    from clearhead.run.build import build_run
 
     with StopSignals() as signals:
         fit(build_run(config, signals))

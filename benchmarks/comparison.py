@@ -20,14 +20,14 @@ from benchmarks.implementations import (
 )
 from benchmarks.settings import TrainingBenchmark
 from benchmarks.timing import interleave, origin, show_speedup, speedup
-from errors import refuse
+from clearhead.config import Config, compose
+from clearhead.config.command_line import write_out
+from clearhead.config.schema import ParallelConfig
+from clearhead.distributed import device as devices
+from clearhead.distributed.build import build_strategy
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import refuse
 from model import GPT, ModelConfig
-from training.config import Config, compose
-from training.config.command_line import write_out
-from training.config.schema import ParallelConfig
-from training.distributed import device as devices
-from training.distributed.build import build_strategy
-from training.distributed.strategy import Strategy
 
 SEED = 0  # for the weights and the tokens
 BATCHES = 4  # used in rotation

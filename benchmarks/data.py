@@ -18,12 +18,12 @@ from statistics import median
 import numpy as np
 from pydantic import Field, FilePath
 
-from tokens.shards import ShardWriter
-from tokens.tokenizers import get_tokenizer
-from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.schema import DataConfig, Positive
-from training.config.yaml_files import REPOSITORY
-from training.reporting.machine import machine
+from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.schema import DataConfig, Positive
+from clearhead.config.yaml_files import REPOSITORY
+from clearhead.reporting.machine import machine
+from clearhead.tokens.shards import ShardWriter
+from clearhead.tokens.tokenizers import get_tokenizer
 
 BATCH, LENGTH, BATCHES = 64, 1024, 10_000
 

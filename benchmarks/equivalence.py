@@ -18,10 +18,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from benchmarks.implementations import Implementation, Variant, pad_vocabulary
-from errors import ClearheadError
+from clearhead.config.schema import OptimizerConfig
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import ClearheadError
 from model import GPT
-from training.config.schema import OptimizerConfig
-from training.distributed.strategy import Strategy
 
 Batch = tuple[Tensor, Tensor]  # input_ids (B, T), target_ids (B, T)
 FP32 = Variant("fp32", "ours", torch.float32)  # the variant of the check: eager, in fp32

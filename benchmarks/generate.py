@@ -11,7 +11,7 @@ same precision within each round, with the smallest and the largest one.
 """
 
 from benchmarks.settings import GenerationBenchmark
-from training.config.command_line import settings_command
+from clearhead.config.command_line import settings_command
 
 
 @settings_command(GenerationBenchmark)

@@ -12,14 +12,14 @@ from benchmarks.equivalence import NotEquivalent
 from benchmarks.implementations import transformers_model
 from benchmarks.settings import GenerationBenchmark
 from benchmarks.timing import interleave, origin, show_speedup, speedup
-from errors import NO_VALUE, refuse
-from inference.cache import KVCache
-from inference.decoding import Sampling, generate
-from inference.packed_weights import pack_weights
+from clearhead.config import compose
+from clearhead.config.command_line import write_out
+from clearhead.distributed import device as devices
+from clearhead.errors import NO_VALUE, refuse
+from clearhead.inference.cache import KVCache
+from clearhead.inference.decoding import Sampling, generate
+from clearhead.inference.packed_weights import pack_weights
 from model import GPT, ModelConfig
-from training.config import compose
-from training.config.command_line import write_out
-from training.distributed import device as devices
 
 SEED = 0  # for the weights and the prompts
 # (prompts (B, T), number of new tokens) -> the new ids of each prompt, the seconds until each token

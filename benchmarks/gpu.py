@@ -22,14 +22,14 @@ import numpy as np
 from pydantic import DirectoryPath, Field
 
 from benchmarks.timing import origin
-from errors import ClearheadError, refuse
-from files import read_json, read_rows
+from clearhead.checkpoint.run_directory import settings_of
+from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.schema import Name, Positive
+from clearhead.config.yaml_files import REPOSITORY
+from clearhead.distributed import device
+from clearhead.errors import ClearheadError, refuse
+from clearhead.files import read_json, read_rows
 from scripts import plan
-from training.checkpoint.run_directory import settings_of
-from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.schema import Name, Positive
-from training.config.yaml_files import REPOSITORY
-from training.distributed import device
 
 STEPS = 30  # of a training; the second half is timed
 TRAIN = f"""train.py model={{model}} data=shards data.path={{folder}} data.max_length={{length}}

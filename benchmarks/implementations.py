@@ -27,13 +27,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from interop.huggingface import hf_tensors, to_hf
+from clearhead.config.schema import OptimizerConfig
+from clearhead.distributed.device import best_dtype, keep_freed_memory
+from clearhead.distributed.strategy import Strategy
+from clearhead.interop.huggingface import hf_tensors, to_hf
+from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer
+from clearhead.reporting.machine import git
 from model import GPT
-from training.config.schema import OptimizerConfig
-from training.distributed.device import best_dtype, keep_freed_memory
-from training.distributed.strategy import Strategy
-from training.optim.optimizers import NonFiniteCheck, build_optimizer
-from training.reporting.machine import git
 
 MAX_GRAD_NORM = 1.0
 

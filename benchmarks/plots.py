@@ -10,8 +10,8 @@ import json
 
 from pydantic import Field
 
-from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.yaml_files import REPOSITORY
+from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.yaml_files import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 OURS, OTHERS = "#0b6e99", "#b8bfc6"

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import DirectoryPath, Field
 
-from training.config.command_line import OutFile, ScriptConfig
-from training.config.schema import Device, Name, Positive
+from clearhead.config.command_line import OutFile, ScriptConfig
+from clearhead.config.schema import Device, Name, Positive
 
 Counts = Annotated[list[Positive], Field(min_length=1)]
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from training.config.yaml_files import REPOSITORY
-from training.reporting.machine import git, machine
+from clearhead.config.yaml_files import REPOSITORY
+from clearhead.reporting.machine import git, machine
 
 T = TypeVar("T")  # seconds of a call, or of its parts
 

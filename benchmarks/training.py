@@ -12,7 +12,7 @@ all in the same precision and compiled. benchmarks/implementations.py defines th
 """
 
 from benchmarks.settings import TrainingBenchmark
-from training.config.command_line import settings_command
+from clearhead.config.command_line import settings_command
 
 
 @settings_command(TrainingBenchmark)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import MultiHeadAttention, causal_attn_weights, causal_mask, explicit
-from training.config.command_line import ScriptConfig, settings_command
+from clearhead.config.command_line import ScriptConfig, settings_command
 
 WORDS = ["The", "old", "ferry", "bell", "rang", "twice"]
 # Each word as a vector of three numbers. A real model learns vectors of hundreds of numbers.

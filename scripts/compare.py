@@ -22,14 +22,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from errors import as_yaml, message_of, refuse, sanitize, shorten
-from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.other_names import nearest
-from training.config.schema import Name, Paths, rejected
-from training.reporting import comparison as results
-from training.reporting.charts import number
-from training.reporting.comparison_plot import plot
-from training.reporting.machine import machine
+from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.other_names import nearest
+from clearhead.config.schema import Name, Paths, rejected
+from clearhead.errors import as_yaml, message_of, refuse, sanitize, shorten
+from clearhead.reporting import comparison as results
+from clearhead.reporting.charts import number
+from clearhead.reporting.comparison_plot import plot
+from clearhead.reporting.machine import machine
 
 CONDITION = re.compile(r"\s*([^!<>=]+?)\s*(!=|<=|>=|==?|<|>)\s*(.*?)\s*", re.DOTALL)
 SWEEPS = "multirun"  # folder of the sweep directories in runs_dir

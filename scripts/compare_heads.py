@@ -5,7 +5,7 @@
 Reads the attention pages of the runs (attention/timelapse.html), so no model runs. An item of
 `runs` may also be a page of the lens: scripts.inspect_attention writes one for any model. Heads of
 the same layer are matched by the similarity of their attention maps, on the prompts that all pages
-have (lens/matching.py, docs/lens-compare.md). Writes a page, and a table of all heads as CSV.
+have (docs/lens-compare.md). Writes a page, and a table of all heads as CSV.
 """
 
 import glob
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from errors import DataError, refuse, sanitize
-from training.checkpoint.run_directory import attention_page
-from training.config.command_line import OutFile, ScriptConfig, settings_command, write_out
-from training.config.schema import Paths
-from training.reporting.comparison import markdown_table, runs_of_sweep
+from clearhead.checkpoint.run_directory import attention_page
+from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
+from clearhead.config.schema import Paths
+from clearhead.errors import DataError, refuse, sanitize
+from clearhead.reporting.comparison import markdown_table, runs_of_sweep
 
 MAX_ROWS = 40  # of the printed table
 HINT = "python -m scripts.inspect_attention checkpoint=RUN text=... writes a page"
@@ -43,7 +43,7 @@ class CompareHeadsConfig(ScriptConfig):
 
 @settings_command(CompareHeadsConfig)
 def main(settings: CompareHeadsConfig) -> None:
-    from lens import heads, matching, matching_page, matching_runs
+    from clearhead.lens import heads, matching, matching_page, matching_runs
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     try:

@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from errors import CheckpointError, DataError, Problem, refuse, sanitize
-from tokens.tokenizers import token_byte_lengths
-from training.config.command_line import (
+from clearhead.config.command_line import (
     OutFile,
     ScriptConfig,
     ScriptGroup,
     settings_command,
     write_out,
 )
-from training.config.schema import (
+from clearhead.config.schema import (
     AboveZero,
     Checkpoint,
     DataConfig,
@@ -39,11 +37,13 @@ from training.config.schema import (
     Positive,
     Precision,
 )
-from training.reporting.machine import machine
+from clearhead.errors import CheckpointError, DataError, Problem, refuse, sanitize
+from clearhead.reporting.machine import machine
+from clearhead.tokens.tokenizers import token_byte_lengths
 
 if TYPE_CHECKING:
-    from interop.pretrained import PretrainedModel
-    from tokens.stream import TokenStream
+    from clearhead.interop.pretrained import PretrainedModel
+    from clearhead.tokens.stream import TokenStream
 
 FROM_RUN = ("text_key", "endoftext", "val_fraction")  # default: the settings of the run
 
@@ -87,9 +87,9 @@ class EvaluateConfig(ScriptConfig):
 
 @settings_command(EvaluateConfig)
 def main(settings: EvaluateConfig) -> None:
-    from inference.perplexity import ScoredWindows, WindowSettings, evaluate
-    from interop.pretrained import load_pretrained
-    from training.distributed import build, device
+    from clearhead.distributed import build, device
+    from clearhead.inference.perplexity import ScoredWindows, WindowSettings, evaluate
+    from clearhead.interop.pretrained import load_pretrained
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)

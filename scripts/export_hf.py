@@ -15,10 +15,10 @@ from pathlib import Path
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
 
-from errors import message_of, refuse, sanitize
-from files import fsync, make_folder, rename, temporary_name
-from training.config.command_line import ScriptConfig, settings_command
-from training.config.schema import Checkpoint, Name, rejected
+from clearhead.config.command_line import ScriptConfig, settings_command
+from clearhead.config.schema import Checkpoint, Name, rejected
+from clearhead.errors import message_of, refuse, sanitize
+from clearhead.files import fsync, make_folder, rename, temporary_name
 
 
 class ExportConfig(ScriptConfig):
@@ -38,7 +38,7 @@ class ExportConfig(ScriptConfig):
 
 @settings_command(ExportConfig)
 def main(settings: ExportConfig) -> None:
-    from interop import export, pretrained
+    from clearhead.interop import export, pretrained
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to remove the temporary folder
     model = pretrained.load_pretrained(settings.checkpoint)

@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from errors import ClearheadError, Problem, refuse, sanitize
-from lens.config import LensConfig
-from training.config.command_line import (
+from clearhead.config.command_line import (
     OutFile,
     ScriptConfig,
     ScriptGroup,
     settings_command,
     write_out,
 )
-from training.config.schema import (
+from clearhead.config.schema import (
     Checkpoint,
     Count,
     DataConfig,
@@ -39,13 +37,15 @@ from training.config.schema import (
     Positive,
     rejected,
 )
+from clearhead.errors import ClearheadError, Problem, refuse, sanitize
+from clearhead.lens.config import LensConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from interop.pretrained import PretrainedModel
-    from lens.snapshots import Lens
-    from tokens.windows import WindowDataset
+    from clearhead.interop.pretrained import PretrainedModel
+    from clearhead.lens.snapshots import Lens
+    from clearhead.tokens.windows import WindowDataset
 
 
 class TextConfig(ScriptGroup):
@@ -104,9 +104,9 @@ class InspectConfig(ScriptConfig):
 
 @settings_command(InspectConfig)
 def main(settings: InspectConfig) -> None:
-    from interop.pretrained import load_pretrained
-    from lens.page import page
-    from training.distributed.device import check, prepare
+    from clearhead.distributed.device import check, prepare
+    from clearhead.interop.pretrained import load_pretrained
+    from clearhead.lens.page import page
 
     refuse(check(settings.device))
     device = prepare(settings.device, seed=0)
@@ -155,7 +155,7 @@ def prompts_of(
 def build_lens(
     trained: "PretrainedModel", config: LensConfig, vocabulary: Sequence[int], tokenizer_name: str
 ) -> "Lens":
-    from lens.snapshots import Lens
+    from clearhead.lens.snapshots import Lens
 
     tokenizer = trained.tokenizer
     same = trained.tokenizer_name == tokenizer_name
@@ -189,7 +189,7 @@ def check_figure(settings: InspectConfig, lens: "Lens", trained: "PretrainedMode
 
 def draw(run: dict, lens: "Lens", settings: InspectConfig) -> None:
     """Writes the figure of all heads or of one head."""
-    from lens.figure import draw_figure
+    from clearhead.lens.figure import draw_figure
 
     place = None if settings.head is None else (settings.layer, settings.head)
     prompt = settings.prompt or (1 if settings.text else lens.clearest_prompt(place) + 1)
@@ -208,7 +208,7 @@ def inspect(
     """Returns the data of one model for the page. Prints its most significant heads."""
     import torch
 
-    from inference.ablation import ablate_heads
+    from clearhead.inference.ablation import ablate_heads
 
     model, state = trained.model.to(device), trained.state
     is_synthetic = bool(state and state.settings["data"].get("synthetic"))

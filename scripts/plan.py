@@ -4,9 +4,9 @@
         devices=64 kind=h100 tokens=10e9
 
 The settings are those of train.py and of PlanConfig. The formulas for memory are in
-training/planning/memory.py. The time is computed from the FLOPs of the model and `utilisation`, the
+planning/memory.py. The time is computed from the FLOPs of the model and `utilisation`, the
 fraction of the peak FLOP/s that training reaches. The utilisation is measured for some devices
-(training/planning/devices.py) and assumed for others; the output states which.
+(distributed/hardware.py) and assumed for others; the output states which.
 """
 
 import math
@@ -15,9 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from errors import ConfigError, Problem, UnknownSetting, refuse
-from training.config import Config, compose
-from training.config.command_line import (
+from clearhead.config import Config, compose
+from clearhead.config.command_line import (
     OutFile,
     ScriptConfig,
     command_line,
@@ -25,16 +24,17 @@ from training.config.command_line import (
     show_help,
     write_out,
 )
-from training.config.other_names import nearest, unknown_key
-from training.config.schema import UNLIMITED, AboveZero, NonNegative, Positive
-from training.distributed.launch import check_ranks
-from training.planning import memory
-from training.planning.devices import (
+from clearhead.config.other_names import nearest, unknown_key
+from clearhead.config.schema import UNLIMITED, AboveZero, NonNegative, Positive
+from clearhead.distributed.hardware import (
     ASSUMED_UTILISATION,
     KINDS,
     MEASURED_UTILISATION,
     WORTH_COMPILING,
 )
+from clearhead.distributed.launch import check_ranks
+from clearhead.errors import ConfigError, Problem, UnknownSetting, refuse
+from clearhead.planning import memory
 
 
 class PlanConfig(ScriptConfig):

@@ -26,12 +26,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from errors import ConfigError, sanitize
-from tokens.paths import find_files
-from tokens.prepare import Preparation, PrepareSettings
-from training.config.command_line import ScriptConfig, ScriptGroup, settings_command
-from training.config.schema import Count, Name, Paths, Positive, rejected
-from training.reporting.console import rich_console
+from clearhead.config.command_line import ScriptConfig, ScriptGroup, settings_command
+from clearhead.config.schema import Count, Name, Paths, Positive, rejected
+from clearhead.errors import ConfigError, sanitize
+from clearhead.reporting.console import rich_console
+from clearhead.tokens.paths import find_files
+from clearhead.tokens.prepare import Preparation, PrepareSettings
 
 
 class SourceConfig(ScriptGroup):

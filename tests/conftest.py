@@ -68,7 +68,7 @@ def make_run(tmp_path, monkeypatch, text_file):
 
     from helpers.settings import settings
 
-    from training.setup import build_run
+    from clearhead.run.build import build_run
 
     def make(*overrides, tiny=True):
         for earlier in runs:  # as if their processes had ended
@@ -183,7 +183,7 @@ def opened(window):
 @pytest.fixture
 def write(tmp_path):
     """write(run, ...) -> the path of a page with these runs (see helpers/pages.py)."""
-    from lens.page import page
+    from clearhead.lens.page import page
 
     def to_file(*runs, title="attention", name="page.html"):
         path = tmp_path / name

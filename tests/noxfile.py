@@ -29,10 +29,10 @@ TESTS = [
     "tests/inference",
     "tests/interop/test_hf.py",
     "tests/scripts/test_readme.py",
-    "tests/training/checkpoint",
-    "tests/training/config/test_config.py",
-    "tests/training/ops",
-    "tests/training/optim",
+    "tests/checkpoint",
+    "tests/config/test_config.py",
+    "tests/ops",
+    "tests/optim",
 ]
 
 

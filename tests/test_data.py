@@ -13,23 +13,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import data
-from data import (
-    DataConfig,
-    GPTDatasetV1,
-    create_dataloader,
-    get_tokenizer,
-    load_datasets,
-)
-from errors import ConfigError, DataError
-from tokens import END_OF_TEXT
-from tokens.stream import TokenStream, check_checksums
-from tokens.windows import (
+from clearhead.errors import ConfigError, DataError
+from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.stream import TokenStream, check_checksums
+from clearhead.tokens.windows import (
     IGNORED,
     DocumentWindows,
     MixedDataset,
     SlidingWindows,
     evenly_spaced_windows,
     window_order,
+)
+from data import (
+    DataConfig,
+    GPTDatasetV1,
+    create_dataloader,
+    get_tokenizer,
+    load_datasets,
 )
 
 some = trials(25, 200)
@@ -356,7 +356,7 @@ def problems(**changes) -> list[str]:
 
 
 def test_problems_name_their_keys(tmp_path):
-    """More problems: tests/training/config/test_problems.py."""
+    """More problems: tests/config/test_problems.py."""
     assert problems() == problems(path=["a.txt"], stride=1, val_fraction=0.0, verify=False) == []
     bad = {
         "path": [None, "", []],

@@ -1,4 +1,4 @@
-"""data.py: training batches, reading ahead, micro-batches; training/evaluation.py: the mean loss.
+"""data.py: training batches, reading ahead, micro-batches; run/evaluation.py: the mean loss.
 
 The order of windows for any number of ranks: tests/tokens/test_sampler.py.
 """
@@ -18,14 +18,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
+from clearhead.distributed.strategy import Strategy
+from clearhead.run.evaluation import Validation
+from clearhead.tokens.sampler import WindowOrder
+from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.synthetic import CycleWalks
+from clearhead.tokens.tokenizers import bytes_per_token, get_tokenizer
+from clearhead.tokens.windows import IGNORED, DocumentWindows, MixedDataset, window_order
 from data import GPTDatasetV1, read_ahead, split_batch, training_batches
-from tokens.sampler import WindowOrder
-from tokens.stream import TokenStream
-from tokens.synthetic import CycleWalks
-from tokens.tokenizers import bytes_per_token, get_tokenizer
-from tokens.windows import IGNORED, DocumentWindows, MixedDataset, window_order
-from training.distributed.strategy import Strategy
-from training.evaluation import Validation
 
 some = trials(15, 100)
 

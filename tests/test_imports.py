@@ -33,7 +33,7 @@ runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
 """
 COPIED = """
 import attention, model, torch
-import lens.config, lens.page, lens.snapshots
+import clearhead.lens.config, lens.page, lens.snapshots
 gpt = model.GPT(model.ModelConfig(17, 8, 16, 2, 2))
 print(tuple(gpt(torch.zeros(1, 8, dtype=torch.long))[0].shape))
 """
@@ -42,8 +42,8 @@ ONE_STEP = """
 import sys, torch
 from model import model_without_values
 from train import train_step
-from training.config import compose
-from training.setup import build_run
+from clearhead.config import compose
+from clearhead.run.build import build_run
 with build_run(compose(sys.argv[1:])) as run:
     train_step(run)
     model_without_values(run.model.config)  # as when a checkpoint is loaded
@@ -80,7 +80,7 @@ def test_ctrl_c_during_the_imports_of_a_script_ends_it_quietly(name):
 
 
 def test_attention_model_and_lens_can_be_copied_out(tmp_path):
-    """attention.py and model.py need only torch; lens/ needs no other file of this repository."""
+    """attention.py and model.py need only torch; the lens needs no other package of ours."""
     for name in ("attention.py", "model.py"):
         shutil.copy(REPOSITORY / name, tmp_path)
         tree = ast.parse((REPOSITORY / name).read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def test_attention_model_and_lens_can_be_copied_out(tmp_path):
         names += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
         roots = {name.split(".")[0] for name in names} - sys.stdlib_module_names
         assert roots <= {"torch", "attention"}
-    shutil.copytree(REPOSITORY / "lens", tmp_path / "lens")
+    shutil.copytree(REPOSITORY / "clearhead" / "lens", tmp_path / "clearhead" / "lens")
     assert run_python(COPIED, tmp_path).strip() == "(1, 8, 17)"
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from helpers import TINY
 
-import errors
 import generate
 import train
-from lens.config import LensConfig
-from lens.snapshots import Lens
+from clearhead import errors
+from clearhead.config import compose
+from clearhead.config.command_line import errors_in_one_line
+from clearhead.lens.config import LensConfig
+from clearhead.lens.snapshots import Lens
+from clearhead.planning import micro_batch
 from train import fit
-from training.config import compose
-from training.config.command_line import errors_in_one_line
-from training.planning import micro_batch
 
 NAME = (
     "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ ; after the first character also . = , + -"
@@ -220,7 +220,7 @@ def test_errors_of_other_ranks_and_unexpected_ones(capsys, monkeypatch):
     unexpected = "RuntimeError: two lines; rerun with debug=true to see the traceback\n"
     assert printed(capsys, RuntimeError("two\nlines")) == (4, unexpected)
     assert "Traceback" in printed(capsys, other, debug=True)[1]
-    monkeypatch.setattr("training.config.command_line.WAIT_FOR_RANK_0", 0)
+    monkeypatch.setattr("clearhead.config.command_line.WAIT_FOR_RANK_0", 0)
     monkeypatch.setenv("RANK", "1")
     assert printed(capsys, other) == (3, "")
     assert printed(capsys, RuntimeError("x"))[1].startswith("rank 1: RuntimeError: x; ")

@@ -10,8 +10,8 @@ from helpers import REPOSITORY
 from helpers.models import TINY_MODEL, random_ids, tiny_model
 
 from attention import KERNELS
+from clearhead.config import compose
 from model import GPT, ModelConfig, model_without_values
-from training.config import compose
 
 PRESETS = REPOSITORY / "configs" / "model"
 PUBLISHED = {  # Radford et al. 2019, counted from the released weights

@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 import generate
 from attention import sdpa
-from errors import ConfigError, RunDirectoryError
-from inference.cache import KVCache
+from clearhead.checkpoint.run_directory import lock_directory
+from clearhead.distributed import device
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import ConfigError, RunDirectoryError
+from clearhead.inference.cache import KVCache
+from clearhead.run.build import build_run
 from scripts import evaluate
 from train import fit
-from training.checkpoint.run_directory import lock_directory
-from training.distributed import device
-from training.distributed.strategy import Strategy
-from training.setup import build_run
 
 PROMPT = "“Ça va?” 東京 🦊 —"
 TEXT = "".join(f"Line {n}: {PROMPT} said the fox, ναί.\n" for n in range(200))

@@ -29,16 +29,16 @@ from helpers.runs import (
 )
 
 import train
-from errors import CheckpointError, ConfigError, DataError, DivergedError, NotSavedError
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import listing
+from clearhead.checkpoint.resume import changed_settings
+from clearhead.checkpoint.tensors import load_model
+from clearhead.config.schema import TrainerConfig
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError, NotSavedError
+from clearhead.optim.optimizers import NonFiniteCheck
+from clearhead.run.translate_errors import translate_errors
 from train import fit, save, train_step
-from training.checkpoint import format as checkpoint
-from training.checkpoint import listing
-from training.checkpoint.resume import changed_settings
-from training.checkpoint.tensors import load_model
-from training.config.schema import TrainerConfig
-from training.distributed.strategy import Strategy
-from training.optim.optimizers import NonFiniteCheck
-from training.translate_errors import translate_errors
 
 # Settings of the finished run that the tests resume. They differ from the defaults.
 OWN = ("optimizer.lr=1e-3", "model.dropout=0.2", "trainer.log_every=2")

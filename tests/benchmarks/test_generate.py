@@ -9,7 +9,7 @@ import torch
 from helpers.refusals import printed_keys
 
 from benchmarks import generate, generation
-from training.distributed import device
+from clearhead.distributed import device
 
 SMALL = "model=gpt2-nano batch_sizes=[2] prompt_tokens=[5,3] max_new_tokens=[4,2] rounds=2"
 
@@ -78,7 +78,7 @@ def test_results_are_printed_if_the_disk_is_full(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("training.config.command_line.atomic_write", full)
+    monkeypatch.setattr("clearhead.config.command_line.atomic_write", full)
     code, out, err = run("out=figures.json", "batch_sizes=[1]", "rounds=1")
     assert (code, printed_keys(err)) == (2, ["out"])
     assert "clearhead, bf16" in out

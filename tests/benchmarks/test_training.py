@@ -24,11 +24,11 @@ from benchmarks.equivalence import (
 from benchmarks.implementations import NanoGPT, Ours, Variant, pad_vocabulary
 from benchmarks.settings import TrainingBenchmark
 from benchmarks.timing import interleave, speedup
-from tokens.windows import window_order
+from clearhead.config import compose
+from clearhead.config.schema import OptimizerConfig, ParallelConfig
+from clearhead.distributed.build import build_strategy
+from clearhead.tokens.windows import window_order
 from train import train_step
-from training.config import compose
-from training.config.schema import OptimizerConfig, ParallelConfig
-from training.distributed.build import build_strategy
 
 TINY = ["model=gpt2-nano", "batch_size=2", "length=12", "device=cpu", "precision=fp32"]
 TINY += ["compile=false", "rounds=2", "steps=1"]

@@ -7,10 +7,10 @@ import pytest
 from helpers import pages
 from helpers.pages import a_run, prompt
 
-from lens.matching import all_pairs, match_heads
-from lens.matching_page import page
-from lens.matching_runs import read_runs
-from lens.page import page as page_of
+from clearhead.lens.matching import all_pairs, match_heads
+from clearhead.lens.matching_page import page
+from clearhead.lens.matching_runs import read_runs
+from clearhead.lens.page import page as page_of
 
 LONG = prompt("1-long", [str(n) for n in range(150)])
 

@@ -9,8 +9,8 @@ from helpers import pages
 from helpers.pages import HISTORY, PROMPTS, STEPS, WORDS, a_run
 from playwright.sync_api import expect
 
-from lens.page import START, page
-from lens.statistics import STATISTICS
+from clearhead.lens.page import START, page
+from clearhead.lens.statistics import STATISTICS
 
 TALL = {"width": 1280, "height": 1500}  # large enough for the grid and all charts
 

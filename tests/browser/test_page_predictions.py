@@ -10,7 +10,7 @@ from helpers import pages
 from helpers.pages import STEPS, VOCABULARY, WORDS, a_run
 from playwright.sync_api import expect
 
-from lens.page import frame_data
+from clearhead.lens.page import frame_data
 
 SPANS = """all => all.map((span) => {
   const { backgroundColor, color } = getComputedStyle(span);

@@ -10,7 +10,7 @@ from helpers.pages import PROMPTS, a_run
 from PIL import Image
 from playwright.sync_api import expect
 
-from lens.heads import ALL_NAMES
+from clearhead.lens.heads import ALL_NAMES
 
 WATCH_LABELS = """() => {
   window.labels = {};

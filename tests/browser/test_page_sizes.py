@@ -10,8 +10,8 @@ from helpers import pages
 from PIL import Image
 from playwright.sync_api import expect
 
-from lens.page import frame_data, run_data
-from lens.probe import probe
+from clearhead.lens.page import frame_data, run_data
+from clearhead.lens.probe import probe
 
 LENGTHS = (21, 64, 128, 255)
 KINDS = ("previous token", "induction", "first token", "uniform")  # of head 0, 1, 2, 3, 0, ...

@@ -12,10 +12,10 @@ from helpers import pages
 from helpers.pages import PROMPTS, STEPS, a_run
 from playwright.sync_api import expect
 
-from lens.heads import ALL_NAMES, significances
-from lens.page import frame_data, run_data
-from lens.probe import probe, uniform_values
-from lens.statistics import STATISTICS
+from clearhead.lens.heads import ALL_NAMES, significances
+from clearhead.lens.page import frame_data, run_data
+from clearhead.lens.probe import probe, uniform_values
+from clearhead.lens.statistics import STATISTICS
 
 PERIOD = 6
 REPEATED = pages.prompt("2-repeated", ["<bos>", *2 * list("abcdef")], period=PERIOD)

@@ -9,8 +9,8 @@ from browser.test_page_story import PERIOD, PLANTED, REPEATED, SOME, a_story, pl
 from helpers import pages
 from playwright.sync_api import expect
 
-from lens.page import frame_data
-from lens.probe import uniform_values
+from clearhead.lens.page import frame_data
+from clearhead.lens.probe import uniform_values
 
 QUERY = 9  # the planted heads are clearest there
 KEY = QUERY - PERIOD + 1

@@ -12,10 +12,10 @@ from helpers import REPOSITORY, pages
 from helpers.pages import HOSTILE, PROMPTS, a_run
 from playwright.sync_api import expect
 
-from lens.page import END, START, page
-from training.reporting.report import write_report
+from clearhead.lens.page import END, START, page
+from clearhead.reporting.report import write_report
 
-SOURCES = REPOSITORY / "lens" / "page"
+SOURCES = REPOSITORY / "clearhead" / "lens" / "page"
 
 
 def test_link_restores_the_view(shown):

@@ -17,14 +17,14 @@ from helpers.ranks import COMPARABLE, check_same_losses, check_same_tensors, las
 from helpers.runs import assert_same, rows, weights
 
 from attention import KERNELS
-from inference.cache import KVCache
-from inference.packed_weights import pack_weights
+from clearhead.config.schema import OptimizerConfig
+from clearhead.distributed import device
+from clearhead.inference.cache import KVCache
+from clearhead.inference.packed_weights import pack_weights
+from clearhead.ops import cross_entropy
+from clearhead.optim.optimizers import build_optimizer
 from model import head_loss as plain_loss
 from train import fit, train_step
-from training.config.schema import OptimizerConfig
-from training.distributed import device
-from training.ops import cross_entropy
-from training.optim.optimizers import build_optimizer
 
 DEVICE = os.environ.get("CHECK_DEVICE", "cuda")
 pytestmark = [

@@ -16,11 +16,11 @@ import pytest
 import torch
 from helpers import NO_NETWORK, REPOSITORY, TEXT
 
-from interop import export
-from interop.pretrained import PretrainedModel
+from clearhead.interop import export
+from clearhead.interop.pretrained import PretrainedModel
+from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer
 from model import GPT, ModelConfig
 from scripts import evaluate
-from tokens.tokenizers import TOKENIZERS, get_tokenizer
 
 pytest.importorskip("lm_eval")
 PAGE = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")

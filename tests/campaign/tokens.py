@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokens.encoding import StreamEncoder
-from tokens.tokenizers import get_tokenizer
+from clearhead.tokens.encoding import StreamEncoder
+from clearhead.tokens.tokenizers import get_tokenizer
 
 GROUP = 20_000_000  # bytes that one call encodes
 FOLDER = os.environ.get("TEXTS") or sysconfig.get_path("purelib")

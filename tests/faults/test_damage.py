@@ -14,11 +14,11 @@ from helpers.runs import train_in
 from helpers.tally import campaign, tally
 from helpers.texts import files_of, prepare
 
-from errors import CheckpointError, ClearheadError, DataError
-from tokens.shards import open_shards
-from training.checkpoint import format as checkpoint
-from training.checkpoint import listing
-from training.checkpoint.tensors import read_tensors
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import listing
+from clearhead.checkpoint.tensors import read_tensors
+from clearhead.errors import CheckpointError, ClearheadError, DataError
+from clearhead.tokens.shards import open_shards
 
 FAULT = "truncations and bit flips of checkpoint and shard files"
 RANDOM = campaign("CAMPAIGN_DAMAGES", 6, 100)  # of each kind, of each file

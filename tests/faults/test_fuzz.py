@@ -19,14 +19,14 @@ from helpers.refusals import time_limit
 from helpers.runs import train_in, write_checksums
 from helpers.tally import tally
 
-from errors import CheckpointError, ConfigError, DataError
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import listing
+from clearhead.checkpoint.tensors import load_model
+from clearhead.config import compose
+from clearhead.config.command_line import parse
+from clearhead.errors import CheckpointError, ConfigError, DataError
+from clearhead.tokens.shards import ShardWriter, open_shards, write_manifest
 from generate import GenerateConfig
-from tokens.shards import ShardWriter, open_shards, write_manifest
-from training.checkpoint import format as checkpoint
-from training.checkpoint import listing
-from training.checkpoint.tensors import load_model
-from training.config import compose
-from training.config.command_line import parse
 
 INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "1000"))
 ROOM = 2**30  # bytes that a reader of a small input may allocate at most

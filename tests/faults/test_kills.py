@@ -245,7 +245,7 @@ def test_a_signal_during_the_start_changes_nothing(faults, part):
     """For a new run and a resumed run."""
     folder = faults.folder()
     run, name = folder / "runs" / "run", ("SIGTERM", "SIGINT", "SIGUSR1")[part % 3]
-    stopped = interrupt((name, f"training.setup.{PARTS[part]}", 1, "after"))
+    stopped = interrupt((name, f"clearhead.run.build.{PARTS[part]}", 1, "after"))
     for resumes in (False, True):
         if resumes:
             faults.kill_at(folder, 14, "saved")
@@ -279,7 +279,7 @@ def test_a_second_interrupt_ends_immediately_and_loses_nothing(faults, number):
     run = folder / "runs" / "run"
     each = [
         ("SIGINT", STEP, step + 1),
-        ("SIGINT", "training.checkpoint.format.save_file", 1, "after"),
+        ("SIGINT", "clearhead.checkpoint.format.save_file", 1, "after"),
     ]
     training = faults.run(folder, "every step", fault=interrupt(*each), code=130)
     assert "Traceback" not in training.err

@@ -27,10 +27,10 @@ from helpers.texts import write_packed
 
 import generate
 import train
-from interop.huggingface import to_hf
+from clearhead.interop.huggingface import to_hf
+from clearhead.run.build import build_run
 from scripts import inspect_attention
 from train import fit
-from training.setup import build_run
 
 FAULT = "malicious pickle, _target_, markup in tokens, path escape, secret canaries"
 
@@ -179,7 +179,7 @@ FORBIDDEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 ALLOWED = {
-    "tokens/readers.py": {"importlib.import_module(module)"},
+    "clearhead/tokens/readers.py": {"importlib.import_module(module)"},
 }
 
 

@@ -30,9 +30,9 @@ KEY = "k" * 40
 WORKER = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
-from training.config.schema import WandbConfig
+from clearhead.config.schema import WandbConfig
 from helpers.wandb_server import wait_long_for_wandb
-from training.reporting import tracker, wandb_process
+from clearhead.reporting import tracker, wandb_process
 
 plan = json.loads(sys.argv[1])
 wait_long_for_wandb()

@@ -116,7 +116,7 @@ def test_every_picture_arrives(wandb, tmp_path, number):
         server.dropping = interrupted
         place = (STEP, chance.randrange(1, STEPS // kills), chance.choice(WHEN))
         if number % 4 > 1 and kill == kills - 1:
-            place = ("training.run.Run.finish", 1, "after")  # after the last checkpoint
+            place = ("clearhead.run.run.Run.finish", 1, "after")  # after the last checkpoint
         fault = interrupt(("SIGKILL", *place))
         assert wandb.train(tmp_path, mode, chance, fault) == -signal.SIGKILL
     server.dropping = False

@@ -5,9 +5,12 @@ from pathlib import Path
 TIMEOUT = 1800  # seconds that a test waits at most, so that only a process that hangs reaches it
 REPOSITORY = Path(__file__).resolve().parents[2]
 NO_NETWORK = REPOSITORY / "tests" / "no_network"  # on PYTHONPATH: blocks connections
-FOLDERS = (".", "training", "training/*", "tokens", "lens", "lens/*", "inference", "interop")
-FOLDERS += ("scripts", "benchmarks")
-SOURCES = sorted(path for folder in FOLDERS for path in REPOSITORY.glob(f"{folder}/*.py"))
+FOLDERS = (".", "clearhead", "scripts", "benchmarks")
+SOURCES = sorted(
+    path
+    for folder in FOLDERS
+    for path in REPOSITORY.joinpath(folder).glob("**/*.py" if folder == "clearhead" else "*.py")
+)
 
 # Settings of a run that takes a second: two layers of two heads over bytes.
 TINY = (

@@ -27,17 +27,17 @@ import tempfile
 import threading
 import traceback
 
-from errors import ClearheadError
+from clearhead.config import command_line
+from clearhead.errors import ClearheadError
+from clearhead.run.signals import exit_on_stop_signals
 from helpers import REPOSITORY, SOURCES, TINY
 from helpers.planted_faults import plant
 from helpers.settings import settings, train_main
 from helpers.wandb_server import wait_long_for_wandb
-from training.config import command_line
-from training.signals import exit_on_stop_signals
 
 # Modules that training imports inside functions.
 PARTS = """
-    lens.heatmap numpy.ctypeslib numpy.random rich._emoji_codes torch._dynamo
+    numpy.ctypeslib numpy.random rich._emoji_codes torch._dynamo
     torch._functorch.config torch._inductor.utils torch.distributed torch.distributed.fsdp
     torch.onnx
 """
@@ -46,8 +46,8 @@ PARTS = """
 def import_everything() -> None:
     """Imports all modules of a training. No thread may start, because a fork loses threads."""
     sources = [path.relative_to(REPOSITORY).with_suffix("") for path in SOURCES]
-    ours = [".".join(path.parts) for path in sources if path.parts[0] in ("training", "tokens")]
-    ours.remove("training.reporting.workspace")  # imports wandb, whose folder a fork would remove
+    ours = [".".join(path.parts) for path in sources if path.parts[0] == "clearhead"]
+    ours.remove("clearhead.reporting.workspace")  # imports wandb, whose folder a fork would remove
     for name in [*ours, *PARTS.split()]:
         importlib.import_module(name)
     wait_long_for_wandb()

@@ -1,7 +1,7 @@
 """Prompts and generated ids for tests of decoding."""
 
+from clearhead.inference.decoding import Sampling, generate
 from helpers.models import random_ids
-from inference.decoding import Sampling, generate
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [random_ids(B=1, T=n, seed=n)[0].tolist() for n in (3, 12, 1, 30, 7)]  # of 12 positions

@@ -11,8 +11,8 @@ import matplotlib
 import numpy as np
 import torch
 
-from lens.page import frame_data, run_data
-from lens.probe import Prompt, probe
+from clearhead.lens.page import frame_data, run_data
+from clearhead.lens.probe import Prompt, probe
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
 WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ",", " ", " far"]

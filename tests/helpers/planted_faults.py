@@ -3,7 +3,7 @@
     {"crash": {"at": 7}, "infinite_loss": {"steps": [3]}}
 
 Each key is a function in FAULTS; its value has the arguments. "The saver" is the thread that writes
-checkpoints (training/checkpoint/saver.py).
+checkpoints (clearhead/checkpoint/saver.py).
 """
 
 import contextlib
@@ -24,10 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import train
-from training.checkpoint import format as checkpoint
-from training.checkpoint import saver as saving
-from training.planning import micro_batch, time_limit
-from training.run import Run
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import saver as saving
+from clearhead.distributed import device_memory
+from clearhead.run import time_limit
+from clearhead.run.run import Run
 
 
 def plant(faults: dict[str, dict]) -> None:
@@ -90,7 +91,7 @@ class Operations:
         self.on_disk: dict[int, int] = {}  # by inode: the size at the last fsync
         self.unsynced: list[dict] = []  # changes of names that may not be on disk yet
         self.lock = threading.RLock()
-        on_call("training.checkpoint.saver.Saver.save", self._count_saves)
+        on_call("clearhead.checkpoint.saver.Saver.save", self._count_saves)
         replace(checkpoint, "save_file", self._save_file)
         replace(os, "fsync", self._fsync)
         sys.addaudithook(self._watch)
@@ -187,9 +188,9 @@ def failing(what: str, code: str, steps: list[int], times: int | None, only: str
             raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
     on_call(
-        "training.checkpoint.saver.Saver.save", lambda _, __, state: now.update(step=state.step)
+        "clearhead.checkpoint.saver.Saver.save", lambda _, __, state: now.update(step=state.step)
     )
-    on_call(what if "." in what else f"training.checkpoint.format.{what}", fail)
+    on_call(what if "." in what else f"clearhead.checkpoint.format.{what}", fail)
     saving.RETRY_AFTER = 0
 
 
@@ -365,10 +366,10 @@ def wait_at(step: int, file: str) -> None:
 
 def slow(seconds: float) -> None:
     """Delays everything on this rank except training steps."""
-    parts = ("run.Run.evaluate", "run.Run.sample", "run.Run.write_report", "setup.open_directory")
+    parts = ("run.Run.evaluate", "run.Run.sample", "run.Run.write_report", "build.open_directory")
     for name in parts:
-        on_call(f"training.{name}", lambda *_: time.sleep(seconds))
-    for name in ("training.checkpoint.format.write", "training.setup.load_parameters"):
+        on_call(f"clearhead.run.{name}", lambda *_: time.sleep(seconds))
+    for name in ("clearhead.checkpoint.format.write", "clearhead.run.build.load_parameters"):
         on_call(name, lambda *_: time.sleep(seconds))
     on_call("lens.snapshots.Lens.snapshot", lambda *_: time.sleep(seconds))
 
@@ -382,7 +383,7 @@ def compiler(backend: str) -> None:
 
 def no_memory() -> None:
     """Simulates that this rank has no memory for the copy of a checkpoint."""
-    replace(micro_batch, "available_memory", lambda _: lambda: 0)
+    replace(device_memory, "available_memory", lambda _: lambda: 0)
 
 
 FUNCTIONS = (failing, file_size_limit, full_disk, interrupt, infinite_loss, watch_parameters)

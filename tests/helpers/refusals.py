@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from errors import ClearheadError
+from clearhead.errors import ClearheadError
 from helpers import TIMEOUT
 
 ANY = object()  # matches any value

@@ -16,9 +16,9 @@ from helpers import TEXT, TINY
 
 def train_in(folder: Path, *overrides: str) -> Path:
     """Trains a tiny run to its end, on text.txt in this folder. Returns the run directory."""
+    from clearhead.run.build import build_run
     from helpers.settings import settings
     from train import fit
-    from training.setup import build_run
 
     text = folder / "text.txt"
     if not text.exists():
@@ -106,7 +106,7 @@ def train_past_checkpoint(run, step: int) -> None:
 
 def write_checksums(folder: Path) -> None:
     """Writes the correct checksums of the files of a checkpoint."""
-    from training.checkpoint import format as checkpoint
+    from clearhead.checkpoint import format as checkpoint
 
     sums = [f"{checkpoint.checksum(folder / name)}  {name}\n" for name in checkpoint.FILES]
     (folder / checkpoint.CHECKSUMS).write_text("".join(sums))

@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import train
-from training.config import Config, compose
-from training.config.command_line import errors_in_one_line
-from training.config.compose import hydra_state
-from training.config.schema import GROUPS, known_settings
-from training.config.stored import config_from
-from training.config.yaml_files import CONFIGS
+from clearhead.config import Config, compose
+from clearhead.config.command_line import errors_in_one_line
+from clearhead.config.compose import hydra_state
+from clearhead.config.schema import GROUPS, known_settings
+from clearhead.config.stored import config_from
+from clearhead.config.yaml_files import CONFIGS
 
 
 @functools.cache

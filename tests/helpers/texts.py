@@ -13,12 +13,12 @@ import pyarrow
 import pyarrow.parquet
 from hypothesis import strategies as st
 
-from errors import ClearheadError
-from tokens import END_OF_TEXT
-from tokens.paths import find_files
-from tokens.prepare import Preparation, PrepareSettings
-from tokens.shards import HEADER_BYTES, open_shards
-from tokens.tokenizers import TOKENIZERS, get_tokenizer
+from clearhead.errors import ClearheadError
+from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.paths import find_files
+from clearhead.tokens.prepare import Preparation, PrepareSettings
+from clearhead.tokens.shards import HEADER_BYTES, open_shards
+from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer
 
 FRAGMENTS = [
     *" \n\r\t\x0b\x1c\x85\u00a0\u2028\u3000\u200b\ufeff",

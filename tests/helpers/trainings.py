@@ -20,13 +20,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import listing
 from helpers import REPOSITORY, TEXT, TIMEOUT, TINY
 from helpers.ranks import environment, free_port, without_library_lines
 from helpers.runs import rows
 from helpers.tally import CAMPAIGN
 from helpers.texts import prepare
-from training.checkpoint import format as checkpoint
-from training.checkpoint import listing
 
 STEP = "train.train_step"
 

@@ -10,8 +10,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote, unquote
 
+from clearhead.reporting import wandb_process
 from helpers import TIMEOUT
-from training.reporting import wandb_process
 
 STATUS = {"500": 500, "429": 429, "403": 403, "404": 404}
 # Connections are refused, get no response or are reset; the response is a status code, or no JSON.

@@ -12,10 +12,10 @@ import torch
 from helpers.greedy import GREEDY, PROMPTS, generated_ids
 from helpers.models import tiny_model as tiny
 
-from inference.cache import KVCache
-from inference.decoding import DROPPED_PART, Sampling, context_start, generate, sample
-from inference.packed_weights import pack_weights
-from interop.huggingface import to_hf
+from clearhead.inference.cache import KVCache
+from clearhead.inference.decoding import DROPPED_PART, Sampling, context_start, generate, sample
+from clearhead.inference.packed_weights import pack_weights
+from clearhead.interop.huggingface import to_hf
 
 
 @torch.no_grad()

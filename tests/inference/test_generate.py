@@ -9,8 +9,8 @@ import torch
 from helpers.runs import train_in
 
 import generate
-from inference import decoding
-from training.distributed import device
+from clearhead.distributed import device
+from clearhead.inference import decoding
 
 SHORT = ["checkpoint=runs/run", "max_new_tokens=12"]
 

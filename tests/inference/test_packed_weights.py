@@ -8,8 +8,8 @@ import torch
 from helpers.greedy import PROMPTS, generated_ids
 from helpers.models import random_ids, tiny_model
 
-from inference import packed_weights
-from inference.packed_weights import (
+from clearhead.inference import packed_weights
+from clearhead.inference.packed_weights import (
     PackedLinear,
     can_pack,
     fastest_layouts,

@@ -18,11 +18,11 @@ from helpers.texts import FRAGMENTS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from inference.decoding import Sampling
-from inference.decoding import generate as decode
-from interop import export
-from interop.huggingface import to_hf
-from interop.pretrained import load_pretrained
+from clearhead.inference.decoding import Sampling
+from clearhead.inference.decoding import generate as decode
+from clearhead.interop import export
+from clearhead.interop.huggingface import to_hf
+from clearhead.interop.pretrained import load_pretrained
 from scripts.export_hf import main
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "README.md"}

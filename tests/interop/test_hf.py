@@ -11,9 +11,9 @@ from helpers.runs import assert_same
 from helpers.settings import settings
 from safetensors.torch import load_file, save_file
 
-from errors import CheckpointError
-from interop.huggingface import from_hf, hf_tensors, to_hf
-from interop.pretrained import load_pretrained
+from clearhead.errors import CheckpointError
+from clearhead.interop.huggingface import from_hf, hf_tensors, to_hf
+from clearhead.interop.pretrained import load_pretrained
 from model import GPT, ModelConfig
 
 VOCAB_SIZE = 61

@@ -14,9 +14,9 @@ from helpers.refusals import refused
 from helpers.runs import assert_same
 from huggingface_hub import constants
 
-from errors import CheckpointError
-from interop.huggingface import to_hf
-from interop.pretrained import load_pretrained
+from clearhead.errors import CheckpointError
+from clearhead.interop.huggingface import to_hf
+from clearhead.interop.pretrained import load_pretrained
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from helpers.models import random_ids, tiny_model
 
-from inference.ablation import ablate_heads
-from lens.ablation import COLUMNS, most_important
-from lens.page import read
-from tokens.windows import IGNORED, WindowDataset
+from clearhead.inference.ablation import ablate_heads
+from clearhead.lens.ablation import COLUMNS, most_important
+from clearhead.lens.page import read
+from clearhead.tokens.windows import IGNORED, WindowDataset
 from train import fit
 
 HEADS = [(layer, head) for layer in (0, 1) for head in range(4)]

@@ -3,13 +3,13 @@
 import numpy as np
 from PIL import Image, ImageSequence
 
-from lens import animation
-from lens.animation import LAST_MILLISECONDS, MILLISECONDS, SIZE, write_animation
-from lens.config import LensConfig
-from lens.heatmap import ACCENT
-from lens.probe import Prompt
-from lens.snapshots import Lens
-from lens.statistics import uniform_attention
+from clearhead.lens import animation
+from clearhead.lens.animation import LAST_MILLISECONDS, MILLISECONDS, SIZE, write_animation
+from clearhead.lens.config import LensConfig
+from clearhead.lens.heatmap import ACCENT
+from clearhead.lens.probe import Prompt
+from clearhead.lens.snapshots import Lens
+from clearhead.lens.statistics import uniform_attention
 
 YELLOW = (253, 231, 37)  # weight 1
 

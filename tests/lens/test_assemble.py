@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lens.assemble import assemble, content_security_policy, inline_blocks, join_modules
+from clearhead.lens.assemble import assemble, content_security_policy, inline_blocks, join_modules
 
 
 def written(folder, **modules):

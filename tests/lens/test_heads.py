@@ -9,7 +9,7 @@ from helpers.tally import trials
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lens.heads import (
+from clearhead.lens.heads import (
     ALL_NAMES,
     COLUMNS,
     NAMED_FROM,
@@ -19,8 +19,8 @@ from lens.heads import (
     most_significant,
     names_of,
 )
-from lens.history import Row
-from lens.statistics import STATISTICS
+from clearhead.lens.history import Row
+from clearhead.lens.statistics import STATISTICS
 
 NAN = math.nan
 UNIFORM = dict.fromkeys(NAMES, 0.2)

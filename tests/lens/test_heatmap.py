@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from lens.heads import NAMES
-from lens.heatmap import (
+from clearhead.lens.heads import NAMES
+from clearhead.lens.heatmap import (
     ACCENT,
     COLOUR_MAP,
     MASKED,
@@ -16,7 +16,7 @@ from lens.heatmap import (
     label,
     rgb,
 )
-from lens.probe import Prompt, triangle_to_square
+from clearhead.lens.probe import Prompt, triangle_to_square
 
 EXACT = 4  # of 255; an image has 256 colours
 TABLE = (matplotlib.colormaps[COLOUR_MAP](np.linspace(0, 1, 256))[:, :3] * 255).round()

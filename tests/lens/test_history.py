@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import files
-from lens.history import History, Row
-from lens.statistics import STATISTICS
+from clearhead import files
+from clearhead.lens.history import History, Row
+from clearhead.lens.statistics import STATISTICS
 
 NAN = math.nan
 

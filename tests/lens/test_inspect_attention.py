@@ -16,12 +16,12 @@ from helpers.refusals import printed_keys
 from helpers.runs import train_in
 from PIL import Image
 
+from clearhead.interop.huggingface import to_hf
+from clearhead.interop.pretrained import load_pretrained
+from clearhead.lens.figure import draw_figure
+from clearhead.lens.page import read
+from clearhead.lens.probe import from_codes, triangle_to_square
 from data import get_tokenizer
-from interop.huggingface import to_hf
-from interop.pretrained import load_pretrained
-from lens.figure import draw_figure
-from lens.page import read
-from lens.probe import from_codes, triangle_to_square
 from scripts.inspect_attention import main
 
 

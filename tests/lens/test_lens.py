@@ -15,18 +15,18 @@ from helpers.tally import trials
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clearhead.config.schema import LensSettings
+from clearhead.errors import ConfigError
+from clearhead.lens.config import LensConfig
+from clearhead.lens.heads import COLUMNS
+from clearhead.lens.heatmap import draw_panel, fitted, rgb
+from clearhead.lens.history import Row
+from clearhead.lens.page import END, START, frame_data, page, read, run_data
+from clearhead.lens.probe import Frame, Prompt, to_codes
+from clearhead.lens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
+from clearhead.lens.statistics import STATISTICS, uniform_attention
 from data import get_tokenizer
-from errors import ConfigError
-from lens.config import LensConfig
-from lens.heads import COLUMNS
-from lens.heatmap import draw_panel, fitted, rgb
-from lens.history import Row
-from lens.page import END, START, frame_data, page, read, run_data
-from lens.probe import Frame, Prompt, to_codes
-from lens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
-from lens.statistics import STATISTICS, uniform_attention
 from train import fit
-from training.config.schema import LensSettings
 
 BYTE = get_tokenizer("byte")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lens.matching import (
+from clearhead.lens.matching import (
     all_pairs,
     assign,
     directions,
@@ -15,8 +15,8 @@ from lens.matching import (
     mean_similarity,
     similarities,
 )
-from lens.probe import from_codes, to_codes, triangle_to_square
-from lens.statistics import uniform_attention
+from clearhead.lens.probe import from_codes, to_codes, triangle_to_square
+from clearhead.lens.statistics import uniform_attention
 
 LENGTHS = (2, 7, 20)  # tokens of each prompt
 

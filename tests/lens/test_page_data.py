@@ -5,8 +5,8 @@ import json
 import numpy as np
 from helpers.pages import HISTORY, PROMPTS, VOCABULARY, a_run, unpacked
 
-from lens.heads import ALL_NAMES, head_table
-from lens.probe import uniform_values
+from clearhead.lens.heads import ALL_NAMES, head_table
+from clearhead.lens.probe import uniform_values
 
 
 def test_details_of_a_frame():

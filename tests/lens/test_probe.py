@@ -8,9 +8,8 @@ import torch
 from helpers.models import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from data import get_tokenizer
-from interop.huggingface import to_hf
-from lens.probe import (
+from clearhead.interop.huggingface import to_hf
+from clearhead.lens.probe import (
     from_codes,
     is_separator,
     make_prompt,
@@ -21,7 +20,8 @@ from lens.probe import (
     triangle_to_square,
     uniform_values,
 )
-from lens.statistics import STATISTICS, measure, uniform_attention
+from clearhead.lens.statistics import STATISTICS, measure, uniform_attention
+from data import get_tokenizer
 
 BYTE = get_tokenizer("byte")
 

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from lens.predictions import loss_of_copy
-from lens.stages import stage_begins
+from clearhead.lens.predictions import loss_of_copy
+from clearhead.lens.stages import stage_begins
 
 K = 62
 

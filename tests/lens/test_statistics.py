@@ -10,7 +10,7 @@ from helpers.tally import trials
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lens.statistics import STATISTICS, measure, positional, uniform_attention
+from clearhead.lens.statistics import STATISTICS, measure, positional, uniform_attention
 
 T, P = 21, 10  # tokens of [BOS] + R + R, and of R
 

@@ -19,9 +19,9 @@ from helpers.settings import settings
 from helpers.texts import prepare, write_source
 
 import train
-from interop.huggingface import to_hf
-from training.config import compose
-from training.config.application import check, parse_options
+from clearhead.config import compose
+from clearhead.config.application import check, parse_options
+from clearhead.interop.huggingface import to_hf
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PROGRAMS = "python|torchrun|make|pip|wandb|sbatch|lm_eval|jupyter|git"

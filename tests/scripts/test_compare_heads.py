@@ -13,8 +13,8 @@ import pytest
 from helpers.pages import HOSTILE, PROMPTS, STEPS, a_run, second_run, unpacked
 from helpers.refusals import printed_keys, time_limit
 
-from lens.heads import ALL_NAMES
-from lens.page import page
+from clearhead.lens.heads import ALL_NAMES
+from clearhead.lens.page import page
 from scripts.compare_heads import main
 
 ORDERS = ([0, 1, 2], [2, 0, 1], [1, 2, 0])

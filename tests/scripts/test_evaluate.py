@@ -11,14 +11,14 @@ from helpers.refusals import printed_keys
 from helpers.runs import rows, train_in
 from helpers.texts import prepare
 
+from clearhead.inference.perplexity import ScoredWindows, WindowSettings
+from clearhead.interop.huggingface import to_hf
+from clearhead.tokens.encoding import encode_text
+from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.windows import IGNORED
 from data import DataConfig, get_tokenizer, load_datasets
-from inference.perplexity import ScoredWindows, WindowSettings
-from interop.huggingface import to_hf
 from model import GPT, ModelConfig
 from scripts.evaluate import main
-from tokens.encoding import encode_text
-from tokens.stream import TokenStream
-from tokens.windows import IGNORED
 
 CONTEXT = 33  # positions of the weights; transformers' windows include the last target
 BELL = "A bell rang: “twice”, said the keeper, naïve as ever.\n" * 3

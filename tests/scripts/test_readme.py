@@ -10,7 +10,7 @@ import torch
 from helpers import REPOSITORY
 
 import train
-from lens.page import read
+from clearhead.lens.page import read
 
 
 def blocks(page, language=r"\w*") -> list[str]:

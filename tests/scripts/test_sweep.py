@@ -17,13 +17,13 @@ from helpers.runs import rows, run_command
 from PIL import Image
 
 import train
-from errors import ConfigError
+from clearhead.checkpoint.resume import resume_command
+from clearhead.config import application, compose
+from clearhead.config.application import check, hydra_main, parse_options
+from clearhead.errors import ConfigError
+from clearhead.reporting import sweep
+from clearhead.reporting.tracker import Tracker
 from scripts import compare
-from training.checkpoint.resume import resume_command
-from training.config import application, compose
-from training.config.application import check, hydra_main, parse_options
-from training.reporting import sweep
-from training.reporting.tracker import Tracker
 
 SHORT = [*TINY, "data.path=text.txt", "trainer.max_steps=2", "trainer.eval_every=1"]
 SHORT += ["trainer.sample_tokens=0", "trainer.max_skips=1"]

@@ -21,11 +21,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from errors import DataError
-from tokens import END_OF_TEXT
-from tokens import encoding as module
-from tokens.encoding import BOUNDARY, StreamEncoder, find_boundary, utf8_blocks
-from tokens.gigatoken_engine import Gigatoken
+from clearhead.errors import DataError
+from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens import encoding as module
+from clearhead.tokens.encoding import BOUNDARY, StreamEncoder, find_boundary, utf8_blocks
+from clearhead.tokens.gigatoken_engine import Gigatoken
 
 some = trials(30, 400)
 

@@ -34,14 +34,14 @@ from helpers.texts import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from errors import ConfigError, DataError
+from clearhead.config.command_line import parse
+from clearhead.errors import ConfigError, DataError
+from clearhead.tokens import END_OF_TEXT, encoding, readers
+from clearhead.tokens import prepare as module
+from clearhead.tokens.paths import find_files
+from clearhead.tokens.prepare import make_tasks
+from clearhead.tokens.readers import split_file
 from scripts.prepare_data import PrepareConfig, main
-from tokens import END_OF_TEXT, encoding, readers
-from tokens import prepare as module
-from tokens.paths import find_files
-from tokens.prepare import make_tasks
-from tokens.readers import split_file
-from training.config.command_line import parse
 
 few = trials(10, 100)
 # Shards have 30 tokens unless a test sets another number.

@@ -19,12 +19,12 @@ from helpers.texts import write_packed as write
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from errors import DataError
-from tokens import END_OF_TEXT, readers
-from tokens.encoding import StreamEncoder
-from tokens.paths import find_files
-from tokens.readers import FilePart, documents, encode_part, load_hub_dataset, split_file
-from tokens.tokenizers import TOKENIZERS
+from clearhead.errors import DataError
+from clearhead.tokens import END_OF_TEXT, readers
+from clearhead.tokens.encoding import StreamEncoder
+from clearhead.tokens.paths import find_files
+from clearhead.tokens.readers import FilePart, documents, encode_part, load_hub_dataset, split_file
+from clearhead.tokens.tokenizers import TOKENIZERS
 
 some = trials(25, 150)
 

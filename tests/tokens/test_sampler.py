@@ -14,7 +14,7 @@ from helpers.texts import peak_memory
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tokens.sampler import MAX_PERIOD, WindowOrder, integer_weights, permute
+from clearhead.tokens.sampler import MAX_PERIOD, WindowOrder, integer_weights, permute
 
 some = trials(20, 500)
 

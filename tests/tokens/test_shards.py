@@ -17,11 +17,11 @@ import pytest
 from helpers.refusals import SPECIAL_FILES, refused, time_limit
 from helpers.texts import numbers_in, peak_memory, write_packed, write_source
 
-from errors import DataError
-from tokens import shards as module
-from tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
-from tokens.stream import TokenStream
-from tokens.tokenizers import TOKENIZERS
+from clearhead.errors import DataError
+from clearhead.tokens import shards as module
+from clearhead.tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
+from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.tokenizers import TOKENIZERS
 
 EOT = 50256
 

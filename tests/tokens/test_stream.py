@@ -10,8 +10,8 @@ from helpers.texts import numbers_in
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from errors import DataError
-from tokens.stream import TokenStream
+from clearhead.errors import DataError
+from clearhead.tokens.stream import TokenStream
 
 some = trials(30, 150)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.runs import rows
 
-from tokens.synthetic import BOS, IGNORED, SYMBOLS, CycleWalks, RepeatedSequences
+from clearhead.tokens.synthetic import BOS, IGNORED, SYMBOLS, CycleWalks, RepeatedSequences
 from train import fit
 
 LONGEST = 2 * len(SYMBOLS)  # longer sequences have more positions than symbols

@@ -13,9 +13,9 @@ import pytest
 from helpers.refusals import refused
 from helpers.texts import encode_at_once
 
-from errors import DataError
-from tokens import END_OF_TEXT
-from tokens.tokenizers import TOKENIZERS, bytes_per_token, get_tokenizer
+from clearhead.errors import DataError
+from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.tokenizers import TOKENIZERS, bytes_per_token, get_tokenizer
 
 HELLO = [15496, 11, 995, 0]  # "Hello, world!", as published with GPT-2
 

@@ -1,0 +1,212 @@
+"""Checkpoint format: the files of a checkpoint, their checksums and the fields of state.json.
+
+    runs/NAME/checkpoints/step_00000100/      one checkpoint: the state after optimizer step 100
+        model.safetensors                     parameters
+        optimizer.safetensors                 optimizer state
+        state.json                            step, settings, losses, counters: class `State`
+        SHA256SUMS                            checksums of the three files: sha256sum -c SHA256SUMS
+    runs/NAME/checkpoints/last, best          relative links to the newest checkpoint and to the one
+                                              with the lowest validation loss
+
+model.safetensors has one fp32 tensor for each entry of GPT.named_parameters(), with the same name
+and shape. The output head is not stored: it is token_emb.weight. optimizer.safetensors has tensors
+named KEY.PARAMETER, such as exp_avg.token_emb.weight. KEY is a key of optimizer.state_dict():
+step (a scalar), exp_avg and exp_avg_sq for AdamW, momentum_buffer for Muon. If a parameter has no
+tensor in this file, its optimizer state starts empty. state.json is UTF-8 and may contain NaN and
+Infinity, which Python's json reads. Random states and the data position are not stored: they
+are functions of seed, step and rank. No file is a pickle.
+
+saver.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the
+directory, so a checkpoint is complete or absent. Only rank 0 reads and writes. The files do not
+depend on the number of ranks or on the parallel strategy, so a run can resume with another number
+of ranks or another strategy. Formats 1 and 2 have no SHA256SUMS. Format 1 has random.* tensors in
+optimizer.safetensors; they are ignored. Values are checked when they are read, because anybody may
+have edited the files.
+"""
+
+import hashlib
+import json
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NotRequired, Self
+
+import torch
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from safetensors.torch import save_file
+from typing_extensions import TypedDict
+
+from clearhead.checkpoint.loss_spikes import Count, LossSpikes, Number
+from clearhead.config.other_names import rename_stored
+from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
+from clearhead.files import fsync, open_regular, read_bounded, read_json
+
+FORMAT = 3  # increased when older versions of this code would read a checkpoint incorrectly
+FIRST_FORMAT_WITH_CHECKSUMS = 3
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+FILES = (MODEL, OPTIMIZER, STATE)
+CHECKSUMS = "SHA256SUMS"
+MODEL_FILES = (MODEL, STATE, CHECKSUMS)  # enough for inference
+MAX_STATE_BYTES, MAX_CHECKSUMS_BYTES = 2**28, 2**12  # larger files are refused
+CHECKPOINT_NAME = re.compile(r"step_(\d{8,})")  # directory name of a complete checkpoint
+
+# (Model tensors, optimizer tensors). On rank 0, each maps a name in the file to a tensor. On the
+# other ranks, each maps the same names to None.
+Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
+
+
+def read_error(file: Path, error: OSError) -> CheckpointError:
+    """Returns the error for a file that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return DamagedCheckpointError(file, "file not found")
+    if isinstance(error, PermissionError):  # not damaged: do not fall back to an older checkpoint
+        hint = "change the owner or mode of the file"
+        return CheckpointError("checkpoint", file, f"cannot be read ({error.strerror})", hint)
+    return DamagedCheckpointError(file, f"cannot be read ({error.strerror or error})")
+
+
+def _require_nan_or_inf(loss: float) -> float:
+    if math.isfinite(loss):  # `Number` has already accepted finite losses up to 1e100
+        raise ValueError("is too large")
+    return loss
+
+
+# A loss in state.json: a number up to 1e100, NaN or inf. The loss of a skipped step may be NaN.
+Loss = Number | Annotated[float, Field(strict=True), AfterValidator(_require_nan_or_inf)]
+Id = Annotated[str, Field(pattern=r"^[\w.-]{1,128}$")]
+
+
+# The state of the fp16 loss scaler: torch.amp.GradScaler.state_dict().
+class GradScalerState(TypedDict):
+    scale: Number
+    growth_factor: Number
+    backoff_factor: Number
+    growth_interval: Count
+    _growth_tracker: Count
+
+
+@with_config(ConfigDict(extra="allow"))
+class StoredTrainerSettings(TypedDict, total=False):
+    """Settings that are chosen automatically if null. A resumed run keeps the stored values."""
+
+    warmup_steps: Count | None
+    eval_every: Count | None
+    eval_windows: Annotated[Count, Field(ge=1)] | None
+    log_every: Annotated[Count, Field(ge=1)] | None
+
+
+@with_config(ConfigDict(extra="allow"))
+class StoredLensSettings(TypedDict, total=False):
+    every: Count | None
+
+
+@with_config(ConfigDict(extra="allow"))
+class StoredSettings(TypedDict):
+    """The settings of the run. The values without a type here are checked when they are used."""
+
+    model: dict
+    data: dict
+    trainer: StoredTrainerSettings
+    lens: NotRequired[StoredLensSettings]
+
+
+@dataclass
+class State:
+    """The contents of state.json: the state of a run without the tensors."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: Count  # number of optimizer steps; equals the number in the directory name
+    settings: StoredSettings  # all settings of the run, as in config.yaml
+    tokens: Count = 0  # number of tokens trained on
+    val_loss: Number | None = None  # last validation loss, in nats per token
+    best_loss: Number | None = None  # lowest validation loss of the run
+    best_step: Count | None = None  # step of the lowest validation loss
+    wandb_id: Id | None = None  # id of the W&B run, which a resumed run continues
+    scaler: GradScalerState | None = None  # None unless trainer.precision=fp16
+    data: list[tuple[str, list[str]]] | None = None  # (data file, checksum of each block)
+    losses: list[Loss] | None = None  # of each step since the last row of metrics.jsonl
+    skipped: Count = 0  # number of steps skipped because the gradient was NaN or inf
+    skipped_in_a_row: Count = 0  # number of consecutive skipped steps up to this step
+    spikes: LossSpikes = field(default_factory=LossSpikes)  # running statistics of the loss
+    format: Count = FORMAT  # version of the checkpoint format
+
+    @classmethod
+    def from_values(cls, values: object) -> Self:
+        """Builds a state from field values. Raises ValueError for the first invalid field."""
+        try:
+            state = TypeAdapter(cls).validate_python(values)
+            rename_stored(state.settings)
+            return state
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"][:3])) or "state"
+            raise ValueError(f"{name}: {first['msg']}") from None
+
+
+def write(folder: Path, tensors: Tensors, state: dict) -> None:
+    """Writes the files of a checkpoint into an empty directory and flushes them to disk."""
+    model_tensors, optimizer_tensors = tensors
+    save_file(model_tensors, folder / MODEL, {"format": "pt"})
+    save_file(optimizer_tensors, folder / OPTIMIZER)
+    (folder / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    for name in (MODEL, OPTIMIZER):  # save_file makes files readable by the owner only
+        (folder / name).chmod((folder / STATE).stat().st_mode)
+    (folder / CHECKSUMS).write_bytes("".join(_checksum_line(folder / n) for n in FILES).encode())
+    for name in (*FILES, CHECKSUMS):
+        fsync(folder / name)
+    fsync(folder)
+
+
+def checksum(file: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal digits."""
+    with open_regular(file) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _checksum_line(file: Path) -> str:
+    return f"{checksum(file)}  {file.name}\n"
+
+
+def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
+    """Compares files of a checkpoint with their checksums, if its format has checksums.
+
+    Raises DamagedCheckpointError when a file is missing or its checksum differs.
+    """
+    file = folder / CHECKSUMS
+    try:
+        content = read_bounded(file, MAX_CHECKSUMS_BYTES)
+        with ThreadPoolExecutor(len(names)) as threads:  # hashing releases the GIL
+            lines = list(threads.map(lambda name: _checksum_line(folder / name), names))
+    except OSError as error:
+        no_checksums = isinstance(error, FileNotFoundError) and not file.exists()
+        if no_checksums and load_state(folder).format < FIRST_FORMAT_WITH_CHECKSUMS:
+            return
+        raise read_error(Path(error.filename or folder), error) from error
+    expected = content.splitlines(keepends=True)
+    for name, line in zip(names, lines, strict=True):
+        if len(expected) != len(FILES) or line.encode() != expected[FILES.index(name)]:
+            raise DamagedCheckpointError(folder / name, f"checksum mismatch with {CHECKSUMS}")
+
+
+def load_state(folder: Path) -> State:
+    """Reads state.json. Raises CheckpointError if it is damaged or has a newer format."""
+    file = folder / STATE
+    try:
+        values = read_json(file, MAX_STATE_BYTES)
+        version = isinstance(values, dict) and values.get("format")
+        if isinstance(version, int) and version > FORMAT:
+            reason = f"format {version} is newer than format {FORMAT} of this code"
+            raise CheckpointError("checkpoint", file, reason, "update clearhead")
+        state = State.from_values(values)
+        if (found := CHECKPOINT_NAME.fullmatch(folder.name)) and state.step != int(found[1]):
+            raise ValueError(f"step is {state.step}, but the directory is {folder.name}")
+        return state
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise read_error(file, error) from error
+    except (ValueError, TypeError) as error:
+        raise DamagedCheckpointError(file, f"invalid contents ({message_of(error)})") from error

@@ -1,0 +1,95 @@
+"""Lists the checkpoints of a run, and finds the checkpoint for a path."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from clearhead.checkpoint.format import CHECKPOINT_NAME, MODEL, STATE, verify
+from clearhead.errors import CheckpointError, DamagedCheckpointError
+
+
+def run_directory_of(folder: Path) -> Path | None:
+    """Returns the run directory of a checkpoint; None if the checkpoint is not in one."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else None
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Returns the complete checkpoints of a run, newest first."""
+    found = [p for p in (run / "checkpoints").glob("step_*") if CHECKPOINT_NAME.fullmatch(p.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def newest_step(run: Path) -> int:
+    """Returns the step of a run's newest checkpoint, 0 without one."""
+    return max((step_of(folder) for folder in list_checkpoints(run)), default=0)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether a path is a checkpoint, intact or damaged, and not a run directory."""
+    return (path / STATE).is_file() or bool(CHECKPOINT_NAME.fullmatch(path.resolve().name))
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Returns whether a run has or had a checkpoint: a link `last` may remain."""
+    return bool(list_checkpoints(run)) or (run / "checkpoints" / "last").is_symlink()
+
+
+def find_checkpoint(
+    path: str | Path,
+    key: str = "checkpoint",
+    names: tuple[str, ...] = (STATE, MODEL),
+    warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> Path:
+    """Returns the checkpoint at a path, or the newest intact checkpoint of a run directory.
+
+    Verifies the checksums of the files `names`. In a run directory, a damaged checkpoint is skipped
+    and reported with `warn`. Raises CheckpointError, naming the setting `key`, if there is no
+    checkpoint, and DamagedCheckpointError if the path is a damaged one or all are damaged.
+    """
+    path = Path(path)
+    if is_checkpoint(path):
+        folder = path.resolve()  # resolve once: training may change `last` at any time
+        try:
+            verify(folder, names)
+        except DamagedCheckpointError:
+            if path.resolve() == folder:
+                raise
+            return find_checkpoint(path, key, names, warn)  # it was removed meanwhile
+        return folder
+    damage, last = None, path / "checkpoints" / "last"
+    if last.is_symlink() and not last.exists():
+        damage = DamagedCheckpointError(last, "the target of this link does not exist")
+    for folder in list_checkpoints(path):
+        try:
+            verify(folder, names)
+        except DamagedCheckpointError as error:
+            if not os.path.lexists(folder):  # a training process has removed it
+                return find_checkpoint(path, key, names, warn)
+            damage = damage or error
+            continue
+        if damage:
+            warn(f"{damage.without_hint}; using {folder.name} instead")
+        return folder.resolve()
+    if damage:
+        raise damage
+    if not path.exists() and not path.is_symlink():
+        near = similar_run(path)
+        hint = f"did you mean {near}?" if near else "give a run directory or a checkpoint"
+        raise CheckpointError(key, path, "directory not found", hint)
+    hint = "give runs/NAME or runs/NAME/checkpoints/step_..."
+    if (path / "last").exists():
+        hint = f"did you mean {path / 'last'}?"
+    raise CheckpointError(key, path, "contains no checkpoint", hint)
+
+
+def similar_run(path: Path) -> Path | None:
+    """Returns the run in runs/ with a name similar to a path's; None if there is none."""
+    runs = {folder.name: folder for folder in Path("runs").glob("*/") if folder.is_dir()}
+    near = difflib.get_close_matches(path.name, runs, n=1, cutoff=0.7)
+    return runs[near[0]] if near else None

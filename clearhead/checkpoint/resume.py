@@ -1,0 +1,297 @@
+"""Decides how a run starts: as a new run, resumed from its checkpoint, or as a branch of another.
+
+The functions here write nothing to the run directory, except for its lock. Locking removes the
+temporary files of killed processes.
+"""
+
+import contextlib
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import listing
+from clearhead.checkpoint.format import State
+from clearhead.checkpoint.run_directory import has_other_files, lock_directory, settings_of
+from clearhead.config.stored import (
+    OF_THE_MACHINE,
+    complete,
+    different_settings,
+    names_run,
+    resolve_auto,
+)
+from clearhead.config.yaml_files import flat
+from clearhead.distributed.launch import launch_command
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import CheckpointError, Problem, as_yaml, refuse
+
+if TYPE_CHECKING:
+    from clearhead.config.schema import Config
+
+# These settings determine the parameters' shapes, so trainer.resume_override does not apply.
+FIXED_BY_WEIGHTS = {
+    f"model.{key}" for key in ("vocab_size", "context_length", "emb_dim", "num_layers", "qkv_bias")
+}
+# Settings and groups that may be changed when a run is resumed. Only the length of the run changes
+# what it learns. All others, also those added later, must keep their values.
+FREE_TRAINER_SETTINGS = (
+    *("max_minutes", "max_steps", "schedule_steps", "micro_batch_size", "compile", "device"),
+    *("activation_checkpointing", "profile", "eval_every", "eval_windows", "log_every"),
+    *("save_every", "keep", "sample_prompt", "sample_tokens", "on_nonfinite", "max_skips"),
+    *("threads", "resume", "resume_override", "init_from"),
+)
+FREE_TO_CHANGE = {
+    *("name", "debug", "runs_dir", "parallel", "lens", "wandb", "model.attention"),
+    *("data.path", "data.val_path", "data.verify"),  # the tokens are compared by checksum
+    *(f"trainer.{key}" for key in FREE_TRAINER_SETTINGS),
+}
+
+
+@dataclass
+class Start:
+    """How a run starts. The same on all ranks, except `locked`."""
+
+    checkpoint: Path | None = None  # None: a new run
+    state: State | None = None  # of the checkpoint
+    in_place: bool = False  # True: resumes in the run directory of the checkpoint; False: a branch
+    locked: Path | None = None  # on rank 0: the run directory if it is locked already
+
+
+def resume_settings(
+    config: "Config", strategy: Strategy, notes: list[str]
+) -> tuple["Config", bool]:
+    """Returns (settings, whether they come from a run). If trainer.resume is the path of a run, its
+    settings are used, overridden by the command line. On all ranks; rank 0 reads the files."""
+    stored = strategy.broadcast(strategy.on_rank_0(lambda: stored_settings(config)))
+    if not stored:
+        return config, False
+    changed = []
+    with strategy.raise_on_all_ranks():
+        if (
+            config.overrides is not None
+        ):  # if it is None on this rank only, check_same_settings fails
+            config, changed = complete(config, *stored)
+    if changed:
+        notes.append(f"using the settings saved in {stored[0]}, except {', '.join(changed)}")
+    return config, True
+
+
+def check_same_settings(config: "Config", strategy: Strategy) -> None:
+    """Raises ConfigError on all ranks if any rank has other settings than rank 0."""
+    settings = json.loads(json.dumps(config.model_dump()))
+    of_rank_0 = strategy.broadcast(settings)
+    with strategy.raise_on_all_ranks():
+        refuse(different_settings(settings, of_rank_0, strategy.rank))
+
+
+def find_start(
+    config: "Config", strategy: Strategy, closing: contextlib.ExitStack, notes: list[str]
+) -> Start:
+    """Decides how the run starts. Rank 0 searches for a checkpoint and locks an existing run
+    directory until `closing` is closed.
+
+    Automatic settings (such as warmup_steps=null) get the checkpoint's values, or are computed.
+    Raises ConfigError if a setting differs that must be the same as in the checkpoint.
+    """
+    locked = None
+
+    def find() -> tuple[str, dict, bool] | None:
+        nonlocal locked
+        own = own_directory(config)
+        # Settings files may be missing from a run with checkpoints.
+        if own and own.is_dir() and (listing.has_checkpoint(own) or not has_other_files(own)):
+            closing.enter_context(lock_directory(own))  # no other process can change it now
+            locked = own
+        if (found := find_resume_checkpoint(config)) is None:
+            return None
+        return str(found), asdict(checkpoint.load_state(found)), is_in_place(found, config)
+
+    # Other ranks may have no access to the directory.
+    shared = strategy.broadcast(strategy.on_rank_0(find))
+    if shared is None:
+        if not config.trainer.max_minutes:  # otherwise max_steps is not known yet
+            resolve_auto(config)
+        return Start(locked=locked)
+    found, values, in_place = shared
+    state = State.from_values(values)
+    resolve_auto(config, state.settings)
+    source = own_directory(config) if in_place and config.name else config.trainer.resume
+    problems = changed_settings(state.settings, config.model_dump(), source)
+    if config.trainer.resume_override:
+        notes += [f"{key}={value}: {reason}" for key, value, reason, *_ in problems]
+        problems = [problem for problem in problems if problem.key in FIXED_BY_WEIGHTS]
+    if not in_place and state.step >= config.trainer.max_steps:
+        reason = f"the checkpoint {found} has already reached step {state.step}"
+        hint = f"to train further, use {longer(config, state.step)}"
+        problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
+    with strategy.raise_on_all_ranks():
+        refuse(problems)
+    return Start(Path(found), state, in_place, locked)
+
+
+def longer(config: "Config", step: int) -> str:
+    """Returns the settings with which a finished run trains further."""
+    keeps_steps = config.trainer.max_minutes and not names_run(config.trainer.resume)
+    return f"trainer.max_steps above {step}{' and trainer.max_minutes=null' if keeps_steps else ''}"
+
+
+def own_directory(config: "Config") -> Path | None:
+    """Returns the run directory given by the settings; None for a new one named by the date."""
+    if config.name:
+        return Path(config.runs_dir) / config.name
+    if (resume := config.trainer.resume) in ("auto", "must", False):
+        return None
+    path = Path(resume)
+    if listing.is_checkpoint(path):
+        return listing.run_directory_of(path.resolve())
+    return path if listing.has_checkpoint(path) else None
+
+
+def is_in_place(found: Path, config: "Config") -> bool:
+    """Returns whether a checkpoint is in the run directory given by the settings."""
+    own = own_directory(config)
+    # resolve: either may be a symbolic link.
+    return own is not None and found.resolve().parent == (own / "checkpoints").resolve()
+
+
+def stored_settings(config: "Config") -> tuple[str, dict] | None:
+    """Returns (path, settings) of the checkpoint at trainer.resume; None if that is not a path.
+
+    Raises CheckpointError if there is no checkpoint or its settings cannot be read.
+    """
+    if config.overrides is None:
+        return None
+    path, own = config.trainer.resume, own_directory(config)
+    if own and is_branch_of(own, path):
+        path = own
+    # No warning about damage here: find_start reports it.
+    found = listing.find_checkpoint(path, "trainer.resume", (checkpoint.STATE,), lambda line: None)
+    return str(found), checkpoint.load_state(found).settings
+
+
+def find_resume_checkpoint(config: "Config") -> Path | None:
+    """Returns the checkpoint to resume; None for a new run. Skips damaged checkpoints of a run.
+
+    trainer.resume=auto resumes if the run has a checkpoint; must requires one; false requires that
+    the run does not exist; a path resumes that run or checkpoint, in place or as a branch. Raises
+    ConfigError, or CheckpointError if no checkpoint can be read.
+    """
+    resume, run = config.trainer.resume, own_directory(config) if config.name else None
+    has_any = run is not None and listing.has_checkpoint(run)
+    if resume is False and (has_any or (run and settings_of(run))):
+        hint = "use another name, or trainer.resume=auto to resume it"
+        refuse([Problem("name", config.name, f"{run} already contains a run", hint)])
+    if has_any and (resume in ("auto", "must") or is_branch_of(run, resume)):
+        return listing.find_checkpoint(run, "name", checkpoint.FILES)
+    if resume == "must":
+        hint = "set name= to a run with a checkpoint, or use trainer.resume=auto"
+        reason = f"{run} has no checkpoint" if run else "name is not set"
+        refuse([Problem("trainer.resume", "must", reason, hint)])
+    found = None
+    if resume not in ("auto", False):
+        found = find_named_checkpoint(resume)
+        if is_in_place(found, config):
+            check_is_newest(found, resume)
+            return found
+        if has_any:
+            hint = f"use trainer.resume={run} to resume it, or another name"
+            refuse([Problem("name", config.name, f"{run} already contains another run", hint)])
+    if run:
+        check_directory(run, config)
+    return found
+
+
+def find_named_checkpoint(resume: str) -> Path:
+    """Returns the checkpoint for trainer.resume=PATH."""
+    path = Path(resume).resolve()
+    is_copy = listing.is_checkpoint(path) and listing.run_directory_of(path) is None
+    if is_copy and not (path / checkpoint.OPTIMIZER).exists():
+        reason = f"has no {checkpoint.OPTIMIZER} (a model downloaded from W&B has none)"
+        hint = f"start a new run from its weights: {shlex.quote(f'trainer.init_from={resume}')}"
+        refuse([Problem("trainer.resume", resume, reason, hint)])
+    return listing.find_checkpoint(resume, "trainer.resume", checkpoint.FILES)
+
+
+def is_branch_of(run: Path, resume: str) -> bool:
+    """Returns whether a run with checkpoints was started as a branch with trainer.resume=`resume`.
+    Rerunning its command, as Slurm does after a requeue, then resumes the branch."""
+    if not listing.has_checkpoint(run):
+        return False
+    trainer = (settings_of(run) or settings_of_newest(run)).get("trainer")
+    return isinstance(trainer, dict) and trainer.get("resume") == resume
+
+
+def settings_of_newest(run: Path) -> dict:
+    """Returns the settings of the newest checkpoint with a readable state; {} without one."""
+    for folder in listing.list_checkpoints(run):
+        with contextlib.suppress(CheckpointError):
+            return dict(checkpoint.load_state(folder).settings)
+    return {}
+
+
+def check_is_newest(found: Path, resume: str) -> None:
+    """Raises ConfigError if a checkpoint given by its path is not the newest of its run: resuming
+    from it would overwrite later steps."""
+    newest = listing.newest_step(run := listing.run_directory_of(found))
+    if listing.is_checkpoint(Path(resume)) and listing.step_of(found) < newest:
+        reason = f"{run} has a newer checkpoint (step {newest})"
+        hint = f"use name=NEW to start a branch, or trainer.resume={run} for the newest"
+        refuse([Problem("trainer.resume", resume, reason, hint)])
+
+
+def check_directory(run: Path, config: "Config") -> None:
+    """Raises ConfigError if the directory for a new run contains other files, or a run that has no
+    checkpoint and other settings. With the same settings, that run starts from step 0."""
+    if has_other_files(run):
+        reason = f"{run} contains files that do not belong to a run"
+        refuse([Problem("name", run.name, reason, "use another name")])
+    if (before := settings_of(run)) is None:
+        return
+    now = config.model_dump()
+    if config.trainer.warmup_steps is None:  # automatic
+        del now["trainer"]["warmup_steps"]
+    hint = f"use another name, or remove {run}"
+    problems = changed_settings(before, now, run)
+    refuse([p._replace(reason=f"{p.reason}, and has no checkpoint", hint=hint) for p in problems])
+
+
+def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
+    """Returns a problem for each setting that must not differ from the saved one."""
+    saved = flat(saved)
+    saved.setdefault("optimizer.name", "adamw")  # old checkpoints do not have this setting
+    # A setting that is not in the checkpoint was added later; it is not compared.
+    changed = {key: value for key, value in flat(now).items() if value != saved.get(key, value)}
+    changed = {k: v for k, v in changed.items() if not FREE_TO_CHANGE & {k, k.partition(".")[0]}}
+    other = "or start a new run with another name"
+    if not FIXED_BY_WEIGHTS & changed.keys():
+        other += ", or trainer.resume_override=true to resume anyway"
+    return [
+        Problem(key, value, f"{run} was trained with {before}", f"use {key}={before}, {other}")
+        for key, value, before in ((k, v, as_yaml(saved[k])) for k, v in changed.items())
+    ]
+
+
+def resume_command(directory: Path, is_saved: bool = False) -> str:
+    """Returns how to resume a run after it stopped: "resume with: COMMAND", or for a job of a sweep
+    how to resume the sweep.
+
+    is_saved: whether the checkpoint has the settings of this process. If so, the returned command
+    contains only the settings of this machine.
+    """
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        folder = shlex.quote(f"hydra.sweep.dir={HydraConfig.get().sweep.dir}")
+        return f"rerun the same command with {folder}"
+    kept = []
+    for text in sys.argv[1:]:
+        key = text.lstrip("+-")
+        of_the_machine = "=" not in text or key.startswith(("config-dir=", *OF_THE_MACHINE))
+        if of_the_machine or not (is_saved or key.startswith("trainer.resume=")):
+            kept.append(text)
+    command = [*launch_command(), sys.argv[0], *kept, f"trainer.resume={directory}"]
+    return f"resume with: {shlex.join(command)}"

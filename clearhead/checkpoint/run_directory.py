@@ -1,0 +1,137 @@
+"""The run directory: its name, its lock and its settings files.
+
+runs/NAME/.lock          locked while a process writes here; contains the process id and host name
+          run.json       all settings, read by programs
+          config.yaml    all settings, for users; programs do not parse it
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from clearhead.config.other_names import rename_stored
+from clearhead.errors import RunDirectoryError, RunFileError
+from clearhead.files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
+
+LOCK, SETTINGS_JSON, CONFIG_YAML = ".lock", "run.json", "config.yaml"
+# These files are opened for writing; all others are written to a temporary name and renamed.
+OPENED_IN_PLACE = (LOCK, "metrics.jsonl", "samples.jsonl", "starts.jsonl")
+# Errors of flock on a file system without locks.
+LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+WAIT_FOR_PREDECESSOR = 30  # seconds; torchrun restarts processes before the old ones have ended
+
+
+def create(runs: Path, name: str | None, model_name: str) -> Path:
+    """Creates runs/<name> if it does not exist. Without a name, creates runs/DATE_TIME_MODEL."""
+    if name is not None:
+        make_folder(runs / name)
+        return runs / name
+    make_folder(runs)
+    wanted = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{model_name}"
+    for number in itertools.count(1):  # several runs may start within a second
+        folder = runs / (wanted if number == 1 else f"{wanted}_{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            fsync(runs)
+            return folder
+
+
+@contextlib.contextmanager
+def writable(runs: Path) -> Iterator[None]:
+    """Raises RunDirectoryError for an OSError inside the context."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename or runs} cannot be written ({error.strerror})"
+        hint = "use a writable directory or another name"
+        raise RunDirectoryError("runs_dir", runs, reason, hint) from error
+
+
+def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
+    """Locks a run directory and removes temporary files of killed processes from it. Returns a
+    context; the lock is released when the context or the process ends.
+
+    Only warns if the file system has no locks. Raises RunDirectoryError if another process has the
+    lock or the directory is not writable, and RunFileError if a file is a link, a FIFO or a device.
+    """
+    for name in OPENED_IN_PLACE:
+        file = folder / name
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            cause = f"{file} is not a regular file"
+            raise RunFileError("name", folder.name, cause, "remove it, or use another name")
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    path, timeout = folder / LOCK, WAIT_FOR_PREDECESSOR if restarted else 0
+    with writable(folder.parent):
+        try:
+            lock = FileLock(path).acquire(timeout=timeout)
+        except Timeout:
+            holder = ""
+            with contextlib.suppress(PermissionError):  # Windows: a locked file cannot be read
+                holder = path.read_text(encoding="utf-8", errors="replace").strip()
+            cause = f"{folder} is in use by another process ({holder or 'unknown'})"
+            fix = "wait until it ends, or use another name"
+            raise RunDirectoryError("name", folder.name, cause, fix) from None
+        except OSError as error:
+            if error.errno not in LOCKS_UNSUPPORTED:
+                raise
+            reason = f"this file system does not support locks ({error.strerror})"
+            print(f"{folder}: {reason}; do not start two runs here", file=sys.stderr)
+            lock = contextlib.nullcontext()
+        else:
+            with contextlib.suppress(PermissionError):  # Windows: nor written
+                holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+                path.write_text(holder, encoding="utf-8")
+        for part in (folder, folder / "attention", folder / "profile"):
+            remove_temporary_files(part)
+    return lock
+
+
+def write_settings(run: Path, settings: dict) -> None:
+    """Writes all settings of a run to run.json and config.yaml."""
+    import yaml
+
+    content = json.dumps({"settings": settings}, indent=1) + "\n"
+    atomic_write(run / SETTINGS_JSON, content.encode())
+    # Not with OmegaConf, which interprets "${" in a prompt as an interpolation.
+    content = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    atomic_write(run / CONFIG_YAML, content.encode())
+
+
+def settings_of(run: Path) -> dict | None:
+    """Returns all settings of a run; None if run.json is missing or invalid."""
+    try:
+        settings = read_json(run / SETTINGS_JSON)["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return rename_stored(settings) if isinstance(settings, dict) else None
+
+
+def has_other_files(folder: Path) -> bool:
+    """Returns whether a directory contains files but is not a run: it has no valid run.json."""
+    if not folder.is_dir() or settings_of(folder) is not None:
+        return False
+    ours = {LOCK, SETTINGS_JSON, CONFIG_YAML}  # also as NAME.part-..., before they are complete
+    return any(entry.name.partition(".part")[0] not in ours for entry in folder.iterdir())
+
+
+def check_new(folder: Path) -> None:
+    """Raises RunDirectoryError if another process has started a run there in the meantime."""
+    if settings_of(folder) is not None or (folder / "checkpoints").exists():
+        cause = f"another process has just started a run in {folder}"
+        raise RunDirectoryError("name", folder.name, cause, "use another name")
+
+
+def attention_page(folder: Path) -> Path | None:
+    """Returns the time-lapse, else the page of the newest snapshot, else None."""
+    timelapse = folder / "attention" / "timelapse.html"
+    steps = sorted((folder / "attention").glob("step_*.html"))
+    return timelapse if timelapse.is_file() else steps[-1] if steps else None

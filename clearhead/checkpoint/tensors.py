@@ -1,0 +1,187 @@
+"""The tensors of a checkpoint: collects and loads parameters and optimizer state (safetensors).
+
+Before a tensor is used, its name, shape and type are checked. A tensor with NaN or inf is refused.
+No pickle is loaded.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from clearhead.checkpoint.format import MODEL, OPTIMIZER, State, Tensors, load_state, read_error
+from clearhead.config.schema import ModelSettings
+from clearhead.config.validation import validate
+from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
+from clearhead.files import open_regular
+from clearhead.optim.optimizers import STATE as OPTIMIZER_STATE
+from clearhead.optim.optimizers import state_keys
+from model import GPT, ModelConfig, model_without_values
+
+if TYPE_CHECKING:
+    from clearhead.distributed.strategy import Strategy
+
+SAVED_SETTINGS_HINT = "use the model settings of the checkpoint"
+
+
+def collect(
+    model: GPT, optimizer: torch.optim.Optimizer, strategy: "Strategy", copy: bool
+) -> Tensors:
+    """Returns the parameters and the optimizer state on the CPU, by their names in the files.
+
+    On all ranks; rank 0 gets tensors, the others None. copy: copies tensors that are already on the
+    CPU, so that training does not change them.
+    """
+    model_tensors, optimizer_tensors = {}, {}
+    for name, parameter in model.named_parameters():
+        model_tensors[name] = strategy.gather(parameter, copy)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            optimizer_tensors[f"{key}.{name}"] = strategy.gather(torch.as_tensor(value), copy)
+    return model_tensors, optimizer_tensors
+
+
+def load_model(folder: Path) -> tuple[GPT, State]:
+    """Returns the model, in eval mode, and the state of a checkpoint from `find_checkpoint`."""
+    state = load_state(folder)
+    settings, problems = validate(ModelSettings, state.settings["model"])
+    if problems:
+        reason = f"invalid model settings ({problems[0].key}: {problems[0].reason})"
+        raise _checkpoint_error(folder, reason)
+    return load_parameters(folder, ModelConfig(**settings.model_dump())), state
+
+
+def load_parameters(folder: Path, config: ModelConfig) -> GPT:
+    """Returns a model with these settings and the parameters of a checkpoint, in eval mode."""
+    file = folder / MODEL
+    return model_from_tensors(config, read_tensors(file), file)
+
+
+def model_from_tensors(config: ModelConfig, tensors: dict[str, torch.Tensor], file: Path) -> GPT:
+    """Returns a model in eval mode with these tensors, by the names of GPT's parameters.
+
+    Raises CheckpointError naming the first tensor that is missing, unknown or has a wrong shape.
+    Memory is allocated only after this check, so invalid settings cannot allocate too much.
+    """
+    for name, rows in (
+        ("token_emb.weight", config.vocab_size),
+        ("pos_emb.weight", config.context_length),
+    ):
+        _check_tensor(name, (rows, config.emb_dim), tensors, file)
+    numbers = (re.match(r"blocks\.(\d{1,8})\.", name) for name in tensors)
+    layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+    if layers != config.num_layers:
+        reason = f"contains {layers} layers, the settings require {config.num_layers}"
+        raise _checkpoint_error(file, reason, SAVED_SETTINGS_HINT)
+    model = model_without_values(config)
+    for name, parameter in model.named_parameters():
+        _check_tensor(name, parameter.shape, tensors, file)
+    if extra := tensors.keys() - dict(model.named_parameters()).keys():
+        raise _checkpoint_error(file, f"unknown tensor {min(extra):.80}")
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    return model.eval()
+
+
+def load_optimizer(
+    folder: Path, model: GPT, optimizer: torch.optim.Optimizer, strategy: "Strategy"
+) -> None:
+    """Restores the optimizer state. On all ranks; rank 0 reads the file.
+
+    A parameter whose saved state is of another optimizer (trainer.resume_override) starts with an
+    empty state. Raises CheckpointError for keys that no optimizer here has.
+    """
+    tensors = strategy.on_rank_0(lambda: read_optimizer(folder / OPTIMIZER, model)) or {}
+    keys = strategy.broadcast({name: list(state) for name, state in tensors.items()})
+    # A fused optimizer has its step counters on the device, any other on the CPU.
+    of_steps = next(model.parameters()).device if optimizer.defaults.get("fused") else "cpu"
+    needed = {p: state_keys(group) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if name not in keys or (found := set(keys[name])) != needed[parameter]:
+            if name in keys and found not in OPTIMIZER_STATE.values():
+                reason = f"unknown optimizer state of {name}: {', '.join(sorted(found))}"
+                raise _checkpoint_error(folder / OPTIMIZER, reason)
+            continue
+        like = {"step": torch.empty((), device=of_steps)}
+        optimizer.state[parameter] = {
+            key: strategy.scatter(tensors.get(name, {}).get(key), like.get(key, parameter))
+            for key in keys[name]
+        }
+
+
+def read_optimizer(file: Path, model: GPT) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the optimizer state of a checkpoint: parameter name -> key -> tensor.
+
+    Raises CheckpointError if it does not match the model, DamagedCheckpointError for a negative
+    step or second moment, which would result in NaN.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, value in read_tensors(file).items():
+        key, _, name = full_name.partition(".")
+        if key == "random":  # random states of format 1: no longer used
+            continue
+        if name not in shapes:
+            raise _checkpoint_error(file, f"unknown tensor {full_name:.80}")
+        shape = torch.Size() if key == "step" else shapes[name]
+        _check_tensor(full_name, shape, {full_name: value}, file)
+        if key in ("step", "exp_avg_sq") and value.min() < 0:
+            raise DamagedCheckpointError(file, f"{full_name} is negative")
+        state.setdefault(name, {})[key] = value
+    return state
+
+
+def _checkpoint_error(
+    file: Path, reason: str, hint: str = "use another checkpoint"
+) -> CheckpointError:
+    return CheckpointError("checkpoint", file, reason, hint)
+
+
+def _check_tensor(
+    name: str, shape: tuple[int, ...], tensors: dict[str, torch.Tensor], file: Path
+) -> None:
+    if name not in tensors:
+        raise _checkpoint_error(file, f"{name} is missing")
+    tensor = tensors[name]
+    if tensor.shape != tuple(shape):
+        reason = f"{name} has shape {tuple(tensor.shape)}, the model requires {tuple(shape)}"
+        raise _checkpoint_error(file, reason, SAVED_SETTINGS_HINT)
+    # 8-bit floats are refused: for some of these types, torch cannot compare values.
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise _checkpoint_error(file, f"{name} has the type {tensor.dtype}")
+    if not all_finite(tensor):
+        raise _checkpoint_error(file, f"{name} contains NaN or inf")
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has no NaN or inf."""
+    # aminmax propagates NaN, and needs one pass and no copy, unlike isfinite().all().
+    return tensor.numel() == 0 or all(map(math.isfinite, map(float, tensor.aminmax())))
+
+
+def pickle_error(file: Path, besides: str = "") -> CheckpointError:
+    """Returns the error for a file that is a pickle."""
+    hint = "convert it to safetensors if you trust its source"
+    return _checkpoint_error(file, f"is a pickle, which can execute code{besides}", hint)
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Returns all tensors of a safetensors file. Raises CheckpointError for any other file."""
+    try:
+        with open_regular(file) as opened:
+            first = opened.read(8)
+        # A zip file, as written by torch.save, or a pickle. A safetensors file starts with the
+        # length of its header in eight bytes.
+        if first[:4] == b"PK\3\4" or (first[:1] == b"\x80" and any(first[4:])):
+            raise pickle_error(file)
+        return load_file(file)
+    except OSError as error:
+        raise read_error(file, error) from error
+    except SafetensorError as error:
+        reason = f"not a valid safetensors file ({message_of(error)})"
+        raise DamagedCheckpointError(file, reason) from error

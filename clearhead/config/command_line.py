@@ -1,0 +1,224 @@
+"""Command line of scripts (KEY=VALUE, --help) and the format of errors: one line per problem.
+
+    @settings_command(MyConfig)  # a subclass of ScriptConfig
+    def main(config: MyConfig) -> None: ...
+
+The command line of train.py: config/application.py.
+"""
+
+import contextlib
+import inspect
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+
+from clearhead.config.other_names import unknown_key
+from clearhead.config.schema import rejected
+from clearhead.config.validation import flat_fields, groups_of, validate
+from clearhead.config.yaml_files import defaults_and_meanings, flat, nested
+from clearhead.errors import (
+    DEBUG_HINT,
+    NO_VALUE,
+    ClearheadError,
+    Problem,
+    as_yaml,
+    exit_code_of,
+    format_error,
+    refuse,
+)
+from clearhead.files import atomic_write
+
+WAIT_FOR_RANK_0 = 10  # seconds
+
+
+class ScriptGroup(BaseModel):
+    """A group of settings of a script. Values are text, which pydantic converts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _from_text(cls, value: object, validated: ValidatorFunctionWrapHandler) -> object:
+        """Reads null and [a,b] as YAML if the setting accepts the result, else as text."""
+        if isinstance(value, str) and (value == "null" or value[:1] + value[-1:] == "[]"):
+            with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
+                return validated(yaml.safe_load(value))
+        return validated(value)
+
+
+class ScriptConfig(ScriptGroup):
+    """Base class of the settings of a script. The docstring of a subclass is its usage line."""
+
+    debug: bool = Field(False, description="true: print errors with their traceback")
+
+
+def _writable_file(path: str) -> str:
+    """Raises `rejected` for a folder, a device, or a path in a folder that does not exist."""
+    special = os.path.exists(path) and not os.path.isfile(path)
+    if path and (special or not os.path.isdir(os.path.dirname(os.path.abspath(path)))):
+        raise rejected("not a file in an existing folder", "give the path of a file")
+    return path
+
+
+OutFile = Annotated[str, AfterValidator(_writable_file)]  # "": no file
+Schema = TypeVar("Schema", bound=ScriptConfig)
+
+
+def settings_command(schema: type[Schema]) -> Callable:
+    """Returns a decorator: run(config) becomes a command with the settings of `schema`."""
+
+    def decorate(run: Callable[[Schema], None]) -> Callable[[], None]:
+        def main() -> None:
+            with command_line() as arguments:
+                if {"-h", "--help"}.isdisjoint(arguments):
+                    run(parse(schema, arguments))
+                else:
+                    show_help(schema)
+
+        return main
+
+    return decorate
+
+
+def parse(schema: type[Schema], arguments: Sequence[str]) -> Schema:
+    """Parses KEY=VALUE arguments into the schema. Raises ConfigError with all problems."""
+    fields, problems = flat_fields(schema), []
+    values: dict[str, object] = {}
+    for text in arguments:
+        key, equals, raw = text.partition("=")
+        if text.startswith("-"):
+            problems.append(unknown_option(text, list(fields)))
+        elif not equals:
+            likely = next((key for key in ("checkpoint", "data.path", "runs") if key in fields), "")
+            problems.append(not_a_setting(text, likely))
+        elif key not in fields:
+            problems.append(unknown_key(key, raw, list(fields)))
+        else:
+            values[key] = raw
+    empty: dict = {group: {} for group in groups_of(schema)}  # to report missing settings of groups
+    config, more = validate(schema, empty | nested(values))
+    refuse(problems + more)
+    return config
+
+
+def show_help(schema: type[BaseModel]) -> None:
+    """Prints the usage line of a script and the meaning and default value of each setting."""
+    print(inspect.cleandoc(schema.__doc__), end="\n\n")
+    fields = sorted(flat_fields(schema).items(), key=lambda item: item[0] == "debug")
+    rows = [
+        (key, field.description, "required" if field.is_required() else as_yaml(field.default))
+        for key, field in fields
+    ]
+    _print_table(rows)
+
+
+def show_settings(config: BaseModel, choices: Mapping[str, Sequence[str]]) -> None:
+    """Prints the groups of train.py with their choices, and the meaning and value of each setting.
+
+    config: the settings composed from the other arguments on the command line."""
+    print(USAGE)
+    print("Groups (GROUP=CHOICE)")
+    for group, names in choices.items():
+        print(f"  {group:<10} {' | '.join(names)}")
+    print("\nSettings (KEY=VALUE), meaning and [value]")
+    meanings, values = defaults_and_meanings(), flat(config.model_dump())
+    _print_table([(key, meaning, as_yaml(values[key])) for key, (_, meaning) in meanings.items()])
+    print("\nOptions of Hydra, such as -m and --cfg: python train.py --hydra-help")
+
+
+USAGE = """\
+Train GPT-2 on text files and watch its attention heads learn.
+
+python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]
+  python train.py model=gpt2-nano                     a small model
+  python train.py data.path=my.txt                    your text file
+  python train.py trainer.max_steps=20 optimizer.lr=3e-4
+  python train.py -m optimizer.lr=1e-3,3e-4           one run for each value
+  python train.py --cfg job                           print the settings without training
+"""
+
+
+def _print_table(rows: list[tuple[str, str, str]]) -> None:
+    """Rows of (key, meaning, value)."""
+    width = max(len(key) for key, _, _ in rows)
+    for key, meaning, value in rows:
+        print(f"  {key:<{width}} {meaning}" + (f" [{value}]" if value else ""))
+
+
+def not_a_setting(text: str, key: str) -> Problem:
+    """Returns the problem of an argument without "=". The hint for an existing file is KEY=FILE."""
+    hint = "write KEY=VALUE; if it contains blanks, quote it: 'KEY=some words'"
+    if key and os.path.exists(text):
+        hint = f"did you mean {shlex.quote(f'{key}={text}')}?"
+    return Problem(
+        text if text.strip() else repr(text), NO_VALUE, "not of the form KEY=VALUE", hint
+    )
+
+
+def unknown_option(text: str, known: Sequence[str]) -> Problem:
+    """Returns the problem of an unknown option. The hint is the most similar setting."""
+    option, _, value = text.partition("=")
+    hint = unknown_key(option.lstrip("-").replace("-", "_"), value, known).hint
+    return Problem(option, NO_VALUE, "no such option", f"write settings without dashes; {hint}")
+
+
+def write_out(path: str, content: bytes | dict, key: str = "out") -> None:
+    """Writes results to a file, atomically; a dict as JSON. Raises ConfigError."""
+    if isinstance(content, dict):
+        content = (json.dumps(content, indent=1) + "\n").encode()
+    try:
+        atomic_write(Path(path), content)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        refuse([Problem(key, str(path), reason, "give another path")])
+
+
+@contextlib.contextmanager
+def command_line() -> Iterator[list[str]]:
+    """Yields the arguments of a script. Errors inside are printed as one line per problem."""
+    with errors_in_one_line(debug="debug=true" in sys.argv):
+        try:
+            yield sys.argv[1:]
+            print(end="", flush=True)
+        except BrokenPipeError:  # `| head` closes stdout; Python would report it again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def errors_in_one_line(debug: bool = False) -> Iterator[None]:
+    """Prints an error as one line per problem (debug: its traceback) and exits with its exit code.
+    Ranks other than 0 print only errors that rank 0 may not have.
+
+    Prints "?" for characters that the encoding of stdout does not have: on Windows, the encoding of
+    a pipe may be cp1252."""
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        rank, expected = os.environ.get("RANK", "0"), isinstance(error, ClearheadError)
+        if debug:
+            traceback.print_exception(error)
+        elif not isinstance(error, KeyboardInterrupt):
+            if rank != "0" and expected:  # rank 0 has it too; torchrun ends all ranks soon
+                time.sleep(WAIT_FOR_RANK_0)
+            if rank == "0" or not expected or error.print_on_this_rank:
+                prefix = "" if rank == "0" else f"rank {rank}: "
+                print(f"{prefix}{format_error(error, DEBUG_HINT)}", file=sys.stderr)
+        sys.exit(exit_code_of(error))

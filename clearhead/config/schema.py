@@ -1,0 +1,361 @@
+"""Schema of the settings of a training run: types, ranges, choices and rules between settings.
+
+There is one pydantic model per group of configs/. The YAML files have the default values and the
+descriptions. config/validation.py checks values with this schema.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+)
+from pydantic_core import PydanticCustomError
+
+from clearhead.config.validation import (
+    FOLDER_NAME,
+    NO_SEPARATORS,
+    RUN_ID,
+    flat_fields,
+    groups_of,
+    validate,
+)
+from clearhead.config.yaml_files import default_values
+from clearhead.errors import refuse
+
+VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
+UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
+MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
+
+
+def rejected(reason: str, hint: str, key: str = "") -> PydanticCustomError:
+    """Returns the error for a validator. key: the setting, if it is not the validated one."""
+    return PydanticCustomError("rejected", "{reason}", {"reason": reason, "hint": hint, "key": key})
+
+
+def rule(check: Callable[[Any, dict], None]) -> AfterValidator:
+    """Returns a validator that calls check(value, others), which raises `rejected`.
+
+    others: the valid settings above this one in its class. `validate(..., rules=False)` skips it.
+    """
+
+    def checked(value: object, info: ValidationInfo) -> object:
+        if not info.context:
+            check(value, info.data)
+        return value
+
+    return AfterValidator(checked)
+
+
+def _to_int(value: object) -> object:
+    """Accepts 1e5 as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_to_int), Field(ge=0, le=10**15)]
+Positive = Annotated[int, BeforeValidator(_to_int), Field(ge=1, le=10**15)]
+Seed = Annotated[int, BeforeValidator(_to_int), Field(ge=0, le=2**63 - 1)]
+NonNegative = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+AboveZero = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
+Fractional = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+# A name may be a number: name=2026. min_length makes pydantic check that the text is UTF-8.
+Text = Annotated[str, Field(strict=False, coerce_numbers_to_str=True, min_length=0)]
+Name = Annotated[Text, Field(min_length=1)]
+Sentence = Annotated[Text, Field(pattern=r"\S")]
+Checkpoint = Annotated[
+    Name, Field(description="run (last checkpoint), checkpoint, Hugging Face directory or hub:NAME")
+]
+Paths = Name | Annotated[list[Name], Field(min_length=1)]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+AutoOrBool = bool | Literal["auto"]
+
+
+class Settings(BaseModel):
+    """Base class. Unknown settings are errors; values are not converted to another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def with_defaults(cls, **values: object) -> Self:
+        """Returns a group with these values and defaults for all others. Raises ConfigError."""
+        group = next(name for name, schema in GROUPS.items() if schema is cls)
+        made, problems = validate(cls, default_values()[group] | values)
+        refuse([p._replace(key=f"{group}.{p.key.removeprefix(f'{group}.')}") for p in problems])
+        return made
+
+
+@rule
+def _divides_width(heads: int, others: dict) -> None:
+    width = others.get("emb_dim", heads)
+    if width % heads:
+        raise rejected(f"is not a divisor of model.emb_dim={width}", f"use a divisor of {width}")
+
+
+@rule
+def _has_dropout(kernel: str, others: dict) -> None:
+    if kernel == "flex" and others.get("dropout", 0) > 0:
+        hint = "set model.dropout=0 or use model.attention=sdpa"
+        raise rejected("does not support dropout on attention weights", hint)
+
+
+KernelName = Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
+
+
+class ModelSettings(Settings):
+    """Architecture of the model; model.ModelConfig has the same fields."""
+
+    vocab_size: Positive
+    context_length: Positive
+    emb_dim: Positive
+    num_layers: Positive
+    dropout: Fractional
+    num_heads: Annotated[Positive, _divides_width]
+    qkv_bias: bool
+    attention: Annotated[KernelName, _has_dropout]
+
+
+@rule
+def _one_source(path: object, others: dict) -> None:
+    synthetic = others.get("synthetic")
+    if path is None and not synthetic and "synthetic" in others:
+        hint = "set data.path to a text file, or to the output folder of scripts.prepare_data"
+        raise rejected("no data given", hint)
+    if path is not None and synthetic:
+        reason = f"cannot be combined with data.synthetic={synthetic}, which generates the data"
+        raise rejected(reason, "use data=induction, or set data.synthetic=null")
+    length = others.get("max_length", 64)
+    if synthetic and (others.get("tokenizer") != "byte" or not 16 <= length <= 124):
+        reason = "needs data.tokenizer=byte and data.max_length from 16 to 124"
+        raise rejected(reason, "use data=induction without other data settings", "data.synthetic")
+
+
+@rule
+def _one_per_path(weights: list[float] | None, others: dict) -> None:
+    path = others.get("path")
+    entries = len(path) if isinstance(path, list) else 1
+    if weights is not None and "path" in others and len(weights) != entries:
+        reason = f"number of weights: {len(weights)}; number of entries of data.path: {entries}"
+        raise rejected(reason, "give one weight per entry, such as [0.7,0.3]")
+
+
+class DataConfig(Settings):
+    """Text files or token files, and how they are split into windows."""
+
+    synthetic: Literal["induction"] | None
+    tokenizer: Literal["gpt2", "byte"]
+    max_length: Positive
+    path: Annotated[Paths | None, _one_source]
+    weights: Annotated[list[AboveZero] | None, _one_per_path]
+    val_path: Paths | None
+    text_key: Name
+    stride: Positive | None
+    within_documents: bool
+    val_fraction: Fractional
+    endoftext: Literal["token", "text"]
+    verify: AutoOrBool
+
+
+class OptimizerConfig(Settings):
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "muon"]
+    lr: AboveZero
+    weight_decay: NonNegative
+    betas: Annotated[list[Fractional], Field(min_length=2, max_length=2)]
+    eps: AboveZero
+    schedule: Literal["wsd", "cosine", "constant"]
+    min_lr_ratio: Annotated[NonNegative, Field(le=1)]
+    decay_fraction: Annotated[AboveZero, Field(le=1)]
+    matrix_lr: AboveZero | None
+    out_proj_lr_ratio: AboveZero
+    momentum: Fractional
+    nesterov: bool
+    ns_steps: Annotated[Positive, Field(le=20)]
+
+
+@rule
+def _within_batch(micro: int | str | None, others: dict) -> None:
+    batch = others.get("batch_size")
+    if isinstance(micro, int) and batch and micro > batch:
+        hint = "use a smaller number, or null for the complete batch"
+        raise rejected(f"must be at most trainer.batch_size={batch}", hint)
+
+
+def _default_steps(steps: object, info: ValidationInfo) -> object:
+    if steps is None:
+        return UNLIMITED if info.data.get("max_minutes") else 120
+    return steps
+
+
+class TrainerConfig(Settings):
+    """The training loop: length, batch, evaluation, checkpoints, device and precision."""
+
+    max_minutes: AboveZero | None
+    max_steps: Annotated[Positive, BeforeValidator(_default_steps)]
+    schedule_steps: Positive | None
+    batch_size: Annotated[Positive, Field(le=2**24)]
+    micro_batch_size: Annotated[Positive | Literal["auto"] | None, _within_batch]
+    activation_checkpointing: bool
+    warmup_steps: Count | None
+    grad_clip: NonNegative
+    eval_every: Count | None
+    eval_windows: Positive | None
+    log_every: Positive | None
+    save_every: Count
+    keep: Positive
+    precision: Precision
+    compile: AutoOrBool
+    device: Device
+    threads: Annotated[Positive, Field(le=1024)] | None
+    profile: bool
+    on_nonfinite: Literal["skip", "stop"]
+    max_skips: Positive
+    resume: Literal[False] | Name
+    resume_override: bool
+    init_from: Name | None
+    sample_prompt: Text
+    sample_tokens: Annotated[Count, Field(le=100_000)]
+
+
+@rule
+def _has_a_prompt(prompts: list[str], others: dict) -> None:
+    known = {"every": 0, "repeat_length": 0, "max_tokens": 64} | others
+    repeats = known["repeat_length"] > 0 and known["max_tokens"] >= 5
+    if known["every"] != 0 and not prompts and not repeats:
+        raise rejected("attention snapshots need a prompt", "give a prompt, or use lens=off")
+
+
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML reads off as false
+
+
+class LensSettings(Settings):
+    """Attention snapshots; lens.config.LensConfig has the same fields."""
+
+    every: Count | None
+    max_tokens: Annotated[Positive, Field(ge=2, le=1024)]
+    repeat_length: Literal[0] | Annotated[Positive, Field(ge=2, le=127)]
+    prompts: Annotated[list[Sentence], Field(max_length=MAX_PROMPTS), _has_a_prompt]
+    logit_lens: bool
+    frames: Annotated[Positive, Field(ge=2, le=200)]
+    ablation: Annotated[Literal["auto", "exact", "estimate", "off"], BeforeValidator(_off)]
+
+
+class ParallelConfig(Settings):
+    """Distributed training."""
+
+    strategy: Literal["auto", "single", "ddp", "fsdp"]
+    timeout: Annotated[Positive, Field(lt=1800)]
+    reshard_after_forward: bool
+
+
+Label = Annotated[Name, Field(max_length=128)]
+
+
+def _tags(value: object) -> object:
+    """Splits tags at commas, as W&B splits WANDB_TAGS."""
+    return [tag for tag in value.split(",") if tag] if isinstance(value, str) else value
+
+
+def _mode_of_environment(mode: str) -> str:
+    value = os.environ.get("WANDB_MODE", "")
+    if mode == "auto" and value not in ("", "auto", "online", "offline", "disabled"):
+        reason = f"{value} is not one of online, offline, disabled"
+        raise rejected(reason, "correct the environment variable", "WANDB_MODE")
+    return mode
+
+
+RunId = Annotated[Name, Field(pattern=RUN_ID)]
+
+
+class WandbConfig(Settings):
+    """Weights & Biases. The maximum lengths are those of W&B."""
+
+    mode: Annotated[
+        Literal["auto", "online", "offline", "disabled"], AfterValidator(_mode_of_environment)
+    ]
+    entity: Name | None
+    project: Annotated[Label, Field(pattern=NO_SEPARATORS)]
+    name: Label | None
+    id: RunId | None
+    group: Label | None
+    job_type: Annotated[Name, Field(max_length=64)]
+    tags: Annotated[list[Annotated[Sentence, Field(max_length=64)]], BeforeValidator(_tags)]
+    notes: Name | None
+    dir: Name | None
+    log_model: Literal[False, "best", "last"]
+    alerts: bool
+    watch: Literal[False, "gradients", "parameters", "all"]
+    save_code: bool
+    console: Annotated[
+        Literal["off", "auto", "wrap", "redirect", "wrap_raw", "wrap_emu"],
+        BeforeValidator(_off),
+    ]
+    workspace: bool
+
+    def wanted(self) -> str:
+        """Returns the mode; for auto, the mode that WANDB_MODE or WANDB_DISABLED gives, if any."""
+        if self.mode != "auto":
+            return self.mode
+        if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
+            return "disabled"
+        return os.environ.get("WANDB_MODE") or "auto"
+
+    def ignored(self) -> list[str]:
+        """Returns a line for each setting that has no effect because W&B is off or offline."""
+        keys = {"disabled": ("log_model", "alerts", "watch", "save_code", "workspace")}
+        mode = self.wanted()
+        asked = [k for k in (keys | {"offline": ("workspace",)}).get(mode, ()) if getattr(self, k)]
+        return [f"wandb.{key}: no effect, because W&B is {mode}" for key in asked]
+
+
+@rule
+def _fits_model(data: DataConfig, others: dict) -> None:
+    if not (model := others.get("model")):
+        return
+    if data.max_length > (most := model.context_length):
+        reason = f"must be at most model.context_length={most}"
+        raise rejected(reason, f"use data.max_length={most} or less", "data.max_length")
+    if model.vocab_size < (needed := VOCABULARIES[data.tokenizer]):
+        reason = f"data.tokenizer={data.tokenizer} has {needed} token ids"
+        raise rejected(reason, f"use {needed} or more", "model.vocab_size")
+
+
+class Config(Settings):
+    """All settings of a training run, in the order of configs/config.yaml."""
+
+    seed: Seed
+    name: Annotated[Text, Field(pattern=FOLDER_NAME)] | None
+    debug: bool
+    runs_dir: Name
+    model: ModelSettings
+    data: Annotated[DataConfig, _fits_model]
+    optimizer: OptimizerConfig
+    trainer: TrainerConfig
+    lens: LensSettings
+    parallel: ParallelConfig
+    wandb: WandbConfig
+
+    _overrides: list[str] | None = PrivateAttr(None)
+
+    @property
+    def overrides(self) -> list[str] | None:
+        """Keys of the settings and groups on the command line if trainer.resume is a path. None
+        otherwise, and after `stored.complete` has added the settings of that run."""
+        return self._overrides
+
+
+GROUPS = groups_of(Config)
+
+
+def known_settings() -> list[str]:
+    """Returns the keys of all settings and groups."""
+    return [*flat_fields(Config), *GROUPS, "experiment"]

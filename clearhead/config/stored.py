@@ -1,0 +1,150 @@
+"""Automatic values of settings, and the stored settings of a run that is resumed.
+
+Stored settings are plain values that the schema checks. They are never interpolated or executed.
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from clearhead.config.schema import GROUPS, UNLIMITED, Config, WandbConfig
+from clearhead.config.validation import validate
+from clearhead.config.yaml_files import flat, nested
+from clearhead.errors import CheckpointError, Problem, as_yaml, format_problem, refuse, shorten
+from clearhead.files import REPOSITORY
+
+SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
+# These settings belong to one start of a run. With trainer.resume=PATH, all others come from the
+# checkpoint, unless they are on the command line.
+OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
+OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume", "trainer.resume_override")
+OF_THE_LAUNCH += ("wandb.id",)
+# If these are null, `resolve_auto` sets them. A resumed run keeps their values.
+AUTOMATIC = (
+    "trainer.warmup_steps",
+    "trainer.eval_every",
+    "trainer.eval_windows",
+    "trainer.log_every",
+)
+# Settings that may differ between the ranks of a run. Data are compared by checksum.
+OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
+
+
+def resolve_auto(config: Config, before: dict | None = None) -> None:
+    """Sets automatic settings that are null.
+
+    before: the settings of the run that is resumed; it keeps its values.
+    """
+    trainer, known = config.trainer, flat(before or {})
+    planned = known.get("trainer.max_steps")
+    if trainer.max_minutes and type(planned) is int:
+        # The first start has measured the steps. With trainer.resume=PATH, all settings come from
+        # the run, so a given number of steps is a new one.
+        keeps = known.get("trainer.max_minutes") and not names_run(trainer.resume)
+        if keeps or trainer.max_steps == UNLIMITED:
+            trainer.max_steps = min(trainer.max_steps, planned)
+    steps = trainer.schedule_steps or trainer.max_steps
+    _resolve(config, "trainer.warmup_steps", known, automatic_warmup(steps))
+    _resolve(config, "trainer.eval_every", known, min(max(steps // 10, 40), 1000))
+    # A validation window takes at most a third of the time of a training window: validation takes
+    # less than 1 % of the time, except in very short runs, which validate on at least 8 windows.
+    between = trainer.batch_size * (trainer.eval_every or steps)
+    _resolve(config, "trainer.eval_windows", known, min(max(between * 2 // 100, 8), 400))
+    _resolve(config, "trainer.log_every", known, max(steps // 500, 1))
+    if known.get("lens.every") == 0:  # the lens was off and is now on
+        del known["lens.every"]
+    _resolve(config, "lens.every", known, min(max(steps // 20, 40), 1000))
+
+
+def names_run(resume: object) -> bool:
+    """Returns whether trainer.resume is the path of a run or checkpoint."""
+    return isinstance(resume, str) and resume not in ("auto", "must")
+
+
+def automatic_warmup(max_steps: int) -> int:
+    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/benchmarks.md).
+    return min(max(max_steps // 10, 24), 2000, max_steps // 5)
+
+
+def _resolve(config: Config, key: str, before: dict, value: int) -> None:
+    group, _, name = key.partition(".")
+    settings = getattr(config, group)
+    if getattr(settings, name) is None:
+        setattr(settings, name, before[key] if type(before.get(key)) is int else value)
+
+
+def config_from(values: dict, overrides: Sequence[str], found: Sequence[Problem] = ()) -> Config:
+    """Returns the config for composed values. Raises ConfigError with `found` and new problems.
+
+    overrides: the command line. If trainer.resume is a path, the rules between settings are checked
+    later, by `complete`, with the settings of that run.
+    """
+    is_path = names_run(flat(values).get("trainer.resume"))
+    config, problems = validate(Config, values, rules=not is_path)
+    refuse([*found, *problems])
+    if is_path:
+        config._overrides = [
+            text.partition("=")[0].lstrip("+~").partition("@")[0] for text in overrides
+        ]
+    return config
+
+
+def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str]]:
+    """Returns (the stored settings of a run, overridden by the command line; the changes as text).
+
+    found, stored: from `clearhead.checkpoint.resume.stored_settings`. Unknown stored settings are
+    ignored. Raises CheckpointError for invalid stored settings, ConfigError for invalid overrides.
+    """
+    given, known = flat(config.model_dump()), flat(stored)
+    if broken := sorted(GROUPS.keys() & known.keys()):
+        cause = f"in state.json, settings.{broken[0]} must be a group of settings"
+        raise CheckpointError("checkpoint", found, cause, "use another checkpoint")
+    before = given | {
+        key: known[key] for key in given.keys() & known.keys() if not _is_of(key, OF_THE_LAUNCH)
+    }
+    path = before["data.path"]
+    is_sample = isinstance(path, str) and Path(path).parts[-2:] == SAMPLE
+    if is_sample and not Path(path).exists():  # the repository was moved
+        before["data.path"] = str(REPOSITORY.joinpath(*SAMPLE))
+    merged = before | dict.fromkeys(AUTOMATIC)
+    if config.name not in (None, Path(found).parent.parent.name):  # a branch is another run on W&B
+        merged["wandb.name"] = None
+    merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
+    names = [*config.overrides, *GROUPS] if "experiment" in config.overrides else config.overrides
+    named = {key: value for key, value in given.items() if _is_of(key, names)}
+    # wandb=online is meant for the mode only.
+    defaults = flat({"wandb": WandbConfig.with_defaults().model_dump()})
+    named = {
+        key: value
+        for key, value in named.items()
+        if key in names or key == "wandb.mode" or value != defaults.get(key, ...)
+    }
+    merged |= named
+    result, problems = validate(Config, nested(merged))
+    if problems and not any(problem.key in named for problem in problems):
+        cause = format_problem(problems[0]._replace(hint=""))
+        fix = f"give another {problems[0].key}, or use another checkpoint"
+        raise CheckpointError("checkpoint", found, cause, fix)
+    refuse(problems)
+    changed = [
+        f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(before[key]))})"
+        for key, value in merged.items()
+        if value not in (before[key], UNLIMITED) and not (value is None and key in AUTOMATIC)
+    ]
+    return result, changed
+
+
+def _is_of(key: str, names: Collection[str]) -> bool:
+    """Returns whether `names` contains this setting or its group."""
+    return key in names or key.partition(".")[0] in names
+
+
+def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:
+    """Returns a problem for each setting of this rank that differs from rank 0."""
+    theirs, fix = flat(of_rank_0), "start all ranks with the same settings"
+    return [
+        Problem(
+            key, value, f"rank {rank} has this value, rank 0 has {as_yaml(theirs.get(key))}", fix
+        )
+        for key, value in flat(settings).items()
+        if key not in OF_ONE_RANK and value != theirs.get(key)
+    ]

@@ -1,0 +1,93 @@
+"""Checks values with a pydantic model and turns its errors into problems, one line each."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from clearhead.config.other_names import unknown_key
+from clearhead.config.yaml_files import environment_variable, flat
+from clearhead.errors import NO_VALUE, Problem, as_yaml
+
+MUST_BE = "must be "
+FOLDER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.=,+-]{0,127}$"  # of runs/<name>
+NO_SEPARATORS = r"^[^/\\#?%:]+$"  # as W&B requires
+RUN_ID = r"^[A-Za-z0-9_.-]{1,128}$"  # of W&B
+PATTERNS = {
+    FOLDER_NAME: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ ; after the first character "
+    "also . = , + -",
+    NO_SEPARATORS: r"must not be empty and must not contain / \ # ? % :",
+    r"\S": "must not be empty or blank",
+    r"(?i)\.html$": "must end with .html",
+    r"(?i)(\.png|^)$": "must end with .png",
+    r"(?i)(\.pdf|\.svg|\.png|^)$": "must end with .pdf, .svg or .png",
+    RUN_ID: "must have 1 to 128 characters: A-Z, a-z, 0-9 and _ . -",
+}
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def validate(
+    schema: type[Schema], values: Mapping, *, rules: bool = True
+) -> tuple[Schema | None, list[Problem]]:
+    """Returns (an instance of the schema or None, all problems, at most one per key).
+
+    rules: whether to check rules between settings (`rule`); types and ranges are always checked.
+    """
+    try:
+        return schema.model_validate(values, context=None if rules else "without rules"), []
+    except ValidationError as error:
+        found: dict[str, Problem] = {}
+        for details in error.errors(include_url=False):
+            problem = _problem(schema, values, details)
+            before = found.setdefault(problem.key, problem)
+            if before is not problem and before.reason.startswith(MUST_BE):  # other type of a union
+                reason = problem.reason.replace(MUST_BE, f"{before.reason} or ", 1)
+                found[problem.key] = before._replace(reason=reason)
+        return None, list(found.values())
+
+
+def _problem(schema: type[BaseModel], values: Mapping, details: ErrorDetails) -> Problem:
+    """Turns an error of pydantic into a problem."""
+    path, context, fields = details["loc"], details.get("ctx", {}), flat_fields(schema)
+    # Omits the rest of the path: the index in a list or the type in a union.
+    length = 2 if path[0] in groups_of(schema) else 1
+    key = context.get("key") or ".".join(map(str, path[:length]))
+    if details["type"] == "extra_forbidden":
+        return unknown_key(key, details["input"], [*fields, *groups_of(schema)])
+    if details["type"] == "missing":
+        return Problem(key, NO_VALUE, "is missing", f"set {key}=VALUE")
+    if details["type"] == "model_type":
+        choice = as_yaml(details["input"])
+        choice = {"true": '"on"', "false": '"off"'}.get(choice, choice)
+        hint = f"choose its file under defaults: with - override /{key}: {choice}"
+        return Problem(key, details["input"], "is a group of settings", hint)
+    reason = PATTERNS.get(context.get("pattern"), details["msg"])
+    reason = re.sub("^(Input|List|String) should", "must", reason).replace("False", "false")
+    value = flat(values).get(key, NO_VALUE)
+    return Problem(key, value, reason, context.get("hint") or _hint(key, value))
+
+
+def _hint(key: str, value: object) -> str:
+    variable = environment_variable(key)
+    if variable and os.environ.get(variable) == value:
+        return f"correct the environment variable {variable}"
+    return "see --help"
+
+
+def groups_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Returns the groups of settings of a schema, by name."""
+    return {
+        name: info.annotation
+        for name, info in schema.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+    }
+
+
+def flat_fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Returns the fields of a schema and its groups, by dotted key."""
+    return flat(schema.model_fields | {n: g.model_fields for n, g in groups_of(schema).items()})

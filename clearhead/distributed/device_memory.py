@@ -1,0 +1,67 @@
+"""Memory of a device: how much this process may use, how much is free, how much it has used."""
+
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from clearhead.distributed import launch
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+CGROUP = Path("/sys/fs/cgroup")  # limits of a container
+
+
+def memory_of(device: torch.device) -> float:
+    """Returns the bytes of device memory that this process may use; infinity if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    machine = math.inf
+    if hasattr(os, "sysconf"):  # not on Windows
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, _container_limit()) / launch.local_ranks()
+
+
+def available_memory() -> float:
+    """Returns the bytes of free memory of the machine; 0 if unknown."""
+    try:
+        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:  # not Linux
+        return 0
+    spare = 1024 * int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.M)[1])
+    limit = _container_limit()
+    if not math.isfinite(limit):
+        return spare
+    used = int((CGROUP / "memory.current").read_text())
+    statistics = (CGROUP / "memory.stat").read_text()
+    files = re.search(
+        r"^inactive_file (\d+)", statistics, re.M
+    )  # the page cache, which is freed on demand
+    return min(spare, limit - used + int(files[1]))
+
+
+def _container_limit() -> float:
+    """Returns the memory limit of the container in bytes; infinity without a limit."""
+    try:
+        return int((CGROUP / "memory.max").read_text())
+    except (OSError, ValueError):  # ValueError: "max"
+        return math.inf
+
+
+def peak_memory() -> int | None:
+    """Returns the peak bytes of this process: reserved by torch on a GPU, else resident; None if
+    unknown."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_reserved()
+    if resource is None:
+        return None
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,129 @@
+"""Atomic writes and bounded reads.
+
+A file is written under a temporary name, flushed to disk (fsync) and then renamed. After a crash or
+a power failure it is complete or absent. A rename is safe only after fsync of the parent folder.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import IO
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MAX_LOG_BYTES = 2**28  # larger logs are not read
+
+
+def temporary_name(path: Path) -> Path:
+    """Returns a new temporary name for a file that is not yet complete."""
+    return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Writes a file atomically: a reader never sees an incomplete file."""
+    part = temporary_name(path)
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(part, path)
+    except BaseException:  # also SystemExit after a signal
+        part.unlink(missing_ok=True)
+        raise
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Removes temporary files of killed processes. No other process may write to the folder."""
+    for part in folder.glob("*.part-" + "[0-9a-f]" * 16):
+        remove(part)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder with its content."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def rename(part: Path, path: Path) -> None:
+    """Renames a complete file, folder or link and flushes the new name to disk."""
+    os.replace(part, path)
+    fsync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Creates a folder and its parents and flushes their names to disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        fsync(folder.parent)
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file's content, or the names in a folder, to disk. Windows cannot open a folder, so
+    there a folder is not flushed."""
+    is_folder = path.is_dir()
+    if is_folder and not hasattr(os, "O_DIRECTORY"):
+        return
+    # Windows flushes a file only if it is open for writing.
+    number = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Opens a regular file for reading.
+
+    Raises OSError for other types: reading a FIFO or a device could block or never end.
+    """
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # not on Windows
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return open(number, "rb")
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Reads a regular file of at most `limit` bytes. Raises OSError otherwise."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(min(size, limit) + 1)  # read(n) allocates n bytes at once
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
+    return content
+
+
+def read_json(path: Path, limit: int = 2**24) -> object:
+    """Reads a JSON file of at most `limit` bytes. Raises OSError or ValueError."""
+    try:
+        return json.loads(read_bounded(path, limit))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Reads the rows of a .jsonl log, sorted by step; [] if the file is missing or too large.
+
+    Skips lines that are truncated, have no step, or are longer than 1 MiB. Ignores read errors.
+    """
+    rows = []
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
+            return []
+        while line := file.readline(2**20):  # pieces of a longer line are not valid JSON
+            try:
+                row = json.loads(line.decode("utf-8", "replace"))
+            except (ValueError, RecursionError):
+                continue
+            step = row.get("step") if isinstance(row, dict) else None
+            if type(step) is int and 0 <= step < 2**53:
+                rows.append(row)
+    return sorted(rows, key=lambda row: row["step"])

@@ -1,0 +1,113 @@
+"""Loss and perplexity of a model on a text, computed with a sliding window.
+
+    windows = ScoredWindows(tokens, WindowSettings(max_length=1024, stride=512))
+    results = evaluate(model, windows, token_lengths, batch_size=8)
+
+In each window the model reads up to `max_length` tokens and predicts the next token at each
+position. Each window starts `stride` tokens after the previous one; the last window starts earlier
+if necessary, so that it ends at the end of the text. Windows overlap, but each token is scored only
+in the first window that predicts it. Its context then has max_length - stride + 1 to max_length
+tokens; near the start of the text, the context is all previous tokens.
+
+Shapes: B windows of a batch, T positions of the longest window, C emb_dim, N scored positions.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from clearhead.tokens.stream import TokenStream
+from clearhead.tokens.windows import IGNORED
+from model import GPT
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """The length and the stride of a sliding window, in tokens."""
+
+    max_length: int
+    stride: int
+    within_documents: bool = False  # whether each document is evaluated as a separate text
+
+
+class ScoredWindows:
+    """All windows over a stream of tokens, in order, with the positions that each one scores.
+
+    With within_documents it stores a few numbers for each document, otherwise nothing.
+    """
+
+    def __init__(self, tokens: TokenStream, settings: WindowSettings):
+        self.tokens, self.max_length, self.stride = tokens, settings.max_length, settings.stride
+        starts = np.zeros(1, np.int64)
+        if settings.within_documents and len(tokens):
+            starts = tokens.document_starts()
+        targets = np.diff(starts, append=len(tokens)) - 1  # each document's tokens except the first
+        self.starts, self.targets = starts[targets > 0], targets[targets > 0]
+        more = -(-np.maximum(0, self.targets - self.max_length) // self.stride)
+        self.ends = np.cumsum(1 + more)  # number of windows up to the end of each document
+        self.num_targets = int(self.targets.sum())
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.num_targets else 0
+
+    def batch(self, windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Window numbers (B,) -> input_ids (B, T), target_ids (B, T), int64.
+
+        Targets that are not scored are IGNORED. Windows shorter than the longest one of the batch
+        are padded at the end; causal attention keeps scored positions from attending to padding.
+        """
+        document = np.searchsorted(self.ends, windows, side="right")
+        number = windows - np.where(document > 0, self.ends[document - 1], 0)  # within the document
+        targets = self.targets[document]
+        # Positions in the document: the window is start..stop, and it scores first..stop.
+        stop = np.minimum(number * self.stride + self.max_length, targets)
+        first = np.where(number > 0, (number - 1) * self.stride + self.max_length, 0)
+        start = np.maximum(0, stop - self.max_length)
+        size = (stop - start).max()  # T
+        ids = self.tokens.gather(self.starts[document] + start, int(size) + 1).astype(np.int64)
+        position = start[:, None] + np.arange(size)  # (B, T), in the document
+        is_scored = (position >= first[:, None]) & (position < stop[:, None])
+        target_ids = np.where(is_scored, ids[:, 1:], IGNORED)
+        input_ids = np.where(position < stop[:, None], ids[:, :-1], self.tokens.end_of_text)
+        return torch.from_numpy(input_ids), torch.from_numpy(target_ids)
+
+
+def evaluate(
+    model: GPT, windows: ScoredWindows, token_lengths: np.ndarray, batch_size: int
+) -> dict[str, float | int | None]:
+    """Evaluates a model; the caller sets eval mode. Shows a progress bar if stderr is a terminal.
+
+    Returns tokens, bytes, loss (nats per token), perplexity (None above the largest float) and
+    bits_per_byte (None for a text of 0 bytes). token_lengths: the bytes of text of each token id.
+    """
+    device = model.token_emb.weight.device
+    num_tokens, num_bytes, nats = 0, 0, 0.0
+    batches = track(
+        range(0, len(windows), batch_size),
+        "evaluating",
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    for first in batches:
+        numbers = np.arange(first, min(first + batch_size, len(windows)))
+        input_ids, target_ids = windows.batch(numbers)  # (B, T)
+        scored = target_ids != IGNORED  # (B, T)
+        targets = target_ids[scored]  # (N,), in text order
+        x = model.hidden_states(input_ids.to(device))[scored.to(device)]  # (N, C)
+        nats += float(model.head_loss(x, model.token_emb.weight, targets.to(device))) * len(targets)
+        num_tokens += len(targets)
+        num_bytes += int(token_lengths[targets.numpy()].sum())
+    loss = nats / num_tokens
+    return {
+        "tokens": num_tokens,
+        "bytes": num_bytes,
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else None,
+        "bits_per_byte": nats / math.log(2) / num_bytes if num_bytes else None,
+    }

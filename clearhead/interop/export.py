@@ -1,0 +1,120 @@
+"""Exports a trained model to a folder that transformers loads without this repository.
+
+    config.json, model.safetensors    written by interop/huggingface.py
+    generation_config.json            ids of the start, end and padding tokens
+    vocab.json, merges.txt, tokenizer_config.json    a tokenizer with the same ids
+    README.md                         the model card: size, settings and losses of the model
+
+The files contain no pickle, and no string of the run except the hub name of its base model.
+"""
+
+import math
+from pathlib import Path
+
+from clearhead.config.yaml_files import flat
+from clearhead.interop import hub
+from clearhead.interop.huggingface import to_hf, write_json
+from clearhead.interop.pretrained import PretrainedModel
+from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.tokenizers import vocabulary_files
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- gpt2
+- clearhead
+{base}---
+
+# GPT-2, trained with clearhead
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="PATH/OF/THIS/FOLDER")
+print(generate("The", max_new_tokens={new})[0]["generated_text"])
+```
+
+It was trained on windows of {window:,} tokens: a prompt and its continuation together should not be
+longer. Its tokenizer is {tokenizer}.
+
+| | |
+|---|---|
+{rows}
+"""
+TOKENIZER_DESCRIPTIONS = {
+    "gpt2": "GPT-2's byte-pair encoding",
+    "byte": "a byte tokenizer: 256 ids, and one for the end of a text",
+}
+CARD_SETTINGS = (  # settings in the model card, if they are numbers
+    *("optimizer.lr", "optimizer.weight_decay", "trainer.batch_size", "trainer.warmup_steps"),
+    *("trainer.max_steps", "model.dropout"),
+)
+
+
+def write(pretrained: PretrainedModel, folder: Path) -> None:
+    """Writes all files into an empty folder."""
+    end_of_text = pretrained.tokenizer.eot_token
+    to_hf(pretrained.model, folder, pretrained.tokenizer_name, pretrained.window)
+    ends = {f"{name}_token_id": end_of_text for name in ("bos", "eos", "pad")}
+    write_json(folder / "generation_config.json", ends)
+    write_tokenizer(pretrained, folder)
+    (folder / "README.md").write_text(model_card(pretrained), encoding="utf-8")
+
+
+def write_tokenizer(pretrained: PretrainedModel, folder: Path) -> None:
+    """Writes files from which AutoTokenizer loads a tokenizer with the same ids.
+
+    The byte tokenizer is exported as GPT-2's tokenizer without merges. The exported tokenizers
+    encode the characters <|endoftext|> as the end-of-text token, as data.endoftext=token does.
+    """
+    if pretrained.tokenizer_name == "gpt2":
+        for file, name in zip(vocabulary_files(), ("merges.txt", "vocab.json"), strict=True):
+            (folder / name).write_bytes(file.read_bytes())
+    else:
+        ids = {character: byte for byte, character in enumerate(byte_characters())}
+        write_json(folder / "vocab.json", ids | {END_OF_TEXT: pretrained.tokenizer.eot_token})
+        (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "model_max_length": pretrained.window,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def byte_characters() -> list[str]:
+    """Returns the character for each byte in GPT-2's vocab.json: printable Latin-1 characters stay,
+    the other bytes get characters from U+0100 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (chr(256 + number) for number in range(256))
+    return [chr(byte) if byte in visible else next(others) for byte in range(256)]
+
+
+def model_card(pretrained: PretrainedModel) -> str:
+    """Returns the model card. Its only string from the run is a valid hub model name."""
+    base, state = "", pretrained.state
+    values: dict[str, object] = {"parameters": pretrained.model.num_parameters()}
+    if state:
+        values |= {"steps": state.step, "tokens trained on": state.tokens}
+        values["validation loss (nats per token)"] = state.val_loss
+        settings = flat(dict(state.settings))
+        values |= {f"`{key}`": settings.get(key) for key in CARD_SETTINGS}
+        source = str(settings.get("trainer.init_from"))
+        name = source.removeprefix("hub:")
+        if hub.is_hub_path(source) and hub.MODEL_NAME.fullmatch(name):
+            base = f'base_model: "{name}"\n'
+    shown = {key: value for key, value in values.items() if isinstance(value, int | float)}
+    return CARD.format(
+        base=base,
+        new=max(1, min(40, pretrained.window - 8)),
+        window=pretrained.window,
+        tokenizer=TOKENIZER_DESCRIPTIONS[pretrained.tokenizer_name],
+        rows="\n".join(
+            f"| {key} | {value:{',' if type(value) is int else '.4g'}} |"
+            for key, value in shown.items()
+            if math.isfinite(value)
+        ),
+    )

@@ -1,0 +1,232 @@
+"""Memory of a training step per device, estimated by formulas without allocating anything.
+
+    job = Job(config, "single", world_size=1, precision="bf16", device="cuda", compiled=True)
+    sum(estimate(job, windows=8).values())        # bytes
+
+Tests compare the formulas with the tensors that autograd saves and with allocated memory;
+docs/planning.md compares totals with measured peaks. Terms below one or two percent of the total
+are omitted: biases, statistics of norms, gradients of single matrices.
+
+Shapes: B windows per micro-batch, T tokens per window, C emb_dim, H heads, L layers, V vocabulary,
+P parameters. c: bytes per element in matrix products, 4 in fp32, 2 in bf16 and fp16.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from clearhead.config.schema import Config, ModelSettings
+
+LOGITS_AT_ONCE = 2**28  # as in ops/cross_entropy.py, which needs torch
+USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other programs
+# Memory that the allocator holds without use, as a fraction of the allocated memory. On a CPU,
+# training keeps freed memory (distributed/device.py): 10 to 28 % in measured runs, 20 % on
+# average (docs/planning.md). The 5 % of the caching GPU allocator are assumed, not measured.
+SLACK = {"cpu": 0.20, "cuda": 0.05}
+# Memory of a process without a model. CPU: libraries and a small text file, measured with a torch
+# build for the CPU; a build for CUDA needs 0.3 GB more. GPU: CUDA context and cuBLAS workspaces,
+# assumed.
+LIBRARIES = {"cpu": 0.37e9, "cuda": 0.6e9}
+NCCL = 0.6e9  # buffers of NCCL on a GPU with several ranks, assumed
+# Parts of an estimate.
+PARTS = {
+    "weights": "fp32",
+    "gradients": "fp32",
+    "optimizer": "moments, fp32",
+    "casts": "of the weights, in the precision of the products",
+    "gathered": "weights of other ranks, while they are in use",
+    "activations": "saved by forward for backward",
+    "logits": "of the cross-entropy, in chunks",
+    "working": "temporary gradients, buffers of collectives",
+    "slack": "unused memory of the allocator",
+    "libraries": "the process without a model",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The properties of a training run that determine its memory, except the micro-batch."""
+
+    config: Config
+    strategy: str  # single | ddp | fsdp
+    world_size: int
+    precision: str  # fp32 | bf16 | fp16
+    device: str  # cpu | cuda | mps
+    compiled: bool  # the model; with FSDP, its blocks
+
+    @property
+    def c(self) -> int:
+        """Bytes per element in matrix products."""
+        return {"fp32": 4, "bf16": 2, "fp16": 2}[self.precision]
+
+    @property
+    def sharded(self) -> bool:
+        return self.strategy == "fsdp"
+
+    @property
+    def windows_per_rank(self) -> int:
+        """Windows per step on one device."""
+        return self.config.trainer.batch_size // self.world_size
+
+
+def estimate(job: Job, windows: int) -> dict[str, float]:
+    """Returns the bytes per part on a device at the peak of a step, with `windows` per micro-batch.
+
+    The peak is the largest of three moments. (1) End of forward: the loss and its gradient are
+    computed in chunks. (2) Backward reaches the last block: all activations and the gradient of the
+    head exist. (3) End of backward: all gradients exist, and both parts of the embedding gradient
+    are added. The optimizer step (fused, in place) does not need more.
+
+    Gradients are None after a step. The first backward of a step allocates them. DDP always
+    holds buckets of the same size: with one micro-batch, the gradients are views of them; with
+    several, they need memory in addition to the buckets. FSDP reduces gradients in the last
+    micro-batch only; until then every rank holds all of them unsharded.
+    """
+    model, kind = job.config.model, "cpu" if job.device == "cpu" else "cuda"
+    positions = windows * job.config.data.max_length  # B T
+    parameters, share = 4 * num_parameters(model), 1 / job.world_size if job.sharded else 1
+    embedding = 4 * model.vocab_size * model.emb_dim  # and the head
+    before = parameters * ((windows < job.windows_per_rank) + (job.strategy == "ddp"))
+    kept = activations(job, windows)
+    at_loss = {"gradients": before, "casts": casts(job), "activations": kept}
+    at_loss["logits"] = head(job, positions)
+    # Gradients in the MLP: of the residual stream, of the branch, after and before GELU.
+    in_flight = (4 + 9 * job.c) * positions * model.emb_dim
+    at_last_block = at_loss | {"logits": 0, "working": embedding + in_flight}
+    if job.config.trainer.activation_checkpointing:
+        at_last_block |= {"casts": 0, "activations": kept + block_activations(job, windows)}
+    at_end = {"gradients": before or parameters * share, "working": embedding}
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts |= {"weights": parameters * share, "optimizer": optimizer_state(job) * share}
+    parts["gathered"] = gathered_parameters(job)
+    parts |= max(at_loss, at_last_block, at_end, key=lambda moment: sum(moment.values()))
+    parts["slack"] = SLACK[kind] * sum(parts.values())
+    parts["libraries"] = LIBRARIES[kind] + NCCL * (job.device == "cuda" and job.world_size > 1)
+    return parts
+
+
+def fits(job: Job, windows: int, memory: float) -> bool:
+    """Returns whether a step with `windows` per micro-batch fits into `memory` bytes."""
+    return sum(estimate(job, windows).values()) <= USABLE * memory
+
+
+# ------------------------------------------------------------------------------- parameters
+
+
+def block_matrices(model: ModelSettings) -> int:
+    """Returns the number of elements of a block's matrices: four of (C, C), two of (C, 4 C)."""
+    return 12 * model.emb_dim**2
+
+
+def root_parameters(model: ModelSettings) -> int:
+    """Returns the number of parameters outside blocks: tokens (V, C), positions, last norm."""
+    return (model.vocab_size + model.context_length + 2) * model.emb_dim
+
+
+def num_parameters(model: ModelSettings) -> int:
+    """Returns P. A block has matrices, biases and two norms of 2 C."""
+    vectors = (13 if model.qkv_bias else 10) * model.emb_dim
+    return model.num_layers * (block_matrices(model) + vectors) + root_parameters(model)
+
+
+def optimizer_state(job: Job) -> int:
+    """Returns the bytes of the moments on all ranks together: two in fp32 per parameter; with Muon,
+    one for the matrices of the blocks."""
+    model = job.config.model
+    of_muon = block_matrices(model) * model.num_layers if job.config.optimizer.name == "muon" else 0
+    return 8 * num_parameters(model) - 4 * of_muon
+
+
+def casts(job: Job) -> int:
+    """Returns the bytes of the copies of matrices in the precision of the products. Autocast casts
+    each matrix once per forward and keeps the copies that backward needs. FSDP gathers blocks in
+    that precision, without copies."""
+    if job.precision == "fp32":
+        return 0
+    model = job.config.model
+    of_blocks = 0 if job.sharded else block_matrices(model) * model.num_layers
+    return 2 * (of_blocks + model.vocab_size * model.emb_dim)
+
+
+def gathered_parameters(job: Job) -> int:
+    """Returns the bytes of gathered parameters with FSDP. These are the root (embeddings, last
+    norm) in fp32 and, without reshard_after_forward, all blocks. With it, two blocks: the one in
+    use, and the next one with its receive buffer."""
+    if not job.sharded:
+        return 0
+    model = job.config.model
+    blocks = 3 if job.config.parallel.reshard_after_forward else model.num_layers
+    return 4 * root_parameters(model) + blocks * job.c * block_matrices(model)
+
+
+# -------------------------------------------------------------------------------- activations
+
+
+def block_activations(job: Job, windows: int) -> float:
+    """Returns the bytes that the forward of a block saves for backward, without copies of weights.
+
+    Bytes per position and channel (B T C elements):
+
+        4       input of the first norm: the residual stream, always fp32
+        c x 3   normalized input, cast for each of the three matrices separately; in fp32 or if
+                compiled, one shared tensor
+        c x 3   queries, keys, values
+        c       outputs of the heads, input of the output matrix
+        4       input of the second norm
+        c       normalized input of the MLP
+        4 c x 2 before and after GELU
+        1 x 2   masks of both dropouts
+
+    A kernel that stores the attention weights (B H T T elements) saves the softmax in fp32, the
+    dropout mask and, with dropout or reduced precision, the copy of the softmax that is multiplied
+    by the values. sdpa with dropout is such a kernel on a CPU (ops/cpu.py).
+    """
+    model, c, length = job.config.model, job.c, job.config.data.max_length
+    has_dropout = model.dropout > 0
+    inputs = 1 if job.precision == "fp32" or job.compiled else 3
+    per_channel = 8 + (inputs + 13) * c + 2 * has_dropout
+    fused = model.attention == "flex" or (
+        model.attention == "sdpa" and not (job.device == "cpu" and has_dropout)
+    )
+    is_copied = has_dropout or job.precision != "fp32"
+    mask = 4 if job.device == "cpu" and model.attention != "sdpa" and not job.compiled else 1
+    per_weight = 0 if fused else 4 + mask * has_dropout + c * is_copied
+    positions = windows * length
+    return positions * (per_channel * model.emb_dim + per_weight * model.num_heads * length)
+
+
+def activations(job: Job, windows: int) -> float:
+    """Returns the bytes that forward saves for backward, without logits and copies of weights.
+    These are the activations of L blocks (activation checkpointing: only the fp32 input of each,
+    Chen et al. 2016), the dropout mask of the embeddings and the input of the last norm."""
+    model = job.config.model
+    channels = windows * job.config.data.max_length * model.emb_dim  # B T C
+    checkpointing = job.config.trainer.activation_checkpointing
+    of_block = 4 * channels if checkpointing else block_activations(job, windows)
+    return model.num_layers * of_block + (4 + (model.dropout > 0)) * channels
+
+
+def head(job: Job, positions: int) -> int:
+    """Returns the bytes of logits and gradients of the head during the computation of the loss.
+
+    The loss is computed in chunks of n positions (ops/cross_entropy.py). The logits, c n V
+    bytes, are overwritten by their gradient. On a GPU the log-softmax needs 4 n V, compiled c n V;
+    on a CPU only a few rows exist at a time. After that, the gradient of the
+    matrix needs c V C. The input of the head and its gradient exist during the whole computation.
+    """
+    model, c = job.config.model, job.c
+    logits = min(positions, LOGITS_AT_ONCE // model.vocab_size) * model.vocab_size
+    log_softmax = 0
+    if job.device != "cpu":  # FSDP compiles blocks only
+        log_softmax = (c if job.compiled and not job.sharded else 4) * logits
+    of_matrix = c * model.vocab_size * model.emb_dim
+    return c * logits + max(log_softmax, of_matrix) + (4 + 2 * c) * positions * model.emb_dim
+
+
+# ----------------------------------------------------------------------------- micro-batches
+
+
+def largest_micro_batch(windows_per_rank: int, fits: Callable[[int], bool]) -> int | None:
+    """Returns the largest divisor of windows_per_rank for which fits(windows) holds. Divisors give
+    micro-batches of equal size. None if not even one window fits."""
+    sizes = range(windows_per_rank, 0, -1)
+    return next((n for n in sizes if windows_per_rank % n == 0 and fits(n)), None)

@@ -1,0 +1,350 @@
+"""Comparison of runs: reads run directories and creates tables.
+
+    rows = summarize([read(folder, "val/loss") for folder in folders], "val/loss")
+    print(tables(rows, "val/loss"))
+
+Runs that differ only in their seed share a row; the row with the best metric is first. Runs with
+different texts or tokenizers are in separate tables, because their losses are not comparable.
+The columns of a table are the settings that differ between its rows. Used by sweeps
+(reporting/sweep.py) and scripts/compare.py. Reads run.json and metrics.jsonl.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from clearhead.checkpoint.run_directory import settings_of
+from clearhead.config.schema import VOCABULARIES
+from clearhead.config.stored import automatic_warmup
+from clearhead.config.yaml_files import CONFIGS, flat
+from clearhead.errors import as_yaml, sanitize
+from clearhead.files import read_json, read_rows
+from clearhead.reporting.charts import number
+
+# Settings that change what a run learns, although they may be changed when it is resumed.
+LEARNING = {"data.path", "data.val_path", "trainer.init_from"}
+LEARNING |= {"trainer.max_minutes", "trainer.max_steps", "trainer.schedule_steps"}
+# If all of these differ between rows, the table has one column for them.
+SHAPE = ("model.num_layers", "model.num_heads", "model.emb_dim")
+HIGHER_IS_BETTER = ("val/accuracy", "train/tokens_per_second", "train/mfu")  # others: lower
+COMPARABLE = """\
+Values in different tables are not comparable. Bits per byte are comparable between tokenizers:
+python -m scripts.compare metric=val/bits_per_byte"""
+
+Points = list[tuple[int, float]]  # (tokens so far, metric)
+
+
+@dataclass
+class Run:
+    folder: Path
+    settings: dict[str, object]  # by dotted name
+    metrics: dict[str, object]  # last value of each metric and of step, without step 0
+    points: Points  # includes step 0; empty if there is no value after step 0
+    is_finished: bool
+
+    @property
+    def model(self) -> str:
+        """Returns the name of the file in configs/model with this shape, or the shape."""
+        shape = [self.settings.get(key) for key in SHAPE]
+        text = "{} layers, {} heads, width {}".format(*shape)
+        return next((name for name, known in models().items() if known == shape), text)
+
+    @property
+    def values(self) -> dict[str, object]:
+        """Returns metrics, settings and the names of model and optimizer."""
+        groups = {"model": self.model, "optimizer": self.settings.get("optimizer.name")}
+        return self.metrics | self.settings | groups
+
+
+@dataclass
+class Row:
+    """The runs that differ at most in their seed."""
+
+    text: str  # settings of text and tokenizer
+    settings: dict[str, object]  # other settings in which any runs differ
+    model: str
+    runs: list[str]
+    seeds: list[object]
+    unfinished: list[str]
+    tokens: int  # maximum over the runs
+    curves: list[Points]
+    values: list[float]  # last value of each run
+    mean: float  # of values; NaN if any value is NaN
+    tokens_to_target: list[int | None]  # of each run; empty without a target
+    difference: "Difference | None" = None  # from the first row of the table
+
+
+@dataclass
+class Difference:
+    """Mean of the differences between the values of two rows, paired by seed."""
+
+    mean: float
+    standard_error: float
+    p: float  # two-sided, of the paired t-test
+    pairs: int
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+def read(folder: Path, metric: str) -> Run:
+    """Reads a run directory. Raises ValueError for any other directory."""
+    settings = flat(settings_of(folder) or {})
+    max_steps = settings.get("trainer.max_steps")
+    if type(max_steps) is not int:
+        raise ValueError("run.json is missing or damaged")
+    rows, points = read_rows(folder / "metrics.jsonl"), []
+    for row in rows:
+        tokens = row.get("train/tokens")
+        if metric in row and type(tokens) is int and 0 <= tokens < 2**63:
+            points.append((tokens, number(row[metric])))
+    if points and points[-1][0] == 0:  # only step 0
+        points = []
+    metrics = {name: value for row in rows if row["step"] for name, value in row.items()}
+    if settings.get("trainer.max_minutes") and not was_given(folder, "trainer.max_steps"):
+        hide_measured_steps(settings)
+    last = rows[-1]["step"] if rows else -1
+    is_finished = last >= max_steps or last == ended_at(folder)
+    return Run(folder, settings, metrics, points, is_finished)
+
+
+def ended_at(folder: Path) -> object:
+    """Returns the last step according to summary.json, which a run writes at its end; a time limit
+    may end it before max_steps. None if there is no such file."""
+    return value_in(folder / "summary.json", "steps")
+
+
+def was_given(folder: Path, setting: str) -> bool:
+    """Returns whether this setting was on the command line of any start of the run."""
+    starts = read_rows(folder / "starts.jsonl")
+    return any(f"{setting}=" in str(start.get("command")) for start in starts)
+
+
+def hide_measured_steps(settings: dict[str, object]) -> None:
+    """Removes the number of steps and what follows from it. A run with a time limit measures how
+    many steps fit, so runs that differ only in their seed have different numbers."""
+    warmup = automatic(settings)["trainer.warmup_steps"]
+    if settings.get("trainer.warmup_steps") == warmup:
+        del settings["trainer.warmup_steps"]
+    del settings["trainer.max_steps"]
+
+
+def runs_of_sweep(folder: Path) -> list[Path]:
+    """Returns the run directories of the jobs of a sweep; [] if `folder` is not a sweep's."""
+    runs = [value_in(path, "run") for path in sorted(folder.glob("*/result.json"))]
+    return [Path(run) for run in runs if isinstance(run, str)]
+
+
+def value_in(path: Path, key: str) -> object:
+    """Returns a value of a JSON object in a file; None without it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return read_json(path).get(key)
+
+
+@functools.cache
+def models() -> dict[str, list[object]]:
+    """Returns the values of SHAPE of each file in configs/model."""
+    paths = sorted((CONFIGS / "model").glob("*.yaml"))
+    files = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths}
+    keys = [key.removeprefix("model.") for key in SHAPE]
+    return {
+        name: [(files["gpt2-small"] | values)[key] for key in keys]
+        for name, values in files.items()
+    }
+
+
+def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
+    """Returns the settings that differ between the runs, except name and seed. Includes settings
+    that do not change what a run learns only if they or their group are in `swept`."""
+    from clearhead.checkpoint.resume import FREE_TO_CHANGE
+
+    equal, free = shared(runs), FREE_TO_CHANGE - LEARNING
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in equal)
+    keys = {name: {name, name.partition(".")[0]} for name in names if name not in ("seed", "name")}
+    return [name for name, of in keys.items() if of & set(swept) or not of & free]
+
+
+def shared(runs: list[Run]) -> dict[str, object]:
+    """Returns the settings that are equal in all runs."""
+    return {
+        name: value
+        for name, value in runs[0].settings.items()
+        if all(name in run.settings and run.settings[name] == value for run in runs)
+    }
+
+
+def data_settings(run: Run, metric: str) -> dict[str, object]:
+    """Returns the settings of text and tokenizer for a metric. Values of runs are comparable if
+    these are equal. Bits per byte do not depend on the tokenizer."""
+    names = ["data.path", "data.synthetic"]
+    if metric.startswith("val/") and run.settings.get("data.val_path"):
+        names = ["data.val_path"]
+    if not metric.endswith("/bits_per_byte"):
+        names.append("data.tokenizer")
+    return {name: run.settings.get(name) for name in names}
+
+
+def summarize(
+    runs: list[Run], metric: str, target: float | None = None, swept: Collection[str] = ()
+) -> list[Row]:
+    """Returns one row per group of runs that differ only in their seed; omits runs without the
+    metric. Rows are sorted by text and tokenizer, and then by the metric, best first."""
+    names, sign = differing(runs, swept), -1 if metric in HIGHER_IS_BETTER else 1
+    groups: dict[str, list[Run]] = {}
+    for run in filter(lambda run: run.points, runs):
+        text = data_settings(run, metric)
+        settings = {name: run.settings.get(name) for name in names if name not in text}
+        groups.setdefault(json.dumps([text, settings]), []).append(run)
+    rows = []
+    for key, group in groups.items():
+        text, settings = json.loads(key)
+        last = [run.points[-1][1] for run in group]
+        reached = [] if target is None else [tokens_to(target, run.points, sign) for run in group]
+        row = Row(
+            text=pairs({name: value for name, value in text.items() if value}),
+            settings=settings,
+            model=group[0].model,
+            runs=[run.folder.name for run in group],
+            seeds=[run.settings.get("seed") for run in group],
+            unfinished=[run.folder.name for run in group if not run.is_finished],
+            tokens=max(run.points[-1][0] for run in group),
+            curves=[run.points for run in group],
+            values=last,
+            mean=statistics.fmean(last),
+            tokens_to_target=reached,
+        )
+        rows.append(row)
+    rows.sort(key=lambda row: (row.text, math.isnan(row.mean), sign * row.mean))
+    for first, *others in by_text(rows):
+        for row in others:
+            row.difference = difference(row, first)
+    return rows
+
+
+def difference(row: Row, first: Row) -> Difference | None:
+    """Compares two rows by the paired t-test, over the seeds that each row has exactly once. None
+    if there are fewer than three such seeds or if a value is NaN or infinite."""
+    values = [dict(zip(r.seeds, r.values, strict=True)) for r in (row, first)]
+    once = [seed for seed in row.seeds if row.seeds.count(seed) == first.seeds.count(seed) == 1]
+    deltas = [values[0][seed] - values[1][seed] for seed in once]
+    if len(deltas) < 3 or not all(map(math.isfinite, deltas)):
+        return None
+    mean, error = statistics.fmean(deltas), statistics.stdev(deltas) / math.sqrt(len(deltas))
+    return Difference(mean, error, p_value(mean / (error or 1e-300), len(deltas) - 1), len(deltas))
+
+
+def p_value(t: float, degrees: int) -> float:
+    """Returns the two-sided p-value of Student's t distribution.
+
+    With t = sqrt(degrees) tan(a), the density of the angle a is proportional to cos(a)^(degrees-1).
+    """
+    angle, points = math.atan(abs(t) / math.sqrt(degrees)), 10_000
+    density = np.cos(np.linspace(angle, math.pi / 2, points)) ** (degrees - 1)
+    everything = np.cos(np.linspace(0, math.pi / 2, points)) ** (degrees - 1)
+    tail = np.trapezoid(density, dx=(math.pi / 2 - angle) / (points - 1))
+    return float(tail / np.trapezoid(everything, dx=math.pi / 2 / (points - 1)))
+
+
+def tokens_to(target: float, points: Points, sign: int) -> int | None:
+    """Returns the tokens until the metric first was at or below the target (sign -1: at or above);
+    None if never."""
+    return next((tokens for tokens, value in points if sign * value <= sign * target), None)
+
+
+def pairs(settings: dict[str, object]) -> str:
+    return sanitize(", ".join(f"{key}={as_yaml(v)}" for key, v in settings.items()), keep="")
+
+
+def by_text(rows: list[Row]) -> list[list[Row]]:
+    """Returns the rows in one list for each text and tokenizer."""
+    return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.text)]
+
+
+def as_json(value: object) -> bytes:
+    """Returns a value, which may contain rows, as JSON. NaN and infinity become null."""
+    value = json.loads(json.dumps(value, default=vars), parse_constant=lambda _: None)
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+# ---------------------------------------------------------------------------------- the tables
+
+
+def tables(rows: list[Row], metric: str) -> str:
+    """Returns a Markdown table, readable in a terminal, for each text and tokenizer."""
+    parts = [f"## {group[0].text}\n\n{table(group, metric)}" for group in by_text(rows)]
+    if len(parts) > 1 and not metric.endswith("/bits_per_byte"):
+        parts.append(COMPARABLE)
+    return "\n\n".join(parts)
+
+
+def table(rows: list[Row], metric: str) -> str:
+    lines = []
+    for row, settings in zip(rows, shown(rows), strict=True):
+        has_range = len(row.runs) > 1 and not math.isnan(row.mean)
+        cells = {"run": label(row)} | {name: as_yaml(value) for name, value in settings.items()}
+        cells |= {"tokens": f"{row.tokens:,}", metric: f"{row.mean:.4f}"}
+        cells["min–max"] = f"{min(row.values):.4f}–{max(row.values):.4f}" if has_range else ""
+        delta = row.difference
+        text = delta and f"{delta.mean:+.4f} ± {delta.standard_error:.4f}, p = {delta.p:.1g}"
+        cells["difference from the first row"] = text or ""
+        if row.tokens_to_target:
+            reached = [tokens for tokens in row.tokens_to_target if tokens is not None]
+            mean = f"{round(statistics.fmean(reached)):,}" if reached else "never"
+            cells["tokens to target"] = f"{mean} ({len(reached)} of {len(row.runs)})"
+        lines.append(cells)
+    return markdown_table(lines)
+
+
+def markdown_table(lines: Sequence[Mapping[str, str]]) -> str:
+    """Returns a table with a column for each key; columns without any text are omitted."""
+    columns = []
+    for name in lines[0]:
+        texts = [name, *(cells[name] for cells in lines)]
+        texts = [sanitize(text.replace("|", "\\|"), keep="") for text in texts]
+        width = max(map(len, texts))
+        head, *body = (text.ljust(width) for text in texts)
+        if any(cells[name] for cells in lines):
+            columns.append([head, "-" * width, *body])
+    return "\n".join(f"| {' | '.join(texts)} |" for texts in zip(*columns, strict=True))
+
+
+def label(row: Row) -> str:
+    """Returns the first run of a row, and how many others and unfinished ones it has."""
+    text = row.runs[0]
+    if others := len(row.runs) - 1:
+        text += f" + {others} run{'s' * (others > 1)}"
+    return text + (f" ({len(row.unfinished)} unfinished)" if row.unfinished else "")
+
+
+def shown(rows: list[Row]) -> list[dict[str, object]]:
+    """Returns the columns of each row: the settings that differ between these rows. Automatic
+    values have no column, and `model` replaces several settings of SHAPE."""
+    all_settings = [row.settings for row in rows]
+    names = [n for n in all_settings[0] if any(s[n] != all_settings[0][n] for s in all_settings)]
+    hidden = {n for n in names if all(s[n] == automatic(s).get(n, ...) for s in all_settings)}
+    has_model = set(SHAPE) <= set(names)
+    if has_model:
+        hidden.update(SHAPE)
+    return [
+        ({"model": row.model} if has_model else {})
+        | {name: row.settings[name] for name in names if name not in hidden}
+        for row in rows
+    ]
+
+
+def automatic(settings: dict[str, object]) -> dict[str, object]:
+    """Returns the values that follow from other settings."""
+    steps = settings.get("trainer.schedule_steps") or settings.get("trainer.max_steps")
+    return {
+        "trainer.warmup_steps": automatic_warmup(steps) if steps else None,
+        "model.vocab_size": VOCABULARIES.get(str(settings.get("data.tokenizer"))),
+    }

@@ -1,0 +1,179 @@
+"""report.html of a run: curves, samples, attention page and settings in one file.
+
+    write_report(Path("runs/first"))
+
+It is created from the files in the run directory, can be created at any time, and omits what is
+missing. The sources of the page are in report_page/. The page loads nothing from elsewhere and
+contains the attention page in a sandboxed frame, so it can be sent as one file.
+"""
+
+import base64
+import contextlib
+import itertools
+import json
+import math
+import re
+import statistics
+import time
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+from pydantic import ValidationError
+
+from clearhead.checkpoint.run_directory import attention_page, settings_of
+from clearhead.config.schema import ModelSettings
+from clearhead.config.yaml_files import flat
+from clearhead.errors import sanitize
+from clearhead.files import atomic_write, read_bounded, read_rows
+from clearhead.lens.assemble import assemble, content_security_policy
+from clearhead.planning.memory import num_parameters
+from clearhead.reporting.charts import Points, chart_data, finite, points_of
+from clearhead.reporting.console import duration
+from clearhead.reporting.report_heads import heads_section
+
+PAGE = Path(__file__).parent / "report_page"
+MAX_CONFIG, MAX_PANEL, MAX_PAGE = 2**20, 2**22, 2**30  # bytes; larger files are ignored
+
+
+def write_report(folder: Path) -> Path:
+    """Writes folder/report.html from the files in a run directory; returns its path."""
+    rows, samples = read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl")
+    config = read(folder / "config.yaml", MAX_CONFIG).decode("utf-8", "replace")
+    template, attention = assemble(PAGE / "index.html").encode(), attention_page(folder)
+    embedded = read(attention, MAX_PAGE) if attention else b""
+    parts = {
+        "CSP": content_security_policy(template, embedded),
+        "NAME": escape(folder.resolve().name),
+        "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
+        "FACTS": facts(rows, settings_of(folder) or {}),
+        "HEADS": heads_section(folder / "attention"),
+        "CHARTS": json.dumps(chart_data(rows)),
+        "SAMPLES": "".join(map(sample_article, reversed(samples))),
+        "ATTENTION": attention_section(folder, attention, embedded),
+        "SETTINGS": escape(config),
+    }
+
+    def part(found: re.Match) -> bytes:
+        value = parts[found[1].decode()]
+        # replace: a sample may contain lone surrogates, which UTF-8 cannot encode.
+        return value if isinstance(value, bytes) else value.encode("utf-8", "replace")
+
+    # One pass over the template, so that placeholders in the parts are not replaced. In bytes,
+    # because the attention page has megabytes, and a str takes two or four times as much memory.
+    report = folder / "report.html"
+    atomic_write(report, re.sub(rb"__([A-Z]+)__", part, template))
+    return report
+
+
+def read(path: Path, limit: int) -> bytes:
+    """Returns the content of a regular file of at most `limit` bytes; b"" without one."""
+    try:
+        return read_bounded(path, limit)
+    except OSError:
+        return b""
+
+
+def progress(folder: Path, rows: list[dict]) -> str:
+    """Returns the last logged step and the number of steps, in words."""
+    if not rows:
+        return "before the first step was logged"
+    max_steps = flat(settings_of(folder) or {}).get("trainer.max_steps")
+    of = f" of {max_steps:,}" if isinstance(max_steps, int) else ""
+    return f"after step {rows[-1]['step']:,}{of}"
+
+
+def facts(rows: list[dict], settings: dict) -> str:
+    """Returns the main results as HTML: loss, perplexity, parameters, tokens, duration, speed."""
+
+    def known(key: str) -> Points:
+        return finite(points_of(rows, key))
+
+    shown = []
+    if train := known("train/loss"):
+        shown.append(("Training loss", f"{train[-1][1]:.4f}", f"at step {train[-1][0]:,}"))
+    if val := known("val/loss"):
+        step, loss = min(val, key=lambda point: point[1])
+        bits, accuracy = (dict(known(f"val/{name}")) for name in ("bits_per_byte", "accuracy"))
+        shown.append(("Best validation loss", f"{loss:.4f}", f"at step {step:,}"))
+        if 0 <= loss < 100:
+            shown.append(("Perplexity", f"{math.exp(loss):,.2f}", f"at step {step:,}"))
+        if step in bits:
+            shown.append(("Bits per byte", f"{bits[step]:.3f}", f"at step {step:,}"))
+        if step in accuracy:
+            shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
+    with contextlib.suppress(ValidationError):
+        model = ModelSettings.model_validate(settings.get("model"))
+        shown.append(("Parameters", f"{num_parameters(model):,}", ""))
+    tokens, speeds = known("train/tokens"), known("train/tokens_per_second")
+    if tokens:
+        shown.append(("Tokens trained on", f"{tokens[-1][1]:,.0f}", ""))
+    if speeds:
+        shown.append(("Training time", training_time(tokens, dict(speeds)), "steps only"))
+        median = statistics.median(value for _, value in speeds)
+        shown.append(("Tokens per second", f"{median:,.0f}", "median"))
+    if shares := [value for _, value in known("train/mfu")]:
+        shown.append(("FLOPs utilisation", f"{statistics.median(shares):.1%}", "median"))
+    return "".join(
+        f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
+        for name, value, more in shown
+    )
+
+
+def training_time(tokens: Points, speeds: dict[int, float]) -> str:
+    """Returns the time of all training steps. tokens: in total, at each step with a row; rows of
+    validations and attention snapshots have no speed."""
+    known = [(step, count) for step, count in tokens if speeds.get(step, 0) > 0]
+    seconds = sum(
+        (after - before) / speeds[step]
+        for (_, before), (step, after) in itertools.pairwise([(0, 0.0), *known])
+    )
+    return duration(min(seconds, 1e9))
+
+
+def sample_article(row: dict) -> str:
+    """Returns a row of samples.jsonl as HTML, with the prompt in bold."""
+    prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
+    if not text.startswith(prompt):
+        prompt = ""
+    text = re.sub(r"\n\s*\n\s*\n", "\n\n", text[len(prompt) :].rstrip())  # no tall empty box
+    body = f'<p><span class="prompt">{escape(prompt)}</span>{escape(text)}</p>'
+    return f"<article><h3>step {row['step']:,}</h3>{body}</article>"
+
+
+def sample_page(row: dict) -> str:
+    """Returns one sample as a page without scripts, for the W&B dashboard."""
+    template = (PAGE / "sample.html").read_text(encoding="utf-8")
+    return template.replace("__SAMPLE__", sanitize(sample_article(row)))
+
+
+def attention_section(folder: Path, page: Path | None, embedded: bytes) -> bytes | str:
+    """Returns the attention page in a sandboxed frame, in which only its own script runs. Images
+    replace it in print, and until the browser draws it."""
+    if not embedded:
+        return ""
+    where = quote(page.relative_to(folder).as_posix())
+    start = (
+        f'<p class="quiet">All heads of all layers. <a href="{where}">Open the attention page</a>'
+        " in a separate tab, or drag the lower right corner to change its height.</p>"
+        '<div class="embedded"><iframe sandbox="allow-scripts" title="Attention of all heads" '
+        'srcdoc="'
+    )
+    content = embedded.replace(b"&", b"&amp;").replace(b'"', b"&quot;")
+    images = "".join(map(image, newest_panels(folder / "attention")))
+    return start.encode() + content + f'"></iframe><div class="still">{images}</div></div>'.encode()
+
+
+def newest_panels(folder: Path) -> list[Path]:
+    """Returns the images of the newest snapshot, one for each prompt."""
+    paths = sorted(folder.glob("step_*_panel.png"))
+    return [path for path in paths if path.name[:13] == paths[-1].name[:13]]
+
+
+def image(path: Path) -> str:
+    """Returns a PNG as HTML; "" if it is missing, too large or not a PNG."""
+    content = read(path, MAX_PANEL)
+    if not content.startswith(b"\x89PNG"):
+        return ""
+    data = base64.b64encode(content).decode()
+    return f'<img src="data:image/png;base64,{data}" alt="Attention of all heads">'

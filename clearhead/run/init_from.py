@@ -1,0 +1,69 @@
+"""Initial weights of a new run from a trained model: `trainer.init_from`."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from clearhead.errors import Problem, as_yaml, refuse
+from clearhead.interop.pretrained import load_pretrained
+from model import GPT, ModelConfig, model_without_values
+
+if TYPE_CHECKING:
+    from clearhead.config.schema import Config
+
+# Settings that must equal those of the weights. For the context length see `positions`.
+SHAPE = ("vocab_size", "emb_dim", "num_heads", "num_layers", "qkv_bias")
+
+
+def initial_weights(settings: "Config", notes: list[str]) -> GPT:
+    """Returns a model with the weights of trainer.init_from. Raises ConfigError if they do not fit.
+
+    Dropout and the attention kernel may differ. Missing biases of queries, keys and values start as
+    zeros; for positions see `positions`. Appends the notes of
+    `positions` to `notes`.
+    """
+    source = settings.trainer.init_from
+    assert source is not None
+    wanted = ModelConfig(**settings.model.model_dump())
+    pretrained = load_pretrained(source, "trainer.init_from")
+    given, theirs = pretrained.model.config, f"the weights of trainer.init_from={source}"
+    problems = []
+    for key in SHAPE:
+        have, want = getattr(given, key), getattr(wanted, key)
+        if have != want and not (key == "qkv_bias" and want):
+            fix = f"use model.{key}={as_yaml(have)}"
+            problems.append(Problem(f"model.{key}", want, f"{theirs} have {as_yaml(have)}", fix))
+    if (name := settings.data.tokenizer) != (needed := pretrained.tokenizer_name):
+        cause = f"{theirs} were trained with {needed}"
+        problems.append(Problem("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
+    refuse(problems)
+    weights = pretrained.model.state_dict()
+    sizes = (pretrained.window, wanted.context_length, settings.data.max_length)
+    weights["pos_emb.weight"], more = positions(weights["pos_emb.weight"], *sizes)
+    notes.extend(more)
+    fresh = model_without_values(wanted)
+    for name, parameter in fresh.named_parameters():
+        if name not in weights:  # a bias
+            weights[name] = torch.zeros(parameter.shape)
+    fresh.load_state_dict(weights, assign=True)
+    return fresh
+
+
+def positions(
+    learned: torch.Tensor, window: int, context_length: int, used: int
+) -> tuple[torch.Tensor, list[str]]:
+    """Returns position embeddings (context_length, C) and notes about unused or untrained ones.
+
+    learned: the model's embeddings (S, C), of which the first `window` were trained. used: number
+    of positions that the run uses. A shorter context gets the first embeddings. A longer context
+    repeats the trained ones, as Longformer does (Beltagy et al. 2020), which preserves the
+    differences between neighbouring positions.
+    """
+    rows = learned[torch.arange(context_length) % window]
+    note = f"model.context_length={context_length}: the weights have {window} trained positions; "
+    if context_length < window:
+        return rows, [f"{note}the first {context_length} are used"]
+    if used > window or len(learned) != context_length > window:
+        repeated = f"they are repeated for positions {window} and above; "
+        return rows, [f"{note}{repeated}data.max_length={window} uses trained positions only"]
+    return rows, []

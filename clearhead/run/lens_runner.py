@@ -1,0 +1,145 @@
+"""Takes attention snapshots during training, on all ranks. Their errors do not end the run."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from clearhead.config.schema import Config, TrainerConfig
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import best_effort
+from clearhead.files import read_rows
+from clearhead.inference.ablation import ablate_heads
+from clearhead.lens.ablation import Head
+from clearhead.lens.config import LensConfig
+from clearhead.lens.snapshots import Lens, Snapshot
+from clearhead.reporting.charts import Points, finite, points_of, smooth, thin
+from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.windows import WindowDataset
+from data import LoadedData
+from model import GPT
+
+CURVES = {
+    "train/loss": "training loss",
+    "val/loss": "validation loss",
+    "val/accuracy": "validation accuracy",
+}
+MAX_POINTS = 300  # of a curve
+FAILED = "lens: failed; attention logging is off for the rest of this run"
+
+
+@dataclass
+class LensRunner:
+    """Takes attention snapshots of the model of a training run."""
+
+    lens: Lens | None  # None if it is off
+    strategy: Strategy
+    directory: Path  # the run directory
+    trainer: TrainerConfig  # max_steps is the last step
+    debug: bool  # whether an error ends the run
+    # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
+    ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
+
+    def is_due(self, step: int) -> bool:
+        return self.lens is not None and self.lens.due(step, self.trainer.max_steps)
+
+    def snapshot(self, model: GPT, step: int, row: dict[str, float]) -> Snapshot | None:
+        """Takes an attention snapshot: statistics, images and pages. Returns None after an error.
+
+        row: the metrics of this step, which are not in metrics.jsonl yet.
+
+        All ranks run the model, and rank 0 writes the files. After an error on one rank the lens is
+        off on all ranks, because they run the model together.
+        """
+
+        def capture_attention(token_ids: list[int], capture: Callable) -> torch.Tensor:
+            input_ids = torch.tensor([token_ids], device=self.strategy.device)
+            with self.strategy.probing(model):
+                return model.capture_attention(input_ids, capture, self.lens.config.logit_lens)
+
+        def ablate(groups: dict[str, list[Head]]) -> dict | None:
+            with best_effort("lens.ablation: failed", self.debug), self.strategy.probing(model):
+                return self.ablate(model, groups)
+            return None  # after an error
+
+        snapshot, failed = None, True
+        with best_effort(FAILED, self.debug, self.strategy.label):
+            snapshot = self.lens.snapshot(
+                capture_attention,
+                step,
+                self.trainer.max_steps,
+                self.directory / "attention",
+                run_name=self.directory.name,
+                write=self.strategy.is_rank_0,
+                curves=lambda: self._curves(step, row),
+                ablate=ablate if self.ablate else None,
+            )
+            failed = False
+        if self.strategy.all_reduce_max(failed):
+            self.lens = None
+        return snapshot
+
+    def _curves(self, step: int, row: dict[str, float]) -> dict[str, Points]:
+        """Returns the curves that the attention page shows, from metrics.jsonl and `row`."""
+        rows = [*read_rows(self.directory / "metrics.jsonl"), {"step": step, **row}]
+        curves = {}
+        for key, name in CURVES.items():
+            points = smooth(points_of(rows, key)) if key == "train/loss" else points_of(rows, key)
+            if known := thin(finite(points), MAX_POINTS):
+                curves[name] = [(at, round(value, 4)) for at, value in known]
+        return curves
+
+    def summary(self) -> list[str]:
+        """Returns lines about the heads, for the summary at the end of a run."""
+        if self.lens is None:
+            return []
+        significant = [f"attention heads  {text}" for text in self.lens.most_significant_heads()]
+        return significant + [f"without heads    {t}" for t in self.lens.most_important_heads()]
+
+
+def build_lens(
+    config: Config, strategy: Strategy, data: LoadedData, directory: Path, notes: list[str]
+) -> LensRunner:
+    """Builds the lens. An error on any rank turns it off, as during training."""
+    lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
+    if config.lens.every:
+        with best_effort(FAILED, config.debug, strategy.label):
+            lens = Lens(
+                LensConfig(**config.lens.model_dump()),
+                encode=tokenizer.encode_ordinary,
+                token_bytes=tokenizer.decode_single_token_bytes,
+                context_length=config.data.max_length,
+                vocabulary=data.train.common_tokens(),
+                bos=tokenizer.eot_token,
+            )
+        if strategy.all_reduce_max(lens is None):
+            lens = None
+    ablate = None
+    if lens and data.val and config.lens.ablation != "off":
+        if strategy.name == "fsdp":
+            notes.append("lens.ablation: no effect with FSDP")
+        else:
+            ablate = build_ablation(config, strategy, data.val)
+    return LensRunner(lens, strategy, directory, config.trainer, config.debug, ablate)
+
+
+def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:
+    """Returns the function that removes heads at the last step: (model, heads by name) -> results.
+
+    lens.ablation=auto depends on counted tokens and not on a measured time, so that equal runs have
+    equal results. It is exact for at most one percent of the computation of a rank.
+    """
+    trainer = config.trainer
+    trained = trainer.max_steps * trainer.batch_size * config.data.max_length / strategy.world_size
+    # The backward pass takes as long as two forward passes. Ablation is in fp32, which takes two to
+    # three times as long as bf16.
+    passes = 3 if strategy.dtype == torch.float32 else 1
+    auto = 0.01 * passes * trained
+    max_tokens = {"auto": auto, "exact": math.inf, "estimate": 0}[config.lens.ablation]
+    synthetic = bool(config.data.synthetic)
+    return functools.partial(
+        ablate_heads, dataset=dataset, is_synthetic=synthetic, max_tokens=max_tokens
+    )

@@ -1,0 +1,88 @@
+"""Signals that stop a run: SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, which Windows does not have."""
+
+import os
+import signal
+import time
+
+from clearhead.distributed.launch import launched
+
+# Slurm can send SIGUSR1 a given time before the time limit.
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+)
+# At the start of the process: train.py imports this file before torch.
+PARENT_PID = os.getppid()
+STARTED = time.monotonic()
+
+
+def exit_code(number: int) -> int:
+    """Returns 130 for SIGINT, 143 for other signals."""
+    return 130 if number == signal.SIGINT else 143
+
+
+def exit_on_stop_signals() -> None:
+    """Makes signals outside of StopSignals end the process immediately, without a traceback."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _: os._exit(exit_code(number)))
+
+
+class StopSignals:
+    """Context in which signals stop the run after the current step.
+
+    Before the training loop, a signal ends the process immediately. After the loop, the process
+    ends when the run is closed. Further signals have no effect, except that without torchrun a
+    second Ctrl-C ends the process at once: this is safe, as unfinished files have temporary names.
+    """
+
+    def __init__(self):
+        self.received = 0  # number of the first signal; 0: none
+        self.phase = "starting"  # starting | training | finishing
+        self._prints = os.environ.get("RANK", "0") == "0"
+        self._relayed = launched()  # torchrun relays Ctrl-C of the terminal, so it arrives twice
+        self._interrupts = 0
+        self._before = {}
+
+    def __enter__(self) -> "StopSignals":
+        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self.received and error is None:  # the loop has not seen the signal; a sweep must stop
+            raise SystemExit(self.exit_code)
+        if self.received:  # a sweep must stop after any error
+            error.stopped = self.exit_code
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code for the received signal."""
+        return exit_code(self.received)
+
+    def poll(self) -> int:
+        """Returns the number of the first signal of this process; 0 without one. The end of
+        torchrun counts as SIGTERM: otherwise nothing would stop its processes, and they would keep
+        the run directory locked."""
+        orphaned = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_PID
+        if orphaned and not self.received:
+            self.received = signal.SIGTERM
+            self._print("torchrun has ended; stopping after this step")
+        return self.received
+
+    def _handle(self, number: int, _) -> None:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1 and not self._relayed:
+            self._print("stopped immediately; complete checkpoints are intact")
+            os._exit(exit_code(number))
+        if self.phase == "starting":
+            self._print(f"stopped by {signal.Signals(number).name} before the first step")
+            raise SystemExit(exit_code(number))
+        if not self.received:
+            self.received = number
+            once_more = number == signal.SIGINT and not self._relayed
+            then = "stopping after this step" if self.phase == "training" else "finishing the run"
+            self._print(f"{then}{'; press Ctrl-C again to stop immediately' * once_more}")
+
+    def _print(self, line: str) -> None:
+        if self._prints:  # print() is not safe in a signal handler
+            os.write(2, f"{line}\n".encode())

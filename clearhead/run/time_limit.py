@@ -1,0 +1,136 @@
+"""trainer.max_minutes: how many steps fit into a time limit, and the end of a run in time.
+
+The limit holds for everything from the start of the process to its end. The number of steps is
+decided once, before the first step, so the run is the same as one with trainer.max_steps=N. If it
+becomes slower than expected, it ends after an earlier step of the same learning-rate schedule.
+"""
+
+import collections
+import math
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from clearhead.config.schema import Config
+from clearhead.config.stored import resolve_auto
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import refuse
+from clearhead.optim.optimizers import NonFiniteCheck
+from clearhead.planning.memory import num_parameters
+from clearhead.run.signals import STARTED
+
+MEASURED_FRACTION = 0.03  # of the limit in which steps are measured, at most MEASURED_SECONDS
+MEASURED_SECONDS = 30.0
+# For validation, samples, attention snapshots and logging: fraction of training, and seconds (about
+# 500 rows, 20 snapshots and 10 samples of a small model).
+EVALUATION_FRACTION, EVALUATION_SECONDS = 0.04, 6.0
+ABLATION_FRACTION = 0.01  # of the limit
+BYTES_PER_SECOND = 3e8  # at which a checkpoint is written, with its checksums
+EXIT_SECONDS = 2.0  # for the report and the end of the process
+WANDB_EXIT_SECONDS = 5.0  # more for W&B
+SLOWDOWN = 4.0  # if steps have become slower, the end of the run takes at most this much longer
+
+
+def is_own_process() -> bool:
+    """Returns whether this process trains one run, from train.py; false in a sweep or notebook."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN
+
+
+class TimeLimit:
+    """The time limit of one start of a run. It begins with the process if that trains one run."""
+
+    def __init__(self, config: Config):
+        self.started = STARTED if is_own_process() else time.monotonic()
+        limit = 60 * (config.trainer.max_minutes or math.inf)
+        # Seconds for everything after the last validation, whose duration is measured.
+        self.end_of_run = EXIT_SECONDS + 12 * num_parameters(config.model) / BYTES_PER_SECOND
+        self.end_of_run += WANDB_EXIT_SECONDS * (config.wandb.wanted() != "disabled")
+        if config.lens.every != 0 and config.lens.ablation != "off":
+            self.end_of_run += ABLATION_FRACTION * min(limit, 1e9)
+        self.end = self.started + limit - self.end_of_run  # of the training
+        self._steps: collections.deque[float] = collections.deque(maxlen=10)  # seconds
+        self._fastest = math.inf
+        self._evaluation = self._longest_evaluation = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Marks the start of training, before the validation of step 0."""
+        self._previous = time.monotonic()
+
+    def exclude(self, seconds: float) -> None:
+        """Excludes the time of a validation, sample, attention snapshot or of logging from the
+        duration of a step."""
+        self._evaluation += seconds
+
+    def is_last_step(self) -> bool:
+        """Returns whether there is no time for another step after the step that starts now. Called
+        at the start of each step."""
+        now = time.monotonic()
+        self._longest_evaluation = max(self._longest_evaluation, self._evaluation)
+        self._steps.append(now - self._previous - self._evaluation)
+        self._previous, self._evaluation = now, 0.0
+        step = statistics.median(self._steps)
+        if len(self._steps) == self._steps.maxlen:  # before the first step, there was none
+            self._fastest = min(self._fastest, step)
+        # If steps have become slower, the end of the run has too.
+        slower = (min(max(1.0, step / self._fastest), SLOWDOWN) - 1) * self.end_of_run
+        # There may be an evaluation after this step and one after the next.
+        return self.end - now < 2 * step + 2 * self._longest_evaluation + slower
+
+
+def set_max_steps(config: Config, strategy: Strategy, end: float, per_step: float) -> str:
+    """Sets trainer.max_steps to the number of steps that fit, if it is not smaller already, and the
+    automatic settings that depend on it. Returns a note for the user.
+
+    end: the time.monotonic() at which training ends. per_step: seconds, on this rank. Raises
+    ConfigError if there is no time for a step.
+    """
+    trainer, seconds = config.trainer, end - time.monotonic()
+    seconds -= EVALUATION_FRACTION * seconds + min(EVALUATION_SECONDS, 0.1 * seconds)
+    per_step, steps = strategy.broadcast([per_step, int(seconds / per_step)])
+    if steps < 1:
+        reason = f"is too short: start, one step ({per_step:.1f} s) and end of the run take longer"
+        hint = "use more minutes or a smaller model"
+        refuse([("trainer.max_minutes", trainer.max_minutes, reason, hint)])
+    trainer.max_steps = min(trainer.max_steps, steps)
+    resolve_auto(config)
+    speed = f"{trainer.max_steps:,} steps, a step takes {1000 * per_step:,.1f} ms"
+    return f"trainer.max_minutes={trainer.max_minutes}: {speed}"
+
+
+def measure_steps(
+    config: Config,
+    strategy: Strategy,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[list],
+) -> float:
+    """Returns the median duration of training steps, which are repeated for 3 % of the limit, at
+    most 30 s. The first step, which may compile the model, does not count.
+
+    The learning rate is 0, and optimizer state and loss scale are restored, so these steps do not
+    change the run. model, batches: as for training.
+    """
+    nonfinite, scale = NonFiniteCheck(1, strategy.device), strategy.scaler.state_dict()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    seconds = min(MEASURED_FRACTION * 60 * config.trainer.max_minutes, MEASURED_SECONDS)
+    durations, end = [], time.monotonic() + seconds
+    while len(durations) < 2 or strategy.broadcast(time.monotonic() < end):
+        started, micro_batches = time.monotonic(), next(batches)
+        for number, (tensors, _) in enumerate(micro_batches, start=1):
+            input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
+            with strategy.no_sync(number < len(micro_batches)):
+                with strategy.autocast():
+                    _, loss = model(input_ids, target_ids)
+                strategy.backward(loss / len(micro_batches))
+        strategy.update(model, optimizer, config.trainer.grad_clip, nonfinite)
+        strategy.synchronize()
+        durations.append(time.monotonic() - started)
+    optimizer.state.clear()
+    strategy.scaler.load_state_dict(scale)
+    return statistics.median(durations[1:])

@@ -1,0 +1,237 @@
+"""Encodes texts of any length; the ids are the same as those of one tokenizer call for the text.
+
+    for ids in StreamEncoder("gpt2").encode(blocks):  # uint16 arrays
+        ...
+
+A long text is encoded in chunks, so that only a few chunks are in memory. A chunk ends only where a
+match of GPT-2's pre-tokenization pattern always ends, so the ids do not change. The pattern
+(Radford et al. 2019; `r50k_pat_str` in tiktoken) matches, from left to right,
+
+    's 't 're 've 'm 'll 'd | ?letters | ?digits | ?other characters | white space
+
+where ? is an optional space. The last white-space character before a visible one is in the next
+match. The pattern has no lookbehind, so two adjacent characters are never in one match if
+
+- the left one is visible and the right one is white space, or
+- they are of different kinds (letter, digit, other), and the left one is not an apostrophe, which
+  starts a contraction.
+
+Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is also
+encoded in chunks, based on a property of byte-pair encoding; see `StreamEncoder`.
+
+gigatoken is ten to thirty times as fast as tiktoken, the reference. The start of some chunks is
+encoded by both, and different ids raise an error. One difference is known; see UNICODE_DIFFERENCES.
+"""
+
+import functools
+import itertools
+import mmap
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import tiktoken
+
+from clearhead.errors import DataError
+from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens.gigatoken_engine import gigatoken
+from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer, token_byte_lengths
+
+CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
+CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...
+CHECKED_BYTES = 2**15  # length of such a start
+
+# Finds boundaries between two matches of the pattern, in UTF-8, but only those that do not need a
+# table of all Unicode characters: white space after a visible character, and a change of kind
+# between ASCII characters. "|" is in none of these sets, so <|endoftext|> is never split.
+_BEFORE_WHITE_SPACE = (
+    rb"(?=[\t-\r ])(?<![\t-\r\x1c-\x20])(?<!\xc2\x85)(?<!\xc2\xa0)(?<!\xe1\x9a\x80)"
+    rb"(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)"
+)
+_OTHER = rb"\x00-\x08\x0e-\x1b\x7f!-/:-@\[-`{}~"
+BOUNDARY = re.compile(
+    rb"|".join(
+        (
+            _BEFORE_WHITE_SPACE,
+            rb"(?<=[A-Za-z])(?=[0-9%s])" % _OTHER,
+            rb"(?<=[0-9])(?=[A-Za-z%s])" % _OTHER,
+            rb"(?<=[%s])(?<!')(?=[A-Za-z0-9])" % _OTHER,
+        )
+    )
+)
+
+
+# gigatoken 0.10 uses Unicode 17, tiktoken an older version: 4,657 characters are letters or digits
+# for gigatoken and other characters for tiktoken. This matters before a contraction: gigatoken
+# splits "\u088f's" into "\u088f" and "'s", tiktoken into "\u088f'" and "s". No other difference was
+# found (docs/data.md). tiktoken encodes chunks that have one of them or a nearby code point.
+UNICODE_DIFFERENCES = re.compile(
+    rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xea\x9f[\x8e\x8f\x92\x94\xb1]"
+    rb"|\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]"
+    rb"|\x9e\x9b|\xab\x9c|\xac\xba|[\xb2\xb3])"
+)
+
+
+def find_boundary(text: bytes | bytearray | mmap.mmap, start: int, stop: int) -> int | None:
+    """Returns the first boundary at a position p with 0 < start <= p < stop, or None."""
+    found = BOUNDARY.search(text, start, min(len(text), stop + 1))  # + 1: it reads the next byte
+    return found.start() if found and found.start() < stop else None
+
+
+# --------------------------------------------------------------------------------- the encoder
+
+
+class StreamEncoder:
+    """Encodes texts of any length, chunk by chunk, with a few megabytes of memory.
+
+    tokenizer: gpt2 | byte. endoftext: token | text, the meaning of "<|endoftext|>" in the text.
+    engine: gigatoken | tiktoken; ignored by the byte tokenizer.
+
+    Text without a boundary. Byte-pair encoding has this property: a sequence of tokens is the
+    encoding of its text if and only if each pair of neighbours is the encoding of the pair's text
+    (van Antwerpen and Neubeck 2024, crate `bpe`). Let A be the ids of a chunk that ends inside such
+    text. The text after A's first k tokens is encoded again, with more text, as B. If B starts with
+    A's next token, all pairs of neighbours in A[:k] + B occur in A or in B. So A[:k] + B is the
+    encoding of the complete text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        endoftext: str = "token",
+        engine: str = "gigatoken",
+        chunk_bytes: int = CHUNK_BYTES,
+        check_every: int = CHECK_EVERY,
+    ):
+        self.tokenizer = get_tokenizer(tokenizer)
+        self.chunk_bytes = max(chunk_bytes, 32)  # several times the longest character
+        self.check_every = check_every
+        self.chunks = self.text_bytes = 0  # encoded so far
+        special = {END_OF_TEXT} if endoftext == "token" else set()
+        self._reference = functools.partial(
+            self.tokenizer.encode_to_numpy, allowed_special=special, disallowed_special=()
+        )
+        if tokenizer == "byte":
+            engine = "numpy"
+            self._encode = functools.partial(_encode_bytes, special=bool(special))
+        elif engine == "gigatoken":
+            self._gigatoken = gigatoken(bool(special))
+            self._encode = self._encode_with_gigatoken
+        else:
+            self._encode = lambda text: self._reference(text.decode())
+        self.engine = engine
+
+    def encode(
+        self, blocks: Iterable[bytes], what: str = "the text", offset: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Encodes blocks of UTF-8 (no character split between blocks); yields uint16 arrays of ids.
+
+        what: the name of the text in errors. offset: the position of its first byte in the file.
+        Raises DataError when gigatoken and tiktoken return different ids.
+        """
+        buffer = bytearray()  # text from `offset` on that is read but not encoded yet
+        limit = 2 * self.chunk_bytes  # maximum length of a chunk; grows if no boundary is found
+        next_id: int | None = None  # after a chunk without a boundary: the first id of the next one
+        for block in itertools.chain(blocks, [None]):
+            buffer += block or b""
+            while len(buffer) > limit or (block is None and buffer):
+                end = boundary = len(buffer)
+                if len(buffer) > limit:
+                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit)
+                if boundary is None:
+                    end = limit
+                    while buffer[end] & 0xC0 == 0x80:  # inside a character
+                        end -= 1
+                text = bytes(buffer[:end])
+                ids = self._encode_chunk(text, what, offset)
+                if next_id not in (None, ids[0]):  # has never been observed
+                    cause = f"the text without a word boundary at byte {offset} cannot be divided"
+                    raise DataError("data.path", what, cause, "insert a line break")
+                if boundary is None:
+                    count = self._num_final(text, ids)
+                    if count is None:
+                        limit *= 2
+                        continue
+                    next_id, ids = int(ids[count]), ids[:count]
+                    end = int(token_byte_lengths(self.tokenizer.name)[ids].sum())
+                else:
+                    next_id, limit = None, 2 * self.chunk_bytes
+                self.text_bytes += end
+                yield ids
+                offset += end
+                del buffer[:end]
+
+    def _num_final(self, text: bytes, ids: np.ndarray) -> int | None:
+        """Returns how many ids of a chunk without a boundary do not depend on the text after it.
+
+        The last ids may change with more text. This searches backwards for a `count` such that
+        ids[:count] end at the end of a character, and the text after them, encoded separately,
+        starts with the id ids[count]. Returns None if there is none.
+        """
+        ends = np.cumsum(token_byte_lengths(self.tokenizer.name)[ids])
+        last = int(np.searchsorted(ends, len(text) - max(512, self.chunk_bytes // 16)))
+        for count in range(last, max(0, last - 100), -1):
+            start = int(ends[count - 1])
+            if text[start] & 0xC0 != 0x80 and self._encode(text[start:])[0] == ids[count]:
+                return count
+        return None
+
+    def _encode_with_gigatoken(self, text: bytes) -> np.ndarray:
+        # These two tests are a hundred times as fast as the search.
+        possible = not text.isascii() and any(byte in text for byte in (b"\xe0", b"\xea", b"\xf0"))
+        if possible and UNICODE_DIFFERENCES.search(text):
+            return self._reference(text.decode())
+        return self._gigatoken.encode(text)
+
+    def _encode_chunk(self, text: bytes, what: str, offset: int) -> np.ndarray:
+        """Returns the ids of a chunk; tiktoken checks the start of every `check_every`-th chunk."""
+        ids = self._encode(text).astype(np.uint16)
+        if self.chunks % self.check_every == 0 and self.engine == "gigatoken":
+            end = find_boundary(text, CHECKED_BYTES, len(text))
+            expected = self._reference(text[:end].decode())
+            if not np.array_equal(ids[: len(expected)] if end else ids, expected):
+                cause = "gigatoken and tiktoken return different ids for the text from byte "
+                cause += f"{offset} to {offset + (end or len(text))}"
+                hint = "tokenize it with python -m scripts.prepare_data engine=tiktoken (slower)"
+                raise DataError("data.path", what, cause, hint)
+        self.chunks += 1
+        return ids
+
+
+def encode_text(txt: str, tokenizer: tiktoken.Encoding) -> np.ndarray:
+    """Returns the ids of a text. tokenizer: any tiktoken encoding; GPT-2's is the fastest."""
+    if tokenizer.name in TOKENIZERS:
+        return concatenate(StreamEncoder(tokenizer.name).encode(utf8_blocks(txt)))
+    txt = b"".join(utf8_blocks(txt)).decode()  # without lone surrogates
+    ids = tokenizer.encode_to_numpy(txt, allowed_special={END_OF_TEXT}, disallowed_special=())
+    return ids.astype(np.uint16) if tokenizer.n_vocab <= 2**16 else ids
+
+
+def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """Concatenates uint16 arrays."""
+    data = bytearray()
+    for ids in arrays:
+        data += memoryview(ids)
+    return np.frombuffer(data, np.uint16)
+
+
+def utf8_blocks(txt: str, size: int = 2**16) -> Iterator[bytes]:
+    """Encodes a string as blocks of UTF-8. A lone surrogate becomes U+FFFD, as in tiktoken."""
+    start = 0
+    while start < len(txt):
+        end = start + size
+        while "\ud800" <= txt[end - 1 : end] <= "\udbff":  # do not split a surrogate pair
+            end += 1
+        part, start = txt[start:end], end
+        try:
+            yield part.encode()
+        except UnicodeEncodeError:
+            yield part.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def _encode_bytes(text: bytes, special: bool) -> np.ndarray:
+    """Returns the byte tokenizer's ids, which are equal to tiktoken's but computed faster."""
+    end_of_text = np.array([256], np.uint16)
+    parts = text.split(END_OF_TEXT.encode()) if special else [text]
+    arrays = [np.frombuffer(part, np.uint8).astype(np.uint16) for part in parts]
+    return np.concatenate([a for part in arrays for a in (end_of_text, part)][1:])

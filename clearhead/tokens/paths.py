@@ -1,0 +1,107 @@
+"""Finds the files that data.path names and their formats."""
+
+import contextlib
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from clearhead.errors import DataError, message_of
+
+HUB = "hub:"  # data.path=hub:NAME is a dataset on the Hugging Face hub
+COMPRESSED = (".gz", ".zst")
+# File extension (before .gz or .zst): format, a key of READERS in tokens/readers.py. In a folder,
+# files with these extensions are read.
+TEXT_EXTENSIONS = {
+    ".txt": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
+# The same for files that are named directly. Any other extension is read as plain text.
+EXTENSIONS = TEXT_EXTENSIONS | {".json": "jsonl"}
+
+
+def format_of(path: str) -> str:
+    """Returns the format of a file: a key of READERS in tokens/readers.py."""
+    return "hub" if path.startswith(HUB) else EXTENSIONS.get(_extension(path), "text")
+
+
+def _extension(path: str) -> str:
+    name, extension = os.path.splitext(path.lower())
+    return os.path.splitext(name)[1] if extension in COMPRESSED else extension
+
+
+def find_files(path: str | list[str]) -> list[str]:
+    """Returns the files of data.path: a file, a folder (read recursively), a glob, or a list.
+
+    The files of each entry are sorted, so that a folder always gives the same tokens.
+    Raises DataError if an entry matches no file or a folder cannot be listed.
+    """
+    files: list[str] = []
+    for entry in map(os.path.expanduser, [path] if isinstance(path, str) else path):
+        if entry.startswith(HUB):
+            found = [entry]
+        elif os.path.isdir(entry):
+            found = _text_files_in(entry)
+            if not found:
+                fix = "use a glob for files with another extension, such as FOLDER/*.md"
+                names = ", ".join(f"*{extension}" for extension in TEXT_EXTENSIONS)
+                raise DataError("data.path", entry, f"the folder contains no {names}", fix)
+        elif os.path.exists(entry):
+            check_regular_file(entry)
+            found = [entry]
+        else:
+            found = sorted(filter(os.path.isfile, glob.glob(entry, recursive=True)))
+            if not found:
+                reason = "no file matches" if glob.has_magic(entry) else "file not found"
+                fix = f"check the path (relative to {os.getcwd()})"
+                fix += "; write a list as [a,b]" if "," in entry else ""
+                raise DataError("data.path", entry, reason, fix)
+        files += found
+    return files
+
+
+def _text_files_in(folder: str) -> list[str]:
+    """Returns the text files in a folder and its subfolders, except hidden ones. Follows links,
+    but lists each folder and each file only once."""
+    found, seen = [], {*map(str, Path(os.path.realpath(folder)).parents)}
+    for here, folders, names in os.walk(folder, onerror=_raise_read_error, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        if (real := os.path.realpath(here)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        for name in sorted(names):
+            if name[0] != "." and _extension(name) in TEXT_EXTENSIONS:
+                path = str(Path(here, name))
+                if (real := os.path.realpath(path)) not in seen:
+                    seen.add(real)
+                    found.append(path)
+    return sorted(filter(os.path.isfile, found), key=Path)
+
+
+def _raise_read_error(error: OSError) -> None:
+    with translate_read_errors(error.filename, OSError):
+        raise error
+
+
+@contextlib.contextmanager
+def translate_read_errors(path: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raises DataError for this file in place of errors of the system or another library."""
+    try:
+        yield
+    except DataError:
+        raise
+    except errors as error:
+        reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
+        fix = "check its permissions, or create or download it again"
+        if path.startswith(HUB):
+            fix = "check NAME:CONFIG:SPLIT and the network connection"
+        raise DataError("data.path", path, f"cannot be read ({reason})", fix) from error
+
+
+def check_regular_file(path: str) -> None:
+    """Raises DataError if the path is a folder, a FIFO or a device, or does not exist."""
+    if not os.path.isfile(path):
+        raise DataError("data.path", path, "not a regular file", "give a text file")

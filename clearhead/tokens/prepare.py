@@ -1,0 +1,289 @@
+"""Converts text files to a folder of shards, with many processes and machines; can be resumed.
+
+The text is divided into tasks. Each task writes its own shards (usually one), independently of
+other tasks. The division depends only on the files and settings, so the shards do not depend on the
+number of workers or machines. A finished task writes a record. An interrupted task is repeated.
+When all tasks have a record, the manifest is written.
+
+    DIR/shard_00000_00.bin, ...        the shards (tokens/shards.py), named by task and number
+    DIR/preparing/00000.json, ...      the record of each finished task
+    DIR/manifest.json                  written last
+"""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt
+
+from clearhead.errors import DataError, PreparationError
+from clearhead.files import atomic_write, read_json, remove_temporary_files
+from clearhead.tokens.encoding import StreamEncoder
+from clearhead.tokens.paths import HUB, translate_read_errors
+from clearhead.tokens.readers import FilePart, encode_part, split_file
+from clearhead.tokens.shards import (
+    HEADER_BYTES,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    ShardEntry,
+    ShardWriter,
+    write_manifest,
+)
+
+MIN_TASK_BYTES = 2**24  # of text
+MIN_TASKS = 32  # for a large text, so that all workers are busy until the end
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """The settings of a preparation; see scripts/prepare_data.py."""
+
+    tokenizer: str
+    endoftext: str
+    engine: str
+    shard_tokens: int
+    text_key: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """The file parts that one task converts to shards."""
+
+    number: int
+    parts: tuple[FilePart, ...]
+    fingerprint: str  # of the files when they were split
+
+    @property
+    def size(self) -> int:
+        """The approximate number of bytes to read; 0 for hub datasets."""
+        return sum(part.size for part in self.parts)
+
+
+class TaskRecord(BaseModel):
+    """The record of a finished task, stored as JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+    plan: str  # Preparation.plan
+    # Of the files. In the first version of this code its key was made_of.
+    fingerprint: str = Field(validation_alias=AliasChoices("fingerprint", "made_of"))
+    text_bytes: NonNegativeInt
+    shards: list[ShardEntry]
+
+
+def hash_of(values: list) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def fingerprint_of(parts: Iterable[FilePart]) -> str:
+    """Returns a hash of the files' names, sizes and modification times, and of the byte ranges."""
+    values = []
+    for part in parts:
+        changed = None
+        if part.format != "hub":
+            with translate_read_errors(part.path, OSError):
+                state = os.stat(part.path)
+            changed = [state.st_size, state.st_mtime_ns]
+        values.append([os.path.basename(part.path), part.start, part.stop, changed])
+    return hash_of(values)
+
+
+def make_tasks(files: list[str], text_key: str, shard_tokens: int) -> list[Task]:
+    """Divides files into tasks of similar size, in order.
+
+    Large files are split and small ones combined. A task has at most about one shard of tokens.
+    """
+    total = sum(os.path.getsize(file) for file in files if not file.startswith(HUB))
+    task_bytes = min(max(MIN_TASK_BYTES, total // MIN_TASKS), 4 * shard_tokens)
+    groups: list[list[FilePart]] = [[]]
+    size = 0  # of the last group
+    for part in itertools.chain.from_iterable(split_file(f, task_bytes, text_key) for f in files):
+        if groups[-1] and (size + part.size > task_bytes or part.format == "hub"):
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
+        size += part.size
+    return [Task(n, tuple(parts), fingerprint_of(parts)) for n, parts in enumerate(groups)]
+
+
+# --------------------------------------------------------------------------------------- all tasks
+
+
+class Preparation:
+    """The preparation of a folder of shards. part=(i, n): `assigned` are the tasks of the i-th of n
+    machines."""
+
+    def __init__(
+        self, files: list[str], folder: Path, settings: PrepareSettings, part: tuple[int, int]
+    ):
+        self.folder = folder
+        self.settings = settings
+        self.part, self.parts = part
+        self.tasks = make_tasks(files, settings.text_key, settings.shard_tokens)
+        self.assigned = [task for task in self.tasks if task.number % self.parts == self.part - 1]
+        # Identifies a preparation by file names and settings. Changed files are detected per task.
+        names = [os.path.basename(file) for file in files]
+        values = [settings.tokenizer, settings.endoftext, settings.shard_tokens, settings.text_key]
+        self.plan = hash_of([names, values])
+
+    def start(self) -> None:
+        """Creates the folder. Raises DataError when it contains other token files."""
+        preparing = self.folder / "preparing"
+        cause = None
+        if not preparing.exists() and any(self.folder.glob("*.bin")):
+            cause = "contains other token files"
+        elif any(record.plan != self.plan for record in self._records().values()):
+            cause = "contains a preparation of other files or with other settings"
+        elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
+            cause = "the text files have changed, or the token files are damaged"
+        if cause:
+            fix = "use another out=, or delete the folder"
+            raise DataError("out", self.folder, cause, fix)
+        preparing.mkdir(parents=True, exist_ok=True)
+
+    def _records(self) -> dict[int, TaskRecord]:
+        """Returns valid records by task number. A record's shards must exist and be complete."""
+        records = {}
+        for path in (self.folder / "preparing").glob("[0-9]*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                values = read_json(path, MANIFEST_LIMIT)
+                record = TaskRecord.model_validate(values)
+                sizes = [(self.folder / shard.file).stat().st_size for shard in record.shards]
+                if sizes == [HEADER_BYTES + 2 * shard.tokens for shard in record.shards]:
+                    records[int(path.stem)] = record
+        return records
+
+    def unfinished(self, tasks: list[Task]) -> list[Task]:
+        """Returns the tasks that have no record, or whose files have changed since."""
+        done = {number: record.fingerprint for number, record in self._records().items()}
+        return [task for task in tasks if done.get(task.number) != fingerprint_of(task.parts)]
+
+    def run(self, tasks: list[Task], workers: int, progress: Callable[[int], None]) -> None:
+        """Runs the unfinished ones of these tasks. Calls progress(bytes read) after each."""
+        name = f"lock-{self.part}-of-{self.parts}"  # the system releases it if the process dies
+        try:
+            lock = FileLock(self.folder / "preparing" / name, timeout=0)
+            with self._translate_write_errors(), lock:
+                tasks = self.unfinished(tasks)  # another process may have finished some of them
+                work = functools.partial(
+                    run_task, folder=self.folder, settings=self.settings, plan=self.plan
+                )
+                if workers == 1 or len(tasks) <= 1:
+                    for task in tasks:
+                        progress(work(task))
+                else:
+                    _run_in_processes(work, tasks, workers, progress)
+        except Timeout:
+            cause = "another process is preparing this folder"
+            raise DataError("out", self.folder, cause, "wait for it or stop it") from None
+
+    @contextlib.contextmanager
+    def _translate_write_errors(self) -> Iterator[None]:
+        """Raises PreparationError in place of OSError. (Read errors are DataError already.)"""
+        try:
+            yield
+        except Timeout:  # the lock is held; Timeout is a subclass of OSError
+            raise
+        except OSError as error:
+            cause = f"cannot be written ({error.strerror or error})"
+            fix = "check disk space and permissions, then rerun the same command"
+            raise PreparationError("out", self.folder, cause, fix) from error
+
+    def finish(self) -> dict | None:
+        """Writes the manifest and returns it if all tasks of all parts are finished, else None."""
+        if self.unfinished(self.tasks):
+            return None
+        known = self._records()
+        records = [known[task.number] for task in self.tasks]
+        shards = [shard for record in records for shard in record.shards]
+        if not shards:
+            raise DataError("out", self.folder, "the files contain no text", "check data.path")
+        with self._translate_write_errors(), FileLock(self.folder / "preparing" / "lock"):
+            remove_temporary_files(self.folder)
+            found = set(self.folder.glob("shard_[0-9]*_[0-9]*.bin"))
+            for path in found - {self.folder / shard.file for shard in shards}:
+                path.unlink(missing_ok=True)  # written before the text files changed
+            return write_manifest(
+                self.folder,
+                shards,
+                self.settings.tokenizer,
+                endoftext=self.settings.endoftext,
+                text_bytes=sum(record.text_bytes for record in records),
+            )
+
+
+def _run_in_processes(
+    work: Callable[[Task], int], tasks: list[Task], workers: int, progress: Callable[[int], None]
+) -> None:
+    context = multiprocessing.get_context("spawn")  # fork is unsafe with threads
+    with ProcessPoolExecutor(min(workers, len(tasks)), context, _init_worker) as pool:
+        try:
+            for future in as_completed([pool.submit(work, task) for task in tasks]):
+                progress(future.result())  # raises the error of the task
+        except BrokenProcessPool as error:
+            cause = "a worker process was killed, possibly because the memory was full"
+            raise PreparationError("workers", workers, cause, "use fewer workers") from error
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _init_worker() -> None:
+    """Ignores SIGINT, which Ctrl-C sends to all processes: the parent process handles it. Ends the
+    worker when the parent has ended, for example by SIGKILL."""
+
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+# ---------------------------------------------------------------------------------------- one task
+
+
+def run_task(task: Task, folder: Path, settings: PrepareSettings, plan: str) -> int:
+    """Writes the shards of a task, then its record. Returns the number of bytes read."""
+    encoder = StreamEncoder(settings.tokenizer, settings.endoftext, settings.engine)
+    record_file = folder / "preparing" / f"{task.number:05d}.json"
+    record_file.unlink(missing_ok=True)  # an old record would describe the old shards
+    for path in folder.glob(f"shard_{task.number:05d}_*.bin*"):
+        path.unlink(missing_ok=True)  # from an interrupted preparation
+    shards: list[ShardEntry] = []
+    writer: ShardWriter | None = None
+    try:
+        for ids in itertools.chain.from_iterable(encode_part(p, encoder) for p in task.parts):
+            while len(ids):
+                if writer is None:
+                    name = f"shard_{task.number:05d}_{len(shards):02d}.bin"
+                    writer = ShardWriter(folder / name, encoder.tokenizer.eot_token)
+                room = settings.shard_tokens - writer.tokens
+                writer.append(ids[:room])
+                ids = ids[room:]
+                if writer.tokens == settings.shard_tokens:
+                    shards.append(writer.close())
+                    writer = None
+        if writer:
+            shards.append(writer.close())
+    finally:
+        if writer:
+            writer.discard()
+    record = TaskRecord(
+        plan=plan, fingerprint=task.fingerprint, text_bytes=encoder.text_bytes, shards=shards
+    )
+    atomic_write(record_file, record.model_dump_json().encode())
+    return task.size or encoder.text_bytes  # the size of a hub dataset is unknown

@@ -1,0 +1,311 @@
+"""Reads documents from files as blocks of UTF-8, with a bounded amount of memory.
+
+    for part in split_file("web.jsonl", max_bytes=2**24):
+        for blocks in documents(part):
+            for block in blocks:  # bytes; no character is split between two blocks
+                ...
+
+The file extension selects the format (tokens/paths.py), and READERS contains a function for each
+format: plain text (one document per file), JSON lines (one JSON object per line), Parquet, and data
+sets on the Hugging Face hub. Text and JSON lines may be compressed (*.gz, *.zst). Parquet and zstd
+need the package pyarrow, the hub needs datasets; both are imported on first use.
+
+An error in a file raises DataError with the byte or the row. A byte-order mark at the start of a
+file and empty texts are skipped. A lone surrogate in JSON becomes U+FFFD, as in tiktoken.
+"""
+
+import codecs
+import contextlib
+import gzip
+import importlib
+import io
+import itertools
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from clearhead.errors import DataError, message_of
+from clearhead.tokens.encoding import StreamEncoder, find_boundary, utf8_blocks
+from clearhead.tokens.paths import (
+    COMPRESSED,
+    HUB,
+    check_regular_file,
+    format_of,
+    translate_read_errors,
+)
+
+BLOCK = 2**20  # bytes read at once
+MAX_ROWS = 64  # rows of Parquet read at once; fewer if rows may be long
+MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
+MAX_COMPRESSION_RATIO = 100  # of texts in Parquet that are larger than MAX_RECORD
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A file, or a part of a large file.
+
+    start, stop: byte positions; row groups of a Parquet file; for a hub dataset, the number of the
+    part and the number of parts. stop=None: until the end.
+    """
+
+    path: str
+    start: int = 0
+    stop: int | None = None
+    text_key: str = "text"  # key or column of the text in JSON and Parquet
+    size: int = 0  # approximate number of bytes to read; 0 for a hub dataset
+
+    @property
+    def format(self) -> str:
+        """A key of READERS."""
+        return format_of(self.path)
+
+
+def split_file(path: str, max_bytes: int, text_key: str = "text") -> Iterator[FilePart]:
+    """Splits a file into parts of about `max_bytes` bytes, which have the same tokens as the file.
+
+    Plain text is split at token boundaries (`find_boundary`), JSON lines between lines, Parquet
+    between row groups, a hub dataset as it is stored. Compressed files are not split.
+    """
+    format = format_of(path)
+    if format == "hub":
+        count = load_hub_dataset(path).num_shards
+        for number in range(count):
+            yield FilePart(path, number, count, text_key)
+    elif format == "parquet":
+        with _open_parquet(path) as file:
+            groups = range(file.num_row_groups)
+            sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
+        first = size = 0
+        for group in groups:
+            size += sizes[group]
+            if size >= max_bytes or group == groups[-1]:
+                yield FilePart(path, first, group + 1, text_key, size)
+                first, size = group + 1, 0
+    else:
+        size = os.path.getsize(path)
+        can_split = format in ("text", "jsonl") and not path.lower().endswith(COMPRESSED)
+        count = -(-size // max_bytes) if can_split else 1
+        boundaries = _part_boundaries(path, format, count) if count > 1 else []
+        for start, stop in itertools.pairwise([0, *boundaries, size]):
+            yield FilePart(path, start, None if stop == size else stop, text_key, stop - start)
+
+
+def _part_boundaries(path: str, format: str, count: int) -> list[int]:
+    """Returns byte positions that split a file into `count` parts, or fewer if it has too few
+    boundaries."""
+    boundaries, boundary = [], 0
+    with (
+        open_decompressed(path) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+    ):
+        for number in range(1, count):
+            position = max(4, number * len(text) // count)  # after a byte-order mark
+            if position <= boundary:  # the search would find `boundary` again
+                continue
+            if format == "jsonl":
+                boundary = text.find(b"\n", position - 1) + 1 or len(text)
+            else:
+                boundary = find_boundary(text, position, len(text)) or len(text)
+            boundaries.append(boundary)
+        return [boundary for boundary in boundaries if boundary < len(text)]
+
+
+def documents(part: FilePart) -> Iterator[Iterable[bytes]]:
+    """Yields the documents of a part, each as an iterable of blocks of UTF-8. Raises DataError."""
+    return READERS[part.format](part)
+
+
+def encode_part(part: FilePart, encoder: StreamEncoder) -> Iterator[np.ndarray]:
+    """Yields the token ids of a part, uint16. An end-of-text token is inserted before each document
+    that does not start with one. Empty documents are skipped."""
+    end_of_text = np.array([encoder.tokenizer.eot_token], np.uint16)
+    offset = part.start if part.format == "text" else 0  # > 0: the part starts inside a document
+    for blocks in documents(part):
+        for number, ids in enumerate(encoder.encode(blocks, part.path, offset)):
+            if number == 0 and not offset and ids[0] != end_of_text[0]:
+                yield end_of_text
+            yield ids
+
+
+# ----------------------------------------------------------------------------------------- opening
+
+
+@contextlib.contextmanager
+def open_decompressed(path: str) -> Iterator[io.BufferedIOBase]:
+    """Opens a file for reading; decompresses *.gz and *.zst. Read errors become DataError."""
+    check_regular_file(path)
+    with translate_read_errors(path, OSError, EOFError, zlib.error):
+        file: io.BufferedIOBase
+        if path.lower().endswith(".gz"):
+            file = gzip.open(path)  # noqa: SIM115 closed below
+        elif path.lower().endswith(".zst"):
+            arrow = import_optional("pyarrow", path, "zstd", "pyarrow")
+            file = io.BufferedReader(arrow.input_stream(path, compression="zstd"), BLOCK)
+        else:
+            file = io.BufferedReader(io.FileIO(path), BLOCK)
+        with file:
+            yield file
+
+
+def import_optional(module: str, path: str, what: str, package: str):
+    """Imports an optional library. Raises DataError with the install command if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fix = f"pip install {package}"
+        raise DataError("data.path", path, f"reading {what} needs {package}", fix) from error
+
+
+# -------------------------------------------------------------------------------------- plain text
+
+
+def _plain_text(part: FilePart) -> Iterator[Iterable[bytes]]:
+    yield _decoded_blocks(part)
+
+
+def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
+    """Reads a text file as blocks of UTF-8, without changing line ends, and checks the encoding."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, end = part.start, part.stop
+    with open_decompressed(part.path) as file:
+        if offset:
+            file.seek(offset)
+        raw = b" "
+        while raw:
+            raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
+            if (zero := raw.find(b"\0")) >= 0:
+                cause = f"binary (a zero byte at byte {offset + zero})"
+                fix = "decompress it (only *.gz and *.zst are supported) or convert it to UTF-8"
+                raise DataError("data.path", part.path, cause, fix)
+            carried = decoder.getstate()[0]  # first bytes of a character that continues here
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                byte = (carried + raw)[error.start]
+                cause = f"not UTF-8 (0x{byte:02x} at byte {offset - len(carried) + error.start})"
+                fix = "convert it: iconv -f LATIN1 -t UTF-8 FILE > utf8.txt"
+                raise DataError("data.path", part.path, cause, fix) from error
+            if offset == 0:
+                text = text.removeprefix("\ufeff")
+            offset += len(raw)
+            if text:
+                yield text.encode()
+
+
+# ----------------------------------------------------------------------- JSON lines, Parquet, hub
+
+
+def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
+    """Reads the text of each line; blank lines are skipped."""
+    offset, end = part.start, part.stop
+    with open_decompressed(part.path) as file:
+        if offset:
+            file.seek(offset)
+        while (end is None or offset < end) and (line := file.readline(MAX_RECORD + 1)):
+            where = f"the line at byte {offset}"
+            _check_length(line, part, where)
+            if line.strip():
+                try:
+                    record = json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+                    cause = f"{where} is not valid JSON ({message_of(error)})"
+                    raise DataError("data.path", part.path, cause, "correct the line") from error
+                yield utf8_blocks(_text_field(record, part, where), BLOCK)
+            offset += len(line)
+
+
+def _text_field(record: object, part: FilePart, where: str) -> str:
+    """Returns the text of a record. Raises DataError if it has none. where: its position."""
+    text = record.get(part.text_key) if isinstance(record, dict) else None
+    if isinstance(text, str):
+        _check_length(text, part, where)
+        return text
+    keys = itertools.islice(record, 10) if isinstance(record, dict) else ()
+    names = ", ".join(f"{name!r:.60}" for name in keys) or "no keys"
+    cause = f"{where} has no text with the key {part.text_key!r} (its keys: {names})"
+    raise DataError("data.path", part.path, cause, "set data.text_key, or correct the file")
+
+
+def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
+    """Raises DataError for a text that would need too much memory."""
+    if len(text) > MAX_RECORD:
+        unit = "bytes" if isinstance(text, bytes) else "characters"
+        cause = f"{where} is longer than {MAX_RECORD:,} {unit}"
+        raise DataError("data.path", part.path, cause, "split the text into several records")
+
+
+def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
+    with _open_parquet(part.path) as file:
+        if part.text_key not in file.schema_arrow.names:
+            _text_field(dict.fromkeys(file.schema_arrow.names), part, "the file")
+        groups = {
+            number: file.metadata.row_group(number)
+            for number in range(file.num_row_groups)[part.start : part.stop]
+        }
+        size = min((_rows_per_batch(groups[n], n, part) for n in groups), default=MAX_ROWS)
+        batches = file.iter_batches(size, row_groups=list(groups), columns=[part.text_key])
+        values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+        rows = ((row, n) for n, group in groups.items() for row in range(group.num_rows))
+        for value, (row, number) in zip(values, rows, strict=True):
+            where = f"row {row} of row group {number}"
+            yield utf8_blocks(_text_field({part.text_key: value.as_py()}, part, where), BLOCK)
+
+
+def _rows_per_batch(metadata, group: int, part: FilePart) -> int:
+    """Returns how many rows to read at once, so that they need at most half a gigabyte.
+
+    Raises DataError if the texts are far larger than the file: a small file could fill the memory.
+    """
+    columns = [metadata.column(number) for number in range(metadata.num_columns)]
+    columns = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{part.text_key}.")]
+    size = sum(column.total_uncompressed_size for column in columns)
+    packed = sum(column.total_compressed_size for column in columns)
+    if size > max(MAX_RECORD, MAX_COMPRESSION_RATIO * packed):
+        cause = f"the texts of row group {group} have {size:,} bytes, more than {MAX_RECORD:,} and "
+        cause += f"more than {MAX_COMPRESSION_RATIO} times their compressed size"
+        raise DataError("data.path", part.path, cause, "write smaller row groups")
+    return min(MAX_ROWS, 8 * MAX_RECORD // max(1, min(size, MAX_RECORD)))
+
+
+@contextlib.contextmanager
+def _open_parquet(path: str):
+    """Opens a Parquet file. Errors become DataError; damaged files cause errors of many types."""
+    parquet = import_optional("pyarrow.parquet", path, "Parquet", "pyarrow")
+    check_regular_file(path)
+    with translate_read_errors(path, Exception), parquet.ParquetFile(path) as file:
+        yield file
+
+
+def _hub_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
+    """Reads the texts of a hub dataset's part number `start`; the dataset has `stop` parts."""
+    rows = load_hub_dataset(part.path)
+    if part.stop:
+        rows = rows.shard(num_shards=part.stop, index=part.start)
+    with translate_read_errors(part.path, Exception):  # network or file errors
+        for record in rows:
+            yield utf8_blocks(_text_field(record, part, "a row"), BLOCK)
+
+
+def load_hub_dataset(path: str):
+    """Streams the dataset hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT.
+
+    Only this function reads data from the network.
+    """
+    datasets = import_optional("datasets", path, "the Hugging Face hub", "datasets")
+    name, config, split = [*path.removeprefix(HUB).split(":"), "", ""][:3]
+    with translate_read_errors(path, Exception):  # unknown name, no network, no configuration
+        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+
+
+# Format: its reader, a function of a FilePart that yields each document as blocks of UTF-8.
+READERS: dict[str, Callable[[FilePart], Iterator[Iterable[bytes]]]] = {
+    "text": _plain_text,
+    "jsonl": _json_lines,
+    "parquet": _parquet_rows,
+    "hub": _hub_rows,
+}

@@ -1,0 +1,339 @@
+"""Reads and writes token files in the formats of llm.c and nanoGPT.
+
+A shard in the format of llm.c and modded-nanogpt, little-endian:
+
+    256 x int32   header: magic 20240520, version 1, number of tokens, zeros
+    n x uint16    token ids
+
+nanoGPT's train.bin and val.bin are the ids without a header. `scripts/prepare_data.py` writes
+shards and manifest.json. The manifest contains the tokenizer, the numbers of tokens and documents,
+and the SHA-256 of each block of 4 MiB, so that an error message can name the damaged block.
+
+    streams = open_shards("fineweb/", "gpt2")     # memory-maps the files
+    streams["train"].gather(np.array([5]), 1024)  # ids 5 to 1028 (tokens/stream.py)
+"""
+
+import contextlib
+import functools
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+
+from clearhead.errors import DataError, message_of
+from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
+from clearhead.tokens.paths import find_files, translate_read_errors
+from clearhead.tokens.stream import BLOCK_BYTES, TokenStream
+from clearhead.tokens.tokenizers import TOKENIZERS
+
+try:
+    import resource
+except ImportError:  # Windows, which does not limit open files
+    resource = None
+
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 2**28  # bytes; enough for 15 TB of shards
+MAGIC = 20240520  # the first number in the header of llm.c's token files
+VERSION = 1
+HEADER_BYTES = 256 * 4
+MAX_VERIFY_ALL = 2**30  # bytes; up to this size all blocks are verified when files are opened
+TOKEN_DTYPE = np.dtype("<u2")
+# Matches the name of a validation file (without its extension).
+VALIDATION_NAME = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)")
+
+
+# --------------------------------------------------------------------------------------- manifest
+
+
+class ShardEntry(BaseModel):
+    """The entry of a shard in the manifest."""
+
+    model_config = ConfigDict(strict=True)
+
+    # A file name in the folder of the manifest.
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.bin$")]
+    tokens: NonNegativeInt
+    documents: NonNegativeInt  # number of documents that start in the shard
+    sha256: list[str]  # of each block of BLOCK_BYTES
+
+
+class Manifest(BaseModel):
+    """The manifest of a folder of token files. Other keys in the file are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Literal["clearhead-shards"]
+    version: Literal[1]
+    tokenizer: Literal["gpt2", "byte"]
+    tokens: int
+    block_bytes: int
+    shards: list[ShardEntry] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "Manifest":
+        files = {shard.file for shard in self.shards}
+        tokens = sum(shard.tokens for shard in self.shards)
+        if (len(files), tokens, BLOCK_BYTES) != (len(self.shards), self.tokens, self.block_bytes):
+            raise ValueError("the numbers of tokens and shards do not match the list of shards")
+        return self
+
+
+def write_manifest(
+    folder: Path, shards: list[ShardEntry], tokenizer: str, **extra: str | int
+) -> dict:
+    """Writes the manifest of the shards in a folder and returns it. extra: additional entries."""
+    manifest = {
+        "format": "clearhead-shards",
+        "version": 1,
+        "tokenizer": tokenizer,
+        **extra,
+        "vocab_size": TOKENIZERS[tokenizer],
+        "tokens": sum(shard.tokens for shard in shards),
+        "documents": sum(shard.documents for shard in shards),
+        "block_bytes": BLOCK_BYTES,
+        "shards": [shard.model_dump() for shard in shards],
+    }
+    atomic_write(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of a folder and validates it: the file may be from an unknown source."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate(read_json(path, MANIFEST_LIMIT))
+    except (OSError, ValueError) as error:
+        cause = f"invalid manifest ({message_of(error)})"
+        raise DataError("data.path", path, cause, "prepare the data again") from error
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+class ShardWriter:
+    """Writes one shard atomically: under a temporary name; `close` renames it."""
+
+    def __init__(self, path: Path, end_of_text: int):
+        self.path = path
+        self.end_of_text = end_of_text
+        self.tokens = 0
+        self._buffer: list[np.ndarray] = []  # ids that are not written yet
+        self._written = self._documents = 0
+        self._part = temporary_name(path)
+        self._file = open(self._part, "wb")  # noqa: SIM115 closed in close
+        self._file.write(bytes(HEADER_BYTES))
+
+    def append(self, ids: np.ndarray) -> None:
+        """Appends token ids, uint16."""
+        self._buffer.append(ids)
+        self.tokens += len(ids)
+        if self.tokens - self._written >= 2**20:
+            self._write()
+
+    def _write(self) -> None:
+        ids = np.concatenate([np.zeros(0, TOKEN_DTYPE), *self._buffer])
+        self._documents += int((ids == self.end_of_text).sum())
+        self._file.write(ids.astype(TOKEN_DTYPE, copy=False).tobytes())
+        self._buffer, self._written = [], self.tokens
+
+    def close(self) -> ShardEntry:
+        """Writes the header, flushes the file to disk and renames it. Returns its entry."""
+        self._write()
+        header = np.zeros(256, "<i4")
+        header[:3] = MAGIC, VERSION, self.tokens
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        with open(self._part, "rb", buffering=0) as file:
+            blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
+            checksums = [hashlib.sha256(block).hexdigest() for block in blocks]
+        rename(self._part, self.path)
+        return ShardEntry(
+            file=self.path.name, tokens=self.tokens, documents=self._documents, sha256=checksums
+        )
+
+    def discard(self) -> None:
+        """Removes the temporary file."""
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def is_shards(path: str | list[str] | None) -> bool:
+    """Returns whether data.path names token files: *.bin, or a folder with a manifest or *.bin."""
+    entries = [path] if isinstance(path, str) else path or []
+    return any(_shard_files(os.path.expanduser(entry)) for entry in entries)
+
+
+def _shard_files(entry: str) -> list[Path]:
+    """Returns the token files of one entry of data.path, in order; [] for text files."""
+    if os.path.isdir(entry):
+        folder = Path(entry)
+        if os.path.lexists(folder / MANIFEST):
+            return [folder / shard.file for shard in read_manifest(folder).shards]
+        if os.path.exists(folder / "preparing"):
+            fix = "rerun python -m scripts.prepare_data with the same settings"
+            raise DataError("data.path", entry, "the preparation is not complete", fix)
+        return sorted(folder.glob("*.bin"))
+    if os.path.isfile(entry):
+        return [Path(entry)] if entry.endswith(".bin") else []
+    return sorted(Path(p) for p in glob.glob(entry, recursive=True) if p.endswith(".bin"))
+
+
+def open_shards(
+    path: str | list[str], tokenizer: str, verify: str | bool = "auto"
+) -> dict[str, TokenStream]:
+    """Memory-maps the token files of data.path: {"train": ..., "val": ...}.
+
+    Files whose names contain the word "val" (VALIDATION_NAME) are the validation data, as in llm.c
+    and nanoGPT. If all files or none have such a name, there is only "train". verify: true reads
+    every byte; false reads only headers; auto reads every byte up to 1 GiB in total, otherwise the
+    first and last block of each file. Raises DataError with the file and the byte position.
+    """
+    files = []
+    for entry in [path] if isinstance(path, str) else path:
+        found = _shard_files(os.path.expanduser(entry))
+        if not found:
+            find_files(entry)  # raises DataError if there is no file
+            cause = "is a text file, but other entries of data.path are token files"
+            fix = "convert it to token files: python -m scripts.prepare_data"
+            raise DataError("data.path", entry, cause, fix)
+        files += found
+    folders = {file.parent for file in files}
+    manifests = {f: read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
+    for folder, manifest in manifests.items():
+        if manifest.tokenizer != tokenizer:
+            cause = f"{folder} was tokenized with {manifest.tokenizer}"
+            fix = f"set data.tokenizer={manifest.tokenizer}, or prepare the data with {tokenizer}"
+            raise DataError("data.tokenizer", tokenizer, cause, fix)
+    if resource:
+        _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
+    shards = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
+    total = sum(shard.size for shard in shards)
+    for shard in shards:
+        blocks = range(len(shard.checksums))
+        if verify == "auto" and total > MAX_VERIFY_ALL:
+            blocks = sorted({0, len(blocks) - 1})
+        if verify:
+            shard.verify(blocks)
+    train = [shard for shard in shards if not VALIDATION_NAME.search(shard.path.stem)]
+    val = [shard for shard in shards if VALIDATION_NAME.search(shard.path.stem)]
+    if not train or not val:
+        return {"train": _stream(shards)}
+    return {"train": _stream(train), "val": _stream(val)}
+
+
+def _raise_file_limit(wanted: int) -> None:
+    """Raises the limit of open files to `wanted` if the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft < wanted:
+        # macOS has a lower limit than `hard`. Then _open_shard reports the file.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _stream(shards: list["_Shard"]) -> TokenStream:
+    return TokenStream(
+        [shard.ids for shard in shards],
+        shards[0].vocab_size,
+        shards[0].vocab_size - 1,
+        [(str(shard.path), shard.first_byte) for shard in shards],
+        [(shard.path.name, shard.checksums) for shard in shards],
+    )
+
+
+@dataclass
+class _Shard:
+    """An opened token file."""
+
+    path: Path
+    size: int  # bytes of the file
+    first_byte: int  # position of the first id
+    ids: np.ndarray  # memory-mapped
+    vocab_size: int
+    entry: ShardEntry | None  # of the manifest
+    checksums: list[str]  # 12 digits for each block; "" for a block that was not read
+
+    def verify(self, blocks: Iterable[int]) -> None:
+        """Reads blocks and checks their checksums and that their ids are in the vocabulary."""
+        with open(self.path, "rb", buffering=0) as file:
+            for block in blocks:
+                first = block * BLOCK_BYTES
+                file.seek(first)
+                raw = file.read(BLOCK_BYTES)
+                checksum = hashlib.sha256(raw).hexdigest()
+                if self.entry and checksum != self.entry.sha256[block]:
+                    cause = f"checksum mismatch with {MANIFEST} in the {len(raw)} bytes that start "
+                    raise _bad_file(self.path, f"{cause}at byte {first}")
+                self.checksums[block] = checksum[:12]
+                skip = max(0, self.first_byte - first)
+                ids = np.frombuffer(raw[skip : len(raw) // 2 * 2], TOKEN_DTYPE)
+                if len(ids) and ids.max() >= self.vocab_size:
+                    index = int((ids >= self.vocab_size).argmax())
+                    cause = f"id {ids[index]} at byte {first + skip + 2 * index} is not below the "
+                    cause += f"vocabulary size {self.vocab_size}"
+                    raise _bad_file(self.path, cause, "set data.tokenizer, or prepare it again")
+
+
+def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> DataError:
+    return DataError("data.path", path, cause, fix)
+
+
+def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard:
+    """Checks a token file's header against its size and the manifest, and memory-maps it."""
+    with translate_read_errors(str(path), OSError), open_regular(path) as file:
+        header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+    vocab_size = TOKENIZERS[tokenizer]
+    entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
+    if int.from_bytes(header[:4], "little") == MAGIC:
+        first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
+    else:
+        # nanoGPT's format: ids without a header. A header has zeros after its three numbers.
+        ids = np.frombuffer(header[: len(header) // 2 * 2], TOKEN_DTYPE)
+        is_header = len(header) == HEADER_BYTES and not any(header[12:])
+        if entry or is_header or size == 0 or size % 2 or ids.max() >= vocab_size:
+            magic = int.from_bytes(header[:4], "little", signed=True)
+            cause = f"not a token file: magic number {magic} at byte 0 instead of {MAGIC}, and its "
+            cause += f"{size} bytes are not uint16 ids below {vocab_size}"
+            raise _bad_file(path, cause, "use token files in the format of llm.c or nanoGPT")
+        first_byte, count = 0, size // 2
+    blocks = -(-size // BLOCK_BYTES)
+    checksums = [checksum[:12] for checksum in entry.sha256] if entry else [""] * blocks
+    if len(checksums) != blocks or (entry and entry.tokens != count):
+        raise _bad_file(path, f"its number of tokens, {count} (byte 8), does not match {MANIFEST}")
+    try:
+        ids = np.asarray(np.memmap(path, TOKEN_DTYPE, "r", first_byte, (count,)))
+    except OSError as error:
+        fix = "raise the limit of open files: ulimit -n"
+        raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", fix) from error
+    return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
+
+
+def _count_in_header(path: Path, header: bytes, size: int) -> int:
+    """Returns the number of tokens in llm.c's header. Raises DataError if the size differs."""
+    version = int.from_bytes(header[4:8], "little", signed=True)
+    if version != VERSION:
+        cause = f"version {version} at byte 4 instead of {VERSION}"
+        raise _bad_file(path, cause, "use the files for GPT-2, with uint16 ids")
+    # The format has 32 bits. 64 bits are read so that the message shows a damaged count completely.
+    count = int.from_bytes(header[8:16], "little")
+    needed = HEADER_BYTES + 2 * count
+    if needed != size:
+        wrong = "truncated" if needed > size else "too long"
+        cause = f"{wrong}: {size} bytes, but {count} tokens in the header (byte 8) need {needed}"
+        raise _bad_file(path, cause)
+    return count

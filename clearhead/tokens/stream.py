@@ -1,0 +1,180 @@
+"""TokenStream: one or more arrays of token ids, in memory or memory-mapped, used as one long array.
+
+    stream = TokenStream([np.array([5, 6, 7], np.uint16)], vocab_size=10, end_of_text=9)
+    stream.gather(np.array([0, 1]), 2)  # [[5, 6], [6, 7]]
+
+Shapes: B windows in a batch, N ids in a window.
+"""
+
+import hashlib
+import itertools
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+
+from clearhead.errors import DataError
+
+BLOCK_BYTES = 2**22  # each checksum is of one block of this size
+SEARCH_BLOCK = 2**20  # number of ids searched at once
+Checksums = list[tuple[str, list[str]]]  # of each file: (name, checksums of its blocks)
+
+
+class TokenStream:
+    """Arrays of token ids, concatenated without copying.
+
+    names: of each array, its name in errors and the position of its first id in the file, in bytes.
+    checksums: of each array; "" for a block that was not read.
+    """
+
+    def __init__(
+        self,
+        arrays: list[np.ndarray],
+        vocab_size: int,
+        end_of_text: int,
+        names: list[tuple[str, int]] | None = None,
+        checksums: Checksums | None = None,
+    ):
+        self.arrays = arrays
+        self.vocab_size = vocab_size
+        self.end_of_text = end_of_text
+        self.names = names or [("the text", 0)] * len(arrays)
+        self._checksums = checksums
+        self.array_starts = np.cumsum([0, *map(len, arrays)])  # and the end of the last array
+        self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
+        self._maps = [_mmap_of(array) for array in arrays]
+
+    def __len__(self) -> int:
+        return int(self.array_starts[-1])
+
+    def gather(self, starts: np.ndarray, size: int) -> np.ndarray:
+        """Reads `size` ids from each start: (B,) int64 -> (B, N = size), with the arrays' dtype.
+
+        Positions after the end of the stream are 0. Raises DataError for an id that is not in the
+        vocabulary, with its position in the file.
+        """
+        ids = np.empty((len(starts), size), self.dtype)
+        numbers = np.searchsorted(self.array_starts, starts, side="right") - 1  # of the arrays
+        numbers = np.minimum(numbers, len(self.arrays) - 1)
+        for n in np.unique(numbers):
+            array, rows = self.arrays[n], np.flatnonzero(numbers == n)
+            local = starts[rows] - self.array_starts[n]
+            inside = local + size <= len(array)
+            if inside.any():
+                windows = np.lib.stride_tricks.sliding_window_view(array, size)
+                ids[rows[inside]] = windows[local[inside]]
+            for row in rows[~inside]:
+                ids[row] = self._gather_across_arrays(int(starts[row]), size)
+            self._release_pages(n)
+        if ids.size and ids.max() >= self.vocab_size:
+            row, column = np.argwhere(ids >= self.vocab_size)[0]
+            self._raise_invalid_id(int(ids[row, column]), int(starts[row] + column))
+        return ids
+
+    def _gather_across_arrays(self, start: int, size: int) -> np.ndarray:
+        """Reads one window that is in several arrays, or reaches beyond the end."""
+        ids = np.zeros(size, self.dtype)
+        for _, position, part in self._slices(start, start + size):
+            ids[position - start : position - start + len(part)] = part
+        return ids
+
+    def _slices(self, start: int, end: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yields the ids of positions start to end - 1 by array: (array number, position, ids)."""
+        number = np.searchsorted(self.array_starts, start, side="right") - 1
+        for n in range(number, len(self.arrays)):
+            first = int(self.array_starts[n])
+            if first >= end:
+                break
+            yield n, max(start, first), self.arrays[n][max(0, start - first) : end - first]
+
+    def _release_pages(self, n: int) -> None:
+        """Releases the pages of an array that were read. They count as memory of this process: 2 MB
+        for each window on file systems with large pages."""
+        if self._maps[n]:
+            self._maps[n].madvise(mmap.MADV_DONTNEED)
+
+    def _raise_invalid_id(self, token: int, position: int) -> None:
+        number = int(np.searchsorted(self.array_starts, position, side="right")) - 1
+        name, first_byte = self.names[number]
+        byte = first_byte + (position - int(self.array_starts[number])) * self.dtype.itemsize
+        cause = f"id {token} at byte {byte} is not below the vocabulary size {self.vocab_size}"
+        raise DataError("data.path", name, cause, "set data.tokenizer, or create the file again")
+
+    def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
+        """Splits the stream before a position, without copying."""
+        return self._substream(0, position), self._substream(position, len(self))
+
+    def _substream(self, start: int, end: int) -> "TokenStream":
+        arrays, names = [], []
+        for n, position, part in self._slices(start, end):
+            name, byte = self.names[n]
+            byte += (position - int(self.array_starts[n])) * self.dtype.itemsize
+            arrays.append(part)
+            names.append((name, byte))
+        return TokenStream(arrays, self.vocab_size, self.end_of_text, names)
+
+    def document_starts(self) -> np.ndarray:
+        """Returns the first position of each document, int64: 0 and those of end-of-text tokens."""
+        blocks = range(0, len(self), SEARCH_BLOCK)
+        found = [self._document_starts(first, first + SEARCH_BLOCK) for first in blocks]
+        return np.concatenate([np.zeros(1, np.int64), *found])
+
+    def _document_starts(self, low: int, high: int) -> np.ndarray:
+        """Returns the positions of end-of-text tokens from `low` to `high` - 1, without 0."""
+        found = [np.zeros(0, np.int64)]
+        for n, position, part in self._slices(max(1, low), high):
+            found.append(np.flatnonzero(part == self.end_of_text) + position)
+            self._release_pages(n)
+        return np.concatenate(found)
+
+    def nearest_document_start(self, position: int, max_distance: int) -> int | None:
+        """Returns the document start nearest to a position; None if none is within max_distance."""
+        for near in range(0, max_distance + 1, SEARCH_BLOCK):
+            far = min(max_distance + 1, near + SEARCH_BLOCK)
+            before = self._document_starts(position - far + 1, position - near + 1)
+            after = self._document_starts(position + near, position + far)
+            starts = np.concatenate([before, after])
+            if len(starts):
+                return int(starts[np.abs(starts - position).argmin()])
+        return None
+
+    def checksums(self) -> Checksums:
+        """Returns the checksums of each array, which a checkpoint stores: the first 12 hexadecimal
+        digits of the SHA-256 of each block."""
+        if self._checksums is None:
+            self._checksums = []
+            for array, (name, _) in zip(self.arrays, self.names, strict=True):
+                raw = memoryview(np.ascontiguousarray(array)).cast("B")
+                blocks = (raw[b : b + BLOCK_BYTES] for b in range(0, len(raw), BLOCK_BYTES))
+                sums = [hashlib.sha256(block).hexdigest()[:12] for block in blocks]
+                self._checksums.append((name, sums))
+        return self._checksums
+
+
+def _mmap_of(array: np.ndarray) -> mmap.mmap | None:
+    """Returns the memory map behind an array; None if there is none or madvise is missing."""
+    base = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") else None
+
+
+def check_checksums(
+    expected: Checksums, found: Checksums, path: object, whose: str, fix: str
+) -> None:
+    """Raises DataError when the tokens of data.path differ from those of the checkpoint or rank 0.
+
+    whose: "the checkpoint" or "rank 0". fix: the hint. A checksum "" is not compared.
+    """
+    files = itertools.zip_longest(expected, found, fillvalue=("nothing", []))
+    for (name, theirs), (file, ours) in files:
+        pairs = enumerate(itertools.zip_longest(theirs, ours))
+        blocks = [block for block, (a, b) in pairs if a != b and "" not in (a, b)]
+        if name != file:
+            reason = f"{whose} read {name}, this process reads {file}"
+        elif blocks:
+            byte = blocks[0] * BLOCK_BYTES
+            reason = f"{file} differs from the file of {whose}, starting at byte {byte} or later"
+        else:
+            continue
+        raise DataError("data.path", path, reason, fix)

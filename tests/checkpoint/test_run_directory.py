@@ -1,0 +1,268 @@
+"""Run directories that are damaged, that contain special files, or that change during a read."""
+
+import builtins
+import errno
+import fcntl
+import io
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.refusals import SPECIAL_FILES, refused
+from helpers.runs import change_state, copy_run, rows, train_in, write_checksums
+
+from clearhead.checkpoint import format as checkpoint
+from clearhead.checkpoint import listing, tensors
+from clearhead.checkpoint import run_directory as directory
+from clearhead.errors import CheckpointError, DamagedCheckpointError, RunFileError
+from clearhead.interop.pretrained import load_pretrained
+from train import fit
+
+LONGER = "trainer.max_steps=6"
+FIFO = SPECIAL_FILES["FIFO"]
+UNREADABLE = {
+    "FIFO": FIFO,
+    "empty": lambda path: path.write_bytes(b""),
+    "huge": lambda path: (path.touch(), os.truncate(path, 2**26)),
+    "nested": lambda path: path.write_text("[" * 100_000),
+    "list": lambda path: path.write_text("[]"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with checkpoints of steps 2 and 4."""
+    return train_in(tmp_path_factory.mktemp("trained"), "name=run")
+
+
+@pytest.fixture
+def run(trained, make_run):
+    """runs/run, a copy of `trained` in the current directory."""
+    return copy_run(trained)
+
+
+@pytest.fixture
+def resumed(run, make_run):
+    """resumed(*overrides) -> the Run that resumes runs/run."""
+    return lambda *overrides: make_run("data.path=text.txt", "name=run", *overrides)
+
+
+@pytest.fixture
+def newest(run):
+    """The newest checkpoint; the older one is removed."""
+    shutil.rmtree(run / "checkpoints" / "step_00000002")
+    return run / "checkpoints" / "step_00000004"
+
+
+@pytest.fixture
+def no_waiting_for_fifos(monkeypatch):
+    """Fails if a FIFO is opened without O_NONBLOCK, which could wait for the other end."""
+
+    def checked(real):
+        def opened(path, *rest, **more):
+            if isinstance(path, str | Path) and Path(path).is_fifo():
+                assert isinstance(rest[0], int), path
+                assert rest[0] & os.O_NONBLOCK, path
+            return real(path, *rest, **more)
+
+        return opened
+
+    for module in (builtins, io, os):
+        monkeypatch.setattr(module, "open", checked(module.open))
+
+
+def test_leftovers_of_killed_processes_are_removed_and_nothing_else(run, resumed):
+    """The target of a link and a folder with a similar name are kept."""
+    part = run / "hf.part-0123456789abcdef"
+    part.mkdir()
+    (part / "model.safetensors").write_bytes(b"half")
+    for name in ("config.yaml", "attention/step_00000002.html", "profile/table.txt"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / f"{name}.part-0123456789abcdef").write_text("half")
+    Path("elsewhere").mkdir()
+    Path("elsewhere/thesis.txt").write_text("mine")
+    (run / "hf.part-aaaaaaaaaaaaaaaa").symlink_to(Path("elsewhere").resolve())
+    (run / "thesis.part-two").mkdir()
+    assert resumed(LONGER).state.step == 4
+    assert [path.name for path in run.rglob("*.part-*")] == ["thesis.part-two"]
+    assert Path("elsewhere/thesis.txt").read_text() == "mine"
+
+
+def test_links_and_special_files_are_not_written_through(run, resumed, no_waiting_for_fifos):
+    Path("precious.txt").write_text("mine")
+    for name in (".lock", "metrics.jsonl", "samples.jsonl"):
+        for make in (FIFO, lambda path: path.symlink_to(Path("precious.txt").resolve())):
+            (run / name).unlink(missing_ok=True)
+            make(run / name)
+            with refused(RunFileError, "name", "run", exit_code=3) as caught:
+                resumed(LONGER)
+            assert name in caught.value.reason
+        (run / name).unlink()
+    assert Path("precious.txt").read_text() == "mine"
+
+
+def test_pages_and_tables_are_not_written_through_links(run, resumed):
+    Path("precious.txt").write_text("mine")
+    (run / "attention").mkdir()
+    names = ["report.html", "report.html.tmp"]
+    names += [f"attention/{n}" for n in ("statistics.jsonl", "heads.csv")]
+    names += [f"attention/timelapse.{kind}" for kind in ("html", "webp")]
+    names += ["attention/step_00000002.png"]  # keeps heads.csv and the time-lapse
+    for name in names:
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(Path("precious.txt").resolve())
+    fit(resumed(LONGER, "lens=default", "lens.every=2"))
+    assert Path("precious.txt").read_text() == "mine"
+    assert (run / "attention" / "heads.csv").stat().st_size > 100
+
+
+def test_a_file_system_without_locks_is_accepted(run, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with directory.lock_directory(run):
+        pass
+
+
+def test_settings_that_cannot_be_read_are_written_again(run, resumed, no_waiting_for_fifos):
+    """A run with checkpoints resumes without these files; one without checkpoints starts again."""
+    before = json.loads((run / "run.json").read_text())["settings"]
+    before["trainer"]["max_steps"] = 6
+    for kind, make in {"missing": lambda path: None, **UNREADABLE}.items():
+        for name in ("run.json", "config.yaml"):
+            (run / name).unlink()
+            make(run / name)
+        new = Path("runs", f"new_{kind}")
+        new.mkdir()
+        make(new / "run.json")
+        again = resumed(LONGER)
+        assert again.state.step == 4, kind
+        assert json.loads((run / "run.json").read_text())["settings"] == before, kind
+        assert (run / "config.yaml").stat().st_size > 100, kind
+        resumed(f"name={new.name}")
+        assert "trainer" in json.loads((new / "run.json").read_text())["settings"], kind
+
+
+def test_a_run_that_stored_old_names_of_settings_resumes(trained, make_run):
+    """Version 1 wrote them to state.json and run.json."""
+    run = copy_run(trained)
+    record = json.loads((run / "run.json").read_text())
+    for folder in (run / "checkpoints").glob("step_*"):
+        stored = json.loads((folder / "state.json").read_text())["settings"]
+        stored["lens"]["repeated"] = 7
+        del stored["lens"]["repeat_length"]
+        change_state(folder, settings=stored)
+    (run / "run.json").write_text(json.dumps(record | {"settings": stored}))
+    lens = directory.settings_of(run)["lens"]
+    assert (lens["repeat_length"], "repeated" in lens) == (7, False)
+    fit(make_run(f"trainer.resume={run}", LONGER))
+    written = checkpoint.load_state(listing.find_checkpoint(run)).settings
+    assert (written["trainer"]["max_steps"], "repeated" in written["lens"]) == (6, False)
+
+
+def test_a_branch_needs_nothing_but_its_checkpoints_to_continue(run, make_run):
+    """The settings are those of the newest checkpoint with a readable state."""
+    command = [f"trainer.resume={run}", "name=b", LONGER, "trainer.save_every=1"]
+    command += ["trainer.keep=9"]
+    fit(make_run(*command))
+    (Path("runs/b") / "run.json").unlink()
+    (Path("runs/b") / "checkpoints" / "step_00000006" / "state.json").write_text("{")
+    again = make_run(*command)
+    assert (again.directory, again.state.step) == (Path("runs/b"), 5)
+
+
+def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_waiting_for_fifos):
+    for name in ("SHA256SUMS", *checkpoint.FILES):
+        before = (newest / name).read_bytes()
+        FIFO(newest / name)
+        of_model = name != "optimizer.safetensors"
+        for read in (resumed, lambda: load_pretrained(run)) if of_model else (resumed,):
+            with refused(DamagedCheckpointError, "checkpoint", newest / name, 3):
+                read()
+        (newest / name).unlink()
+        (newest / name).write_bytes(before)
+
+
+def save_newer_and_prune(run):
+    """Does what a run does when it saves its next checkpoint with trainer.keep=1."""
+    folders = listing.list_checkpoints(run)
+    newer = run / "checkpoints" / f"step_{listing.step_of(folders[0]) + 1:08d}"
+    shutil.copytree(folders[0], newer)
+    change_state(newer, step=listing.step_of(newer))
+    last = run / "checkpoints" / "last"
+    last.unlink()
+    last.symlink_to(newer.name)
+    for old in folders:
+        shutil.rmtree(old)
+
+
+@pytest.mark.parametrize("path", [".", "checkpoints/last"])
+@pytest.mark.parametrize("name", ["read_bounded", "checksum", "read_json", "load_file"])
+def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, name, path):
+    """The new checkpoint is read instead, without a warning. A path of a checkpoint is refused."""
+    module = tensors if name == "load_file" else checkpoint
+    real, unpruned = getattr(module, name), [run]
+
+    def read(file, *rest):
+        if unpruned and "step_" in str(file):
+            save_newer_and_prune(unpruned.pop())
+        return real(file, *rest)
+
+    monkeypatch.setattr(module, name, read)
+    reader = load_pretrained(run / path)
+    assert (reader.state.step, reader.folder.name) == (5, "step_00000005")
+    assert (unpruned, capsys.readouterr().err) == ([], "")
+    named = run / "checkpoints" / "step_00000004"
+    with refused(CheckpointError, "checkpoint", named.resolve() / "state.json"):
+        load_pretrained(named)
+
+
+NAN, HUGE = math.nan, 10**400
+STATES = {
+    "step": ["5", True, -1, 1e30, 10**30, 0, None],
+    "val_loss": ["x", NAN, HUGE],
+    "best_step": [4.0],
+    "losses": ["x", [1, "a"], [HUGE]],
+    "data": [5, [["a"]], [["a", [1]]], {}],
+    "skipped": [-1],
+    "wandb_id": ["../x"],
+    "spikes": [5, {"other": 1}, {"variance": -1.0}],
+    "scaler": [5, {"scale": "x"}],
+    "settings": [5, {}],
+    "settings.lens": [5],
+    "settings.trainer.log_every": [0],
+    "format": [99],
+    "other": [1],
+}
+TEXTS = ["", "[]", "[" * 100_000, '{"step": 1}', '{"%s": 1}' % ("x" * 5000)]
+
+
+def test_invalid_states_are_refused_by_name(trained, tmp_path):
+    saved, copy = trained / "checkpoints" / "step_00000004", tmp_path / "step_00000004"
+    copy.mkdir()
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        (copy / name).symlink_to(saved / name)
+    for key, value in [(key, value) for key, values in STATES.items() for value in values]:
+        shutil.copy(saved / "state.json", copy)
+        change_state(copy, **{key: value})
+        with refused(CheckpointError, "checkpoint", copy / "state.json", 3) as caught:
+            checkpoint.load_state(copy)
+        assert key.split(".")[-1] in caught.value.reason, (key, value)
+    for text in TEXTS:
+        (copy / "state.json").write_text(text)
+        write_checksums(copy)
+        for read in (checkpoint.load_state, load_pretrained):
+            with refused(CheckpointError, "checkpoint", exit_code=3) as caught:
+                read(copy)
+            assert len(str(caught.value)) < 2000, text[:20]
+
+
+def test_nonfinite_losses_of_skipped_steps_are_valid(run, newest, resumed):
+    """A state contains the losses since the last row of the log, also of skipped steps."""
+    change_state(newest, losses=[4.0, math.nan, math.inf, 4])
+    fit(resumed(LONGER, "trainer.log_every=6"))
+    assert math.isfinite(rows(run)[-1]["train/loss"])

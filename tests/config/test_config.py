@@ -1,0 +1,369 @@
+"""Settings: accepted values, hints about unknown names, defaults, features of Hydra.
+
+Invalid settings: test_problems.py.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import hydra
+import pytest
+import yaml
+from helpers import REPOSITORY, TINY
+from helpers.settings import settings
+from hydra.version import VersionBase
+from omegaconf import OmegaConf
+
+import attention
+import train
+from clearhead.config import Config, compose
+from clearhead.config.application import hydra_main, sweep_variants
+from clearhead.config.command_line import parse
+from clearhead.config.other_names import other_names, unknown_key
+from clearhead.config.schema import GROUPS, VOCABULARIES, known_settings
+from clearhead.config.stored import complete, resolve_auto
+from clearhead.config.validation import flat_fields, validate
+from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
+from clearhead.errors import ConfigError
+from clearhead.lens.config import LensConfig
+from clearhead.tokens.tokenizers import TOKENIZERS
+from generate import GenerateConfig
+from model import ModelConfig
+from scripts.compare import CompareConfig
+from scripts.evaluate import EvaluateConfig
+from scripts.export_hf import ExportConfig
+from scripts.inspect_attention import InspectConfig
+from scripts.plan import PlanConfig
+from scripts.prepare_data import PrepareConfig
+
+
+def suggested(known, key) -> set[str]:
+    """The settings among `known` that the hint about an unknown key names."""
+    hint = unknown_key(key, "1", known).hint
+    return {name for name in known if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", hint)}
+
+
+# unknown name=suggested setting, if any
+MEANT = """
+optimizer.learning_rate=optimizer.lr trainer.epochs=trainer.max_steps block_size=data.max_length
+wandb_project=wandb.project train.max_step=trainer.max_steps optimizer.beta=optimizer.betas
+modle=model max_step=trainer.max_steps model.num_head=model.num_heads verbose= gamma=
+"""
+
+
+def test_hints_suggest_similar_settings():
+    for key, _, setting in (text.partition("=") for text in MEANT.split()):
+        found = suggested(known_settings(), key)
+        assert (setting in found) if setting else (found == set()), key
+
+
+def test_hints_for_names_of_other_projects_are_existing_settings():
+    of_training = known_settings()
+    scripts = (GenerateConfig, PlanConfig, InspectConfig)
+    commands = [of_training, *map(list, map(flat_fields, scripts))]
+    for setting, names, remark in other_names():
+        named = set(re.findall(r"[a-z]+\.[a-z_]+", remark)) - {"train.py"}
+        assert named <= set(of_training)
+        (known, *_) = (keys for keys in commands if setting in keys)
+        for name in names.split():
+            assert name not in known
+            assert setting in suggested(known, name), name
+
+
+def test_accepted_forms():
+    given = ["model=gpt2-nano", "experiment=laptop", "lens=off", "optimizer.lr=3e-4", "name=2026"]
+    given += ["lens.prompts=[one prompt,another]", "data.path=[a.txt,b.txt]"]
+    given += ["++trainer.max_steps=1e3", "trainer.compile=false", "wandb.group=null"]
+    found = compose(given)
+    assert (found.model.emb_dim, found.optimizer.lr, found.name) == (128, 3e-4, "2026")
+    assert repr(found.trainer.max_steps) == "1000"
+    assert found.lens.prompts == ["one prompt", "another"]
+    assert found.data.path == ["a.txt", "b.txt"]
+    assert (found.trainer.compile, found.wandb.group) == (False, None)
+    assert (found.trainer.batch_size, found.lens.every) == (16, 0)  # experiment without lens
+    text = compose(["data=text", "data.path=my text.txt", "model=gpt2-nano", "wandb=off"])
+    assert text.data.max_length == text.model.context_length == 256
+    assert (text.data.path, text.wandb.mode) == ("my text.txt", "disabled")
+
+
+def test_settings_of_tests_are_those_that_hydra_composes():
+    others = ["model=gpt2-nano", "model.context_length=64", "optimizer=muon", "name=a${seed}"]
+    others += ["trainer.resume=runs/a", "wandb=off", "wandb.tags=[a,b]", "trainer.max_steps=1e3"]
+    for given in ([*TINY, "data.path=x.txt"], others):
+        assert settings(*given) == compose(given)
+
+
+def test_free_text():
+    """train.py needs quotes where Hydra's grammar has another meaning; scripts need none."""
+    for text in ("Hello, world", "a=b", "[INST", "it's", "{c}", "ü (1)", "\\", "a\\\\b"):
+        quoted = json.dumps(text, ensure_ascii=False) if "\\" not in text else f"'{text} '"
+        found = compose([f"trainer.sample_prompt={quoted}"]).trainer.sample_prompt
+        assert found.strip() == text
+        assert parse(GenerateConfig, ["checkpoint=x", f"prompt= {text} "]).prompt == f" {text} "
+    for text in ("007", "null", "true", "[a", "[]", "1e3"):
+        found = parse(GenerateConfig, [f"checkpoint={text}", f"prompt={text}", "top_k=null"])
+        assert (found.checkpoint, found.prompt, found.top_k) == (text, text, None)
+    given = ["checkpoint=x", "prompt=[1,b]", "compile=true", "ignore_end=true"]
+    found = parse(GenerateConfig, given)
+    assert (found.prompt, found.compile, found.ignore_end) == (["1", "b"], True, True)
+
+
+def problems_of(read, *given) -> list[tuple[str, str]]:
+    """(key, value) of each problem."""
+    with pytest.raises(ConfigError) as caught:
+        read(*given)
+    return [(problem.key, problem.value) for problem in caught.value.problems]
+
+
+def test_every_problem_is_listed(in_process, tmp_path):
+    given = ["optimizer.lrr=1", "seed=x", "optimizer.lr=-1", "model.num_heads=5", "name=a/b"]
+    given += ["trainer.max_steps=0", "model=gpt3", "+data.typo=1"]
+    found = [key for key, _ in problems_of(compose, given)]
+    assert sorted(found) == sorted(text.partition("=")[0].lstrip("+") for text in given)
+    found = problems_of(parse, GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
+    assert found == [("promt", "x"), ("temperature", "-1")]
+    # Types are checked before the stored settings are read.
+    given = ["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"]
+    assert problems_of(compose, given) == [("optimizer.lr", [1]), ("trainer.max_steps", "abc")]
+    # A sweep reports them before its first job.
+    given = ["-m", "optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"]
+    code, _, err = in_process(train.main, tmp_path, *given)
+    assert (code, len(err.splitlines()), list(tmp_path.iterdir())) == (2, 3, [])
+
+
+def test_checked_values_of_a_sweep():
+    given = ["seed=1,2", "optimizer.lr=interval(1e-4,1e-3)", "name=a", "model=glob(*)"]
+    assert sweep_variants(given) == [
+        ["seed=1", "optimizer.lr=0.0001", "name=a"],
+        ["seed=2", "optimizer.lr=0.0001", "name=a"],
+        ["seed=1", "optimizer.lr=0.001", "name=a"],
+    ]
+    assert len(sweep_variants(["seed=range(0,1000000)"])) == 100
+
+
+def test_every_setting_has_a_default_and_a_description():
+    """For training in configs/, for scripts in their schema."""
+    found = defaults_and_meanings()
+    assert set(found) == set(known_settings()) - {*GROUPS, "experiment"}
+    assert [key for key, (_, meaning) in found.items() if not meaning] == []
+    assert validate(Config, default_values())[1] == []
+    scripts = [GenerateConfig, PlanConfig, CompareConfig, EvaluateConfig, ExportConfig]
+    for schema in (*scripts, InspectConfig, PrepareConfig):
+        assert [key for key, f in flat_fields(schema).items() if not f.description] == []
+
+
+def test_schema_and_components_agree():
+    defaults = default_values()
+    assert vars(ModelConfig()) == defaults["model"]
+    assert vars(LensConfig()) == defaults["lens"]
+    (kernels,) = (GROUPS["model"].model_fields["attention"].annotation.__args__,)
+    assert set(kernels) == set(attention.KERNELS)
+    assert VOCABULARIES == TOKENIZERS
+
+
+def test_every_shipped_choice_is_valid():
+    names = {group: sorted(p.stem for p in (CONFIGS / group).glob("*.yaml")) for group in GROUPS}
+    names["lens"].remove("induction")  # its layer and head are those of experiment=induction
+    for choices in itertools.zip_longest(*names.values(), fillvalue=None):
+        chosen = [f"{group}={name}" for group, name in zip(names, choices, strict=True) if name]
+        if not {"data=induction", "data=sample"} & set(chosen):
+            chosen.append("data.path=x.txt")
+        compose(chosen)
+    for path in (CONFIGS / "experiment").glob("*.yaml"):
+        extra = {"shakespeare-cpu": ["data.path=x.txt"], "finetune": ["trainer.init_from=x"]}
+        extra["five-minutes"] = ["data.path=x.txt"]
+        compose([f"experiment={path.stem}", "trainer.max_steps=1", *extra.get(path.stem, [])])
+
+
+@pytest.mark.parametrize(("arguments", "code"), [("optimizer.lr=abc", 2), ("-sc query=bash", 0)])
+def test_errors_and_completions_are_printed_without_torch(tmp_path, arguments, code):
+    """Runs a separate process that lists its imports. It creates no file."""
+    given = [sys.executable, "-X", "importtime", REPOSITORY / "train.py", *arguments.split()]
+    environment = os.environ | {"COMP_LINE": "python train.py seed=1 trainer.max_"}
+    done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert (done.returncode, "hydra" in imported) == (code, True)
+    assert imported.isdisjoint({"torch", "wandb", "matplotlib"})
+    assert done.stdout == (
+        "" if code else "trainer.max_minutes= trainer.max_skips= trainer.max_steps=\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_every_setting_with_its_meaning(in_process, tmp_path):
+    code, out, err = in_process(train.main, tmp_path, "--help", "optimizer.lr=0.125")
+    assert (code, err) == (0, "")
+    for key, (_, meaning) in defaults_and_meanings().items():
+        assert re.search(rf"^ *{re.escape(key)} +{re.escape(meaning)}", out, re.MULTILINE), key
+    assert "[0.125]" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate.py", "--help"], ["-m", "scripts.plan", "--help"], ["-m", "scripts.plan"]],
+)
+def test_a_closed_stdout_is_no_error(arguments):
+    """As with `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_compose_restores_the_state_of_hydra():
+    """Also within a Hydra application."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
+        version = VersionBase.instance().getbase()
+        environment = OmegaConf.create({"home": "${oc.env:HOME}"}).home
+        compose(["model=gpt2-nano"])
+        with pytest.raises(ConfigError):
+            compose(["model=gpt3"])
+        assert hydra.compose(overrides=["+found=7"]).found == 7  # of this application
+        assert VersionBase.instance().getbase() == version
+        assert OmegaConf.create({"home": "${oc.env:HOME}"}).home == environment
+
+
+MINE = """# @package _global_
+defaults: [override /model: gpt2-nano]
+trainer: {max_steps: 7}
+name: run-${seed}
+"""
+CALLBACK = """
+from pathlib import Path
+from hydra.experimental.callback import Callback
+
+class Note(Callback):
+    def on_job_end(self, config, job_return, **_):
+        Path("note").write_text(f"{job_return.status.name} {config.seed}")
+"""
+
+
+def test_features_of_hydra(in_process, tmp_path, monkeypatch):
+    folder = tmp_path / """it's "mine", [all] {of} it"""
+    (folder / "experiment").mkdir(parents=True)
+    (folder / "experiment" / "mine.yaml").write_text(MINE)
+    (folder / "studies").mkdir()
+    (folder / "studies" / "small.yaml").write_text("# @package _global_\ndata: {max_length: 16}\n")
+    (folder / "whole.yaml").write_text("defaults: [config, studies: none, _self_]\nseed: 5\n")
+    (folder / "studies" / "none.yaml").write_text("")
+    monkeypatch.setenv("WHERE", "texts/a.txt")
+
+    def shown(*arguments):
+        code, out, err = in_process(train.main, tmp_path, *arguments, "--cfg", "job", "--resolve")
+        assert (code, err) == (0, ""), arguments
+        return yaml.safe_load(out)
+
+    config_dir = ("--config-dir", str(folder))
+    mine = shown(*config_dir, "experiment=mine")
+    assert (mine["trainer"]["max_steps"], mine["model"]["emb_dim"]) == (7, 128)
+    assert mine["name"] == "run-0"
+    assert compose(["experiment=mine"], config_dir=str(folder)).name == "run-0"
+    assert shown(*config_dir, "+studies=small")["data"]["max_length"] == 16
+    whole = shown(*config_dir, "--config-name", "whole", "studies=small")
+    assert (whole["seed"], whole["data"]["max_length"]) == (5, 16)
+    (tmp_path / "plain").symlink_to(folder)
+    path = f"hydra.searchpath=[file://{tmp_path}/plain]"
+    assert shown("seed=7", path, "+studies=small")["data"]["max_length"] == 16
+    for where in (config_dir, ("hydra.searchpath=[file://plain]",)):
+        code, out, _ = in_process(train.main, tmp_path, "--help", *where)
+        choices = {words[0]: words[1:] for words in map(str.split, out.splitlines()) if words}
+        assert (code, choices["+studies"]) == (0, ["none", "|", "small"])
+        assert {"laptop", "mine"} <= set(choices["experiment"])
+    assert shown("data.path=${oc.env:WHERE}")["data"]["path"] == "texts/a.txt"
+    for option in (["--info", "searchpath"], ["--hydra-help"], ["--version"]):
+        code, out, err = in_process(train.main, tmp_path, *option)
+        assert (code, err, bool(out)) == (0, "", True), option
+
+
+def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    (tmp_path / "mycallbacks.py").write_text(CALLBACK)
+    monkeypatch.syspath_prepend(tmp_path)
+    tiny = [*TINY, "data.path=text.txt", "trainer.max_steps=2", "trainer.sample_tokens=0"]
+    given = [*tiny, "name=a", "hydra.run.dir=out/${seed}", "hydra.output_subdir=hydra"]
+    given += ["+hydra.callbacks.note._target_=mycallbacks.Note"]
+    code, _, err = in_process(train.main, tmp_path, *given)
+    assert code == 0, err
+    assert (tmp_path / "note").read_text() == "COMPLETED 0"
+    saved = yaml.safe_load((tmp_path / "out" / "0" / "hydra" / "config.yaml").read_text())
+    assert saved["name"] == "a"
+    (tmp_path / "note").unlink()
+    monkeypatch.setenv("RANK", "1")  # other ranks are jobs of Hydra too, but create no directories
+    code, out, err = in_process(train.main, tmp_path, *given, "hydra.run.dir=other", "--cfg", "job")
+    assert (code, out) == (0, "")
+    seen = []
+    run = hydra_main(lambda config: seen.append(config))
+    given += ["hydra.run.dir=other", "hydra/job_logging=default"]
+    given += ["+hydra.job.env_set.SEEN=here", "wandb.notes=${oc.env:SEEN,unset}"]
+    before = {path.name for path in tmp_path.iterdir()}
+    code, *_ = in_process(run, tmp_path, *given)
+    assert (code, seen[0].name, seen[0].wandb.notes) == (0, "a", "here")
+    assert {path.name for path in tmp_path.iterdir()} - before == {"note"}
+
+
+def chosen(before=None, **values):
+    config = settings(*(f"trainer.{key}={value}" for key, value in values.items()))
+    resolve_auto(config, {"trainer": before or {}})
+    trainer = config.trainer
+    return trainer.warmup_steps, trainer.eval_every, trainer.eval_windows, trainer.log_every
+
+
+def test_automatic_settings_depend_on_the_length_of_the_run():
+    assert chosen(max_steps=1) == (0, 40, 8, 1)
+    assert chosen(max_steps=120) == (24, 40, 8, 1)
+    assert chosen(max_steps=2000) == (200, 200, 8, 4)
+    assert chosen(max_steps=10**6, batch_size=512) == (2000, 1000, 400, 2000)
+    assert chosen(max_steps=2000, eval_every=0, batch_size=4) == (200, 0, 160, 4)
+    assert chosen(max_steps=2000, warmup_steps=0, eval_every=7, eval_windows=3) == (0, 7, 3, 4)
+    # A resumed run keeps its values.
+    before = {"warmup_steps": 12, "eval_every": 40, "eval_windows": 100, "log_every": 1}
+    assert chosen(before, max_steps=5000, eval_windows=9) == (12, 40, 9, 1)
+    assert chosen({"eval_every": None}, max_steps=120) == (24, 40, 8, 1)
+
+
+def test_a_run_records_the_arguments_of_the_user(in_process, tmp_path):
+    """starts.jsonl and the command that resumes a run have sys.argv."""
+    seen, given = [], ["data.path=none", "seed=3"]
+    main = hydra_main(lambda config: seen.append(sys.argv[1:]))
+    assert in_process(main, tmp_path, *given)[0] == 0
+    assert seen == [given]
+
+
+def test_environment_variables_of_wandb(monkeypatch):
+    """They are defaults. An empty variable counts as unset; an invalid one is reported."""
+    empty = ("PROJECT", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "CONSOLE", "RUN_ID", "DIR", "MODE")
+    for name in empty:
+        monkeypatch.setenv(f"WANDB_{name}", "")
+    unset = compose(["data.path=none"]).wandb
+    assert (unset.project, unset.job_type, unset.tags) == ("clearhead", "train", [])
+    for name, value in {"PROJECT": "heads", "TAGS": "a,b", "CONSOLE": "wrap"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    found = compose(["data.path=none", "wandb.tags=[c]"]).wandb
+    assert (found.project, found.tags, found.name, found.console) == ("heads", ["c"], None, "wrap")
+    assert compose(["data.path=none"]).wandb.tags == ["a", "b"]
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")
+    monkeypatch.setenv("WANDB_MODE", "on")
+    with pytest.raises(ConfigError) as error:
+        compose(["data.path=none"])
+    assert {problem.key for problem in error.value.problems} == {"WANDB_MODE", "wandb.project"}
+    assert "WANDB_PROJECT" in error.value.problems[-1].hint
+    with pytest.raises(ConfigError):
+        compose(["trainer.resume=runs/a", "wandb.project=c"])
+    compose(["data.path=none", "wandb=online", "wandb.project=c"])  # the variables do not count
+
+
+def test_a_choice_of_wandb_changes_the_mode_of_a_resumed_run():
+    stored = default_values() | {"data": {"path": "none"}}
+    stored["wandb"] |= {"mode": "offline", "project": "heads", "tags": ["a"]}
+    kept, changed = ("wandb.alerts=true", "heads"), ("wandb.project=clearhead", "clearhead")
+    for given, project in (kept, changed):
+        config = compose(["trainer.resume=runs/a", "wandb=online", given])
+        found, _ = complete(config, "runs/a/checkpoints/step_00000001", stored)
+        wandb = found.wandb
+        assert (wandb.mode, wandb.project, wandb.tags) == ("online", project, ["a"])

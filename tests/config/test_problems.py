@@ -1,0 +1,355 @@
+"""Invalid input: key, error type and exit code of each problem.
+
+Readers of texts have more kinds of bad input: tests/tokens/test_readers.py. How errors are worded
+and printed: tests/test_messages.py.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from helpers import TINY
+from helpers.refusals import printed_keys, refused, time_limit
+from helpers.runs import train_in
+from helpers.settings import settings
+from helpers.tally import tally
+
+import generate
+import train
+from benchmarks import data as benchmark_data
+from clearhead.config import Config, compose
+from clearhead.config.command_line import parse
+from clearhead.config.validation import validate
+from clearhead.config.yaml_files import default_values, defaults_and_meanings
+from clearhead.errors import ConfigError, DataError
+from generate import GenerateConfig
+from scripts import inspect_attention, prepare_data
+
+FAULT = "the bad-input table"
+
+
+@pytest.fixture(autouse=True)
+def no_endless_reading():
+    with time_limit():
+        yield
+
+
+def files_in(folder) -> set[str]:
+    return {path.name for path in folder.rglob("*")}
+
+
+def check_each(function, mistakes, keys=()) -> None:
+    """Checks that each invalid input causes exactly one problem. An input is one or more arguments;
+    the key of the problem is that of the first argument, or the one in `keys`."""
+    for mistake in mistakes:
+        arguments = mistake if isinstance(mistake, list) else [mistake]
+        key = arguments[0].partition("=")[0].lstrip("+")
+        tally(FAULT)
+        try:
+            with refused(ConfigError, dict(keys).get(arguments[0], key), exit_code=2):
+                function(arguments)
+        except (AssertionError, pytest.fail.Exception) as error:
+            raise AssertionError(f"{str(arguments)[:200]}: {error}") from error
+
+
+# Types; ranges; choices; empty text and names; rules between settings.
+VALUES = """
+optimizer.lr=abc optimizer.lr=[1] optimizer.betas=0.9 model.num_layers=1.5 model.qkv_bias=1
+model.emb_dim=null seed=x seed={a:1} seed= wandb.alerts=often
+optimizer.weight_decay=-1 optimizer.min_lr_ratio=2 optimizer.decay_fraction=0 optimizer.eps=0
+optimizer.out_proj_lr_ratio=0
+optimizer.betas=[0.9] model.num_layers=0 model.dropout=1.5 data.val_fraction=1 data.stride=0
+trainer.max_minutes=0 trainer.max_minutes=five trainer.schedule_steps=0
+trainer.max_steps=0 trainer.warmup_steps=-1 trainer.batch_size=1e9 trainer.sample_tokens=1e9
+trainer.threads=0 trainer.threads=1025
+lens.max_tokens=1 lens.frames=1 parallel.timeout=0 parallel.timeout=1800 seed=-1
+seed=99999999999999999999
+optimizer.schedule=linear model.attention=flash data.tokenizer=x data.endoftext=maybe
+trainer.precision=fp8 trainer.compile=maybe trainer.device=tpu trainer.resume=true
+trainer.micro_batch_size=some wandb.mode=of wandb.log_model=true parallel.strategy=many
+data.path= name= data.val_path= wandb.project= lens.prompts=[''] name=../x name=.. name=-rf
+wandb.project=team/a wandb.id=../x
+model.num_heads=5 model.attention=flex data.max_length=2048 model.vocab_size=1000
+trainer.micro_batch_size=3 data.weights=[1,2]
+data.synthetic=induction
+"""
+LONG_VALUES = ["name=" + "a" * 129, "optimizer.lr=1" + "0" * 400]
+LONG_VALUES += [f"wandb.group={'g' * 129}", f"wandb.tags=[a,{'t' * 65}]"]
+
+
+def test_values():
+    keys = {"data.synthetic=induction": "data.path"}
+    check_each(lambda given: settings(*given), [*VALUES.split(), *LONG_VALUES], keys)
+
+
+# Unknown names and choices; references.
+NAMES = """
+modle=gpt2-small model=gpt2-smal max_step=1 +model.typo=1 ++model.num_head=1 =1
+data=none +optimizer._target_=os.system hydra/launcher=none
+"""
+SYNTAX = [
+    "seed=${sead}",
+    "name=${model}",
+    "seed=${nope:1}",
+    "data.path=[]",
+    "hydra.ouput=x",
+    "data=mine.txt",
+]
+# The key of these problems is the complete argument.
+WHOLE = [
+    "foo",
+    "name=a\0b",
+    "name=a\nb",
+    "data.path=a\0b",
+    "wandb.tags=[a,",
+    "seed=1,2",
+    "trainer.device=a(b",
+    "seed=" + "9" * 5000,
+]
+WHOLE += ["model=" + "{a:" * 300 + "1" + "}" * 300]
+KEYS = dict(zip(WHOLE, WHOLE, strict=True))
+KEYS |= {
+    "data=text": "data.path",
+    "": "''",
+    "~seed": "seed",
+    "+seed=1": "seed",
+    "+lens=off": "lens",
+}
+KEYS |= {"model={emb_dim:3}": "model.num_heads"}
+KEYS |= {"seed=${nope:1}": "seed"}
+
+
+def test_names_and_syntax():
+    names = NAMES.split()
+    with pytest.raises(ConfigError) as caught:
+        compose(names)
+    found = [problem.key for problem in caught.value.problems]
+    assert sorted(found) == sorted(text.partition("=")[0].lstrip("+") for text in names)
+    check_each(compose, [*SYNTAX, *KEYS], KEYS)
+
+
+# The key is the option. KEYS_OF_OPTIONS and MODES: arguments: key.
+OPTIONS = """--nonsense --seed=5 --config-name=none --config-dir=nowhere trainer.resume=must
+    --experimental-rerun=x.pickle --max-steps=2"""
+KEYS_OF_OPTIONS = {
+    "--config-name=none": "command line",
+    "--experimental-rerun=x.pickle": "command line",
+}
+MODES = {"--cfg nothing": "command line", "--cfg job -m": "command line", "-m seed=1,x": "seed"}
+MODES |= {"-m seed=1,2 hydra.launcher.n_jobs=2": "hydra.launcher.n_jobs"}
+MODES |= {"--model X": "--model", "--resolve": "command line"}
+
+
+def test_options_and_modes_of_training(in_process, tmp_path):
+    options = {text: text.partition("=")[0] for text in OPTIONS.split()} | KEYS_OF_OPTIONS
+    for arguments, key in (options | MODES).items():
+        tally(FAULT)
+        code, out, err = in_process(train.main, tmp_path, *arguments.split())
+        assert (code, out, printed_keys(err)) == (2, "", [key]), arguments
+        assert files_in(tmp_path) == set(), arguments
+
+
+def test_numeric_settings_reject_invalid_numbers():
+    shipped = default_values()
+    numeric = {
+        key: isinstance(value, list)
+        for key, (value, _) in defaults_and_meanings().items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    numeric |= dict.fromkeys(["optimizer.betas", "data.weights"], True)
+    nullable = "data.stride optimizer.matrix_lr trainer.micro_batch_size trainer.warmup_steps"
+    nullable += " trainer.max_minutes trainer.max_steps trainer.schedule_steps"
+    nullable += " trainer.eval_every trainer.eval_windows trainer.log_every lens.every"
+    numeric |= dict.fromkeys(nullable.split(), False)
+    assert len(numeric) >= 30
+    for key, is_list in numeric.items():
+        group, _, name = key.rpartition(".")
+        for number in (math.nan, math.inf, -math.inf, -1, 10**30, -(10**30), 10**400, True):
+            tally(FAULT)
+            value = [number] if is_list else number
+            changed = {group: shipped[group] | {name: value}} if group else {name: value}
+            found, problems = validate(Config, shipped | changed)
+            assert found is None, f"{key}={str(number)[:20]}"
+            assert {problem[0] for problem in problems} == {key}, f"{key}={str(number)[:20]}"
+
+
+# Content of a user's YAML file after the line "# @package _global_": key and line of the problem.
+CONTENTS = {
+    "seed: 1\nseed: 2": ("", 3),
+    "traner:\n  max_steps: 1": ("traner", 2),
+    "seed: 1\ntrainer:\n  keep: 1\n  max_step: 3": ("trainer.max_step", 5),
+    "trainer: {keep: 1,\n  max_steps: many}": ("trainer.max_steps", 3),
+    "trainer.max_steps: 5": ("trainer.max_steps", 2),
+    "lens:\n  repeated: 5": ("lens.repeated", 3),  # the old name of lens.repeat_length
+    "optimizer: {lr: .nan}": ("optimizer.lr", 2),
+    "model:\n  num_heads: 7": ("model.num_heads", 3),
+    "name: a\nseed: ${sead}": ("seed", 3),
+    "model: [1, 2\nseed: 1": ("", 3),
+    b"trainer: {keep: 1}": ("experiment", 1),  # without the line "# @package _global_"
+    "seed: !!python/object/apply:os.mkdir [made]": ("", 2),
+    "model: {_target_: os.mkdir}": ("model._target_", 2),
+    "seed: 1\nmodel: gpt2-nano": ("model", 3),
+    "seed: 1\nwandb: off": ("wandb", 3),
+    "defaults:\n  - override /model: mine": ("model.num_head", 2),  # in mine.yaml of this group
+}
+# Invalid files: key of the problem, which has Hydra's message and no place.
+STRUCTURES = {
+    "name: a\nseed: ${sead": "seed",
+    "just words": "just words",
+    "- 1\n- 2": "command line",
+    b"seed: 1\nname: \xe9": "command line",
+    "defaults:\n  - override /modle: gpt2-nano": "command line",
+    "defaults:\n  - override /model: gpt3": "model",
+    "defaults: other": "command line",
+    "defaults:\n  - override /wandb: off": "command line",  # a boolean
+    "seed: 1\ndefaults:\n  - /model: gpt2-nano": "command line",  # without override
+}
+
+
+def test_files_of_settings(tmp_path, monkeypatch):
+    """Problems have the file and the line. YAML tags create no objects."""
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "mine", "model/mine.yaml", b"defaults: [gpt2-nano]\nnum_head: 3")
+    for content, (key, line) in CONTENTS.items():
+        put(tmp_path / "mine", "experiment/mine.yaml", content)
+        tally(FAULT)
+        with refused(ConfigError, key) as caught:
+            compose(["experiment=mine"], config_dir="mine")
+        file = "model" if key == "model.num_head" else "experiment"
+        assert caught.value.problems[0].place == f"mine/{file}/mine.yaml:{line}", content
+    for content, key in STRUCTURES.items():
+        put(tmp_path / "mine", "experiment/mine.yaml", content)
+        tally(FAULT)
+        with refused(ConfigError, key):
+            compose(["experiment=mine"], config_dir="mine")
+    put(tmp_path / "mine", "experiment/mine.yaml", "seed: 1")
+    with refused(ConfigError, "hydra.ouput", "x") as caught:
+        compose(["experiment=mine", "model=gpt2-nano", "hydra.ouput=x"], config_dir="mine")
+    assert caught.value.problems[0].place == ""
+    assert not (tmp_path / "made").exists()
+
+
+def test_only_problems_in_a_users_file_have_a_place(tmp_path):
+    put(tmp_path, "experiment/mine.yaml", "trainer: {keep: 0, max_steps: x}\nlens: {every: 5}")
+    given = ["experiment=mine", "trainer.max_steps=y", "+seed=1", "model.emb_dim=100"]
+    with pytest.raises(ConfigError) as caught:
+        compose(given, config_dir=str(tmp_path))
+    found = {problem.key: bool(problem.place) for problem in caught.value.problems}
+    keys = ["model.num_heads", "seed", "trainer.keep", "trainer.max_steps"]
+    assert found == {key: key == "trainer.keep" for key in keys}
+
+
+def put(folder, name, content):
+    """Writes a file. If the content is a number, the file has that many zero bytes."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if callable(content):
+        content(path)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, int):
+        path.touch()
+        os.truncate(path, content)
+    else:
+        path.write_text(f"# @package _global_\n{content}", encoding="utf-8")
+
+
+TEXTS = [
+    ("no.txt", lambda path: None),
+    ("folder", lambda path: path.mkdir()),
+    ("empty.txt", b""),
+    ("one_token.txt", b"a"),
+    ("latin-1.txt", b"caf\xe9 " * 99),
+    ("fifo.txt", os.mkfifo),
+    ("zeros.txt", 9 * 10**8),
+]
+
+
+@pytest.mark.parametrize("setting", ["data.path", "data.val_path"])
+def test_texts(make_run, tmp_path, setting):
+    for name, content in TEXTS:
+        tally(FAULT)
+        put(tmp_path, name, content)
+        with refused(DataError, setting, tmp_path / name, exit_code=3):
+            make_run(f"{setting}={tmp_path / name}")
+    assert not (tmp_path / "runs").exists()
+
+
+GENERATION = """
+max_new_tokens=many max_new_tokens=0 max_new_tokens=1000000000000 num_samples=0 temperature=-1
+temperature=nan temperature=1e400 top_n=0.5 top_k=0 top_k=1.5 top_p=0 top_p=1.1
+batch_size=0 precision=fp8 compile=maybe seed=-1 seed=${oc.env:HOME} prompt=\udcff
+device=tpu
+"""
+
+
+def test_settings_of_generation():
+    mistakes = [*GENERATION.split(), "max_new_tokens=" + "9" * 5000, "Once upon"]
+    mistakes = [*([text, "checkpoint=x"] for text in mistakes), "checkpoint=", "top_k=1"]
+    check_each(lambda given: parse(GenerateConfig, given), mistakes, {"top_k=1": "checkpoint"})
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory):
+    return train_in(tmp_path_factory.mktemp("trained"), "name=run")
+
+
+# (script, exit code, key, arguments)
+SCRIPTS = [
+    (generate, 2, "device", "checkpoint={run} device=cuda"),
+    *((generate, 3, "checkpoint", f"checkpoint={x}") for x in ("no", ".", "/dev/zero")),
+    (prepare_data, 2, "data.path", "out=out"),
+    (prepare_data, 2, "out", "data.path=text.txt"),
+    (prepare_data, 2, "workers", "data.path=text.txt out=out workers=all"),
+    (prepare_data, 3, "data.path", "data.path=pipe out=out"),
+    (inspect_attention, 2, "out", "checkpoint={run} out=text.txt/x.html"),
+    (inspect_attention, 3, "compare", "checkpoint={run} compare=no"),
+    *((benchmark_data, 2, "text", f"text={x}") for x in ("no.txt", "pipe")),
+    (benchmark_data, 2, "repeats", "text=text.txt repeats=0"),
+]
+
+
+def test_arguments_of_scripts(in_process, text_file, tmp_path, a_run):
+    os.mkfifo(tmp_path / "pipe")
+    before = files_in(tmp_path)
+    for script, expected, key, arguments in SCRIPTS:
+        tally(FAULT)
+        code, _, err = in_process(script.main, tmp_path, *arguments.format(run=a_run).split())
+        assert (code, printed_keys(err)) == (expected, [key]), arguments
+        assert files_in(tmp_path) == before, arguments
+
+
+def test_unusual_prompts_are_continued(in_process, a_run, tmp_path):
+    for prompt in ("", "word " * 2000, "a\0b", "${oc.env:HOME} [a, {b} 'c", "é 漢 \U0001f642"):
+        tally(FAULT)
+        arguments = [f"checkpoint={a_run}", f"prompt={prompt}", "max_new_tokens=2"]
+        code, out, err = in_process(generate.main, tmp_path, *arguments)
+        assert code == 0, prompt
+        assert out.startswith(prompt), prompt
+        assert printed_keys(err) == (["prompt"] if prompt.startswith("word") else []), prompt
+
+
+def test_unavailable_devices_and_precisions(make_run, monkeypatch):
+    with refused(ConfigError, "trainer.precision", "fp16"):
+        make_run("trainer.precision=fp16")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with refused(ConfigError, "trainer.device", "cuda"):
+        make_run("trainer.device=cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: False)
+    with refused(ConfigError, "trainer.precision", "bf16"):
+        make_run("trainer.device=cuda", "trainer.precision=bf16")
+    numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}
+    for name, value in {**numbers, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    with refused(ConfigError, "trainer.device", "cuda"):
+        make_run("trainer.device=cuda")
+
+
+def test_bytes_that_are_not_utf8_as_a_shell_passes_them(command):
+    done = command("train.py", *TINY, b"data.path=caf\xe9.txt")
+    assert (done.returncode, done.stdout, printed_keys(done.stderr)) == (2, "", ["data.path"])
+    assert done.stderr[:-1].isprintable()

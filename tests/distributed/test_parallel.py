@@ -1,0 +1,136 @@
+"""Distributed training, checks in one process: settings, environment of the launcher, seeds.
+
+test_ranks.py starts real ranks."""
+
+import pytest
+import torch
+from helpers.refusals import printed_keys
+
+import train
+from clearhead.distributed import device, device_memory
+from clearhead.distributed.build import build_strategy
+from clearhead.distributed.ddp import DDP
+from clearhead.distributed.launch import ParallelConfig, check
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import RunDirectoryError
+
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS += ("SLURM_STEP_NUM_TASKS",)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """Removes the variables of launchers; the working directory is a temporary folder."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """launched(ranks, KEY=value) sets the environment of one of several ranks."""
+
+    def launch(ranks, **more):
+        fixed = {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+        for key, value in {"RANK": 0, "WORLD_SIZE": ranks, **fixed, **more}.items():
+            if value is not None:
+                monkeypatch.setenv(key, str(value))
+
+    return launch
+
+
+def problem_keys(strategy: str, batch_size: int = 8) -> list[str]:
+    return [key for key, *_ in check(ParallelConfig.with_defaults(strategy=strategy), batch_size)]
+
+
+def test_distributed_strategies_need_several_processes():
+    assert problem_keys("auto", 7) == problem_keys("single") == []
+    assert problem_keys("ddp") == problem_keys("fsdp") == ["parallel"]
+    strategy = build_strategy(ParallelConfig.with_defaults(strategy="auto"), "cpu", "fp32", seed=3)
+    assert type(strategy) is Strategy
+    assert (strategy.rank, strategy.world_size, strategy.is_rank_0) == (0, 1, True)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_need_a_strategy_and_a_divisible_batch(launched, ranks):
+    launched(ranks)
+    several = ranks > 1
+    assert problem_keys("auto") == problem_keys("fsdp") == []
+    problems = ["parallel", "trainer.batch_size"]
+    assert problem_keys("single", 9) == problems * several
+
+
+def test_the_hint_has_the_nearest_divisible_batch_size(launched):
+    launched(4)
+    for batch_size, nearest in [(9, 12), (1, 4), (5, 8)]:
+        ((*_, hint),) = check(ParallelConfig.with_defaults(), batch_size)
+        assert str(nearest) in hint.split(), batch_size
+
+
+def test_a_launcher_may_not_tell_the_ranks_of_this_machine(launched, monkeypatch):
+    """Then one rank per machine is assumed, and GPUs and memory are not divided by all ranks."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = device_memory.memory_of(torch.device("cpu"))
+    launched(16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert device.check("cuda") == []
+    assert device_memory.memory_of(torch.device("cpu")) == alone
+    launched(16, LOCAL_WORLD_SIZE=16)
+    assert [key for key, *_ in device.check("cuda")] == ["device"]
+    assert device_memory.memory_of(torch.device("cpu")) == alone / 16
+
+
+def test_slurm_tasks_without_a_rank_are_refused(launched, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert problem_keys("auto") == ["parallel"]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert problem_keys("auto") == []
+    launched(2, SLURM_STEP_NUM_TASKS=4)  # torchrun, which srun started once per machine
+    assert problem_keys("ddp") == []
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "printed"), [(0, 0, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_wrong_command_is_printed_once_per_machine(
+    launched, in_process, tmp_path, monkeypatch, rank, local_rank, printed
+):
+    monkeypatch.setattr("clearhead.config.command_line.WAIT_FOR_RANK_0", 0)
+    launched(2, RANK=rank, LOCAL_RANK=local_rank)
+    code, _, err = in_process(train.main, tmp_path, "trainer.batch_size=9")
+    assert code == 2
+    assert len(printed_keys(err)) == err.count("trainer.batch_size=9") == printed
+
+
+def test_a_sweep_on_several_ranks_is_refused(launched, in_process, tmp_path):
+    launched(2)
+    code, _, err = in_process(train.main, tmp_path, "-m", "seed=0,1")
+    assert (code, printed_keys(err)) == (2, ["WORLD_SIZE"])
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_errors_that_mean_a_lost_rank():
+    assert DDP.is_lost_rank(None, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"))
+    assert DDP.is_lost_rank(None, RuntimeError("Application timeout caused pair closure"))
+    assert not DDP.is_lost_rank(None, ValueError("gloo"))
+    locked = RunDirectoryError("name", "gloo", "is locked", "Timed out")
+    assert not DDP.is_lost_rank(None, locked)
+    assert not Strategy(torch.device("cpu"), torch.float32).is_lost_rank(RuntimeError("gloo"))
+
+
+def test_random_numbers_are_a_function_of_seed_step_and_rank():
+    def drawn(seed: int, step: int, rank: int) -> tuple[int, ...]:
+        Strategy(torch.device("cpu"), torch.float32, rank, world_size=8).reseed(seed, step)
+        return tuple(torch.randint(2**62, (4,)).tolist())
+
+    cases = [(s, n, r) for s in (0, 1, 2**63 - 1) for n in (0, 1, 10**9) for r in (0, 1, 7)]
+    cases += [(1, 2, 3), (3, 2, 1), (2, 1, 3), (1, 3, 2)]
+    first = [drawn(*case) for case in cases]
+    assert [drawn(*case) for case in reversed(cases)] == first[::-1]
+    assert len(set(first)) == len(cases)
+
+
+def test_ranks_that_are_restarted_need_the_name_of_their_run(monkeypatch, in_process, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    code, _, err = in_process(train.main, tmp_path, "data.path=none")
+    assert (code, printed_keys(err)) == (2, ["name"])

@@ -1,0 +1,65 @@
+"""AdamW and learning-rate schedules."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from clearhead.optim.optimizers import OptimizerConfig, build_optimizer, learning_rate
+
+
+def rates_of(schedule, warmup=10, steps=100, **settings):
+    config = OptimizerConfig.with_defaults(lr=1.0, schedule=schedule, **settings)
+    return [learning_rate(step, config, warmup, steps) for step in range(steps)]
+
+
+def test_cosine_falls_to_its_minimum():
+    rates = rates_of("cosine", warmup=0, steps=101, min_lr_ratio=0.1)
+    assert rates[0] == 1.0
+    assert rates[50] == pytest.approx(0.55)
+    assert rates[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rates[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(rates))
+
+
+def test_wsd_rises_linearly_is_constant_then_falls_linearly():
+    rates = rates_of("wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+    assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    assert rates[10:80] == [1.0] * 70
+    assert rates[99] == pytest.approx(0.0)
+    falls = [a - b for a, b in itertools.pairwise(rates[79:])]
+    assert falls == pytest.approx([falls[0]] * len(falls))
+
+
+def test_constant_and_degenerate_lengths():
+    assert rates_of("constant")[10:] == [1.0] * 90
+    for schedule in ("cosine", "wsd", "constant"):
+        assert rates_of(schedule, warmup=0, steps=1) == [1.0], schedule
+        assert all(math.isfinite(rate) for rate in rates_of(schedule, warmup=5, steps=5))
+        rates = rates_of(schedule, warmup=4, steps=2)  # a run that ends before it
+        assert rates == [0.25, 0.5], schedule
+
+
+def test_updates_equal_the_formula_of_adamw():
+    """Compares two steps with algorithm 2 of Loshchilov and Hutter."""
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(3, 2)
+    config = OptimizerConfig.with_defaults(lr=0.1, weight_decay=0.5, betas=[0.9, 0.95], eps=1e-8)
+    optimizer = build_optimizer(layer, config)
+    expected = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in expected.items()}
+    for step in (1, 2):
+        layer(torch.randn(4, 3)).square().sum().backward()
+        for name, parameter in layer.named_parameters():
+            g, (m, v) = parameter.grad, moments[name]
+            m.mul_(0.9).add_(0.1 * g)
+            v.mul_(0.95).add_(0.05 * g**2)
+            decay = 0.5 if parameter.dim() >= 2 else 0.0
+            m_hat, v_hat = m / (1 - 0.9**step), v / (1 - 0.95**step)
+            expected[name] *= 1 - 0.1 * decay
+            expected[name] -= 0.1 * m_hat / (v_hat.sqrt() + 1e-8)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-5, atol=1e-6)

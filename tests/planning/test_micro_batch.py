@@ -1,0 +1,107 @@
+"""Micro-batches: the largest that fits, and hints if none fits."""
+
+import re
+from unittest.mock import Mock
+
+import pytest
+import torch
+from helpers.refusals import refused
+from helpers.settings import settings
+
+from clearhead.distributed.strategy import Strategy
+from clearhead.errors import ConfigError, OutOfMemoryError
+from clearhead.planning import memory, micro_batch
+from train import fit
+
+
+@pytest.fixture
+def memory_is(monkeypatch):
+    """memory_is(bytes) simulates a machine with this much memory."""
+    return lambda total: monkeypatch.setattr(micro_batch, "memory_of", lambda _: total)
+
+
+def test_out_of_memory_errors_are_recognized():
+    of_cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+    of_cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    for text, expected in ((of_cpu, True), (of_cublas, True), ("shapes differ", False)):
+        assert micro_batch.is_out_of_memory(RuntimeError(text)) == expected, text
+
+
+def suggested(error) -> str:
+    """Returns the first setting in a hint."""
+    return re.search(r"[a-z]+\.?\w*=\w+", error.hint)[0]
+
+
+def bytes_of(config, windows) -> float:
+    """Returns the estimate for a step with this micro-batch size."""
+    job = memory.Job(config, "single", 1, "fp32", "cpu", compiled=False)
+    return sum(memory.estimate(job, windows).values())
+
+
+def test_a_run_out_of_memory_resumes_with_the_suggested_setting(make_run):
+    given = ("name=tight", "trainer.batch_size=8", "trainer.sample_tokens=0")
+    run = make_run(*given, "trainer.max_steps=2")
+    fit(run)
+    run = make_run(*given, "trainer.max_steps=3", "trainer.micro_batch_size=6")
+    run.trained_model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with refused(OutOfMemoryError, "trainer.micro_batch_size", 6, exit_code=4) as caught:
+        fit(run)
+    assert suggested(caught.value) == "trainer.micro_batch_size=2"  # at most half of 6, divides 8
+    assert (run.directory / "report.html").is_file()
+    run = make_run(*given, "trainer.max_steps=3", suggested(caught.value))
+    assert run.state.step == 2  # of the checkpoint
+    fit(run)
+    assert run.state.step == 3
+
+
+def test_hints_if_one_window_does_not_fit(make_run):
+    run = make_run("trainer.micro_batch_size=1")
+    for setting in ("trainer.activation_checkpointing=true", "parallel=fsdp"):
+        error = micro_batch.out_of_memory_error(
+            run.config, run.strategy, 1, run.checkpointer.describe()
+        )
+        assert suggested(error) == setting
+        run.config.trainer.activation_checkpointing = True
+
+
+def test_auto_uses_the_estimate_and_trains_the_same(make_run, memory_is):
+    given = ["trainer.max_steps=2", "model.dropout=0", "trainer.sample_tokens=0"]
+    plain = make_run("name=plain", *given)
+    fit(plain)
+    enough = bytes_of(plain.config, 2)
+    memory_is(1.0001 * enough / memory.USABLE)
+    auto = make_run("name=auto", *given, "trainer.micro_batch_size=auto")
+    assert auto.config.trainer.micro_batch_size == auto.evaluator.batch_size == 2
+    fit(auto)
+    assert auto.state.val_loss == pytest.approx(plain.state.val_loss, rel=1e-5)
+    assert "micro_batch_size: 2\n" in (auto.directory / "config.yaml").read_text()
+    memory_is(bytes_of(plain.config, 1))  # without the fraction for other programs
+    least = make_run("name=least", "trainer.micro_batch_size=auto")
+    assert least.config.trainer.micro_batch_size == 1
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(
+    make_run, memory_is, monkeypatch, tmp_path
+):
+    monkeypatch.setitem(memory.LIBRARIES, "cpu", 0)
+    config = make_run("name=first").config
+    memory_is(1.001 * bytes_of(config, 2) / memory.USABLE)
+    for given in ("trainer.batch_size=8", "trainer.micro_batch_size=4"):
+        with refused(ConfigError, *given.split("=")) as caught:
+            make_run("name=large", "trainer.compile=false", given)
+        assert suggested(caught.value) == "trainer.micro_batch_size=2"
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["first"]
+    make_run("name=auto", "trainer.compile=false", "trainer.micro_batch_size=auto")
+
+
+def test_a_model_or_a_window_that_cannot_fit_is_refused(memory_is):
+    memory_is(8e9)
+    strategy = Strategy(torch.device("cpu"), torch.float32)
+    long = "model=gpt2-nano model.context_length=50000 data.max_length=50000 trainer.batch_size=1"
+    for given, expected in (
+        ("model=gpt2-xl", "model"),
+        ("model.vocab_size=1e10", "model"),
+        (long, "trainer.batch_size"),
+    ):
+        ((key, *_),) = micro_batch.check_memory(settings(*given.split()), strategy)
+        assert key == expected

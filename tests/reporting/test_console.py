@@ -1,0 +1,123 @@
+"""The output of a run, in a file and on a terminal."""
+
+import io
+import os
+import subprocess
+import sys
+
+from helpers import REPOSITORY, TIMEOUT
+
+from clearhead.errors import sanitize
+from clearhead.files import read_rows
+from clearhead.reporting import console as console_file
+from clearhead.reporting.console import Console
+from train import fit
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def print_some(console):
+    console.step(1, 2.0, 1e-3, 10.0)
+    console.print("a [red]line\x1b[31m")
+    console.close()
+
+
+def test_a_file_has_plain_lines_whatever_the_environment_variables(monkeypatch, capsys):
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.setenv(variable, "1")
+        print_some(Console(True, 0, 10))
+        step, line = capsys.readouterr().out.splitlines()
+        assert step.split()[1::2][:3] == ["1/10", "2.0000", "1.00e-03"]
+        assert line == "a [red]line\\x1b[31m"
+        monkeypatch.delenv(variable)
+    Console(False, 0, 10).print("a line")  # on another rank
+    assert capsys.readouterr().out == ""
+
+
+def test_a_command_in_a_notebook_has_plain_lines(monkeypatch):
+    """The stdout of `!python train.py` is a terminal, but a notebook keeps each redraw of a bar."""
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    for variable, value in (("JPY_PARENT_PID", "1"), ("FORCE_COLOR", "1"), ("TERM", "xterm-color")):
+        monkeypatch.setenv(variable, value)  # as Jupyter sets them
+    print_some(Console(True, 0, 10))
+    assert len(terminal.getvalue().splitlines()) == 2
+    assert "\x1b" not in terminal.getvalue()
+
+
+def test_a_terminal_has_a_bar_that_is_cleared(monkeypatch):
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    print_some(Console(True, 0, 10))
+    shown = terminal.getvalue()
+    assert "10%" in shown
+    assert "a [red]line\\x1b[31m" in shown
+    assert "\x1b[31m" not in shown
+    assert shown.endswith("\x1b[2K")  # clears the line
+
+
+def test_the_time_left_is_estimated_from_the_last_lines(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(console_file.time, "monotonic", lambda: now[0])
+    shown = Console(is_rank_0=True, first_step=0, max_steps=1000)
+    for step, seconds in [(1, 3600), *((n, 1) for n in range(2, 40))]:
+        now[0] += seconds
+        shown.step(step, 1.0, 1e-3, 100.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert console_file.duration(999 * 3600) in lines[0]
+    assert console_file.duration(1000 - 39) in lines[-1]
+
+
+def test_the_last_sample_is_printed_once(make_run, capsys):
+    run = make_run("name=a", "trainer.sample_tokens=8", "trainer.eval_every=2")
+    fit(run)
+    samples = [row["text"] for row in read_rows(run.directory / "samples.jsonl")]
+    assert len(samples) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(sanitize(" ".join(samples[-1].split()))) == 1
+
+
+def test_a_branch_names_the_run_it_starts_from(make_run, capsys):
+    """A resumed run does not."""
+    fit(make_run("name=a"))
+    for name, is_branch in (("a", False), ("b", True)):
+        capsys.readouterr()
+        make_run(f"name={name}", "trainer.resume=runs/a", "trainer.max_steps=5").closing.close()
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert ("runs/a" in last) == is_branch
+        assert "step 4" in last
+
+
+TWO_STEPS = """
+import sys
+from clearhead.reporting import console
+from clearhead.reporting import terminal
+terminal.never_fail()
+shown = console.Console(True, 0, 2)
+for step in (1, 2):
+    shown.step(step, 2.0, 1e-3, 10.0)
+    print("a warning", file=sys.stderr)
+"""
+# A redirection in bash -> the number of lines on stdout and on stderr. One line on stderr reports
+# that stdout cannot be written. 9 is a pipe without a reader.
+NOT_WRITTEN = {">/dev/full": (0, 3), ">&9": (0, 3), ">&-": (0, 2)}
+NOT_WRITTEN |= {"2>/dev/full": (2, 0), "2>&-": (2, 0)}
+
+
+def test_a_stream_that_cannot_be_written_does_not_end_training():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb"):  # closes the writer
+        for redirect, lines in NOT_WRITTEN.items():
+            done = subprocess.run(
+                ["bash", "-c", f'"$0" -c "$1" 9>&{writer} {redirect}', sys.executable, TWO_STEPS],
+                env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)},
+                pass_fds=[writer],
+                capture_output=True,
+                timeout=TIMEOUT,
+            )
+            found = tuple(len(out.splitlines()) for out in (done.stdout, done.stderr))
+            assert (done.returncode, found) == (0, lines), redirect

@@ -1,0 +1,364 @@
+"""report.html: the values and charts in a browser, and the functions that compute them."""
+
+import base64
+import io
+import json
+import math
+import re
+import shutil
+
+import matplotlib
+import numpy as np
+import pytest
+from helpers.pages import HOSTILE
+from helpers.refusals import SPECIAL_FILES, time_limit
+from helpers.settings import settings
+from PIL import Image
+
+from clearhead.files import read_rows
+from clearhead.lens.history import Row
+from clearhead.lens.page import frame_data, page, run_data
+from clearhead.lens.probe import Frame, Prompt
+from clearhead.lens.statistics import STATISTICS
+from clearhead.reporting import report
+from clearhead.reporting.charts import smooth, thin
+from clearhead.reporting.report import sample_page, write_report
+
+NAN = math.nan
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(rows, samples=..., config=...) -> a run directory."""
+
+    def make(rows=(), samples=(), config="", name="first"):
+        folder = tmp_path / name
+        (folder / "attention").mkdir(parents=True)
+        for file, lines in (("metrics.jsonl", rows), ("samples.jsonl", samples)):
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (folder / file).write_text(text, encoding="utf-8")
+        (folder / "config.yaml").write_text(config, encoding="utf-8")
+        return folder
+
+    return make
+
+
+def row(step, loss, **more):
+    rates = {"train/tokens_per_second": 10.0 + step, "train/learning_rate": 1e-3}
+    return {"step": step, "train/loss": loss, "train/tokens": 100 * step} | rates | more
+
+
+def validation(loss, bits):
+    return {"val/loss": loss, "val/bits_per_byte": bits}
+
+
+ROWS = [
+    {"step": 0} | validation(10.0, 4.0),
+    row(10, 8.0) | validation(7.0, 3.0),
+    row(20, 6.0),
+    row(30, 5.0, **{"train/grad_norm": 1.5}) | validation(7.5, 3.25),
+]
+
+
+def numbers(texts):
+    return [re.findall(r"\d[\d,.]*", text) for text in texts]
+
+
+def drawn(plot, name):
+    """Returns the points of a line, computed from its path and the ticks of the axes."""
+    d = plot.locator(f"path[data-name='{name}']").get_attribute("d").replace("M", "L")
+    pairs = [tuple(map(float, pair.split())) for pair in d.replace("h0", "").split("L")[1:]]
+    across, down = scale(plot, "x"), scale(plot, "y")
+    return [(across(x), down(y)) for x, y in pairs]
+
+
+def scale(plot, axis):
+    """Returns a function from a position on an axis, in percent, to the value."""
+    ticks = plot.locator(f"text.{axis}").all()
+    (p0, v0), *_, (p1, v1) = (
+        (float(tick.get_attribute(axis).rstrip("%")), float(tick.text_content())) for tick in ticks
+    )
+    return lambda place: v0 + (place - p0) / (p1 - p0) * (v1 - v0)
+
+
+def near(points):
+    return [pytest.approx(point, abs=0.01) for point in points]
+
+
+def test_figures_and_charts_show_the_logged_values(run, opened):
+    folder = run([*ROWS[:2], {"step": 15, "train/tokens": 1500}, *ROWS[2:]])
+    overrides = ("model.num_layers=1", "model.num_heads=2", "model.context_length=4")
+    model = settings(
+        "model.emb_dim=8", "model.vocab_size=50257", "data.max_length=4", *overrides
+    ).model
+    stored = {"settings": {"trainer": {"max_steps": 300}, "model": model.model_dump()}}
+    (folder / "run.json").write_text(json.dumps(stored))
+    opened_page = opened(write_report(folder))
+    assert opened_page.locator("h1").inner_text() == "first"
+    assert numbers([opened_page.locator("header p").inner_text()])[0][-2:] == ["30", "300"]
+    tiles = opened_page.locator(".facts dd").all_inner_texts()
+    # e^7; embeddings, last norm, one block; 1000 tokens at each of 20, 30 and 40 tokens per second
+    parameters = (50257 + 4) * 8 + 16 + 12 * 64 + 13 * 8
+    expected = [["5.0000", "30"], ["7.0000", "10"], ["1,096.63", "10"], ["3.000", "10"]]
+    expected += [[f"{parameters:,}"], ["3,000"], ["0", "01", "48"], ["30"]]
+    assert numbers(tiles) == expected
+    figures = opened_page.locator("figure")
+    assert figures.count() == 5  # loss, bits per byte, learning rate, speed, gradient norm
+    loss = figures.nth(0).locator(".plot")
+    assert drawn(loss, "training") == near([(10, 8), (20, 6), (30, 5)])
+    assert drawn(loss, "validation") == near([(0, 10), (10, 7), (30, 7.5)])
+    assert loss.locator("circle.validation").count() == 3
+    assert loss.locator("text.y").first.get_attribute("y") == "100%"  # the lowest at the bottom
+    speed = figures.nth(3).locator(".plot")
+    assert drawn(speed, "throughput") == near([(10, 20), (20, 30), (30, 40)])
+    spans = figures.nth(0).locator(".readout span")  # the values of the nearest step
+    assert numbers(spans.all_inner_texts()) == [["30"], ["5"], ["7.5"]]
+    box = loss.locator(".area").bounding_box()
+    opened_page.mouse.move(box["x"] + box["width"] * 0.64, box["y"] + 50)
+    assert numbers(spans.all_inner_texts()) == [["20"], ["6"], ["7", "10"]]  # 7 at step 10
+
+
+def test_text_with_markup_is_escaped(run, opened, tmp_path):
+    text = f"{HOSTILE}\n{HOSTILE}\u2028\ud800\x00\u202eend"
+    samples = [{"step": n, "prompt": HOSTILE, "text": text} for n in (1, 2)]
+    rows = [ROWS[1] | {HOSTILE: HOSTILE, "attention/heatmap/x": "x.png"}]
+    folder = run(rows, samples, f"name: {HOSTILE}\n", name="<img src=x>&amp;")
+    opened_page = opened(write_report(folder))
+    assert opened_page.locator("h1").inner_text() == "<img src=x>&amp;"
+    articles = opened_page.locator(".samples article")
+    assert numbers(articles.locator("h3").all_inner_texts()) == [["2"], ["1"]]
+    newest = articles.first
+    assert newest.locator(".prompt").text_content() == HOSTILE
+    assert newest.locator("p").text_content().startswith(f"{HOSTILE}\n{HOSTILE}\u2028?")
+    assert opened_page.locator("details pre").text_content() == f"name: {HOSTILE}\n"
+    assert opened_page.locator("img").count() == 0
+
+    path = tmp_path / "sample.html"
+    text = f"{HOSTILE}\n{HOSTILE}\x1b[31m\ud800\u202exxx"
+    path.write_text(sample_page({"step": 1200, "prompt": HOSTILE, "text": text}), encoding="utf-8")
+    opened_page = opened(path)
+    assert opened_page.locator(".prompt").text_content() == HOSTILE
+    shown = opened_page.locator("p").text_content()
+    assert shown.startswith(f"{HOSTILE}\n{HOSTILE}\\x1b[31m\\ud800\\u202exxx")
+    assert opened_page.locator("img, script").count() == 0
+
+
+def test_samples_of_newlines_stay_low():
+    shown = sample_page({"step": 1, "prompt": "a", "text": "a b\n\n \n\n  c\nd\n\n\n"})
+    assert shown.count("</span> b\n\n  c\nd</p>") == 1
+
+
+def attention_page(folder, name, heads):
+    """Returns an attention page with this number of heads, in which one token is markup."""
+    prompt = Prompt("1-a", "a b", [0, 1], ["a", HOSTILE])
+    statistics = Row(0, {key: np.zeros((1, heads), np.float32) for key in STATISTICS})
+    frame = Frame(statistics, [np.full((1, heads, 3), 180, np.uint8)], [statistics.values])
+    text = page([run_data("first", [prompt], [frame_data(frame)], [statistics])], title="first")
+    (folder / "attention" / name).write_text(text, encoding="utf-8")
+
+
+def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
+    """Without a time-lapse, the page of the newest snapshot."""
+    folder = run(ROWS)
+    for step, heads in ((0, 1), (40, 4), (20, 2)):
+        attention_page(folder, f"step_{step:08d}.html", heads)
+    path = write_report(folder)
+    shutil.rmtree(folder / "attention")  # the report is complete by itself
+    opened_page = opened(path)
+    inside = opened_page.frame_locator("iframe")
+    inside.locator("html[data-ready='1']").wait_for()
+    assert inside.locator(".head").count() == 4
+    assert opened_page.locator("iframe").get_attribute("sandbox") == "allow-scripts"
+    assert opened_page.locator("p a[href='attention/step_00000040.html']").count() == 1
+
+
+HEADS = f"""rank,layer,head,name,since_step,significance,previous_token,loss_change,\
+loss_change_error
+1,0,1,previous_token,20,0.9,0.91,0.125,0.0625
+2,0,3,previous_token,0,0.5,0.53,
+3,0,2,induction,40,0.4,nan,-0.00001
+4,0,0,,,0.1,0.1,0
+5,0,4,uniform,0,0.01,0.1,0
+5,0,9,{HOSTILE},0,1,1,1
+6,0,x,induction,0,1,1,1
+7,-1,0,induction,0,1,1,1
+8,0,1e300,induction,0,1,1,1
+9,0
+"""
+PNG = base64.b64decode(  # one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg=="
+)
+
+
+def head_files(folder):
+    """Writes heads.csv, statistics, panel images and the page of step 40 with four heads."""
+    (folder / "attention" / "heads.csv").write_text(HEADS)
+    attention_page(folder, "step_00000040.html", 4)
+    lines = [{"step": n, "previous_token": [[0, n / 80, 0, 0]]} for n in (0, 20, 40)]
+    text = "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 60, "previous_token": 7}])
+    (folder / "attention" / "statistics.jsonl").write_text(text)
+    group = {"name": "previous_token", "loss_change": 2, "loss_change_error": 0.5, "heads": "x"}
+    removed = {"method": "exact", "groups": [group, {"name": "induction", "loss_change": None}]}
+    (folder / "attention" / "ablation.json").write_text(json.dumps(removed))
+    for name, content in (("20_1-a", PNG), ("40_1-a", PNG), ("40_2-b", PNG), ("40_3-c", b"GIF")):
+        (folder / "attention" / f"step_000000{name}_panel.png").write_bytes(content)
+
+
+def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
+    folder = run(ROWS)
+    head_files(folder)
+    opened_page = opened(write_report(folder))
+    cards = opened_page.locator(".heads article")
+    titles = [
+        re.findall(r"L\d H\d|step \d+", text) for text in cards.locator("h3").all_inner_texts()
+    ]
+    assert titles == [["L0 H1", "step 20"], ["L0 H2", "step 40"]]  # the first head of each name
+    counts = opened_page.locator(".attention > p").first.inner_text()
+    assert re.findall(r"\d+", counts) == ["3", "5", "2", "1", "1"]  # a uniform head has no card
+    facts = cards.nth(0).locator("p").nth(1).inner_text()
+    changes = ["+0.1250", "0.0625", "+2.0000", "0.5000"]  # without this head, without both
+    assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.91", "0.90", *changes, "L0 H3"]
+    facts = cards.nth(1).locator("p").nth(1).inner_text()
+    assert re.findall(r"[-+\d.]+\d", facts) == ["0.40", "+0.0000"]
+    assert opened_page.locator(".heads :text('alert')").count() == 0
+    path = cards.nth(0).locator("path.training").get_attribute("d")
+    assert path == "M0.00 100.00L50.00 75.00L100.00 50.00"  # 0, 0.25 and 0.5 at steps 0, 20, 40
+    assert cards.nth(1).locator("path").count() == 0  # no statistic of this head
+    data = cards.nth(0).locator("img").get_attribute("src").partition("base64,")[2]
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))
+    code_180 = [255 * part for part in matplotlib.colormaps["viridis"](180)[:3]]
+    assert pixels[-1, 0].tolist() == pytest.approx([*code_180, 255], abs=1)
+    assert pixels[0, -1, 3] == 0  # above the diagonal
+
+
+def test_images_replace_the_attention_page_in_print(run, opened):
+    folder = run(ROWS)
+    head_files(folder)
+    opened_page = opened(write_report(folder))
+    frame, images = opened_page.locator("iframe"), opened_page.locator(".still img")
+    assert images.count() == 2  # the PNG files of step 40
+    middle = "node => { node.scrollIntoView(); const box = node.getBoundingClientRect();"
+    middle += " return document.elementFromPoint(box.x + box.width / 2, box.y + 9).localName; }"
+    assert frame.evaluate(middle) == "iframe"  # the images are behind the frame
+    opened_page.emulate_media(media="print")
+    assert not frame.is_visible()
+    assert images.first.is_visible()
+
+
+@pytest.mark.parametrize("weights", ["", "AAAA", 7, None])
+def test_page_with_invalid_weights_has_no_images(run, weights):
+    folder = run(ROWS)
+    head_files(folder)
+    path = folder / "attention" / "step_00000040.html"
+    text = re.sub(r'"weights": "[^"]*"', f'"weights": {json.dumps(weights)}', path.read_text())
+    path.write_text(text)
+    shown = write_report(folder).read_text()
+    assert shown.count("<article>") == 2
+    assert "data:image/png" not in shown.partition("<iframe")[0]
+
+
+def test_heads_without_names(run):
+    folder = run(ROWS)
+    table = "layer,head,name,significance,positional\n0,0,uniform,0.1,0\n0,1,,0.2,0\n"
+    (folder / "attention" / "heads.csv").write_text(table)
+    shown = write_report(folder).read_text()
+    text = re.search(r'class="attention"><p>(.*?)</p>', shown)[1]
+    assert re.findall(r"[\d.]*\d", text) == ["0", "2", "1", "0.25", "0.20"]
+    assert "<article>" not in shown
+    (folder / "attention" / "heads.csv").write_text(f"{table}0,2,positional,0.07,0.31\n")
+    (card,) = re.findall("<article>(.*?)</article>", write_report(folder).read_text())
+    assert re.findall(r"\d\.\d+", card) == ["0.31"]  # its significance is of other statistics
+
+
+def test_pages_of_older_runs_have_the_same_weights(run):
+    folder = run(ROWS)
+    head_files(folder)
+    path = folder / "attention" / "step_00000040.html"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    assert write_report(folder).read_text().partition("<iframe")[0].count("data:image/png") == 2
+
+
+def test_missing_and_empty_files_and_a_single_point(run, tmp_path, opened):
+    (tmp_path / "bare").mkdir()
+    for folder in (tmp_path / "bare", run()):
+        opened_page = opened(write_report(folder))
+        assert opened_page.locator("figure, .facts div, iframe, article").count() == 0
+    opened_page = opened(write_report(run([{"step": 0, "val/loss": 10.8}], name="second")))
+    assert opened_page.locator(".plot circle").count() == 1
+
+
+def test_values_that_are_not_finite_are_gaps(run, opened):
+    losses = [9.0, 8.0, "nan", 7.0, "inf", "-inf", 6.0, 5.0, NAN, 10**400]
+    rows = [row(step, loss) | validation("nan", 1.0) for step, loss in enumerate(losses)]
+    figure = opened(write_report(run(rows))).locator("figure").first
+    line = figure.locator(".plot path")
+    assert line.count() == 1  # no point of the validation loss is finite
+    d = line.get_attribute("d")
+    assert d.count("M") == 3
+    assert re.search(r"M[\d. ]+h0M", d)  # 7.0 is alone
+    assert drawn(figure, "training") == near([(0, 9), (1, 8), (3, 7), (6, 6), (7, 5)])
+    assert figure.locator(".note").count() == 1
+
+
+def test_lines_that_are_not_rows_are_skipped(run):
+    path = run() / "metrics.jsonl"
+    lines = ['{"step": 2, "text": "a\u2028b"}', '{"step": "x"}', '{"step": 1}', "", "7", "null"]
+    truncated = '{"step": 3, "text": "é'.encode()[:-1]
+    path.write_bytes("\n".join(lines).encode() + b"\n" + truncated)
+    assert read_rows(path) == [{"step": 1}, {"step": 2, "text": "a\u2028b"}]
+
+
+def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
+    folder = run(config="name: long\n")
+    assert "name: long" in write_report(folder).read_text()
+    monkeypatch.setattr(report, "MAX_CONFIG", 10)
+    assert "name: long" not in write_report(folder).read_text()
+    of_heads = (
+        "heads.csv",
+        "ablation.json",
+        "statistics.jsonl",
+        "step_0.html",
+        "step_00000000_1-a_panel.png",
+    )
+    of_heads = [f"attention/{name}" for name in of_heads]
+    for make in SPECIAL_FILES.values():
+        for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", *of_heads):
+            make(folder / name)
+        with time_limit():
+            assert write_report(folder).stat().st_size < 100_000
+
+
+def test_ticks(run, opened):
+    for number, losses in enumerate(([0.0, 97.0], [3.0, 3.0], [0.0003, 0.0006], [-2e6, 5e6])):
+        rows = [row(1000 * step, loss) for step, loss in enumerate(losses)]
+        plot = opened(write_report(run(rows, name=str(number)))).locator(".plot").first
+        ticks = [tick.text_content() for tick in plot.locator("text.y").all()]
+        expected = {
+            0: ["0", "20", "40", "60", "80", "100"],
+            1: ["3", "4"],
+            2: ["0.0003", "0.0004", "0.0005", "0.0006"],
+            3: ["-2M", "0", "2M", "4M", "6M"],
+        }
+        assert ticks == expected[number]
+        assert [t.text_content() for t in plot.locator("text.x").all()][-1] == "1K"
+
+
+def test_thinning_keeps_spikes_ends_and_gaps():
+    points = [(step, float(step % 10)) for step in range(100_000)]
+    points[33_333], points[44_444] = (33_333, 99.0), (44_444, -99.0)
+    points[50_000:51_000] = [(step, NAN) for step in range(50_000, 51_000)]
+    thinned = thin(points)
+    finite = [point for point in thinned if not math.isnan(point[1])]
+    assert 900 < len(finite) <= 1000
+    assert {(33_333, 99.0), (44_444, -99.0)} <= set(finite) <= set(points)
+    assert (thinned[0], thinned[-1]) == (points[0], points[-1])
+    assert [step for step, _ in thinned] == sorted({step for step, _ in thinned})
+    assert any(math.isnan(value) for _, value in thinned)
+    assert thin(points[:1000]) == points[:1000]
+
+
+def test_smoothing_has_no_lag():
+    line = [(step, 2.0 * step) for step in range(600)]
+    assert smooth(line)[:-10] == near(line[:-10])
+    noisy = [(step, 5.0 + (-1) ** step) for step in range(600)]
+    assert all(abs(value - 5) < 0.11 for _, value in smooth(noisy)[10:])

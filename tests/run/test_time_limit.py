@@ -1,0 +1,186 @@
+"""trainer.max_minutes: the number of steps, the last step, and the summary with which to repeat it.
+
+tests/distributed/test_ranks.py has a run of two ranks that is out of time."""
+
+import itertools
+import json
+import shlex
+import time
+from types import SimpleNamespace
+
+import pytest
+from helpers import TEXT, TINY
+from helpers.ranks import check_same_bytes
+from helpers.refusals import printed_keys, refused
+from helpers.runs import rows
+from helpers.settings import settings
+
+import train
+from clearhead.checkpoint.run_directory import settings_of
+from clearhead.config.stored import resolve_auto
+from clearhead.errors import ConfigError
+from clearhead.reporting.comparison import read
+from clearhead.run import build, time_limit
+from scripts import plan
+from train import fit
+
+AUTOMATIC = ("trainer.max_steps=null", "trainer.warmup_steps=null", "trainer.eval_every=null")
+LIMITED = ("trainer.max_minutes=100", *AUTOMATIC)
+
+
+@pytest.fixture
+def slow_steps(monkeypatch):
+    """Steps that take a second, according to the measurement."""
+    monkeypatch.setattr(build, "measure_steps", lambda *_: 1.0)
+
+
+def test_the_measurement_does_not_change_the_run(make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(time_limit, "MEASURED_FRACTION", 0.0)
+    more = ("model.dropout=0.2", "optimizer=muon", "trainer.micro_batch_size=2")
+    fit(make_run("name=limited", "trainer.max_minutes=100", *more))
+    fit(make_run("name=plain", *more))
+    limited, plain = (tmp_path / "runs" / name for name in ("limited", "plain"))
+    check_same_bytes(limited, plain)
+    same = {"trainer": settings_of(plain)["trainer"] | {"max_minutes": 100.0, "compile": False}}
+    assert settings_of(limited) == settings_of(plain) | {"name": "limited"} | same
+
+
+def test_the_number_of_steps_decides_the_automatic_settings(make_run, slow_steps):
+    trainer = make_run(*LIMITED).config.trainer
+    assert 5000 < trainer.max_steps < 6000
+    expected = settings(*TINY, "data.path=x", *AUTOMATIC, f"trainer.max_steps={trainer.max_steps}")
+    resolve_auto(expected)
+    assert trainer.warmup_steps == expected.trainer.warmup_steps > 100
+    assert trainer.eval_every == expected.trainer.eval_every > 100
+
+
+def test_a_run_without_time_for_a_step_is_refused(make_run, slow_steps, tmp_path):
+    with refused(ConfigError, "trainer.max_minutes", 0.01, exit_code=2):
+        make_run("trainer.max_minutes=0.01")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_limit_begins_with_the_process(in_process, tmp_path, monkeypatch, slow_steps):
+    monkeypatch.setattr(time_limit, "STARTED", time.monotonic() - 10**6)
+    arguments = [*TINY, "data.path=text.txt", "trainer.max_minutes=100"]
+    (tmp_path / "text.txt").write_text("a text, " * 200)
+    code, _, err = in_process(train.main, tmp_path, *arguments)
+    assert (code, printed_keys(err)) == (2, ["trainer.max_minutes"])
+
+
+def test_a_slow_run_ends_early_and_can_be_repeated_and_resumed(make_run, tmp_path, slow_steps):
+    """It ends after step 3 of the same learning-rate schedule."""
+    short_warmup = "trainer.warmup_steps=1"
+    run = make_run(*LIMITED, short_warmup, "name=early")
+    run.limit.is_last_step = lambda: run.state.step == 2
+    fit(run)
+    early = tmp_path / "runs" / "early"
+    stored, log = settings_of(early)["trainer"], rows(early)
+    planned = stored["max_steps"]
+    assert planned > 5000
+    assert stored["schedule_steps"] is None
+    assert [row["step"] for row in log] == [0, 3]
+    assert {key for key in log[-1] if key.startswith("val/")} <= json_of(early).keys()
+    found = {key: json_of(early)[key] for key in ("steps", "planned_steps", "tokens", "seed")}
+    assert found == {"steps": 3, "planned_steps": planned, "tokens": 3 * 8 * 32, "seed": 0}
+    assert json_of(early)["val/loss"] == log[-1]["val/loss"]
+
+    assert read(early, "val/loss").is_finished
+
+    steps = ("trainer.max_steps=3", f"trainer.schedule_steps={planned}")
+    fit(make_run(*AUTOMATIC, short_warmup, *steps, "name=again"))
+    check_same_bytes(early, tmp_path / "runs" / "again")
+
+    resumed = make_run(*LIMITED, short_warmup, "name=early")
+    assert (resumed.state.step, resumed.config.trainer.max_steps) == (3, planned)
+
+
+@pytest.mark.parametrize("last", [None, 3])
+def test_the_command_of_the_summary_repeats_the_run(in_process, tmp_path, monkeypatch, last):
+    """last: the step at which the time is over; None: the run reaches its planned steps."""
+    monkeypatch.setattr(time_limit, "MEASURED_FRACTION", 0.0)
+    monkeypatch.setattr(time_limit, "STARTED", time.monotonic())
+    (tmp_path / "my text.txt").write_text(TEXT)
+    arguments = [*TINY, "name=first", "data.path=my text.txt", "trainer.max_minutes=100"]
+    # Each step after the first one depends on the length of the schedule.
+    arguments += ["optimizer.schedule=cosine", "trainer.warmup_steps=0"]
+    with monkeypatch.context() as patched:
+        steps = itertools.count(1)
+        patched.setattr(time_limit.TimeLimit, "is_last_step", lambda _: next(steps) == last)
+        assert in_process(train.main, tmp_path, *arguments)[0] == 0
+    first = tmp_path / "runs" / "first"
+    assert json_of(first)["steps"] == (last or 4)
+    assert in_process(train.main, tmp_path, *shlex.split(json_of(first)["repeat"])[2:])[0] == 0
+    (again,) = set((tmp_path / "runs").iterdir()) - {first}
+    check_same_bytes(first, again)
+    assert settings_of(again)["trainer"]["max_minutes"] is None
+
+
+def test_runs_that_one_command_does_not_repeat(in_process, tmp_path, monkeypatch):
+    """A resumed run, and one that torchrun may restart."""
+    monkeypatch.setattr(time_limit, "MEASURED_FRACTION", 0.0)
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = [*TINY, "name=run", "data.path=text.txt"]
+    for steps in (2, 4):
+        assert in_process(train.main, tmp_path, *arguments, f"trainer.max_steps={steps}")[0] == 0
+    assert json_of(tmp_path / "runs" / "run")["repeat"] is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert in_process(train.main, tmp_path, *arguments, "name=restarted")[0] == 0
+    assert json_of(tmp_path / "runs" / "restarted")["repeat"] is None
+
+
+def test_a_resumed_run_keeps_its_plan_unless_another_one_is_given():
+    def steps(before, *more):
+        config = settings(*TINY, "data.path=x", *more)
+        resolve_auto(config, {"trainer": before})
+        return config.trainer.max_steps
+
+    limited = {"max_minutes": 5.0, "max_steps": 600, "schedule_steps": None}
+    assert steps(limited, *LIMITED) == 600
+    assert steps(limited | {"schedule_steps": 10_000}, *LIMITED) == 600
+    assert steps(limited, *LIMITED, "trainer.max_steps=1200") == 600
+    assert steps(limited, "trainer.max_steps=1200") == 1200
+    assert steps({"max_steps": 1000}, *LIMITED, "trainer.max_steps=2000") == 2000
+    longer = limited | {"max_minutes": None, "max_steps": 700}  # it was resumed without the limit
+    assert steps(longer, *LIMITED) == 700
+    resumed = (*LIMITED, "trainer.resume=runs/x", "trainer.max_steps=1200")
+    assert steps(limited, *resumed) == 1200
+
+
+def json_of(run) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_the_last_step_leaves_time_for_another_step_and_two_validations(monkeypatch):
+    """Steps of 2 s and a validation of 10 s, of which there is one before the first step."""
+    now = 0.0
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = time_limit.TimeLimit(settings(*TINY, "data.path=x", "trainer.max_minutes=2"))
+    limit.start()
+    now = 10.0
+    limit.exclude(10)
+    while not limit.is_last_step():
+        now += 2
+    # A step, its validation, the last step and its validation take 24 s.
+    assert now - 2 + 24 <= limit.end < now + 24
+    assert limit.end == 120 - limit.end_of_run
+
+
+def test_a_busy_machine_does_not_end_a_run_that_has_time_left(monkeypatch):
+    """Steps of 0.01 s, then steps of 1 s. The end of the run does not become 100 times slower."""
+    now = 0.0
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = time_limit.TimeLimit(settings(*TINY, "data.path=x", "trainer.max_minutes=2"))
+    for seconds in [0.01] * 30 + [1.0] * 60:
+        now += seconds
+        assert not limit.is_last_step()
+    while not limit.is_last_step():
+        now += 1
+    assert 60 < now < 120 - 3 * limit.end_of_run  # it reserves more time than on an idle machine
+
+
+def test_a_plan_with_a_time_limit_needs_the_number_of_tokens():
+    config = settings(*TINY, "data.path=x", *LIMITED)
+    with refused(ConfigError, "tokens"):
+        plan.make_plan(config, plan.PlanConfig())
+    assert plan.make_plan(config, plan.PlanConfig(tokens=1e6))["tokens"] == 1e6
