@@ -199,7 +199,7 @@ def test_time_lapse_and_table_of_a_run(tmp_path):
 
 
 def test_thumbnails_are_on_the_prompt_where_the_head_is_most_significant(tmp_path, monkeypatch):
-    monkeypatch.setattr("lens.snapshots.MAX_THUMBNAILS", 1)
+    monkeypatch.setattr("clearhead.lens.snapshots.MAX_THUMBNAILS", 1)
     lens = lens_on("aaaaaa", "bbbbbb", repeat_length=0)
     weights = uniform_attention(6)[0]
     previous = torch.eye(6)[[0, 0, 1, 2, 3, 4]]
