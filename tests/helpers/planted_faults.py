@@ -371,7 +371,7 @@ def slow(seconds: float) -> None:
         on_call(f"clearhead.run.{name}", lambda *_: time.sleep(seconds))
     for name in ("clearhead.checkpoint.format.write", "clearhead.run.build.load_parameters"):
         on_call(name, lambda *_: time.sleep(seconds))
-    on_call("lens.snapshots.Lens.snapshot", lambda *_: time.sleep(seconds))
+    on_call("clearhead.lens.snapshots.Lens.snapshot", lambda *_: time.sleep(seconds))
 
 
 def compiler(backend: str) -> None:
