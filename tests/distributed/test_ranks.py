@@ -232,7 +232,7 @@ def test_ranks_that_do_not_see_the_run_continue_it(place):
 # block: without ignored targets, ranks read it after they have exchanged gradients.
 CALLS = ("torch.distributed.all_reduce", "torch.distributed.broadcast")
 CALLS += tuple(f"clearhead.distributed.ddp.DDP.{name}" for name in ("backward", "update"))
-CALLS += ("clearhead.run.exchange.Exchange.is_stopped",)
+CALLS += ("clearhead.run.stop.Stop.is_stopped",)
 
 
 @pytest.mark.parametrize(
