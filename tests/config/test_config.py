@@ -245,7 +245,7 @@ def test_features_of_hydra(in_process, tmp_path, monkeypatch):
     code, out, _ = in_process(train.main, tmp_path, "--help", *config_dir)
     choices = {words[0]: words[1:] for words in map(str.split, out.splitlines()) if words}
     assert (code, choices["studies:"]) == (0, ["none,", "small"])
-    assert {"laptop,", "mine"} <= set(choices["experiment:"])
+    assert {"laptop,", "mine,"} <= set(choices["experiment:"])
     assert shown("data.path=${oc.env:WHERE}")["data"]["path"] == "texts/a.txt"
     for option in (["--info", "searchpath"], ["--hydra-help"], ["--version"]):
         code, out, err = in_process(train.main, tmp_path, *option)

@@ -219,7 +219,7 @@ def marked_up(tmp_path_factory):
     name = "<img src=x onerror=window.hacked=1>.txt"
     (folder / name).write_text("\n".join(MARKUP.values()) * 12, encoding="utf-8")
     given = settings(*TINY, f"data.path='{name}'", "name=run", "trainer.max_steps=2", "lens=often")
-    given.trainer.sample_prompt = "\n".join(MARKUP.values())
+    given = given.with_values({"trainer.sample_prompt": "\n".join(MARKUP.values())})
     given.lens.prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):

@@ -153,7 +153,7 @@ def test_results_of_a_run(make_run, batch_size, method):
     options = ("lens=default", "lens.prompts=[abcd]", "lens.repeat_length=0", "lens.every=4")
     options += ("data.val_fraction=0.03", "trainer.eval_every=0")
     run = make_run(*options, "trainer.max_steps=4", f"trainer.batch_size={batch_size}")
-    assert len(run.data.val) == 2
+    assert len(run.evaluator.validation.dataset) == 2
     fit(run)
     folder = run.directory / "attention"
     result = json.loads((folder / "ablation.json").read_text())

@@ -356,7 +356,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
 def test_resumed_run_has_the_same_pages(make_run, tmp_path):
     fit(watched_run(make_run, "name=whole"))
     stopped = watched_run(make_run, "name=halves")
-    stopped.signals.received = signal.SIGTERM
+    stopped.stop.signals.received = signal.SIGTERM
     with pytest.raises(SystemExit):
         fit(stopped)
     folder = tmp_path / "runs" / "halves" / "attention"
