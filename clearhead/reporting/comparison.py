@@ -23,12 +23,12 @@ import numpy as np
 import yaml
 
 from clearhead.checkpoint.run_directory import settings_of
-from clearhead.config.schema import VOCABULARIES
 from clearhead.config.stored import automatic_warmup
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
 from clearhead.files import read_json, read_rows
 from clearhead.reporting.charts import number
+from clearhead.tokens import VOCABULARIES
 
 # Settings that change what a run learns, although they may be changed when it is resumed.
 LEARNING = {"data.path", "data.val_path", "trainer.init_from"}

@@ -28,7 +28,6 @@ from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
-from clearhead.distributed.threads import ThreadCheck
 from clearhead.errors import DataError, exit_code_of, refuse
 from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, learning_rate
 from clearhead.planning.micro_batch import check_memory, find_micro_batch
@@ -109,7 +108,6 @@ def _build(
     config: Config, strategy: Strategy, signals: StopSignals, closing: contextlib.ExitStack
 ) -> Run:
     notes: list[str] = []
-    threads = ThreadCheck(launch.local_ranks())
     config, strategy = complete_settings(config, strategy, notes)
     limit = TimeLimit(config)
     start = find_start(config, strategy, closing, notes)
@@ -127,7 +125,6 @@ def _build(
             per_step = measure_steps(config, strategy, trained_model, optimizer, batches)
         notes.append(set_max_steps(config, strategy, limit.end, per_step))
     state = restore(config, strategy, start, data, model, optimizer)
-    notes += threads.notes(strategy.device)
     opened = strategy.on_rank_0(
         lambda: open_directory(config, strategy, start, state, model, notes, closing)
     )

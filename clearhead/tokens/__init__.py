@@ -15,4 +15,8 @@ In a stream of tokens every document starts with the end-of-text token, as in th
 modded-nanogpt. So the end-of-text tokens are the document boundaries in every format.
 """
 
+from typing import Literal
+
 END_OF_TEXT = "<|endoftext|>"
+TokenizerName = Literal["gpt2", "byte"]
+VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer

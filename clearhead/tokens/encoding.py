@@ -33,9 +33,9 @@ import numpy as np
 import tiktoken
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES
 from clearhead.tokens.gigatoken_engine import gigatoken
-from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer, token_byte_lengths
+from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
 
 CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
 CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...
@@ -200,7 +200,7 @@ class StreamEncoder:
 
 def encode_text(txt: str, tokenizer: tiktoken.Encoding) -> np.ndarray:
     """Returns the ids of a text. tokenizer: any tiktoken encoding; GPT-2's is the fastest."""
-    if tokenizer.name in TOKENIZERS:
+    if tokenizer.name in VOCABULARIES:
         return concatenate(StreamEncoder(tokenizer.name).encode(utf8_blocks(txt)))
     txt = b"".join(utf8_blocks(txt)).decode()  # without lone surrogates
     ids = tokenizer.encode_to_numpy(txt, allowed_special={END_OF_TEXT}, disallowed_special=())

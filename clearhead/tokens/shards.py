@@ -30,9 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 
 from clearhead.errors import DataError, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
+from clearhead.tokens import VOCABULARIES, TokenizerName
 from clearhead.tokens.paths import find_files, translate_read_errors
 from clearhead.tokens.stream import BLOCK_BYTES, TokenStream
-from clearhead.tokens.tokenizers import TOKENIZERS
 
 try:
     import resource
@@ -72,7 +72,7 @@ class Manifest(BaseModel):
 
     format: Literal["clearhead-shards"]
     version: Literal[1]
-    tokenizer: Literal["gpt2", "byte"]
+    tokenizer: TokenizerName
     tokens: int
     block_bytes: int
     shards: list[ShardEntry] = Field(min_length=1)
@@ -95,7 +95,7 @@ def write_manifest(
         "version": 1,
         "tokenizer": tokenizer,
         **extra,
-        "vocab_size": TOKENIZERS[tokenizer],
+        "vocab_size": VOCABULARIES[tokenizer],
         "tokens": sum(shard.tokens for shard in shards),
         "documents": sum(shard.documents for shard in shards),
         "block_bytes": BLOCK_BYTES,
@@ -297,7 +297,7 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
     """Checks a token file's header against its size and the manifest, and memory-maps it."""
     with translate_read_errors(str(path), OSError), open_regular(path) as file:
         header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-    vocab_size = TOKENIZERS[tokenizer]
+    vocab_size = VOCABULARIES[tokenizer]
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
     if int.from_bytes(header[:4], "little") == MAGIC:
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)

@@ -13,9 +13,7 @@ import numpy as np
 import tiktoken
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT
-
-TOKENIZERS = {"gpt2": 50257, "byte": 257}  # name: number of ids
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES
 
 
 @functools.cache
@@ -36,7 +34,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
             special_tokens={END_OF_TEXT: 256},
             explicit_n_vocab=257,
         )
-    raise ValueError(f"tokenizer={name!r} must be one of {', '.join(TOKENIZERS)}")
+    raise ValueError(f"tokenizer={name!r} must be one of {', '.join(VOCABULARIES)}")
 
 
 def vocabulary_files() -> tuple[Path, Path]:

@@ -20,11 +20,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT, readers
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES, readers
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import FilePart, documents, encode_part, load_hub_dataset, split_file
-from clearhead.tokens.tokenizers import TOKENIZERS
 
 some = trials(25, 150)
 
@@ -243,7 +242,7 @@ DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three "
 
 
 @pytest.mark.parametrize("endoftext", ["token", "text"])
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", VOCABULARIES)
 def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, endoftext, tmp_path):
     encoder = StreamEncoder(name, endoftext, chunk_bytes=100)  # a long document has several chunks
     for file in ("a.jsonl", "a.ndjson.gz", "a.parquet"):

@@ -18,10 +18,10 @@ from helpers.refusals import SPECIAL_FILES, refused, time_limit
 from helpers.texts import numbers_in, peak_memory, write_packed, write_source
 
 from clearhead.errors import DataError
+from clearhead.tokens import VOCABULARIES
 from clearhead.tokens import shards as module
 from clearhead.tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
 from clearhead.tokens.stream import TokenStream
-from clearhead.tokens.tokenizers import TOKENIZERS
 
 EOT = 50256
 
@@ -36,7 +36,7 @@ def write_shards(folder: Path, shards: dict[str, list[int]], tokenizer: str = "g
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for name, ids in shards.items():
-        writer = ShardWriter(folder / name, TOKENIZERS[tokenizer] - 1)
+        writer = ShardWriter(folder / name, VOCABULARIES[tokenizer] - 1)
         writer.append(np.array(ids, np.uint16))
         entries.append(writer.close())
     write_manifest(folder, entries, tokenizer)
@@ -367,7 +367,7 @@ def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_pat
     """Damage is found only in these blocks; without a manifest only they have checksums."""
     assert module.MAX_VERIFY_ALL == 2**30  # as docs/data.md says
     monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr("tokens.stream.BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr("clearhead.tokens.stream.BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(module, "MAX_VERIFY_ALL", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
     if not with_manifest:
