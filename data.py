@@ -109,9 +109,9 @@ def create_dataloader(
         generator = torch.Generator()  # otherwise iter() uses torch's global generator
         return DataLoader(dataset, batch_sampler=batch_sampler, generator=generator, **options)
     if drop_last and len(dataset) < batch_size:
-        cause = f"greater than the number of windows, {len(dataset)}, so there is no full batch"
-        fix = "use a smaller batch_size or drop_last=False"
-        raise DataError("batch_size", batch_size, cause, fix)
+        reason = f"greater than the number of windows, {len(dataset)}, so there is no full batch"
+        hint = "use a smaller batch_size or drop_last=False"
+        raise DataError("batch_size", batch_size, reason, hint)
     return DataLoader(dataset, batch_size, shuffle, drop_last=drop_last, **options)
 
 
@@ -190,8 +190,8 @@ def load_datasets(config: DataConfig) -> LoadedData:
     try:
         integer_weights(config.weights)
     except ValueError as error:
-        cause, fix = "as a ratio of integers, they sum to more than 100,000", "use fewer digits"
-        raise ConfigError([("data.weights", config.weights, cause, fix)]) from error
+        reason, hint = "as a ratio of integers, they sum to more than 100,000", "use fewer digits"
+        raise ConfigError([("data.weights", config.weights, reason, hint)]) from error
     without_val = {"val_path": None, "val_fraction": 0.0}
     others = config.model_copy(update=without_val) if config.val_path else config
     sources = [_load_source(others if n else config, e) for n, e in enumerate(config.path)]
@@ -225,18 +225,18 @@ def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
         val = None
     elif val is not None:
         names = ", ".join(os.path.basename(name) for name, _ in val.names[:3])
-        cause = f"validation uses the files named val ({names}) and ignores data.val_fraction"
-        notes.append(sanitize(f"data.path={path}: {cause}", keep=""))
+        reason = f"validation uses the files named val ({names}) and ignores data.val_fraction"
+        notes.append(sanitize(f"data.path={path}: {reason}", keep=""))
     else:
         train, val = split_tokens(config, train, notes)
     if val is not None and len(val) <= config.max_length:
         key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
-        cause = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
-        fix = "a longer text, a smaller data.max_length, or data.val_fraction=0 (no validation)"
+        reason = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
+        hint = "a longer text, a smaller data.max_length, or data.val_fraction=0 (no validation)"
         is_split = not config.val_path and "val" not in streams
         if is_split and len(train) + len(val) > 2 * (config.max_length + 1):
-            fix = f"a larger data.val_fraction, {fix}"
-        raise DataError(f"data.{key}", value, cause, f"use {fix}")
+            hint = f"a larger data.val_fraction, {hint}"
+        raise DataError(f"data.{key}", value, reason, f"use {hint}")
     window_class = DocumentWindows if config.within_documents else SlidingWindows
     train_set = window_class(train, config.max_length, config.stride or config.max_length)
     val_set = None if val is None else window_class(val, config.max_length, config.max_length)

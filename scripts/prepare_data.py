@@ -83,8 +83,8 @@ def main(settings: PrepareConfig) -> None:
     try:
         preparation.start()
     except OSError as error:
-        cause = f"cannot be written ({error.strerror})"
-        raise ConfigError([("out", settings.out, cause, "use another folder")]) from error
+        reason = f"cannot be written ({error.strerror})"
+        raise ConfigError([("out", settings.out, reason, "use another folder")]) from error
     tasks = preparation.unfinished(preparation.assigned)
     if done := len(preparation.assigned) - len(tasks):
         print(f"{done} of {done + len(tasks)} tasks are already complete")

