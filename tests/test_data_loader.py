@@ -24,8 +24,8 @@ from clearhead.tokens.sampler import WindowOrder
 from clearhead.tokens.stream import TokenStream
 from clearhead.tokens.synthetic import CycleWalks
 from clearhead.tokens.tokenizers import bytes_per_token, get_tokenizer
-from clearhead.tokens.windows import IGNORED, DocumentWindows, MixedDataset, window_order
-from data import GPTDatasetV1, read_ahead, split_batch, training_batches
+from clearhead.tokens.windows import IGNORED, MixedDataset, window_order
+from data import DocumentWindows, GPTDatasetV1, read_ahead, split_batch, training_batches
 
 some = trials(15, 100)
 
@@ -44,9 +44,9 @@ class Numbers:
     def __len__(self):
         return self.size
 
-    def __getitems__(self, windows):
+    def batch(self, windows):
         self.read.append(windows.tolist())
-        return [(torch.tensor(window), torch.tensor(0)) for window in windows.tolist()]
+        return torch.from_numpy(windows), torch.zeros(len(windows))
 
 
 def numbers(batches: Iterator, steps: int) -> list[list[int]]:
@@ -78,11 +78,11 @@ def test_the_next_batch_is_read_while_this_one_is_used():
     proceed, is_ready = threading.Event(), threading.Event()
 
     class Slow(Numbers):
-        def __getitems__(self, windows):
+        def batch(self, windows):
             if self.read:
                 assert proceed.wait(TIMEOUT)
                 is_ready.set()
-            return super().__getitems__(windows)
+            return super().batch(windows)
 
     dataset, order = Slow(), WindowOrder(100, 4, 0)
     num_threads = torch.get_num_threads()
@@ -107,7 +107,7 @@ def documents_of(lengths: list[int]) -> DocumentWindows:
     """Windows of five tokens within documents with these numbers of letters."""
     ids = [id for n, k in enumerate(lengths) for id in (END, *range(97 + n, 97 + n + k))]
     stream = TokenStream([np.array(ids, np.uint16)], 257, END)
-    return DocumentWindows(stream, 5, 5)
+    return DocumentWindows(stream, None, 5, 5)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def _objective(run: str) -> float:
     return (min(values) if metric == "val/loss" else values[-1]) if values else math.inf
 
 
-def _runs(folders: list[str]) -> tuple[list[comparison.Run], str]:
+def _runs(folders: list[str]) -> tuple[list[comparison.ComparedRun], str]:
     """Returns (runs, the first of METRICS that any of them has); [] and "" if there is none."""
     for metric in METRICS:
         runs = []

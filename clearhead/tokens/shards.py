@@ -277,7 +277,7 @@ class _Shard:
                 raw = file.read(BLOCK_BYTES)
                 checksum = hashlib.sha256(raw).hexdigest()
                 if self.entry and checksum != self.entry.sha256[block]:
-                    reason = f"checksum mismatch with {MANIFEST} in {len(raw)} bytes from byte {first}"
+                    reason = f"checksum mismatch with {MANIFEST} in the block at byte {first}"
                     raise _bad_file(self.path, reason)
                 self.checksums[block] = checksum[:12]
                 skip = max(0, self.first_byte - first)
