@@ -293,7 +293,7 @@ def open_directory(
         drop_rows_after(directory, state.step if start.state else -1)
         started = environment(str(strategy.device), strategy.world_size)
         starts = RowFile(directory / "starts.jsonl")
-        starts.append({"step": state.step} | started)
+        starts.append({"step": state.step, "parameters": model.num_parameters()} | started)
         starts.close()
         settings = state.settings | {"environment": started}
         tracker = Tracker(config.wandb, directory, settings, state.wandb_id)
