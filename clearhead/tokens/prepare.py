@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from clearhead.errors import DataError, PreparationError
 from clearhead.files import atomic_write, read_json, remove_temporary_files
@@ -77,8 +77,7 @@ class TaskRecord(BaseModel):
     model_config = ConfigDict(strict=True)
 
     plan: str  # Preparation.plan
-    # Of the files. In the first version of this code its key was made_of.
-    fingerprint: str = Field(validation_alias=AliasChoices("fingerprint", "made_of"))
+    fingerprint: str  # of the files
     text_bytes: NonNegativeInt
     shards: list[ShardEntry]
 

@@ -40,9 +40,8 @@ from clearhead.tokens.paths import (
 )
 
 BLOCK = 2**20  # bytes read at once
-MAX_ROWS = 64  # rows of Parquet read at once; fewer if rows may be long
+MAX_ROWS = 64  # rows of Parquet read at once
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
-MAX_COMPRESSION_RATIO = 100  # of texts in Parquet that are larger than MAX_RECORD
 
 
 @dataclass(frozen=True)
@@ -243,35 +242,13 @@ def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
     with _open_parquet(part.path) as file:
         if part.text_key not in file.schema_arrow.names:
             _text_field(dict.fromkeys(file.schema_arrow.names), part, "the file")
-        groups = {
-            number: file.metadata.row_group(number)
-            for number in range(file.num_row_groups)[part.start : part.stop]
-        }
-        size = min((_rows_per_batch(groups[n], n, part) for n in groups), default=MAX_ROWS)
-        batches = file.iter_batches(size, row_groups=list(groups), columns=[part.text_key])
-        values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-        rows = ((row, n) for n, group in groups.items() for row in range(group.num_rows))
-        for value, (row, number) in zip(values, rows, strict=True):
-            where = f"row {row} of row group {number}"
-            yield utf8_blocks(_text_field({part.text_key: value.as_py()}, part, where), BLOCK)
-
-
-def _rows_per_batch(metadata, group: int, part: FilePart) -> int:
-    """Returns how many rows to read at once, so that they need at most half a gigabyte.
-
-    Raises DataError if the texts are far larger than the file: a small file could fill the memory.
-    """
-    columns = [metadata.column(number) for number in range(metadata.num_columns)]
-    columns = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{part.text_key}.")]
-    size = sum(column.total_uncompressed_size for column in columns)
-    packed = sum(column.total_compressed_size for column in columns)
-    if size > max(MAX_RECORD, MAX_COMPRESSION_RATIO * packed):
-        reason = (
-            f"the texts of row group {group} have {size:,} bytes, more than {MAX_RECORD:,} and "
-        )
-        reason += f"more than {MAX_COMPRESSION_RATIO} times their compressed size"
-        raise DataError("data.path", part.path, reason, "write smaller row groups")
-    return min(MAX_ROWS, 8 * MAX_RECORD // max(1, min(size, MAX_RECORD)))
+        groups = range(file.num_row_groups)[part.start : part.stop]
+        for group in groups:
+            batches = file.iter_batches(MAX_ROWS, row_groups=[group], columns=[part.text_key])
+            values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+            for row, value in enumerate(values):
+                where = f"row {row} of row group {group}"
+                yield utf8_blocks(_text_field({part.text_key: value.as_py()}, part, where), BLOCK)
 
 
 @contextlib.contextmanager
