@@ -18,6 +18,7 @@ import torch
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DIVERGENCE_HINT, DivergedError
 from clearhead.inference.decoding import Sampling, generate
+from clearhead.inference.perplexity import text_metrics
 from model import GPT
 
 if TYPE_CHECKING:
@@ -70,9 +71,8 @@ class Validation:
         loss = total / count
         if self.bytes_per_token is None:
             return {"val/loss": loss, "val/accuracy": right / count}
-        bits_per_byte = loss / math.log(2) / self.bytes_per_token
-        perplexity = math.exp(min(loss, 700))  # exp(710) is not a float
-        return {"val/loss": loss, "val/perplexity": perplexity, "val/bits_per_byte": bits_per_byte}
+        metrics = text_metrics(loss, self.bytes_per_token)
+        return {f"val/{name}": value for name, value in metrics.items()}
 
 
 @dataclass
