@@ -105,8 +105,7 @@ def main(settings: EvaluateConfig) -> None:
     strategy = build.build_strategy(single, settings.device, settings.precision, seed=0)
     model = pretrained.model.to(strategy.device)
     specialize(model, strategy.device)
-    lengths = token_byte_lengths(pretrained.tokenizer_name).copy()
-    lengths[pretrained.tokenizer.eot_token] = 0  # it is not part of the text
+    lengths = token_byte_lengths(pretrained.tokenizer_name)
     with strategy.inference(model):
         results = evaluate(model, windows, lengths, settings.batch_size)
     if not math.isfinite(results["loss"]):

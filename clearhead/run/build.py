@@ -49,7 +49,7 @@ from clearhead.run.signals import StopSignals
 from clearhead.run.time_limit import TimeLimit, measure_steps, set_max_steps
 from clearhead.run.translate_errors import translate_errors
 from clearhead.tokens.stream import check_checksums
-from clearhead.tokens.tokenizers import bytes_per_token, get_tokenizer
+from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
 from clearhead.tokens.windows import evenly_spaced_windows
 from data import LoadedData, load_datasets, split_batch, training_batches
 from model import GPT, ModelConfig
@@ -362,6 +362,6 @@ def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Eva
     tokenizer, validation = get_tokenizer(config.data.tokenizer), None
     if data.val:
         windows = evenly_spaced_windows(data.val, config.trainer.eval_windows)
-        bytes_of = functools.partial(bytes_per_token, tokenizer)
-        validation = Validation(data.val, windows, None if config.data.synthetic else bytes_of)
+        lengths = None if config.data.synthetic else token_byte_lengths(tokenizer.name)
+        validation = Validation(data.val, windows, lengths)
     return Evaluator(config, strategy, validation, tokenizer, micro_batch(config, strategy))

@@ -89,14 +89,9 @@ def _gpt2_encoding() -> tiktoken.Encoding:
 
 @functools.cache
 def token_byte_lengths(tokenizer: str) -> np.ndarray:
-    """Returns the length of each token in bytes, by id."""
+    """Returns the bytes of text of each token, by id. An end-of-text token has 0 bytes."""
     encoding = get_tokenizer(tokenizer)
     words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
-    return np.array([len(word) for word in words])
-
-
-def bytes_per_token(tokenizer: tiktoken.Encoding, tokens: np.ndarray) -> float:
-    """Returns the mean length of the tokens in bytes of text. An end-of-text token has 0 bytes."""
-    sizes = token_byte_lengths(tokenizer.name).copy()
-    sizes[tokenizer.eot_token] = 0
-    return float(sizes[tokens].mean())
+    lengths = np.array([len(word) for word in words])
+    lengths[encoding.eot_token] = 0
+    return lengths
