@@ -38,9 +38,8 @@ class Validation:
         self.bytes_per_token = None
         if token_lengths is not None:
             _, targets = dataset.batch(windows)
-            self.bytes_per_token = (
-                float(token_lengths[targets[targets >= 0].numpy()].mean()) or None
-            )
+            lengths = token_lengths[targets[targets >= 0].numpy()]
+            self.bytes_per_token = float(lengths.mean()) or None
 
     def run(self, model: torch.nn.Module, strategy: Strategy, batch_size: int) -> dict[str, float]:
         """Returns the mean loss in nats over all targets, and bits per byte or the accuracy. Each
