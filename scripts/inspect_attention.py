@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from clearhead.tokens.windows import WindowDataset
 
 
-class TextConfig(ScriptGroup):
+class AblationText(ScriptGroup):
     """The text for ablation."""
 
     path: Paths | None = Field(
@@ -91,7 +91,7 @@ class InspectConfig(ScriptConfig):
     ablation: Literal["exact", "estimate"] | None = Field(
         None, description="measure the loss without each head: exact | estimate; null: do not"
     )
-    data: TextConfig = Field(default_factory=TextConfig)
+    data: AblationText = Field(default_factory=AblationText)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
 
     @field_validator("repeat_length")

@@ -26,7 +26,7 @@ class PageError(ValueError):
 
 
 @dataclass
-class Run:
+class MatchedRun:
     """The heads of a run, from the data of its page."""
 
     name: str
@@ -50,7 +50,7 @@ class Run:
         return self.steps[first] if first < len(is_similar) else None
 
 
-def read_runs(paths: Iterable[Path]) -> list[Run]:
+def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
     """Returns the runs of all pages, with the prompts that all pages have. Raises PageError."""
     found = []  # (path, data, numbers of layers and heads, tokens of each prompt)
     for path in paths:
@@ -77,7 +77,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return runs
 
 
-def group_title(group: Group, runs: Sequence[Run]) -> str:
+def group_title(group: Group, runs: Sequence[MatchedRun]) -> str:
     """Returns the title of the most frequent name of the heads of a group."""
     names = [runs[n].name_of(group.layer, member.head) for n, member in group.members.items()]
     if any(names):
@@ -85,7 +85,7 @@ def group_title(group: Group, runs: Sequence[Run]) -> str:
     return "no name" if any(runs[n].names for n in group.members) else "name unknown"
 
 
-def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
+def head_rows(groups: Sequence[Group], runs: Sequence[MatchedRun]) -> list[dict]:
     """Returns a row for each head of each run, in the order of the groups."""
     return [
         {
@@ -129,7 +129,7 @@ def _tokens(data: dict) -> list[list[str]]:
     return [list(prompt["tokens"]) for prompt in data["prompts"]]
 
 
-def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
+def _load(data: dict, prompts: Sequence[list[str]]) -> MatchedRun:
     """Returns a run from the data of its page. prompts: the tokens of the compared prompts."""
     of_page = _tokens(data)
     places = [of_page.index(tokens) for tokens in prompts]
@@ -144,7 +144,7 @@ def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
         similarities(directions(compared(frame)), last).diagonal(axis1=1, axis2=2)
         for frame in data["frames"]
     ]
-    return Run(
+    return MatchedRun(
         name=str(data["name"]),
         texts=[str(data["prompts"][place]["text"]) for place in places],
         repeated=[bool(data["prompts"][place]["period"]) for place in places],

@@ -13,17 +13,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import causal_attn_weights, sdpa
-from model import GPT
-
-
-def use_cpu_kernels(model: GPT) -> None:
-    """Replaces dropout and the sdpa kernel of a model by those of this module."""
-    for module in (model, *model.blocks):
-        module.dropout = Dropout(module.dropout.p).train(module.training)
-    for block in model.blocks:
-        if block.attn.kernel is sdpa:
-            block.attn.kernel = attention
-
 
 # --------------------------------------------------------------------------------- attention
 

@@ -42,7 +42,7 @@ def planted_run(layers, heads):
             capture(layer, kinds.repeat(heads // 4, 1, 1))
 
     frame = probe(capture_attention, prompts, 0)
-    return pages.Run(run_data("planted", prompts, [frame_data(frame)], [frame.row]), {}, {}, {})
+    return pages.PageRun(run_data("planted", prompts, [frame_data(frame)], [frame.row]), {}, {}, {})
 
 
 def tiles_as_shown(lens, count, ratio):

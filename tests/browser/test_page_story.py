@@ -65,7 +65,7 @@ def story_run(stages, steps=STEPS):
     }
     data = [frame_data(frame) for frame in frames.values()]
     run = run_data("story", prompts, data, list(rows.values()), curves, stage=80)
-    return pages.Run(run, {}, rows, frames)
+    return pages.PageRun(run, {}, rows, frames)
 
 
 @pytest.fixture

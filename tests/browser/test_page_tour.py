@@ -44,7 +44,7 @@ def a_copying_run(method="exact", previous_from=40):
     story = story_run(PLANTED | {PREVIOUS: ("previous_token", previous_from)})
     data = [frame_data(f, lambda token: f"<{token}>".encode()) for f in story.frames.values()]
     ablation = ABLATION | {"method": method}
-    return pages.Run(story.data | {"frames": data, "ablation": ablation}, {}, story.rows, {})
+    return pages.PageRun(story.data | {"frames": data, "ablation": ablation}, {}, story.rows, {})
 
 
 def numbers(lens):

@@ -18,7 +18,8 @@ from helpers import NO_NETWORK, REPOSITORY, TEXT
 
 from clearhead.interop import export
 from clearhead.interop.pretrained import PretrainedModel
-from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer
+from clearhead.tokens import VOCABULARIES
+from clearhead.tokens.tokenizers import get_tokenizer
 from model import GPT, ModelConfig
 from scripts import evaluate
 
@@ -35,7 +36,7 @@ QUESTIONS = [
 def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
     """A model with a context of 48 tokens. Some texts are longer than the window, some shorter."""
     torch.manual_seed(1)
-    config = ModelConfig(TOKENIZERS[tokenizer], 48, 16, 2, 2, dropout=0.0, qkv_bias=True)
+    config = ModelConfig(VOCABULARIES[tokenizer], 48, 16, 2, 2, dropout=0.0, qkv_bias=True)
     model = GPT(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

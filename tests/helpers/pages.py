@@ -37,7 +37,7 @@ HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
 
 
 @dataclass
-class Run:
+class PageRun:
     """The data of a run for the page, and the weights and statistics behind it."""
 
     data: dict
@@ -88,7 +88,7 @@ def a_run(
             frames[step] = frame_data(frame, lambda token: f"<{token}>".encode())
     curves = {"training loss": [(step, 5 - step / 40) for step in range(0, 121, 10)]}
     data = run_data(name, prompts, list(frames.values()), list(rows.values()), curves, stage=80)
-    return Run(data, weights, rows, of_steps)
+    return PageRun(data, weights, rows, of_steps)
 
 
 second_run = functools.partial(a_run, "second", seed=7)

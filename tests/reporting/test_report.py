@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from helpers.pages import HOSTILE
 from helpers.refusals import SPECIAL_FILES, time_limit
-from helpers.settings import settings
 from PIL import Image
 
 from clearhead.files import read_rows
@@ -87,20 +86,16 @@ def near(points):
 
 def test_figures_and_charts_show_the_logged_values(run, opened):
     folder = run([*ROWS[:2], {"step": 15, "train/tokens": 1500}, *ROWS[2:]])
-    overrides = ("model.num_layers=1", "model.num_heads=2", "model.context_length=4")
-    model = settings(
-        "model.emb_dim=8", "model.vocab_size=50257", "data.max_length=4", *overrides
-    ).model
-    stored = {"settings": {"trainer": {"max_steps": 300}, "model": model.model_dump()}}
-    (folder / "run.json").write_text(json.dumps(stored))
+    (folder / "run.json").write_text(json.dumps({"settings": {"trainer": {"max_steps": 300}}}))
+    starts = [{"step": 0, "parameters": 402_976}, {"step": 20, "parameters": "many"}]
+    (folder / "starts.jsonl").write_text("\n".join(map(json.dumps, starts)))
     opened_page = opened(write_report(folder))
     assert opened_page.locator("h1").inner_text() == "first"
     assert numbers([opened_page.locator("header p").inner_text()])[0][-2:] == ["30", "300"]
     tiles = opened_page.locator(".facts dd").all_inner_texts()
-    # e^7; embeddings, last norm, one block; 1000 tokens at each of 20, 30 and 40 tokens per second
-    parameters = (50257 + 4) * 8 + 16 + 12 * 64 + 13 * 8
+    # e^7; 1000 tokens at each of 20, 30 and 40 tokens per second
     expected = [["5.0000", "30"], ["7.0000", "10"], ["1,096.63", "10"], ["3.000", "10"]]
-    expected += [[f"{parameters:,}"], ["3,000"], ["0", "01", "48"], ["30"]]
+    expected += [["402,976"], ["3,000"], ["0", "01", "48"], ["30"]]
     assert numbers(tiles) == expected
     figures = opened_page.locator("figure")
     assert figures.count() == 5  # loss, bits per byte, learning rate, speed, gradient norm
