@@ -16,7 +16,8 @@ match. The pattern has no lookbehind, so two adjacent characters are never in on
 - they are of different kinds (letter, digit, other), and the left one is not an apostrophe, which
   starts a contraction.
 
-Text in which BOUNDARY finds no such position, for example a megabyte of one letter, is one chunk.
+Text in which BOUNDARY finds no such position, for example a gigabyte of one letter, is also
+encoded in chunks, based on a property of byte-pair encoding; see `StreamEncoder`.
 
 gigatoken is ten to thirty times as fast as tiktoken, the reference. The start of some chunks is
 encoded by both, and different ids raise an error. One difference is known; see UNICODE_DIFFERENCES.
@@ -34,7 +35,7 @@ import tiktoken
 from clearhead.errors import DataError
 from clearhead.tokens import END_OF_TEXT, VOCABULARIES
 from clearhead.tokens.gigatoken_engine import gigatoken
-from clearhead.tokens.tokenizers import get_tokenizer
+from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
 
 CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
 CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...
@@ -85,6 +86,13 @@ class StreamEncoder:
 
     tokenizer: gpt2 | byte. endoftext: token | text, the meaning of "<|endoftext|>" in the text.
     engine: gigatoken | tiktoken; ignored by the byte tokenizer.
+
+    Text without a boundary. Byte-pair encoding has this property: a sequence of tokens is the
+    encoding of its text if and only if each pair of neighbours is the encoding of the pair's text
+    (van Antwerpen and Neubeck 2024, crate `bpe`). Let A be the ids of a chunk that ends inside such
+    text. The text after A's first k tokens is encoded again, with more text, as B. If B starts with
+    A's next token, all pairs of neighbours in A[:k] + B occur in A or in B. So A[:k] + B is the
+    encoding of the complete text.
     """
 
     def __init__(
@@ -96,7 +104,7 @@ class StreamEncoder:
         check_every: int = CHECK_EVERY,
     ):
         self.tokenizer = get_tokenizer(tokenizer)
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes = max(chunk_bytes, 32)  # several times the longest character
         self.check_every = check_every
         self.chunks = self.text_bytes = 0  # encoded so far
         special = {END_OF_TEXT} if endoftext == "token" else set()
@@ -123,20 +131,50 @@ class StreamEncoder:
         """
         buffer = bytearray()  # text from `offset` on that is read but not encoded yet
         limit = 2 * self.chunk_bytes  # maximum length of a chunk; grows if no boundary is found
+        next_id: int | None = None  # after a chunk without a boundary: the first id of the next one
         for block in itertools.chain(blocks, [None]):
             buffer += block or b""
             while len(buffer) > limit or (block is None and buffer):
-                end = len(buffer)
+                end = boundary = len(buffer)
                 if len(buffer) > limit:
-                    end = find_boundary(buffer, self.chunk_bytes, limit)
-                if end is None:
-                    limit *= 2
-                    continue
-                yield self._encode_chunk(bytes(buffer[:end]), what, offset)
-                limit = 2 * self.chunk_bytes
+                    end = boundary = find_boundary(buffer, self.chunk_bytes, limit)
+                if boundary is None:
+                    end = limit
+                    while buffer[end] & 0xC0 == 0x80:  # inside a character
+                        end -= 1
+                text = bytes(buffer[:end])
+                ids = self._encode_chunk(text, what, offset)
+                if next_id not in (None, ids[0]):  # has never been observed
+                    reason = f"the text without a word boundary at byte {offset} cannot be divided"
+                    raise DataError("data.path", what, reason, "insert a line break")
+                if boundary is None:
+                    count = self._num_final(text, ids)
+                    if count is None:
+                        limit *= 2
+                        continue
+                    next_id, ids = int(ids[count]), ids[:count]
+                    end = int(token_byte_lengths(self.tokenizer.name)[ids].sum())
+                else:
+                    next_id, limit = None, 2 * self.chunk_bytes
                 self.text_bytes += end
+                yield ids
                 offset += end
                 del buffer[:end]
+
+    def _num_final(self, text: bytes, ids: np.ndarray) -> int | None:
+        """Returns how many ids of a chunk without a boundary do not depend on the text after it.
+
+        The last ids may change with more text. This searches backwards for a `count` such that
+        ids[:count] end at the end of a character, and the text after them, encoded separately,
+        starts with the id ids[count]. Returns None if there is none.
+        """
+        ends = np.cumsum(token_byte_lengths(self.tokenizer.name)[ids])
+        last = int(np.searchsorted(ends, len(text) - max(512, self.chunk_bytes // 16)))
+        for count in range(last, max(0, last - 100), -1):
+            start = int(ends[count - 1])
+            if text[start] & 0xC0 != 0x80 and self._encode(text[start:])[0] == ids[count]:
+                return count
+        return None
 
     def _encode_with_gigatoken(self, text: bytes) -> np.ndarray:
         # These two tests are a hundred times as fast as the search.

@@ -63,12 +63,21 @@ def find_files(path: str | list[str]) -> list[str]:
 
 
 def _text_files_in(folder: str) -> list[str]:
-    """Returns the text files in a folder and its subfolders, except hidden ones. Follows links."""
-    found = []
+    """Returns the text files in a folder and its subfolders, except hidden ones. Follows links,
+    but lists each folder and each file only once."""
+    found, seen = [], {*map(str, Path(os.path.realpath(folder)).parents)}
     for here, folders, names in os.walk(folder, onerror=_raise_read_error, followlinks=True):
-        folders[:] = [name for name in folders if name[0] != "."]
-        texts = [name for name in names if name[0] != "." and _extension(name) in TEXT_EXTENSIONS]
-        found += [str(Path(here, name)) for name in texts]
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        if (real := os.path.realpath(here)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        for name in sorted(names):
+            if name[0] != "." and _extension(name) in TEXT_EXTENSIONS:
+                path = str(Path(here, name))
+                if (real := os.path.realpath(path)) not in seen:
+                    seen.add(real)
+                    found.append(path)
     return sorted(filter(os.path.isfile, found), key=Path)
 
 

@@ -5,6 +5,7 @@ Chunks have tens of bytes here instead of a quarter of a megabyte, so that a sho
 
 import functools
 import itertools
+import random
 from collections.abc import Iterable
 from unittest import mock
 
@@ -92,13 +93,50 @@ def characters(first: int, last: int) -> str:
     return "".join(map(chr, range(first, last + 1)))
 
 
+RUNS = [
+    *("a", "etaoinsr", "0123456789", "ÃÂ", " ", " \n\t\r\u00a0\u2003\u2028"),
+    *("=", "'\"!-.", ["<|", "|>", "|", "<", ">"], ["👩‍👩‍👧", "🇳🇱", "❤️", "🙂"]),
+    *(characters(0x3B1, 0x3C9), characters(0x4E00, 0x9FA5), characters(0xAC00, 0xD7A3)),
+    characters(0x1F600, 0x1F64F),
+]
+ENDINGS = ["", " ", "  b", "\n", "a", "1", "!", "'", "'s", "|", "é。", END_OF_TEXT, "<|endof"]
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "tiktoken", "byte"])
+def test_a_run_without_a_cut_has_the_ids_of_one_call(engine):
+    draw = random.Random(engine)
+    for alphabet, _ in itertools.product(RUNS, range(13 if CAMPAIGN else 2)):
+        run = "".join(draw.choices(alphabet, k=draw.randint(3000, 4000)))
+        assert find_boundary(run.encode(), 1, len(run.encode())) is None
+        text = draw.choice(["", "x ", " ", "'"]) + run + draw.choice(ENDINGS)
+        encoder = encoder_of(engine, chunk_bytes=draw.choice([32, 100, 256]))
+        arrays = check_ids(encoder, text, utf8_blocks(text, draw.randint(1, 999)))
+        assert len(arrays) > 4
+
+
 @pytest.mark.parametrize("character", [*"a \n-'日\u0301"])
-def test_a_long_run_without_a_boundary_is_one_chunk(character):
-    run = character * 5000
-    assert find_boundary(run.encode(), 1, len(run.encode())) is None
-    text = f"{WORDS}{run}b\n{WORDS}"
-    arrays = check_ids(encoder_of("gigatoken"), text, utf8_blocks(text, 999))
-    assert len(arrays) > 20  # chunks are small before and after it
+def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
+    """The engine encodes little text twice; after the long text chunks are small again."""
+    encode = mock.create_autospec(Gigatoken.encode, side_effect=Gigatoken.encode)
+    monkeypatch.setattr(Gigatoken, "encode", encode)
+    text = character * 100_000
+    check_ids(encoder_of("gigatoken", chunk_bytes=2**12), text, utf8_blocks(text))
+    pieces = [call.args[1] for call in encode.call_args_list]
+    assert max(map(len, pieces)) <= 3 * 2**12
+    assert sum(map(len, pieces)) < 1.5 * len(text.encode())
+    encode.reset_mock()
+    text = f"{character * 3000}\n{WORDS}"
+    check_ids(encoder_of("gigatoken", chunk_bytes=32), text, [text.encode()])
+    pieces = [call.args[1] for call in encode.call_args_list]
+    assert max(map(len, pieces)) > 64
+    assert max(map(len, pieces[-10:])) <= 64
+
+
+def test_a_million_line_ends_before_a_word():
+    """tiktoken's pattern fails for all of them in one call, but not for chunks of the real size."""
+    text = "a" + "\n" * 1_000_000 + "b c"
+    ids = joined(StreamEncoder("gpt2", engine="tiktoken").encode(utf8_blocks(text)))
+    assert np.array_equal(ids, module.gigatoken(True).encode(text.encode()))
 
 
 PATTERN = regex.compile(r50k_pat_str)
@@ -229,7 +267,7 @@ def test_gigatoken_is_reloaded_when_the_process_has_grown(monkeypatch):
     memory, words = [10**9], WORDS.encode()
     made = mock.Mock(side_effect=gigatoken.gigatoken_rs.BPETokenizer.from_tiktoken)
     monkeypatch.setattr("gigatoken.gigatoken_rs.BPETokenizer", mock.Mock(from_tiktoken=made))
-    monkeypatch.setattr("clearhead.tokens.gigatoken_engine.resident_bytes", lambda: memory[0])
+    monkeypatch.setattr("tokens.gigatoken_engine.resident_bytes", lambda: memory[0])
     monkeypatch.setattr(Gigatoken, "CHECK_EVERY", 100)
     encoder = Gigatoken(special=True)
     for growth, count in ((Gigatoken.MAX_GROWTH, 1), (1, 2), (0, 2)):

@@ -112,12 +112,17 @@ def test_find_files(tmp_path, monkeypatch):
                 find_files(pattern)
 
 
-def test_links_are_followed(tmp_path):
-    top, a = tmp_path / "texts", write(tmp_path / "texts" / "a.txt")
+def test_links_are_followed_and_not_circular(tmp_path):
+    top = tmp_path / "outside" / "texts"
+    a = write(top / "a.txt")
     write(tmp_path / "elsewhere" / "b.txt")
-    (top / "link").symlink_to(tmp_path / "elsewhere")
-    (top / "gone.txt").symlink_to(tmp_path / "nothing")
-    assert find_files(str(top)) == [str(a), f"{top}/link/b.txt"]
+    for n, target in enumerate([top, top.parent, tmp_path / "elsewhere", top / "gone"]):
+        (top / f"link{n}").symlink_to(target)
+    for name in ("sub/a.txt", "z.txt"):  # linked files are listed once
+        (top / name).parent.mkdir(exist_ok=True)
+        (top / name).symlink_to(a)
+    with time_limit():
+        assert find_files(str(top)) == [str(a), f"{top}/link2/b.txt"]
 
 
 @pytest.mark.parametrize(("ending", "count"), [("", 40), (".gz", 1), (".zst", 1)])
