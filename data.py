@@ -186,13 +186,16 @@ def training_batches(
 
     The windows depend only on (seed, step, rank, world size). A thread reads one batch ahead.
     """
-
-    def read(windows: np.ndarray) -> list[Tensor]:
-        batch = [tensor.contiguous() for tensor in dataset.batch(windows)]  # (B, T) each
-        return [tensor.pin_memory() for tensor in batch] if pin_memory else batch
-
-    order = window_order(dataset, batch_size, seed)
-    return read_ahead(map(read, order.steps(first_step, rank, world_size)))
+    windows = window_order(dataset, batch_size, seed).steps(first_step, rank, world_size)
+    # The sampler yields all windows of a batch, which the dataset reads at once.
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=windows,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # otherwise it draws a number from torch's default generator
+    )
+    return read_ahead(iter(loader))
 
 
 def read_ahead(batches: Iterator) -> Iterator:

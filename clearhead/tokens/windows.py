@@ -34,8 +34,11 @@ class WindowDataset(Dataset):
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Reads one window: (input_ids (T,), target_ids (T,)), int64."""
+    def __getitem__(self, index: int | np.ndarray) -> tuple[Tensor, Tensor]:
+        """Reads one window: (input_ids (T,), target_ids (T,)), int64. For an array of B indices,
+        both are (B, T)."""
+        if isinstance(index, np.ndarray):
+            return self.batch(index)
         if index < 0:
             index += len(self)
         if not 0 <= index < len(self):
