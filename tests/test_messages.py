@@ -77,7 +77,7 @@ def test_why_no_head_has_a_name():
         previous = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
         capture(0, torch.stack([previous if token_ids[0] == ord("a") else weights, weights]))
 
-    _, lines = lens.page_data(capture_attention, 0, "x")
+    _, lines = lens.inspect(capture_attention, 0, "x")
     assert "previous token (0.42)    no head on every prompt; largest mean: L0 H0 0.71" in lines
     assert "self (0.42)              no head; largest mean: L0 H1 0.42" in lines
 

@@ -13,7 +13,7 @@ from helpers.models import random_ids, tiny_model
 
 from clearhead.inference.ablation import ablate_heads
 from clearhead.lens.ablation import COLUMNS, most_important
-from clearhead.lens.page import read
+from clearhead.lens.snapshot_data import read_snapshot
 from clearhead.tokens.windows import IGNORED, WindowDataset
 from train import fit
 
@@ -164,8 +164,7 @@ def test_results_of_a_run(make_run, batch_size, method):
     changes = {(row["layer"], row["head"]): row["loss_change"] for row in result["heads"]}
     found = {(int(row["layer"]), int(row["head"])): float(row["loss_change"]) for row in table}
     assert found == changes
-    (page,) = read(folder / "timelapse.html")
-    assert page["ablation"] == result
+    assert read_snapshot(folder / "step_00000004.npz").ablation == result
 
 
 def test_the_most_important_head_has_a_clear_change():

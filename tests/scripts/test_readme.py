@@ -10,7 +10,7 @@ import torch
 from helpers import REPOSITORY
 
 import train
-from clearhead.lens.page import read
+from clearhead.lens.snapshot_data import read_snapshot, snapshot_files
 
 
 def blocks(page, language=r"\w*") -> list[str]:
@@ -83,6 +83,7 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     (code,) = blocks("docs/lens.md", "python")
     monkeypatch.chdir(tmp_path)
     exec(code, {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer})
-    (run,) = read(tmp_path / "attention" / "timelapse.html")
-    assert [frame["step"] for frame in run["frames"]] == [0, 50, 100]
-    assert [prompt["period"] for prompt in run["prompts"]] == [0, 23]
+    assert (tmp_path / "attention" / "timelapse.html").is_file()
+    snapshots = [read_snapshot(path) for path in snapshot_files(tmp_path / "attention")]
+    assert [snapshot.step for snapshot in snapshots] == [0, 50, 100]
+    assert [prompt.period for prompt in snapshots[-1].prompts] == [0, 23]

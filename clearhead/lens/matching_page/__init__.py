@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from ..assemble import assemble, content_security_policy
-from ..heads import title_of
+from ..heads import prompt_of, title_of
 from ..heatmap import data_url
 from ..matching import Group, mean_similarity
 from ..matching_runs import MatchedRun, group_title
 
 THUMBNAIL = 64  # pixels
-REPEATED = ("induction", "duplicate_token")  # names that are defined on the repeated sequence
 
 
 def page(runs: Sequence[MatchedRun], groups: Sequence[Group], pairs: np.ndarray) -> str:
@@ -31,8 +30,6 @@ def page(runs: Sequence[MatchedRun], groups: Sequence[Group], pairs: np.ndarray)
     in_all = [group for group in groups if len(group.members) == len(runs)]
     counts = Counter(group_title(group, runs) for group in in_all).most_common()
     names = ", ".join(f"{count} × {name}" for name, count in counts)
-    if not any(run.names for run in runs):
-        names = "names unknown"
     template = assemble(Path(__file__).parent / "index.html")
     parts = {
         "CSP": content_security_policy(template.encode()),
@@ -94,8 +91,8 @@ def _cell(group: Group, number: int, run: MatchedRun, is_matched: bool) -> str:
     """Returns a head: its heatmap, its similarity to the other heads of the group, its name, and
     its similarity to its last map at each step."""
     layer, member = group.layer, group.members[number]
-    head, name = member.head, run.name_of(layer, member.head)
-    shown = run.repeated.index(True) if name in REPEATED and any(run.repeated) else 0
+    head, name = member.head, run.names[layer][member.head]
+    shown = prompt_of(name, run.periods)
     value = f" {member.similarity:.2f}" if is_matched else ""
     chart = ""
     if is_matched and len(run.steps) > 1:
