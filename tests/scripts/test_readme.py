@@ -69,7 +69,7 @@ def test_the_notebook_example_runs(tmp_path, monkeypatch):
 
 
 def test_the_lens_with_another_model(tmp_path, monkeypatch):
-    """The example of docs/lens.md, with a tiny transformers model and a byte tokenizer."""
+    """The example of docs/lens-own-model.md, with a tiny transformers model and a byte tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     class Tokenizer:
@@ -80,7 +80,7 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=257, n_positions=48, n_embd=16, n_layer=2, n_head=2)
     shape._attn_implementation = "eager"
-    (code,) = blocks("docs/lens.md", "python")
+    (code,) = blocks("docs/lens-own-model.md", "python")
     monkeypatch.chdir(tmp_path)
     exec(code, {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer})
     (run,) = read(tmp_path / "attention" / "timelapse.html")
