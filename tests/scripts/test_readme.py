@@ -10,7 +10,7 @@ import torch
 from helpers import REPOSITORY
 
 import train
-from clearhead.lens.page import read
+from clearhead.lens import read_snapshot
 
 
 def blocks(page, language=r"\w*") -> list[str]:
@@ -80,9 +80,12 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=257, n_positions=48, n_embd=16, n_layer=2, n_head=2)
     shape._attn_implementation = "eager"
-    (code,) = blocks("docs/lens-own-model.md", "python")
     monkeypatch.chdir(tmp_path)
-    exec(code, {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer})
-    (run,) = read(tmp_path / "attention" / "timelapse.html")
-    assert [frame["step"] for frame in run["frames"]] == [0, 50, 100]
-    assert [prompt["period"] for prompt in run["prompts"]] == [0, 23]
+    names = {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer}
+    for code in blocks("docs/lens-own-model.md", "python"):
+        exec(code, names)
+    assert (tmp_path / "attention" / "timelapse.html").is_file()
+    assert (tmp_path / "attention.html").is_file()
+    snapshots = [read_snapshot(path) for path in sorted((tmp_path / "attention").glob("*.npz"))]
+    assert [snapshot.step for snapshot in snapshots] == [0, 50, 100]
+    assert [prompt.period for prompt in snapshots[-1].prompts] == [0, 23]
