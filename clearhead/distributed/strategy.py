@@ -75,7 +75,7 @@ class Strategy:
     def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """Returns the module to train. It shares the parameters of a prepared model. compiled: on
         a GPU, compile the complete model (FSDP: each block). On a CPU, compile each block: blocks
-        share compiled code, and embeddings and loss are faster uncompiled (docs/results.md)."""
+        share compiled code, and embeddings and loss are faster uncompiled (docs/benchmarks.md)."""
         model.head_loss = head_loss
         if self.device.type == "cpu":
             cpu.use_cpu_kernels(model)

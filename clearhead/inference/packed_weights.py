@@ -4,7 +4,7 @@ A decoding step multiplies each matrix of the model by one row for each text, so
 time to read the matrices from memory. Three changes make this faster. bf16 halves the bytes. One
 product computes queries, keys and values, because large matrices are read faster than small ones.
 And each matrix is stored in the memory layout that is fastest on this processor. Outputs equal
-those of model.py up to rounding. Measurements: docs/results.md.
+those of model.py up to rounding. Measurements: docs/models.md.
 """
 
 import itertools
