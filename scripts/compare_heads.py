@@ -5,7 +5,7 @@
 Reads the attention pages of the runs (attention/timelapse.html), so no model runs. An item of
 `runs` may also be a page of the lens: scripts.inspect_attention writes one for any model. Heads of
 the same layer are matched by the similarity of their attention maps, on the prompts that all pages
-have (docs/lens.md). Writes a page, and a table of all heads as CSV.
+have (docs/lens-compare.md). Writes a page, and a table of all heads as CSV.
 """
 
 import glob
