@@ -48,7 +48,8 @@ def headings(page: Path) -> set[str]:
 
 def test_targets_of_links_exist():
     docs = (REPOSITORY / "docs").glob("*.[mi][dp]*")
-    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *docs]:
+    results = (REPOSITORY / "benchmarks" / "results").glob("*.md")
+    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *docs, *results]:
         text = page.read_text("utf-8")
         if page.suffix == ".ipynb":
             text = "".join(itertools.chain(*(cell["source"] for cell in json.loads(text)["cells"])))
