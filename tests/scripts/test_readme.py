@@ -70,7 +70,7 @@ def test_the_python_example_runs(tmp_path, monkeypatch):
 
 
 def test_the_lens_with_another_model(tmp_path, monkeypatch):
-    """The example of docs/lens-own-model.md, with a tiny transformers model and a byte tokenizer."""
+    """The programs of the pages, with a tiny transformers model and a byte tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     class Tokenizer:
@@ -83,7 +83,7 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     shape._attn_implementation = "eager"
     monkeypatch.chdir(tmp_path)
     names = {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer}
-    for code in blocks("docs/lens-own-model.md", "python"):
+    for code in blocks("docs/lens-own-model.md", "python") + blocks("README.md", "python"):
         exec(code, names)
     assert (tmp_path / "attention" / "timelapse.html").is_file()
     assert (tmp_path / "attention.html").is_file()
