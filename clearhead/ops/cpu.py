@@ -1,4 +1,4 @@
-"""Faster attention and dropout for training on a CPU. Measured in docs/benchmarks.md.
+"""Faster attention and dropout for training on a CPU. Measured in docs/results.md.
 
 Results equal those of model.py and attention.py up to rounding. The gradient of attention and the
 random numbers of dropout masks are computed differently.

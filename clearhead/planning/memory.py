@@ -4,7 +4,7 @@
     sum(estimate(job, windows=8).values())        # bytes
 
 Tests compare the formulas with the tensors that autograd saves and with allocated memory;
-docs/planning.md compares totals with measured peaks. Terms below one or two percent of the total
+docs/results.md compares totals with measured peaks. Terms below one or two percent of the total
 are omitted: biases, statistics of norms, gradients of single matrices.
 
 Shapes: B windows per micro-batch, T tokens per window, C emb_dim, H heads, L layers, V vocabulary,
@@ -22,7 +22,7 @@ from model import GPT, ModelConfig, model_without_values
 USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other programs
 # Memory that the allocator holds without use, as a fraction of the allocated memory. On a CPU,
 # training keeps freed memory (distributed/device.py): 10 to 28 % in measured runs, 20 % on
-# average (docs/planning.md). The 5 % of the caching GPU allocator are assumed, not measured.
+# average (docs/results.md). The 5 % of the caching GPU allocator are assumed, not measured.
 SLACK = {"cpu": 0.20, "cuda": 0.05}
 # Memory of a process without a model. CPU: libraries and a small text file, measured with a torch
 # build for the CPU; a build for CUDA needs 0.3 GB more. GPU: CUDA context and cuBLAS workspaces,

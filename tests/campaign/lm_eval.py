@@ -1,4 +1,4 @@
-"""lm-eval on an exported folder, with the command and the tasks of docs/evaluation.md. Its results
+"""lm-eval on an exported folder, with the command and the tasks of docs/models.md. Its results
 equal those of scripts.evaluate. Skipped if lm-eval is not installed.
 
     python -m pytest tests/campaign/lm_eval.py
@@ -24,7 +24,7 @@ from model import GPT, ModelConfig
 from scripts import evaluate
 
 pytest.importorskip("lm_eval")
-PAGE = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
 QUESTIONS = [
     {"question": "The quick fox jumps over the", "choices": ["dog", "zebra"], "answer": 0},
     {"question": "Line 5: the quick", "choices": ["xylophone", "fox", "Q"], "answer": 1},
