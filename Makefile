@@ -75,13 +75,12 @@ audit: $(VENV)/test  ## known vulnerabilities of the installed packages; needs t
 	$(VENV)/bin/pip freeze | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)/audit/installed.txt $(ARGS)
 
-lint: $(VENV)/test  ## ruff, layers (tach.toml), types (pyrefly), phrases (tests/phrases.py)
+lint: $(VENV)/test  ## ruff, layers (tach.toml), types (pyrefly)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/tach check
 	$(VENV)/bin/pyrefly check
 	$(VENV)/bin/pyrefly check --preset default $(STRICT)
-	$(VENV)/bin/python -m tests.phrases
 
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .

@@ -15,7 +15,6 @@ def test_every_question_has_an_answer_and_one_program():
     for question, section in SECTIONS.items():
         answer, *programs = re.split(r"^```python\n", section, flags=re.MULTILINE)
         assert question.endswith("?"), question
-        assert 3 <= len(re.findall(r"\.(?=\s)", answer)) <= 6, question
         assert len(programs) == 1, question
 
 
@@ -37,7 +36,6 @@ def test_names_in_the_glossary_are_in_the_files_next_to_them():
     assert len(rows) >= 20
     assert len({term for term, _, _ in rows}) == len(rows)
     for term, where, meaning in rows:
-        assert 1 <= len(re.findall(r"\.(?=\s|$)", meaning)) <= 3, term
         names, files = re.findall(r"`(.+?)`", where), re.findall(r"\]\((.+?)\)", where)
         assert bool(names) == bool(files), term
         code = "".join((GLOSSARY.parent / file).read_text(encoding="utf-8") for file in files)
