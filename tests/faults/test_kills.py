@@ -22,7 +22,6 @@ from helpers.trainings import (
     STEP,
     STEPS,
     Faults,
-    ForkServer,
     check_all_valid,
     check_same_result,
     interrupt,
@@ -38,10 +37,8 @@ DISK = "ENOSPC, EIO, EACCES, short writes"
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    home = tmp_path_factory.mktemp("faults")
-    with ForkServer(home) as server:
-        yield Faults(server, home)
+def faults(server, tmp_path_factory):
+    return Faults(server, tmp_path_factory.mktemp("faults"))
 
 
 @pytest.mark.parametrize("number", range(campaign("CAMPAIGN_KILLS", 4, 300)))

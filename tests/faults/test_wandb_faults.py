@@ -104,15 +104,9 @@ class Worker:
         subprocess.run(command, cwd=self.folder, env=variables, timeout=TIMEOUT, check=True)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    with ForkServer(tmp_path_factory.mktemp("home")) as server:
-        yield server
-
-
 @pytest.fixture
-def worker(processes, tmp_path):
-    return Worker(processes, tmp_path)
+def worker(server, tmp_path):
+    return Worker(server, tmp_path)
 
 
 def to_sync(line: str) -> list[str]:
