@@ -56,9 +56,7 @@ VARIANTS = [
     (2, "fsdp", COMPILED, UNSHARDED, "trainer.micro_batch_size=null"),
 ]
 if CAMPAIGN:
-    VARIANTS += [
-        (2, way, more) for way in STRATEGIES for more in (RECOMPUTED, PROFILED, COMPILED)
-    ]
+    VARIANTS += [(2, way, more) for way in STRATEGIES for more in (RECOMPUTED, PROFILED, COMPILED)]
     VARIANTS += [(4, way, "trainer.micro_batch_size=1") for way in STRATEGIES]
     VARIANTS += [(2, "fsdp", UNSHARDED)]
 
