@@ -38,8 +38,8 @@ def fit(run: "Run") -> None:
         if state.step == 0:
             evaluate_and_log(run, {})
         run.metrics.start(state.losses)  # after a resume: the losses that are not logged yet
-        while state.step < trainer.max_steps:
-            with run.profiler.step():
+        while state.step < run.stop.last_step:
+            with run.log.profiler.step():
                 loss, grad_norm = train_step(run)
             run.metrics.add(loss, grad_norm)
             run.check_time_limit()
@@ -47,7 +47,7 @@ def fit(run: "Run") -> None:
             with run.metrics.paused():
                 row = evaluate_and_log(run, row)
                 save_if_due(run, row.get("val/loss"))
-            if run.exchange.is_stopped():
+            if run.stop.is_stopped():
                 stop(run)
         run.finish(state.step > first_step, time.perf_counter() - started)
 
@@ -58,26 +58,27 @@ def train_step(run: "Run") -> tuple["Tensor", "Tensor"]:
     Returns the mean loss in nats per token and the gradient norm as scalar tensors on the device:
     the step does not synchronize with a GPU.
     """
-    strategy, state = run.strategy, run.state
-    strategy.reseed(run.config.seed, state.step)  # dropout depends on (seed, step, rank) only
+    config, strategy, state = run.config, run.strategy, run.state
+    phase = run.log.profiler.phase
+    strategy.reseed(config.seed, state.step)  # dropout depends on (seed, step, rank) only
     micro_batches = next(run.batches)  # each: ((input_ids, target_ids), number of targets)
-    run.exchange.start(sum(count for _, count in micro_batches))
+    run.stop.start_step(sum(count for _, count in micro_batches))
     mean_loss = 0.0
     for number, (tensors, count) in enumerate(micro_batches, start=1):
         input_ids, target_ids = strategy.to_device(*tensors)  # (B, T)
         with strategy.no_sync(number < len(micro_batches)):  # the last micro-batch syncs gradients
-            with run.profiler.phase("forward"), strategy.autocast():
+            with phase("forward"), strategy.autocast():
                 _, loss = run.trained_model(input_ids, target_ids)
             # All targets of the step have equal weight. world_size cancels the average over ranks.
-            loss = loss * (count * strategy.world_size / run.exchange.num_targets())
-            with run.profiler.phase("backward"):
+            loss = loss * (count * strategy.world_size / run.stop.num_targets())
+            with phase("backward"):
                 strategy.backward(loss)
         mean_loss = mean_loss + loss.detach()
     for group in run.optimizer.param_groups:
-        group["lr"] = run.learning_rate(state.step, peak=group["peak_lr"])
-    with run.profiler.phase("optimizer"):  # clips; skips the step if a gradient is NaN or inf
+        group["lr"] = run.learning_rate(group["peak_lr"])
+    with phase("optimizer"):  # clips; skips the step if a gradient is NaN or inf
         grad_norm = strategy.update(
-            run.model, run.optimizer, run.config.trainer.grad_clip, run.metrics.nonfinite
+            run.model, run.optimizer, config.trainer.grad_clip, run.metrics.nonfinite
         )
     state.step += 1
     state.tokens += run.metrics.tokens_per_step
@@ -90,7 +91,7 @@ def log_row(run: "Run") -> dict[str, float]:
     """Returns the training metrics since the last logged row. Synchronizes with the device."""
     rate = run.optimizer.param_groups[0]["lr"]
     row = run.metrics.row(run.state, rate)
-    run.console.step(run.state.step, row["train/loss"], rate, row["train/tokens_per_second"])
+    run.log.console.step(run.state.step, row["train/loss"], rate, row["train/tokens_per_second"])
     return row
 
 
@@ -103,7 +104,7 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
     trainer, step = run.config.trainer, run.state.step
     sample = snapshot = None
     evaluation_due = step == 0 or run.is_due(trainer.eval_every)
-    snapshot_due = run.lens.is_due(step)
+    snapshot_due = run.lens.is_due(step, run.stop.last_step)
     if evaluation_due or snapshot_due:
         run.strategy.synchronize()  # so that the times below exclude pending training work
     if evaluation_due:
@@ -111,15 +112,15 @@ def evaluate_and_log(run: "Run", row: dict[str, float]) -> dict[str, float]:
         if trainer.sample_tokens > 0 and step > 0:
             sample = run.sample()
     if snapshot_due:
-        with run.timed("attention snapshots"):
-            snapshot = run.lens.snapshot(run.model, step, row)
+        with run.log.timed("attention snapshots"):
+            snapshot = run.lens.snapshot(run.model, step, run.stop.last_step, row)
     if row or snapshot or sample:
         row["train/tokens"] = run.state.tokens
-        with run.timed("logging"):
-            run.tracker.log(row, step, snapshot, sample)
-    if snapshot and "attention/timelapse" in snapshot.pages and step < trainer.max_steps:
-        with run.timed("logging"):
-            run.write_report()  # after the last step, run.finish writes it
+        with run.log.timed("logging"):
+            run.log.tracker.log(row, step, snapshot, sample)
+    if snapshot and "attention/timelapse" in snapshot.pages and step < run.stop.last_step:
+        with run.log.timed("logging"):
+            run.log.write_report()  # after the last step, run.finish writes it
     return row
 
 
@@ -130,11 +131,11 @@ def save_if_due(run: "Run", val_loss: float | None) -> None:
     if not due and val_loss is None:
         return
     run.metrics.check_skipped(state)
-    if state.skipped_in_a_row and state.step < run.config.trainer.max_steps:
+    if state.skipped_in_a_row and state.step < run.stop.last_step:
         return  # keep the checkpoint from before the skipped steps
     is_best = val_loss is not None and run.checkpointer.update_best(state, val_loss)
     if is_best:
-        run.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
+        run.log.tracker.summary({"best_val_loss": state.best_loss, "best_step": state.best_step})
     if is_best or due:
         save(run)
 
@@ -145,8 +146,8 @@ def save(run: "Run") -> None:
     if run.checkpointer.wait(state) == state.step:
         return  # saved already
     run.metrics.store(state)
-    run.tracker.sync()  # the log is flushed to disk before the checkpoint
-    is_last = state.step == run.config.trainer.max_steps or run.exchange.is_stopped()
+    run.log.tracker.sync()  # the log is flushed to disk before the checkpoint
+    is_last = state.step == run.stop.last_step or run.stop.is_stopped()
     run.checkpointer.save(state, is_last)
 
 
@@ -154,17 +155,18 @@ def stop(run: "Run") -> None:
     """Saves a checkpoint and exits with the exit code of the signal."""
     save(run)
     run.checkpointer.finish(run.state)
-    run.print_stopped()
-    sys.exit(run.signals.exit_code)
+    run.exit()
 
 
 @hydra_main
-def main(config: "Config") -> None:
-    """Trains with the given settings."""
+def main(config: "Config") -> float:
+    """Trains with the given settings. Returns the value that a sweep minimises."""
     from clearhead.run.build import build_run
 
     with StopSignals() as signals:
-        fit(build_run(config, signals))
+        run = build_run(config, signals)
+        fit(run)
+        return run.objective()
 
 
 if __name__ == "__main__":

@@ -109,6 +109,12 @@ def read_json(path: Path, limit: int = 2**24) -> object:
         raise ValueError("is nested too deeply") from None
 
 
+def as_json(value: object) -> bytes:
+    """Returns a value, which may contain rows, as JSON. NaN and infinity become null."""
+    value = json.loads(json.dumps(value, default=vars), parse_constant=lambda _: None)
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
 def read_rows(path: Path) -> list[dict]:
     """Reads the rows of a .jsonl log, sorted by step; [] if the file is missing or too large.
 

@@ -26,6 +26,7 @@ from clearhead.config.command_line import OutFile, ScriptConfig, settings_comman
 from clearhead.config.other_names import nearest
 from clearhead.config.schema import Name, Paths, rejected
 from clearhead.errors import as_yaml, message_of, refuse, sanitize, shorten
+from clearhead.files import as_json
 from clearhead.reporting import comparison as results
 from clearhead.reporting.charts import number
 from clearhead.reporting.comparison_plot import plot
@@ -84,7 +85,7 @@ def main(settings: CompareConfig) -> None:
             "settings": results.shared(runs),
             "rows": rows,
         }
-        write_out(settings.out, results.as_json(written))
+        write_out(settings.out, as_json(written))
     if settings.plot:
         write_out(settings.plot, plot(rows, settings.metric), "plot")
 

@@ -24,12 +24,12 @@ from clearhead.config.stored import (
     complete,
     different_settings,
     names_run,
-    resolve_auto,
+    with_automatic_values,
 )
 from clearhead.config.yaml_files import flat
 from clearhead.distributed.launch import launch_command
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import CheckpointError, Problem, as_yaml, refuse
+from clearhead.errors import Problem, as_yaml, refuse
 
 if TYPE_CHECKING:
     from clearhead.config.schema import Config
@@ -53,6 +53,9 @@ FREE_TO_CHANGE = {
 }
 
 
+Named = tuple[Path, State]  # a checkpoint that trainer.resume names: its folder, its state.json
+
+
 @dataclass
 class Start:
     """How a run starts. The same on all ranks, except `locked`."""
@@ -63,23 +66,24 @@ class Start:
     locked: Path | None = None  # on rank 0: the run directory if it is locked already
 
 
-def resume_settings(
-    config: "Config", strategy: Strategy, notes: list[str]
-) -> tuple["Config", bool]:
-    """Returns (settings, whether they come from a run). If trainer.resume is the path of a run, its
-    settings are used, overridden by the command line. On all ranks; rank 0 reads the files."""
-    stored = strategy.broadcast(strategy.on_rank_0(lambda: stored_settings(config)))
-    if not stored:
-        return config, False
-    changed = []
-    with strategy.raise_on_all_ranks():
-        if (
-            config.overrides is not None
-        ):  # if it is None on this rank only, check_same_settings fails
-            config, changed = complete(config, *stored)
+def complete_settings(config: "Config", notes: list[str]) -> tuple["Config", Named | None]:
+    """Returns (settings, the checkpoint they come from). If trainer.resume is the path of a run,
+    its settings are used, overridden by the command line; otherwise None. Each rank reads them.
+
+    Raises CheckpointError if there is no checkpoint or its settings cannot be read.
+    """
+    if config.given is None:
+        return config, None
+    path, own = config.trainer.resume, own_directory(config)
+    if own and is_branch_of(own, path):
+        path = own
+    # No warning about damage here: find_start reports it.
+    found = listing.find_checkpoint(path, "trainer.resume", (checkpoint.STATE,), lambda line: None)
+    state = checkpoint.load_state(found)
+    config, changed = complete(config, str(found), state.settings)
     if changed:
-        notes.append(f"using the settings saved in {stored[0]}, except {', '.join(changed)}")
-    return config, True
+        notes.append(f"using the settings saved in {found}, except {', '.join(changed)}")
+    return config, (found, state)
 
 
 def check_same_settings(config: "Config", strategy: Strategy) -> None:
@@ -91,18 +95,22 @@ def check_same_settings(config: "Config", strategy: Strategy) -> None:
 
 
 def find_start(
-    config: "Config", strategy: Strategy, closing: contextlib.ExitStack, notes: list[str]
-) -> Start:
+    config: "Config",
+    named: Named | None,
+    strategy: Strategy,
+    closing: contextlib.ExitStack,
+    notes: list[str],
+) -> tuple["Config", Start]:
     """Decides how the run starts. Rank 0 searches for a checkpoint and locks an existing run
-    directory until `closing` is closed.
+    directory until `closing` is closed. Returns the config with automatic settings (such as
+    warmup_steps=null): the checkpoint's values, or computed.
 
-    Automatic settings (such as warmup_steps=null) get the checkpoint's values, or are computed.
     Raises ConfigError if a setting differs that must be the same as in the checkpoint.
     """
-    locked = None
+    locked = state = None
 
     def find() -> tuple[str, dict, bool] | None:
-        nonlocal locked
+        nonlocal locked, state
         own = own_directory(config)
         # Settings files may be missing from a run with checkpoints.
         if own and own.is_dir() and (listing.has_checkpoint(own) or not has_other_files(own)):
@@ -110,17 +118,18 @@ def find_start(
             locked = own
         if (found := find_resume_checkpoint(config)) is None:
             return None
-        return str(found), asdict(checkpoint.load_state(found)), is_in_place(found, config)
+        state = named[1] if named and named[0] == found else checkpoint.load_state(found)
+        return str(found), asdict(state), is_in_place(found, config)
 
     # Other ranks may have no access to the directory.
     shared = strategy.broadcast(strategy.on_rank_0(find))
     if shared is None:
         if not config.trainer.max_minutes:  # otherwise max_steps is not known yet
-            resolve_auto(config)
-        return Start(locked=locked)
+            config = with_automatic_values(config)
+        return config, Start(locked=locked)
     found, values, in_place = shared
-    state = State.from_values(values)
-    resolve_auto(config, state.settings)
+    state = state or State.from_values(values)
+    config = with_automatic_values(config, state.settings)
     source = own_directory(config) if in_place and config.name else config.trainer.resume
     problems = changed_settings(state.settings, config.model_dump(), source)
     if config.trainer.resume_override:
@@ -132,7 +141,7 @@ def find_start(
         problems.append(Problem("trainer.max_steps", config.trainer.max_steps, reason, hint))
     with strategy.raise_on_all_ranks():
         refuse(problems)
-    return Start(Path(found), state, in_place, locked)
+    return config, Start(Path(found), state, in_place, locked)
 
 
 def longer(config: "Config", step: int) -> str:
@@ -158,21 +167,6 @@ def is_in_place(found: Path, config: "Config") -> bool:
     own = own_directory(config)
     # resolve: either may be a symbolic link.
     return own is not None and found.resolve().parent == (own / "checkpoints").resolve()
-
-
-def stored_settings(config: "Config") -> tuple[str, dict] | None:
-    """Returns (path, settings) of the checkpoint at trainer.resume; None if that is not a path.
-
-    Raises CheckpointError if there is no checkpoint or its settings cannot be read.
-    """
-    if config.overrides is None:
-        return None
-    path, own = config.trainer.resume, own_directory(config)
-    if own and is_branch_of(own, path):
-        path = own
-    # No warning about damage here: find_start reports it.
-    found = listing.find_checkpoint(path, "trainer.resume", (checkpoint.STATE,), lambda line: None)
-    return str(found), checkpoint.load_state(found).settings
 
 
 def find_resume_checkpoint(config: "Config") -> Path | None:
@@ -223,16 +217,8 @@ def is_branch_of(run: Path, resume: str) -> bool:
     Rerunning its command, as Slurm does after a requeue, then resumes the branch."""
     if not listing.has_checkpoint(run):
         return False
-    trainer = (settings_of(run) or settings_of_newest(run)).get("trainer")
+    trainer = (settings_of(run) or {}).get("trainer")
     return isinstance(trainer, dict) and trainer.get("resume") == resume
-
-
-def settings_of_newest(run: Path) -> dict:
-    """Returns the settings of the newest checkpoint with a readable state; {} without one."""
-    for folder in listing.list_checkpoints(run):
-        with contextlib.suppress(CheckpointError):
-            return dict(checkpoint.load_state(folder).settings)
-    return {}
 
 
 def check_is_newest(found: Path, resume: str) -> None:
@@ -264,7 +250,6 @@ def check_directory(run: Path, config: "Config") -> None:
 def changed_settings(saved: dict, now: dict, run: object) -> list[Problem]:
     """Returns a problem for each setting that must not differ from the saved one."""
     saved = flat(saved)
-    saved.setdefault("optimizer.name", "adamw")  # old checkpoints do not have this setting
     # A setting that is not in the checkpoint was added later; it is not compared.
     changed = {key: value for key, value in flat(now).items() if value != saved.get(key, value)}
     changed = {k: v for k, v in changed.items() if not FREE_TO_CHANGE & {k, k.partition(".")[0]}}

@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -31,7 +31,7 @@ from pydantic import (
 from clearhead.config.other_names import unknown_key
 from clearhead.config.schema import rejected
 from clearhead.config.validation import flat_fields, groups_of, validate
-from clearhead.config.yaml_files import defaults_and_meanings, flat, nested
+from clearhead.config.yaml_files import nested, table
 from clearhead.errors import (
     DEBUG_HINT,
     NO_VALUE,
@@ -125,40 +125,7 @@ def show_help(schema: type[BaseModel]) -> None:
         (key, field.description, "required" if field.is_required() else as_yaml(field.default))
         for key, field in fields
     ]
-    _print_table(rows)
-
-
-def show_settings(config: BaseModel, choices: Mapping[str, Sequence[str]]) -> None:
-    """Prints the groups of train.py with their choices, and the meaning and value of each setting.
-
-    config: the settings composed from the other arguments on the command line."""
-    print(USAGE)
-    print("Groups (GROUP=CHOICE)")
-    for group, names in choices.items():
-        print(f"  {group:<10} {' | '.join(names)}")
-    print("\nSettings (KEY=VALUE), meaning and [value]")
-    meanings, values = defaults_and_meanings(), flat(config.model_dump())
-    _print_table([(key, meaning, as_yaml(values[key])) for key, (_, meaning) in meanings.items()])
-    print("\nOptions of Hydra, such as -m and --cfg: python train.py --hydra-help")
-
-
-USAGE = """\
-Train GPT-2 on text files and watch its attention heads learn.
-
-python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]
-  python train.py model=gpt2-nano                     a small model
-  python train.py data.path=my.txt                    your text file
-  python train.py trainer.max_steps=20 optimizer.lr=3e-4
-  python train.py -m optimizer.lr=1e-3,3e-4           one run for each value
-  python train.py --cfg job                           print the settings without training
-"""
-
-
-def _print_table(rows: list[tuple[str, str, str]]) -> None:
-    """Rows of (key, meaning, value)."""
-    width = max(len(key) for key, _, _ in rows)
-    for key, meaning, value in rows:
-        print(f"  {key:<{width}} {meaning}" + (f" [{value}]" if value else ""))
+    print(table(rows))
 
 
 def not_a_setting(text: str, key: str) -> Problem:

@@ -27,7 +27,7 @@ from clearhead.config.validation import (
     groups_of,
     validate,
 )
-from clearhead.config.yaml_files import default_values
+from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
 
 VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
@@ -81,7 +81,7 @@ AutoOrBool = bool | Literal["auto"]
 class Settings(BaseModel):
     """Base class. Unknown settings are errors; values are not converted to another type."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @classmethod
     def with_defaults(cls, **values: object) -> Self:
@@ -344,13 +344,22 @@ class Config(Settings):
     parallel: ParallelConfig
     wandb: WandbConfig
 
-    _overrides: list[str] | None = PrivateAttr(None)
+    # Keys of the settings and groups on the command line if trainer.resume is a path. None
+    # otherwise, and after `stored.complete` has added the settings of that run.
+    _given: list[str] | None = PrivateAttr(None)
 
     @property
-    def overrides(self) -> list[str] | None:
-        """Keys of the settings and groups on the command line if trainer.resume is a path. None
-        otherwise, and after `stored.complete` has added the settings of that run."""
-        return self._overrides
+    def given(self) -> list[str] | None:
+        return self._given
+
+    def with_values(self, values: dict[str, object]) -> Self:
+        """Returns a copy with other values, by dotted key, which are not validated."""
+        tree = nested(values)
+        groups = {
+            key: getattr(self, key).model_copy(update=tree[key])
+            for key in GROUPS.keys() & tree.keys()
+        }
+        return self.model_copy(update=tree | groups)
 
 
 GROUPS = groups_of(Config)

@@ -18,7 +18,7 @@ SAMPLE = ("corpus", "sample.txt")  # the file of data=sample
 OF_THE_MACHINE = ("debug", "parallel", "trainer.device")
 OF_THE_LAUNCH = (*OF_THE_MACHINE, "name", "runs_dir", "trainer.resume", "trainer.resume_override")
 OF_THE_LAUNCH += ("wandb.id",)
-# If these are null, `resolve_auto` sets them. A resumed run keeps their values.
+# If these are null, `with_automatic_values` sets them. A resumed run keeps their values.
 AUTOMATIC = (
     "trainer.warmup_steps",
     "trainer.eval_every",
@@ -29,30 +29,38 @@ AUTOMATIC = (
 OF_ONE_RANK = {"debug", "data.path", "data.val_path", "trainer.device"}
 
 
-def resolve_auto(config: Config, before: dict | None = None) -> None:
-    """Sets automatic settings that are null.
+def with_automatic_values(config: Config, before: dict | None = None) -> Config:
+    """Returns the config with values for the automatic settings that are null.
 
     before: the settings of the run that is resumed; it keeps its values.
     """
-    trainer, known = config.trainer, flat(before or {})
+    trainer, known, values = config.trainer, flat(before or {}), {}
+    given, max_steps = flat(config.model_dump()), trainer.max_steps
     planned = known.get("trainer.max_steps")
     if trainer.max_minutes and type(planned) is int:
         # The first start has measured the steps. With trainer.resume=PATH, all settings come from
         # the run, so a given number of steps is a new one.
         keeps = known.get("trainer.max_minutes") and not names_run(trainer.resume)
-        if keeps or trainer.max_steps == UNLIMITED:
-            trainer.max_steps = min(trainer.max_steps, planned)
-    steps = trainer.schedule_steps or trainer.max_steps
-    _resolve(config, "trainer.warmup_steps", known, automatic_warmup(steps))
-    _resolve(config, "trainer.eval_every", known, min(max(steps // 10, 40), 1000))
+        if keeps or max_steps == UNLIMITED:
+            max_steps = values["trainer.max_steps"] = min(max_steps, planned)
+
+    def complete(key: str, automatic: int) -> int:
+        if given[key] is None:
+            values[key] = known[key] if type(known.get(key)) is int else automatic
+        return values.get(key, given[key])
+
+    steps = trainer.schedule_steps or max_steps
+    complete("trainer.warmup_steps", automatic_warmup(steps))
+    eval_every = complete("trainer.eval_every", min(max(steps // 10, 40), 1000))
     # A validation window takes at most a third of the time of a training window: validation takes
     # less than 1 % of the time, except in very short runs, which validate on at least 8 windows.
-    between = trainer.batch_size * (trainer.eval_every or steps)
-    _resolve(config, "trainer.eval_windows", known, min(max(between * 2 // 100, 8), 400))
-    _resolve(config, "trainer.log_every", known, max(steps // 500, 1))
+    between = trainer.batch_size * (eval_every or steps)
+    complete("trainer.eval_windows", min(max(between * 2 // 100, 8), 400))
+    complete("trainer.log_every", max(steps // 500, 1))
     if known.get("lens.every") == 0:  # the lens was off and is now on
         del known["lens.every"]
-    _resolve(config, "lens.every", known, min(max(steps // 20, 40), 1000))
+    complete("lens.every", min(max(steps // 20, 40), 1000))
+    return config.with_values(values)
 
 
 def names_run(resume: object) -> bool:
@@ -65,26 +73,18 @@ def automatic_warmup(max_steps: int) -> int:
     return min(max(max_steps // 10, 24), 2000, max_steps // 5)
 
 
-def _resolve(config: Config, key: str, before: dict, value: int) -> None:
-    group, _, name = key.partition(".")
-    settings = getattr(config, group)
-    if getattr(settings, name) is None:
-        setattr(settings, name, before[key] if type(before.get(key)) is int else value)
-
-
-def config_from(values: dict, overrides: Sequence[str], found: Sequence[Problem] = ()) -> Config:
-    """Returns the config for composed values. Raises ConfigError with `found` and new problems.
+def config_from(values: dict, overrides: Sequence[str]) -> Config:
+    """Returns the config for composed values. Raises ConfigError with all problems.
 
     overrides: the command line. If trainer.resume is a path, the rules between settings are checked
     later, by `complete`, with the settings of that run.
     """
     is_path = names_run(flat(values).get("trainer.resume"))
     config, problems = validate(Config, values, rules=not is_path)
-    refuse([*found, *problems])
+    refuse(problems)
     if is_path:
-        config._overrides = [
-            text.partition("=")[0].lstrip("+~").partition("@")[0] for text in overrides
-        ]
+        keys = (text.partition("=")[0] for text in overrides)
+        config._given = [key.lstrip("+~").partition("@")[0] for key in keys]
     return config
 
 
@@ -109,7 +109,7 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     if config.name not in (None, Path(found).parent.parent.name):  # a branch is another run on W&B
         merged["wandb.name"] = None
     merged["wandb.group"] = given["wandb.group"] or before["wandb.group"]  # a sweep sets its own
-    names = [*config.overrides, *GROUPS] if "experiment" in config.overrides else config.overrides
+    names = [*config.given, *GROUPS] if "experiment" in config.given else config.given
     named = {key: value for key, value in given.items() if _is_of(key, names)}
     # wandb=online is meant for the mode only.
     defaults = flat({"wandb": WandbConfig.with_defaults().model_dump()})

@@ -7,20 +7,13 @@ from collections.abc import Mapping
 
 import omegaconf
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from clearhead.errors import as_yaml
 from clearhead.files import REPOSITORY
 
 CONFIGS = REPOSITORY / "configs"
 REGISTER = "register_new_resolver" if omegaconf.__version__ < "2.4" else "register_resolver"
-# In YAML files, `${repository:}` is the folder of this repository, and `${env:NAME,default}` an
-# environment variable. Unlike oc.env, an empty variable counts as unset.
-RESOLVERS = {
-    "repository": lambda: str(REPOSITORY),
-    "env": lambda name, default: os.environ.get(name) or default,
-}
-for name, resolver in RESOLVERS.items():
-    getattr(OmegaConf, REGISTER)(name, resolver, replace=True)
 SETTING = re.compile(r"(\w+):(?:.*? # (.*))?")  # key: value # meaning
 
 
@@ -73,3 +66,32 @@ def nested(leaves: Mapping) -> dict:
         group, _, name = key.rpartition(".")
         (tree.setdefault(group, {}) if group else tree)[name] = value
     return tree
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    """Returns lines for rows of (key, meaning, value)."""
+    width = max(len(key) for key, _, _ in rows)
+    lines = [
+        f"  {key:<{width}} {meaning}" + f" [{value}]" * bool(value) for key, meaning, value in rows
+    ]
+    return "\n".join(lines)
+
+
+def _settings(_root_: DictConfig) -> str:
+    """Returns key, meaning and value of each setting, for Hydra's template of --help."""
+    values = flat(OmegaConf.to_container(_root_, resolve=False))
+    meanings = defaults_and_meanings().items()
+    rows = [(key, meaning, as_yaml(values.get(key))) for key, (_, meaning) in meanings]
+    return table(rows).replace("$", "$$")
+
+
+# In YAML files, `${repository:}` is the folder of this repository, and `${env:NAME,default}` an
+# environment variable. Unlike oc.env, an empty variable counts as unset.
+# `${settings:}` is the list of all settings in --help.
+RESOLVERS = {
+    "repository": lambda: str(REPOSITORY),
+    "env": lambda name, default: os.environ.get(name) or default,
+    "settings": _settings,
+}
+for name, resolver in RESOLVERS.items():
+    getattr(OmegaConf, REGISTER)(name, resolver, replace=True)

@@ -269,12 +269,6 @@ def by_text(rows: list[Row]) -> list[list[Row]]:
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.text)]
 
 
-def as_json(value: object) -> bytes:
-    """Returns a value, which may contain rows, as JSON. NaN and infinity become null."""
-    value = json.loads(json.dumps(value, default=vars), parse_constant=lambda _: None)
-    return (json.dumps(value, indent=1) + "\n").encode()
-
-
 # ---------------------------------------------------------------------------------- the tables
 
 

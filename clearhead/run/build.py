@@ -7,7 +7,7 @@ its state and receives its inputs as arguments; none has a reference to the run.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,9 +18,9 @@ from clearhead.checkpoint.format import State
 from clearhead.checkpoint.resume import (
     Start,
     check_same_settings,
+    complete_settings,
     find_start,
     own_directory,
-    resume_settings,
 )
 from clearhead.checkpoint.saver import Saver
 from clearhead.checkpoint.tensors import load_optimizer, load_parameters
@@ -30,24 +30,25 @@ from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
 from clearhead.distributed.threads import ThreadCheck
 from clearhead.errors import DataError, exit_code_of, refuse
-from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer, learning_rate
+from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.planning.micro_batch import check_memory, find_micro_batch
 from clearhead.reporting.console import Console
 from clearhead.reporting.jsonl import RowFile, drop_rows_after
 from clearhead.reporting.machine import environment
 from clearhead.reporting.metrics import Metrics
 from clearhead.reporting.profiler import Profiler
+from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.tracker import NoTracker, Tracker
 from clearhead.reporting.wandb_process import invalid_variables
 from clearhead.reporting.wandb_resume import UNFINISHED
 from clearhead.reporting.watch import watch
 from clearhead.run.evaluation import Evaluator, Validation
-from clearhead.run.exchange import Exchange
 from clearhead.run.init_from import initial_weights
 from clearhead.run.lens_runner import build_lens
-from clearhead.run.run import Run, print_introduction
+from clearhead.run.run import Run
 from clearhead.run.signals import StopSignals
-from clearhead.run.time_limit import TimeLimit, measure_steps, set_max_steps
+from clearhead.run.stop import Stop
+from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
 from clearhead.run.translate_errors import translate_errors
 from clearhead.tokens.stream import check_checksums
 from clearhead.tokens.tokenizers import bytes_per_token, get_tokenizer
@@ -61,13 +62,18 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 
     signals: requests to stop the run. Raises a ClearheadError.
     """
+    notes: list[str] = []  # for the user, printed before the first step
     with contextlib.ExitStack() as closing:  # closes the components after an error
         closing.callback(torch.set_num_threads, torch.get_num_threads())
+        config, named = complete_settings(config, notes)
         check_machine(config)
         strategy = start_strategy(config)
         closing.push(lambda _, error, __: strategy.close(exit_code_of(error)))
         with translate_errors(config, strategy):
-            run = _build(config, strategy, signals or StopSignals(), closing)
+            check_same_settings(config, strategy)
+            limit = TimeLimit(config)
+            config, start = find_start(config, named, strategy, closing, notes)
+            run = _build(config, strategy, start, limit, signals or StopSignals(), closing, notes)
         run.closing = closing.pop_all()
         return run
 
@@ -75,8 +81,7 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 def check_machine(config: Config) -> None:
     """Raises ConfigError if the settings do not fit this machine or the number of processes."""
     trainer = config.trainer
-    batch_size = trainer.batch_size if config.overrides is None else None  # None: not known yet
-    refuse(launch.check(config.parallel, batch_size))
+    refuse(launch.check(config.parallel, trainer.batch_size))
     if launch.max_restarts() and not config.name and trainer.resume in ("auto", "must", False):
         reason = "torchrun --max-restarts needs a name, otherwise a restart would start a new run"
         refuse([("name", config.name, reason, "set name=NAME")])
@@ -92,40 +97,31 @@ def start_strategy(config: Config) -> Strategy:
     return build_strategy(config.parallel, trainer.device, trainer.precision, config.seed)
 
 
-def complete_settings(
-    config: Config, strategy: Strategy, notes: list[str]
-) -> tuple[Config, Strategy]:
-    """Returns settings and strategy, updated from the stored settings if the run is resumed."""
-    config, is_resumed = resume_settings(config, strategy, notes)
-    if is_resumed:  # start again, with the precision and the seed of that run
-        with strategy.raise_on_all_ranks():
-            check_machine(config)
-        strategy = start_strategy(config)
-    check_same_settings(config, strategy)
-    return config, strategy
-
-
 def _build(
-    config: Config, strategy: Strategy, signals: StopSignals, closing: contextlib.ExitStack
+    config: Config,
+    strategy: Strategy,
+    start: Start,
+    limit: TimeLimit,
+    signals: StopSignals,
+    closing: contextlib.ExitStack,
+    notes: list[str],
 ) -> Run:
-    notes: list[str] = []
     threads = ThreadCheck(launch.local_ranks())
-    config, strategy = complete_settings(config, strategy, notes)
-    limit = TimeLimit(config)
-    start = find_start(config, strategy, closing, notes)
     with strategy.raise_on_all_ranks():  # other machines may have less memory
         refuse(check_memory(config, strategy))
     data = load_data(config, strategy, start, notes)
     model = build_model(config, strategy, start, notes)
-    trained_model, is_compiled = wrap_model(config, strategy, model)
+    is_compiled = should_compile(config, strategy, model)
+    trained_model = strategy.wrap(model, is_compiled)
     optimizer = build_optimizer(model, config.optimizer, device.best_dtype(strategy.device))
     if config.trainer.micro_batch_size == "auto":
-        config.trainer.micro_batch_size = find_micro_batch(config, strategy, is_compiled)
+        size = find_micro_batch(config, strategy, is_compiled)
+        config = config.with_values({"trainer.micro_batch_size": size})
     if config.trainer.max_minutes and start.state is None:
         batches = build_batches(config, strategy, data, first_step=0)
         with translate_errors(config, strategy, micro_batch_size=micro_batch(config, strategy)):
             per_step = measure_steps(config, strategy, trained_model, optimizer, batches)
-        notes.append(set_max_steps(config, strategy, limit.end, per_step))
+        config = with_max_steps(config, strategy, limit.end, per_step, notes)
     state = restore(config, strategy, start, data, model, optimizer)
     notes += threads.notes(strategy.device)
     opened = strategy.on_rank_0(
@@ -134,36 +130,36 @@ def _build(
     directory, saver, tracker = opened or (None, None, NoTracker())
     directory = Path(strategy.broadcast(str(directory)))
     state.wandb_id = tracker.run_id or state.wandb_id
-    console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
-    closing.callback(console.close)
+    log = build_log(config, strategy, state, directory, tracker, limit, closing)
     if config.wandb.watch and strategy.name == "fsdp":
         notes.append("wandb.watch: no effect with FSDP")
     elif config.wandb.watch and tracker.run_id:
         watch(tracker, model, optimizer, config.trainer, state)
+    evaluator = build_evaluator(config, strategy, data)
     run = Run(
         config=config,
         strategy=strategy,
         state=state,
-        directory=directory,
-        data=data,
         batches=build_batches(config, strategy, data, state.step),
         model=model,
         trained_model=trained_model,
         optimizer=optimizer,
-        learning_rate=build_schedule(config),
-        metrics=build_metrics(config, strategy, model, state, console, tracker),
-        evaluator=build_evaluator(config, strategy, data),
+        metrics=build_metrics(config, strategy, model, state, log),
+        evaluator=evaluator,
         lens=build_lens(config, strategy, data, directory, notes),
         checkpointer=Checkpointer(directory, saver, strategy, model, optimizer),
-        tracker=tracker,
-        console=console,
-        profiler=build_profiler(config, strategy, directory, closing),
-        signals=signals,
-        exchange=Exchange(strategy, signals, limit, data.train, config.trainer.batch_size),
-        limit=limit,
+        log=log,
+        stop=Stop(
+            strategy,
+            signals,
+            limit,
+            config.trainer.max_steps,
+            data.train.num_targets(config.trainer.batch_size),
+        ),
         closing=closing,
     )
-    print_introduction(run, start, is_compiled, notes)
+    facts = describe(config, strategy, data, model, evaluator, is_compiled)
+    log.introduce(config, state, start, facts, [*data.notes, *notes])
     return run
 
 
@@ -229,24 +225,14 @@ def build_model(config: Config, strategy: Strategy, start: Start, notes: list[st
     return model
 
 
-def wrap_model(config: Config, strategy: Strategy, model: GPT) -> tuple[torch.nn.Module, bool]:
-    """Returns (the module to train, with the model's parameters; whether it is compiled)."""
+def should_compile(config: Config, strategy: Strategy, model: GPT) -> bool:
+    """Returns whether the trained model is compiled."""
     trainer = config.trainer
     if trainer.max_minutes and trainer.compile == "auto":  # the number of steps is not known yet
-        trainer.compile = False
+        return False
     tokens = trainer.batch_size * config.data.max_length * trainer.max_steps
     flops = model.flops_per_token(config.data.max_length) * tokens / strategy.world_size
-    is_compiled = device.should_compile(trainer.compile, strategy.device, flops)
-    return strategy.wrap(model, is_compiled), is_compiled
-
-
-def build_schedule(config: Config) -> Callable[..., float]:
-    return functools.partial(
-        learning_rate,
-        config=config.optimizer,
-        warmup_steps=config.trainer.warmup_steps,
-        max_steps=config.trainer.schedule_steps or config.trainer.max_steps,
-    )
+    return device.should_compile(trainer.compile, strategy.device, flops)
 
 
 def restore(
@@ -322,30 +308,33 @@ def create_directory(config: Config, start: Start, closing: contextlib.ExitStack
 # ------------------------------------------------------- metrics, evaluation, attention
 
 
-def build_profiler(
-    config: Config, strategy: Strategy, directory: Path, closing: contextlib.ExitStack
-) -> Profiler:
-    is_on = config.trainer.profile and strategy.is_rank_0
-    profiler = Profiler(is_on, directory / "profile", strategy.device)
+def build_log(
+    config: Config,
+    strategy: Strategy,
+    state: State,
+    directory: Path,
+    tracker: Tracker,
+    limit: TimeLimit,
+    closing: contextlib.ExitStack,
+) -> RunLog:
+    profiles = config.trainer.profile and strategy.is_rank_0
+    profiler = Profiler(profiles, directory / "profile", strategy.device)
     closing.callback(profiler.close)
-    return profiler
+    console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
+    closing.callback(console.close)
+    return RunLog(directory, console, tracker, profiler, limit.exclude, config.debug)
 
 
 def build_metrics(
-    config: Config,
-    strategy: Strategy,
-    model: GPT,
-    state: State,
-    console: Console,
-    tracker: Tracker,
+    config: Config, strategy: Strategy, model: GPT, state: State, log: RunLog
 ) -> Metrics:
     trainer = config.trainer
     limit = 1 if trainer.on_nonfinite == "stop" else trainer.max_skips
     metrics = Metrics(
         strategy,
         NonFiniteCheck(limit, strategy.device),
-        console,
-        tracker,
+        log.console,
+        log.tracker,
         tokens_per_step=trainer.batch_size * config.data.max_length,
         flops_per_token=model.flops_per_token(config.data.max_length),
         peak_flops=device.peak_flops(strategy.device),
@@ -353,6 +342,32 @@ def build_metrics(
     )
     metrics.restore(state, forget_skipped=trainer.resume_override)
     return metrics
+
+
+def describe(
+    config: Config,
+    strategy: Strategy,
+    data: LoadedData,
+    model: GPT,
+    evaluator: Evaluator,
+    is_compiled: bool,
+) -> list[str]:
+    """Returns lines about model, data and batch size, which are printed before the first step."""
+    trainer, world = config.trainer, strategy.world_size
+    compiled = ", compiled" if is_compiled else ""
+    extra = ", activation checkpointing" if trainer.activation_checkpointing else ""
+    val, validation = len(data.val or ()), evaluator.validation
+    used = len(validation.windows) if validation else 0
+    evaluated = f"; each evaluation uses {used:,}" if used < val else ""
+    per_rank, size = trainer.batch_size // world, evaluator.batch_size
+    ranks = f", {per_rank} on each of {world} ranks" if world > 1 else ""
+    micro = f", in micro-batches of {size}" if size < per_rank else ""
+    return [
+        f"model: {model.num_parameters():,} parameters {strategy.describe()}{compiled}{extra}",
+        f"training data: {len(data.train):,} windows of {config.data.max_length} tokens",
+        f"validation data: {val:,} windows{evaluated}",
+        f"batch size: {trainer.batch_size} windows per step{ranks}{micro}",
+    ]
 
 
 def micro_batch(config: Config, strategy: Strategy) -> int:

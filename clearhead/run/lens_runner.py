@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from clearhead.config.schema import Config, TrainerConfig
+from clearhead.config.schema import Config
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import best_effort
 from clearhead.files import read_rows
@@ -38,18 +38,19 @@ class LensRunner:
     lens: Lens | None  # None if it is off
     strategy: Strategy
     directory: Path  # the run directory
-    trainer: TrainerConfig  # max_steps is the last step
     debug: bool  # whether an error ends the run
     # (model, heads by name) -> the loss without each head, see inference/ablation.py; None: off
     ablate: Callable[[GPT, dict[str, list[Head]]], dict] | None
 
-    def is_due(self, step: int) -> bool:
-        return self.lens is not None and self.lens.due(step, self.trainer.max_steps)
+    def is_due(self, step: int, last_step: int) -> bool:
+        return self.lens is not None and self.lens.due(step, last_step)
 
-    def snapshot(self, model: GPT, step: int, row: dict[str, float]) -> Snapshot | None:
+    def snapshot(
+        self, model: GPT, step: int, last_step: int, row: dict[str, float]
+    ) -> Snapshot | None:
         """Takes an attention snapshot: statistics, images and pages. Returns None after an error.
 
-        row: the metrics of this step, which are not in metrics.jsonl yet.
+        last_step: of the run. row: the metrics of this step, which are not in metrics.jsonl yet.
 
         All ranks run the model, and rank 0 writes the files. After an error on one rank the lens is
         off on all ranks, because they run the model together.
@@ -70,7 +71,7 @@ class LensRunner:
             snapshot = self.lens.snapshot(
                 capture_attention,
                 step,
-                self.trainer.max_steps,
+                last_step,
                 self.directory / "attention",
                 run_name=self.directory.name,
                 write=self.strategy.is_rank_0,
@@ -123,7 +124,7 @@ def build_lens(
             notes.append("lens.ablation: no effect with FSDP")
         else:
             ablate = build_ablation(config, strategy, data.val)
-    return LensRunner(lens, strategy, directory, config.trainer, config.debug, ablate)
+    return LensRunner(lens, strategy, directory, config.debug, ablate)
 
 
 def build_ablation(config: Config, strategy: Strategy, dataset: WindowDataset) -> Callable:

@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterator
 
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
+from clearhead.config.application import is_single_run
 from clearhead.config.schema import Config
-from clearhead.config.stored import resolve_auto
+from clearhead.config.stored import with_automatic_values
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import refuse
 from clearhead.optim.optimizers import NonFiniteCheck
@@ -35,16 +34,11 @@ WANDB_EXIT_SECONDS = 5.0  # more for W&B
 SLOWDOWN = 4.0  # if steps have become slower, the end of the run takes at most this much longer
 
 
-def is_own_process() -> bool:
-    """Returns whether this process trains one run, from train.py; false in a sweep or notebook."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN
-
-
 class TimeLimit:
     """The time limit of one start of a run. It begins with the process if that trains one run."""
 
     def __init__(self, config: Config):
-        self.started = STARTED if is_own_process() else time.monotonic()
+        self.started = STARTED if is_single_run() else time.monotonic()
         limit = 60 * (config.trainer.max_minutes or math.inf)
         # Seconds for everything after the last validation, whose duration is measured.
         self.end_of_run = EXIT_SECONDS + 12 * num_parameters(config.model) / BYTES_PER_SECOND
@@ -82,9 +76,11 @@ class TimeLimit:
         return self.end - now < 2 * step + 2 * self._longest_evaluation + slower
 
 
-def set_max_steps(config: Config, strategy: Strategy, end: float, per_step: float) -> str:
-    """Sets trainer.max_steps to the number of steps that fit, if it is not smaller already, and the
-    automatic settings that depend on it. Returns a note for the user.
+def with_max_steps(
+    config: Config, strategy: Strategy, end: float, per_step: float, notes: list[str]
+) -> Config:
+    """Returns the config with trainer.max_steps, the number of steps that fit if it is not smaller
+    already, and with the automatic settings that depend on it. Appends a note for the user.
 
     end: the time.monotonic() at which training ends. per_step: seconds, on this rank. Raises
     ConfigError if there is no time for a step.
@@ -96,10 +92,13 @@ def set_max_steps(config: Config, strategy: Strategy, end: float, per_step: floa
         reason = f"is too short: start, one step ({per_step:.1f} s) and end of the run take longer"
         hint = "use more minutes or a smaller model"
         refuse([("trainer.max_minutes", trainer.max_minutes, reason, hint)])
-    trainer.max_steps = min(trainer.max_steps, steps)
-    resolve_auto(config)
-    speed = f"{trainer.max_steps:,} steps, a step takes {1000 * per_step:,.1f} ms"
-    return f"trainer.max_minutes={trainer.max_minutes}: {speed}"
+    steps = min(trainer.max_steps, steps)
+    speed = f"{steps:,} steps, a step takes {1000 * per_step:,.1f} ms"
+    notes.append(f"trainer.max_minutes={trainer.max_minutes}: {speed}")
+    # For compile=auto, the number of steps has to be known before the model is compiled.
+    compiled = False if trainer.compile == "auto" else trainer.compile
+    values = {"trainer.max_steps": steps, "trainer.compile": compiled}
+    return with_automatic_values(config.with_values(values))
 
 
 def measure_steps(

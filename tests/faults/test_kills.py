@@ -263,7 +263,9 @@ def test_a_start_that_is_stopped_leaves_no_files(faults, name, code):
     for resumes, call in [(False, 1), (True, 1), (False, 2)]:
         if resumes:
             faults.kill_at(folder, 14, "saved")
-        faults.run(folder, "short", fault=interrupt((name, "files.rename", call)), code=code)
+        faults.run(
+            folder, "short", fault=interrupt((name, "clearhead.files.rename", call)), code=code
+        )
     faults.complete(folder, "short")
     if name == "SIGTERM":
         tally(STOPPED, 3)

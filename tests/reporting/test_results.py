@@ -6,6 +6,7 @@ import math
 import pytest
 from matplotlib.figure import Figure
 
+from clearhead.files import as_json
 from clearhead.reporting import comparison as results
 from clearhead.reporting.comparison_plot import COLOURS, plot
 
@@ -106,7 +107,7 @@ def test_any_settings_can_be_drawn(drawn):
 
 def test_values_are_valid_json_and_one_cell_of_the_table():
     value = {"a": [math.inf, -math.inf, math.nan, 1.5], "b": (2,)}
-    assert json.loads(results.as_json(value)) == {"a": [None, None, None, 1.5], "b": [2]}
+    assert json.loads(as_json(value)) == {"a": [None, None, None, 1.5], "b": [2]}
     rows = [row({"path": path}, 1.0) for path in ("a|b\nc\x1b[31m", "b")]
     assert (
         results.table(rows, "val/loss").splitlines()[2].startswith("| run0 | a\\|b\\nc\\x1b[31m |")

@@ -267,7 +267,7 @@ def test_gigatoken_is_reloaded_when_the_process_has_grown(monkeypatch):
     memory, words = [10**9], WORDS.encode()
     made = mock.Mock(side_effect=gigatoken.gigatoken_rs.BPETokenizer.from_tiktoken)
     monkeypatch.setattr("gigatoken.gigatoken_rs.BPETokenizer", mock.Mock(from_tiktoken=made))
-    monkeypatch.setattr("tokens.gigatoken_engine.resident_bytes", lambda: memory[0])
+    monkeypatch.setattr("clearhead.tokens.gigatoken_engine.resident_bytes", lambda: memory[0])
     monkeypatch.setattr(Gigatoken, "CHECK_EVERY", 100)
     encoder = Gigatoken(special=True)
     for growth, count in ((Gigatoken.MAX_GROWTH, 1), (1, 2), (0, 2)):

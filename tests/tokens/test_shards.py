@@ -367,7 +367,7 @@ def test_blocks_that_verify_reads(verify, most, expected, with_manifest, tmp_pat
     """Damage is found only in these blocks; without a manifest only they have checksums."""
     assert module.MAX_VERIFY_ALL == 2**30  # as docs/data.md says
     monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr("tokens.stream.BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr("clearhead.tokens.stream.BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(module, "MAX_VERIFY_ALL", most)
     write_shards(tmp_path, {"a.bin": IDS, "b.bin": [5], "val.bin": ids_of(712)})
     if not with_manifest:

@@ -5,12 +5,11 @@ import time
 from pathlib import Path
 
 from clearhead.checkpoint.format import State
+from clearhead.config.application import is_single_run
 from clearhead.config.schema import Config
 from clearhead.distributed import launch
 from clearhead.distributed.device_memory import peak_memory
-from clearhead.files import atomic_write, read_rows
-from clearhead.reporting.comparison import as_json
-from clearhead.run.time_limit import is_own_process
+from clearhead.files import as_json, atomic_write, read_rows
 
 
 def write_summary(
@@ -26,7 +25,7 @@ def write_summary(
     trainer, starts = config.trainer, read_rows(folder / "starts.jsonl")
     last = read_rows(folder / "metrics.jsonl")[-1]
     planned, repeat = state.settings["trainer"]["max_steps"], None
-    if is_own_process() and len(starts) == 1 and not launch.max_restarts():
+    if is_single_run() and len(starts) == 1 and not launch.max_restarts():
         # A number of steps replaces the time limit.
         schedule = trainer.schedule_steps or planned
         new = {

@@ -1,0 +1,125 @@
+"""One job of a sweep (python train.py -m): a run, named <sweep>_<number>, and its result.json.
+
+result.json is in the job directory (hydra.sweep.dir/hydra.sweep.subdir). A failed job reports an
+infinite loss, so that every launcher and sweeper continues. reporting/sweep.py reads the results.
+"""
+
+import gc
+import math
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from clearhead.config.schema import Config
+from clearhead.errors import (
+    DEBUG_HINT,
+    Problem,
+    best_effort,
+    exit_code_of,
+    format_error,
+    message_of,
+    refuse,
+)
+from clearhead.files import as_json, atomic_write, make_folder, read_json
+
+MAX_NAME_CHARS = 64  # characters of the sweep's directory name in the names of its runs
+
+
+def run_job(job: DictConfig, make_config: Callable[[], Config], run: Callable) -> float:
+    """Runs one job of a sweep. Returns run(config), the value that a sweeper minimises; infinity if
+    the job failed.
+
+    job: its hydra config. make_config: returns the config or raises ConfigError. Raises OSError if
+    result.json cannot be written before the job starts: Hydra then runs the other jobs and ends
+    with this error.
+    """
+    number, overrides, value = job.job.num, list(job.overrides.task), math.inf
+    result = {"sweep": sweep_directory(job), "job": number, "overrides": overrides, "run": None}
+    result |= {"exit_code": 4, "error": "the job ended without a result"}
+    path = Path(job.runtime.output_dir) / "result.json"
+    make_folder(path.parent)
+    atomic_write(path, as_json(result))
+    debug = False
+    try:
+        config = config_of_job(make_config(), job)
+        debug, result["run"] = config.debug, str(Path(config.runs_dir) / config.name)
+        check_own_name(config, result)
+        print(f"job {number}: {config.name}", flush=True)
+        atomic_write(path, as_json(result))
+        value = run(config)
+        result |= {"exit_code": 0, "error": ""}
+    except SystemExit:  # by a signal
+        again = f"rerun the same command with hydra.sweep.dir={job.sweep.dir}"
+        print(f"sweep stopped; to resume: {again}", file=sys.stderr)
+        raise
+    except Exception as error:
+        if stopped := getattr(error, "stopped", 0):  # by a signal before the error
+            raise SystemExit(stopped) from error
+        result |= {"exit_code": exit_code_of(error), "error": format_error(error, DEBUG_HINT)}
+        print(f"job {number} failed: {result['error']}", file=sys.stderr, flush=True)
+        if debug:
+            traceback.print_exception(error)
+    free_memory()
+    with best_effort(f"job {number} counts as failed: cannot write {path}"):  # such as a full disk
+        atomic_write(path, as_json(result))
+        return value
+    return math.inf
+
+
+def sweep_directory(job: DictConfig) -> str:
+    """Returns the sweep's absolute directory: a job may have another working directory."""
+    return os.path.abspath(os.path.join(job.runtime.cwd, job.sweep.dir))
+
+
+def config_of_job(config: Config, job: DictConfig) -> Config:
+    """Returns the config with the name <sweep>_<number>, which is the same when the sweep is
+    resumed, and with the W&B group of the sweep's runs, unless they are set."""
+    name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", Path(sweep_directory(job)).name)
+    sweep = name[:MAX_NAME_CHARS].strip("-.+") or "sweep"
+    return config.with_values(
+        {
+            "name": f"{sweep}_{job.job.num}" if config.name is None else config.name,
+            "wandb.group": sweep if config.wandb.group is None else config.wandb.group,
+            "wandb.id": None,  # WANDB_RUN_ID would make all jobs one run
+        }
+    )
+
+
+def check_own_name(config: Config, result: dict) -> None:
+    """Raises ConfigError if another job of the sweep has the same run directory."""
+    others = [each for each in results_in(result["sweep"]) if each["job"] != result["job"]]
+    if any(each["run"] == result["run"] for each in others):
+        hint = "remove it, or write a name with each swept setting, as in name='lr${optimizer.lr}'"
+        refuse([Problem("name", config.name, "another job of this sweep has the same name", hint)])
+
+
+def results_in(sweep: str) -> list[dict]:
+    """Returns the contents of the result.json of each job of a sweep, in their order. A file that
+    cannot be read counts as the result of a failed job."""
+    results = []
+    for path in Path(sweep).rglob("result.json"):
+        try:
+            result = read_json(path)
+        except (OSError, ValueError) as error:
+            if str(path.parent.parent) != sweep or not path.parent.name.isdecimal():
+                continue
+            failed = {"exit_code": 4, "error": f"{path} cannot be read ({message_of(error)})"}
+            number = int(path.parent.name)
+            result = {"sweep": sweep, "job": number, "overrides": [], "run": None} | failed
+        if isinstance(result, dict) and result.get("sweep") == sweep:
+            results.append(result)
+    return sorted(results, key=lambda each: each["job"])
+
+
+def free_memory() -> None:
+    """Frees the model and the compiled code of a job before the next job starts."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
