@@ -12,16 +12,16 @@ from clearhead.config.command_line import errors_in_one_line
 
 def test_control_characters_are_escaped_and_secrets_are_not_shown():
     with pytest.raises(errors.ConfigError) as caught:
-        compose(["name='a\x1b[31m\nb\u202e'", "wandb.api_key=s3cret"])
+        compose(["name='a\x1b[31m\nb\u202e'", "+wandb.api_key=s3cret"])
     lines = str(caught.value).splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("wandb.api_key=(not shown): ")
-    assert lines[1].startswith("name=a\\x1b[31m\\nb\\u202e: ")
+    assert lines[0].startswith("name=a\\x1b[31m\\nb\\u202e: ")
+    assert lines[1].startswith("wandb.api_key=(not shown): ")
 
 
 def test_long_keys_and_values_are_shortened():
     with pytest.raises(errors.ConfigError) as caught:
-        compose(["a" * 5000 + "=1", "name=" + "b" * 5000])
+        compose(["+model." + "a" * 5000 + "=1", "name=" + "b" * 5000])
     assert len(str(caught.value).splitlines()) == 2
     assert len(str(caught.value)) < 2000
 

@@ -255,7 +255,7 @@ def test_the_summary_has_the_time_of_each_part(make_run, monkeypatch):
     run = make_run("lens=default", "lens.every=2")
     monkeypatch.setattr(time, "perf_counter", clock)
     parts = [(run.evaluator, "validate"), (run.evaluator, "sample"), (run.lens, "snapshot")]
-    parts += [(run.tracker, "log"), (run, "check_time_limit")]
+    parts += [(run.log.tracker, "log"), (run, "check_time_limit")]
     for number, (part, name) in enumerate(parts):
         monkeypatch.setattr(part, name, slowed(getattr(part, name), 10**number))
     fit(run)

@@ -10,22 +10,19 @@ import re
 import subprocess
 import sys
 
-import hydra
 import pytest
 import yaml
 from helpers import REPOSITORY, TINY
 from helpers.settings import settings
-from hydra.version import VersionBase
-from omegaconf import OmegaConf
 
 import attention
 import train
 from clearhead.config import Config, compose
-from clearhead.config.application import hydra_main, sweep_variants
+from clearhead.config.application import hydra_main
 from clearhead.config.command_line import parse
 from clearhead.config.other_names import other_names, unknown_key
 from clearhead.config.schema import GROUPS, VOCABULARIES, known_settings
-from clearhead.config.stored import complete, resolve_auto
+from clearhead.config.stored import complete, with_automatic_values
 from clearhead.config.validation import flat_fields, validate
 from clearhead.config.yaml_files import CONFIGS, default_values, defaults_and_meanings
 from clearhead.errors import ConfigError
@@ -119,30 +116,19 @@ def problems_of(read, *given) -> list[tuple[str, str]]:
     return [(problem.key, problem.value) for problem in caught.value.problems]
 
 
-def test_every_problem_is_listed(in_process, tmp_path):
-    given = ["optimizer.lrr=1", "seed=x", "optimizer.lr=-1", "model.num_heads=5", "name=a/b"]
-    given += ["trainer.max_steps=0", "model=gpt3", "+data.typo=1"]
+def test_every_problem_is_listed():
+    given = ["seed=x", "optimizer.lr=-1", "model.num_heads=5", "name=a/b"]
+    given += ["trainer.max_steps=0", "+data.typo=1"]
     found = [key for key, _ in problems_of(compose, given)]
     assert sorted(found) == sorted(text.partition("=")[0].lstrip("+") for text in given)
+    # Hydra finds unknown names first.
+    found = problems_of(compose, ["optimizer.lrr=1", "seed=x", "trainer.max_step=5"])
+    assert found == [("optimizer.lrr", "1"), ("trainer.max_step", "5")]
     found = problems_of(parse, GenerateConfig, ["promt=x", "temperature=-1", "checkpoint=y"])
     assert found == [("promt", "x"), ("temperature", "-1")]
     # Types are checked before the stored settings are read.
     given = ["trainer.resume=runs/none", "trainer.max_steps=abc", "optimizer.lr=[1]"]
     assert problems_of(compose, given) == [("optimizer.lr", [1]), ("trainer.max_steps", "abc")]
-    # A sweep reports them before its first job.
-    given = ["-m", "optimizer.lr=1e-3,abc", "seed=1,x", "optimizer.lrr=1"]
-    code, _, err = in_process(train.main, tmp_path, *given)
-    assert (code, len(err.splitlines()), list(tmp_path.iterdir())) == (2, 3, [])
-
-
-def test_checked_values_of_a_sweep():
-    given = ["seed=1,2", "optimizer.lr=interval(1e-4,1e-3)", "name=a", "model=glob(*)"]
-    assert sweep_variants(given) == [
-        ["seed=1", "optimizer.lr=0.0001", "name=a"],
-        ["seed=2", "optimizer.lr=0.0001", "name=a"],
-        ["seed=1", "optimizer.lr=0.001", "name=a"],
-    ]
-    assert len(sweep_variants(["seed=range(0,1000000)"])) == 100
 
 
 def test_every_setting_has_a_default_and_a_description():
@@ -216,19 +202,6 @@ def test_a_closed_stdout_is_no_error(arguments):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_compose_restores_the_state_of_hydra():
-    """Also within a Hydra application."""
-    with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
-        version = VersionBase.instance().getbase()
-        environment = OmegaConf.create({"home": "${oc.env:HOME}"}).home
-        compose(["model=gpt2-nano"])
-        with pytest.raises(ConfigError):
-            compose(["model=gpt3"])
-        assert hydra.compose(overrides=["+found=7"]).found == 7  # of this application
-        assert VersionBase.instance().getbase() == version
-        assert OmegaConf.create({"home": "${oc.env:HOME}"}).home == environment
-
-
 MINE = """# @package _global_
 defaults: [override /model: gpt2-nano]
 trainer: {max_steps: 7}
@@ -263,18 +236,16 @@ def test_features_of_hydra(in_process, tmp_path, monkeypatch):
     mine = shown(*config_dir, "experiment=mine")
     assert (mine["trainer"]["max_steps"], mine["model"]["emb_dim"]) == (7, 128)
     assert mine["name"] == "run-0"
-    assert compose(["experiment=mine"], config_dir=str(folder)).name == "run-0"
     assert shown(*config_dir, "+studies=small")["data"]["max_length"] == 16
     whole = shown(*config_dir, "--config-name", "whole", "studies=small")
     assert (whole["seed"], whole["data"]["max_length"]) == (5, 16)
     (tmp_path / "plain").symlink_to(folder)
     path = f"hydra.searchpath=[file://{tmp_path}/plain]"
     assert shown("seed=7", path, "+studies=small")["data"]["max_length"] == 16
-    for where in (config_dir, ("hydra.searchpath=[file://plain]",)):
-        code, out, _ = in_process(train.main, tmp_path, "--help", *where)
-        choices = {words[0]: words[1:] for words in map(str.split, out.splitlines()) if words}
-        assert (code, choices["+studies"]) == (0, ["none", "|", "small"])
-        assert {"laptop", "mine"} <= set(choices["experiment"])
+    code, out, _ = in_process(train.main, tmp_path, "--help", *config_dir)
+    choices = {words[0]: words[1:] for words in map(str.split, out.splitlines()) if words}
+    assert (code, choices["studies:"]) == (0, ["none,", "small"])
+    assert {"laptop,", "mine"} <= set(choices["experiment:"])
     assert shown("data.path=${oc.env:WHERE}")["data"]["path"] == "texts/a.txt"
     for option in (["--info", "searchpath"], ["--hydra-help"], ["--version"]):
         code, out, err = in_process(train.main, tmp_path, *option)
@@ -294,23 +265,16 @@ def test_directories_and_callbacks_of_hydra(in_process, tmp_path, monkeypatch):
     saved = yaml.safe_load((tmp_path / "out" / "0" / "hydra" / "config.yaml").read_text())
     assert saved["name"] == "a"
     (tmp_path / "note").unlink()
-    monkeypatch.setenv("RANK", "1")  # other ranks are jobs of Hydra too, but create no directories
-    code, out, err = in_process(train.main, tmp_path, *given, "hydra.run.dir=other", "--cfg", "job")
-    assert (code, out) == (0, "")
     seen = []
     run = hydra_main(lambda config: seen.append(config))
-    given += ["hydra.run.dir=other", "hydra/job_logging=default"]
     given += ["+hydra.job.env_set.SEEN=here", "wandb.notes=${oc.env:SEEN,unset}"]
-    before = {path.name for path in tmp_path.iterdir()}
     code, *_ = in_process(run, tmp_path, *given)
     assert (code, seen[0].name, seen[0].wandb.notes) == (0, "a", "here")
-    assert {path.name for path in tmp_path.iterdir()} - before == {"note"}
 
 
 def chosen(before=None, **values):
     config = settings(*(f"trainer.{key}={value}" for key, value in values.items()))
-    resolve_auto(config, {"trainer": before or {}})
-    trainer = config.trainer
+    trainer = with_automatic_values(config, {"trainer": before or {}}).trainer
     return trainer.warmup_steps, trainer.eval_every, trainer.eval_windows, trainer.log_every
 
 

@@ -159,7 +159,8 @@ def training(folder: Path):
         file = mutated(b"lr: 0.0003\nweight_decay: 0.1\nbetas: [0.9, 0.95]\n", chance)
         (folder / "optimizer" / "mine.yaml").write_bytes(file)
         word = mutated(chance.choice(TINY).encode(), chance).decode(errors="replace")
-        compose([chance.choice(["optimizer=mine", word])], config_dir=str(folder))
+        folders = f"hydra.searchpath=[file://{folder}]"
+        compose([folders, chance.choice(["optimizer=mine", word])])
 
     return read
 

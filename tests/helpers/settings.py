@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 import train
 from clearhead.config import Config, compose
 from clearhead.config.command_line import errors_in_one_line
-from clearhead.config.compose import hydra_state
+from clearhead.config.compose import VERSION
 from clearhead.config.schema import GROUPS, known_settings
 from clearhead.config.stored import config_from
 from clearhead.config.yaml_files import CONFIGS
@@ -22,7 +22,7 @@ from clearhead.config.yaml_files import CONFIGS
 @functools.cache
 def _composed(choices: tuple[str, ...]) -> DictConfig:
     """Returns the values for these choices of groups, with interpolations."""
-    with hydra_state(CONFIGS, None):
+    with hydra.initialize_config_dir(str(CONFIGS), **VERSION):
         return hydra.compose("config", list(choices))
 
 

@@ -17,7 +17,7 @@ from helpers.settings import settings
 
 import train
 from clearhead.checkpoint.run_directory import settings_of
-from clearhead.config.stored import resolve_auto
+from clearhead.config.stored import with_automatic_values
 from clearhead.errors import ConfigError
 from clearhead.reporting.comparison import read
 from clearhead.run import build, time_limit
@@ -49,7 +49,7 @@ def test_the_number_of_steps_decides_the_automatic_settings(make_run, slow_steps
     trainer = make_run(*LIMITED).config.trainer
     assert 5000 < trainer.max_steps < 6000
     expected = settings(*TINY, "data.path=x", *AUTOMATIC, f"trainer.max_steps={trainer.max_steps}")
-    resolve_auto(expected)
+    expected = with_automatic_values(expected)
     assert trainer.warmup_steps == expected.trainer.warmup_steps > 100
     assert trainer.eval_every == expected.trainer.eval_every > 100
 
@@ -72,7 +72,7 @@ def test_a_slow_run_ends_early_and_can_be_repeated_and_resumed(make_run, tmp_pat
     """It ends after step 3 of the same learning-rate schedule."""
     short_warmup = "trainer.warmup_steps=1"
     run = make_run(*LIMITED, short_warmup, "name=early")
-    run.limit.is_last_step = lambda: run.state.step == 2
+    run.stop.limit.is_last_step = lambda: run.state.step == 2
     fit(run)
     early = tmp_path / "runs" / "early"
     stored, log = settings_of(early)["trainer"], rows(early)
@@ -132,8 +132,7 @@ def test_runs_that_one_command_does_not_repeat(in_process, tmp_path, monkeypatch
 def test_a_resumed_run_keeps_its_plan_unless_another_one_is_given():
     def steps(before, *more):
         config = settings(*TINY, "data.path=x", *more)
-        resolve_auto(config, {"trainer": before})
-        return config.trainer.max_steps
+        return with_automatic_values(config, {"trainer": before}).trainer.max_steps
 
     limited = {"max_minutes": 5.0, "max_steps": 600, "schedule_steps": None}
     assert steps(limited, *LIMITED) == 600

@@ -15,12 +15,9 @@ import pytest
 from helpers import REPOSITORY, TEXT, TINY
 from helpers.models import tiny_model
 from helpers.runs import train_in
-from helpers.settings import settings
 from helpers.texts import prepare, write_source
 
 import train
-from clearhead.config import compose
-from clearhead.config.application import check, parse_options
 from clearhead.interop.huggingface import to_hf
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -119,25 +116,6 @@ def test_every_command_has_a_known_kind():
     assert sum(len(arguments_of(kind)) for kind in kinds) == len(COMMANDS), kinds
     targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert {words[0] for words in arguments_of("make")} <= set(targets)
-
-
-def test_settings_of_every_training(home, monkeypatch):
-    from torch.distributed.run import get_args_parser
-
-    monkeypatch.chdir(home)
-    given = arguments_of("train.py")
-    torchrun = map(get_args_parser().parse_args, arguments_of("torchrun"))
-    given += [found.training_script_args for found in torchrun]
-    given += [words[words.index("scripts/slurm.sh") + 1 :] for words in arguments_of("sbatch")]
-    for words in given:
-        if REFUSED.search(" ".join(words)) or words == ["--help"]:
-            continue
-        if any(word.startswith("-") for word in words):
-            check(parse_options(words))
-        elif "induction" in " ".join(words):  # has no data.path
-            compose(words)
-        else:
-            settings(*words)
 
 
 @pytest.mark.parametrize("part", RUN)

@@ -19,7 +19,8 @@ from PIL import Image
 import train
 from clearhead.checkpoint.resume import resume_command
 from clearhead.config import application, compose
-from clearhead.config.application import check, hydra_main, parse_options
+from clearhead.config import job as job_of_sweep
+from clearhead.config.application import hydra_main
 from clearhead.errors import ConfigError
 from clearhead.reporting import sweep
 from clearhead.reporting.tracker import Tracker
@@ -203,17 +204,19 @@ def test_runs_are_named_after_the_sweeps_folder_and_grouped(tmp_path):
 
 
 def test_jobs_with_the_same_name_are_refused(tmp_path):
-    """Before the first job: the second job would resume the run of the first one."""
-    for name in ("mine", "seed${seed}"):
-        given = ["seed=1,2", "optimizer.lr=interval(1e-4,1e-3)", f"name={name}"]
-        code, _, err = sweep_in(tmp_path, lambda config: 0, *given)
-        assert (code, printed_keys(err), list(tmp_path.iterdir())) == (2, ["name"], []), name
+    """Otherwise the second job would resume the run of the first one."""
     names = []
+
+    def run(config):
+        names.append(config.name)
+        return 0.0
+
+    code, *_ = sweep_in(tmp_path, run, "seed=1,2", "name=mine")
+    jobs = results_of(tmp_path)[1]["jobs"]
+    assert (code, [job["exit_code"] for job in jobs], names) == (2, [0, 2], ["mine"])
     each = "${seed}-${hydra:job.num}-${hydra:job.id}"
-    sweep_in(tmp_path, lambda config: names.append(config.name), "seed=1,2", f"name={each}")
-    assert names == ["1-0-0", "2-1-1"]
-    for name in ("${hydra:job.num}", "${hydra:job.id}"):
-        check(parse_options(["-m", "data.path=none", "seed=1,2", f"name={name}"]))
+    sweep_in(tmp_path, run, "seed=1,2", f"name={each}", "hydra.sweep.dir=named")
+    assert names[1:] == ["1-0-0", "2-1-1"]
 
 
 def test_files_of_others_are_left_alone(tmp_path):
@@ -246,16 +249,13 @@ def test_a_result_that_cannot_be_read_is_a_failure(tmp_path):
 
 
 def test_a_result_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
-    """The other jobs continue. The sweeper gets inf for it, and the lowest loss after step 0."""
-    losses, full, write = [], [], sweep.atomic_write
+    """The other jobs continue. The sweeper gets inf for it, and the result of run(config)."""
+    losses, full, write = [], [], job_of_sweep.atomic_write
 
     def run(config):
         log(config)
-        steps = [{"step": n, "val/loss": 4.0 - (n != 1), "train/tokens": n} for n in range(3)]
-        steps[0]["val/loss"] = 1.0
-        metrics = Path(config.runs_dir) / config.name / "metrics.jsonl"
-        metrics.write_text("\n".join(map(json.dumps, steps)))
         full[:] = [config.seed == 1]
+        return 3.0
 
     def atomic_write(path, content):
         if any(full):
@@ -263,12 +263,12 @@ def test_a_result_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device", str(path))
         write(path, content)
 
-    monkeypatch.setattr(sweep, "atomic_write", atomic_write)
-    job = lambda *arguments: losses.append(sweep.run_job(*arguments))  # noqa: E731
-    monkeypatch.setattr(application, "run_job", job)
+    monkeypatch.setattr(job_of_sweep, "atomic_write", atomic_write)
+    run_job = lambda *arguments: losses.append(job_of_sweep.run_job(*arguments))  # noqa: E731
+    monkeypatch.setattr(application, "run_job", run_job)
     code, out, _ = sweep_in(tmp_path, run, "seed=1,2")
     jobs = results_of(tmp_path)[1]["jobs"]
-    assert (code, [job["exit_code"] for job in jobs]) == (4, [4, 0])
+    assert (code, [each["exit_code"] for each in jobs]) == (4, [4, 0])
     assert losses == [math.inf, 3.0]
     assert "| 3.0000 " in out
 
