@@ -19,11 +19,10 @@ def test_control_characters_are_escaped_and_secrets_are_not_shown():
     assert lines[1].startswith("wandb.api_key=(not shown): ")
 
 
-def test_long_keys_and_values_are_shortened():
+def test_long_values_are_shortened():
     with pytest.raises(errors.ConfigError) as caught:
-        compose(["+model." + "a" * 5000 + "=1", "name=" + "b" * 5000])
-    assert len(str(caught.value).splitlines()) == 2
-    assert len(str(caught.value)) < 2000
+        compose(["name=" + "b" * 5000])
+    assert len(str(caught.value)) < 1000
 
 
 def test_copies_as_made_between_processes_are_the_same():
