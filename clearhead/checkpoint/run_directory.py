@@ -18,7 +18,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from clearhead.config.other_names import rename_stored
 from clearhead.errors import RunDirectoryError, RunFileError
 from clearhead.files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
 
@@ -112,7 +111,7 @@ def settings_of(run: Path) -> dict | None:
         settings = read_json(run / SETTINGS_JSON)["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return rename_stored(settings) if isinstance(settings, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def has_other_files(folder: Path) -> bool:

@@ -69,7 +69,7 @@ def names_run(resume: object) -> bool:
 
 
 def automatic_warmup(max_steps: int) -> int:
-    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/benchmarks.md).
+    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/results.md).
     return min(max(max_steps // 10, 24), 2000, max_steps // 5)
 
 
