@@ -189,7 +189,7 @@ def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, n
     assert (reader.state.step, reader.folder.name) == (5, "step_00000005")
     assert (unpruned, capsys.readouterr().err) == ([], "")
     named = run / "checkpoints" / "step_00000004"
-    with refused(CheckpointError, "checkpoint", named.resolve() / "state.json"):
+    with refused(CheckpointError, "checkpoint", named.resolve() / "SHA256SUMS"):
         load_pretrained(named)
 
 
