@@ -167,19 +167,19 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
     with strategy.raise_on_all_ranks():  # other machines may not have the files
         data = load_datasets(config.data)
         if start.state:
-            fix = "restore the data, or use another name= for a new run; "
-            fix += "trainer.resume_override=true resumes anyway"
+            hint = "restore the data, or use another name= for a new run; "
+            hint += "trainer.resume_override=true resumes anyway"
             trained_on, path = start.state.data or [], config.data.path
             try:
-                check_checksums(trained_on, data.checksums, path, "the checkpoint", fix)
+                check_checksums(trained_on, data.checksums, path, "the checkpoint", hint)
             except DataError as error:
                 if not config.trainer.resume_override:
                     raise
                 notes.append(error.without_hint)
     of_rank_0 = strategy.broadcast(data.checksums)
     with strategy.raise_on_all_ranks():
-        fix = "give every machine the same data"
-        check_checksums(of_rank_0, data.checksums, config.data.path, "rank 0", fix)
+        hint = "give every machine the same data"
+        check_checksums(of_rank_0, data.checksums, config.data.path, "rank 0", hint)
     ids = get_tokenizer(config.data.tokenizer).n_vocab
     if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
         reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"
