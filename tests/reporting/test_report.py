@@ -262,7 +262,8 @@ def test_heads_without_names(run):
     values |= {"positional": [0, 0.31]}
     write_all(folder, snapshot(40, 2, values, ["", "positional"]))
     (card,) = re.findall("<article>(.*?)</article>", write_report(folder).read_text())
-    assert re.findall(r"\d\.\d+", card.partition("<svg")[0]) == ["0.31"]  # its significance is of other statistics
+    # Without its significance, which is of other statistics.
+    assert re.findall(r"\d\.\d+", card.partition("<svg")[0]) == ["0.31"]
 
 
 def test_missing_and_empty_files_and_a_single_point(run, tmp_path, opened):
