@@ -27,7 +27,7 @@ from clearhead.tokens.tokenizers import bytes_per_token, get_tokenizer
 from clearhead.tokens.windows import IGNORED, DocumentWindows, MixedDataset, window_order
 from data import GPTDatasetV1, read_ahead, split_batch, training_batches
 
-some = trials(15, 100)
+some = trials(8, 100)
 
 CPU = Strategy(torch.device("cpu"), torch.float32)
 END = 256  # the byte tokenizer's end-of-text token
