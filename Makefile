@@ -8,7 +8,7 @@ PIP_OPTIONS := -q --disable-pip-version-check --no-compile
 # Three processes, because tests also wait: for W&B, a browser, a timeout. All tests of a file run in
 # the same process, so that shared fixtures are built once.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-# The tests whose results docs/reliability.md reports.
+# The tests whose results benchmarks/results/faults.md reports.
 FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.py)) \
     tests/config/test_problems.py tests/reporting/test_rows.py
 # Other tests that run more trials or more ranks with CAMPAIGN=1.

@@ -15,7 +15,7 @@ Needs torch, numpy and tiktoken. Shapes: B batch, T positions in a window.
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from clearhead.config.schema import DataConfig
 from clearhead.errors import ConfigError, DataError, sanitize
@@ -37,9 +37,7 @@ from clearhead.tokens.synthetic import CycleWalks, RepeatedSequences
 from clearhead.tokens.tokenizers import get_tokenizer
 from clearhead.tokens.windows import (
     IGNORED,
-    DocumentWindows,
     MixedDataset,
-    SlidingWindows,
     WindowDataset,
     window_order,
 )
@@ -67,21 +65,87 @@ def load_streams(config: DataConfig, path: str | list[str]) -> dict[str, TokenSt
 # --------------------------------------------------------------------------- tokens -> windows
 
 
-class GPTDatasetV1(SlidingWindows):
+class GPTDatasetV1(WindowDataset):
     """Windows of a text that start every `stride` tokens: (input_ids, target_ids), int64 (T,) each.
 
     Target i is the token after input i. T is max_length. The windows are the same as those of the
     book's GPTDatasetV1 (Raschka 2024), but are read on access and not stored as lists of tensors.
+    txt may also be tokens (TokenStream), in memory or memory-mapped; tokenizer is then not used.
     Raises DataError if the text is too short for one window.
     """
 
-    def __init__(self, txt: str, tokenizer: tiktoken.Encoding, max_length: int, stride: int):
-        ids = encode_text(txt, tokenizer)
-        try:
-            end_of_text = tokenizer.eot_token
-        except KeyError:  # the encoding has none; these windows do not need it
-            end_of_text = -1
-        super().__init__(TokenStream([ids], tokenizer.n_vocab, end_of_text), max_length, stride)
+    def __init__(
+        self,
+        txt: str | TokenStream,
+        tokenizer: tiktoken.Encoding | None,
+        max_length: int,
+        stride: int,
+    ):
+        if isinstance(txt, str):  # these windows do not need the end-of-text token
+            txt = TokenStream([encode_text(txt, tokenizer)], tokenizer.n_vocab, end_of_text=-1)
+        if max_length < 1 or stride < 1:
+            raise ValueError(f"max_length={max_length} and stride={stride} must be at least 1")
+        if len(txt) < max_length + 1:
+            reason = f"a window needs {max_length + 1} tokens, but the text has {len(txt)}"
+            hint = "use a longer text or a smaller data.max_length"
+            raise DataError("data.max_length", max_length, reason, hint)
+        self.tokens = txt
+        self.max_length = max_length
+        self.stride = stride
+
+    def __len__(self) -> int:
+        return len(range(0, len(self.tokens) - self.max_length, self.stride))
+
+    def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        starts = windows.astype(np.int64) * self.stride
+        ids = torch.from_numpy(self.tokens.gather(starts, self.max_length + 1).astype(np.int64))
+        return ids[:, :-1], ids[:, 1:]
+
+    def num_targets(self, windows: int) -> int | None:
+        return windows * self.max_length
+
+    def common_tokens(self, limit: int = 1000) -> np.ndarray:
+        """Returns the most frequent ids of the first million tokens, the most frequent first."""
+        size = min(1_000_000, len(self.tokens))
+        ids, counts = np.unique(self.tokens.gather(np.array([0]), size), return_counts=True)
+        return ids[np.argsort(-counts, kind="stable")][:limit]
+
+
+class DocumentWindows(GPTDatasetV1):
+    """Windows that do not cross document boundaries.
+
+    A document starts with its end-of-text token; its last target is the end-of-text token of the
+    next document. The last window of a document is padded with end-of-text tokens and IGNORED
+    targets. So every token of every document is predicted. Needs 16 bytes of memory per document.
+    """
+
+    def __init__(
+        self, txt: TokenStream, tokenizer: tiktoken.Encoding | None, max_length: int, stride: int
+    ):
+        super().__init__(txt, tokenizer, max_length, stride)
+        # Document i has the tokens from bounds[i] to bounds[i + 1], both included.
+        self.bounds = np.append(txt.document_starts(), len(txt) - 1)
+        targets = np.diff(self.bounds)
+        more = -(-np.maximum(0, targets - max_length) // stride)  # windows after the first
+        count = np.minimum(1 + more, -(-targets // stride))  # each window has at least one target
+        self.window_ends = np.cumsum(count)  # document i has windows window_ends[i - 1], ...
+
+    def __len__(self) -> int:
+        return int(self.window_ends[-1])
+
+    def batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        document = np.searchsorted(self.window_ends, windows, side="right")
+        first_window = np.where(document > 0, self.window_ends[document - 1], 0)
+        start = self.bounds[document] + (windows - first_window) * self.stride
+        ids = self.tokens.gather(start, self.max_length + 1).astype(np.int64)
+        remaining = self.bounds[document + 1] + 1 - start  # tokens of the document
+        padding = np.arange(self.max_length + 1) >= remaining[:, None]
+        input_ids = np.where(padding, self.tokens.end_of_text, ids)[:, :-1]
+        target_ids = np.where(padding, IGNORED, ids)[:, 1:]
+        return torch.from_numpy(input_ids), torch.from_numpy(target_ids)
+
+    def num_targets(self, windows: int) -> int | None:
+        return None
 
 
 def create_dataloader(
@@ -93,26 +157,20 @@ def create_dataloader(
     drop_last: bool = True,
     num_workers: int = 0,
     *,
-    dataset: Dataset | None = None,
-    batch_sampler: Iterable[np.ndarray] | None = None,
-    pin_memory: bool = False,
+    dataset: WindowDataset | None = None,
 ) -> DataLoader:
     """Creates a DataLoader for the windows of a text, tokenized for GPT-2, or of a dataset.
 
-    Its batches are [input_ids (B, T), target_ids (B, T)], int64. batch_sampler yields the window
-    indices of each batch and replaces batch_size, shuffle and drop_last; train.py uses it.
+    Its batches are [input_ids (B, T), target_ids (B, T)], int64. train.py uses training_batches,
+    whose order can be continued at any step.
     """
     if dataset is None:
         dataset = GPTDatasetV1(txt, get_tokenizer("gpt2"), max_length, stride)
-    options = {"num_workers": num_workers, "pin_memory": pin_memory}
-    if batch_sampler is not None:
-        generator = torch.Generator()  # otherwise iter() uses torch's global generator
-        return DataLoader(dataset, batch_sampler=batch_sampler, generator=generator, **options)
     if drop_last and len(dataset) < batch_size:
-        cause = f"greater than the number of windows, {len(dataset)}, so there is no full batch"
-        fix = "use a smaller batch_size or drop_last=False"
-        raise DataError("batch_size", batch_size, cause, fix)
-    return DataLoader(dataset, batch_size, shuffle, drop_last=drop_last, **options)
+        reason = f"greater than the number of windows, {len(dataset)}, so there is no full batch"
+        hint = "use a smaller batch_size or drop_last=False"
+        raise DataError("batch_size", batch_size, reason, hint)
+    return DataLoader(dataset, batch_size, shuffle, drop_last=drop_last, num_workers=num_workers)
 
 
 def training_batches(
@@ -129,7 +187,14 @@ def training_batches(
     The windows depend only on (seed, step, rank, world size). A thread reads one batch ahead.
     """
     windows = window_order(dataset, batch_size, seed).steps(first_step, rank, world_size)
-    loader = create_dataloader(dataset=dataset, batch_sampler=windows, pin_memory=pin_memory)
+    # The sampler yields all windows of a batch, which the dataset reads at once.
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=windows,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # otherwise it draws a number from torch's default generator
+    )
     return read_ahead(iter(loader))
 
 
@@ -167,7 +232,7 @@ def split_batch(
 class LoadedData:
     """The datasets of a run."""
 
-    train: SlidingWindows | MixedDataset | CycleWalks
+    train: GPTDatasetV1 | MixedDataset | CycleWalks
     val: WindowDataset | None
     checksums: Checksums  # of the tokens; checkpoints store them
     notes: list[str]  # messages for the user
@@ -190,8 +255,8 @@ def load_datasets(config: DataConfig) -> LoadedData:
     try:
         integer_weights(config.weights)
     except ValueError as error:
-        cause, fix = "as a ratio of integers, they sum to more than 100,000", "use fewer digits"
-        raise ConfigError([("data.weights", config.weights, cause, fix)]) from error
+        reason, hint = "as a ratio of integers, they sum to more than 100,000", "use fewer digits"
+        raise ConfigError([("data.weights", config.weights, reason, hint)]) from error
     without_val = {"val_path": None, "val_fraction": 0.0}
     others = config.model_copy(update=without_val) if config.val_path else config
     sources = [_load_source(others if n else config, e) for n, e in enumerate(config.path)]
@@ -225,21 +290,22 @@ def _load_source(config: DataConfig, path: str | list[str]) -> LoadedData:
         val = None
     elif val is not None:
         names = ", ".join(os.path.basename(name) for name, _ in val.names[:3])
-        cause = f"validation uses the files named val ({names}) and ignores data.val_fraction"
-        notes.append(sanitize(f"data.path={path}: {cause}", keep=""))
+        reason = f"validation uses the files named val ({names}) and ignores data.val_fraction"
+        notes.append(sanitize(f"data.path={path}: {reason}", keep=""))
     else:
         train, val = split_tokens(config, train, notes)
     if val is not None and len(val) <= config.max_length:
         key, value = ("val_path", config.val_path) if config.val_path else ("path", path)
-        cause = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
-        fix = "a longer text, a smaller data.max_length, or data.val_fraction=0 (no validation)"
+        reason = f"{len(val)} validation tokens, but a window needs {config.max_length + 1}"
+        hint = "a longer text, a smaller data.max_length, or data.val_fraction=0 (no validation)"
         is_split = not config.val_path and "val" not in streams
         if is_split and len(train) + len(val) > 2 * (config.max_length + 1):
-            fix = f"a larger data.val_fraction, {fix}"
-        raise DataError(f"data.{key}", value, cause, f"use {fix}")
-    window_class = DocumentWindows if config.within_documents else SlidingWindows
-    train_set = window_class(train, config.max_length, config.stride or config.max_length)
-    val_set = None if val is None else window_class(val, config.max_length, config.max_length)
+            hint = f"a larger data.val_fraction, {hint}"
+        raise DataError(f"data.{key}", value, reason, f"use {hint}")
+    windows = DocumentWindows if config.within_documents else GPTDatasetV1
+    tokenizer, length = get_tokenizer(config.tokenizer), config.max_length
+    train_set = windows(train, tokenizer, length, config.stride or length)
+    val_set = None if val is None else windows(val, tokenizer, length, length)
     return LoadedData(train_set, val_set, checksums, notes)
 
 

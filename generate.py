@@ -72,8 +72,9 @@ class GenerateConfig(ScriptConfig):
 @settings_command(GenerateConfig)
 def main(settings: GenerateConfig) -> None:
     from clearhead.distributed import device
-    from clearhead.inference import cache, decoding, packed_weights
+    from clearhead.inference import cache, decoding
     from clearhead.interop.pretrained import load_pretrained
+    from clearhead.ops.specialize import specialize_for_generation
 
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")  # replaces bytes that the encoding does not have
@@ -88,7 +89,7 @@ def main(settings: GenerateConfig) -> None:
     auto = settings.precision == "auto"
     dtype = device.best_dtype(torch_device) if auto else device.DTYPES[settings.precision]
     model = pretrained.model.to(torch_device)
-    packed_weights.pack_weights(model, dtype, batch_size, to_compile=compiler is not None)
+    specialize_for_generation(model, dtype, batch_size, to_compile=compiler is not None)
     write = functools.partial(
         write_texts,
         functools.partial(decoding.generate, pretrained.model, window=pretrained.window),

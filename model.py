@@ -1,7 +1,9 @@
 """GPT-2: token and position embeddings, transformer blocks, output layer and loss.
 
 The file is in reading order. It needs only torch and attention.py, so you can copy the two files
-into another project. `GPT(ModelConfig())` is GPT-2 small, with 124,439,808 parameters.
+into another project. `GPT(ModelConfig())` is GPT-2 small, with 124,439,808 parameters. Before
+training, and for generation, clearhead/ops/specialize.py replaces the loss and some operations of
+a model by faster ones for its device, with the same results up to rounding.
 
     x = token_emb[ids] + pos_emb[0..T-1]
     L times:  x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -132,7 +134,7 @@ class GPT(nn.Module):
         # True: store only the input of each block and compute its activations again in backward.
         # A third more computation, far less memory (Chen et al. 2016).
         self.activation_checkpointing = False
-        self.head_loss = head_loss  # training may replace it by one that needs less memory
+        self.head_loss = head_loss  # `specialize` replaces it by one that needs less memory
         self.token_emb = nn.Embedding(config.vocab_size, config.emb_dim)
         self.pos_emb = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.dropout)

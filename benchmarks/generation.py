@@ -18,7 +18,7 @@ from clearhead.distributed import device as devices
 from clearhead.errors import NO_VALUE, refuse
 from clearhead.inference.cache import KVCache
 from clearhead.inference.decoding import Sampling, generate
-from clearhead.inference.packed_weights import pack_weights
+from clearhead.ops.specialize import specialize_for_generation
 from model import GPT, ModelConfig
 
 SEED = 0  # for the weights and the prompts
@@ -134,7 +134,7 @@ def by_clearhead(gpt: GPT, batch_size: int, device: torch.device, dtype: torch.d
     to_compile = device.type == "cuda"  # as generate.py does, but here a failure is an error
     compiler = devices.compiled_step(to_compile, device, 0)
     model = copy.deepcopy(gpt).to(device)
-    pack_weights(model, dtype, batch_size, to_compile=compiler is not None)
+    specialize_for_generation(model, dtype, batch_size, to_compile=compiler is not None)
     cache = KVCache(gpt.config.context_length, compiler) if compiler else None
 
     def generate_ids(

@@ -1,4 +1,4 @@
-"""Draws the plot of docs/benchmarks.md: training speed of each implementation.
+"""Draws the plot of docs/results.md: training speed of each implementation.
 
     python -m benchmarks.plots [out=FILE.png]
 
@@ -21,7 +21,7 @@ TITLES = {"shipped": "as shipped", "equalised": "equalised: bf16, compiled"}
 class PlotsConfig(ScriptConfig):
     """python -m benchmarks.plots [KEY=VALUE ...]
 
-    Draws the plot of docs/benchmarks.md from the newest results in benchmarks/results.
+    Draws the plot of docs/results.md from the newest results in benchmarks/results.
     """
 
     out: OutFile = Field(

@@ -90,7 +90,7 @@ def main(settings: CompareConfig) -> None:
         write_out(settings.plot, plot(rows, settings.metric), "plot")
 
 
-def found(settings: CompareConfig) -> list[results.Run]:
+def found(settings: CompareConfig) -> list[results.ComparedRun]:
     """Returns the runs that have the metric. Prints a line on stderr for each other path."""
     patterns = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     folders: dict[Path, None] = {}
@@ -102,7 +102,7 @@ def found(settings: CompareConfig) -> list[results.Run]:
             folders |= dict.fromkeys(results.runs_of_sweep(folder) or [folder])
         if not matches:
             say(f"{pattern}: directory not found")
-    runs: list[results.Run] = []
+    runs: list[results.ComparedRun] = []
     for folder in folders:
         try:
             runs.append(results.read(folder, settings.metric))
@@ -110,30 +110,32 @@ def found(settings: CompareConfig) -> list[results.Run]:
             if folder.name != SWEEPS:
                 say(f"{folder}: skipped, not a run directory ({message_of(error)})")
     if not runs:
-        fix = "use runs='runs/*' in the directory in which train.py was started"
-        refuse([("runs", " ".join(patterns), "no run directory found", fix)])
+        hint = "use runs='runs/*' in the directory in which train.py was started"
+        refuse([("runs", " ".join(patterns), "no run directory found", hint)])
     runs = selected(runs, settings.where)
     if not any(run.points for run in runs):
         last = {name: value for run in runs for name, value in run.metrics.items()}
         known = sorted(n for n in last if n != "step" and not math.isnan(number(last[n])))
         near = nearest(settings.metric, known)
-        fix = f"did you mean {near}?" if near else f"use one of {shorten(', '.join(known))}"
-        refuse([("metric", settings.metric, "no run has this metric", fix)])
+        hint = f"did you mean {near}?" if near else f"use one of {shorten(', '.join(known))}"
+        refuse([("metric", settings.metric, "no run has this metric", hint)])
     for run in runs:
         if not run.points:
             say(f"{run.folder}: skipped, no {settings.metric} after step 0")
     return [run for run in runs if run.points]
 
 
-def selected(runs: list[results.Run], conditions: list[Condition]) -> list[results.Run]:
+def selected(
+    runs: list[results.ComparedRun], conditions: list[Condition]
+) -> list[results.ComparedRun]:
     """Returns the runs that meet all conditions. Raises ConfigError if there are none."""
     for key, sign, wanted in conditions:
         values = [run.values for run in runs]
         problem = ("where", f"{key}{sign}{wanted}")
         if not any(key in of_run for of_run in values):
             near = nearest(key, sorted(set().union(*values)))
-            fix = f"did you mean {near}?" if near else "config.yaml of a run lists its settings"
-            refuse([(*problem, "no such setting or metric", fix)])
+            hint = f"did you mean {near}?" if near else "config.yaml of a run lists its settings"
+            refuse([(*problem, "no such setting or metric", hint)])
         pairs = [(run, of_run.get(key)) for run, of_run in zip(runs, values, strict=True)]
         runs = [run for run, value in pairs if is_met(value, sign, wanted)]
         if not runs:

@@ -2,10 +2,10 @@
 
     python -m scripts.compare_heads runs='[runs/a,runs/b,runs/c]' out=heads.html
 
-Reads the attention pages of the runs (attention/timelapse.html), so no model runs. An item of
-`runs` may also be a page of the lens: scripts.inspect_attention writes one for any model. Heads of
-the same layer are matched by the similarity of their attention maps, on the prompts that all pages
-have (docs/lens-compare.md). Writes a page, and a table of all heads as CSV.
+Reads the snapshots of the runs (attention/step_*.npz), so no model runs. An item of `runs` may also
+be one snapshot file: scripts.inspect_attention writes one for any model. Heads of the same layer
+are matched by the similarity of their attention maps, on the prompts that all runs have
+(docs/lens-compare.md). Writes a page, and a table of all heads as CSV.
 """
 
 import glob
@@ -17,14 +17,13 @@ from pathlib import Path
 
 from pydantic import Field
 
-from clearhead.checkpoint.run_directory import attention_page
 from clearhead.config.command_line import OutFile, ScriptConfig, settings_command, write_out
 from clearhead.config.schema import Paths
 from clearhead.errors import DataError, refuse, sanitize
 from clearhead.reporting.comparison import markdown_table, runs_of_sweep
 
 MAX_ROWS = 40  # of the printed table
-HINT = "python -m scripts.inspect_attention checkpoint=RUN text=... writes a page"
+HINT = "python -m scripts.inspect_attention checkpoint=MODEL out=FILE.npz writes one"
 
 
 class CompareHeadsConfig(ScriptConfig):
@@ -33,7 +32,7 @@ class CompareHeadsConfig(ScriptConfig):
     Prints and writes which heads several runs have in common.
     """
 
-    runs: Paths = Field(description="runs, or pages of the lens: [A,B,...] or a glob pattern")
+    runs: Paths = Field(description="runs, or snapshot files (.npz): [A,B,...] or a glob pattern")
     out: OutFile = Field(
         "heads.html",
         pattern=r"(?i)\.html$",
@@ -47,8 +46,8 @@ def main(settings: CompareHeadsConfig) -> None:
 
     items = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     try:
-        runs = matching_runs.read_runs([page_of(path) for path in paths_of(items)])
-    except matching_runs.PageError as error:
+        runs = matching_runs.read_runs([data_of(path) for path in paths_of(items)])
+    except matching_runs.RunError as error:
         raise DataError("runs", error.path, error.reason, HINT) from error
     if len(runs) < 2:
         refuse([("runs", " ".join(items), "fewer than two runs", "use runs='[A,B]'")])
@@ -59,8 +58,6 @@ def main(settings: CompareHeadsConfig) -> None:
     write_out(settings.out, matching_page.page(runs, groups, pairs).encode("utf-8", "replace"))
     write_out(str(table), heads.as_csv(rows).encode("utf-8", "replace"))
     print(sanitize(summary(rows, [run.name for run in runs])))
-    if older := [run.name for run in runs if not run.names]:
-        print(sanitize(f"names unknown, pages of an older version: {', '.join(older)}"))
     mean = matching.mean_similarity(pairs)
     of_pairs = [mean[pair] for pair in itertools.combinations(range(len(runs)), 2)]
     ends = dict.fromkeys(f"{value:.2f}" for value in (min(of_pairs), max(of_pairs)))
@@ -69,7 +66,8 @@ def main(settings: CompareHeadsConfig) -> None:
 
 
 def paths_of(items: Sequence[str]) -> list[Path]:
-    """Returns all runs and pages. An item may be a glob pattern or the directory of a sweep."""
+    """Returns all runs and snapshot files. An item may be a glob pattern or the directory of a
+    sweep."""
     found = []
     for item in items:
         # The name of a directory may contain characters such as * or [.
@@ -79,14 +77,11 @@ def paths_of(items: Sequence[str]) -> list[Path]:
     return found
 
 
-def page_of(path: Path) -> Path:
-    """Returns the page of a run, or the path of a page."""
+def data_of(path: Path) -> Path:
+    """Returns the folder with the snapshots of a run, or the path of a snapshot file."""
     if not path.exists():
-        raise DataError("runs", path, "not found", "give run directories or pages of the lens")
-    page = attention_page(path) if path.is_dir() else path
-    if page is None or not page.is_file():
-        raise DataError("runs", path, "has no attention page", HINT)
-    return page
+        raise DataError("runs", path, "not found", "give run directories or snapshot files")
+    return path / "attention" if path.is_dir() else path
 
 
 def summary(rows: Sequence[dict], names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@
 An end-of-text token precedes each text, as in training. Each token is scored once, in sliding
 windows (inference/perplexity.py). A smaller stride gives each token more context and takes more
 time. With stride=max_length, the windows are those of the validation in training and of the rolling
-perplexity of lm-eval (docs/evaluation.md).
+perplexity of lm-eval (docs/models.md).
 """
 
 import math
@@ -90,6 +90,7 @@ def main(settings: EvaluateConfig) -> None:
     from clearhead.distributed import build, device
     from clearhead.inference.perplexity import ScoredWindows, WindowSettings, evaluate
     from clearhead.interop.pretrained import load_pretrained
+    from clearhead.ops.specialize import specialize
 
     refuse(device.check(settings.device, settings.precision))
     pretrained = load_pretrained(settings.checkpoint)
@@ -103,9 +104,8 @@ def main(settings: EvaluateConfig) -> None:
     single = ParallelConfig.with_defaults(strategy="single")
     strategy = build.build_strategy(single, settings.device, settings.precision, seed=0)
     model = pretrained.model.to(strategy.device)
-    strategy.wrap(model, compiled=False)  # selects the fastest operations of this device
-    lengths = token_byte_lengths(pretrained.tokenizer_name).copy()
-    lengths[pretrained.tokenizer.eot_token] = 0  # it is not part of the text
+    specialize(model, strategy.device)
+    lengths = token_byte_lengths(pretrained.tokenizer_name)
     with strategy.inference(model):
         results = evaluate(model, windows, lengths, settings.batch_size)
     if not math.isfinite(results["loss"]):

@@ -51,8 +51,8 @@ def main(settings: ExportConfig) -> None:
             fsync(file)
         rename(part, out)
     except (OSError, SafetensorError) as error:
-        cause = f"cannot be written ({getattr(error, 'strerror', None) or message_of(error)})"
-        refuse([("out", settings.out, cause, "free disk space, or use another folder")])
+        reason = f"cannot be written ({getattr(error, 'strerror', None) or message_of(error)})"
+        refuse([("out", settings.out, reason, "free disk space, or use another folder")])
     finally:
         shutil.rmtree(part, ignore_errors=True)
     load = f"transformers.pipeline('text-generation', model={settings.out!r})"

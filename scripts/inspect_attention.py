@@ -4,6 +4,7 @@
     python -m scripts.inspect_attention checkpoint=DIR compare=runs/NAME out=two.html
     python -m scripts.inspect_attention checkpoint=runs/NAME ablation=exact
     python -m scripts.inspect_attention checkpoint=runs/NAME figure=head.pdf layer=1 head=2
+    python -m scripts.inspect_attention checkpoint=hub:gpt2 out=gpt2.npz   # for compare_heads
 
 `checkpoint` is a run directory, a checkpoint, a Hugging Face GPT-2 directory or hub:NAME. The page
 is the same as in training (docs/lens.md), with the prompts of the run, so heads have the same names
@@ -44,11 +45,12 @@ if TYPE_CHECKING:
     import torch
 
     from clearhead.interop.pretrained import PretrainedModel
+    from clearhead.lens.snapshot_data import SnapshotData
     from clearhead.lens.snapshots import Lens
     from clearhead.tokens.windows import WindowDataset
 
 
-class TextConfig(ScriptGroup):
+class AblationText(ScriptGroup):
     """The text for ablation."""
 
     path: Paths | None = Field(
@@ -62,7 +64,9 @@ class InspectConfig(ScriptConfig):
     checkpoint: Checkpoint
     text: str = Field("", description="prompt; empty: the prompts of the run, or three sentences")
     out: OutFile | None = Field(
-        None, description="HTML file to write; null: attention.html, but none with figure="
+        None,
+        description="HTML file to write, or .npz for the data alone; null: attention.html, but "
+        "none with figure=",
     )
     compare: str = Field("", description="second model, shown next to the first")
     max_tokens: Annotated[Positive, Field(ge=2, le=1024)] | None = Field(
@@ -91,7 +95,7 @@ class InspectConfig(ScriptConfig):
     ablation: Literal["exact", "estimate"] | None = Field(
         None, description="measure the loss without each head: exact | estimate; null: do not"
     )
-    data: TextConfig = Field(default_factory=TextConfig)
+    data: AblationText = Field(default_factory=AblationText)
     device: Device = Field("auto", description="auto | cpu | cuda | mps")
 
     @field_validator("repeat_length")
@@ -106,24 +110,38 @@ class InspectConfig(ScriptConfig):
 def main(settings: InspectConfig) -> None:
     from clearhead.distributed.device import check, prepare
     from clearhead.interop.pretrained import load_pretrained
-    from clearhead.lens.page import page
+    from clearhead.lens.page import page, run_data
+    from clearhead.lens.snapshot_data import snapshot_bytes
+    from clearhead.run.lens_runner import lens_of
 
     refuse(check(settings.device))
     device = prepare(settings.device, seed=0)
-    runs, prompts = [], None
+    runs, settled = [], None
     for key in ("checkpoint", "compare"):
         if path := getattr(settings, key):
             trained = load_pretrained(path, key)
-            prompts = prompts or prompts_of(trained, settings)
-            lens = build_lens(trained, *prompts)
+            settled = settled or prompts_of(trained, settings)
+            config, vocabulary, tokenizer_name = settled
+            if trained.tokenizer_name != tokenizer_name:
+                vocabulary = range(trained.tokenizer.n_vocab)
+            lens = lens_of(config, trained.tokenizer, trained.window, vocabulary)
+            if not lens.prompts:
+                hint = "give a text, or no repeat_length"
+                refuse([Problem("text", "", "no prompt is left", hint)])
             if not runs:
                 check_figure(settings, lens, trained)
             runs.append(inspect(path, trained, lens, settings, device))
             if settings.figure and len(runs) == 1:
-                draw(runs[0], lens, settings)
-    names = " and ".join(run["name"] for run in runs)
-    if out := settings.out if settings.out or settings.figure else "attention.html":
-        write_out(out, page(runs, title=f"attention of {names}").encode())
+                draw(runs[0], settings)
+    out = settings.out if settings.out or settings.figure else "attention.html"
+    if out and out.lower().endswith(".npz"):
+        write_out(out, snapshot_bytes(runs[0]))
+    elif out:
+        datas = [run_data([run]) for run in runs]
+        if settings.text:
+            datas[0]["opening_prompt"] = 0
+        title = f"attention of {' and '.join(run.run for run in runs)}"
+        write_out(out, page(datas, title).encode())
         print(sanitize(f"open {out} in a browser"))
 
 
@@ -152,26 +170,6 @@ def prompts_of(
     return config, vocabulary, trained.tokenizer_name
 
 
-def build_lens(
-    trained: "PretrainedModel", config: LensConfig, vocabulary: Sequence[int], tokenizer_name: str
-) -> "Lens":
-    from clearhead.lens.snapshots import Lens
-
-    tokenizer = trained.tokenizer
-    same = trained.tokenizer_name == tokenizer_name
-    lens = Lens(
-        config,
-        encode=tokenizer.encode_ordinary,
-        token_bytes=tokenizer.decode_single_token_bytes,
-        context_length=trained.window,
-        vocabulary=vocabulary if same else range(tokenizer.n_vocab),
-        bos=tokenizer.eot_token,
-    )
-    if not lens.prompts:
-        refuse([Problem("text", "", "no prompt is left", "give a text, or no repeat_length")])
-    return lens
-
-
 def check_figure(settings: InspectConfig, lens: "Lens", trained: "PretrainedModel") -> None:
     """Raises ConfigError for a prompt or a head that does not exist."""
     config = trained.model.config
@@ -187,14 +185,15 @@ def check_figure(settings: InspectConfig, lens: "Lens", trained: "PretrainedMode
     refuse(problems)
 
 
-def draw(run: dict, lens: "Lens", settings: InspectConfig) -> None:
+def draw(data: "SnapshotData", settings: InspectConfig) -> None:
     """Writes the figure of all heads or of one head."""
     from clearhead.lens.figure import draw_figure
+    from clearhead.lens.snapshots import clearest_prompt
 
     place = None if settings.head is None else (settings.layer, settings.head)
-    prompt = settings.prompt or (1 if settings.text else lens.clearest_prompt(place) + 1)
+    prompt = settings.prompt or (1 if settings.text else clearest_prompt(data, place) + 1)
     kind = Path(settings.figure).suffix[1:].lower()
-    write_out(settings.figure, draw_figure(run, kind, prompt - 1, place), "figure")
+    write_out(settings.figure, draw_figure(data, kind, prompt - 1, place), "figure")
     print(sanitize(f"wrote {settings.figure}"))
 
 
@@ -204,11 +203,12 @@ def inspect(
     lens: "Lens",
     settings: InspectConfig,
     device: "torch.device",
-) -> dict:
-    """Returns the data of one model for the page. Prints its most significant heads."""
+) -> "SnapshotData":
+    """Returns the data of one model. Prints its most significant heads."""
     import torch
 
     from clearhead.inference.ablation import ablate_heads
+    from clearhead.lens.snapshots import most_important_heads
 
     model, state = trained.model.to(device), trained.state
     is_synthetic = bool(state and state.settings["data"].get("synthetic"))
@@ -227,14 +227,12 @@ def inspect(
             is_synthetic=is_synthetic and not settings.data.path,
             max_tokens=math.inf if settings.ablation == "exact" else 0,
         )
-    data, lines = lens.page_data(capture_attention, step, Path(path).resolve().name, ablate)
-    if settings.text:
-        data["opening_prompt"] = 0
+    data, lines = lens.inspect(capture_attention, step, Path(path).resolve().name, ablate)
     print(sanitize(f"{path}: most significant heads (in parentheses: uniform attention)"))
     print("\n".join(f"  {line}" for line in lines))
     if settings.ablation:
         print("largest increases of the loss:")
-        print("\n".join(f"  without {line}" for line in lens.most_important_heads()))
+        print("\n".join(f"  without {line}" for line in most_important_heads(data)))
     return data
 
 

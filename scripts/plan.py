@@ -34,7 +34,6 @@ from clearhead.distributed.hardware import (
 )
 from clearhead.distributed.launch import check_ranks
 from clearhead.errors import ConfigError, Problem, UnknownSetting, refuse
-from clearhead.planning import memory
 
 
 class PlanConfig(ScriptConfig):
@@ -58,11 +57,13 @@ class PlanConfig(ScriptConfig):
 
 def make_plan(config: Config, plan: PlanConfig) -> dict:
     """Returns the estimate (bytes, seconds, US dollars). Raises ConfigError as train.py does."""
+    from clearhead.planning import memory  # imports torch
+
     trainer, kind, strategy = config.trainer, KINDS[plan.kind], config.parallel.strategy
     if strategy == "auto":
         strategy = "ddp" if plan.devices > 1 else "single"
     refuse(check_ranks(strategy, plan.devices, trainer.batch_size))
-    per_token = flops_per_token(config)
+    per_token = memory.meta_model(config.model).flops_per_token(config.data.max_length)
     if trainer.max_steps == UNLIMITED and not plan.tokens:
         reason = "trainer.max_minutes decides the number of steps when the run starts"
         refuse([("tokens", plan.tokens, reason, "set tokens, such as tokens=1e6")])
@@ -87,7 +88,7 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     rate = plan.devices * share * (kind.fp32 if precision == "fp32" else kind.flops) / per_token
     price = kind.price if plan.price is None else plan.price
     return {
-        "parameters": memory.num_parameters(config.model),
+        "parameters": job.parameters,
         "flops_per_token": per_token,
         "devices": plan.devices,
         "kind": kind.title,
@@ -111,13 +112,6 @@ def make_plan(config: Config, plan: PlanConfig) -> dict:
     }
 
 
-def flops_per_token(config: Config) -> float:
-    """Returns the FLOPs to train on one token: GPT.flops_per_token, but without importing torch."""
-    model = config.model
-    matrices = memory.block_matrices(model) * model.num_layers + model.vocab_size * model.emb_dim
-    return 6 * (matrices + model.num_layers * model.emb_dim * (config.data.max_length + 1))
-
-
 def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float, str]:
     """Returns (fraction of the peak FLOP/s, its source)."""
     if plan.utilisation is not None:
@@ -133,12 +127,14 @@ def utilisation(config: Config, plan: PlanConfig, precision: str) -> tuple[float
 
 def text_of(config: Config, plan: dict) -> str:
     """Returns the estimate as text, at most 100 columns wide."""
+    from clearhead.planning.memory import PARTS
+
     model, length, needed = config.model, config.data.max_length, plan["memory"]
     how = [plan["strategy"], plan["precision"], "compiled" if plan["compiled"] else "not compiled"]
     if config.trainer.activation_checkpointing:
         how.append("activation checkpointing")
     shards = f", 1/{plan['devices']} per device" if plan["strategy"] == "fsdp" else ""
-    parts = memory.PARTS | {name: memory.PARTS[name] + shards for name in ("weights", "optimizer")}
+    parts = PARTS | {name: PARTS[name] + shards for name in ("weights", "optimizer")}
     room = f"{plan['kind']} has {plan['device_memory'] / 1e9:.0f} GB"
     parts["total"] = f"{room}: {'fits' if plan['fits'] else 'does NOT fit'}"
     rows = [

@@ -5,7 +5,7 @@
     python train.py data=shards data.path=web
 
 Reads text, JSON lines and Parquet. Writes shards in the format of llm.c, and a manifest
-(docs/token-files.md). Uses all cores and constant memory. To resume, rerun the same command.
+(docs/data.md). Uses all cores and constant memory. To resume, rerun the same command.
 """
 
 import os
@@ -30,6 +30,7 @@ from clearhead.config.command_line import ScriptConfig, ScriptGroup, settings_co
 from clearhead.config.schema import Count, Name, Paths, Positive, rejected
 from clearhead.errors import ConfigError, sanitize
 from clearhead.reporting.console import rich_console
+from clearhead.tokens import TokenizerName
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.prepare import Preparation, PrepareSettings
 
@@ -40,7 +41,7 @@ class SourceConfig(ScriptGroup):
     path: Paths = Field(
         description="file, folder, glob pattern, a list of these, or hub:NAME:CONFIG:SPLIT"
     )
-    tokenizer: Literal["gpt2", "byte"] = Field("gpt2", description="gpt2 | byte")
+    tokenizer: TokenizerName = Field("gpt2", description="gpt2 | byte")
     text_key: Name = Field("text", description="JSON field or Parquet column that has the text")
     endoftext: Literal["token", "text"] = Field(
         "token", description="read <|endoftext|> in the text as: token | text"
@@ -82,8 +83,8 @@ def main(settings: PrepareConfig) -> None:
     try:
         preparation.start()
     except OSError as error:
-        cause = f"cannot be written ({error.strerror})"
-        raise ConfigError([("out", settings.out, cause, "use another folder")]) from error
+        reason = f"cannot be written ({error.strerror})"
+        raise ConfigError([("out", settings.out, reason, "use another folder")]) from error
     tasks = preparation.unfinished(preparation.assigned)
     if done := len(preparation.assigned) - len(tasks):
         print(f"{done} of {done + len(tasks)} tasks are already complete")

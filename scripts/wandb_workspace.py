@@ -4,7 +4,7 @@
 
 Needs an API key (wandb login) and the package wandb-workspaces. The view has a panel for each key
 that the latest runs of the project have logged. A second call replaces the sections of this
-command and keeps all others. docs/wandb-views.md lists the sections.
+command and keeps all others. docs/wandb.md lists the sections.
 """
 
 from collections.abc import Callable

@@ -18,14 +18,13 @@ from clearhead.tokens import END_OF_TEXT
 from clearhead.tokens.stream import TokenStream, check_checksums
 from clearhead.tokens.windows import (
     IGNORED,
-    DocumentWindows,
     MixedDataset,
-    SlidingWindows,
     evenly_spaced_windows,
     window_order,
 )
 from data import (
     DataConfig,
+    DocumentWindows,
     GPTDatasetV1,
     create_dataloader,
     get_tokenizer,
@@ -102,7 +101,7 @@ def test_windows_have_any_id():
     for ids, dtype in ((range(2**16), np.uint16), ([0, 65_536, 2**31, 2**32 - 1], np.uint32)):
         ids = list(ids)
         stream = stream_of(ids, dtype=dtype, vocab_size=2**32)
-        assert pairs_of(SlidingWindows(stream, len(ids) - 1, 1)) == [(ids[:-1], ids[1:])]
+        assert pairs_of(GPTDatasetV1(stream, None, len(ids) - 1, 1)) == [(ids[:-1], ids[1:])]
 
 
 END = 9  # the end-of-text token of the streams below
@@ -139,7 +138,7 @@ def document_lists(draw) -> list[list[int]]:
 def document_windows(documents, max_length, stride, cuts=()) -> DocumentWindows:
     ids = list(itertools.chain(*documents))
     cuts = [min(cut, len(ids)) for cut in cuts]
-    return DocumentWindows(stream_of(ids, cuts, vocab_size=10), max_length, stride)
+    return DocumentWindows(stream_of(ids, cuts, vocab_size=10), None, max_length, stride)
 
 
 @trials(50, 300)
@@ -158,10 +157,10 @@ def test_windows_within_documents_equal_the_plain_definition(documents, max_leng
         assert pairs_of(dataset, np.arange(len(dataset))[::-1]) == expected[::-1]
 
 
-def datasets_of(sizes: list[int]) -> list[SlidingWindows]:
+def datasets_of(sizes: list[int]) -> list[GPTDatasetV1]:
     """Datasets with these numbers of windows; all windows are different."""
     ids = [range(1000 * n, 1000 * n + 2 * size + 1) for n, size in enumerate(sizes)]
-    return [SlidingWindows(stream_of(own, vocab_size=50257), 2, 2) for own in ids]
+    return [GPTDatasetV1(stream_of(own, vocab_size=50257), None, 2, 2) for own in ids]
 
 
 @some
@@ -243,6 +242,7 @@ def test_validation_is_the_end_of_the_text(
             load(path, **options)
     else:
         loaded = load(path, **options)
+        assert type(loaded.train) is type(loaded.val) is GPTDatasetV1
         assert ids_of(loaded.train) == ids[:place]
         assert ids_of(loaded.val) == ids[place:]
         assert len(loaded.notes) == notes

@@ -3,7 +3,6 @@
 The order of windows for any number of ranks: tests/tokens/test_sampler.py.
 """
 
-import functools
 import itertools
 import math
 import threading
@@ -23,15 +22,15 @@ from clearhead.run.evaluation import Validation
 from clearhead.tokens.sampler import WindowOrder
 from clearhead.tokens.stream import TokenStream
 from clearhead.tokens.synthetic import CycleWalks
-from clearhead.tokens.tokenizers import bytes_per_token, get_tokenizer
-from clearhead.tokens.windows import IGNORED, DocumentWindows, MixedDataset, window_order
-from data import GPTDatasetV1, read_ahead, split_batch, training_batches
+from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
+from clearhead.tokens.windows import IGNORED, MixedDataset, window_order
+from data import DocumentWindows, GPTDatasetV1, read_ahead, split_batch, training_batches
 
 some = trials(8, 100)
 
 CPU = Strategy(torch.device("cpu"), torch.float32)
 END = 256  # the byte tokenizer's end-of-text token
-bytes_of = functools.partial(bytes_per_token, get_tokenizer("byte"))
+LENGTHS = token_byte_lengths("byte")
 
 
 class Numbers:
@@ -44,9 +43,12 @@ class Numbers:
     def __len__(self):
         return self.size
 
-    def __getitems__(self, windows):
+    def __getitem__(self, windows):
+        return self.batch(windows)
+
+    def batch(self, windows):
         self.read.append(windows.tolist())
-        return [(torch.tensor(window), torch.tensor(0)) for window in windows.tolist()]
+        return torch.from_numpy(windows), torch.zeros(len(windows))
 
 
 def numbers(batches: Iterator, steps: int) -> list[list[int]]:
@@ -78,11 +80,11 @@ def test_the_next_batch_is_read_while_this_one_is_used():
     proceed, is_ready = threading.Event(), threading.Event()
 
     class Slow(Numbers):
-        def __getitems__(self, windows):
+        def batch(self, windows):
             if self.read:
                 assert proceed.wait(TIMEOUT)
                 is_ready.set()
-            return super().__getitems__(windows)
+            return super().batch(windows)
 
     dataset, order = Slow(), WindowOrder(100, 4, 0)
     num_threads = torch.get_num_threads()
@@ -107,7 +109,7 @@ def documents_of(lengths: list[int]) -> DocumentWindows:
     """Windows of five tokens within documents with these numbers of letters."""
     ids = [id for n, k in enumerate(lengths) for id in (END, *range(97 + n, 97 + n + k))]
     stream = TokenStream([np.array(ids, np.uint16)], 257, END)
-    return DocumentWindows(stream, 5, 5)
+    return DocumentWindows(stream, None, 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_every_target_counts_the_same(lengths, batch_size, draw):
     model.register_forward_pre_hook(
         lambda module, _: modes.add((module.training, torch.is_grad_enabled()))
     )
-    for bytes_per, has_accuracy in [(lambda _: 2.0, False), (None, True)]:
+    for bytes_per, has_accuracy in [(np.full(257, 2), False), (None, True)]:
         model.train(has_accuracy)
         metrics = Validation(dataset, windows, bytes_per).run(model, CPU, batch_size)
         assert metrics["val/loss"] == pytest.approx(float(expected), rel=1e-5)
@@ -213,7 +215,7 @@ def test_bits_per_byte_where_targets_are_ignored():
     num_targets = 3 + 11 + 1 + 4 + 3  # and an end-of-text token after each document except the last
     model = Table()
     torch.nn.init.zeros_(model.table)
-    validation = Validation(dataset, np.arange(len(dataset)), bytes_of)
+    validation = Validation(dataset, np.arange(len(dataset)), LENGTHS)
     assert validation.bytes_per_token == pytest.approx(19 / num_targets)
     for batch_size in (1, 3, 100):
         assert validation.run(model, CPU, batch_size) == {
@@ -226,5 +228,5 @@ def test_bits_per_byte_where_targets_are_ignored():
 def test_targets_without_bytes_are_measured_by_accuracy():
     """End-of-text tokens have 0 bytes, so bits per byte are not defined."""
     dataset = documents_of([0] * 12)
-    metrics = Validation(dataset, np.arange(len(dataset)), bytes_of).run(Table(), CPU, 2)
+    metrics = Validation(dataset, np.arange(len(dataset)), LENGTHS).run(Table(), CPU, 2)
     assert metrics.keys() == {"val/loss", "val/accuracy"}

@@ -38,7 +38,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from safetensors.torch import save_file
 from typing_extensions import TypedDict
 
-from clearhead.checkpoint.loss_spikes import Count, LossSpikes, Number
+from clearhead.checkpoint.loss_spikes import LossSpikes, Number, StoredCount
 from clearhead.config.other_names import rename_stored
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import fsync, open_regular, read_bounded, read_json
@@ -83,23 +83,23 @@ class GradScalerState(TypedDict):
     scale: Number
     growth_factor: Number
     backoff_factor: Number
-    growth_interval: Count
-    _growth_tracker: Count
+    growth_interval: StoredCount
+    _growth_tracker: StoredCount
 
 
 @with_config(ConfigDict(extra="allow"))
 class StoredTrainerSettings(TypedDict, total=False):
     """Settings that are chosen automatically if null. A resumed run keeps the stored values."""
 
-    warmup_steps: Count | None
-    eval_every: Count | None
-    eval_windows: Annotated[Count, Field(ge=1)] | None
-    log_every: Annotated[Count, Field(ge=1)] | None
+    warmup_steps: StoredCount | None
+    eval_every: StoredCount | None
+    eval_windows: Annotated[StoredCount, Field(ge=1)] | None
+    log_every: Annotated[StoredCount, Field(ge=1)] | None
 
 
 @with_config(ConfigDict(extra="allow"))
 class StoredLensSettings(TypedDict, total=False):
-    every: Count | None
+    every: StoredCount | None
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -118,20 +118,20 @@ class State:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    step: Count  # number of optimizer steps; equals the number in the directory name
+    step: StoredCount  # number of optimizer steps; equals the number in the directory name
     settings: StoredSettings  # all settings of the run, as in config.yaml
-    tokens: Count = 0  # number of tokens trained on
+    tokens: StoredCount = 0  # number of tokens trained on
     val_loss: Number | None = None  # last validation loss, in nats per token
     best_loss: Number | None = None  # lowest validation loss of the run
-    best_step: Count | None = None  # step of the lowest validation loss
+    best_step: StoredCount | None = None  # step of the lowest validation loss
     wandb_id: Id | None = None  # id of the W&B run, which a resumed run continues
     scaler: GradScalerState | None = None  # None unless trainer.precision=fp16
     data: list[tuple[str, list[str]]] | None = None  # (data file, checksum of each block)
     losses: list[Loss] | None = None  # of each step since the last row of metrics.jsonl
-    skipped: Count = 0  # number of steps skipped because the gradient was NaN or inf
-    skipped_in_a_row: Count = 0  # number of consecutive skipped steps up to this step
+    skipped: StoredCount = 0  # number of steps skipped because the gradient was NaN or inf
+    skipped_in_a_row: StoredCount = 0  # number of consecutive skipped steps up to this step
     spikes: LossSpikes = field(default_factory=LossSpikes)  # running statistics of the loss
-    format: Count = FORMAT  # version of the checkpoint format
+    format: StoredCount = FORMAT  # version of the checkpoint format
 
     @classmethod
     def from_values(cls, values: object) -> Self:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 # Types of values in a checkpoint. The square of a Number is finite.
-Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+StoredCount = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Number = Annotated[float, Field(strict=True, ge=-1e100, le=1e100)]
 
 
@@ -24,10 +24,10 @@ class LossSpikes:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    seen: Count = 0  # losses so far
+    seen: StoredCount = 0  # losses so far
     mean: Number = 0.0
     variance: Annotated[Number, Field(ge=0)] = 0.0
-    count: Count = 0  # spikes so far
+    count: StoredCount = 0  # spikes so far
     recent: Number = 0.0  # average over about RECENT steps
 
     DECAY = 0.98

@@ -29,8 +29,8 @@ from clearhead.config.validation import (
 )
 from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
+from clearhead.tokens import VOCABULARIES, TokenizerName
 
-VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer
 UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
 MAX_PROMPTS = 20  # every page of a snapshot contains all prompts
 
@@ -150,7 +150,7 @@ class DataConfig(Settings):
     """Text files or token files, and how they are split into windows."""
 
     synthetic: Literal["induction"] | None
-    tokenizer: Literal["gpt2", "byte"]
+    tokenizer: TokenizerName
     max_length: Positive
     path: Annotated[Paths | None, _one_source]
     weights: Annotated[list[AboveZero] | None, _one_per_path]

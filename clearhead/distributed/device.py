@@ -88,7 +88,7 @@ def should_compile(choice: str | bool, device: torch.device, training_flops: flo
 
     auto: if the run is long enough to save more time than compilation takes. On two CPU cores it
     takes 10 to 20 s and saves up to a tenth of each step, almost nothing with dropout
-    (docs/benchmarks.md). On a GPU, a run of half a minute is long enough.
+    (docs/results.md). On a GPU, a run of half a minute is long enough.
     """
     if choice != "auto":
         return bool(choice)
@@ -130,7 +130,7 @@ def peak_flops(device: torch.device) -> float | None:
 def keep_freed_memory() -> None:
     """Configures malloc to keep freed memory instead of returning it to the system. A step on a CPU
     allocates and frees gigabytes of activations. By default glibc maps each large tensor again, and
-    the page faults take a third of the step (docs/benchmarks.md)."""
+    the page faults take a third of the step (docs/results.md)."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         libc = ctypes.CDLL(None)

@@ -37,7 +37,7 @@ MEASURED_UTILISATION = {("cpu", "bf16"): 0.36, ("cpu", "fp32"): 0.83}
 # models reach less.
 ASSUMED_UTILISATION = 0.4
 
-# Above this number of FLOPs per device and run, compilation saves time (docs/benchmarks.md).
+# Above this number of FLOPs per device and run, compilation saves time (docs/results.md).
 WORTH_COMPILING = {"cpu": 4e14, "cuda": 2e16}
 
 

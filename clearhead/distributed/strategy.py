@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from clearhead.distributed import device as devices
-from clearhead.ops import cpu
-from clearhead.ops.cross_entropy import head_loss
+from clearhead.ops.specialize import specialize
 from clearhead.optim.optimizers import NonFiniteCheck
 from model import GPT, ModelConfig
 
@@ -74,19 +73,15 @@ class Strategy:
 
     def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """Returns the module to train. It shares the parameters of a prepared model. compiled: on
-        a GPU, compile the complete model (FSDP: each block). On a CPU, compile each block: blocks
-        share compiled code, and embeddings and loss are faster uncompiled (docs/benchmarks.md)."""
-        model.head_loss = head_loss
-        if self.device.type == "cpu":
-            cpu.use_cpu_kernels(model)
+        a GPU, compile the complete model (FSDP: each block). On a CPU, compile each block, because
+        embeddings and loss are faster uncompiled (docs/benchmarks.md)."""
+        by_block = compiled and (self.device.type == "cpu" or self.compiles_blocks)
+        specialize(model, self.device, compile_blocks=by_block)
         self.wrapped = self._wrap(model)
-        if not compiled:
-            return self.wrapped
-        if self.device.type != "cpu" and not self.compiles_blocks:
+        if by_block:  # only training uses the compiled code
+            self.eager = functools.partial(torch.compiler.set_stance, "force_eager")
+        elif compiled:
             return torch.compile(self.wrapped)
-        for block in model.blocks:
-            block.compile()  # in place; only training uses the compiled code
-        self.eager = functools.partial(torch.compiler.set_stance, "force_eager")
         return self.wrapped
 
     def _wrap(self, model: GPT) -> torch.nn.Module:

@@ -82,8 +82,8 @@ def evaluate(
 ) -> dict[str, float | int | None]:
     """Evaluates a model; the caller sets eval mode. Shows a progress bar if stderr is a terminal.
 
-    Returns tokens, bytes, loss (nats per token), perplexity (None above the largest float) and
-    bits_per_byte (None for a text of 0 bytes). token_lengths: the bytes of text of each token id.
+    Returns tokens, bytes, and the values of text_metrics. token_lengths: the bytes of text of each
+    token id.
     """
     device = model.token_emb.weight.device
     num_tokens, num_bytes, nats = 0, 0, 0.0
@@ -103,11 +103,17 @@ def evaluate(
         nats += float(model.head_loss(x, model.token_emb.weight, targets.to(device))) * len(targets)
         num_tokens += len(targets)
         num_bytes += int(token_lengths[targets.numpy()].sum())
-    loss = nats / num_tokens
+    found = {"tokens": num_tokens, "bytes": num_bytes}
+    return found | text_metrics(nats / num_tokens, num_bytes / num_tokens)
+
+
+def text_metrics(loss: float, bytes_per_token: float) -> dict[str, float | None]:
+    """Returns loss, perplexity and bits per byte (None if the tokens have no bytes).
+
+    loss: in nats per token. The perplexity is at most exp(700), because exp(710) is not a float.
+    """
     return {
-        "tokens": num_tokens,
-        "bytes": num_bytes,
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else None,
-        "bits_per_byte": nats / math.log(2) / num_bytes if num_bytes else None,
+        "perplexity": math.exp(min(loss, 700)),
+        "bits_per_byte": loss / math.log(2) / bytes_per_token if bytes_per_token else None,
     }

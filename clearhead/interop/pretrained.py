@@ -16,7 +16,8 @@ from clearhead.checkpoint.tensors import load_model
 from clearhead.errors import CheckpointError, DamagedCheckpointError
 from clearhead.interop import hub
 from clearhead.interop.huggingface import CLEARHEAD, CONFIG, from_hf, model_config, read_config
-from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer
+from clearhead.tokens import VOCABULARIES
+from clearhead.tokens.tokenizers import get_tokenizer
 from model import GPT
 
 if TYPE_CHECKING:
@@ -48,15 +49,15 @@ def load_pretrained(path: str | Path, key: str = "checkpoint") -> PretrainedMode
         data = state.settings["data"]
         name, window = data.get("tokenizer"), data.get("max_length")
     else:
-        usual = "byte" if vocab_size == TOKENIZERS["byte"] else "gpt2"
+        usual = "byte" if vocab_size == VOCABULARIES["byte"] else "gpt2"
         ours = read_config(folder / CONFIG).get(CLEARHEAD, {"tokenizer": usual, "window": context})
         ours = ours if isinstance(ours, dict) else {}
         name, window = ours.get("tokenizer"), ours.get("window")
     fits = type(window) is int and 1 <= window <= context
-    if not isinstance(name, str) or name not in TOKENIZERS or not fits:
+    if not isinstance(name, str) or name not in VOCABULARIES or not fits:
         reason = f"invalid tokenizer {name!r:.40} or window of {window!r:.40} tokens"
         raise CheckpointError(key, path, reason, "use another checkpoint")
-    if vocab_size < (needed := TOKENIZERS[name]):
+    if vocab_size < (needed := VOCABULARIES[name]):
         reason = f"the model has {vocab_size} token ids, its tokenizer {name} has {needed}"
         raise CheckpointError(key, path, reason, "use a model with at least as many ids")
     return PretrainedModel(model, name, get_tokenizer(name), window, state, folder)

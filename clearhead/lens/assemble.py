@@ -20,7 +20,7 @@ from pathlib import Path
 
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.-]+)">')
 SCRIPT = re.compile(r'<script type="module" src="([\w.-]+)"></script>')
-IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.-]+)";\n', re.MULTILINE)
+IMPORT = re.compile(r'^import \{[^}]*\} from "(\.[\w./-]+)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?function|const|let|class)", re.MULTILINE)
 # Comments and indentation of scripts and style sheets: only the sources have them.
 STYLE_COMMENT = re.compile(r" */\*.*?\*/", re.DOTALL)
@@ -47,9 +47,10 @@ def assemble(page: Path) -> str:
 def join_modules(main: Path) -> str:
     """Joins a JavaScript module and all modules that it imports, imported modules first.
 
-    An import must be `import { name, name } from "./file.js";`, and `export` must precede a
-    declaration. The modules share one scope: a name that is declared twice is a SyntaxError in the
-    browser. Raises ValueError if modules import each other or use another syntax.
+    An import must be `import { name, name } from "./file.js";` or have another relative path, and
+    `export` must precede a declaration. The modules share one scope: a name that is declared twice
+    is a SyntaxError in the browser. Raises ValueError if modules import each other or use another
+    syntax.
     """
     joined: dict[Path, str] = {}
 

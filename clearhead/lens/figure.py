@@ -1,7 +1,7 @@
 """Heatmaps as a figure for a paper: PDF or SVG, in which text stays text, or PNG.
 
-The input is the data of a run for the page (lens/page/__init__.py). matplotlib draws the figure;
-it takes a second to import, so nothing imports this module before it is needed.
+matplotlib draws the figure; it takes a second to import, so nothing imports this module before it
+is needed.
 """
 
 import io
@@ -15,8 +15,8 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from .heatmap import COLOUR_MAP, TICKS, fitted, label, rgb, tile, title_of
-from .page import codes_of
 from .probe import Prompt
+from .snapshot_data import SnapshotData
 
 KINDS = ("pdf", "svg", "png")
 # The same data gives the same file: no date, no random ids.
@@ -30,16 +30,14 @@ SETTINGS = {
 }
 
 
-def draw_figure(run: dict, kind: str, prompt: int, head: tuple[int, int] | None = None) -> bytes:
-    """Returns a figure of the last step of a run: all heads, or one head with its tokens.
+def draw_figure(
+    data: SnapshotData, kind: str, prompt: int, head: tuple[int, int] | None = None
+) -> bytes:
+    """Returns a figure of a snapshot: all heads, or one head with its tokens.
 
     kind: one of KINDS. prompt: index of the prompt. head: (layer, head); None for all heads.
     """
-    frame, given = run["frames"][-1], run["prompts"][prompt]
-    codes = codes_of(run, frame)[prompt]
-    keys = ("name", "text", "tokens", "truncated", "period")
-    token_ids = list(range(len(given["tokens"])))
-    shown = Prompt(token_ids=token_ids, **{key: given[key] for key in keys})
+    codes, shown = data.codes[prompt], data.prompts[prompt]
     file = io.BytesIO()
     with matplotlib.style.context(SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks
@@ -51,7 +49,7 @@ def draw_figure(run: dict, kind: str, prompt: int, head: tuple[int, int] | None 
         else:
             what = f"L{head[0]} H{head[1]}"
             _draw_head(figure, axes, codes[head], shown)
-        title = f"{run['name']}, {what}, step {frame['step']:,}"
+        title = f"{data.run}, {what}, step {data.step:,}"
         fits = round(13 * figure.get_figwidth())
         axes.set_title(f"{title}\n{title_of(shown, fits)}", loc="left", fontsize=9)
         _draw_colour_bar(figure, axes)

@@ -6,11 +6,11 @@ weight, and c is its value for uniform attention:
 
     significance = (v - c) / (1 - c)     0: as uniform attention; 1: all weight on these key tokens
 
-A head can have the name of a statistic if its significance is at least NAMED_FROM on every prompt
-on which the statistic is defined. So a head that attends to a certain word, which is the first
-token of one prompt, is not a first-token head. If several names are possible, it has the one with
-the largest significance (the smallest over prompts). If none is, it is "positional" if its
-statistic `positional` is at least NAMED_FROM, "uniform" if its entropy is at least UNIFORM_FROM,
+A head can have the name of a statistic if its significance is at least `named_from` (see KINDS) on
+every prompt on which the statistic is defined. So a head that attends to a certain word, which is
+the first token of one prompt, is not a first-token head. If several names are possible, it has the
+one with the largest significance (the smallest over prompts). If none is, it is "positional" if its
+statistic `positional` is at least `named_from`, "uniform" if its entropy is at least UNIFORM_FROM,
 and else it has no name, "".
 
 Shapes: L layers, H heads.
@@ -19,24 +19,55 @@ Shapes: L layers, H heads.
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from .history import Row, json_values
 from .statistics import STATISTICS
 
-NAMED_FROM = {
-    "previous_token": 0.25,
-    "induction": 0.25,
-    "duplicate_token": 0.25,
-    "first_token": 0.25,
-    "diagonal": 0.25,
+
+@dataclass(frozen=True)
+class Kind:
+    """Heads with a name: how the page and the report show them, and when a head gets the name. The
+    key in KINDS is the name and that of the statistic that decides."""
+
+    letter: str  # the sign of the heads on the page
+    meaning: str  # one sentence
+    target: str  # of the mean weight that the statistic measures: "mean weight on ..."
+    named_from: float = 0.25  # the significance that a name needs
+    is_simple: bool = False  # attends to itself or to the first token, which says least
+
+
+KINDS = {
+    "previous_token": Kind("P", "Each token attends to the token before it.", "the token before"),
+    "induction": Kind(
+        "I",
+        "Each token attends to the token that followed its earlier occurrence. So the model can"
+        " continue a sequence that it has seen before.",
+        "the token after it in copy 1",
+    ),
+    "duplicate_token": Kind(
+        "D", "Each token attends to its earlier occurrence.", "the same token in copy 1"
+    ),
+    "first_token": Kind(
+        "F",
+        "Most tokens attend to the first token, an attention sink.",
+        "the first token",
+        is_simple=True,
+    ),
+    "diagonal": Kind("S", "Each token attends to itself.", "the token itself", is_simple=True),
     # A text has few different separators: heads of random models reach 0.36.
-    "separator": 0.4,
-    "positional": 0.25,
+    "separator": Kind("¶", "The tokens attend to punctuation and line breaks.", "separators", 0.4),
+    # Its value, not its significance, decides: it is 0 for uniform attention.
+    "positional": Kind(
+        "#",
+        "The attention depends on the positions of the tokens, hardly on the tokens.",
+        "positions",
+    ),
 }
-NAMES = tuple(key for key in NAMED_FROM if key != "positional")
-ALL_NAMES = ("", *NAMES, "positional", "uniform")
+NAMES = tuple(key for key in KINDS if key != "positional")
+ALL_NAMES = ("", *KINDS, "uniform")
 UNIFORM_FROM = 0.95  # normalised entropy
 # since_step: the first step from which all snapshots give the head this name
 COLUMNS = ("rank", "layer", "head", "name", "since_step", "significance", *STATISTICS)
@@ -45,6 +76,16 @@ COLUMNS = ("rank", "layer", "head", "name", "since_step", "significance", *STATI
 def title_of(name: str) -> str:
     """Returns a name as people read it: "previous token"."""
     return STATISTICS[name].title if name in STATISTICS else name
+
+
+def prompt_of(name: str, periods: Sequence[int]) -> int:
+    """Returns the index of the first prompt that shows what heads of a name do: for a name that is
+    defined on the repeated sequence, that one, else a text. 0 if there is none.
+
+    periods: of all prompts; 0 for a text.
+    """
+    is_repeated = name in STATISTICS and STATISTICS[name].needs == "repeated"
+    return next((n for n, period in enumerate(periods) if bool(period) == is_repeated), 0)
 
 
 def significances(values: Mapping[str, np.ndarray], uniform: Mapping) -> np.ndarray:
@@ -68,10 +109,10 @@ def names_of(
     """
     found = [significances(*pair) for pair in zip(of_prompts, uniform, strict=True)]
     least = np.fmin.reduce(found)  # (names, L, H), without NaN
-    limits = np.array([NAMED_FROM[key] for key in NAMES])[:, None, None]
+    limits = np.array([KINDS[key].named_from for key in NAMES])[:, None, None]
     possible = np.where(least >= limits, least, -np.inf)
     others = np.where(mean["entropy"] >= UNIFORM_FROM, ALL_NAMES.index("uniform"), 0)
-    is_positional = mean["positional"] >= NAMED_FROM["positional"]
+    is_positional = mean["positional"] >= KINDS["positional"].named_from
     others = np.where(is_positional, ALL_NAMES.index("positional"), others)
     return np.where(possible.max(0) > -np.inf, possible.argmax(0) + 1, others)
 
@@ -103,8 +144,7 @@ def most_significant(table: Sequence[dict]) -> list[dict]:
     """Returns the most significant head of each name in a table, without positional and uniform
     heads. Heads that attend to themselves or to the first token are last: they say least."""
     first = {row["name"]: row for row in reversed(table) if row["name"] in NAMES}
-    last = ("diagonal", "first_token")
-    return sorted(first.values(), key=lambda row: (row["name"] in last, row["rank"]))
+    return sorted(first.values(), key=lambda row: (KINDS[row["name"]].is_simple, row["rank"]))
 
 
 def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
@@ -114,6 +154,15 @@ def heads_by_name(table: Sequence[dict]) -> dict[str, list[tuple[int, int]]]:
         if row["name"] not in ("", "uniform"):
             found.setdefault(row["name"], []).append((row["layer"], row["head"]))
     return found
+
+
+def clearest_prompts(
+    of_prompts: Sequence[Mapping[str, np.ndarray]], uniform: Sequence[Mapping]
+) -> np.ndarray:
+    """Returns the index of the prompt on which each head is most significant, (L, H). Arguments as
+    for `names_of`."""
+    found = [significances(*pair) for pair in zip(of_prompts, uniform, strict=True)]
+    return np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)
 
 
 def as_csv(table: Sequence[dict]) -> str:

@@ -45,22 +45,22 @@ class History:
 
     def __init__(self, file: Path, step: int):
         self.file = file
-        self.rows = [row for row in _read(file) if row.step < step]
+        self.rows = [row for row in read_history(file) if row.step < step]
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, "".join(_line(row) for row in self.rows))
+        atomic_write(file, "".join(_line(row) for row in self.rows).encode())
 
     def add(self, row: Row) -> None:
         line = _line(row)
-        self.rows.append(_parsed(line))  # rounded, as a resumed run reads it
+        self.rows.append(row_of(json.loads(line)))  # rounded, as a resumed run reads it
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(line)
 
 
-def atomic_write(path: Path, text: str) -> None:
+def atomic_write(path: Path, content: bytes) -> None:
     """Writes a file atomically: to a unique temporary name, which is then renamed."""
     part = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
     try:
-        part.write_bytes(text.encode())  # on Windows, write_text would change the line ends
+        part.write_bytes(content)
         os.replace(part, path)
     except BaseException:  # including KeyboardInterrupt
         part.unlink(missing_ok=True)
@@ -82,24 +82,25 @@ def json_values(values: np.ndarray) -> list:
     return numbers.tolist()
 
 
-def _line(row: Row) -> str:
+def row_values(row: Row) -> dict:
+    """Returns a row for JSON: a line of statistics.jsonl."""
     values = {key: json_values(value) for key, value in row.values.items()}
     losses = [json_values(of_prompt) for of_prompt in row.losses]
-    row_values = {"step": row.step, **values, "losses": losses, "names": row.names.tolist()}
-    return json.dumps(row_values) + "\n"
+    return {"step": row.step, **values, "losses": losses, "names": row.names.tolist()}
 
 
-def _parsed(line: str | bytes) -> Row:
-    values = json.loads(line)
+def row_of(values: dict) -> Row:
+    """Returns the row of `row_values`. Statistics that it lacks are NaN."""
     known = {key: np.array(values[key], np.float32) for key in STATISTICS if key in values}
-    unknown = np.full_like(next(iter(known.values())), np.nan)  # for statistics that the line lacks
-    losses = [np.array(of_prompt, np.float32) for of_prompt in values.get("losses", [])]
+    unknown = np.full_like(next(iter(known.values())), np.nan)
+    losses = [np.array(of_prompt, np.float32) for of_prompt in values["losses"]]
     row = Row(values["step"], {key: known.get(key, unknown) for key in STATISTICS}, losses)
-    row.names = np.array(values.get("names", row.names), np.int64).reshape(row.names.shape)
+    row.names = np.array(values["names"], np.int64).reshape(row.names.shape)
     return row
 
 
-def _read(file: Path) -> list[Row]:
+def read_history(file: Path) -> list[Row]:
+    """Returns the rows of statistics.jsonl; [] without the file. Skips invalid lines."""
     if not file.is_file():  # opening a FIFO would wait for a writer
         return []
     rows = []
@@ -108,5 +109,9 @@ def _read(file: Path) -> list[Row]:
             with contextlib.suppress(
                 ValueError, KeyError, TypeError, RecursionError, StopIteration
             ):
-                rows.append(_parsed(line))  # invalid lines are skipped
+                rows.append(row_of(json.loads(line)))
     return rows
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row_values(row)) + "\n"

@@ -1,6 +1,6 @@
 """Matches the heads of several runs by the similarity of their attention maps.
 
-    runs = read_runs([path of the page of a run, ...])  # lens/matching_runs.py
+    runs = read_runs([runs/NAME/attention, ...])  # lens/matching_runs.py
     pairs = all_pairs([run.directions for run in runs])
     groups = match_heads(pairs)
 

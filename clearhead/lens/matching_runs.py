@@ -1,12 +1,10 @@
-"""Reads runs from pages of the lens, to compare their heads (lens/matching.py).
+"""Reads the heads of runs from their snapshot files, to compare them (lens/matching.py).
 
-runs = read_runs([Path("runs/a/attention/timelapse.html"), ...])
+runs = read_runs([Path("runs/a/attention"), ...])
 """
 
-import contextlib
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +12,11 @@ import numpy as np
 
 from .heads import ALL_NAMES, title_of
 from .matching import MATCHED_FROM, Group, directions, similarities
-from .page import codes_of, read, unpacked
+from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
 
 
-class PageError(ValueError):
-    """A page that cannot be read, or that cannot be compared with the first page."""
+class RunError(ValueError):
+    """A run that cannot be read, or that cannot be compared with the first run."""
 
     def __init__(self, path: Path, reason: str):
         super().__init__(f"{path}: {reason}")
@@ -26,21 +24,17 @@ class PageError(ValueError):
 
 
 @dataclass
-class Run:
-    """The heads of a run, from the data of its page."""
+class MatchedRun:
+    """The heads of a run."""
 
     name: str
     texts: list[str]  # of the compared prompts
-    repeated: list[bool]  # whether a prompt is the repeated sequence
+    periods: list[int]  # of the compared prompts; 0 for a text
     codes: list[np.ndarray]  # weights at the last step: for each prompt uint8 (L, H, N)
     directions: list[np.ndarray]
     steps: list[int]
     similar: np.ndarray  # similarity of each head at each step to its last map, (steps, L, H)
-    # Of each head of each layer, keys as in lens.heads; None in a page of an older version.
-    names: list[list[str]] | None
-
-    def name_of(self, layer: int, head: int) -> str:
-        return self.names[layer][head] if self.names else ""
+    names: list[list[str]]  # of each head of each layer, keys as in lens.heads
 
     def since_step(self, layer: int, head: int) -> int | None:
         """Returns the first step from which the head is similar to its last map; None for a
@@ -50,26 +44,22 @@ class Run:
         return self.steps[first] if first < len(is_similar) else None
 
 
-def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """Returns the runs of all pages, with the prompts that all pages have. Raises PageError."""
-    found = []  # (path, data, numbers of layers and heads, tokens of each prompt)
-    for path in paths:
-        with _page_errors(path):
-            found += [(path, data, _shape(data), _tokens(data)) for data in read(path)]
+def read_runs(paths: Iterable[Path]) -> list[MatchedRun]:
+    """Returns the runs with the prompts that all have. paths: of their folders "attention", or of
+    single snapshot files. Raises RunError."""
+    found = [(path, _snapshots(path)) for path in paths]
     if not found:
         return []
-    first, _, shape, prompts = found[0]
-    for path, _, other, tokens in found:
-        if other != shape:
+    first, [*_, last] = found[0]
+    shape, prompts = last.row.names.shape, _tokens(last)
+    for path, [*_, last] in found:
+        if (other := last.row.names.shape) != shape:
             reason = "{} layers of {} heads, but {} has {} of {}".format(*other, first, *shape)
-            raise PageError(path, reason)
-        prompts = [of_prompt for of_prompt in prompts if of_prompt in tokens]
+            raise RunError(path, reason)
+        prompts = [of_prompt for of_prompt in prompts if of_prompt in _tokens(last)]
         if not prompts:
-            raise PageError(path, "has no prompt with the same tokens as all pages before it")
-    runs = []
-    for path, data, _, _ in found:
-        with _page_errors(path):
-            runs.append(_load(data, prompts))
+            raise RunError(path, "has no prompt with the same tokens as all runs before it")
+    runs = [_load(snapshots, prompts) for _, snapshots in found]
     count = Counter(run.name for run in runs)
     for number, run in enumerate(runs, start=1):
         if count[run.name] > 1:
@@ -77,15 +67,15 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return runs
 
 
-def group_title(group: Group, runs: Sequence[Run]) -> str:
+def group_title(group: Group, runs: Sequence[MatchedRun]) -> str:
     """Returns the title of the most frequent name of the heads of a group."""
-    names = [runs[n].name_of(group.layer, member.head) for n, member in group.members.items()]
+    names = [runs[n].names[group.layer][member.head] for n, member in group.members.items()]
     if any(names):
         return title_of(Counter(filter(None, names)).most_common(1)[0][0])
-    return "no name" if any(runs[n].names for n in group.members) else "name unknown"
+    return "no name"
 
 
-def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
+def head_rows(groups: Sequence[Group], runs: Sequence[MatchedRun]) -> list[dict]:
     """Returns a row for each head of each run, in the order of the groups."""
     return [
         {
@@ -97,7 +87,7 @@ def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
             "interchangeable": group.is_ambiguous,
             "run": runs[run].name,
             "head": member.head,
-            "name": runs[run].name_of(group.layer, member.head),
+            "name": runs[run].names[group.layer][member.head],
             "similarity": round(member.similarity, 4),
             "margin": round(member.margin, 4),
             "similar_since": runs[run].since_step(group.layer, member.head),
@@ -107,58 +97,42 @@ def head_rows(groups: Sequence[Group], runs: Sequence[Run]) -> list[dict]:
     ]
 
 
-@contextlib.contextmanager
-def _page_errors(path: Path) -> Iterator[None]:
-    """Converts the errors of a page with invalid data to PageError."""
+def _snapshots(path: Path) -> list[SnapshotData]:
+    """Returns the snapshots of a run that have the prompts and the shape of its last one."""
+    files = snapshot_files(path) if path.is_dir() else [path]
+    if not files:
+        raise RunError(path, "has no snapshots")
     try:
-        yield
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        found = isinstance(error, OSError) and error.strerror
-        raise PageError(path, found or "not a valid page of the lens") from error
+        snapshots = [read_snapshot(file) for file in files]
+    except ValueError as error:
+        raise RunError(path, str(error)) from error
+    return [snapshot for snapshot in snapshots if snapshot.prompts == snapshots[-1].prompts]
 
 
-def _shape(data: dict) -> tuple[int, int]:
-    """Returns the numbers of layers and heads."""
-    layers, heads = data["layers"], data["heads"]
-    if not all(type(number) is int and number > 0 for number in (layers, heads)):
-        raise ValueError("no layers or heads")
-    return layers, heads
+def _tokens(snapshot: SnapshotData) -> list[list[str]]:
+    return [prompt.tokens for prompt in snapshot.prompts]
 
 
-def _tokens(data: dict) -> list[list[str]]:
-    return [list(prompt["tokens"]) for prompt in data["prompts"]]
+def _load(snapshots: Sequence[SnapshotData], prompts: Sequence[list[str]]) -> MatchedRun:
+    """Returns a run. prompts: the tokens of the compared prompts."""
+    last = snapshots[-1]
+    places = [_tokens(last).index(tokens) for tokens in prompts]
 
+    def compared(snapshot: SnapshotData) -> list[np.ndarray]:
+        return directions([snapshot.codes[place] for place in places])
 
-def _load(data: dict, prompts: Sequence[list[str]]) -> Run:
-    """Returns a run from the data of its page. prompts: the tokens of the compared prompts."""
-    of_page = _tokens(data)
-    places = [of_page.index(tokens) for tokens in prompts]
-
-    def compared(frame: dict) -> list[np.ndarray]:
-        codes = codes_of(data, frame)
-        return [codes[place] for place in places]
-
-    codes = compared(data["frames"][-1])
-    last = directions(codes)
+    at_end = compared(last)
     similar = [
-        similarities(directions(compared(frame)), last).diagonal(axis1=1, axis2=2)
-        for frame in data["frames"]
+        similarities(compared(snapshot), at_end).diagonal(axis1=1, axis2=2)
+        for snapshot in snapshots
     ]
-    return Run(
-        name=str(data["name"]),
-        texts=[str(data["prompts"][place]["text"]) for place in places],
-        repeated=[bool(data["prompts"][place]["period"]) for place in places],
-        codes=codes,
-        directions=last,
-        steps=[int(frame["step"]) for frame in data["frames"]],
+    return MatchedRun(
+        name=last.run,
+        texts=[last.prompts[place].text for place in places],
+        periods=[last.prompts[place].period for place in places],
+        codes=[last.codes[place] for place in places],
+        directions=at_end,
+        steps=[snapshot.step for snapshot in snapshots],
         similar=np.stack(similar),
-        names=_names(data),
+        names=np.array(ALL_NAMES)[last.row.names].tolist(),
     )
-
-
-def _names(data: dict) -> list[list[str]] | None:
-    """Returns the name of each head at the last step, or None for a page of an older version."""
-    history = json.loads(unpacked(data["history"]))
-    if "names" not in history:
-        return None
-    return np.array(ALL_NAMES)[np.reshape(history["names"][-1], _shape(data))].tolist()

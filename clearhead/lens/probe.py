@@ -50,6 +50,7 @@ class Prompt:
     tokens: list[str]  # the text of each token; bytes of incomplete UTF-8 as <0xE2>
     truncated: bool = False  # whether the text has more tokens than are used or shown
     period: int = 0  # P, if the prompt is [BOS] + R + R, where R has P tokens; otherwise 0
+    num_symbols: int = 0  # number of tokens that R is drawn from
 
     @property
     def shown(self) -> int:
@@ -110,7 +111,8 @@ def repeated_prompt(
     token_ids = [bos, *drawn.tolist(), *drawn.tolist()]
     text = f"{period} random tokens, written twice"
     texts = token_texts(token_ids, token_bytes)
-    return Prompt(f"{number}-repeated", text, token_ids, texts, period=period)
+    name, num_symbols = f"{number}-repeated", len(vocabulary)
+    return Prompt(name, text, token_ids, texts, period=period, num_symbols=num_symbols)
 
 
 @dataclass

@@ -1,6 +1,8 @@
-"""Attention snapshots: Lens.snapshot records all heads at a step and writes images and pages."""
+"""Attention snapshots: Lens.snapshot records all heads at a step and writes data, images and pages.
 
-import contextlib
+Lens.inspect records a model without a training run.
+"""
+
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -10,24 +12,25 @@ from pathlib import Path
 import numpy as np
 
 from .ablation import COLUMNS, Ablate, most_important, removal
-from .animation import write_animation
 from .config import LensConfig
 from .heads import (
-    NAMED_FROM,
+    ALL_NAMES,
+    KINDS,
     NAMES,
     as_csv,
+    clearest_prompts,
     head_table,
     heads_by_name,
     most_significant,
-    significances,
     title_of,
 )
-from .heatmap import draw_grid, draw_panel, fitted, rgb
+from .heatmap import fitted, rgb
 from .history import History, Row, atomic_write, evenly_spaced
-from .page import MAX_HISTORY, VERSION, codes_of, frame_data, page, read, run_data
-from .predictions import loss_of_copy
-from .probe import CaptureAttention, Frame, make_prompt, probe, repeated_prompt, uniform_values
-from .stages import stage_begins
+from .page import MAX_HISTORY
+from .probe import CaptureAttention, make_prompt, probe, repeated_prompt, uniform_values
+from .render import draw_snapshot, draw_timelapse
+from .snapshot_data import SnapshotData, snapshot_data, write_snapshot
+from .stages import stage_step
 from .statistics import STATISTICS
 
 MAX_FILES = 900  # images and pages that a run logs; dashboards become slow with more than 1,000
@@ -79,18 +82,9 @@ class Lens:
             repeated = repeated_prompt(number, vocabulary, bos, token_bytes, period)
             self.prompts += [repeated] if repeated else []
         self.token_bytes = token_bytes
-        self.num_symbols = len(vocabulary)  # of the repeated sequence
-        self.uniform = [uniform_values([prompt]) for prompt in self.prompts]
         self.history: History | None = None  # created at the first snapshot
         self.table: list[dict] = []  # all heads, the most significant first; set at the end
-        self.stage: int | None = None  # first step with a low loss on the repeated sequence
-        self.ablation: dict | None = None  # the loss without each head; set at the end
-        self.clearest = np.zeros((0, 0), int)  # see clearest_prompt
-
-    @property
-    def _rows(self) -> list[Row]:
-        """The statistics of all snapshots so far."""
-        return self.history.rows if self.history else []
+        self.last: SnapshotData | None = None  # of the last step
 
     def due(self, step: int, max_steps: int) -> bool:
         """Whether this step has a snapshot: each multiple of the interval (also 0) and the last."""
@@ -126,82 +120,68 @@ class Lens:
             _remove_from(folder, step)
             self.history = History(folder / "statistics.jsonl", step)
         self.history.add(frame.row)
-        self.stage = self._stage_begins()
-        snapshot = _dashboard_values(frame.row)
-        if step == max_steps:
-            self.table = head_table(self.history.rows, uniform_values(self.prompts))
-            if ablate:
-                self._add_ablation(ablate(heads_by_name(self.table)), step, folder)
-            atomic_write(folder / "heads.csv", as_csv(self.table))
-            snapshot.tables["attention/table"] = self._with_thumbnails(frame)
+        snapshot, is_last = _dashboard_values(frame.row), step == max_steps
+        data = snapshot_data(run_name, self.prompts, frame, self.token_bytes)
+        if is_last:
+            self.table, self.last = head_table(self.history.rows, self._uniform()), data
+            if ablate and (found := ablate(heads_by_name(self.table))):
+                self._add_ablation(found, folder)
+            atomic_write(folder / "heads.csv", as_csv(self.table).encode())
+            snapshot.tables["attention/table"] = self._with_thumbnails(data)
         if self.draws(step, max_steps):
-            self._draw(frame, folder, run_name, snapshot)
+            write_snapshot(folder / f"step_{step:08d}.npz", data)
+            snapshot.images, snapshot.pages = draw_snapshot(data, folder)
             if step > 0 and self._quarter_is_complete(step, max_steps):
                 snapshot.charts = _charts(self.history)
-                self._write_timelapse(folder, run_name, snapshot, curves(), step == max_steps)
+                rows, frames = self.history.rows, self.config.frames
+                images, pages = draw_timelapse(folder, rows, frames, curves(), is_last)
+                snapshot.images |= images
+                snapshot.pages |= pages
         return snapshot
 
-    def page_data(
+    def inspect(
         self,
         capture_attention: CaptureAttention,
         step: int,
         run_name: str,
         ablate: Ablate | None = None,
-    ) -> tuple[dict, list[str]]:
-        """Returns the data of a page for one step, and a line for each name of heads with the most
-        significant heads and, in parentheses, the value for uniform attention. Writes no files.
+    ) -> tuple[SnapshotData, list[str]]:
+        """Returns the data of one step, and a line for each name of heads with the most significant
+        heads and, in parentheses, the value for uniform attention. Writes no files.
         ablate: as in `snapshot`.
         """
-        frame = probe(capture_attention, self.prompts, step)
-        uniform = uniform_values(self.prompts)
-        table = self.table = head_table([frame.row], uniform)
-        self.clearest = self._clearest_prompts(frame)
-        lines = [_line(key, table, uniform[key]) for key in (*NAMES, "positional")]
-        found = ablate(heads_by_name(table)) if ablate else None
-        self.ablation = {"step": step} | found if found else None
-        frames = [frame_data(frame, self.token_bytes)]
-        data = run_data(run_name, self.prompts, frames, [frame.row], ablation=self.ablation)
+        frame, uniform = probe(capture_attention, self.prompts, step), self._uniform()
+        data = snapshot_data(run_name, self.prompts, frame, self.token_bytes)
+        table = head_table([frame.row], uniform)
+        lines = [_line(key, table, uniform[key]) for key in KINDS]
+        if ablate and (found := ablate(heads_by_name(table))):
+            data.ablation = {"step": step} | found
         return data, [line for line in lines if line]
-
-    def clearest_prompt(self, head: tuple[int, int] | None) -> int:
-        """Returns the index of the prompt on which a head, (layer, head), is most significant;
-        without one, the most significant head. Needs `page_data`."""
-        row = (most_significant(self.table) or self.table)[0]
-        return int(self.clearest[head or (row["layer"], row["head"])])
 
     def most_significant_heads(self) -> list[str]:
         """Returns the most significant head of each name, for example "induction L5 H1: 0.83
         (since step 400)". Empty before the last snapshot.
         """
-        copies = f"the loss on the repeated sequence drops at step {self.stage}"
-        return [copies] * (self.stage is not None) + [
+        stage = stage_step(self.prompts, self.history.rows) if self.history else None
+        copies = f"the loss on the repeated sequence drops at step {stage}"
+        return [copies] * (stage is not None) + [
             f"{title_of(name := row['name'])} L{row['layer']} H{row['head']}: "
             f"{row[name]:.2f} (since step {row['since_step']})"
             for row in most_significant(self.table)
         ]
 
     def most_important_heads(self) -> list[str]:
-        """Describes the head, and the name of several heads, that the model needs most."""
-        if not self.ablation:
-            return []
-        names = {(row["layer"], row["head"]): row["name"] for row in self.table}
-        lines = []
-        if first := most_important(self.ablation["heads"]):
-            layer, head = first["layer"], first["head"]
-            name = title_of(names[layer, head]) or "no name"
-            lines.append(removal(f"L{layer} H{head} ({name})", first))
-        if first := most_important(row for row in self.ablation["groups"] if row["heads"] > 1):
-            lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
-        lines = lines or ["any head: the loss increases by less than two standard errors"]
-        is_estimate = self.ablation["method"] == "estimate"
-        return [line + " (first-order estimate)" * is_estimate for line in lines]
+        """Returns `most_important_heads` at the last step. Empty before."""
+        return most_important_heads(self.last) if self.last else []
 
-    def _add_ablation(self, found: dict | None, step: int, folder: Path) -> None:
-        """Writes ablation.json and adds the results to the table. None: after an error."""
-        if found is None:
-            return
-        self.ablation = {"step": step} | found
-        atomic_write(folder / "ablation.json", json.dumps(self.ablation, indent=1) + "\n")
+    def _uniform(self) -> dict[str, float | None]:
+        return uniform_values(self.prompts)
+
+    def _add_ablation(self, found: dict, folder: Path) -> None:
+        """Writes ablation.json and adds the results to the table and to the last snapshot."""
+        self.last.ablation = {"step": self.last.step} | found
+        text = json.dumps(self.last.ablation, indent=1) + "\n"
+        atomic_write(folder / "ablation.json", text.encode())
         results = {(row["layer"], row["head"]): row for row in found["heads"]}
         for row in self.table:
             result = results[row["layer"], row["head"]]
@@ -221,104 +201,43 @@ class Lens:
         before = max(0, step - self._drawn_every(max_steps))
         return step == max_steps or 4 * step // max_steps > 4 * before // max_steps
 
-    def _draw(self, frame: Frame, folder: Path, run_name: str, snapshot: Snapshot) -> None:
-        step = frame.row.step
-        for number, (prompt, codes) in enumerate(zip(self.prompts, frame.codes, strict=True)):
-            path = folder / f"step_{step:08d}_{prompt.name}.png"
-            draw_grid(codes, prompt, step, path)
-            path = path.with_stem(f"{path.stem}_panel")
-            row, uniform = Row(step, frame.of_prompts[number]), self.uniform[number]
-            row.names = frame.row.names
-            # Without names of statistics that this prompt does not have, such as induction.
-            heads = [
-                head
-                for head in most_significant(head_table([row], uniform))
-                if head[head["name"]] is not None
-            ]
-            draw_panel(codes, prompt, step, heads, uniform, path)
-            snapshot.images[f"attention/heatmap/{prompt.name}"] = path
-        path = folder / f"step_{step:08d}.html"
-        frames = [frame_data(frame, self.token_bytes)]
-        data = run_data(run_name, self.prompts, frames, [frame.row], ablation=self.ablation)
-        self._write_page(path, data)
-        snapshot.pages["attention/viewer"] = path
-
-    def _with_thumbnails(self, frame: Frame) -> list[dict]:
+    def _with_thumbnails(self, data: SnapshotData) -> list[dict]:
         """Returns the table with a heatmap of the first heads, on the prompt where each is most
         significant."""
-        prompts = self._clearest_prompts(frame)
+        prompts = clearest_prompts(data.of_prompts, [uniform_values([p]) for p in self.prompts])
         rows = []
         for row in self.table:
             layer, head = row["layer"], row["head"]
-            codes = frame.codes[prompts[layer, head]][layer, head]
+            codes = data.codes[prompts[layer, head]][layer, head]
             image = rgb(fitted(codes, THUMBNAIL)) if row["rank"] <= MAX_THUMBNAILS else None
             rows.append({"heatmap": image} | row)
         return rows
 
-    def _clearest_prompts(self, frame: Frame) -> np.ndarray:
-        """Returns the index of the prompt on which each head is most significant, (L, H)."""
-        found = [
-            significances(values, uniform)  # (names, L, H)
-            for values, uniform in zip(frame.of_prompts, self.uniform, strict=True)
-        ]
-        return np.nan_to_num(found, nan=-np.inf).max(1).argmax(0)
 
-    def _stage_begins(self) -> int | None:
-        """Returns the first step with a low loss on the repeated sequence, see stages.py."""
-        rows = [row for row in self._rows if len(row.losses) == len(self.prompts)]
-        for number, prompt in enumerate(self.prompts):
-            if prompt.period:
-                losses = [loss_of_copy(row.losses[number], prompt.period) for row in rows]
-                first = stage_begins(losses, self.num_symbols)
-                return None if first is None else rows[first].step
-        return None
+def clearest_prompt(data: SnapshotData, head: tuple[int, int] | None = None) -> int:
+    """Returns the index of the prompt on which a head, (layer, head), is most significant; without
+    one, the most significant head."""
+    table = head_table([data.row], uniform_values(data.prompts))
+    row = (most_significant(table) or table)[0]
+    prompts = clearest_prompts(data.of_prompts, [uniform_values([p]) for p in data.prompts])
+    return int(prompts[head or (row["layer"], row["head"])])
 
-    def _write_timelapse(
-        self,
-        folder: Path,
-        run_name: str,
-        snapshot: Snapshot,
-        curves: dict[str, list],
-        is_last: bool,
-    ) -> None:
-        """Writes the time-lapse from the pages of single steps that have the same prompts. At the
-        last step, also writes it as an animated image."""
-        tokens = [prompt.tokens[: prompt.shown] for prompt in self.prompts]
-        frames = []
-        pages = sorted(path for path in folder.glob("step_*.html") if path.is_file())
-        for path in evenly_spaced(pages, self.config.frames):
-            with contextlib.suppress(ValueError, KeyError):  # not a page, or of another version
-                (run,) = read(path, [VERSION])
-                if [prompt["tokens"] for prompt in run["prompts"]] == tokens:
-                    frames += run["frames"]
-        path = folder / "timelapse.html"
-        rows = self._rows
-        data = run_data(run_name, self.prompts, frames, rows, curves, self.stage, self.ablation)
-        self._write_page(path, data)
-        snapshot.pages["attention/timelapse"] = path
-        if is_last:
-            path = folder / "timelapse.webp"
-            self._animate(path, data)
-            snapshot.images["attention/animation"] = path
 
-    def _animate(self, path: Path, data: dict) -> None:
-        """Writes the animation of the repeated sequence or, without it, of the first prompt.
-
-        data: of the time-lapse.
-        """
-        number = next((n for n, prompt in enumerate(self.prompts) if prompt.period), 0)
-        codes = [codes_of(data, frame)[number] for frame in data["frames"]]
-        uniform, rows = uniform_values(self.prompts), {row.step: row for row in self._rows}
-        steps = [frame["step"] for frame in data["frames"]]
-        heads = [
-            most_significant(head_table([rows[step]], uniform))[:3] if step in rows else []
-            for step in steps
-        ]
-        write_animation(path, self.prompts[number], codes, steps, heads)
-
-    def _write_page(self, path: Path, data: dict) -> None:
-        # Atomic, because the time-lapse is made from these pages.
-        atomic_write(path, page([data], title=f"{data['name']}: {path.stem}"))
+def most_important_heads(data: SnapshotData) -> list[str]:
+    """Describes the head, and the name of several heads, that the model needs most. Empty without
+    ablation."""
+    if not data.ablation:
+        return []
+    lines = []
+    if first := most_important(data.ablation["heads"]):
+        layer, head = first["layer"], first["head"]
+        name = title_of(ALL_NAMES[data.row.names[layer, head]]) or "no name"
+        lines.append(removal(f"L{layer} H{head} ({name})", first))
+    if first := most_important(row for row in data.ablation["groups"] if row["heads"] > 1):
+        lines.append(removal(f"all {first['heads']} {title_of(first['name'])} heads", first))
+    lines = lines or ["any head: the loss increases by less than two standard errors"]
+    is_estimate = data.ablation["method"] == "estimate"
+    return [line + " (first-order estimate)" * is_estimate for line in lines]
 
 
 def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
@@ -334,7 +253,7 @@ def _line(key: str, table: Sequence[dict], uniform: float | None) -> str:
     if key not in NAMES:
         return ""
     row = max(table, key=lambda row: row[key])
-    is_above = (row[key] - uniform) / (1 - uniform) >= NAMED_FROM[key]
+    is_above = (row[key] - uniform) / (1 - uniform) >= KINDS[key].named_from
     # A mean above the limit: either another name fits better, or one prompt is below the limit.
     where = " on every prompt" if is_above and row["name"] not in NAMES else ""
     other = f" ({title_of(row['name'])})" if is_above and row["name"] in NAMES else ""

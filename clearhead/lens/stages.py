@@ -10,6 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .history import Row
+from .predictions import loss_of_copy
+from .probe import Prompt
+
 
 def stage_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> int | None:
     """Returns the index of the first snapshot after the drop, or None if there is no clear drop.
@@ -27,3 +31,14 @@ def stage_begins(losses: Sequence[float | np.ndarray], num_symbols: int) -> int 
     before, after = values[:first].mean(), values[first:].mean()
     is_clear = before - after >= math.log(num_symbols) / 4 and after < math.log(num_symbols) / 2
     return first if is_clear else None
+
+
+def stage_step(prompts: Sequence[Prompt], history: Sequence[Row]) -> int | None:
+    """Returns the first step with a low loss on the repeated sequence, or None."""
+    rows = [row for row in history if len(row.losses) == len(prompts)]
+    for number, prompt in enumerate(prompts):
+        if prompt.period:
+            losses = [loss_of_copy(row.losses[number], prompt.period) for row in rows]
+            first = stage_begins(losses, prompt.num_symbols)
+            return None if first is None else rows[first].step
+    return None

@@ -1,4 +1,4 @@
-"""Faster attention and dropout for training on a CPU. Measured in docs/benchmarks.md.
+"""Faster attention and dropout for training on a CPU. Measured in docs/results.md.
 
 Results equal those of model.py and attention.py up to rounding. The gradient of attention and the
 random numbers of dropout masks are computed differently.
@@ -13,17 +13,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from attention import causal_attn_weights, sdpa
-from model import GPT
-
-
-def use_cpu_kernels(model: GPT) -> None:
-    """Replaces dropout and the sdpa kernel of a model by those of this module."""
-    for module in (model, *model.blocks):
-        module.dropout = Dropout(module.dropout.p).train(module.training)
-    for block in model.blocks:
-        if block.attn.kernel is sdpa:
-            block.attn.kernel = attention
-
 
 # --------------------------------------------------------------------------------- attention
 

@@ -7,7 +7,7 @@
 their copy in fp32 and their gradient. This version processes a chunk of positions at a time. The
 gradient of a row of logits depends on that row only, so it overwrites the logits and is multiplied
 immediately. All gradients are computed in forward; backward only scales them (Hsu et al. 2024,
-Liger Kernel). On a CPU this is also faster, because chunks stay in the cache (docs/benchmarks.md).
+Liger Kernel). On a CPU this is also faster, because chunks stay in the cache (docs/results.md).
 
 Shapes: N positions (B T), n positions per chunk, C emb_dim, V vocabulary.
 """

@@ -4,23 +4,25 @@
     sum(estimate(job, windows=8).values())        # bytes
 
 Tests compare the formulas with the tensors that autograd saves and with allocated memory;
-docs/planning.md compares totals with measured peaks. Terms below one or two percent of the total
+docs/results.md compares totals with measured peaks. Terms below one or two percent of the total
 are omitted: biases, statistics of norms, gradients of single matrices.
 
 Shapes: B windows per micro-batch, T tokens per window, C emb_dim, H heads, L layers, V vocabulary,
 P parameters. c: bytes per element in matrix products, 4 in fp32, 2 in bf16 and fp16.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from clearhead.config.schema import Config, ModelSettings
+from clearhead.ops.cross_entropy import LOGITS_AT_ONCE
+from model import GPT, ModelConfig, model_without_values
 
-LOGITS_AT_ONCE = 2**28  # as in ops/cross_entropy.py, which needs torch
 USABLE = 0.92  # fraction of the memory; the rest is for fragmentation and other programs
 # Memory that the allocator holds without use, as a fraction of the allocated memory. On a CPU,
 # training keeps freed memory (distributed/device.py): 10 to 28 % in measured runs, 20 % on
-# average (docs/planning.md). The 5 % of the caching GPU allocator are assumed, not measured.
+# average (docs/results.md). The 5 % of the caching GPU allocator are assumed, not measured.
 SLACK = {"cpu": 0.20, "cuda": 0.05}
 # Memory of a process without a model. CPU: libraries and a small text file, measured with a torch
 # build for the CPU; a build for CUDA needs 0.3 GB more. GPU: CUDA context and cuBLAS workspaces,
@@ -58,6 +60,23 @@ class Job:
         """Bytes per element in matrix products."""
         return {"fp32": 4, "bf16": 2, "fp16": 2}[self.precision]
 
+    @functools.cached_property
+    def parameters(self) -> int:
+        """P, the number of parameters."""
+        return num_parameters(self.config.model)
+
+    @functools.cached_property
+    def block_matrices(self) -> int:
+        """Number of elements of the matrices of all blocks."""
+        blocks = meta_model(self.config.model).blocks
+        return sum(p.numel() for p in blocks.parameters() if p.dim() == 2)
+
+    @functools.cached_property
+    def root_parameters(self) -> int:
+        """Number of parameters outside blocks: embeddings and last norm."""
+        blocks = meta_model(self.config.model).blocks
+        return self.parameters - sum(p.numel() for p in blocks.parameters())
+
     @property
     def sharded(self) -> bool:
         return self.strategy == "fsdp"
@@ -83,7 +102,7 @@ def estimate(job: Job, windows: int) -> dict[str, float]:
     """
     model, kind = job.config.model, "cpu" if job.device == "cpu" else "cuda"
     positions = windows * job.config.data.max_length  # B T
-    parameters, share = 4 * num_parameters(model), 1 / job.world_size if job.sharded else 1
+    parameters, share = 4 * job.parameters, 1 / job.world_size if job.sharded else 1
     embedding = 4 * model.vocab_size * model.emb_dim  # and the head
     before = parameters * ((windows < job.windows_per_rank) + (job.strategy == "ddp"))
     kept = activations(job, windows)
@@ -112,28 +131,21 @@ def fits(job: Job, windows: int, memory: float) -> bool:
 # ------------------------------------------------------------------------------- parameters
 
 
-def block_matrices(model: ModelSettings) -> int:
-    """Returns the number of elements of a block's matrices: four of (C, C), two of (C, 4 C)."""
-    return 12 * model.emb_dim**2
+def num_parameters(settings: ModelSettings) -> int:
+    """Returns P."""
+    return meta_model(settings).num_parameters()
 
 
-def root_parameters(model: ModelSettings) -> int:
-    """Returns the number of parameters outside blocks: tokens (V, C), positions, last norm."""
-    return (model.vocab_size + model.context_length + 2) * model.emb_dim
-
-
-def num_parameters(model: ModelSettings) -> int:
-    """Returns P. A block has matrices, biases and two norms of 2 C."""
-    vectors = (13 if model.qkv_bias else 10) * model.emb_dim
-    return model.num_layers * (block_matrices(model) + vectors) + root_parameters(model)
+def meta_model(settings: ModelSettings) -> GPT:
+    """Returns the model on the meta device, without memory for its parameters."""
+    return model_without_values(ModelConfig(**settings.model_dump()))
 
 
 def optimizer_state(job: Job) -> int:
     """Returns the bytes of the moments on all ranks together: two in fp32 per parameter; with Muon,
     one for the matrices of the blocks."""
-    model = job.config.model
-    of_muon = block_matrices(model) * model.num_layers if job.config.optimizer.name == "muon" else 0
-    return 8 * num_parameters(model) - 4 * of_muon
+    of_muon = job.block_matrices if job.config.optimizer.name == "muon" else 0
+    return 8 * job.parameters - 4 * of_muon
 
 
 def casts(job: Job) -> int:
@@ -143,7 +155,7 @@ def casts(job: Job) -> int:
     if job.precision == "fp32":
         return 0
     model = job.config.model
-    of_blocks = 0 if job.sharded else block_matrices(model) * model.num_layers
+    of_blocks = 0 if job.sharded else job.block_matrices
     return 2 * (of_blocks + model.vocab_size * model.emb_dim)
 
 
@@ -153,9 +165,9 @@ def gathered_parameters(job: Job) -> int:
     use, and the next one with its receive buffer."""
     if not job.sharded:
         return 0
-    model = job.config.model
-    blocks = 3 if job.config.parallel.reshard_after_forward else model.num_layers
-    return 4 * root_parameters(model) + blocks * job.c * block_matrices(model)
+    layers = job.config.model.num_layers
+    blocks = 3 if job.config.parallel.reshard_after_forward else layers
+    return 4 * job.root_parameters + blocks * job.c * job.block_matrices // layers
 
 
 # -------------------------------------------------------------------------------- activations

@@ -23,12 +23,12 @@ import numpy as np
 import yaml
 
 from clearhead.checkpoint.run_directory import settings_of
-from clearhead.config.schema import VOCABULARIES
 from clearhead.config.stored import automatic_warmup
 from clearhead.config.yaml_files import CONFIGS, flat
 from clearhead.errors import as_yaml, sanitize
 from clearhead.files import read_json, read_rows
 from clearhead.reporting.charts import number
+from clearhead.tokens import VOCABULARIES
 
 # Settings that change what a run learns, although they may be changed when it is resumed.
 LEARNING = {"data.path", "data.val_path", "trainer.init_from"}
@@ -44,7 +44,7 @@ Points = list[tuple[int, float]]  # (tokens so far, metric)
 
 
 @dataclass
-class Run:
+class ComparedRun:
     folder: Path
     settings: dict[str, object]  # by dotted name
     metrics: dict[str, object]  # last value of each metric and of step, without step 0
@@ -66,7 +66,7 @@ class Run:
 
 
 @dataclass
-class Row:
+class ComparisonRow:
     """The runs that differ at most in their seed."""
 
     text: str  # settings of text and tokenizer
@@ -96,7 +96,7 @@ class Difference:
 # ------------------------------------------------------------------------------------- reading
 
 
-def read(folder: Path, metric: str) -> Run:
+def read(folder: Path, metric: str) -> ComparedRun:
     """Reads a run directory. Raises ValueError for any other directory."""
     settings = flat(settings_of(folder) or {})
     max_steps = settings.get("trainer.max_steps")
@@ -114,7 +114,7 @@ def read(folder: Path, metric: str) -> Run:
         hide_measured_steps(settings)
     last = rows[-1]["step"] if rows else -1
     is_finished = last >= max_steps or last == ended_at(folder)
-    return Run(folder, settings, metrics, points, is_finished)
+    return ComparedRun(folder, settings, metrics, points, is_finished)
 
 
 def ended_at(folder: Path) -> object:
@@ -162,7 +162,7 @@ def models() -> dict[str, list[object]]:
     }
 
 
-def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
+def differing(runs: list[ComparedRun], swept: Collection[str] = ()) -> list[str]:
     """Returns the settings that differ between the runs, except name and seed. Includes settings
     that do not change what a run learns only if they or their group are in `swept`."""
     from clearhead.checkpoint.resume import FREE_TO_CHANGE
@@ -173,7 +173,7 @@ def differing(runs: list[Run], swept: Collection[str] = ()) -> list[str]:
     return [name for name, of in keys.items() if of & set(swept) or not of & free]
 
 
-def shared(runs: list[Run]) -> dict[str, object]:
+def shared(runs: list[ComparedRun]) -> dict[str, object]:
     """Returns the settings that are equal in all runs."""
     return {
         name: value
@@ -182,7 +182,7 @@ def shared(runs: list[Run]) -> dict[str, object]:
     }
 
 
-def data_settings(run: Run, metric: str) -> dict[str, object]:
+def data_settings(run: ComparedRun, metric: str) -> dict[str, object]:
     """Returns the settings of text and tokenizer for a metric. Values of runs are comparable if
     these are equal. Bits per byte do not depend on the tokenizer."""
     names = ["data.path", "data.synthetic"]
@@ -194,12 +194,12 @@ def data_settings(run: Run, metric: str) -> dict[str, object]:
 
 
 def summarize(
-    runs: list[Run], metric: str, target: float | None = None, swept: Collection[str] = ()
-) -> list[Row]:
+    runs: list[ComparedRun], metric: str, target: float | None = None, swept: Collection[str] = ()
+) -> list[ComparisonRow]:
     """Returns one row per group of runs that differ only in their seed; omits runs without the
     metric. Rows are sorted by text and tokenizer, and then by the metric, best first."""
     names, sign = differing(runs, swept), -1 if metric in HIGHER_IS_BETTER else 1
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[ComparedRun]] = {}
     for run in filter(lambda run: run.points, runs):
         text = data_settings(run, metric)
         settings = {name: run.settings.get(name) for name in names if name not in text}
@@ -209,7 +209,7 @@ def summarize(
         text, settings = json.loads(key)
         last = [run.points[-1][1] for run in group]
         reached = [] if target is None else [tokens_to(target, run.points, sign) for run in group]
-        row = Row(
+        row = ComparisonRow(
             text=pairs({name: value for name, value in text.items() if value}),
             settings=settings,
             model=group[0].model,
@@ -230,7 +230,7 @@ def summarize(
     return rows
 
 
-def difference(row: Row, first: Row) -> Difference | None:
+def difference(row: ComparisonRow, first: ComparisonRow) -> Difference | None:
     """Compares two rows by the paired t-test, over the seeds that each row has exactly once. None
     if there are fewer than three such seeds or if a value is NaN or infinite."""
     values = [dict(zip(r.seeds, r.values, strict=True)) for r in (row, first)]
@@ -264,7 +264,7 @@ def pairs(settings: dict[str, object]) -> str:
     return sanitize(", ".join(f"{key}={as_yaml(v)}" for key, v in settings.items()), keep="")
 
 
-def by_text(rows: list[Row]) -> list[list[Row]]:
+def by_text(rows: list[ComparisonRow]) -> list[list[ComparisonRow]]:
     """Returns the rows in one list for each text and tokenizer."""
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.text)]
 
@@ -272,7 +272,7 @@ def by_text(rows: list[Row]) -> list[list[Row]]:
 # ---------------------------------------------------------------------------------- the tables
 
 
-def tables(rows: list[Row], metric: str) -> str:
+def tables(rows: list[ComparisonRow], metric: str) -> str:
     """Returns a Markdown table, readable in a terminal, for each text and tokenizer."""
     parts = [f"## {group[0].text}\n\n{table(group, metric)}" for group in by_text(rows)]
     if len(parts) > 1 and not metric.endswith("/bits_per_byte"):
@@ -280,7 +280,7 @@ def tables(rows: list[Row], metric: str) -> str:
     return "\n\n".join(parts)
 
 
-def table(rows: list[Row], metric: str) -> str:
+def table(rows: list[ComparisonRow], metric: str) -> str:
     lines = []
     for row, settings in zip(rows, shown(rows), strict=True):
         has_range = len(row.runs) > 1 and not math.isnan(row.mean)
@@ -311,7 +311,7 @@ def markdown_table(lines: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(texts)} |" for texts in zip(*columns, strict=True))
 
 
-def label(row: Row) -> str:
+def label(row: ComparisonRow) -> str:
     """Returns the first run of a row, and how many others and unfinished ones it has."""
     text = row.runs[0]
     if others := len(row.runs) - 1:
@@ -319,7 +319,7 @@ def label(row: Row) -> str:
     return text + (f" ({len(row.unfinished)} unfinished)" if row.unfinished else "")
 
 
-def shown(rows: list[Row]) -> list[dict[str, object]]:
+def shown(rows: list[ComparisonRow]) -> list[dict[str, object]]:
     """Returns the columns of each row: the settings that differ between these rows. Automatic
     values have no column, and `model` replaces several settings of SHAPE."""
     all_settings = [row.settings for row in rows]

@@ -14,14 +14,14 @@ import textwrap
 import warnings
 
 from clearhead.errors import sanitize
-from clearhead.reporting.comparison import Row, by_text, label, pairs, shown
+from clearhead.reporting.comparison import ComparisonRow, by_text, label, pairs, shown
 
 Y_LIMIT = 1.5  # upper limit of a chart, relative to the median of the first values after step 0
 COLOURS = 10  # of matplotlib; more rows are grey and have no legend entry
 LEGEND_CHARS = 110  # characters in the width of a chart
 
 
-def plot(rows: list[Row], metric: str) -> bytes:
+def plot(rows: list[ComparisonRow], metric: str) -> bytes:
     """Returns a PNG with a chart of the metric over tokens for each text and tokenizer. Rows differ
     in colour; each run is a line."""
     import matplotlib.style
@@ -43,7 +43,7 @@ def plot(rows: list[Row], metric: str) -> bytes:
     return image.getvalue()
 
 
-def legend(rows: list[Row]) -> list[str]:
+def legend(rows: list[ComparisonRow]) -> list[str]:
     """Returns the legend entries of the first rows, each of at most two lines."""
     wrap = functools.partial(textwrap.fill, width=LEGEND_CHARS, max_lines=2, placeholder=" ...")
     return [
@@ -52,7 +52,7 @@ def legend(rows: list[Row]) -> list[str]:
     ]
 
 
-def plot_group(axis, rows: list[Row], entries: list[str], metric: str) -> None:
+def plot_group(axis, rows: list[ComparisonRow], entries: list[str], metric: str) -> None:
     """Plots the rows. For a metric that falls, such as a loss, the y axis ends at Y_LIMIT times the
     median of the first values after step 0, so that a diverged run does not determine the scale."""
     from matplotlib.ticker import EngFormatter

@@ -8,7 +8,6 @@ contains the attention page in a sandboxed frame, so it can be sent as one file.
 """
 
 import base64
-import contextlib
 import itertools
 import json
 import math
@@ -19,15 +18,11 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from pydantic import ValidationError
-
 from clearhead.checkpoint.run_directory import attention_page, settings_of
-from clearhead.config.schema import ModelSettings
 from clearhead.config.yaml_files import flat
 from clearhead.errors import sanitize
 from clearhead.files import atomic_write, read_bounded, read_rows
 from clearhead.lens.assemble import assemble, content_security_policy
-from clearhead.planning.memory import num_parameters
 from clearhead.reporting.charts import Points, chart_data, finite, points_of
 from clearhead.reporting.console import duration
 from clearhead.reporting.report_heads import heads_section
@@ -46,7 +41,7 @@ def write_report(folder: Path) -> Path:
         "CSP": content_security_policy(template, embedded),
         "NAME": escape(folder.resolve().name),
         "STATE": f"Written {time.strftime('%Y-%m-%d %H:%M')}, {progress(folder, rows)}",
-        "FACTS": facts(rows, settings_of(folder) or {}),
+        "FACTS": facts(rows, read_rows(folder / "starts.jsonl")),
         "HEADS": heads_section(folder / "attention"),
         "CHARTS": json.dumps(chart_data(rows)),
         "SAMPLES": "".join(map(sample_article, reversed(samples))),
@@ -83,7 +78,7 @@ def progress(folder: Path, rows: list[dict]) -> str:
     return f"after step {rows[-1]['step']:,}{of}"
 
 
-def facts(rows: list[dict], settings: dict) -> str:
+def facts(rows: list[dict], starts: list[dict]) -> str:
     """Returns the main results as HTML: loss, perplexity, parameters, tokens, duration, speed."""
 
     def known(key: str) -> Points:
@@ -102,9 +97,8 @@ def facts(rows: list[dict], settings: dict) -> str:
             shown.append(("Bits per byte", f"{bits[step]:.3f}", f"at step {step:,}"))
         if step in accuracy:
             shown.append(("Accuracy", f"{accuracy[step]:.1%}", f"at step {step:,}"))
-    with contextlib.suppress(ValidationError):
-        model = ModelSettings.model_validate(settings.get("model"))
-        shown.append(("Parameters", f"{num_parameters(model):,}", ""))
+    for _, parameters in finite(points_of(starts, "parameters"))[-1:]:
+        shown.append(("Parameters", f"{parameters:,.0f}", ""))
     tokens, speeds = known("train/tokens"), known("train/tokens_per_second")
     if tokens:
         shown.append(("Tokens trained on", f"{tokens[-1][1]:,.0f}", ""))

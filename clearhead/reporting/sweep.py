@@ -51,7 +51,7 @@ class SweepResults(Callback):
             sys.exit(failed[0]["exit_code"])
 
 
-def _runs(folders: list[str]) -> tuple[list[comparison.Run], str]:
+def _runs(folders: list[str]) -> tuple[list[comparison.ComparedRun], str]:
     """Returns (runs, the first of METRICS that any of them has); [] and "" if there is none."""
     for metric in METRICS:
         runs = []

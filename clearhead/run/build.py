@@ -6,7 +6,6 @@ its state and receives its inputs as arguments; none has a reference to the run.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from clearhead.config.schema import Config
 from clearhead.distributed import device, launch
 from clearhead.distributed.build import build_strategy
 from clearhead.distributed.strategy import Strategy
-from clearhead.distributed.threads import ThreadCheck
 from clearhead.errors import DataError, exit_code_of, refuse
 from clearhead.optim.optimizers import NonFiniteCheck, build_optimizer
 from clearhead.planning.micro_batch import check_memory, find_micro_batch
@@ -51,7 +49,7 @@ from clearhead.run.stop import Stop
 from clearhead.run.time_limit import TimeLimit, measure_steps, with_max_steps
 from clearhead.run.translate_errors import translate_errors
 from clearhead.tokens.stream import check_checksums
-from clearhead.tokens.tokenizers import bytes_per_token, get_tokenizer
+from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
 from clearhead.tokens.windows import evenly_spaced_windows
 from data import LoadedData, load_datasets, split_batch, training_batches
 from model import GPT, ModelConfig
@@ -106,7 +104,6 @@ def _build(
     closing: contextlib.ExitStack,
     notes: list[str],
 ) -> Run:
-    threads = ThreadCheck(launch.local_ranks())
     with strategy.raise_on_all_ranks():  # other machines may have less memory
         refuse(check_memory(config, strategy))
     data = load_data(config, strategy, start, notes)
@@ -123,7 +120,6 @@ def _build(
             per_step = measure_steps(config, strategy, trained_model, optimizer, batches)
         config = with_max_steps(config, strategy, limit.end, per_step, notes)
     state = restore(config, strategy, start, data, model, optimizer)
-    notes += threads.notes(strategy.device)
     opened = strategy.on_rank_0(
         lambda: open_directory(config, strategy, start, state, model, notes, closing)
     )
@@ -282,7 +278,7 @@ def open_directory(
         drop_rows_after(directory, state.step if start.state else -1)
         started = environment(str(strategy.device), strategy.world_size)
         starts = RowFile(directory / "starts.jsonl")
-        starts.append({"step": state.step} | started)
+        starts.append({"step": state.step, "parameters": model.num_parameters()} | started)
         starts.close()
         settings = state.settings | {"environment": started}
         tracker = Tracker(config.wandb, directory, settings, state.wandb_id)
@@ -380,6 +376,6 @@ def build_evaluator(config: Config, strategy: Strategy, data: LoadedData) -> Eva
     tokenizer, validation = get_tokenizer(config.data.tokenizer), None
     if data.val:
         windows = evenly_spaced_windows(data.val, config.trainer.eval_windows)
-        bytes_of = functools.partial(bytes_per_token, tokenizer)
-        validation = Validation(data.val, windows, None if config.data.synthetic else bytes_of)
+        lengths = None if config.data.synthetic else token_byte_lengths(tokenizer.name)
+        validation = Validation(data.val, windows, lengths)
     return Evaluator(config, strategy, validation, tokenizer, micro_batch(config, strategy))

@@ -7,7 +7,6 @@ Shapes: B batch, T positions, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ import torch
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import DIVERGENCE_HINT, DivergedError
 from clearhead.inference.decoding import Sampling, generate
+from clearhead.inference.perplexity import text_metrics
 from model import GPT
 
 if TYPE_CHECKING:
@@ -28,22 +28,18 @@ class Validation:
     """Computes validation metrics on a fixed set of windows.
 
     dataset: has batch(windows) -> (input_ids, target_ids), both (B, T); negative targets are
-    ignored. bytes_per_token(token ids): mean bytes of text per token; None: measure the accuracy.
-    The accuracy is also measured if all targets are end-of-text tokens.
+    ignored. token_lengths: the bytes of text of each token id; None: measure the accuracy. The
+    accuracy is also measured if all targets are end-of-text tokens.
     """
 
-    def __init__(
-        self,
-        dataset,
-        windows: np.ndarray,
-        bytes_per_token: Callable[[np.ndarray], float] | None,
-    ):
+    def __init__(self, dataset, windows: np.ndarray, token_lengths: np.ndarray | None):
         self.dataset = dataset
         self.windows = windows
         self.bytes_per_token = None
-        if bytes_per_token:
+        if token_lengths is not None:
             _, targets = dataset.batch(windows)
-            self.bytes_per_token = bytes_per_token(targets[targets >= 0].numpy()) or None
+            lengths = token_lengths[targets[targets >= 0].numpy()]
+            self.bytes_per_token = float(lengths.mean()) or None
 
     def run(self, model: torch.nn.Module, strategy: Strategy, batch_size: int) -> dict[str, float]:
         """Returns the mean loss in nats over all targets, and bits per byte or the accuracy. Each
@@ -70,9 +66,8 @@ class Validation:
         loss = total / count
         if self.bytes_per_token is None:
             return {"val/loss": loss, "val/accuracy": right / count}
-        bits_per_byte = loss / math.log(2) / self.bytes_per_token
-        perplexity = math.exp(min(loss, 700))  # exp(710) is not a float
-        return {"val/loss": loss, "val/perplexity": perplexity, "val/bits_per_byte": bits_per_byte}
+        metrics = text_metrics(loss, self.bytes_per_token)
+        return {f"val/{name}": value for name, value in metrics.items()}
 
 
 @dataclass

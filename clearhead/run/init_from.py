@@ -31,11 +31,11 @@ def initial_weights(settings: "Config", notes: list[str]) -> GPT:
     for key in SHAPE:
         have, want = getattr(given, key), getattr(wanted, key)
         if have != want and not (key == "qkv_bias" and want):
-            fix = f"use model.{key}={as_yaml(have)}"
-            problems.append(Problem(f"model.{key}", want, f"{theirs} have {as_yaml(have)}", fix))
+            hint = f"use model.{key}={as_yaml(have)}"
+            problems.append(Problem(f"model.{key}", want, f"{theirs} have {as_yaml(have)}", hint))
     if (name := settings.data.tokenizer) != (needed := pretrained.tokenizer_name):
-        cause = f"{theirs} were trained with {needed}"
-        problems.append(Problem("data.tokenizer", name, cause, f"use data.tokenizer={needed}"))
+        reason = f"{theirs} were trained with {needed}"
+        problems.append(Problem("data.tokenizer", name, reason, f"use data.tokenizer={needed}"))
     refuse(problems)
     weights = pretrained.model.state_dict()
     sizes = (pretrained.window, wanted.context_length, settings.data.max_length)

@@ -2,10 +2,11 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tiktoken
 import torch
 
 from clearhead.config.schema import Config
@@ -75,7 +76,7 @@ class LensRunner:
                 self.directory / "attention",
                 run_name=self.directory.name,
                 write=self.strategy.is_rank_0,
-                curves=lambda: self._curves(step, row),
+                curves=lambda: curves([*self._rows(), {"step": step, **row}]),
                 ablate=ablate if self.ablate else None,
             )
             failed = False
@@ -83,15 +84,8 @@ class LensRunner:
             self.lens = None
         return snapshot
 
-    def _curves(self, step: int, row: dict[str, float]) -> dict[str, Points]:
-        """Returns the curves that the attention page shows, from metrics.jsonl and `row`."""
-        rows = [*read_rows(self.directory / "metrics.jsonl"), {"step": step, **row}]
-        curves = {}
-        for key, name in CURVES.items():
-            points = smooth(points_of(rows, key)) if key == "train/loss" else points_of(rows, key)
-            if known := thin(finite(points), MAX_POINTS):
-                curves[name] = [(at, round(value, 4)) for at, value in known]
-        return curves
+    def _rows(self) -> list[dict]:
+        return read_rows(self.directory / "metrics.jsonl")
 
     def summary(self) -> list[str]:
         """Returns lines about the heads, for the summary at the end of a run."""
@@ -101,6 +95,30 @@ class LensRunner:
         return significant + [f"without heads    {t}" for t in self.lens.most_important_heads()]
 
 
+def curves(rows: list[dict]) -> dict[str, Points]:
+    """Returns the curves that the attention page shows. rows: of metrics.jsonl."""
+    found = {}
+    for key, name in CURVES.items():
+        points = smooth(points_of(rows, key)) if key == "train/loss" else points_of(rows, key)
+        if known := thin(finite(points), MAX_POINTS):
+            found[name] = [(at, round(value, 4)) for at, value in known]
+    return found
+
+
+def lens_of(
+    config: LensConfig, tokenizer: tiktoken.Encoding, context_length: int, vocabulary: Sequence[int]
+) -> Lens:
+    """Returns the lens of a model. vocabulary: the tokens of the repeated sequence."""
+    return Lens(
+        config,
+        encode=tokenizer.encode_ordinary,
+        token_bytes=tokenizer.decode_single_token_bytes,
+        context_length=context_length,
+        vocabulary=vocabulary,
+        bos=tokenizer.eot_token,
+    )
+
+
 def build_lens(
     config: Config, strategy: Strategy, data: LoadedData, directory: Path, notes: list[str]
 ) -> LensRunner:
@@ -108,14 +126,11 @@ def build_lens(
     lens, tokenizer = None, get_tokenizer(config.data.tokenizer)
     if config.lens.every:
         with best_effort(FAILED, config.debug, strategy.label):
-            lens = Lens(
+            settings, vocabulary = (
                 LensConfig(**config.lens.model_dump()),
-                encode=tokenizer.encode_ordinary,
-                token_bytes=tokenizer.decode_single_token_bytes,
-                context_length=config.data.max_length,
-                vocabulary=data.train.common_tokens(),
-                bos=tokenizer.eot_token,
+                data.train.common_tokens(),
             )
+            lens = lens_of(settings, tokenizer, config.data.max_length, vocabulary)
         if strategy.all_reduce_max(lens is None):
             lens = None
     ablate = None

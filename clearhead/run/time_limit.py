@@ -19,7 +19,7 @@ from clearhead.config.stored import with_automatic_values
 from clearhead.distributed.strategy import Strategy
 from clearhead.errors import refuse
 from clearhead.optim.optimizers import NonFiniteCheck
-from clearhead.planning.memory import num_parameters
+from clearhead.planning.memory import meta_model
 from clearhead.run.signals import STARTED
 
 MEASURED_FRACTION = 0.03  # of the limit in which steps are measured, at most MEASURED_SECONDS
@@ -41,7 +41,8 @@ class TimeLimit:
         self.started = STARTED if is_single_run() else time.monotonic()
         limit = 60 * (config.trainer.max_minutes or math.inf)
         # Seconds for everything after the last validation, whose duration is measured.
-        self.end_of_run = EXIT_SECONDS + 12 * num_parameters(config.model) / BYTES_PER_SECOND
+        checkpoint_bytes = 12 * meta_model(config.model).num_parameters()
+        self.end_of_run = EXIT_SECONDS + checkpoint_bytes / BYTES_PER_SECOND
         self.end_of_run += WANDB_EXIT_SECONDS * (config.wandb.wanted() != "disabled")
         if config.lens.every != 0 and config.lens.ablation != "off":
             self.end_of_run += ABLATION_FRACTION * min(limit, 1e9)

@@ -7,7 +7,7 @@
     stream.py            token ids of many files as one long array
     shards.py            token files (the formats of llm.c and nanoGPT) and their manifest
     prepare.py           writes token files with many processes and machines
-    windows.py           datasets of windows, and mixtures of datasets
+    windows.py           base class of datasets (data.py), and mixtures of datasets
     sampler.py           selects the windows of each step
     synthetic.py         generated sequences for the induction experiment
 
@@ -15,4 +15,8 @@ In a stream of tokens every document starts with the end-of-text token, as in th
 modded-nanogpt. So the end-of-text tokens are the document boundaries in every format.
 """
 
+from typing import Literal
+
 END_OF_TEXT = "<|endoftext|>"
+TokenizerName = Literal["gpt2", "byte"]
+VOCABULARIES = {"gpt2": 50257, "byte": 257}  # token ids of each tokenizer

@@ -33,9 +33,9 @@ import numpy as np
 import tiktoken
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES
 from clearhead.tokens.gigatoken_engine import gigatoken
-from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer, token_byte_lengths
+from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
 
 CHUNK_BYTES = 2**18  # gigatoken is fastest with chunks of 0.25 to 1 MB
 CHECK_EVERY = 128  # tiktoken checks the start of chunks 0, 128, 256, ...
@@ -145,8 +145,8 @@ class StreamEncoder:
                 text = bytes(buffer[:end])
                 ids = self._encode_chunk(text, what, offset)
                 if next_id not in (None, ids[0]):  # has never been observed
-                    cause = f"the text without a word boundary at byte {offset} cannot be divided"
-                    raise DataError("data.path", what, cause, "insert a line break")
+                    reason = f"the text without a word boundary at byte {offset} cannot be divided"
+                    raise DataError("data.path", what, reason, "insert a line break")
                 if boundary is None:
                     count = self._num_final(text, ids)
                     if count is None:
@@ -190,17 +190,17 @@ class StreamEncoder:
             end = find_boundary(text, CHECKED_BYTES, len(text))
             expected = self._reference(text[:end].decode())
             if not np.array_equal(ids[: len(expected)] if end else ids, expected):
-                cause = "gigatoken and tiktoken return different ids for the text from byte "
-                cause += f"{offset} to {offset + (end or len(text))}"
+                reason = "gigatoken and tiktoken return different ids for the text from byte "
+                reason += f"{offset} to {offset + (end or len(text))}"
                 hint = "tokenize it with python -m scripts.prepare_data engine=tiktoken (slower)"
-                raise DataError("data.path", what, cause, hint)
+                raise DataError("data.path", what, reason, hint)
         self.chunks += 1
         return ids
 
 
 def encode_text(txt: str, tokenizer: tiktoken.Encoding) -> np.ndarray:
     """Returns the ids of a text. tokenizer: any tiktoken encoding; GPT-2's is the fastest."""
-    if tokenizer.name in TOKENIZERS:
+    if tokenizer.name in VOCABULARIES:
         return concatenate(StreamEncoder(tokenizer.name).encode(utf8_blocks(txt)))
     txt = b"".join(utf8_blocks(txt)).decode()  # without lone surrogates
     ids = tokenizer.encode_to_numpy(txt, allowed_special={END_OF_TEXT}, disallowed_special=())

@@ -45,9 +45,9 @@ def find_files(path: str | list[str]) -> list[str]:
         elif os.path.isdir(entry):
             found = _text_files_in(entry)
             if not found:
-                fix = "use a glob for files with another extension, such as FOLDER/*.md"
+                hint = "use a glob for files with another extension, such as FOLDER/*.md"
                 names = ", ".join(f"*{extension}" for extension in TEXT_EXTENSIONS)
-                raise DataError("data.path", entry, f"the folder contains no {names}", fix)
+                raise DataError("data.path", entry, f"the folder contains no {names}", hint)
         elif os.path.exists(entry):
             check_regular_file(entry)
             found = [entry]
@@ -55,9 +55,9 @@ def find_files(path: str | list[str]) -> list[str]:
             found = sorted(filter(os.path.isfile, glob.glob(entry, recursive=True)))
             if not found:
                 reason = "no file matches" if glob.has_magic(entry) else "file not found"
-                fix = f"check the path (relative to {os.getcwd()})"
-                fix += "; write a list as [a,b]" if "," in entry else ""
-                raise DataError("data.path", entry, reason, fix)
+                hint = f"check the path (relative to {os.getcwd()})"
+                hint += "; write a list as [a,b]" if "," in entry else ""
+                raise DataError("data.path", entry, reason, hint)
         files += found
     return files
 
@@ -95,10 +95,10 @@ def translate_read_errors(path: str, *errors: type[Exception]) -> Iterator[None]
         raise
     except errors as error:
         reason = getattr(error, "strerror", None) or message_of(error) or type(error).__name__
-        fix = "check its permissions, or create or download it again"
+        hint = "check its permissions, or create or download it again"
         if path.startswith(HUB):
-            fix = "check NAME:CONFIG:SPLIT and the network connection"
-        raise DataError("data.path", path, f"cannot be read ({reason})", fix) from error
+            hint = "check NAME:CONFIG:SPLIT and the network connection"
+        raise DataError("data.path", path, f"cannot be read ({reason})", hint) from error
 
 
 def check_regular_file(path: str) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from clearhead.errors import DataError, PreparationError
 from clearhead.files import atomic_write, read_json, remove_temporary_files
@@ -77,8 +77,7 @@ class TaskRecord(BaseModel):
     model_config = ConfigDict(strict=True)
 
     plan: str  # Preparation.plan
-    # Of the files. In the first version of this code its key was made_of.
-    fingerprint: str = Field(validation_alias=AliasChoices("fingerprint", "made_of"))
+    fingerprint: str  # of the files
     text_bytes: NonNegativeInt
     shards: list[ShardEntry]
 
@@ -141,16 +140,16 @@ class Preparation:
     def start(self) -> None:
         """Creates the folder. Raises DataError when it contains other token files."""
         preparing = self.folder / "preparing"
-        cause = None
+        reason = None
         if not preparing.exists() and any(self.folder.glob("*.bin")):
-            cause = "contains other token files"
+            reason = "contains other token files"
         elif any(record.plan != self.plan for record in self._records().values()):
-            cause = "contains a preparation of other files or with other settings"
+            reason = "contains a preparation of other files or with other settings"
         elif (self.folder / MANIFEST).exists() and self.unfinished(self.tasks):
-            cause = "the text files have changed, or the token files are damaged"
-        if cause:
-            fix = "use another out=, or delete the folder"
-            raise DataError("out", self.folder, cause, fix)
+            reason = "the text files have changed, or the token files are damaged"
+        if reason:
+            hint = "use another out=, or delete the folder"
+            raise DataError("out", self.folder, reason, hint)
         preparing.mkdir(parents=True, exist_ok=True)
 
     def _records(self) -> dict[int, TaskRecord]:
@@ -186,8 +185,8 @@ class Preparation:
                 else:
                     _run_in_processes(work, tasks, workers, progress)
         except Timeout:
-            cause = "another process is preparing this folder"
-            raise DataError("out", self.folder, cause, "wait for it or stop it") from None
+            reason = "another process is preparing this folder"
+            raise DataError("out", self.folder, reason, "wait for it or stop it") from None
 
     @contextlib.contextmanager
     def _translate_write_errors(self) -> Iterator[None]:
@@ -197,9 +196,9 @@ class Preparation:
         except Timeout:  # the lock is held; Timeout is a subclass of OSError
             raise
         except OSError as error:
-            cause = f"cannot be written ({error.strerror or error})"
-            fix = "check disk space and permissions, then rerun the same command"
-            raise PreparationError("out", self.folder, cause, fix) from error
+            reason = f"cannot be written ({error.strerror or error})"
+            hint = "check disk space and permissions, then rerun the same command"
+            raise PreparationError("out", self.folder, reason, hint) from error
 
     def finish(self) -> dict | None:
         """Writes the manifest and returns it if all tasks of all parts are finished, else None."""
@@ -233,8 +232,8 @@ def _run_in_processes(
             for future in as_completed([pool.submit(work, task) for task in tasks]):
                 progress(future.result())  # raises the error of the task
         except BrokenProcessPool as error:
-            cause = "a worker process was killed, possibly because the memory was full"
-            raise PreparationError("workers", workers, cause, "use fewer workers") from error
+            reason = "a worker process was killed, possibly because the memory was full"
+            raise PreparationError("workers", workers, reason, "use fewer workers") from error
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()

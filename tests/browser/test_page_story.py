@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import pages
-from helpers.pages import PROMPTS, STEPS, a_run
+from helpers.pages import PROMPTS, STEPS, a_run, text_of
 from playwright.sync_api import expect
 
 from clearhead.lens.heads import ALL_NAMES, significances
-from clearhead.lens.page import frame_data, run_data
+from clearhead.lens.page import run_data
 from clearhead.lens.probe import probe, uniform_values
+from clearhead.lens.snapshot_data import snapshot_data
 from clearhead.lens.statistics import STATISTICS
 
 PERIOD = 6
@@ -63,9 +64,9 @@ def story_run(stages, steps=STEPS):
         "training loss": [(step, 3 - step / 60) for step in range(0, 121, 20)],
         "validation accuracy": [(0, 0.0), (60, 0.25), (120, 1.0)],
     }
-    data = [frame_data(frame) for frame in frames.values()]
-    run = run_data("story", prompts, data, list(rows.values()), curves, stage=80)
-    return pages.Run(run, {}, rows, frames)
+    data = [snapshot_data("story", prompts, frame, text_of) for frame in frames.values()]
+    run = run_data(data, list(rows.values()), curves) | {"stage": 80}
+    return pages.PageRun(run, {}, rows, frames, data)
 
 
 @pytest.fixture

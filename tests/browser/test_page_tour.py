@@ -9,7 +9,6 @@ from browser.test_page_story import PERIOD, PLANTED, REPEATED, SOME, a_story, pl
 from helpers import pages
 from playwright.sync_api import expect
 
-from clearhead.lens.page import frame_data
 from clearhead.lens.probe import uniform_values
 
 QUERY = 9  # the planted heads are clearest there
@@ -42,9 +41,8 @@ ABLATION = {
 @functools.cache
 def a_copying_run(method="exact", previous_from=40):
     story = story_run(PLANTED | {PREVIOUS: ("previous_token", previous_from)})
-    data = [frame_data(f, lambda token: f"<{token}>".encode()) for f in story.frames.values()]
-    ablation = ABLATION | {"method": method}
-    return pages.Run(story.data | {"frames": data, "ablation": ablation}, {}, story.rows, {})
+    data = story.data | {"ablation": ABLATION | {"method": method}}
+    return pages.PageRun(data, {}, story.rows, {}, [])
 
 
 def numbers(lens):

@@ -20,8 +20,8 @@ from attention import KERNELS
 from clearhead.config.schema import OptimizerConfig
 from clearhead.distributed import device
 from clearhead.inference.cache import KVCache
-from clearhead.inference.packed_weights import pack_weights
 from clearhead.ops import cross_entropy
+from clearhead.ops.specialize import specialize_for_generation
 from clearhead.optim.optimizers import build_optimizer
 from model import head_loss as plain_loss
 from train import fit, train_step
@@ -225,7 +225,7 @@ def test_one_rank_trains_as_a_single_process(run_program, tmp_path, strategy):
 def decoding_model(dtype, compiler):
     """A model with a context of 12 tokens, as generate.py prepares it, and its cache."""
     model = tiny_model().to(DEVICE).requires_grad_(False)
-    pack_weights(model, dtype, len(PROMPTS), to_compile=compiler is not None)
+    specialize_for_generation(model, dtype, len(PROMPTS), to_compile=compiler is not None)
     return model, KVCache(12, compiler)
 
 

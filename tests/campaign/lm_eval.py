@@ -1,4 +1,4 @@
-"""lm-eval on an exported folder, with the command and the tasks of docs/evaluation.md. Its results
+"""lm-eval on an exported folder, with the command and the tasks of docs/models.md. Its results
 equal those of scripts.evaluate. Skipped if lm-eval is not installed.
 
     python -m pytest tests/campaign/lm_eval.py
@@ -18,12 +18,13 @@ from helpers import NO_NETWORK, REPOSITORY, TEXT
 
 from clearhead.interop import export
 from clearhead.interop.pretrained import PretrainedModel
-from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer
+from clearhead.tokens import VOCABULARIES
+from clearhead.tokens.tokenizers import get_tokenizer
 from model import GPT, ModelConfig
 from scripts import evaluate
 
 pytest.importorskip("lm_eval")
-PAGE = (REPOSITORY / "docs" / "evaluation.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
 QUESTIONS = [
     {"question": "The quick fox jumps over the", "choices": ["dog", "zebra"], "answer": 0},
     {"question": "Line 5: the quick", "choices": ["xylophone", "fox", "Q"], "answer": 1},
@@ -35,7 +36,7 @@ QUESTIONS = [
 def test_lm_eval_computes_what_we_do(in_process, tmp_path, tokenizer, window):
     """A model with a context of 48 tokens. Some texts are longer than the window, some shorter."""
     torch.manual_seed(1)
-    config = ModelConfig(TOKENIZERS[tokenizer], 48, 16, 2, 2, dropout=0.0, qkv_bias=True)
+    config = ModelConfig(VOCABULARIES[tokenizer], 48, 16, 2, 2, dropout=0.0, qkv_bias=True)
     model = GPT(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -241,7 +241,7 @@ def test_a_stop_saves_again_if_the_checkpoint_may_not_be_on_disk(
         fsync(path)
 
     monkeypatch.setattr(saving, "RETRY_AFTER", 0)
-    run.signals.received = signal.SIGTERM
+    run.stop.signals.received = signal.SIGTERM
     train_step(run)
     with monkeypatch.context() as patch:
         patch.setattr(files, "fsync", broken)

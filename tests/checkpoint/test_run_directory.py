@@ -164,17 +164,6 @@ def test_a_run_that_stored_old_names_of_settings_resumes(trained, make_run):
     assert (written["trainer"]["max_steps"], "repeated" in written["lens"]) == (6, False)
 
 
-def test_a_branch_needs_nothing_but_its_checkpoints_to_continue(run, make_run):
-    """The settings are those of the newest checkpoint with a readable state."""
-    command = [f"trainer.resume={run}", "name=b", LONGER, "trainer.save_every=1"]
-    command += ["trainer.keep=9"]
-    fit(make_run(*command))
-    (Path("runs/b") / "run.json").unlink()
-    (Path("runs/b") / "checkpoints" / "step_00000006" / "state.json").write_text("{")
-    again = make_run(*command)
-    assert (again.directory, again.state.step) == (Path("runs/b"), 5)
-
-
 def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_waiting_for_fifos):
     for name in ("SHA256SUMS", *checkpoint.FILES):
         before = (newest / name).read_bytes()

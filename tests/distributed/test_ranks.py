@@ -12,7 +12,6 @@ from dataclasses import asdict
 import pytest
 import torch
 from helpers import REPOSITORY
-from helpers.pages import unpacked
 from helpers.ranks import (
     COMPARABLE,
     SHORT,
@@ -37,7 +36,7 @@ from safetensors.torch import load_file
 
 from clearhead.checkpoint import format as checkpoint
 from clearhead.checkpoint import listing
-from clearhead.lens.page import read
+from clearhead.lens.snapshot_data import read_snapshot, snapshot_files
 
 HALF = SHORT // 2
 WATCHED = ("trainer.sample_tokens=8", "lens=default", "lens.every=4", "lens.repeat_length=8")
@@ -120,8 +119,7 @@ def test_the_lens_measures_the_same(watched):
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
     readings = []  # with the logit lens, in the order of runs, steps, prompts and layers
     for run in watched[:2]:
-        (data,) = read(run / "attention" / "timelapse.html")
-        details = [json.loads(unpacked(frame["details"])) for frame in data["frames"]]
+        details = [read_snapshot(path).details for path in snapshot_files(run / "attention")]
         found = [p for of in details for p in of["predictions"]["of_prompts"]]
         readings.append([layer["losses"] for prompt in found for layer in prompt["layers"]])
     assert readings[0]

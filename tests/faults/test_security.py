@@ -186,9 +186,8 @@ def marked_up(tmp_path_factory):
     (folder / name).write_text("\n".join(MARKUP.values()) * 12, encoding="utf-8")
     given = settings(*TINY, f"data.path='{name}'", "name=run", "trainer.max_steps=2", "lens=often")
     prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
-    trainer = given.trainer.model_copy(update={"sample_prompt": "\n".join(MARKUP.values())})
-    lens = given.lens.model_copy(update={"prompts": prompts})
-    given = given.model_copy(update={"trainer": trainer, "lens": lens})
+    sample = "\n".join(MARKUP.values())
+    given = given.with_values({"trainer.sample_prompt": sample, "lens.prompts": prompts})
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         fit(build_run(given))

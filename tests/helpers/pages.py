@@ -11,8 +11,9 @@ import matplotlib
 import numpy as np
 import torch
 
-from clearhead.lens.page import frame_data, run_data
+from clearhead.lens.page import END, START, run_data
 from clearhead.lens.probe import Prompt, probe
+from clearhead.lens.snapshot_data import snapshot_data
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>\"'&lt;__CSP__"
 WORDS = ["She", " sat", " on", " the", "\n", " bank", " of", " a", " river", ",", " ", " far"]
@@ -23,7 +24,8 @@ class Given(Prompt):
 
 
 def prompt(name, tokens, period=0):
-    return Given(name, "".join(tokens), list(range(len(tokens))), tokens, period=period)
+    ids, symbols = list(range(len(tokens))), max(period, 2)
+    return Given(name, "".join(tokens), ids, tokens, period=period, num_symbols=symbols)
 
 
 PROMPTS = (
@@ -37,13 +39,14 @@ HISTORY = (0, 20, 40, 60, 80, 100, 120)  # with statistics
 
 
 @dataclass
-class Run:
+class PageRun:
     """The data of a run for the page, and the weights and statistics behind it."""
 
     data: dict
     weights: dict  # step -> for each prompt fp32 (L, H, T, T)
     rows: dict  # step -> Row
     frames: dict  # step -> Frame
+    snapshots: list  # SnapshotData of each step with weights
 
 
 @functools.cache
@@ -60,7 +63,7 @@ def a_run(
 ):
     """Returns a run of random heads whose attention becomes sharper with each step. sharp: the
     attention scores are multiplied by this number. logit_lens: also predictions of each layer."""
-    weights, rows, frames, of_steps = {}, {}, {}, {}
+    weights, rows, snapshots, of_steps = {}, {}, [], {}
     for step in history:
         draw = torch.Generator().manual_seed(1000 * seed + step)
         more = torch.Generator().manual_seed(2000 * seed + step)
@@ -85,10 +88,14 @@ def a_run(
             frame.row.values["largest_logit"][1, 2] = np.nan
         rows[step], of_steps[step] = frame.row, frame
         if step in steps:
-            frames[step] = frame_data(frame, lambda token: f"<{token}>".encode())
+            snapshots.append(snapshot_data(name, prompts, frame, text_of))
     curves = {"training loss": [(step, 5 - step / 40) for step in range(0, 121, 10)]}
-    data = run_data(name, prompts, list(frames.values()), list(rows.values()), curves, stage=80)
-    return Run(data, weights, rows, of_steps)
+    data = run_data(snapshots, list(rows.values()), curves) | {"stage": 80}
+    return PageRun(data, weights, rows, of_steps, snapshots)
+
+
+def text_of(token):
+    return f"<{token}>".encode()
 
 
 second_run = functools.partial(a_run, "second", seed=7)
@@ -252,6 +259,13 @@ def statistics_of(lens):
     {title: text}."""
     texts = lens.locator("#values > div").all_inner_texts()
     return dict(text.partition(", uniform")[0].split("\n") for text in texts)
+
+
+def read(path):
+    """Returns the runs of a page."""
+    text = path.read_text(encoding="utf-8")
+    begin = text.index(START) + len(START)
+    return json.loads(text[begin : text.index(END, begin)])["runs"]
 
 
 def packed(value) -> str:

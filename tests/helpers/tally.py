@@ -1,4 +1,4 @@
-"""Counts the faults that tests inject. `make campaign` writes the counts of docs/reliability.md.
+"""Counts the faults that tests inject, for benchmarks/results/faults.md (`make campaign`).
 
 CAMPAIGN_LOG=campaign.jsonl python -m pytest ...
 python tests/helpers/tally.py campaign.jsonl benchmarks/results/reliability.json

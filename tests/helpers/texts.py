@@ -14,11 +14,11 @@ import pyarrow.parquet
 from hypothesis import strategies as st
 
 from clearhead.errors import ClearheadError
-from clearhead.tokens import END_OF_TEXT
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.prepare import Preparation, PrepareSettings
 from clearhead.tokens.shards import HEADER_BYTES, open_shards
-from clearhead.tokens.tokenizers import TOKENIZERS, get_tokenizer
+from clearhead.tokens.tokenizers import get_tokenizer
 
 FRAGMENTS = [
     *" \n\r\t\x0b\x1c\x85\u00a0\u2028\u3000\u200b\ufeff",
@@ -143,7 +143,7 @@ def ids_of(folder: Path) -> list[int]:
 def check_manifest(folder: Path, manifest: dict, tokenizer: str, shard_tokens: int) -> None:
     """Checks that the manifest matches the shards, and that there are no other files."""
     assert json.loads((folder / "manifest.json").read_text()) == manifest
-    end_of_text = TOKENIZERS[tokenizer] - 1
+    end_of_text = VOCABULARIES[tokenizer] - 1
     assert (manifest["tokenizer"], manifest["vocab_size"]) == (tokenizer, end_of_text + 1)
     stream = open_shards(str(folder), tokenizer, verify=True)["train"]
     assert manifest["tokens"] == len(stream) == sum(s["tokens"] for s in manifest["shards"])

@@ -14,8 +14,8 @@ from helpers.models import tiny_model as tiny
 
 from clearhead.inference.cache import KVCache
 from clearhead.inference.decoding import DROPPED_PART, Sampling, context_start, generate, sample
-from clearhead.inference.packed_weights import pack_weights
 from clearhead.interop.huggingface import to_hf
+from clearhead.ops.specialize import specialize_for_generation
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def test_a_compiled_step_mutates_inputs_with_fixed_addresses_only(packed):
     torch._dynamo.reset()
     model = tiny().requires_grad_(False)
     if packed:
-        pack_weights(model, torch.float32, to_compile=True)
+        specialize_for_generation(model, torch.float32, to_compile=True)
     expected = generated_ids(model, PROMPTS, 40)
     backend = aot_autograd(fw_compiler=look)
     compiler = functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)

@@ -13,7 +13,7 @@ from helpers.models import random_ids, tiny_model
 
 from clearhead.inference.ablation import ablate_heads
 from clearhead.lens.ablation import COLUMNS, most_important
-from clearhead.lens.page import read
+from clearhead.lens.snapshot_data import read_snapshot
 from clearhead.tokens.windows import IGNORED, WindowDataset
 from train import fit
 
@@ -153,7 +153,7 @@ def test_results_of_a_run(make_run, batch_size, method):
     options = ("lens=default", "lens.prompts=[abcd]", "lens.repeat_length=0", "lens.every=4")
     options += ("data.val_fraction=0.03", "trainer.eval_every=0")
     run = make_run(*options, "trainer.max_steps=4", f"trainer.batch_size={batch_size}")
-    assert len(run.data.val) == 2
+    assert len(run.evaluator.validation.dataset) == 2
     fit(run)
     folder = run.directory / "attention"
     result = json.loads((folder / "ablation.json").read_text())
@@ -164,8 +164,7 @@ def test_results_of_a_run(make_run, batch_size, method):
     changes = {(row["layer"], row["head"]): row["loss_change"] for row in result["heads"]}
     found = {(int(row["layer"]), int(row["head"])): float(row["loss_change"]) for row in table}
     assert found == changes
-    (page,) = read(folder / "timelapse.html")
-    assert page["ablation"] == result
+    assert read_snapshot(folder / "step_00000004.npz").ablation == result
 
 
 def test_the_most_important_head_has_a_clear_change():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from clearhead.lens.heads import (
     ALL_NAMES,
     COLUMNS,
-    NAMED_FROM,
+    KINDS,
     NAMES,
     as_csv,
     head_table,
@@ -79,8 +79,8 @@ def test_name_is_the_statistic_furthest_above_uniform_attention(values, uniform)
     (head,) = head_table(one_head(c, **of), c)
     shares = {key: (of[key] - c[key]) / (1 - c[key]) for key in NAMES}
     assert head["significance"] == pytest.approx(max(shares.values()), abs=1e-4)
-    possible = {key: share for key, share in shares.items() if share >= NAMED_FROM[key]}
-    if all(abs(share - NAMED_FROM[key]) > 1e-3 for key, share in shares.items()):
+    possible = {key: share for key, share in shares.items() if share >= KINDS[key].named_from}
+    if all(abs(share - KINDS[key].named_from) > 1e-3 for key, share in shares.items()):
         assert bool(head["name"]) == bool(possible)
         if possible:
             assert possible[head["name"]] == pytest.approx(max(possible.values()), abs=1e-5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import tiny_model
-from helpers.pages import VIRIDIS, a_run, unpacked
+from helpers.pages import VIRIDIS, a_run, read, unpacked
 from helpers.refusals import printed_keys
 from helpers.runs import train_in
 from PIL import Image
@@ -19,8 +19,10 @@ from PIL import Image
 from clearhead.interop.huggingface import to_hf
 from clearhead.interop.pretrained import load_pretrained
 from clearhead.lens.figure import draw_figure
-from clearhead.lens.page import read
-from clearhead.lens.probe import from_codes, triangle_to_square
+from clearhead.lens.heads import NAMES
+from clearhead.lens.probe import from_codes, triangle_to_square, uniform_values
+from clearhead.lens.snapshot_data import read_snapshot
+from clearhead.lens.snapshots import clearest_prompt
 from data import get_tokenizer
 from scripts.inspect_attention import main
 
@@ -137,7 +139,7 @@ def test_weights_in_a_figure():
     expected = VIRIDIS[np.rint(255 * np.sqrt(run.weights[120][0])).astype(int)]  # (2, 3, 12, 12, 3)
     for head, places in (((1, 2), [(1, 2)]), (None, [*np.ndindex(2, 3)])):
         pixels = []
-        for image in ElementTree.fromstring(draw_figure(run.data, "svg", 0, head)).iter():
+        for image in ElementTree.fromstring(draw_figure(run.snapshots[-1], "svg", 0, head)).iter():
             if data := image.get("{http://www.w3.org/1999/xlink}href", "").partition(",")[2]:
                 picture = Image.open(io.BytesIO(base64.b64decode(data)))
                 pixels.append(np.asarray(picture.convert("RGB")).astype(int))
@@ -175,13 +177,13 @@ def test_figure_of_the_clearest_prompt_without_a_page(in_process, home):
     in_process(main, home, "checkpoint=runs/seen", "figure=grid.svg")
     drawn = {f"{name}.svg" for name in ("p1", "p2", "p3", "best", "grid")}
     assert {path.name for path in set(home.iterdir()) - before} == drawn
-    (run,) = read(home / "runs" / "seen" / "attention" / "step_00000004.html")
-    statistics = json.loads(unpacked(run["frames"][-1]["details"]))["statistics"]
-    keys = [of["key"] for of in run["statistics"] if of["is_name"]]
+    data = read_snapshot(home / "runs" / "seen" / "attention" / "step_00000004.npz")
     clear = []
-    for values, prompt in zip(statistics, run["prompts"], strict=True):
-        pairs = [(values[key][2], prompt["uniform"][key]) for key in keys]  # L1 H0
-        clear.append(max((v - c) / (1 - c) for v, c in pairs if None not in (v, c)))
+    for values, prompt in zip(data.of_prompts, data.prompts, strict=True):
+        uniform = uniform_values([prompt])
+        pairs = [(values[key][1, 0], uniform[key]) for key in NAMES if uniform[key] is not None]
+        clear.append(max((v - c) / (1 - c) for v, c in pairs))
+    assert clearest_prompt(data, (1, 0)) == clear.index(max(clear))
     best = (home / f"p{1 + clear.index(max(clear))}.svg").read_bytes()
     assert (home / "best.svg").read_bytes() == best
     texts = ("text=The fox.", "figure=text.svg", "out=with.html", "repeat_length=30")

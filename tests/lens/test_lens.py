@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import re
 import signal
@@ -9,7 +10,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from helpers.pages import unpacked
+from helpers.pages import a_run, read, unpacked
 from helpers.runs import assert_same, rows, weights
 from helpers.tally import trials
 from hypothesis import given
@@ -21,8 +22,15 @@ from clearhead.lens.config import LensConfig
 from clearhead.lens.heads import COLUMNS
 from clearhead.lens.heatmap import draw_panel, fitted, rgb
 from clearhead.lens.history import Row
-from clearhead.lens.page import END, START, frame_data, page, read, run_data
+from clearhead.lens.page import page, run_data
 from clearhead.lens.probe import Frame, Prompt, to_codes
+from clearhead.lens.render import render_run
+from clearhead.lens.snapshot_data import (
+    read_snapshot,
+    snapshot_bytes,
+    snapshot_data,
+    write_snapshot,
+)
 from clearhead.lens.snapshots import MAX_FILES, MAX_THUMBNAILS, Lens
 from clearhead.lens.statistics import STATISTICS, uniform_attention
 from data import get_tokenizer
@@ -144,7 +152,9 @@ def test_files_and_numbers_of_a_snapshot(tmp_path):
     pictures = [f"step_00000007_{slug}{end}.png" for slug in slugs for end in ends]
     logged = [path.name for path in snapshot.images.values()]
     assert logged == [f"step_00000007_{slug}_panel.png" for slug in slugs]
-    assert names(folder) == sorted(["statistics.jsonl", "step_00000007.html", *pictures])
+    assert names(folder) == sorted(
+        ["statistics.jsonl", "step_00000007.html", "step_00000007.npz", *pictures]
+    )
 
     (run,) = read(folder / "step_00000007.html")
     assert (run["name"], run["layers"], run["heads"]) == ("mine", 2, 2)
@@ -232,25 +242,50 @@ def test_panels_enlarge_heads_with_a_name_on_every_prompt(tmp_path):
         assert is_without == (step == 10)
 
 
-def test_time_lapse_has_only_pages_of_the_same_prompts(tmp_path):
+def test_time_lapse_has_only_steps_of_the_same_prompts(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 20)
-    older = (tmp_path / "step_00000000.html").read_text().replace('"version": 2', '"version": 1')
-    (tmp_path / "step_00000005.html").write_text(older)
-    (tmp_path / "step_00000010.html").write_text("of another program")
-    snapshots = watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
-    assert "attention/timelapse" in snapshots[30].pages
-    assert steps_of(tmp_path / "timelapse.html") == [0, 20, 30]
+    watched(lens_on("the bank", every=10), tmp_path, 30, first_step=21)
+    assert steps_of(tmp_path / "timelapse.html") == [0, 10, 20, 30]
     watched(lens_on("the bank and more", every=10), tmp_path, 50, first_step=31)
     assert steps_of(tmp_path / "timelapse.html") == [40, 50]
     (run,) = read(tmp_path / "timelapse.html")
     assert json.loads(unpacked(run["history"]))["steps"] == [0, 10, 20, 30, 40, 50]
 
 
+def test_pages_and_images_are_made_again_from_the_data(tmp_path):
+    watched(lens_on("the bank", every=10), tmp_path, 30)
+    made = [path for path in tmp_path.iterdir() if path.suffix in (".html", ".png", ".webp")]
+    assert len(made) == 4 * (1 + 2 * 2) + 2
+    before = {path: path.read_bytes() for path in made}
+    for path in made:
+        path.unlink()
+    render_run(tmp_path)
+    assert {path: path.read_bytes() for path in made} == before
+
+
+def test_data_of_a_snapshot(tmp_path):
+    path = tmp_path / "step_00000080.npz"
+    data = a_run(logit_lens=True).snapshots[2]
+    write_snapshot(path, data)
+    found = read_snapshot(path)
+    assert (found.run, found.step) == ("first", 80)
+    assert [vars(prompt) for prompt in found.prompts] == [
+        {name: vars(p)[name] for name in vars(found.prompts[0])} for p in data.prompts
+    ]
+    assert found.details == data.details
+    for one, other in ((found.codes, data.codes), (found.norms, data.norms)):
+        for of_prompt, wanted in zip(one, other, strict=True):
+            np.testing.assert_array_equal(of_prompt, wanted)
+    for key, values in data.row.values.items():
+        np.testing.assert_allclose(found.row.values[key], values, atol=5e-5)
+
+
 def test_resume_drops_files_after_the_checkpoint(tmp_path):
     watched(lens_on("the bank", every=10), tmp_path, 60)
     watched(lens_on("the bank", every=10), tmp_path, 40, first_step=31)
     steps = [0, 10, 20, 30, 40]
-    assert names(tmp_path, "step_*.html") == [f"step_{s:08d}.html" for s in steps]
+    for kind in ("html", "npz"):
+        assert names(tmp_path, f"step_*.{kind}") == [f"step_{s:08d}.{kind}" for s in steps]
     assert {name[:13] for name in names(tmp_path, "*.png")} == {f"step_{s:08d}" for s in steps}
     lines = (tmp_path / "statistics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == steps
@@ -278,7 +313,7 @@ def hostile_page():
     prompt = Prompt("1-x", HOSTILE, [0, 1], [HOSTILE, "</SCRIPT >"])
     values = {key: np.zeros((1, 1), np.float32) for key in STATISTICS}
     frame = Frame(Row(0, values), [np.array([[[255, 0, 255]]], np.uint8)], [values])
-    return page([run_data(HOSTILE, [prompt], [frame_data(frame)], [frame.row])], HOSTILE)
+    return page([run_data([snapshot_data(HOSTILE, [prompt], frame)])], HOSTILE)
 
 
 def test_text_cannot_end_its_html_element(hostile_page, tmp_path):
@@ -307,16 +342,25 @@ def test_policy_allows_only_the_script_and_style_of_the_page(hostile_page):
     }
 
 
-def test_other_and_truncated_pages_are_refused(hostile_page, tmp_path):
-    path = tmp_path / "page.html"
-    begin = hostile_page.index(START)
-    end = hostile_page.index(END, begin)
-    cuts = [*range(begin, end, (end - begin) // 20), end + 1]
-    truncated = [hostile_page[:cut].encode() for cut in cuts]
-    for content in (b"", f"{START}{{}}{END}".encode(), b"\xff no text at all", *truncated):
+def test_other_and_truncated_files_are_refused(tmp_path):
+    path = tmp_path / "step_00000000.npz"
+    whole = snapshot_bytes(a_run().snapshots[0])
+    wrong = [whole[:cut] for cut in range(0, len(whole), len(whole) // 20)]
+    changed = [{"format": 0}, {"row": {}}]
+    with np.load(io.BytesIO(whole)) as arrays:
+        arrays = dict(arrays)
+    for change in changed:
+        values = json.loads(arrays["json"].tobytes()) | change
+        file = io.BytesIO()
+        text = np.frombuffer(json.dumps(values).encode(), np.uint8)
+        np.savez(file, **arrays | {"json": text})
+        wrong.append(file.getvalue())
+    file = io.BytesIO()
+    np.savez(file, json=np.array([{"format": 1}], dtype=object))  # pickled
+    for content in (*wrong, file.getvalue(), b"of another program"):
         path.write_bytes(content)
-        with pytest.raises(ValueError):  # noqa: PT011
-            read(path)
+        with pytest.raises(ValueError, match="step_00000000"):
+            read_snapshot(path)
 
 
 def watched_run(make_run, *overrides):
@@ -339,7 +383,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
         run = watched_run(make_run, f"name={name}")
         run.trained_model = lambda *batch, model=run.model: model(*batch)  # not a module
         if name == "failing":
-            monkeypatch.setattr("clearhead.lens.snapshots.page", fails)
+            monkeypatch.setattr("clearhead.lens.render.page", fails)
         found_losses, found = result(run)
         assert found_losses == losses
         assert_same(found, expected)
@@ -356,7 +400,7 @@ def test_training_is_bit_exact_with_the_lens_also_when_it_fails(make_run, tmp_pa
 def test_resumed_run_has_the_same_pages(make_run, tmp_path):
     fit(watched_run(make_run, "name=whole"))
     stopped = watched_run(make_run, "name=halves")
-    stopped.signals.received = signal.SIGTERM
+    stopped.stop.signals.received = signal.SIGTERM
     with pytest.raises(SystemExit):
         fit(stopped)
     folder = tmp_path / "runs" / "halves" / "attention"

@@ -10,6 +10,7 @@ from attention import explicit, sdpa
 from clearhead.distributed.device import best_dtype
 from clearhead.distributed.strategy import Strategy
 from clearhead.ops import cpu
+from clearhead.ops.specialize import specialize
 from model import Block
 
 IDS = random_ids(T=12)
@@ -141,6 +142,6 @@ def test_a_model_trains_as_without_and_a_seed_repeats_its_dropout(monkeypatch, c
 
 def test_other_kernels_and_the_mode_do_not_change(monkeypatch):
     model = tiny_model(attention="explicit").eval()
-    cpu.use_cpu_kernels(model)
+    specialize(model, torch.device("cpu"))
     assert all(block.attn.kernel is explicit for block in model.blocks)
     assert not any(module.training for module in model.modules())

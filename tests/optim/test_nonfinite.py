@@ -161,7 +161,7 @@ def test_spikes_skipped_steps_and_failures_are_alerts(make_run, capsys):
     # The first loss, about log(257) = 5.5 of 257 equally likely tokens, is a spike after these.
     run.state.spikes = LossSpikes(seen=99, mean=1.0, variance=0.01)
     sent = []
-    run.tracker.alert = lambda title, text, level: sent.append((text, level, run.state.step))
+    run.log.tracker.alert = lambda title, text, level: sent.append((text, level, run.state.step))
     spoil(run, range(1, 99))
     with pytest.raises(DivergedError) as caught:
         fit(run)

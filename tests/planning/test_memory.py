@@ -10,7 +10,6 @@ from helpers.settings import settings
 
 from clearhead.distributed.device import DTYPES
 from clearhead.distributed.strategy import Strategy
-from clearhead.ops import cross_entropy
 from clearhead.planning import memory
 from clearhead.planning.memory import Job, estimate
 from model import GPT, ModelConfig
@@ -168,7 +167,6 @@ def test_logits_and_gathered_blocks():
     assert estimate(job_of(*four), 4)["logits"] == (2 + 4) * logits + 8 * read
     assert estimate(job_of(*four, compiled=True), 4)["logits"] == (2 + 2) * logits + 8 * read
     # At most 2^28 logits exist at a time.
-    assert memory.LOGITS_AT_ONCE == cross_entropy.LOGITS_AT_ONCE
     at_once = 2**28 // 50257 * 50257
     many = memory.head(job_of(*XL, "trainer.batch_size=64"), 64 * 1024)
     assert many == (2 + 4) * at_once + 8 * 16 * read

@@ -56,12 +56,13 @@ def test_a_run_out_of_memory_resumes_with_the_suggested_setting(make_run):
 
 def test_hints_if_one_window_does_not_fit(make_run):
     run = make_run("trainer.micro_batch_size=1")
+    config = run.config
     for setting in ("trainer.activation_checkpointing=true", "parallel=fsdp"):
         error = micro_batch.out_of_memory_error(
-            run.config, run.strategy, 1, run.checkpointer.describe()
+            config, run.strategy, 1, run.checkpointer.describe()
         )
         assert suggested(error) == setting
-        run.config.trainer.activation_checkpointing = True
+        config = config.with_values({"trainer.activation_checkpointing": True})
 
 
 def test_auto_uses_the_estimate_and_trains_the_same(make_run, memory_is):

@@ -1,6 +1,8 @@
 """report.html: the values and charts in a browser, and the functions that compute them."""
 
 import base64
+import copy
+import dataclasses
 import io
 import json
 import math
@@ -12,13 +14,14 @@ import numpy as np
 import pytest
 from helpers.pages import HOSTILE
 from helpers.refusals import SPECIAL_FILES, time_limit
-from helpers.settings import settings
 from PIL import Image
 
 from clearhead.files import read_rows
-from clearhead.lens.history import Row
-from clearhead.lens.page import frame_data, page, run_data
+from clearhead.lens.heads import ALL_NAMES
+from clearhead.lens.history import History, Row
 from clearhead.lens.probe import Frame, Prompt
+from clearhead.lens.render import draw_snapshot
+from clearhead.lens.snapshot_data import snapshot_data, write_snapshot
 from clearhead.lens.statistics import STATISTICS
 from clearhead.reporting import report
 from clearhead.reporting.charts import smooth, thin
@@ -87,20 +90,16 @@ def near(points):
 
 def test_figures_and_charts_show_the_logged_values(run, opened):
     folder = run([*ROWS[:2], {"step": 15, "train/tokens": 1500}, *ROWS[2:]])
-    overrides = ("model.num_layers=1", "model.num_heads=2", "model.context_length=4")
-    model = settings(
-        "model.emb_dim=8", "model.vocab_size=50257", "data.max_length=4", *overrides
-    ).model
-    stored = {"settings": {"trainer": {"max_steps": 300}, "model": model.model_dump()}}
-    (folder / "run.json").write_text(json.dumps(stored))
+    (folder / "run.json").write_text(json.dumps({"settings": {"trainer": {"max_steps": 300}}}))
+    starts = [{"step": 0, "parameters": 402_976}, {"step": 20, "parameters": "many"}]
+    (folder / "starts.jsonl").write_text("\n".join(map(json.dumps, starts)))
     opened_page = opened(write_report(folder))
     assert opened_page.locator("h1").inner_text() == "first"
     assert numbers([opened_page.locator("header p").inner_text()])[0][-2:] == ["30", "300"]
     tiles = opened_page.locator(".facts dd").all_inner_texts()
-    # e^7; embeddings, last norm, one block; 1000 tokens at each of 20, 30 and 40 tokens per second
-    parameters = (50257 + 4) * 8 + 16 + 12 * 64 + 13 * 8
+    # e^7; 1000 tokens at each of 20, 30 and 40 tokens per second
     expected = [["5.0000", "30"], ["7.0000", "10"], ["1,096.63", "10"], ["3.000", "10"]]
-    expected += [[f"{parameters:,}"], ["3,000"], ["0", "01", "48"], ["30"]]
+    expected += [["402,976"], ["3,000"], ["0", "01", "48"], ["30"]]
     assert numbers(tiles) == expected
     figures = opened_page.locator("figure")
     assert figures.count() == 5  # loss, bits per byte, learning rate, speed, gradient norm
@@ -148,20 +147,31 @@ def test_samples_of_newlines_stay_low():
     assert shown.count("</span> b\n\n  c\nd</p>") == 1
 
 
-def attention_page(folder, name, heads):
-    """Returns an attention page with this number of heads, in which one token is markup."""
+def snapshot(step, heads, values=None, names=None, ablation=None):
+    """Returns a snapshot of one layer, all weights with code 180. values: {statistic: [one per
+    head]}. names: of the heads."""
     prompt = Prompt("1-a", "a b", [0, 1], ["a", HOSTILE])
-    statistics = Row(0, {key: np.zeros((1, heads), np.float32) for key in STATISTICS})
-    frame = Frame(statistics, [np.full((1, heads, 3), 180, np.uint8)], [statistics.values])
-    text = page([run_data("first", [prompt], [frame_data(frame)], [statistics])], title="first")
-    (folder / "attention" / name).write_text(text, encoding="utf-8")
+    zeros = {key: np.zeros((1, heads), np.float32) for key in STATISTICS}
+    row = Row(step, zeros | {key: np.float32([v]) for key, v in (values or {}).items()})
+    row.names = np.array([[ALL_NAMES.index(name) for name in names or [""] * heads]])
+    frame = Frame(row, [np.full((1, heads, 3), 180, np.uint8)], [row.values])
+    data = snapshot_data("first", [prompt], frame)
+    return dataclasses.replace(data, ablation=ablation)
+
+
+def write_all(folder, *snapshots):
+    """Writes the files of snapshots into a run directory."""
+    history = History(folder / "attention" / "statistics.jsonl", 0)
+    for data in snapshots:
+        history.add(data.row)
+        write_snapshot(folder / "attention" / f"step_{data.step:08d}.npz", data)
+        draw_snapshot(data, folder / "attention")
 
 
 def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
     """Without a time-lapse, the page of the newest snapshot."""
     folder = run(ROWS)
-    for step, heads in ((0, 1), (40, 4), (20, 2)):
-        attention_page(folder, f"step_{step:08d}.html", heads)
+    write_all(folder, *(snapshot(step, 4) for step in (0, 20, 40)))
     path = write_report(folder)
     shutil.rmtree(folder / "attention")  # the report is complete by itself
     opened_page = opened(path)
@@ -172,36 +182,28 @@ def test_attention_page_runs_in_a_sandboxed_frame(run, opened):
     assert opened_page.locator("p a[href='attention/step_00000040.html']").count() == 1
 
 
-HEADS = f"""rank,layer,head,name,since_step,significance,previous_token,loss_change,\
-loss_change_error
-1,0,1,previous_token,20,0.9,0.91,0.125,0.0625
-2,0,3,previous_token,0,0.5,0.53,
-3,0,2,induction,40,0.4,nan,-0.00001
-4,0,0,,,0.1,0.1,0
-5,0,4,uniform,0,0.01,0.1,0
-5,0,9,{HOSTILE},0,1,1,1
-6,0,x,induction,0,1,1,1
-7,-1,0,induction,0,1,1,1
-8,0,1e300,induction,0,1,1,1
-9,0
-"""
-PNG = base64.b64decode(  # one pixel
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg=="
-)
+def change(value, error=None, **more):
+    return {"loss_change": value, "loss_change_error": error, "accuracy_without": None} | more
 
 
 def head_files(folder):
-    """Writes heads.csv, statistics, panel images and the page of step 40 with four heads."""
-    (folder / "attention" / "heads.csv").write_text(HEADS)
-    attention_page(folder, "step_00000040.html", 4)
-    lines = [{"step": n, "previous_token": [[0, n / 80, 0, 0]]} for n in (0, 20, 40)]
-    text = "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 60, "previous_token": 7}])
-    (folder / "attention" / "statistics.jsonl").write_text(text)
-    group = {"name": "previous_token", "loss_change": 2, "loss_change_error": 0.5, "heads": "x"}
-    removed = {"method": "exact", "groups": [group, {"name": "induction", "loss_change": None}]}
-    (folder / "attention" / "ablation.json").write_text(json.dumps(removed))
-    for name, content in (("20_1-a", PNG), ("40_1-a", PNG), ("40_2-b", PNG), ("40_3-c", b"GIF")):
-        (folder / "attention" / f"step_000000{name}_panel.png").write_bytes(content)
+    """Writes three snapshots of five heads. The steps 20 and 40 give heads names."""
+    previous = "previous_token"
+    ablation = {"step": 40, "method": "exact"}
+    ablation["heads"] = [
+        change(0.125, 0.0625, layer=0, head=1),
+        change(-0.00001, layer=0, head=2),
+    ]
+    ablation["groups"] = [change(2, 0.5, name=previous, heads=2)]
+    values = {previous: [0.1, 0.0, 0.2, 0.53, 0.1], "first_token": [0.0, 0.0, 0.875, 0.0, 0.0]}
+    names = ["", "", "", previous, "uniform"]
+    steps = []
+    for step, of_first in ((0, 0.0), (20, 0.5), (40, 0.96)):
+        values[previous][1] = of_first
+        names[1:3] = [previous if step else "", "first_token" if step == 40 else ""]
+        removed = ablation if step == 40 else None
+        steps.append(snapshot(step, 5, copy.deepcopy(values), list(names), removed))
+    write_all(folder, *steps)
 
 
 def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
@@ -217,13 +219,12 @@ def test_heads_are_shown_with_their_names_images_and_curves(run, opened):
     assert re.findall(r"\d+", counts) == ["3", "5", "2", "1", "1"]  # a uniform head has no card
     facts = cards.nth(0).locator("p").nth(1).inner_text()
     changes = ["+0.1250", "0.0625", "+2.0000", "0.5000"]  # without this head, without both
-    assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.91", "0.90", *changes, "L0 H3"]
+    assert re.findall(r"[+\d.]+\d|L\d H\d", facts) == ["0.96", "0.92", *changes, "L0 H3"]
     facts = cards.nth(1).locator("p").nth(1).inner_text()
-    assert re.findall(r"[-+\d.]+\d", facts) == ["0.40", "+0.0000"]
+    assert re.findall(r"[-+\d.]+\d", facts) == ["0.88", "0.75", "+0.0000"]
     assert opened_page.locator(".heads :text('alert')").count() == 0
     path = cards.nth(0).locator("path.training").get_attribute("d")
-    assert path == "M0.00 100.00L50.00 75.00L100.00 50.00"  # 0, 0.25 and 0.5 at steps 0, 20, 40
-    assert cards.nth(1).locator("path").count() == 0  # no statistic of this head
+    assert path == "M0.00 100.00L50.00 50.00L100.00 4.00"  # 0, 0.5 and 0.96 at steps 0, 20, 40
     data = cards.nth(0).locator("img").get_attribute("src").partition("base64,")[2]
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))
     code_180 = [255 * part for part in matplotlib.colormaps["viridis"](180)[:3]]
@@ -236,7 +237,7 @@ def test_images_replace_the_attention_page_in_print(run, opened):
     head_files(folder)
     opened_page = opened(write_report(folder))
     frame, images = opened_page.locator("iframe"), opened_page.locator(".still img")
-    assert images.count() == 2  # the PNG files of step 40
+    assert images.count() == 1  # of step 40
     middle = "node => { node.scrollIntoView(); const box = node.getBoundingClientRect();"
     middle += " return document.elementFromPoint(box.x + box.width / 2, box.y + 9).localName; }"
     assert frame.evaluate(middle) == "iframe"  # the images are behind the frame
@@ -245,37 +246,19 @@ def test_images_replace_the_attention_page_in_print(run, opened):
     assert images.first.is_visible()
 
 
-@pytest.mark.parametrize("weights", ["", "AAAA", 7, None])
-def test_page_with_invalid_weights_has_no_images(run, weights):
-    folder = run(ROWS)
-    head_files(folder)
-    path = folder / "attention" / "step_00000040.html"
-    text = re.sub(r'"weights": "[^"]*"', f'"weights": {json.dumps(weights)}', path.read_text())
-    path.write_text(text)
-    shown = write_report(folder).read_text()
-    assert shown.count("<article>") == 2
-    assert "data:image/png" not in shown.partition("<iframe")[0]
-
-
 def test_heads_without_names(run):
     folder = run(ROWS)
-    table = "layer,head,name,significance,positional\n0,0,uniform,0.1,0\n0,1,,0.2,0\n"
-    (folder / "attention" / "heads.csv").write_text(table)
+    values = {"previous_token": [0.6, 0.55]}  # uniform: 0.5
+    write_all(folder, snapshot(40, 2, values, ["uniform", ""]))
     shown = write_report(folder).read_text()
     text = re.search(r'class="attention"><p>(.*?)</p>', shown)[1]
     assert re.findall(r"[\d.]*\d", text) == ["0", "2", "1", "0.25", "0.20"]
     assert "<article>" not in shown
-    (folder / "attention" / "heads.csv").write_text(f"{table}0,2,positional,0.07,0.31\n")
+    values |= {"positional": [0, 0.31]}
+    write_all(folder, snapshot(40, 2, values, ["", "positional"]))
     (card,) = re.findall("<article>(.*?)</article>", write_report(folder).read_text())
-    assert re.findall(r"\d\.\d+", card) == ["0.31"]  # its significance is of other statistics
-
-
-def test_pages_of_older_runs_have_the_same_weights(run):
-    folder = run(ROWS)
-    head_files(folder)
-    path = folder / "attention" / "step_00000040.html"
-    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
-    assert write_report(folder).read_text().partition("<iframe")[0].count("data:image/png") == 2
+    # The significance of the head is of other statistics.
+    assert re.findall(r"\d\.\d+", card.partition("<svg")[0]) == ["0.31"]
 
 
 def test_missing_and_empty_files_and_a_single_point(run, tmp_path, opened):
@@ -313,13 +296,7 @@ def test_only_regular_files_of_limited_size_are_read(run, monkeypatch):
     assert "name: long" in write_report(folder).read_text()
     monkeypatch.setattr(report, "MAX_CONFIG", 10)
     assert "name: long" not in write_report(folder).read_text()
-    of_heads = (
-        "heads.csv",
-        "ablation.json",
-        "statistics.jsonl",
-        "step_0.html",
-        "step_00000000_1-a_panel.png",
-    )
+    of_heads = ("statistics.jsonl", "step_0.html", "step_00000000_1-a_panel.png")
     of_heads = [f"attention/{name}" for name in of_heads]
     for make in SPECIAL_FILES.values():
         for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", *of_heads):

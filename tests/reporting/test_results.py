@@ -13,7 +13,7 @@ from clearhead.reporting.comparison_plot import COLOURS, plot
 
 def row(settings, *values, first=5.0, text="data.path=a.txt"):
     """Returns a row of the table. Its curves start at `first` and end at `values`."""
-    return results.Row(
+    return results.ComparisonRow(
         text,
         settings,
         model="",

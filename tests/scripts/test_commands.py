@@ -39,6 +39,7 @@ SHORT = {
     "scripts.export_hf": [],
     "scripts.compare": [],
     "scripts.compare_heads": [],
+    "scripts.render": [],
     "scripts.plan": [],
     "scripts.attention_ladder": [],
     "benchmarks.plots": ["out=speed.png"],

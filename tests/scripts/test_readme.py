@@ -10,7 +10,7 @@ import torch
 from helpers import REPOSITORY
 
 import train
-from clearhead.lens.page import read
+from clearhead.lens import read_snapshot
 
 
 def blocks(page, language=r"\w*") -> list[str]:
@@ -48,7 +48,8 @@ def headings(page: Path) -> set[str]:
 
 def test_targets_of_links_exist():
     docs = (REPOSITORY / "docs").glob("*.[mi][dp]*")
-    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *docs]:
+    results = (REPOSITORY / "benchmarks" / "results").glob("*.md")
+    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *docs, *results]:
         text = page.read_text("utf-8")
         if page.suffix == ".ipynb":
             text = "".join(itertools.chain(*(cell["source"] for cell in json.loads(text)["cells"])))
@@ -59,17 +60,17 @@ def test_targets_of_links_exist():
             assert not anchor or anchor in headings(linked), (page.name, target)
 
 
-def test_the_notebook_example_runs(tmp_path, monkeypatch):
+def test_the_python_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names, quick = {}, ["wandb=off", "lens=off", "model.num_layers=2", "model.emb_dim=16"]
-    for code in blocks("README.md", "python"):
-        exec(code.replace("max_steps=20", f'max_steps=2", *{quick}, "debug=true'), names)
+    (code,) = (code for code in blocks("docs/models.md", "python") if "build_run" in code)
+    exec(code.replace("max_steps=20", f'max_steps=2", *{quick}, "debug=true'), names)
     assert names["run"].state.step == 2
     assert [layer.shape[:2] for layer in names["layers"]] == [(1, 4)] * 2
 
 
 def test_the_lens_with_another_model(tmp_path, monkeypatch):
-    """The example of docs/lens.md, with a tiny transformers model and a byte tokenizer."""
+    """The programs of the pages, with a tiny transformers model and a byte tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     class Tokenizer:
@@ -80,9 +81,12 @@ def test_the_lens_with_another_model(tmp_path, monkeypatch):
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=257, n_positions=48, n_embd=16, n_layer=2, n_head=2)
     shape._attn_implementation = "eager"
-    (code,) = blocks("docs/lens.md", "python")
     monkeypatch.chdir(tmp_path)
-    exec(code, {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer})
-    (run,) = read(tmp_path / "attention" / "timelapse.html")
-    assert [frame["step"] for frame in run["frames"]] == [0, 50, 100]
-    assert [prompt["period"] for prompt in run["prompts"]] == [0, 23]
+    names = {"model": GPT2LMHeadModel(shape).eval(), "tokenizer": Tokenizer}
+    for code in blocks("docs/lens-own-model.md", "python") + blocks("README.md", "python"):
+        exec(code, names)
+    assert (tmp_path / "attention" / "timelapse.html").is_file()
+    assert (tmp_path / "attention.html").is_file()
+    snapshots = [read_snapshot(path) for path in sorted((tmp_path / "attention").glob("*.npz"))]
+    assert [snapshot.step for snapshot in snapshots] == [0, 50, 100]
+    assert [prompt.period for prompt in snapshots[-1].prompts] == [0, 23]

@@ -20,11 +20,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT, readers
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES, readers
 from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import FilePart, documents, encode_part, load_hub_dataset, split_file
-from clearhead.tokens.tokenizers import TOKENIZERS
 
 some = trials(10, 150)
 
@@ -127,9 +126,8 @@ def test_links_are_followed_and_not_circular(tmp_path):
 
 
 @pytest.mark.parametrize(("ending", "count"), [("", 40), (".gz", 1), (".zst", 1)])
-@pytest.mark.parametrize("line", ["A line of a text.\n", "OneLongLineOfText"])
-def test_text_is_read_and_encoded_in_little_memory(line, ending, count, tmp_path, monkeypatch):
-    """Many lines, and one line without a boundary."""
+def test_text_is_read_and_encoded_in_little_memory(ending, count, tmp_path, monkeypatch):
+    line = "A line of a text.\n"
     path = write(tmp_path / f"a.txt{ending}", line * 200_000)
     encoder = StreamEncoder("byte", chunk_bytes=2**12)
     monkeypatch.setattr(readers, "BLOCK", 2**16)
@@ -140,7 +138,7 @@ def test_text_is_read_and_encoded_in_little_memory(line, ending, count, tmp_path
 
     found, peak = peak_memory(encode)
     # The first id is the end-of-text token.
-    assert found == (count if "\n" in line else 1, 1 + len(line) * 200_000)
+    assert found == (count, 1 + len(line) * 200_000)
     assert peak < 10 * 2**16
 
 
@@ -243,7 +241,7 @@ DOCUMENTS = ["one", "", f"{END_OF_TEXT}two", END_OF_TEXT, "é日🙂 ", "three "
 
 
 @pytest.mark.parametrize("endoftext", ["token", "text"])
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", VOCABULARIES)
 def test_each_document_or_text_file_begins_with_the_end_of_text_token(name, endoftext, tmp_path):
     encoder = StreamEncoder(name, endoftext, chunk_bytes=100)  # a long document has several chunks
     for file in ("a.jsonl", "a.ndjson.gz", "a.parquet"):
@@ -331,20 +329,6 @@ def test_a_document_that_is_too_long_for_memory_is_refused(tmp_path, monkeypatch
     assert len(read(path)) == 2
     write_parquet(path, ["b", "a" * 100_001], row_group_size=1)
     assert {100_000, 0, 1} <= numbers_in(check_refused(path))
-    # Small files: many rows that repeat one value are read; one long row is an error.
-    pool = pyarrow.default_memory_pool()
-    for texts, is_read in ((["a" * 99_000] * 500, True), (["a" * 2 * 10**7], False)):
-        write_parquet(path, texts, compression="zstd")
-        assert path.stat().st_size < 20_000
-        pyarrow.set_memory_pool(counted := pyarrow.proxy_memory_pool(pool))
-        try:
-            if is_read:
-                assert sum(1 for _ in documents(FilePart(str(path)))) == 500
-            else:
-                assert {100_000, 100} <= numbers_in(check_refused(path))
-        finally:
-            pyarrow.set_memory_pool(pool)
-        assert counted.max_memory() < 2**22
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path, monkeypatch):

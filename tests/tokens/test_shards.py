@@ -18,10 +18,10 @@ from helpers.refusals import SPECIAL_FILES, refused, time_limit
 from helpers.texts import numbers_in, peak_memory, write_packed, write_source
 
 from clearhead.errors import DataError
+from clearhead.tokens import VOCABULARIES
 from clearhead.tokens import shards as module
 from clearhead.tokens.shards import MANIFEST, ShardWriter, is_shards, open_shards, write_manifest
 from clearhead.tokens.stream import TokenStream
-from clearhead.tokens.tokenizers import TOKENIZERS
 
 EOT = 50256
 
@@ -36,7 +36,7 @@ def write_shards(folder: Path, shards: dict[str, list[int]], tokenizer: str = "g
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for name, ids in shards.items():
-        writer = ShardWriter(folder / name, TOKENIZERS[tokenizer] - 1)
+        writer = ShardWriter(folder / name, VOCABULARIES[tokenizer] - 1)
         writer.append(np.array(ids, np.uint16))
         entries.append(writer.close())
     write_manifest(folder, entries, tokenizer)

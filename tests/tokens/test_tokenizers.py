@@ -8,30 +8,29 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from helpers.refusals import refused
 from helpers.texts import encode_at_once
 
 from clearhead.errors import DataError
-from clearhead.tokens import END_OF_TEXT
-from clearhead.tokens.tokenizers import TOKENIZERS, bytes_per_token, get_tokenizer
+from clearhead.tokens import END_OF_TEXT, VOCABULARIES
+from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
 
 HELLO = [15496, 11, 995, 0]  # "Hello, world!", as published with GPT-2
 
 
 def test_known_ids():
     tokenizer = get_tokenizer("gpt2")
-    assert tokenizer.n_vocab == TOKENIZERS["gpt2"] == 50257
+    assert tokenizer.n_vocab == VOCABULARIES["gpt2"] == 50257
     assert tokenizer.eot_token == 50256
     assert tokenizer.encode("Hello, world!") == HELLO
     assert encode_at_once(END_OF_TEXT).tolist() == [50256]
     ids = encode_at_once(END_OF_TEXT, endoftext="text")
     assert ids.tolist() == [27, 91, 437, 1659, 5239, 91, 29]
     for ids, size in ((HELLO, 13 / 4), ([50256, 15496, 50256, 50256], 5 / 4)):
-        assert bytes_per_token(tokenizer, np.array(ids, np.uint16)) == size
+        assert token_byte_lengths("gpt2")[ids].mean() == size
     tokenizer = get_tokenizer("byte")
-    assert tokenizer.n_vocab == TOKENIZERS["byte"] == 257
+    assert tokenizer.n_vocab == VOCABULARIES["byte"] == 257
     assert tokenizer.eot_token == 256
     text = f"é{END_OF_TEXT}\0\r\n"
     assert encode_at_once(text, "byte").tolist() == [0xC3, 0xA9, 256, 0, 13, 10]

@@ -15,24 +15,21 @@ from pathlib import Path
 import numpy as np
 
 from ..assemble import assemble, content_security_policy
-from ..heads import title_of
+from ..heads import prompt_of, title_of
 from ..heatmap import data_url
 from ..matching import Group, mean_similarity
-from ..matching_runs import Run, group_title
+from ..matching_runs import MatchedRun, group_title
 
 THUMBNAIL = 64  # pixels
-REPEATED = ("induction", "duplicate_token")  # names that are defined on the repeated sequence
 
 
-def page(runs: Sequence[Run], groups: Sequence[Group], pairs: np.ndarray) -> str:
+def page(runs: Sequence[MatchedRun], groups: Sequence[Group], pairs: np.ndarray) -> str:
     """Returns the page as HTML. groups: match_heads(pairs)."""
     num_layers, num_heads = pairs.shape[2:4]
     layers = [[group for group in groups if group.layer == n] for n in range(num_layers)]
     in_all = [group for group in groups if len(group.members) == len(runs)]
     counts = Counter(group_title(group, runs) for group in in_all).most_common()
     names = ", ".join(f"{count} × {name}" for name, count in counts)
-    if not any(run.names for run in runs):
-        names = "names unknown"
     template = assemble(Path(__file__).parent / "index.html")
     parts = {
         "CSP": content_security_policy(template.encode()),
@@ -48,7 +45,7 @@ def page(runs: Sequence[Run], groups: Sequence[Group], pairs: np.ndarray) -> str
     return re.sub("__([A-Z]+)__", lambda found: parts[found[1]], template)
 
 
-def _overview(groups: Sequence[Group], runs: Sequence[Run]) -> str:
+def _overview(groups: Sequence[Group], runs: Sequence[MatchedRun]) -> str:
     """Returns a square for each group of a layer. Its colour shows the stability."""
     squares = "".join(
         f'<a href="#{_anchor(group)}"><svg viewBox="0 0 24 24" role="img">'
@@ -61,7 +58,7 @@ def _overview(groups: Sequence[Group], runs: Sequence[Run]) -> str:
     return f"<p><b>L{groups[0].layer}</b>{squares or 'no matched heads'}</p>"
 
 
-def _layer(groups: Sequence[Group], runs: Sequence[Run]) -> str:
+def _layer(groups: Sequence[Group], runs: Sequence[MatchedRun]) -> str:
     """Returns the table of a layer. Its last row has the heads without a match."""
     rows, alone = [], [""] * len(runs)
     for group in groups:
@@ -90,12 +87,12 @@ def _anchor(group: Group) -> str:
     return f"L{group.layer}" + "".join(f"-{run}.{m.head}" for run, m in group.members.items())
 
 
-def _cell(group: Group, number: int, run: Run, is_matched: bool) -> str:
+def _cell(group: Group, number: int, run: MatchedRun, is_matched: bool) -> str:
     """Returns a head: its heatmap, its similarity to the other heads of the group, its name, and
     its similarity to its last map at each step."""
     layer, member = group.layer, group.members[number]
-    head, name = member.head, run.name_of(layer, member.head)
-    shown = run.repeated.index(True) if name in REPEATED and any(run.repeated) else 0
+    head, name = member.head, run.names[layer][member.head]
+    shown = prompt_of(name, run.periods)
     value = f" {member.similarity:.2f}" if is_matched else ""
     chart = ""
     if is_matched and len(run.steps) > 1:
@@ -122,7 +119,7 @@ def _chart(values: np.ndarray) -> str:
     )
 
 
-def _run_table(runs: Sequence[Run], values: np.ndarray) -> str:
+def _run_table(runs: Sequence[MatchedRun], values: np.ndarray) -> str:
     """Returns the mean similarity of each pair of runs as a table."""
     rows = [
         _table_row(escape(run.name), [f"{value:.2f}" for value in row])
@@ -131,7 +128,7 @@ def _run_table(runs: Sequence[Run], values: np.ndarray) -> str:
     return _table("pairs", runs, rows)
 
 
-def _table(kind: str, runs: Sequence[Run], rows: Sequence[str]) -> str:
+def _table(kind: str, runs: Sequence[MatchedRun], rows: Sequence[str]) -> str:
     names = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
     head = f"<thead><tr><td></td>{names}</tr></thead>"
     body = f"<tbody>\n{''.join(rows)}</tbody>"

@@ -1,6 +1,7 @@
 /* One chart for each statistic: a line for each head over the steps. */
 
-import { clamp, format, roundTicks, shortNumber } from "./text.js";
+import { clamp, format, shortNumber } from "./text.js";
+import { roundTicks } from "./ticks.js";
 import { $, dot, line, make, prepareCanvas } from "./dom.js";
 import {
   A, B, headName, here, indexInB, otherRunSide, hoverHead, hovered, isMean, nearestIndex,
@@ -194,7 +195,7 @@ let chartFacts = [];
 export function drawCharts() {
   const at = run.steps.length === 1 && B?.at;
   const known = isMean() || [state.prompt, run.frames.filter((frame) => frame.facts).length].join();
-  const facts = [document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth, known];
+  const facts = [document.documentElement.dataset.theme, otherRunSide()?.run, at, sideWidth(), known];
   if (facts.some((fact, n) => fact !== chartFacts[n])) drawChartLines();
   chartFacts = facts;
   drawChartMarks();

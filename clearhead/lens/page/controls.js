@@ -9,7 +9,7 @@ import {
 } from "./state.js";
 import { toggleTheme } from "./colours.js";
 import { layOut, select, stepHead } from "./grid.js";
-import { pause, playing, togglePlay } from "./player.js";
+import { isPlaying, pause, togglePlay } from "./player.js";
 import { copyLink, restore } from "./link.js";
 import { newsText } from "./losses.js";
 import { openHelp } from "./help.js";
@@ -125,8 +125,8 @@ export function showControls() {
   $("step-number").textContent = `step ${here.step}`;
   $("step").value = state.frame;
   $("step").setAttribute("aria-valuetext", `step ${here.step} ${newsText()}`.trim());
-  $("play").textContent = playing ? "❚❚" : "▶";
-  $("play").setAttribute("aria-label", playing ? "pause" : "play");
+  $("play").textContent = isPlaying() ? "❚❚" : "▶";
+  $("play").setAttribute("aria-label", isPlaying() ? "pause" : "play");
   $("prompt").value = state.prompt;
   for (const [id, name, property] of SETTERS) $(id)[property] = state[name];
   $("map-kind").hidden = !A.norms;

@@ -1,6 +1,6 @@
 /* Checks and decodes the data of a page. index.html describes the format. */
 
-const VERSION = 2; // of the data, see lens/page/__init__.py
+const VERSION = 3; // of the data, see lens/page/__init__.py
 const DECODED_BYTES = 200e6; // limit for the decoded frames in memory
 
 /** Returns the checked runs of the JSON text of a page. Throws an Error with a user message. */
@@ -12,12 +12,7 @@ export function readData(text) {
   } catch {
     throw not("the data block is not valid JSON");
   }
-  const { version } = data ?? {};
-  if (version < VERSION) {
-    throw new Error(`An older version of the lens wrote this page (data version ${version}). ` +
-      `This page reads version ${VERSION}.`);
-  }
-  if (version !== VERSION) throw not("another version wrote it");
+  if (data?.version !== VERSION) throw not("another version wrote it");
   if (!Array.isArray(data.runs) || !data.runs.length) throw not("the data has no runs");
   const whole = (n, low) => Number.isInteger(n) && n >= low && n <= 1e4;
   const strings = (list) => Array.isArray(list) && list.every((x) => typeof x === "string");

@@ -13,7 +13,7 @@ import { drawMarks, placePlots, plots } from "./plots.js";
 import { drawText, drawTextTools } from "./words.js";
 import { drawLayers, drawNextToken } from "./predictions.js";
 import { withUniform } from "./grid.js";
-import { playing } from "./player.js";
+import { isPlaying } from "./player.js";
 
 export function buildDetail() {
   for (const plot of plots) {
@@ -116,7 +116,7 @@ function drawReadout(query, key) {
     parts.push("A ", bold(formatCell(a)), product(a), ", B ", bold(formatCell(b)), product(b),
       ", B − A ", bold(formatChange(a, b)));
   }
-  $("readout").setAttribute("aria-live", playing ? "off" : "polite");
+  $("readout").setAttribute("aria-live", isPlaying() ? "off" : "polite");
   $("readout").replaceChildren(...parts);
 }
 

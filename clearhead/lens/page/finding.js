@@ -7,7 +7,7 @@ import {
   headName, here, placeOfHead, run, selected, selectedQuery, side, significance, state,
   statisticOf, uniformOf, update, valueAt,
 } from "./state.js";
-import { KINDS, findName, nameAt, namingEvents, sinceText } from "./names.js";
+import { findName, kindOf, nameAt, namingEvents, sinceText } from "./names.js";
 
 const isSeparator = (token) => (token.trim() ? /^\p{P}+$/u.test(token.trim()) : token.includes("\n"));
 const upTo = (count) => Array.from({ length: count }, (_, n) => n);
@@ -24,7 +24,7 @@ function targetsOf(name, prompt, query) {
     diagonal: [query],
     separator: upTo(query).filter((key) => key > 0 && isSeparator(tokens[key])),
     positional: upTo(query),
-  }[name];
+  }[name] ?? [];
 }
 
 /** Returns the target whose weight is most above uniform attention, {prompt, query, key, weight,
@@ -53,8 +53,6 @@ function bestPrompt(frame, key, index, only = null) {
   }, null);
 }
 
-const SIMPLE = ["diagonal", "first_token"]; // these heads copy nothing from the tokens between
-
 /** Returns the view of the most significant head of the last step, if possible not of a simple one;
  * {} if no head has a name. */
 export function openingView() {
@@ -65,7 +63,7 @@ export function openingView() {
     const key = nameAt(run, index, step);
     if (!statisticOf(run, key)?.is_name) continue;
     const found = bestPrompt(frame, key, index, run.opening_prompt);
-    if (found) found.rank = found.size - (SIMPLE.includes(key) ? 1 : 0);
+    if (found) found.rank = found.size - (kindOf(key).is_simple ? 1 : 0);
     if (found && (!best || found.rank > best.rank)) best = { ...found, index, key };
   }
   if (!best) return {};
@@ -99,10 +97,6 @@ function patternText(name, { tokens, period }, { query, key }) {
   }[name]();
 }
 
-const TARGETS = { previous_token: "the token before", first_token: "the first token",
-  diagonal: "the token itself", separator: "separators", induction: "the token after it in copy 1",
-  duplicate_token: "the same token in copy 1" };
-
 /** Returns why a head has no name. */
 function noNameText(index) {
   if (nameAt(run, index, here.step) === "uniform") return "its attention is nearly uniform";
@@ -114,7 +108,7 @@ function noNameText(index) {
   }
   const value = format(valueAt(here, most.key, index, false));
   const uniform = format(uniformOf(here, most.key, false));
-  return `on this prompt, its mean weight on ${TARGETS[most.key]} is ${value} (uniform ` +
+  return `on this prompt, its mean weight on ${kindOf(most.key).target} is ${value} (uniform ` +
     `${uniform}), but a name needs a large weight on every prompt`;
 }
 
@@ -125,7 +119,10 @@ function laterText(index) {
   return event ? ` It becomes ${withArticle(event.key)} at step ${event.step}.` : "";
 }
 
-const withArticle = (key) => `${/^[aeiou]/.test(KINDS[key].title) ? "an" : "a"} ${KINDS[key].title}`;
+function withArticle(key) {
+  const { title } = kindOf(key);
+  return `${/^[aeiou]/.test(title) ? "an" : "a"} ${title}`;
+}
 
 /** Returns the row on which to see the name of a head, if possible of the shown prompt, or null. */
 function bestRow(name, index) {

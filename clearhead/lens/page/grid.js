@@ -219,7 +219,7 @@ export function stepHead(by) {
 let laidOut = ""; // the values that the current layout depends on
 let bodyTop = 0; // of the grid; in the compact layout, without the options
 let tilePixels = 0; // width of a thumbnail in pixels of the screen
-export let sideWidth = 0; // pixels for the enlarged head and the charts
+let measuredWidth = 0;
 
 /** Sets the sizes of thumbnails and columns if a value that they depend on has changed. */
 export function layOut(force = false) {
@@ -259,10 +259,13 @@ export function measureBar() {
   document.documentElement.style.setProperty("--bar", `${$("bar").offsetHeight}px`);
 }
 
+/** Returns the pixels for the enlarged head and the charts. */
+export const sideWidth = () => measuredWidth;
+
 /** Measures sideWidth. Returns whether it has changed. */
 export function measureSide() {
   const width = $("side").clientWidth - ($("app").classList.contains("wide") ? 8 : 0);
-  const changed = width !== sideWidth;
-  sideWidth = width;
+  const changed = width !== measuredWidth;
+  measuredWidth = width;
   return changed;
 }

@@ -4,9 +4,9 @@ import { $, showMessage } from "./dom.js";
 import {
   DEFAULTS, MOST_HEADS, other, hovered, placeOfHead, run, selected, state, statisticOf, update,
 } from "./state.js";
-import { KINDS } from "./names.js";
+import { kindOf } from "./names.js";
 import { readTheme } from "./colours.js";
-import { pause, playing } from "./player.js";
+import { isPlaying, pause } from "./player.js";
 import { goTour, tourLength } from "./tour.js";
 
 const same = (...values) => Object.fromEntries(values.map((value) => [value, value]));
@@ -18,7 +18,6 @@ const CHOICES = [
   ["map", "map", same("valued")],
   ["text", "text", same("loss")],
   ["arcs", "arcs", { hidden: false }],
-  ["name", "name", same(...Object.keys(KINDS))],
   ["statistics", "over", same("mean")],
   ["scale", "scale", same("linear")],
   ["first", "hideFirst", { hidden: true }],
@@ -42,6 +41,7 @@ function linkText() {
   // Without a link, the page opens with a head; a link to all heads says so.
   const place = (index) => Object.values(placeOfHead(index)).join(".");
   parts.set("head", selected() === null ? "none" : place(selected()));
+  if (state.name) parts.set("name", state.name);
   if (state.more.length) parts.set("more", state.more.map(place).join());
   if (state.query !== null) parts.set("query", state.query);
   if (state.sort) parts.set("sort", (state.descending ? "-" : "+") + state.sort);
@@ -57,6 +57,7 @@ export function readLink(text) {
   for (const [part, name, values] of CHOICES) {
     if (Object.hasOwn(values, parts.get(part))) found[name] = values[parts.get(part)];
   }
+  if (kindOf(parts.get("name"))) found.name = parts.get("name");
   const fits = (n, below) => Number.isInteger(n) && n >= 0 && n < below;
   const whole = (name, below) => {
     const value = Number(parts.get(name) || NaN);
@@ -92,7 +93,7 @@ let linkTimer;
 /** Updates the address with a delay, because browsers limit the number of changes. */
 export function keepLink() {
   clearTimeout(linkTimer);
-  if (playing) return;
+  if (isPlaying()) return;
   linkTimer = setTimeout(() => {
     try {
       history.replaceState(null, "", linkText());

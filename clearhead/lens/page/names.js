@@ -1,18 +1,14 @@
-/* Names of heads at each step: tags, a legend and a filter. lens/heads.py has the rule. */
+/* Names of heads at each step: tags, a legend and a filter. lens/heads.py has the names and the rule. */
 
 import { $, make } from "./dom.js";
 import { A, B, headName, here, indexInB, run, state, update } from "./state.js";
 
-// The names that the page shows. Uniform attention is not a finding.
-export const KINDS = {
-  previous_token: { letter: "P", title: "previous-token head" },
-  induction: { letter: "I", title: "induction head" },
-  duplicate_token: { letter: "D", title: "duplicate-token head" },
-  first_token: { letter: "F", title: "first-token head" },
-  diagonal: { letter: "S", title: "self head" },
-  separator: { letter: "¶", title: "separator head" },
-  positional: { letter: "#", title: "positional head" },
-};
+/** Returns {key, title, letter, target, is_simple} of a name that the page shows, else null. Uniform
+ * attention is not a finding. */
+export function kindOf(key) {
+  const name = run.names.find((one) => one.key === key && one.letter);
+  return name ? { ...name, title: `${name.title.replaceAll(" ", "-")} head` } : null;
+}
 
 const snapshotAt = (of, step) => of.nameSteps.findLastIndex((known) => known <= step);
 const nameIn = (of, snapshot, index) => of.names[of.namesAt[snapshot]?.[index]]?.key ?? "";
@@ -30,8 +26,7 @@ export function sinceStep(of, index, step) {
 
 /** Returns {key, title, letter} of a named head, or null. */
 export function findName(of, index, step) {
-  const key = nameAt(of, index, step);
-  return KINDS[key] ? { key, ...KINDS[key] } : null;
+  return kindOf(nameAt(of, index, step));
 }
 
 /** Returns " since step N" for a named head, " at step N" if it has no name before, "" if there is
@@ -69,10 +64,10 @@ export function namingEvents(of) {
 export function describeEvent({ key, heads }) {
   const some = heads.slice(0, 4).map((index) => headName(index)).join(", ");
   const more = heads.length > 4 ? ` and ${heads.length - 4} more` : "";
-  return `${some}${more}: ${KINDS[key].title}`;
+  return `${some}${more}: ${kindOf(key).title}`;
 }
 
-const kindTitle = (name) => KINDS[name]?.title ?? `${name} head`;
+const kindTitle = (name) => kindOf(name)?.title ?? `${name} head`;
 
 /** Returns a description of all heads of a name: "both induction heads". */
 export const groupTitle = ({ name, heads }) =>
@@ -86,7 +81,7 @@ export function fillTag(tag, name) {
 }
 
 export function buildNames() {
-  for (const [key, { letter, title }] of Object.entries(KINDS)) {
+  for (const { key, letter, title } of run.names.map((name) => kindOf(name.key)).filter(Boolean)) {
     const tag = make("span", { className: `tag kind-${key}`, textContent: letter });
     const button = make("button", { className: "quiet", title: `show only the ${title}s` }, tag,
       make("span", { textContent: title }));
@@ -104,7 +99,7 @@ export function drawNames() {
     const { name } = button.dataset;
     const count = shown.filter((key) => key === name).length;
     button.hidden = !count && state.name !== name;
-    button.lastChild.textContent = `${KINDS[name].title}${count === 1 ? "" : "s"} ${count}`;
+    button.lastChild.textContent = `${kindOf(name).title}${count === 1 ? "" : "s"} ${count}`;
     button.setAttribute("aria-pressed", state.name === name);
   }
   $("no-names").textContent = shown.some(Boolean) ? ""

@@ -4,8 +4,10 @@ import { clamp } from "./text.js";
 import { $ } from "./dom.js";
 import { run, state, update } from "./state.js";
 
-export let playing = false;
+let playing = false;
 let playTimer;
+
+export const isPlaying = () => playing;
 
 export function togglePlay() {
   if (playing) pause();

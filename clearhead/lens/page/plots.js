@@ -33,24 +33,24 @@ export function placePlots() {
   // In a low window, the text is next to the map, not below it.
   const around = compact ? (wide ? 144 : 100) : wide ? 390 : 150;
   // Width of the text next to the map; 0: the text is below the map.
-  const text = compact ? (!wide && sideWidth > 400 ? 170 : 0) : sideWidth >= 600 ? 270 : 0;
+  const text = compact ? (!wide && sideWidth() > 400 ? 170 : 0) : sideWidth() >= 600 ? 270 : 0;
   for (; ; lanes++) {
     const widest = Math.max(...labels.map((text) => ruler.measureText(text).width));
     laneWidth = Math.ceil(clamp(widest, 12, 84)) + 3;
     const left = lanes * laneWidth + 5 + copies;
     const low = Math.max(compact ? 120 : 170, innerHeight - left - around);
-    const room = Math.max(40, Math.min(sideWidth - text - left - 14, low, 560));
+    const room = Math.max(40, Math.min(sideWidth() - text - left - 14, low, 560));
     const cell = Math.min(room / A.T, Math.max(46, 90 / A.T));
     sizePlot(plots[0], left, cell * A.T, labels);
     if (!short || lanes === 3 || lanes * plots[0].cell >= LABEL) break;
     labels = texts(3);
   }
   Object.assign(plots[0], { lanes, laneWidth, step: Math.ceil(LABEL / plots[0].cell / lanes) });
-  const free = sideWidth - plots[0].width - 28; // next to the heatmap
+  const free = sideWidth() - plots[0].width - 28; // next to the heatmap
   const column = free >= 90 && !compact;
   $("others").classList.toggle("column", column);
   const small = column ? Math.min(free, (plots[0].height - 80) / 2)
-    : Math.max(20, (sideWidth - 44) / 2);
+    : Math.max(20, (sideWidth() - 44) / 2);
   for (const plot of plots.slice(1)) sizePlot(plot, 4, Math.min(small, plots[0].size), null);
 }
 

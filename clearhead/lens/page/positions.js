@@ -1,6 +1,7 @@
 /* The loss at each position of the shown prompt, at each step: a map next to the charts. */
 
-import { clamp, format, roundTicks, shortNumber, visible } from "./text.js";
+import { clamp, format, shortNumber, visible } from "./text.js";
+import { roundTicks } from "./ticks.js";
 import { $, line, make, prepareCanvas } from "./dom.js";
 import { here, nearestFrame, nearestIndex, run, state, update } from "./state.js";
 import { colours, viridis } from "./colours.js";
@@ -48,7 +49,7 @@ function lossesOfPrompt() {
   return rows.every((row) => row.length) && rows.length > 1 ? rows : [];
 }
 
-const lossWidth = () => sideWidth - MARGIN.left - MARGIN.right;
+const lossWidth = () => sideWidth() - MARGIN.left - MARGIN.right;
 const lossX = (step) => MARGIN.left +
   ((step - run.steps[0]) / (run.steps.at(-1) - run.steps[0])) * lossWidth();
 
@@ -59,10 +60,10 @@ export function drawPositions() {
   lossFigure.hidden = !rows.length;
   if (!rows.length) return;
   lossNote.hidden = !run.prompts[state.prompt].period;
-  const facts = [state.prompt, sideWidth, document.documentElement.dataset.theme].join();
+  const facts = [state.prompt, sideWidth(), document.documentElement.dataset.theme].join();
   if (facts !== cellsDrawn) drawCells(rows);
   cellsDrawn = facts;
-  const context = prepareCanvas(lossCursor, sideWidth, LOSS_HEIGHT);
+  const context = prepareCanvas(lossCursor, sideWidth(), LOSS_HEIGHT);
   for (const [colour, thick] of [["#fff", 3], [colours.accent, 1.5]]) {
     context.strokeStyle = colour;
     context.lineWidth = thick;
@@ -73,7 +74,7 @@ export function drawPositions() {
 
 function drawCells(rows) {
   const { steps } = run;
-  const context = prepareCanvas(lossCells, sideWidth, LOSS_HEIGHT);
+  const context = prepareCanvas(lossCells, sideWidth(), LOSS_HEIGHT);
   const most = Math.max(...rows[0]);
   const count = rows[0].length;
   const y = (position) => (position / count) * LOSS_BOTTOM;

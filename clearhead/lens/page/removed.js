@@ -7,7 +7,7 @@ import {
   sideName, state, update,
 } from "./state.js";
 import { sortBy } from "./controls.js";
-import { KINDS, fillTag, groupTitle, nameAt } from "./names.js";
+import { fillTag, groupTitle, kindOf, nameAt } from "./names.js";
 
 /** Returns the change of the loss with its standard error: "+1.33 ± 0.02". */
 function changeText({ loss_change: change, loss_change_error: error }) {
@@ -93,7 +93,7 @@ export function drawRemoved() {
 
 function groupRow(ablation, group) {
   const tag = make("span");
-  if (KINDS[group.name]) fillTag(tag, { key: group.name, ...KINDS[group.name] });
+  if (kindOf(group.name)) fillTag(tag, kindOf(group.name));
   const without = group.accuracy_without;
   const cells = [formatLoss(ablation.loss + group.loss_change), changeText(group),
     ...(ablation.accuracy === null ? [] : [without === null ? "–" : without.toFixed(2)])];

@@ -94,18 +94,6 @@ export function joinBytes(tokens) {
 /** Returns tokens as one line of text. */
 export const plainText = (tokens) => joinBytes(tokens).join("").replace(/\s+/g, " ").trim();
 
-/** Returns about `count` round numbers from low to high, which differ, at least two. */
-export function roundTicks(low, high, count) {
-  const rough = (high - low || 1) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
-  const ticks = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) {
-    ticks.push(+(n * step).toPrecision(12));
-  }
-  return ticks.length < 2 ? roundTicks(low, high, count + 1) : ticks;
-}
-
 export function shortNumber(n) {
   return Math.abs(n) >= 1e4 ? `${+(n / 1e3).toPrecision(3)}k` : String(n);
 }

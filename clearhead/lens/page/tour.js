@@ -8,7 +8,7 @@ import {
   DEFAULTS, headName, lossesOf, meanLoss, other, placeOfHead, run, selected, side, state,
   statisticOf, update,
 } from "./state.js";
-import { KINDS, groupTitle, nameAt, sinceStep } from "./names.js";
+import { groupTitle, kindOf, nameAt, sinceStep } from "./names.js";
 import { pause } from "./player.js";
 
 let stops = []; // {title, text: [string or node], view, outline, points: ids of elements}
@@ -203,7 +203,7 @@ function removedText() {
       ...(without === null ? [] : ["accuracy ", bold(without.toFixed(2)), ", "]),
       `loss ${formatLoss(change, true)}`));
   const addHeads = (some) => some.forEach((row) =>
-    add(`${headName(indexOf(row))} (${KINDS[nameOf(indexOf(row))].title})`, row));
+    add(`${headName(indexOf(row))} (${kindOf(nameOf(indexOf(row))).title})`, row));
   for (const index of [subject.previous, subject.induction]) {
     addHeads(heads.filter((row) => indexOf(row) === index));
     for (const group of groups) {

@@ -1,6 +1,8 @@
 // Draws the charts as SVG. A cursor at the nearest logged step shows the value of each line.
 // Positions are percentages of the plot, so a chart fits any width and its text keeps its size.
 
+import { roundTicks } from "../../lens/page/ticks.js";
+
 // Lines: [metric, name, CSS classes]. Class "thin": the line behind a smoothed one.
 const CHARTS = [
   {title: "Loss", unit: "nats per token", lines: [
@@ -30,16 +32,6 @@ function svg(tag, parent, attributes = {}, text = "") {
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.textContent = text;
   return parent.appendChild(made);
-}
-
-/** Returns about `count` multiples of 1, 2 or 5 times a power of ten that cover low to high. */
-function roundTicks(low, high, count) {
-  const rough = (high - low || Math.abs(high) || 1) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((n) => n * power >= rough * 0.999);
-  const first = Math.floor(low / step + 1e-9);
-  const last = Math.max(Math.ceil(high / step - 1e-9), first + 1);
-  return Array.from({length: last - first + 1}, (_, n) => +((first + n) * step).toPrecision(12));
 }
 
 const nearest = (points, step) => points.reduce((best, point) =>
@@ -89,8 +81,8 @@ function drawPlot(figure, readout, title, fromZero, lines) {
   const [x0, x1] = [data.steps[0], Math.max(data.steps[1], data.steps[0] + 1)];
   const values = lines.flatMap((line) => line.points.map((point) => point[1]));
   const low = Math.min(...values, fromZero ? 0 : Infinity);
-  const yTicks = roundTicks(low, Math.max(...values), 5);
-  const xTicks = roundTicks(x0, x1, Math.min(6, x1 - x0)).filter((t) => t >= x0 && t <= x1);
+  const yTicks = roundTicks(low, Math.max(...values), 5, true);
+  const xTicks = roundTicks(x0, x1, Math.min(6, x1 - x0));
   const [y0, y1] = [yTicks[0], yTicks.at(-1)];
   const x = (step) => +(100 * (step - x0) / (x1 - x0)).toFixed(3);
   const y = (value) => +(100 * (y1 - value) / (y1 - y0)).toFixed(3);

@@ -1,0 +1,92 @@
+"""Makes the images and pages of a run from its snapshot files.
+
+render_run(Path("runs/first/attention"))  # after a change of the page
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .animation import write_animation
+from .heads import head_table, most_significant
+from .heatmap import draw_grid, draw_panel
+from .history import Row, atomic_write, evenly_spaced, read_history
+from .page import page, run_data
+from .probe import uniform_values
+from .snapshot_data import SnapshotData, read_snapshot, snapshot_files
+
+Files = dict[str, Path]  # by the key on a dashboard
+
+
+def render_run(folder: Path, frames: int = 24, curves: Mapping[str, list] | None = None) -> None:
+    """Writes all images and pages of a run again. folder: runs/NAME/attention. frames: of the
+    time-lapse. curves: as for `run_data`. Raises ValueError for an invalid snapshot file."""
+    for path in snapshot_files(folder):
+        draw_snapshot(read_snapshot(path), folder)
+    history = read_history(folder / "statistics.jsonl")
+    draw_timelapse(folder, history, frames, curves, animated=True)
+
+
+def draw_snapshot(snapshot: SnapshotData, folder: Path) -> tuple[Files, Files]:
+    """Writes the images and the page of one step. Returns the images for a dashboard, one for each
+    prompt, and the page."""
+    images, step, row = {}, snapshot.step, snapshot.row
+    of_prompts = zip(snapshot.prompts, snapshot.codes, snapshot.of_prompts, strict=True)
+    for prompt, codes, values in of_prompts:
+        path = folder / f"step_{step:08d}_{prompt.name}.png"
+        draw_grid(codes, prompt, step, path)
+        path = path.with_stem(f"{path.stem}_panel")
+        of_prompt, uniform = Row(step, values), uniform_values([prompt])
+        of_prompt.names = row.names
+        # Without names of statistics that this prompt does not have, such as induction.
+        table = most_significant(head_table([of_prompt], uniform))
+        heads = [head for head in table if head[head["name"]] is not None]
+        draw_panel(codes, prompt, step, heads, uniform, path)
+        images[f"attention/heatmap/{prompt.name}"] = path
+    path = folder / f"step_{step:08d}.html"
+    write_page(path, [snapshot])
+    return images, {"attention/viewer": path}
+
+
+def draw_timelapse(
+    folder: Path,
+    history: Sequence[Row],
+    frames: int,
+    curves: Mapping[str, list] | None = None,
+    animated: bool = False,
+) -> tuple[Files, Files]:
+    """Writes the time-lapse, of at most `frames` steps that have the prompts of the last one, and
+    optionally the animated image. Returns images and pages for a dashboard."""
+    files = snapshot_files(folder)
+    if not files:
+        return {}, {}
+    chosen = [read_snapshot(path) for path in evenly_spaced(files, frames)]
+    prompts = chosen[-1].prompts
+    snapshots = [snapshot for snapshot in chosen if snapshot.prompts == prompts]
+    path = folder / "timelapse.html"
+    write_page(path, snapshots, history, curves)
+    pages = {"attention/timelapse": path}
+    if not animated:
+        return {}, pages
+    path = folder / "timelapse.webp"
+    # The repeated sequence or, without it, the first prompt.
+    number = next((n for n, prompt in enumerate(prompts) if prompt.period), 0)
+    uniform = uniform_values(prompts)
+    write_animation(
+        path,
+        prompts[number],
+        [snapshot.codes[number] for snapshot in snapshots],
+        [snapshot.step for snapshot in snapshots],
+        [most_significant(head_table([snapshot.row], uniform))[:3] for snapshot in snapshots],
+    )
+    return {"attention/animation": path}, pages
+
+
+def write_page(
+    path: Path,
+    snapshots: Sequence[SnapshotData],
+    history: Sequence[Row] = (),
+    curves: Mapping[str, list] | None = None,
+) -> None:
+    """Writes the page of a run, see page.run_data."""
+    title = f"{snapshots[-1].run}: {path.stem}"
+    atomic_write(path, page([run_data(snapshots, history, curves)], title).encode())

@@ -1,0 +1,48 @@
+"""Makes all attention pages and images of a run, and report.html, again from its data.
+
+    python -m scripts.render run=runs/NAME
+
+For example after a change of the page. The data is attention/step_*.npz, attention/statistics.jsonl
+and metrics.jsonl; no model runs.
+"""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from clearhead.config.command_line import ScriptConfig, settings_command
+from clearhead.errors import DataError, sanitize
+
+
+class RenderConfig(ScriptConfig):
+    """python -m scripts.render run=runs/NAME
+
+    Makes all attention pages and images of a run, and report.html, again from its data.
+    """
+
+    run: str = Field(description="run directory")
+
+
+@settings_command(RenderConfig)
+def main(settings: RenderConfig) -> None:
+    from clearhead.checkpoint.run_directory import settings_of
+    from clearhead.files import read_rows
+    from clearhead.lens.render import render_run
+    from clearhead.reporting.report import write_report
+    from clearhead.run.lens_runner import curves
+
+    folder = Path(settings.run)
+    stored = settings_of(folder)
+    if stored is None:
+        raise DataError("run", settings.run, "not a run directory", "give runs/NAME")
+    frames = stored["lens"]["frames"]
+    try:
+        render_run(folder / "attention", frames, curves(read_rows(folder / "metrics.jsonl")))
+    except ValueError as error:
+        hint = "remove the file, or use the version of clearhead that wrote it"
+        raise DataError("run", settings.run, str(error), hint) from error
+    print(sanitize(f"wrote {folder / 'attention'} and {write_report(folder)}"))
+
+
+if __name__ == "__main__":
+    main()
