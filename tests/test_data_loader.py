@@ -26,7 +26,7 @@ from clearhead.tokens.tokenizers import get_tokenizer, token_byte_lengths
 from clearhead.tokens.windows import IGNORED, MixedDataset, window_order
 from data import DocumentWindows, GPTDatasetV1, read_ahead, split_batch, training_batches
 
-some = trials(15, 100)
+some = trials(8, 100)
 
 CPU = Strategy(torch.device("cpu"), torch.float32)
 END = 256  # the byte tokenizer's end-of-text token

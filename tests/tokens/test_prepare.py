@@ -43,7 +43,7 @@ from clearhead.tokens.prepare import make_tasks
 from clearhead.tokens.readers import split_file
 from scripts.prepare_data import PrepareConfig, main
 
-few = trials(10, 100)
+few = trials(5, 100)
 # Shards have 30 tokens unless a test sets another number.
 preparation = functools.partial(texts.preparation, shard_tokens=30)
 prepare = functools.partial(texts.prepare, shard_tokens=30)

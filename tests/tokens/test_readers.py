@@ -25,7 +25,7 @@ from clearhead.tokens.encoding import StreamEncoder
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.readers import FilePart, documents, encode_part, load_hub_dataset, split_file
 
-some = trials(25, 150)
+some = trials(10, 150)
 
 mixes = any_text.map(lambda text: text.replace("\0", "")).filter(bool)
 sizes = st.just(2**16) | st.integers(4, 64)

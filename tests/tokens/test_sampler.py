@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from clearhead.tokens.sampler import MAX_PERIOD, WindowOrder, integer_weights, permute
 
-some = trials(20, 500)
+some = trials(8, 500)
 
 seeds = st.integers(0, 2**64 - 1)
 decimals = st.builds(lambda n, unit: n / unit, st.integers(1, 30), st.sampled_from([1, 4, 10]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from clearhead.errors import DataError
 from clearhead.tokens.stream import TokenStream
 
-some = trials(30, 150)
+some = trials(15, 150)
 
 VOCAB, EOT = 8, 7
 # Arrays of any length, including 0.
