@@ -38,7 +38,6 @@ from clearhead.reporting.profiler import Profiler
 from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.tracker import NoTracker, Tracker
 from clearhead.reporting.wandb_process import invalid_variables
-from clearhead.reporting.wandb_resume import UNFINISHED
 from clearhead.reporting.watch import watch
 from clearhead.run.evaluation import Evaluator, Validation
 from clearhead.run.init_from import initial_weights
@@ -271,7 +270,7 @@ def open_directory(
         directory = create_directory(config, start, closing)
         saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
         closing.callback(saver.close)
-        if state.step >= config.trainer.max_steps and not (directory / UNFINISHED).exists():
+        if state.step >= config.trainer.max_steps:
             return directory, saver, NoTracker()  # no step left
         notes.extend(saver.disk_space_notes(12 * model.num_parameters()))
         run_directory.write_settings(directory, state.settings)
