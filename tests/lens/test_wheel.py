@@ -1,9 +1,10 @@
-"""The wheel: the lens alone, with its page files, and without imports from the rest of clearhead."""
+"""The wheel: the lens alone, with its page files and without imports of the other rooms."""
 
 import ast
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 from helpers import REPOSITORY
@@ -50,3 +51,12 @@ def test_the_wheel_contains_the_lens_alone(tmp_path):
     lens = {path for path in (tmp_path / "clearhead" / "lens").rglob("*") if path.is_file()}
     expected = {"clearhead/__init__.py"} | {path.relative_to(tmp_path).as_posix() for path in lens}
     assert names == expected
+
+
+def test_the_wheel_and_a_clone_require_the_same_versions():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    files = ("requirements.txt", "requirements-extra.txt")
+    text = "\n".join((REPOSITORY / name).read_text(encoding="utf-8") for name in files)
+    assert set(project["dependencies"]) <= {
+        line.partition(" #")[0].strip() for line in text.splitlines()
+    }
