@@ -13,7 +13,7 @@ FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.
     tests/config/test_problems.py tests/reporting/test_rows.py
 # Other tests that run more trials or more ranks with CAMPAIGN=1.
 MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/interop/test_export.py \
-    tests/distributed/test_ranks.py
+    tests/distributed/test_ranks.py tests/faults/test_prepare_stopped.py
 
 # Files that the type checker checks with its preset `default`; all others have `basic`.
 STRICT := attention.py model.py clearhead/files.py $(addprefix clearhead/,lens inference interop) \
@@ -39,7 +39,7 @@ campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/distributed/test_ranks.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
 	    tests/inference/test_decoding.py tests/inference/test_generate.py $(ARGS)
-	CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/distributed/test_ranks_lost.py $(ARGS)
+	CAMPAIGN=1 CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/distributed/test_ranks_lost.py $(ARGS)
 	rm -f campaign.jsonl
 	CAMPAIGN_LOG=$(CURDIR)/campaign.jsonl CAMPAIGN=1 CAMPAIGN_FUZZ=1000000 \
 	    $(VENV)/bin/python -m pytest $(PARALLEL) $(FAULTS) $(ARGS)
@@ -75,13 +75,12 @@ audit: $(VENV)/test  ## known vulnerabilities of the installed packages; needs t
 	$(VENV)/bin/pip freeze | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt
 	$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r $(VENV)/audit/installed.txt $(ARGS)
 
-lint: $(VENV)/test  ## ruff, layers (tach.toml), types (pyrefly), phrases (tests/phrases.py)
+lint: $(VENV)/test  ## ruff, layers (tach.toml), types (pyrefly)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/tach check
 	$(VENV)/bin/pyrefly check
 	$(VENV)/bin/pyrefly check --preset default $(STRICT)
-	$(VENV)/bin/python -m tests.phrases
 
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .

@@ -53,6 +53,15 @@ def limits_of_wandb():
     wait_long_for_wandb()
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A fork server that starts trainings (helpers/trainings.py)."""
+    from helpers.trainings import ForkServer
+
+    with ForkServer(tmp_path_factory.mktemp("server")) as started:
+        yield started
+
+
 @pytest.fixture
 def text_file(tmp_path):
     path = tmp_path / "text.txt"

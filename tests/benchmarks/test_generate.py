@@ -1,7 +1,6 @@
 """benchmarks/generate: only equal tokens are timed; results."""
 
 import functools
-import itertools
 import json
 
 import pytest
@@ -11,7 +10,7 @@ from helpers.refusals import printed_keys
 from benchmarks import generate, generation
 from clearhead.distributed import device
 
-SMALL = "model=gpt2-nano batch_sizes=[2] prompt_tokens=[5,3] max_new_tokens=[4,2] rounds=2"
+SMALL = "model=gpt2-nano batch_sizes=[2] prompt_tokens=[5,3] max_new_tokens=[2] rounds=2"
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def test_a_table_for_each_combination(run, tmp_path):
     code, out, err = run("out=figures.json")
     assert (code, err) == (0, "")
     tables = json.loads((tmp_path / "figures.json").read_text())["tables"]
-    sizes = list(itertools.product((2,), (5, 3), (4, 2)))
+    sizes = [(2, 5, 2), (2, 3, 2)]
     assert [*tables] == ["{} x {} + {} tokens".format(*size) for size in sizes]
     tables = [*tables.values()]
     kinds = [f"{who}, {how}" for how in ("fp32", "bf16") for who in ("transformers", "clearhead")]
@@ -39,10 +38,6 @@ def test_a_table_for_each_combination(run, tmp_path):
             pairs = zip(of_theirs, row["seconds"], strict=True)
             assert row["ratio"]["median"] == pytest.approx(sum(x / y for x, y in pairs) / 2)
             assert f"{row['name']:<22}{row['tokens_per_second']:>10.1f}" in out
-    longer, shorter = ([row["seconds"] for row in table["rows"]] for table in tables[:2])
-    assert all(
-        x > y for a, b in zip(longer, shorter, strict=True) for x, y in zip(a, b, strict=True)
-    )
 
 
 def test_different_tokens_are_not_timed(run, monkeypatch, tmp_path):

@@ -49,9 +49,13 @@ def nanogpt(tmp_path):
     return make
 
 
+SMALL = ["data.tokenizer=byte", "model.vocab_size=320", "model.emb_dim=32", "model.num_heads=2"]
+
+
 @pytest.fixture
-def bench(in_process, tmp_path):
-    """Returns bench(*arguments), which returns (exit code, out, err)."""
+def bench(in_process, tmp_path, monkeypatch):
+    """Returns bench(*arguments), which returns (exit code, out, err). Its models are small."""
+    monkeypatch.setattr(comparison, "compose", lambda given: compose([*given, *SMALL]))
     return lambda *arguments: in_process(training.main, tmp_path, *TINY, *arguments)
 
 
@@ -62,13 +66,13 @@ def strategy():
 
 def test_products_alone_have_the_flops_of_a_step_without_attention():
     settings = TrainingBenchmark(model="gpt2-nano", batch_size=2, length=8, device="cpu")
-    config = compose(["model=gpt2-nano"])
+    config = compose(["model=gpt2-nano", *SMALL])
     strategy = build_strategy(ParallelConfig.with_defaults(strategy="single"), "cpu", "fp32", 0)
     compared = comparison.Comparison(settings, config, strategy)
     _ = compared.products
     with FlopCounterMode(display=False) as counter:
         compared.time_products()
-    attention = 6 * 4 * 128 * (8 + 1)  # per token: layers, width, tokens + 1
+    attention = 6 * 4 * 32 * (8 + 1)  # per token: layers, width, tokens + 1
     expected = compared.weights.flops_per_token(8) - attention
     assert counter.get_total_flops() == expected * 2 * 8
 

@@ -25,27 +25,22 @@ from helpers.ranks import (
 )
 from helpers.refusals import printed_keys
 from helpers.runs import rows
-from helpers.trainings import STEP, ForkServer, interrupt, newest_valid_step, printed_command
+from helpers.tally import CAMPAIGN
+from helpers.trainings import STEP, interrupt, newest_valid_step, printed_command
 
 KILLS = int(os.environ.get("CAMPAIGN_KILLS", "1"))
-STEPS = 48  # under torchrun
+STEPS = 40  # under torchrun
 LONG = (*COMPARABLE, "model.dropout=0.2", "trainer.eval_every=20", "trainer.save_every=3")
 LONG += ("trainer.keep=1", "parallel.timeout=1000")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with ForkServer(tmp_path_factory.mktemp("lost")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def whole(server):
+def whole(server, tmp_path_factory):
     """whole(way, steps) -> a run that is not disturbed, made once."""
 
     @functools.cache
     def run(way: str, steps: int) -> Path:
-        folder = write_texts(server.home / f"{way}_{steps}")
+        folder = write_texts(tmp_path_factory.mktemp("whole"))
         settings = (f"parallel={way}", f"trainer.max_steps={steps}", "name=whole")
         server.run_ranks(folder, *LONG, *settings)
         return folder / "runs" / "whole"
@@ -54,7 +49,8 @@ def whole(server):
 
 
 @pytest.mark.parametrize(
-    ("what", "way", "lost"), [("SIGKILL", "ddp", 0), ("SIGKILL", "fsdp", 1), ("SIGSTOP", "fsdp", 1)]
+    ("what", "way", "lost"),
+    [("SIGKILL", "ddp", 0), ("SIGKILL", "fsdp", 1)] + [("SIGSTOP", "fsdp", 1)] * CAMPAIGN,
 )
 def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path, what, way, lost):
     """A dead rank is noticed immediately, a rank that times out after the timeout."""

@@ -28,7 +28,7 @@ from clearhead.errors import CheckpointError, ConfigError, DataError
 from clearhead.tokens.shards import ShardWriter, open_shards, write_manifest
 from generate import GenerateConfig
 
-INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "1000"))
+INPUTS = int(os.environ.get("CAMPAIGN_FUZZ", "400"))
 ROOM = 2**30  # bytes that a reader of a small input may allocate at most
 FAULT = "a fuzzer on readers"
 

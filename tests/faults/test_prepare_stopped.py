@@ -16,6 +16,7 @@ import pytest
 from helpers import NO_NETWORK, REPOSITORY
 from helpers.ranks import processes_of, started, wait_for_exit, wait_until
 from helpers.refusals import printed_keys, time_limit
+from helpers.tally import CAMPAIGN, in_campaign
 from helpers.texts import (
     check_kept,
     check_manifest,
@@ -138,10 +139,13 @@ def test_killed_before_each_file_operation(here, tmp_path):
     ("number", "whom", "codes"),
     [
         (signal.SIGINT, "all", {130}),  # Ctrl-C in a terminal
+        (signal.SIGKILL, "a worker", {4}),  # as by the out-of-memory killer
+    ]
+    + [
         (signal.SIGTERM, "main", {143, -signal.SIGTERM}),
         (signal.SIGKILL, "main", {-signal.SIGKILL}),
-        (signal.SIGKILL, "a worker", {4}),  # as by the out-of-memory killer
-    ],
+    ]
+    * CAMPAIGN,
 )
 def test_stopped_by_a_signal(start, resumed, number, whom, codes):
     """No process remains, no traceback is printed, and the same command resumes."""
@@ -173,6 +177,7 @@ def test_two_at_the_same_time(start, here, resumed, tmp_path):
     resumed()
 
 
+@in_campaign
 def test_two_parts_finish_at_the_same_time(start, resumed, tmp_path):
     """Both may write the manifest."""
     processes = [start("part=1/2"), start("part=2/2")]

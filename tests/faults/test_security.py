@@ -4,7 +4,6 @@ A successful attack would have an effect that the tests detect: a folder created
 script run in the browser, a file outside the run directory, a secret in a file or in the output.
 """
 
-import ast
 import contextlib
 import io
 import json
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPOSITORY, SOURCES, TINY
+from helpers import TINY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
 from helpers.runs import change_state, train_in, write_checksums
@@ -166,39 +165,6 @@ def test_code_in_a_hugging_face_directory(in_process, command_refused, folder, e
         assert "weights_only" not in err  # torch's message explains how to load it anyway
 
 
-FORBIDDEN = re.compile(
-    r"""(import|from)\ (_?pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib)\b.*
-    | from\ .*\ import\ .*\binstantiate\b.* | (\w+\.)*instantiate\(.*
-    | (eval|exec|compile|__import__|importlib\.__import__)\(.*
-    | torch\.(load|save|hub\.\w+|package\.\w+|jit\.load)\(.*
-    | os\.(system|popen|exec\w*|spawn\w*)\(.*
-    | subprocess\.(getoutput\(|getstatusoutput\(|\w+\(f['"]).*
-    | yaml\.(load|load_all|unsafe_load|full_load|add_constructor)\(.* | pandas\.read_pickle\(.*
-    | (importlib\.import_module|import_module|_needed)\((?!').*
-    | .*\b(shell|allow_pickle|trust_remote_code)=True.* | .*\bLoader=(?!yaml\.SafeLoader).*""",
-    re.VERBOSE | re.DOTALL,
-)
-ALLOWED = {
-    "clearhead/tokens/readers.py": {"importlib.import_module(module)"},
-}
-
-
-def findings(source: str) -> set[str]:
-    kinds = ast.Import | ast.ImportFrom | ast.Call
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    return {text for text in map(ast.unparse, nodes) if FORBIDDEN.fullmatch(text)}
-
-
-def test_no_source_runs_data():
-    for line in ("from pickle import loads", "torch.load(x)", "f(allow_pickle=True)", "exec('1')"):
-        assert findings(line), line
-    found = {}
-    for path in SOURCES:
-        if texts := findings(path.read_text(encoding="utf-8")):
-            found[path.relative_to(REPOSITORY).as_posix()] = texts
-    assert found == ALLOWED
-
-
 MARKUP = {
     "a script": "<script>window.hacked = 1</script>",
     "an end": "</script><script>window.hacked = 1</script>",
@@ -219,8 +185,9 @@ def marked_up(tmp_path_factory):
     name = "<img src=x onerror=window.hacked=1>.txt"
     (folder / name).write_text("\n".join(MARKUP.values()) * 12, encoding="utf-8")
     given = settings(*TINY, f"data.path='{name}'", "name=run", "trainer.max_steps=2", "lens=often")
-    given = given.with_values({"trainer.sample_prompt": "\n".join(MARKUP.values())})
-    given.lens.prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
+    prompts = [*MARKUP.values(), "../../../outside/x", "a\0b"]
+    sample = "\n".join(MARKUP.values())
+    given = given.with_values({"trainer.sample_prompt": sample, "lens.prompts": prompts})
     printed = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         fit(build_run(given))
@@ -306,5 +273,4 @@ def keeps_secrets(in_process, tmp_path, text_file, monkeypatch):
 
 def test_no_secret_is_written_or_printed(keeps_secrets):
     assert keeps_secrets("lens=often", "lens.prompts=[a word]") == 0
-    assert keeps_secrets("-m", "seed=1,2") == 0
     assert keeps_secrets("debug=true", "data.path=no") == 3

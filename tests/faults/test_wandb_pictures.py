@@ -107,7 +107,7 @@ def check_uploaded(run: Path, server: WandbServer) -> tuple[int, int]:
     return len(pictures), len(on_disk)
 
 
-@pytest.mark.parametrize("number", range(campaign("CAMPAIGN_PICTURES", 4, 50)))
+@pytest.mark.parametrize("number", range(campaign("CAMPAIGN_PICTURES", 2, 50)))
 def test_every_picture_arrives(wandb, tmp_path, number):
     chance, mode, server = random.Random(number), ("offline", "online")[number % 2], wandb.server
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")

@@ -315,37 +315,6 @@ def watch_parameters(file: str) -> None:
     replace(train, "train_step", wrap)
 
 
-def record_calls(functions: list[str], file: str) -> None:
-    """Appends [step, name] to the file at each call of these functions. A collective that is
-    started gets a second line when it is waited for."""
-    now = {"step": 0}
-
-    def append(name: str) -> None:
-        with open(file, "a") as opened:
-            opened.write(json.dumps([now["step"], name]) + "\n")
-
-    class Recorded:
-        def __init__(self, work):
-            self.work = work
-
-        def wait(self) -> None:
-            append("wait")
-            self.work.wait()
-
-    def wrap(name, real):
-        def wrapper(*arguments, **options):
-            append(name)
-            result = real(*arguments, **options)
-            return Recorded(result) if options.get("async_op") else result
-
-        return wrapper
-
-    on_call("train.train_step", lambda run: now.update(step=run.state.step + 1))
-    for function in functions:
-        owner, _, name = function.rpartition(".")
-        replace(pkgutil.resolve_name(owner), name, functools.partial(wrap, name))
-
-
 def out_of_time(step: int | None) -> None:
     """Leaves no time for another step after this one. None: after all planned steps."""
     steps = itertools.count(1)
@@ -387,5 +356,5 @@ def no_memory() -> None:
 
 
 FUNCTIONS = (failing, file_size_limit, full_disk, interrupt, infinite_loss, watch_parameters)
-FUNCTIONS += (record_calls, out_of_time, wait_at, slow, compiler, no_memory)
+FUNCTIONS += (out_of_time, wait_at, slow, compiler, no_memory)
 FAULTS = {"crash": Operations} | {function.__name__: function for function in FUNCTIONS}

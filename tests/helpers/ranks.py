@@ -127,7 +127,7 @@ def wait_until(happens: Callable[[], object], *processes: subprocess.Popen) -> N
         for process in processes:
             assert process.poll() is None, process.log.read_text()
         assert time.monotonic() < deadline, [process.log.read_text() for process in processes]
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def wait_for_exit(process: subprocess.Popen) -> int:
