@@ -7,8 +7,8 @@ An error of W&B never ends or blocks the training. Calls that may wait have a ti
 first error the tracker prints a line on stderr and writes only to disk. docs/wandb.md describes the
 dashboard.
 
-When the process is killed, an offline run loses the rows of the last FLUSH_SECONDS; the server of an
-online run, those of the last 15 seconds. The resumed run logs the steps that it computes again, so
+When the process is killed, an offline run loses the rows of the last FLUSH_SECONDS; the server of
+an online run, those of the last 15 seconds. The resumed run logs the steps that it computes again, so
 only rows from before its checkpoint stay lost on W&B. The run directory has them.
 """
 

@@ -109,14 +109,16 @@ def check_uploaded(run: Path, server: WandbServer, is_offline: bool) -> tuple[in
     return count, len(steps)
 
 
-@pytest.mark.parametrize("number", range(campaign("CAMPAIGN_PICTURES", 4, 50)))
+@pytest.mark.parametrize("number", range(campaign("CAMPAIGN_PICTURES", 2, 50)))
 def test_rows_and_pictures_arrive(wandb, tmp_path, number):
     chance, mode, server = random.Random(number), ("offline", "online")[number % 2], wandb.server
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     kills = (1, 1, 1, 1, 1, 2, 3)[number % 7]
     for _ in range(kills):
         place = (STEP, chance.randrange(STEPS // kills // 2, STEPS // kills), chance.choice(WHEN))
-        assert wandb.train(tmp_path, mode, chance, interrupt(("SIGKILL", *place))) == -signal.SIGKILL
+        assert (
+            wandb.train(tmp_path, mode, chance, interrupt(("SIGKILL", *place))) == -signal.SIGKILL
+        )
     assert wandb.train(tmp_path, mode, chance, None) == 0
     if mode == "offline" and chance.random() < 0.5:
         server.dropped.clear()
