@@ -8,8 +8,8 @@ first error the tracker prints a line on stderr and writes only to disk. docs/wa
 dashboard.
 
 When the process is killed, an offline run loses the rows of the last FLUSH_SECONDS; the server of
-an online run, those of the last 15 seconds. The resumed run logs the steps that it computes again, so
-only rows from before its checkpoint stay lost on W&B. The run directory has them.
+an online run, those of the last 15 seconds. The resumed run logs the steps that it computes again,
+so only rows from before its checkpoint stay lost on W&B. The run directory has them.
 """
 
 import math
