@@ -102,5 +102,5 @@ $(VENV)/test: requirements.txt requirements-extra.txt requirements-dev.txt requi
 	touch $@
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build clearhead.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,6 @@
 
     KEY=VALUE: REASON; HINT
     optimizer.lr=-1.0: must be greater than 0; see --help
-    FILE:LINE: KEY=VALUE: REASON; HINT      for a setting in a YAML file of the user
 
 Every error that a user can cause is a `ClearheadError` with the attributes key, value, reason, hint
 and exit_code. `config/command_line.py` prints it and exits with its exit code. Code must
@@ -45,21 +44,16 @@ class Problem(NamedTuple):
     value: object  # of the setting; may be NO_VALUE
     reason: str
     hint: str  # what the user can do; may be ""
-    place: str = ""  # FILE:LINE of a setting in a YAML file of the user
-
-
-class UnknownSetting(Problem):
-    """A setting that does not exist."""
 
 
 def format_problem(problem: Problem) -> str:
     """Formats a problem as one line, without control characters or secrets."""
-    key, value, reason, hint, place = problem
+    key, value, reason, hint = problem
     subject = shorten(key) if value is NO_VALUE else f"{shorten(key)}={shorten(as_yaml(value))}"
     if SECRET.search(key.partition("=")[0]):
         subject = f"{key.partition('=')[0]}=(not shown)"
         hint = "keys and passwords are not settings; use environment variables"
-    message = ": ".join(part for part in (place, subject, reason) if part)
+    message = ": ".join(part for part in (subject, reason) if part)
     return sanitize(f"{message}; {hint}" if hint else message, keep="")
 
 

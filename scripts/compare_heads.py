@@ -5,7 +5,7 @@
 Reads the snapshots of the runs (attention/step_*.npz), so no model runs. An item of `runs` may also
 be one snapshot file: scripts.inspect_attention writes one for any model. Heads of the same layer
 are matched by the similarity of their attention maps, on the prompts that all runs have
-(docs/lens-compare.md). Writes a page, and a table of all heads as CSV.
+(docs/lens.md). Writes a page, and a table of all heads as CSV.
 """
 
 import glob

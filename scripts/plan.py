@@ -25,7 +25,7 @@ from clearhead.config.command_line import (
     write_out,
 )
 from clearhead.config.other_names import nearest, unknown_key
-from clearhead.config.schema import UNLIMITED, AboveZero, NonNegative, Positive
+from clearhead.config.schema import UNLIMITED, AboveZero, NonNegative, Positive, known_settings
 from clearhead.distributed.hardware import (
     ASSUMED_UTILISATION,
     KINDS,
@@ -33,7 +33,7 @@ from clearhead.distributed.hardware import (
     WORTH_COMPILING,
 )
 from clearhead.distributed.launch import check_ranks
-from clearhead.errors import ConfigError, Problem, UnknownSetting, refuse
+from clearhead.errors import ConfigError, Problem, refuse
 
 
 class PlanConfig(ScriptConfig):
@@ -180,7 +180,7 @@ def composed(arguments: list[str]) -> tuple[Config, PlanConfig]:
     except ConfigError as error:
         problems += error.problems
     for n, problem in enumerate(problems):
-        if isinstance(problem, UnknownSetting) and nearest(problem.key, own):
+        if problem.key not in known_settings() and nearest(problem.key, own):
             problems[n] = unknown_key(problem.key, problem.value, own)
     refuse(problems)
     return config, plan

@@ -37,7 +37,7 @@ runpy.run_module("scripts.plan", run_name="__main__", alter_sys=True)
 """
 COPIED = """
 import attention, model, torch
-import lens
+from clearhead import lens
 lens.Lens, lens.write_page, lens.draw_figure
 gpt = model.GPT(model.ModelConfig(17, 8, 16, 2, 2))
 print(tuple(gpt(torch.zeros(1, 8, dtype=torch.long))[0].shape))

@@ -19,9 +19,8 @@ are functions of seed, step and rank. No file is a pickle.
 saver.py writes the files to step_00000100.part, flushes them to disk (fsync) and renames the
 directory, so a checkpoint is complete or absent. Only rank 0 reads and writes. The files do not
 depend on the number of ranks or on the parallel strategy, so a run can resume with another number
-of ranks or another strategy. Formats 1 and 2 have no SHA256SUMS. Format 1 has random.* tensors in
-optimizer.safetensors; they are ignored. Values are checked when they are read, because anybody may
-have edited the files.
+of ranks or another strategy. Values are checked when they are read, because anybody may have edited
+the files.
 """
 
 import hashlib
@@ -39,12 +38,10 @@ from safetensors.torch import save_file
 from typing_extensions import TypedDict
 
 from clearhead.checkpoint.loss_spikes import LossSpikes, Number, StoredCount
-from clearhead.config.other_names import rename_stored
 from clearhead.errors import CheckpointError, DamagedCheckpointError, message_of
 from clearhead.files import fsync, open_regular, read_bounded, read_json
 
-FORMAT = 3  # increased when older versions of this code would read a checkpoint incorrectly
-FIRST_FORMAT_WITH_CHECKSUMS = 3
+FORMAT = 3  # increased when the files change; other formats are refused
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 FILES = (MODEL, OPTIMIZER, STATE)
 CHECKSUMS = "SHA256SUMS"
@@ -137,9 +134,7 @@ class State:
     def from_values(cls, values: object) -> Self:
         """Builds a state from field values. Raises ValueError for the first invalid field."""
         try:
-            state = TypeAdapter(cls).validate_python(values)
-            rename_stored(state.settings)
-            return state
+            return TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"][:3])) or "state"
@@ -171,7 +166,7 @@ def _checksum_line(file: Path) -> str:
 
 
 def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
-    """Compares files of a checkpoint with their checksums, if its format has checksums.
+    """Compares files of a checkpoint with their checksums.
 
     Raises DamagedCheckpointError when a file is missing or its checksum differs.
     """
@@ -181,9 +176,6 @@ def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
         with ThreadPoolExecutor(len(names)) as threads:  # hashing releases the GIL
             lines = list(threads.map(lambda name: _checksum_line(folder / name), names))
     except OSError as error:
-        no_checksums = isinstance(error, FileNotFoundError) and not file.exists()
-        if no_checksums and load_state(folder).format < FIRST_FORMAT_WITH_CHECKSUMS:
-            return
         raise read_error(Path(error.filename or folder), error) from error
     expected = content.splitlines(keepends=True)
     for name, line in zip(names, lines, strict=True):
@@ -192,14 +184,14 @@ def verify(folder: Path, names: tuple[str, ...] = FILES) -> None:
 
 
 def load_state(folder: Path) -> State:
-    """Reads state.json. Raises CheckpointError if it is damaged or has a newer format."""
+    """Reads state.json. Raises CheckpointError if it is damaged or has another format."""
     file = folder / STATE
     try:
         values = read_json(file, MAX_STATE_BYTES)
         version = isinstance(values, dict) and values.get("format")
-        if isinstance(version, int) and version > FORMAT:
-            reason = f"format {version} is newer than format {FORMAT} of this code"
-            raise CheckpointError("checkpoint", file, reason, "update clearhead")
+        if isinstance(version, int) and version != FORMAT:
+            reason = f"format {version} instead of format {FORMAT} of this code"
+            raise CheckpointError("checkpoint", file, reason, "use the version that wrote it")
         state = State.from_values(values)
         if (found := CHECKPOINT_NAME.fullmatch(folder.name)) and state.step != int(found[1]):
             raise ValueError(f"step is {state.step}, but the directory is {folder.name}")

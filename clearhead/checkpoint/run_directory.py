@@ -18,7 +18,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from clearhead.config.other_names import rename_stored
 from clearhead.errors import RunDirectoryError, RunFileError
 from clearhead.files import atomic_write, fsync, make_folder, read_json, remove_temporary_files
 
@@ -66,8 +65,8 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
     for name in OPENED_IN_PLACE:
         file = folder / name
         if file.is_symlink() or (file.exists() and not file.is_file()):
-            cause = f"{file} is not a regular file"
-            raise RunFileError("name", folder.name, cause, "remove it, or use another name")
+            reason = f"{file} is not a regular file"
+            raise RunFileError("name", folder.name, reason, "remove it, or use another name")
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     path, timeout = folder / LOCK, WAIT_FOR_PREDECESSOR if restarted else 0
     with writable(folder.parent):
@@ -77,9 +76,9 @@ def lock_directory(folder: Path) -> contextlib.AbstractContextManager:
             holder = ""
             with contextlib.suppress(PermissionError):  # Windows: a locked file cannot be read
                 holder = path.read_text(encoding="utf-8", errors="replace").strip()
-            cause = f"{folder} is in use by another process ({holder or 'unknown'})"
-            fix = "wait until it ends, or use another name"
-            raise RunDirectoryError("name", folder.name, cause, fix) from None
+            reason = f"{folder} is in use by another process ({holder or 'unknown'})"
+            hint = "wait until it ends, or use another name"
+            raise RunDirectoryError("name", folder.name, reason, hint) from None
         except OSError as error:
             if error.errno not in LOCKS_UNSUPPORTED:
                 raise
@@ -112,7 +111,7 @@ def settings_of(run: Path) -> dict | None:
         settings = read_json(run / SETTINGS_JSON)["settings"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return rename_stored(settings) if isinstance(settings, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def has_other_files(folder: Path) -> bool:
@@ -126,8 +125,8 @@ def has_other_files(folder: Path) -> bool:
 def check_new(folder: Path) -> None:
     """Raises RunDirectoryError if another process has started a run there in the meantime."""
     if settings_of(folder) is not None or (folder / "checkpoints").exists():
-        cause = f"another process has just started a run in {folder}"
-        raise RunDirectoryError("name", folder.name, cause, "use another name")
+        reason = f"another process has just started a run in {folder}"
+        raise RunDirectoryError("name", folder.name, reason, "use another name")
 
 
 def attention_page(folder: Path) -> Path | None:

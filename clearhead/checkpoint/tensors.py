@@ -124,8 +124,6 @@ def read_optimizer(file: Path, model: GPT) -> dict[str, dict[str, torch.Tensor]]
     state: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, value in read_tensors(file).items():
         key, _, name = full_name.partition(".")
-        if key == "random":  # random states of format 1: no longer used
-            continue
         if name not in shapes:
             raise _checkpoint_error(file, f"unknown tensor {full_name:.80}")
         shape = torch.Size() if key == "step" else shapes[name]

@@ -1,4 +1,4 @@
-"""Other names of settings: old names, names in other projects, misspelled names."""
+"""Other names of settings: names in other projects, misspelled names."""
 
 import difflib
 import functools
@@ -7,14 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from clearhead.errors import UnknownSetting
-
-
-def rename_stored(settings: dict) -> dict:
-    """Replaces the name of version 1 for lens.repeat_length in stored settings, in place."""
-    if isinstance(lens := settings.get("lens"), dict) and "repeated" in lens:
-        lens.setdefault("repeat_length", lens.pop("repeated"))
-    return settings
+from clearhead.errors import Problem
 
 
 @functools.cache
@@ -36,12 +29,12 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
     return None
 
 
-def unknown_key(key: str, value: object, known: Sequence[str]) -> UnknownSetting:
+def unknown_key(key: str, value: object, known: Sequence[str]) -> Problem:
     """Returns the problem of an unknown key. The hint is the setting that was probably meant."""
     group, _, last = key.lower().rpartition(".")
     if key in known:  # in a YAML file
         hint = f"indent {last}: in a new line below {group}:"
-        return UnknownSetting(key, value, "a name with a dot is not a setting", hint)
+        return Problem(key, value, "a name with a dot is not a setting", hint)
     for setting, names, remark in other_names():
         if last in names.split() and setting in known:
             hint = f"use {setting}{remark and f' ({remark})'}"
@@ -49,4 +42,4 @@ def unknown_key(key: str, value: object, known: Sequence[str]) -> UnknownSetting
     else:
         near = nearest(key, known)
         hint = f"did you mean {near}?" if near else "--help lists all settings"
-    return UnknownSetting(key, value, "no such setting", hint)
+    return Problem(key, value, "no such setting", hint)

@@ -4,6 +4,7 @@ There is one pydantic model per group of configs/. The YAML files have the defau
 descriptions. config/validation.py checks values with this schema.
 """
 
+import ast
 import os
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
@@ -29,6 +30,7 @@ from clearhead.config.validation import (
 )
 from clearhead.config.yaml_files import default_values, nested
 from clearhead.errors import refuse
+from clearhead.files import REPOSITORY
 from clearhead.tokens import VOCABULARIES, TokenizerName
 
 UNLIMITED = 10**15  # trainer.max_steps if only trainer.max_minutes limits a run
@@ -106,7 +108,16 @@ def _has_dropout(kernel: str, others: dict) -> None:
         raise rejected("does not support dropout on attention weights", hint)
 
 
-KernelName = Literal["sdpa", "explicit", "einsum", "per_head", "flex"]
+def _kernel_names() -> tuple[str, ...]:
+    """Returns the keys of attention.KERNELS. Importing attention.py would import torch, which takes
+    a second."""
+    tree = ast.parse((REPOSITORY / "attention.py").read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
+    (kernels,) = [node.value for node in assigned if node.target.id == "KERNELS"]
+    return tuple(key.value for key in kernels.keys)
+
+
+KernelName = Literal[_kernel_names()]  # pyrefly: ignore
 
 
 class ModelSettings(Settings):

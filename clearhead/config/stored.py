@@ -69,7 +69,7 @@ def names_run(resume: object) -> bool:
 
 
 def automatic_warmup(max_steps: int) -> int:
-    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/benchmarks.md).
+    # With 12 warm-up steps, the loss of GPT-2 small rises by four nats (docs/results.md).
     return min(max(max_steps // 10, 24), 2000, max_steps // 5)
 
 
@@ -96,8 +96,8 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     """
     given, known = flat(config.model_dump()), flat(stored)
     if broken := sorted(GROUPS.keys() & known.keys()):
-        cause = f"in state.json, settings.{broken[0]} must be a group of settings"
-        raise CheckpointError("checkpoint", found, cause, "use another checkpoint")
+        reason = f"in state.json, settings.{broken[0]} must be a group of settings"
+        raise CheckpointError("checkpoint", found, reason, "use another checkpoint")
     before = given | {
         key: known[key] for key in given.keys() & known.keys() if not _is_of(key, OF_THE_LAUNCH)
     }
@@ -121,9 +121,9 @@ def complete(config: Config, found: str, stored: dict) -> tuple[Config, list[str
     merged |= named
     result, problems = validate(Config, nested(merged))
     if problems and not any(problem.key in named for problem in problems):
-        cause = format_problem(problems[0]._replace(hint=""))
-        fix = f"give another {problems[0].key}, or use another checkpoint"
-        raise CheckpointError("checkpoint", found, cause, fix)
+        reason = format_problem(problems[0]._replace(hint=""))
+        hint = f"give another {problems[0].key}, or use another checkpoint"
+        raise CheckpointError("checkpoint", found, reason, hint)
     refuse(problems)
     changed = [
         f"{key}={shorten(as_yaml(value))} (was {shorten(as_yaml(before[key]))})"
@@ -140,10 +140,10 @@ def _is_of(key: str, names: Collection[str]) -> bool:
 
 def different_settings(settings: dict, of_rank_0: dict, rank: int) -> list[Problem]:
     """Returns a problem for each setting of this rank that differs from rank 0."""
-    theirs, fix = flat(of_rank_0), "start all ranks with the same settings"
+    theirs, hint = flat(of_rank_0), "start all ranks with the same settings"
     return [
         Problem(
-            key, value, f"rank {rank} has this value, rank 0 has {as_yaml(theirs.get(key))}", fix
+            key, value, f"rank {rank} has this value, rank 0 has {as_yaml(theirs.get(key))}", hint
         )
         for key, value in flat(settings).items()
         if key not in OF_ONE_RANK and value != theirs.get(key)

@@ -74,7 +74,7 @@ class Strategy:
     def wrap(self, model: GPT, compiled: bool) -> torch.nn.Module:
         """Returns the module to train. It shares the parameters of a prepared model. compiled: on
         a GPU, compile the complete model (FSDP: each block). On a CPU, compile each block, because
-        embeddings and loss are faster uncompiled (docs/benchmarks.md)."""
+        embeddings and loss are faster uncompiled (docs/results.md)."""
         by_block = compiled and (self.device.type == "cpu" or self.compiles_blocks)
         specialize(model, self.device, compile_blocks=by_block)
         self.wrapped = self._wrap(model)

@@ -95,33 +95,11 @@ def similarities(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> n
 def assign(values: np.ndarray) -> np.ndarray:
     """Returns a different column for each row, so that the sum of their values is the largest.
 
-    values: (rows, columns), at least as many columns as rows. The Hungarian algorithm (Kuhn 1955),
-    with potentials: each row is added along the shortest augmenting path. Column 0 is a virtual
-    column with the row that is being added.
+    values: (rows, columns), at least as many columns as rows. Needs scipy.
     """
-    rows, columns = values.shape
-    cost = np.pad(-values.astype(np.float64), ((1, 0), (1, 0)))
-    of_rows, of_columns = np.zeros(rows + 1), np.zeros(columns + 1)  # potentials
-    row_of = np.zeros(columns + 1, int)  # the row of each column; 0: none
-    for row in range(1, rows + 1):
-        row_of[0], column = row, 0
-        slack = np.full(columns + 1, np.inf)
-        previous, visited = np.zeros(columns + 1, int), np.zeros(columns + 1, bool)
-        while row_of[column]:
-            visited[column] = True
-            reduced = cost[row_of[column]] - of_rows[row_of[column]] - of_columns
-            closer = ~visited & (reduced < slack)
-            slack[closer], previous[closer] = reduced[closer], column
-            column = int(np.where(visited, np.inf, slack).argmin())
-            step = slack[column]
-            of_rows[row_of[visited]] += step
-            of_columns[visited] -= step
-            slack[~visited] -= step
-        while column:  # move the rows on the path by one column
-            row_of[column] = row_of[previous[column]]
-            column = previous[column]
-    found = np.flatnonzero(row_of[1:])
-    return found[np.argsort(row_of[1:][found])]
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(values, maximize=True)[1]
 
 
 def match_heads(pairs: np.ndarray) -> list[Group]:

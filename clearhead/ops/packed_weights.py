@@ -1,4 +1,4 @@
-"""Packed weights: layers for fast text generation on a CPU. Measurements: docs/models.md.
+"""Packed weights: layers for fast text generation on a CPU. Measurements: docs/results.md.
 
 A decoding step multiplies each matrix of the model by one row for each text, so its time is the
 time to read the matrices from memory. One product computes queries, keys and values, because large

@@ -19,7 +19,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import yaml
 
 from clearhead.checkpoint.run_directory import settings_of
@@ -238,20 +237,11 @@ def difference(row: ComparisonRow, first: ComparisonRow) -> Difference | None:
     deltas = [values[0][seed] - values[1][seed] for seed in once]
     if len(deltas) < 3 or not all(map(math.isfinite, deltas)):
         return None
+    from scipy import stats  # takes a second
+
     mean, error = statistics.fmean(deltas), statistics.stdev(deltas) / math.sqrt(len(deltas))
-    return Difference(mean, error, p_value(mean / (error or 1e-300), len(deltas) - 1), len(deltas))
-
-
-def p_value(t: float, degrees: int) -> float:
-    """Returns the two-sided p-value of Student's t distribution.
-
-    With t = sqrt(degrees) tan(a), the density of the angle a is proportional to cos(a)^(degrees-1).
-    """
-    angle, points = math.atan(abs(t) / math.sqrt(degrees)), 10_000
-    density = np.cos(np.linspace(angle, math.pi / 2, points)) ** (degrees - 1)
-    everything = np.cos(np.linspace(0, math.pi / 2, points)) ** (degrees - 1)
-    tail = np.trapezoid(density, dx=(math.pi / 2 - angle) / (points - 1))
-    return float(tail / np.trapezoid(everything, dx=math.pi / 2 / (points - 1)))
+    p_value = 2 * stats.t.sf(abs(mean) / (error or 1e-300), len(deltas) - 1)
+    return Difference(mean, error, float(p_value), len(deltas))
 
 
 def tokens_to(target: float, points: Points, sign: int) -> int | None:

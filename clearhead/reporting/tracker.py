@@ -6,9 +6,12 @@ disk they are in attention/statistics.jsonl and attention/heads.csv.
 An error of W&B never ends or blocks the training. Calls that may wait have a timeout. After the
 first error the tracker prints a line on stderr and writes only to disk. docs/wandb.md describes the
 dashboard.
+
+When the process is killed, an offline run loses the rows of the last FLUSH_SECONDS; the server of
+an online run, those of the last 15 seconds. The resumed run logs the steps that it computes again, so
+only rows from before its checkpoint stay lost on W&B. The run directory has them.
 """
 
-import contextlib
 import math
 import os
 import shlex
@@ -20,7 +23,6 @@ import numpy as np
 
 from clearhead.checkpoint.run_directory import CONFIG_YAML
 from clearhead.config.schema import WandbConfig
-from clearhead.files import read_rows
 from clearhead.reporting import wandb_process
 from clearhead.reporting.jsonl import RowFile
 from clearhead.reporting.report import sample_page
@@ -29,18 +31,19 @@ from clearhead.reporting.wandb_process import (
     cause,
     create_workspace,
     define_metrics,
+    next_step,
     say,
     start_run,
     teardown,
     upload_code,
 )
-from clearhead.reporting.wandb_resume import UNFINISHED, first_missing_step, rows_on_disk
 
 if TYPE_CHECKING:
     from clearhead.lens.snapshots import Snapshot
 
 MAX_SAMPLES = 40  # samples per run on W&B, which is slow with 1000 files; attention adds up to 900
 ALERT_SECONDS = 3600  # between two alerts with the same title
+FLUSH_SECONDS = "0.1"  # between two writes to the record of a W&B run
 
 
 class Tracker:
@@ -58,7 +61,7 @@ class Tracker:
         self.rows = RowFile(folder / "metrics.jsonl")
         self.samples = RowFile(folder / "samples.jsonl")
         self.last_step = settings.get("trainer", {}).get("max_steps") or 0
-        self.first_step = 0  # the first step to log to W&B
+        self.first_step = 0  # the first step that W&B does not have
         self.next_sample = 0.0  # the first step whose sample is logged to W&B
         self.workspace_is_due = config.workspace  # at the first attention snapshot
         self.run = None
@@ -66,6 +69,7 @@ class Tracker:
             return
         # Otherwise W&B sends reports of its errors to its developers, even in offline runs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", FLUSH_SECONDS)  # default: 15
         try:
             import wandb  # takes 0.5 s; a broken installation must not end the run
 
@@ -75,27 +79,12 @@ class Tracker:
             self._stop_logging(error)
         self._call(define_metrics)
         self._call(lambda run: upload_code(run) if config.save_code else None)
-        if self.run:
-            self._resume(is_known=run_id is not None)
-
-    def _resume(self, is_known: bool) -> None:
-        """Logs what W&B lost when an earlier process was killed: rows, images and pages on disk.
-
-        is_known: whether W&B had this run before. If its files were deleted since, no rows on disk
-        are logged again: W&B would give them other steps.
-        """
-        rows = read_rows(self.folder / "metrics.jsonl") if is_known else []
-        self.first_step = max((row["step"] for row in rows), default=-1) + 1
-        try:
-            first = call_with_timeout(
-                wandb_process.CALL_SECONDS,
-                lambda: first_missing_step(self.wandb, self.run, self.folder),
-            )
-            self.first_step = self.first_step if first is None else first
-            for row in rows_on_disk(self.folder, self.first_step, self.last_step):
-                self._log_to_wandb(*row)
-        except Exception as error:
-            say(f"rows from before a kill were not logged ({cause(error)})")
+        if self.run and run_id:
+            try:
+                seconds = wandb_process.CALL_SECONDS
+                self.first_step = call_with_timeout(seconds, lambda: next_step(self.run))
+            except Exception as error:
+                say(f"steps from before this start may be shown twice ({cause(error)})")
 
     @property
     def run_id(self) -> str | None:
@@ -142,13 +131,16 @@ class Tracker:
     def _log_to_wandb(
         self, step: int, metrics: dict, snapshot: "Snapshot | None", sample: dict | None
     ) -> None:
-        """Logs a row to W&B, unless it has the row from before a kill."""
+        """Logs a row to W&B, unless it has the step: it would give the row, and all later ones,
+        other steps."""
         if self.run is None or step < self.first_step:
             return
         media = self._media(step, snapshot, sample)
-        self._call(lambda run: run.log(metrics, step=step))
-        if media:  # W&B adds them to the row, and names their files after the step of the last call
-            self._call(lambda run: run.log(media, step=step))
+        # commit: otherwise W&B records the row at the next step. W&B names the files of media after
+        # the step of the last call.
+        self._call(lambda run: run.log(metrics, step=step, commit=not media))
+        if media:
+            self._call(lambda run: run.log(media, step=step, commit=True))
 
     def _media(
         self, step: int, snapshot: "Snapshot | None", sample: dict | None
@@ -267,8 +259,6 @@ class Tracker:
             self._call(lambda run: run.finish(exit_code=exit_code), seconds)
         if self.run:  # finish has not failed
             self.run = None
-            with contextlib.suppress(OSError):
-                (self.folder / UNFINISHED).unlink()
             teardown()
 
     def _call(self, action: Callable, seconds: float | None = None) -> None:

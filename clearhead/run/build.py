@@ -38,7 +38,6 @@ from clearhead.reporting.profiler import Profiler
 from clearhead.reporting.run_log import RunLog
 from clearhead.reporting.tracker import NoTracker, Tracker
 from clearhead.reporting.wandb_process import invalid_variables
-from clearhead.reporting.wandb_resume import UNFINISHED
 from clearhead.reporting.watch import watch
 from clearhead.run.evaluation import Evaluator, Validation
 from clearhead.run.init_from import initial_weights
@@ -167,19 +166,19 @@ def load_data(config: Config, strategy: Strategy, start: Start, notes: list[str]
     with strategy.raise_on_all_ranks():  # other machines may not have the files
         data = load_datasets(config.data)
         if start.state:
-            fix = "restore the data, or use another name= for a new run; "
-            fix += "trainer.resume_override=true resumes anyway"
+            hint = "restore the data, or use another name= for a new run; "
+            hint += "trainer.resume_override=true resumes anyway"
             trained_on, path = start.state.data or [], config.data.path
             try:
-                check_checksums(trained_on, data.checksums, path, "the checkpoint", fix)
+                check_checksums(trained_on, data.checksums, path, "the checkpoint", hint)
             except DataError as error:
                 if not config.trainer.resume_override:
                     raise
                 notes.append(error.without_hint)
     of_rank_0 = strategy.broadcast(data.checksums)
     with strategy.raise_on_all_ranks():
-        fix = "give every machine the same data"
-        check_checksums(of_rank_0, data.checksums, config.data.path, "rank 0", fix)
+        hint = "give every machine the same data"
+        check_checksums(of_rank_0, data.checksums, config.data.path, "rank 0", hint)
     ids = get_tokenizer(config.data.tokenizer).n_vocab
     if config.model.vocab_size >= 2 * ids and not config.data.synthetic:
         reason = f"data.tokenizer={config.data.tokenizer} has {ids:,} ids"
@@ -271,7 +270,7 @@ def open_directory(
         directory = create_directory(config, start, closing)
         saver = Saver(directory, config.trainer.keep, state if start.in_place else None)
         closing.callback(saver.close)
-        if state.step >= config.trainer.max_steps and not (directory / UNFINISHED).exists():
+        if state.step >= config.trainer.max_steps:
             return directory, saver, NoTracker()  # no step left
         notes.extend(saver.disk_space_notes(12 * model.num_parameters()))
         run_directory.write_settings(directory, state.settings)

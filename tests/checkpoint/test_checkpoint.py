@@ -145,18 +145,6 @@ def test_damaged_checkpoint_is_skipped_or_refused(finished, make_run, tmp_path, 
         assert listing.find_checkpoint(run).name == "step_00000005"
 
 
-def test_older_format_has_no_checksums(saved, longer):
-    state = json.loads((saved / "state.json").read_text())
-    for key in ("losses", "skipped", "skipped_in_a_row", "spikes"):
-        del state[key]
-    (saved / "SHA256SUMS").unlink()
-    (saved / "state.json").write_text(json.dumps(state | {"format": 2}))
-    run = longer()
-    assert run.state.step == 4
-    fit(run)
-    assert checkpoint.load_state(listing.find_checkpoint(run.directory)).format == checkpoint.FORMAT
-
-
 def test_one_nonfinite_number_among_many_is_found():
     for value in (math.nan, math.inf, -math.inf):
         tensor = torch.randn(100_000)

@@ -147,23 +147,6 @@ def test_settings_that_cannot_be_read_are_written_again(run, resumed, no_waiting
         assert "trainer" in json.loads((new / "run.json").read_text())["settings"], kind
 
 
-def test_a_run_that_stored_old_names_of_settings_resumes(trained, make_run):
-    """Version 1 wrote them to state.json and run.json."""
-    run = copy_run(trained)
-    record = json.loads((run / "run.json").read_text())
-    for folder in (run / "checkpoints").glob("step_*"):
-        stored = json.loads((folder / "state.json").read_text())["settings"]
-        stored["lens"]["repeated"] = 7
-        del stored["lens"]["repeat_length"]
-        change_state(folder, settings=stored)
-    (run / "run.json").write_text(json.dumps(record | {"settings": stored}))
-    lens = directory.settings_of(run)["lens"]
-    assert (lens["repeat_length"], "repeated" in lens) == (7, False)
-    fit(make_run(f"trainer.resume={run}", LONGER))
-    written = checkpoint.load_state(listing.find_checkpoint(run)).settings
-    assert (written["trainer"]["max_steps"], "repeated" in written["lens"]) == (6, False)
-
-
 def test_checkpoints_with_special_files_are_refused(run, newest, resumed, no_waiting_for_fifos):
     for name in ("SHA256SUMS", *checkpoint.FILES):
         before = (newest / name).read_bytes()
@@ -206,7 +189,7 @@ def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, n
     assert (reader.state.step, reader.folder.name) == (5, "step_00000005")
     assert (unpruned, capsys.readouterr().err) == ([], "")
     named = run / "checkpoints" / "step_00000004"
-    with refused(CheckpointError, "checkpoint", named.resolve() / "state.json"):
+    with refused(CheckpointError, "checkpoint", named.resolve() / "SHA256SUMS"):
         load_pretrained(named)
 
 
@@ -224,7 +207,7 @@ STATES = {
     "settings": [5, {}],
     "settings.lens": [5],
     "settings.trainer.log_every": [0],
-    "format": [99],
+    "format": [2, 99],
     "other": [1],
 }
 TEXTS = ["", "[]", "[" * 100_000, '{"step": 1}', '{"%s": 1}' % ("x" * 5000)]

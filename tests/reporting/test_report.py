@@ -257,7 +257,7 @@ def test_heads_without_names(run):
     values |= {"positional": [0, 0.31]}
     write_all(folder, snapshot(40, 2, values, ["", "positional"]))
     (card,) = re.findall("<article>(.*?)</article>", write_report(folder).read_text())
-    # The significance of the head is of other statistics.
+    # Without its significance, which is of other statistics.
     assert re.findall(r"\d\.\d+", card.partition("<svg")[0]) == ["0.31"]
 
 

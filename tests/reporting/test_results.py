@@ -114,14 +114,6 @@ def test_values_are_valid_json_and_one_cell_of_the_table():
     )
 
 
-@pytest.mark.parametrize(
-    ("t", "degrees", "p"),  # critical values from tables of Student's t distribution
-    [(12.706, 1, 0.05), (4.303, 2, 0.05), (2.776, 4, 0.05), (-4.604, 4, 0.01), (3.250, 9, 0.01)],
-)
-def test_p_values_of_the_t_distribution(t, degrees, p):
-    assert results.p_value(t, degrees) == pytest.approx(p, rel=2e-3)
-
-
 def test_rows_are_compared_by_paired_seeds():
     """Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3)."""
     best, other = row({"lr": 1}, 2.0, 1.0, 3.0), row({"lr": 2}, 3.3, 2.1, 1.2)

@@ -33,7 +33,6 @@ from clearhead.reporting.machine import environment, git
 from clearhead.reporting.report import sample_page
 from clearhead.reporting.tracker import MAX_SAMPLES, NoTracker, Tracker
 from clearhead.reporting.wandb_process import invalid_variables
-from clearhead.reporting.wandb_resume import upload_again
 from clearhead.reporting.watch import histogram, histograms, watch
 
 OFFLINE = WandbConfig.with_defaults(mode="offline")
@@ -44,7 +43,7 @@ def recorded(tmp_path, monkeypatch):
     """Replaces a W&B run: records its calls."""
     run = Mock(id="x", offline=True, dir=str(tmp_path / "files"), rows={}, summary={})
     run.settings.finish_timeout = 1
-    run.log = lambda row, step: run.rows.update({step: row})
+    run.log = lambda row, step, commit: run.rows.update({step: row})
     run.init.return_value = run
     monkeypatch.setattr("wandb.init", run.init)
     return run
@@ -131,48 +130,6 @@ ENVIRONMENT = {
     "WANDB_RUN_ID": "my-id",
     "WANDB_RUN_GROUP": "another",
 }
-
-
-def test_only_pictures_of_the_run_are_logged_again(tmp_path, recorded):
-    """The rows of a run directory from elsewhere may name other files. So may the record."""
-    folder, secret = tmp_path / "run", tmp_path / "elsewhere" / "run-a.wandb"
-    (folder / "attention").mkdir(parents=True)
-    secret.parent.mkdir()
-    secret.write_text("secret")
-    (folder / "attention" / "step_00000002.html").symlink_to(secret)
-    named = ("../elsewhere/run-a.wandb", "attention/step_00000002.html", "attention/step_3.html")
-    lines = [{"step": step, "loss": 0.5, "page": path} for step, path in enumerate(named, start=1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / ".wandb_unfinished").write_text("../../elsewhere/run-a")
-    Tracker(OFFLINE, folder, {}).finish()
-    assert recorded.rows == {step: {"loss": 0.5} for step in (1, 2, 3)}
-    assert secret.read_text() == "secret"
-
-
-def test_deleted_records_of_wandb(tmp_path, recorded):
-    """Rows that W&B had before are not logged again. Rows of a run without W&B are logged."""
-    rows = [{"step": step, "loss": 0.5} for step in range(4)]
-    for run_id, expected in (("x", [4]), (None, [0, 1, 2, 3, 4])):
-        folder = tmp_path / str(run_id)
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tracker = Tracker(OFFLINE, folder, {}, run_id)
-        for step in (3, 4):
-            tracker.log({"loss": 0.4}, step)
-        tracker.finish()
-        assert list(recorded.rows) == expected
-        recorded.rows.clear()
-
-
-def test_links_are_not_uploaded_again(tmp_path):
-    media = tmp_path / "files" / "media"
-    media.mkdir(parents=True)
-    (media / "a.png").write_text("a picture")
-    (media / "b.png").symlink_to(tmp_path / "secret")
-    (tmp_path / "secret").write_text("secret")
-    run = Mock()
-    upload_again(run, tmp_path / "run-x.wandb")
-    assert [call.args for call in run.save.call_args_list] == [(str(media / "a.png"),)]
 
 
 def test_settings_have_priority_over_variables(tmp_path, recorded, monkeypatch):
