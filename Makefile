@@ -13,7 +13,8 @@ FAULTS := $(filter-out %/test_prepare_stopped.py,$(wildcard tests/faults/test_*.
     tests/config/test_problems.py tests/reporting/test_rows.py
 # Other tests that run more trials or more ranks with CAMPAIGN=1.
 MORE_TRIALS := tests/test_data.py tests/test_data_loader.py tests/tokens tests/interop/test_export.py \
-    tests/distributed/test_ranks.py tests/faults/test_prepare_stopped.py
+    tests/distributed/test_ranks.py tests/faults/test_prepare_stopped.py \
+    tests/scripts/test_notebook.py tests/scripts/test_sweep.py
 
 # Files that the type checker checks with its preset `default`; all others have `basic`.
 STRICT := attention.py model.py clearhead/files.py $(addprefix clearhead/,lens inference interop) \

@@ -13,7 +13,6 @@ SMALL = ("device=cpu", "models=[gpt2-nano]", "batch_size=2", "length=16")
 @pytest.fixture
 def run(in_process, tmp_path, monkeypatch):
     """run(**commands) -> (exit code, lines of the table, printed keys, rows of gpu.json)."""
-    monkeypatch.setattr(gpu, "STEPS", 4)
 
     def run_rows(**commands):
         monkeypatch.setattr(gpu, "COMMANDS", commands)
@@ -37,17 +36,12 @@ def test_a_command_that_fails_loses_no_other_row(run, tmp_path):
         tests="-c 'print(6); print(7); raise SystemExit(3)'",
         comparison=f"{tmp_path}/benchmark.py {{folder}}",
         generation="-c 'import time'",
-        single=f"{gpu.COMMANDS['single']} trainer.max_steps=4 trainer.log_every=2",
     )
     assert (code, keys[-1]) == (4, "rows")
     assert {"commit", "processor", "torch"} <= results.keys()
-    failed, measured, empty, trained = results["rows"]
-    assert [row["exit_code"] for row in results["rows"]] == [3, 0, 0, 0], trained["output"]
+    failed, measured, empty = results["rows"]
+    assert [row["exit_code"] for row in results["rows"]] == [3, 0, 0]
     assert measured["figures"] == [{"name": "1 x 2, clearhead", "tokens_per_second": 2.0}]
     assert failed["output"] == "6\n7\n"
     assert failed["figures"] == empty["figures"] == []
-    (found,) = trained["figures"]
-    assert found["tokens_per_second"] > 0
-    assert found["estimated_gb"] > 0
-    assert [line.count(" | ") for line in table] == [4, 4, 4, 4]
-    assert f"{found['peak_gb']:.1f}" in table[-1]
+    assert [line.count(" | ") for line in table] == [4, 4, 4]

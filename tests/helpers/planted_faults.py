@@ -335,12 +335,14 @@ def wait_at(step: int, file: str) -> None:
 
 def slow(seconds: float) -> None:
     """Delays everything on this rank except training steps."""
-    parts = ("run.Run.evaluate", "run.Run.sample", "run.Run.write_report", "build.open_directory")
+    parts = ["run.run.Run.evaluate", "run.run.Run.sample", "run.build.open_directory"]
+    parts += [
+        "run.build.load_parameters",
+        "checkpoint.format.write",
+        "lens.snapshots.Lens.snapshot",
+    ]
     for name in parts:
-        on_call(f"clearhead.run.{name}", lambda *_: time.sleep(seconds))
-    for name in ("clearhead.checkpoint.format.write", "clearhead.run.build.load_parameters"):
-        on_call(name, lambda *_: time.sleep(seconds))
-    on_call("clearhead.lens.snapshots.Lens.snapshot", lambda *_: time.sleep(seconds))
+        on_call(f"clearhead.{name}", lambda *_: time.sleep(seconds))
 
 
 def compiler(backend: str) -> None:

@@ -106,9 +106,16 @@ class ForkServer:
     def run_ranks(
         self, folder: Path, *arguments: str, codes: Sequence[int] = (0, 0), **more
     ) -> list["Training"]:
-        """Starts ranks and waits until they end. Checks their exit codes."""
+        """Starts ranks and waits until they end. Checks their exit codes. A rank with another exit
+        code ends all, which would wait for it."""
         trainings = self.start_ranks(folder, *arguments, **more)
-        found = [training.wait() for training in trainings]
+        running = dict(enumerate(trainings))
+        while running:
+            for rank in [rank for rank, each in running.items() if each.has_ended(0.02)]:
+                if running.pop(rank).wait() != codes[rank]:
+                    for other in running.values():
+                        other.send(signal.SIGKILL)
+        found = [training.code for training in trainings]
         assert found == list(codes), [training.err for training in trainings]
         return trainings
 

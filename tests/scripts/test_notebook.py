@@ -7,11 +7,13 @@ import nbformat
 from helpers import REPOSITORY
 from helpers.notebooks import execute, outputs, replace
 from helpers.runs import rows
+from helpers.tally import in_campaign
 
 NOTEBOOK = REPOSITORY / "docs" / "notebook.ipynb"
 SHORT = "model.num_layers=1 lens.prompts=[The] lens.repeat_length=0 lens.ablation=off"
 
 
+@in_campaign
 def test_it_runs(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     # The packages are installed, and tests have no network.

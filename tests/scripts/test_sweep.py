@@ -14,6 +14,7 @@ import yaml
 from helpers import REPOSITORY, TEXT, TIMEOUT, TINY
 from helpers.refusals import printed_keys
 from helpers.runs import rows, run_command
+from helpers.tally import CAMPAIGN
 from PIL import Image
 
 import train
@@ -293,7 +294,7 @@ def test_a_sweep_of_several_ranks_is_refused(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"] if CAMPAIGN else ["joblib"])
 def test_launchers_of_hydra(tmp_path, text_file, launcher):
     """Each job runs in a separate process, started outside the repository."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
