@@ -13,9 +13,7 @@ Reads run.json and metrics.jsonl of each run.
 import datetime
 import glob
 import math
-import operator
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,19 +30,16 @@ from clearhead.reporting.charts import number
 from clearhead.reporting.comparison_plot import plot
 from clearhead.reporting.machine import machine
 
-CONDITION = re.compile(r"\s*([^!<>=]+?)\s*(!=|<=|>=|==?|<|>)\s*(.*?)\s*", re.DOTALL)
 SWEEPS = "multirun"  # folder of the sweep directories in runs_dir
-ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-Condition = tuple[str, str, str]  # key, operator, value
 
 
-def _conditions(where: str | list[str]) -> list[Condition]:
-    """Parses the setting `where`. Raises `rejected`."""
+def _conditions(where: str | list[str]) -> list[tuple[str, str]]:
+    """Returns (key, value) of each condition. Raises `rejected`."""
     texts = where if isinstance(where, list) else [where] if where else []
-    found = [CONDITION.fullmatch(text) for text in texts]
-    if None in found:
-        raise rejected("not of the form KEY=VALUE, or with !=, <, <=, > or >=", "see --help")
-    return [match.groups() for match in found]
+    found = [text.partition("=") for text in texts]
+    if not all(key and equals for key, equals, _ in found):
+        raise rejected("not of the form KEY=VALUE", "see --help")
+    return [(key.strip(), value.strip()) for key, _, value in found]
 
 
 class CompareConfig(ScriptConfig):
@@ -58,7 +53,7 @@ class CompareConfig(ScriptConfig):
     )
     where: Annotated[str | list[str], AfterValidator(_conditions)] = Field(
         "",
-        description="only runs with this setting or last metric: optimizer.lr<0.01, or [A,B,...]",
+        description="only runs with this setting or last metric: seed=1, or [A,B,...]",
     )
     metric: Name = Field("val/loss", description="metric of metrics.jsonl to compare")
     target: float | None = Field(
@@ -81,7 +76,7 @@ def main(settings: CompareConfig) -> None:
             **machine(()),
             "metric": settings.metric,
             "target": settings.target,
-            "where": ["".join(condition) for condition in settings.where],
+            "where": ["=".join(condition) for condition in settings.where],
             "settings": results.shared(runs),
             "rows": rows,
         }
@@ -126,31 +121,28 @@ def found(settings: CompareConfig) -> list[results.ComparedRun]:
 
 
 def selected(
-    runs: list[results.ComparedRun], conditions: list[Condition]
+    runs: list[results.ComparedRun], conditions: list[tuple[str, str]]
 ) -> list[results.ComparedRun]:
     """Returns the runs that meet all conditions. Raises ConfigError if there are none."""
-    for key, sign, wanted in conditions:
+    for key, wanted in conditions:
         values = [run.values for run in runs]
-        problem = ("where", f"{key}{sign}{wanted}")
+        problem = ("where", f"{key}={wanted}")
         if not any(key in of_run for of_run in values):
             near = nearest(key, sorted(set().union(*values)))
             hint = f"did you mean {near}?" if near else "config.yaml of a run lists its settings"
             refuse([(*problem, "no such setting or metric", hint)])
         pairs = [(run, of_run.get(key)) for run, of_run in zip(runs, values, strict=True)]
-        runs = [run for run, value in pairs if is_met(value, sign, wanted)]
+        runs = [run for run, value in pairs if is_met(value, wanted)]
         if not runs:
             known = " | ".join(sorted({typed(value) for _, value in pairs}))
             refuse([(*problem, "no run meets this condition", f"the values are {shorten(known)}")])
     return runs
 
 
-def is_met(found: object, sign: str, wanted: str) -> bool:
-    """Compares numbers, or for = and != also text. A list also equals each of its items."""
-    if sign in ORDER:
-        return ORDER[sign](number(found), number(wanted))
+def is_met(found: object, wanted: str) -> bool:
+    """Compares text or numbers. A list also equals each of its items."""
     values = [found, *found] if isinstance(found, list) else [found]
-    is_equal = any(typed(value) == wanted or number(value) == number(wanted) for value in values)
-    return is_equal == (sign != "!=")
+    return any(typed(value) == wanted or number(value) == number(wanted) for value in values)
 
 
 def typed(value: object) -> str:

@@ -36,11 +36,19 @@ def collect(
     On all ranks; rank 0 gets tensors, the others None. copy: copies tensors that are already on the
     CPU, so that training does not change them.
     """
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+        tensor = tensor.detach()
+        if hasattr(tensor, "full_tensor"):  # sharded; all devices hold all of it for a moment
+            tensor = tensor.full_tensor()
+        return tensor.to("cpu", copy=copy).contiguous() if strategy.is_rank_0 else None
+
+    # Not torch.distributed.checkpoint.state_dict: it makes a step with an optimizer without state.
     model_tensors, optimizer_tensors = {}, {}
     for name, parameter in model.named_parameters():
-        model_tensors[name] = strategy.gather(parameter, copy)
+        model_tensors[name] = whole(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
-            optimizer_tensors[f"{key}.{name}"] = strategy.gather(torch.as_tensor(value), copy)
+            optimizer_tensors[f"{key}.{name}"] = whole(torch.as_tensor(value))
     return model_tensors, optimizer_tensors
 
 

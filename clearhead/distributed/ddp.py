@@ -67,9 +67,6 @@ class DDP(Strategy):
     def no_sync(self, more_to_come: bool) -> contextlib.AbstractContextManager:
         return self.wrapped.no_sync() if more_to_come else contextlib.nullcontext()
 
-    def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
-        return super().gather(tensor, copy) if self.is_rank_0 else None
-
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         mine = whole.to(like.device, like.dtype) if self.is_rank_0 else torch.empty_like(like)
         mine = mine.contiguous()

@@ -1,7 +1,6 @@
 """FSDP: every rank holds a shard of each parameter, gradient and moment (FSDP2 of PyTorch)."""
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,14 +71,9 @@ class FSDP(DDP):
     def total_norm(self, model: torch.nn.Module) -> Tensor:
         return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
 
-    def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
-        # All devices hold the complete tensor for a moment; rank 0 keeps it.
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return super().gather(whole, copy)
-
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor):
             return super().scatter(whole, like)
-        empty = functools.partial(torch.empty, like.shape, dtype=like.dtype, device=like.device)
-        whole = whole.to(like.device, like.dtype) if self.is_rank_0 else empty()
+        on = {"device": like.device, "dtype": like.dtype}
+        whole = whole.to(**on) if self.is_rank_0 else torch.empty(like.shape, **on)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=0)

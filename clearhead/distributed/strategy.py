@@ -116,14 +116,6 @@ class Strategy:
             return [tensor.to(self.device) for tensor in tensors]
         return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
 
-    def gather(self, tensor: Tensor, copy: bool = True) -> Tensor | None:
-        """Returns a complete parameter or moment on the CPU of rank 0; None on the other ranks. All
-        ranks must call it, in the same order.
-
-        copy: also copy tensors that are on the CPU.
-        """
-        return tensor.detach().to("cpu", copy=copy).contiguous()
-
     def scatter(self, whole: Tensor | None, like: Tensor) -> Tensor:
         """Returns this rank's part of `whole`, with the dtype and placement of `like`. All ranks
         must call it, in the same order. `whole` is None on ranks other than 0."""

@@ -95,9 +95,12 @@ def similarities(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> n
 def assign(values: np.ndarray) -> np.ndarray:
     """Returns a different column for each row, so that the sum of their values is the largest.
 
-    values: (rows, columns), at least as many columns as rows. Needs scipy.
+    values: (rows, columns), at least as many columns as rows. Raises ImportError without scipy.
     """
-    from scipy.optimize import linear_sum_assignment
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as error:
+        raise ImportError("matching heads needs scipy: pip install scipy") from error
 
     return linear_sum_assignment(values, maximize=True)[1]
 

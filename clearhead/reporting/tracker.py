@@ -7,9 +7,10 @@ An error of W&B never ends or blocks the training. Calls that may wait have a ti
 first error the tracker prints a line on stderr and writes only to disk. docs/wandb.md describes the
 dashboard.
 
-When the process is killed, an offline run loses the rows of the last FLUSH_SECONDS; the server of
-an online run, those of the last 15 seconds. The resumed run logs the steps that it computes again, so
-only rows from before its checkpoint stay lost on W&B. The run directory has them.
+A killed process loses the rows that W&B has not written to its record (offline: those of the last
+FLUSH_SECONDS) or sent to the server (online: those of the last 15 seconds). The resumed run logs
+the steps that it computes again, so only rows from before its checkpoint stay lost on W&B, and
+pictures of an online run whose upload was interrupted. The run directory has all of them.
 """
 
 import math
@@ -84,7 +85,7 @@ class Tracker:
                 seconds = wandb_process.CALL_SECONDS
                 self.first_step = call_with_timeout(seconds, lambda: next_step(self.run))
             except Exception as error:
-                say(f"steps from before this start may be shown twice ({cause(error)})")
+                say(f"steps that are computed again may be shown twice ({cause(error)})")
 
     @property
     def run_id(self) -> str | None:

@@ -116,9 +116,8 @@ def test_rows_and_pictures_arrive(wandb, tmp_path, number):
     kills = (1, 1, 1, 1, 1, 2, 3)[number % 7]
     for _ in range(kills):
         place = (STEP, chance.randrange(STEPS // kills // 2, STEPS // kills), chance.choice(WHEN))
-        assert (
-            wandb.train(tmp_path, mode, chance, interrupt(("SIGKILL", *place))) == -signal.SIGKILL
-        )
+        fault = interrupt(("SIGKILL", *place))
+        assert wandb.train(tmp_path, mode, chance, fault) == -signal.SIGKILL
     assert wandb.train(tmp_path, mode, chance, None) == 0
     if mode == "offline" and chance.random() < 0.5:
         server.dropped.clear()

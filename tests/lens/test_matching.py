@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from clearhead.lens.matching import (
     all_pairs,
+    assign,
     directions,
     match_heads,
     mean_similarity,
@@ -58,6 +60,13 @@ def test_similarity_is_the_cosine_after_subtracting_uniform_attention():
                     of_b += (y[q, k] - uniform) ** 2
             cosines.append(dot / math.sqrt(of_a * of_b))
         assert found[layer, a, b] == pytest.approx(np.mean(cosines), abs=1e-5)
+
+
+def test_assignment_has_the_largest_sum(monkeypatch):
+    assert assign(np.array([[0.9, 0.8, 0.1], [0.8, 0.1, 0.2]])).tolist() == [1, 0]  # not 0.9 + 0.2
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ImportError, match="pip install scipy"):
+        assign(np.zeros((1, 1)))
 
 
 def test_permuted_heads_are_matched_completely():

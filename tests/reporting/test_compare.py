@@ -212,7 +212,7 @@ def test_columns_are_the_settings_that_differ_within_a_table(run, compared):
         ["gpt2-medium", "1024", "24"],
     ]
     assert {"24", "16", "512"} < set(gpt2[4][1].replace(",", "").split())
-    (table,) = compared("metric=val/bits_per_byte", "where=trainer.warmup_steps!=40")[0].values()
+    (table,) = compared("metric=val/bits_per_byte", "runs=runs/[a-d]")[0].values()
     columns = {
         "model",
         "model.context_length",
@@ -227,18 +227,14 @@ def test_columns_are_the_settings_that_differ_within_a_table(run, compared):
     ("where", "names"),
     [
         ("optimizer.name=muon", "b"),
-        ("optimizer!=muon", "ac"),
+        ("optimizer=adamw", "ac"),
         ("optimizer.lr=1e-2", "ab"),
-        ("optimizer.lr==1e-2", "ab"),
         ("wandb.tags=x", "bc"),
-        ("wandb.tags!=x", "a"),
         ("wandb.tags=[x,y]", "c"),
         ("model=gpt2-nano", "ac"),  # with any context length
-        ("optimizer.lr < 0.01", "c"),
-        ("optimizer.lr>=0.01", "ab"),
-        ("val/loss<=2", "bc"),
-        ("[optimizer.lr=0.01,val/loss>2]", "a"),
-        ("[model=gpt2-nano,name!=a,data.weights=null]", "c"),
+        ("val/loss=2", "b"),
+        ("[optimizer.lr=0.01,val/loss=3]", "a"),
+        ("[model=gpt2-nano,name=c,data.weights=null]", "c"),
     ],
 )
 def test_only_runs_that_meet_all_conditions(run, compared, where, names):
@@ -286,7 +282,7 @@ def test_settings_that_are_refused(run, in_process, tmp_path):
         "plot=a.svg": "plot",
         "metric=val/lss": "metric",
     }
-    found |= {f"where={text}": "where" for text in ("muon", "optimiser.lr!=1", "seed>5", "=1")}
+    found |= {f"where={text}": "where" for text in ("muon", "optimiser.lr=1", "seed=5", "=1")}
     for argument, key in found.items():
         code, _, err = in_process(compare.main, tmp_path, argument)
         assert (code, printed_keys(err)[-1]) == (2, key)
