@@ -37,7 +37,7 @@ test: $(VENV)/test  ## all tests
 campaign: $(VENV)/test  ## the long tests, hours; TEXTS=FOLDER also compares the tokens of all text files there
 	TEXTS="$(TEXTS)" $(VENV)/bin/python -m pytest -s tests/campaign/tokens.py $(ARGS)
 	CAMPAIGN=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(MORE_TRIALS) $(ARGS)
-	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/distributed/test_ranks.py $(ARGS)
+	CAMPAIGN=1 CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k computed tests/distributed/test_ranks.py $(ARGS)
 	CAMPAIGN_COMPILER=inductor $(VENV)/bin/python -m pytest -k compiled \
 	    tests/inference/test_decoding.py tests/inference/test_generate.py $(ARGS)
 	CAMPAIGN=1 CAMPAIGN_KILLS=20 $(VENV)/bin/python -m pytest tests/distributed/test_ranks_lost.py $(ARGS)

@@ -35,9 +35,8 @@ from clearhead.checkpoint.resume import changed_settings
 from clearhead.checkpoint.tensors import load_model
 from clearhead.config.schema import TrainerConfig
 from clearhead.distributed.strategy import Strategy
-from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError, NotSavedError
+from clearhead.errors import CheckpointError, ConfigError, DataError, DivergedError
 from clearhead.optim.optimizers import NonFiniteCheck
-from clearhead.run.translate_errors import translate_errors
 from data import load_datasets
 from train import fit, save, train_step
 
@@ -239,37 +238,6 @@ def test_run_directory(make_run, tmp_path):
     assert (checkpoints / "best" / "model.safetensors").is_file()
 
 
-def test_the_summary_has_the_time_of_each_part(make_run, monkeypatch):
-    """A clock that only some methods advance: at steps 0, 2 and 4, and at each row of the log."""
-    now = 0
-
-    def clock() -> int:
-        return now
-
-    def slowed(method, seconds):
-        def call(*arguments):
-            nonlocal now
-            now += seconds
-            return method(*arguments)
-
-        return call
-
-    run = make_run("lens=default", "lens.every=2")
-    monkeypatch.setattr(time, "perf_counter", clock)
-    parts = [(run.evaluator, "validate"), (run.evaluator, "sample"), (run.lens, "snapshot")]
-    parts += [(run.log.tracker, "log"), (run, "check_time_limit")]
-    for number, (part, name) in enumerate(parts):
-        monkeypatch.setattr(part, name, slowed(getattr(part, name), 10**number))
-    fit(run)
-    assert json.loads((run.directory / "summary.json").read_text())["seconds_of"] == {
-        "validation": 3,
-        "samples": 2 * 10,
-        "attention snapshots": 3 * 100,
-        "logging": 5 * 1000,
-        "training": 4 * 10_000,
-    }
-
-
 def test_every_row_has_the_number_of_tokens(make_run):
     """Rows with only attention (steps 0, 2), a sample without validation (3), a loss (4)."""
     rare = ("trainer.log_every=4", "trainer.eval_every=3", "data.val_fraction=0")
@@ -367,13 +335,6 @@ def test_invalid_settings_of_a_run_are_an_error_of_its_checkpoint(run, resumed):
         assert len(str(caught.value)) < 2000
         given += (valid,)
         assert resumed(*given).state.step == 6
-
-
-@pytest.mark.parametrize("kind", [DivergedError, NotSavedError])
-def test_errors_before_there_is_a_run_stay_as_they_are(make_run, kind):
-    run = make_run()
-    with refused(kind, "key", 1), translate_errors(run.config, run.strategy):
-        raise kind("key", 1, "reason", "hint")
 
 
 def test_a_sweep_branches_off_from_a_run(run, in_process, tmp_path):

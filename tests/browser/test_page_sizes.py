@@ -82,8 +82,7 @@ def test_panel_of_a_deep_model_shows_the_enlarged_head_next_to_the_grid(shown):
     assert lens.locator("#map").bounding_box()["width"] >= 150
 
 
-@pytest.mark.parametrize("ratio", [1, 2])
-@pytest.mark.parametrize(("layers", "heads"), [(12, 12), (24, 16)])
+@pytest.mark.parametrize(("layers", "heads", "ratio"), [(12, 12, 1), (24, 16, 2)])
 def test_planted_heads_are_visible_in_thumbnails_of_long_prompts(shown, layers, heads, ratio):
     """Also one bright weight per row: the browser must not scale a thumbnail down."""
     lens = shown(planted_run(layers, heads), device_scale_factor=ratio)

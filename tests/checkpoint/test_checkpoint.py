@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+from helpers import TIMEOUT
 from helpers.refusals import refused
 from helpers.runs import (
     assert_same,
@@ -170,7 +171,7 @@ def test_a_checkpoint_has_the_parameters_of_its_step(make_run, monkeypatch):
     proceed, write = threading.Event(), checkpoint.write
 
     def late(*arguments):
-        assert proceed.wait(60)
+        assert proceed.wait(TIMEOUT)
         write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write", late)
@@ -250,7 +251,7 @@ def test_after_an_interrupt_closing_waits_for_the_checkpoint(make_run, monkeypat
     run, proceed, write = make_run(), threading.Event(), checkpoint.write
 
     def late(*arguments):
-        assert proceed.wait(60)
+        assert proceed.wait(TIMEOUT)
         write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write", late)

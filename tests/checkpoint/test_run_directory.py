@@ -26,9 +26,6 @@ FIFO = SPECIAL_FILES["FIFO"]
 UNREADABLE = {
     "FIFO": FIFO,
     "empty": lambda path: path.write_bytes(b""),
-    "huge": lambda path: (path.touch(), os.truncate(path, 2**26)),
-    "nested": lambda path: path.write_text("[" * 100_000),
-    "list": lambda path: path.write_text("[]"),
 }
 
 
@@ -172,8 +169,7 @@ def save_newer_and_prune(run):
         shutil.rmtree(old)
 
 
-@pytest.mark.parametrize("path", [".", "checkpoints/last"])
-@pytest.mark.parametrize("name", ["read_bounded", "checksum", "read_json", "load_file"])
+@pytest.mark.parametrize(("name", "path"), [("checksum", "."), ("load_file", "checkpoints/last")])
 def test_a_checkpoint_may_be_pruned_while_it_is_read(run, monkeypatch, capsys, name, path):
     """The new checkpoint is read instead, without a warning. A path of a checkpoint is refused."""
     module = tensors if name == "load_file" else checkpoint

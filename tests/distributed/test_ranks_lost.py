@@ -50,7 +50,7 @@ def whole(server, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("what", "way", "lost"),
-    [("SIGKILL", "ddp", 0), ("SIGKILL", "fsdp", 1)] + [("SIGSTOP", "fsdp", 1)] * CAMPAIGN,
+    [("SIGKILL", "fsdp", 0)] + [("SIGKILL", "ddp", 1), ("SIGSTOP", "fsdp", 1)] * CAMPAIGN,
 )
 def test_a_lost_rank_ends_the_other_and_the_run_resumes(server, whole, tmp_path, what, way, lost):
     """A dead rank is noticed immediately, a rank that times out after the timeout."""

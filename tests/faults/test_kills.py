@@ -86,7 +86,7 @@ def test_a_crash_at_each_point_of_saving_loses_nothing(faults, kind, power):
     """A kill before each disk operation, from the first one of the second checkpoint until the
     first checkpoint is removed. power: all data that was not flushed (fsync) is lost too."""
     names = faults.operations(kind)
-    stride = campaign("CAMPAIGN_APART", 12 if kind == "three" else 25, 1)
+    stride = campaign("CAMPAIGN_APART", 16 if kind == "three" else 25, 1)
     points = range(1 + stride // 2 if power else 1, len(names) + 1, stride)
     assert points
     for point in points:

@@ -57,15 +57,6 @@ def test_short_runs(profiled, caplog):
     assert annotations(folder).count("forward") == 2
 
 
-def test_does_nothing_unless_enabled(tmp_path):
-    profiler = Profiler(False, tmp_path / "profile", torch.device("cpu"))
-    for _ in range(9):
-        with profiler.step(), profiler.phase("forward"):
-            pass
-    profiler.close()
-    assert not (tmp_path / "profile").exists()
-
-
 def test_training_is_the_same_bit_for_bit(make_run):
     runs = []
     for profile in ("false", "true"):

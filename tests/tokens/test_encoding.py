@@ -7,9 +7,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterable
-from unittest import mock
 
-import gigatoken.gigatoken_rs
 import numpy as np
 import pytest
 import regex  # a dependency of tiktoken, for \p{L}
@@ -112,24 +110,6 @@ def test_a_run_without_a_cut_has_the_ids_of_one_call(engine):
         encoder = encoder_of(engine, chunk_bytes=draw.choice([32, 100, 256]))
         arrays = check_ids(encoder, text, utf8_blocks(text, draw.randint(1, 999)))
         assert len(arrays) > 4
-
-
-@pytest.mark.parametrize("character", [*"a \n-'日\u0301"])
-def test_a_long_run_is_encoded_in_pieces(character, monkeypatch):
-    """The engine encodes little text twice; after the long text chunks are small again."""
-    encode = mock.create_autospec(Gigatoken.encode, side_effect=Gigatoken.encode)
-    monkeypatch.setattr(Gigatoken, "encode", encode)
-    text = character * 100_000
-    check_ids(encoder_of("gigatoken", chunk_bytes=2**12), text, utf8_blocks(text))
-    pieces = [call.args[1] for call in encode.call_args_list]
-    assert max(map(len, pieces)) <= 3 * 2**12
-    assert sum(map(len, pieces)) < 1.5 * len(text.encode())
-    encode.reset_mock()
-    text = f"{character * 3000}\n{WORDS}"
-    check_ids(encoder_of("gigatoken", chunk_bytes=32), text, [text.encode()])
-    pieces = [call.args[1] for call in encode.call_args_list]
-    assert max(map(len, pieces)) > 64
-    assert max(map(len, pieces[-10:])) <= 64
 
 
 def test_a_million_line_ends_before_a_word():
@@ -260,17 +240,3 @@ def test_the_engine_that_is_used():
         encoder = StreamEncoder(tokenizer, engine=engine)
         assert encoder.engine == used
         check_ids(encoder, WORDS * 100, utf8_blocks(WORDS * 100))
-
-
-def test_gigatoken_is_reloaded_when_the_process_has_grown(monkeypatch):
-    """It caches every word."""
-    memory, words = [10**9], WORDS.encode()
-    made = mock.Mock(side_effect=gigatoken.gigatoken_rs.BPETokenizer.from_tiktoken)
-    monkeypatch.setattr("gigatoken.gigatoken_rs.BPETokenizer", mock.Mock(from_tiktoken=made))
-    monkeypatch.setattr("clearhead.tokens.gigatoken_engine.resident_bytes", lambda: memory[0])
-    monkeypatch.setattr(Gigatoken, "CHECK_EVERY", 100)
-    encoder = Gigatoken(special=True)
-    for growth, count in ((Gigatoken.MAX_GROWTH, 1), (1, 2), (0, 2)):
-        memory[0] += growth
-        assert np.array_equal(encoder.encode(words), encode_at_once(WORDS))
-        assert made.call_count == count

@@ -40,7 +40,6 @@ from clearhead.tokens import END_OF_TEXT, encoding, readers
 from clearhead.tokens import prepare as module
 from clearhead.tokens.paths import find_files
 from clearhead.tokens.prepare import make_tasks
-from clearhead.tokens.readers import split_file
 from scripts.prepare_data import PrepareConfig, main
 
 few = trials(5, 100)
@@ -55,28 +54,6 @@ TEXT = "Some words of a text. " * 20  # four tasks with shards of 30 tokens
 def here(in_process, tmp_path):
     """here(*arguments) -> (exit code, out, err) of the command; it runs in this process."""
     return functools.partial(in_process, main, tmp_path, "workers=1")
-
-
-def test_number_of_tasks(tmp_path, monkeypatch):
-    assert module.MIN_TASK_BYTES == 2**24
-    monkeypatch.setattr(module, "MIN_TASK_BYTES", 120)
-    for name, size, shard_tokens, count in (
-        ("a.txt", 120, 10**8, 1),
-        ("a.txt", 126, 10**8, 2),
-        ("a.txt", 30_720, 10**8, 32),  # a large text: tasks for many workers
-        ("a.txt", 30_000, 30, 250),  # about one shard per task: four bytes per token
-        ("A.TXT.GZ", 10**6, 10**8, 1),  # cannot be split
-    ):
-        path = write_packed(tmp_path / name, b"A word" * (size // 6))
-        made = make_tasks([str(path)], "text", shard_tokens)
-        assert [task.number for task in made] == list(range(count))
-        assert sum(task.size for task in made) == path.stat().st_size
-    groups = write_source(tmp_path / "a.parquet", ["a" * 60] * 8)  # two rows per group
-    sizes = [part.size for part in split_file(str(groups), 1)]
-    assert len(sizes) == 4
-    monkeypatch.setattr(module, "MIN_TASK_BYTES", sum(sizes[:2]))
-    made = make_tasks([str(groups)] * 2, "text", 10**8)
-    assert [task.size for task in made] == [sum(sizes[:2]), sum(sizes[2:])] * 2
 
 
 @few
@@ -239,20 +216,6 @@ def test_shards_of_a_longer_text_do_not_stay(tmp_path):
     check_manifest(out, prepare(path, out), "gpt2", 30)
 
 
-def test_tasks_that_another_process_finished_are_kept(tmp_path):
-    """The other process finished them after this one had listed the unfinished tasks."""
-    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
-    made = preparation(path, out)
-    made.start()
-    left = made.unfinished(made.assigned)
-    prepare(path, out)
-    before = finished_shards(out)
-    for workers in (1, 2):
-        made.run(left, workers, lambda count: None)
-    assert len(left) > 1
-    check_kept(out, before)
-
-
 def test_other_files_in_the_folder(here, tmp_path):
     """They are not changed. Other token files are an error."""
     write_source(tmp_path / "a.txt", [TEXT])
@@ -309,17 +272,6 @@ def test_text_that_changes_during_preparation_is_prepared_again(tmp_path, share)
     check_manifest(out, manifest, "byte", 2500)
 
 
-def test_text_that_changes_after_it_was_divided_is_prepared_again(tmp_path):
-    path, out = write_source(tmp_path / "a.txt", [TEXT]), tmp_path / "out"
-    made = preparation(path, out)
-    made.start()
-    write_source(path, [TEXT.replace(" a ", "\n")])
-    made.run(made.assigned, 1, lambda count: None)
-    assert made.finish() is None
-    prepare(path, out)
-    assert ids_of(out) == expected_ids([("txt", [TEXT.replace(" a ", "\n")])])
-
-
 def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
     """gigatoken is patched to return wrong ids from the second task on."""
     text = TEXT * 10
@@ -340,20 +292,6 @@ def test_task_whose_tokenizers_disagree_is_not_finished(tmp_path, monkeypatch):
     assert not list(out.glob("shard_00001*"))
     prepare(path, out, engine="tiktoken", shard_tokens=500)
     assert ids_of(out) == expected_ids([("txt", [text])])
-
-
-def test_settings_are_taken_as_they_are_given():
-    for text in (
-        "a b,c",
-        "hub:name:config:train",
-        "[a",
-        "[[a]]",
-        "web/**/*.jsonl",
-        "'a'",
-        "null",
-        "3",
-    ):
-        assert parse(PrepareConfig, [f"data.path={text}", "out=x"]).data.path == text
 
 
 def test_invalid_settings_are_refused(here, subtests):

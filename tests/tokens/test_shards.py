@@ -7,8 +7,6 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
-import stat
 import struct
 from pathlib import Path
 
@@ -138,25 +136,6 @@ def test_shard_of_several_blocks(tmp_path):
     assert np.array_equal(stream.document_starts(), np.union1d([0], np.flatnonzero(ids == EOT)))
 
 
-def test_files_are_renamed_after_fsync(tmp_path, monkeypatch):
-    """Each file: fsync, rename, fsync of the directory."""
-    done, replace = [], os.replace
-
-    def sync(descriptor):
-        found = os.fstat(descriptor)
-        done.append("folder" if stat.S_ISDIR(found.st_mode) else found.st_size)
-
-    def rename(old, new):
-        done.append(Path(new).name)
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(os, "replace", rename)
-    write_shards(tmp_path, {"a.bin": HAND_MADE_IDS})
-    size = os.path.getsize(tmp_path / MANIFEST)
-    assert done == [len(HAND_MADE), "a.bin", "folder", size, MANIFEST, "folder"]
-
-
 IDS = ids_of(3000)
 COMPLETE = llm_c_bytes(IDS)  # 7024 bytes
 
@@ -270,26 +249,6 @@ def test_plain_ids_are_told_from_headers_and_texts(tmp_path):
     path.write_bytes(plain(ids_of(1112)))  # with a manifest every file needs a header
     with refuses(path, struct.unpack("<i", plain(ids_of(2)))[0]):
         opened(tmp_path, verify=False)
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ((10, 100), (100, 100)),
-        ((10, 1000), (257, 1000)),
-        ((10, resource.RLIM_INFINITY), (257, resource.RLIM_INFINITY)),
-        ((300, 1000), None),
-    ],
-)
-def test_limit_of_open_files_is_raised_as_far_as_needed_and_allowed(
-    tmp_path, monkeypatch, limits, expected
-):
-    asked = {}
-    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_NOFILE: limits}.get)
-    monkeypatch.setattr(resource, "setrlimit", asked.__setitem__)
-    write_shards(tmp_path, {"a.bin": [1, 2, 3]})
-    assert read(tmp_path) == [1, 2, 3]
-    assert asked.get(resource.RLIMIT_NOFILE) == expected
 
 
 @pytest.fixture
