@@ -36,9 +36,8 @@ from helpers import NO_NETWORK, REPOSITORY, TEXT, TIMEOUT, TINY  # noqa: E402
 
 PAGE_TIMEOUT = 120_000  # milliseconds that a test of a page waits at most
 # The slowest files run first, so that no process is left with a long one at the end.
-SLOWEST = ["ranks", "kills", "wandb_pictures", "sweep", "wandb_faults", "ranks_lost", "security"]
-SLOWEST += ["commands", "contributing", "tutorial", "page", "page_use", "page_reading"]
-SLOWEST += ["page_story", "training", "prepare_stopped", "train", "decoding", "fuzz"]
+SLOWEST = ["ranks", "kills", "ranks_lost", "wandb_faults", "wandb_pictures", "tutorial", "sweep"]
+SLOWEST += ["contributing", "page", "page_use", "page_reading", "page_story", "train"]
 
 
 def pytest_collection_modifyitems(items):
