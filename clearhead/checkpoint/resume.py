@@ -66,24 +66,40 @@ class Start:
     locked: Path | None = None  # on rank 0: the run directory if it is locked already
 
 
-def complete_settings(config: "Config", notes: list[str]) -> tuple["Config", Named | None]:
-    """Returns (settings, the checkpoint they come from). If trainer.resume is the path of a run,
-    its settings are used, overridden by the command line; otherwise None. Each rank reads them.
+def complete_settings(
+    config: "Config", strategy: Strategy, notes: list[str]
+) -> tuple["Config", Named | None]:
+    """Returns (settings, the checkpoint they come from, on rank 0). If trainer.resume is the path
+    of a run, its settings are used, overridden by the command line, and config.given is None then.
+    On all ranks; rank 0 reads the files.
 
     Raises CheckpointError if there is no checkpoint or its settings cannot be read.
     """
-    if config.given is None:
+    named = None
+
+    def read() -> tuple[str, dict] | None:
+        nonlocal named
+        if config.given is None:
+            return None
+        path, own = config.trainer.resume, own_directory(config)
+        if own and is_branch_of(own, path):
+            path = own
+        # No warning about damage here: find_start reports it.
+        files = (checkpoint.STATE,)
+        found = listing.find_checkpoint(path, "trainer.resume", files, lambda line: None)
+        named = found, checkpoint.load_state(found)
+        return str(found), named[1].settings
+
+    shared = strategy.broadcast(strategy.on_rank_0(read))
+    if shared is None:
         return config, None
-    path, own = config.trainer.resume, own_directory(config)
-    if own and is_branch_of(own, path):
-        path = own
-    # No warning about damage here: find_start reports it.
-    found = listing.find_checkpoint(path, "trainer.resume", (checkpoint.STATE,), lambda line: None)
-    state = checkpoint.load_state(found)
-    config, changed = complete(config, str(found), state.settings)
+    (found, settings), changed = shared, []
+    with strategy.raise_on_all_ranks():
+        if config.given is not None:  # otherwise check_same_settings raises
+            config, changed = complete(config, found, settings)
     if changed:
         notes.append(f"using the settings saved in {found}, except {', '.join(changed)}")
-    return config, (found, state)
+    return config, named
 
 
 def check_same_settings(config: "Config", strategy: Strategy) -> None:

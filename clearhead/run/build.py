@@ -62,12 +62,17 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
     notes: list[str] = []  # for the user, printed before the first step
     with contextlib.ExitStack() as closing:  # closes the components after an error
         closing.callback(torch.set_num_threads, torch.get_num_threads())
-        config, named = complete_settings(config, notes)
         check_machine(config)
         strategy = start_strategy(config)
         closing.push(lambda _, error, __: strategy.close(exit_code_of(error)))
         with translate_errors(config, strategy):
+            is_new = config.given is None
+            config, named = complete_settings(config, strategy, notes)
             check_same_settings(config, strategy)
+            if not is_new:  # start again, with the precision and the seed of that run
+                with strategy.raise_on_all_ranks():
+                    check_machine(config)
+                strategy = start_strategy(config)
             limit = TimeLimit(config)
             config, start = find_start(config, named, strategy, closing, notes)
             run = _build(config, strategy, start, limit, signals or StopSignals(), closing, notes)
@@ -78,7 +83,8 @@ def build_run(config: Config, signals: StopSignals | None = None) -> Run:
 def check_machine(config: Config) -> None:
     """Raises ConfigError if the settings do not fit this machine or the number of processes."""
     trainer = config.trainer
-    refuse(launch.check(config.parallel, trainer.batch_size))
+    batch_size = trainer.batch_size if config.given is None else None  # None: not known yet
+    refuse(launch.check(config.parallel, batch_size))
     if launch.max_restarts() and not config.name and trainer.resume in ("auto", "must", False):
         reason = "torchrun --max-restarts needs a name, otherwise a restart would start a new run"
         refuse([("name", config.name, reason, "set name=NAME")])

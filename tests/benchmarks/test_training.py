@@ -28,6 +28,7 @@ from clearhead.config import compose
 from clearhead.config.schema import OptimizerConfig, ParallelConfig
 from clearhead.distributed.build import build_strategy
 from clearhead.tokens.windows import window_order
+from data import load_datasets
 from train import train_step
 
 TINY = ["model=gpt2-nano", "batch_size=2", "length=12", "device=cpu", "precision=fp32"]
@@ -172,7 +173,7 @@ def test_padding_the_vocabulary_keeps_the_logits():
 
 def test_our_step_is_that_of_training_bit_for_bit(make_run):
     run = make_run("optimizer.schedule=constant", "trainer.warmup_steps=0", "model.dropout=0")
-    config, train_set = run.config, run.data.train
+    config, train_set = run.config, load_datasets(run.config.data).train
     order = window_order(train_set, config.trainer.batch_size, config.seed)
     variant = Variant("ours", "ours", torch.float32)
     ours = Ours(variant, run.model, config.optimizer, run.strategy)

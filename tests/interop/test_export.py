@@ -12,7 +12,7 @@ import yaml
 from helpers import REPOSITORY
 from helpers.models import tiny_model
 from helpers.refusals import printed_keys
-from helpers.runs import rows, run_command, train_in
+from helpers.runs import change_state, rows, run_command, train_in
 from helpers.tally import trials
 from helpers.texts import FRAGMENTS
 from hypothesis import example, given
@@ -141,12 +141,10 @@ def test_card_has_no_text_of_the_run(home, tmp_path, run):
     source = tmp_path / "runs" / "-- `x` <b> |"
     shutil.copytree(home / "runs" / "one", source, symlinks=True)
     folder = (source / "checkpoints" / "last").resolve()
-    (folder / "SHA256SUMS").unlink()
-    state = json.loads((folder / "state.json").read_text())
-    state["format"] = 2  # has no checksums
-    state["settings"]["trainer"] |= {"init_from": "hub:a/b\nlicense: mine", "batch_size": evil}
-    state["settings"]["optimizer"] |= {"weight_decay": {"<b>": 1}, "lr": float("nan")}
-    (folder / "state.json").write_text(json.dumps(state))
+    settings = json.loads((folder / "state.json").read_text())["settings"]
+    settings["trainer"] |= {"init_from": "hub:a/b\nlicense: mine", "batch_size": evil}
+    settings["optimizer"] |= {"weight_decay": {"<b>": 1}, "lr": float("nan")}
+    change_state(folder, settings=settings)
     made = tmp_path / "a\x1b[31m"
     made.mkdir()  # an existing empty folder is accepted
     code, out, err = run(f"checkpoint={folder}", f"out={made}/")

@@ -229,8 +229,7 @@ def test_memory_of_its_state_equals_the_estimate():
     optimizer = built(model)
     step(model, optimizer, seed=0)
     kept = [v for p in model.parameters() for key, v in optimizer.state[p].items() if key != "step"]
-    config = settings("optimizer=muon")
-    shape = config.model.model_copy(update=vars(model.config))
-    config = config.model_copy(update={"model": shape})
+    sizes = {f"model.{key}": value for key, value in vars(model.config).items()}
+    config = settings("optimizer=muon").with_values(sizes)
     estimated = memory.optimizer_state(memory.Job(config, "single", 1, "fp32", "cpu", False))
     assert estimated == sum(value.numel() * value.element_size() for value in kept)
