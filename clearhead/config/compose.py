@@ -20,9 +20,8 @@ from clearhead.config.yaml_files import CONFIGS
 from clearhead.errors import NO_VALUE, ClearheadError, ConfigError, Problem, shorten
 
 VERSION = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}  # 1.4: only its own
-# Hydra raises these for settings: also FileNotFoundError for a folder, ValueError for options.
-ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
-ERRORS += (AttributeError, RecursionError, TypeError, AssertionError)
+# Hydra raises these for settings; the last two for folders and for combinations of options.
+ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, FileNotFoundError, ValueError)
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:

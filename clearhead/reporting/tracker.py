@@ -70,7 +70,8 @@ class Tracker:
             return
         # Otherwise W&B sends reports of its errors to its developers, even in offline runs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", FLUSH_SECONDS)  # default: 15
+        # A private setting of W&B. Without it, a killed offline run loses the last 15 seconds.
+        os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", FLUSH_SECONDS)
         try:
             import wandb  # takes 0.5 s; a broken installation must not end the run
 
@@ -80,7 +81,7 @@ class Tracker:
             self._stop_logging(error)
         self._call(define_metrics)
         self._call(lambda run: upload_code(run) if config.save_code else None)
-        if self.run and run_id:
+        if self.run and (run_id or config.id):  # it may have been started before
             try:
                 seconds = wandb_process.CALL_SECONDS
                 self.first_step = call_with_timeout(seconds, lambda: next_step(self.run))
@@ -97,9 +98,12 @@ class Tracker:
         if self.run is None:
             return None
         if self.run.offline:
-            folder = shlex.quote(str(_wandb_folder(self.run).parent))
+            folder = _wandb_folder(self.run).parent
             names = f"offline-run-*-{self.run.id}" if self.config.dir else "offline-run-*"
-            return f"recorded offline; upload with: wandb sync {folder}/{names}"
+            command, where = "wandb sync", f"{shlex.quote(str(folder))}/{names}"
+            if len([*folder.glob(names)]) > 1:  # it stops at the incomplete record of a killed run
+                command, where = "for part in", f'{where}; do wandb sync "$part"; done'
+            return f"recorded offline; upload with: {command} {where}"
         return self.run.url
 
     def log(

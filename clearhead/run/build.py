@@ -125,17 +125,8 @@ def _build(
             per_step = measure_steps(config, strategy, trained_model, optimizer, batches)
         config = with_max_steps(config, strategy, limit.end, per_step, notes)
     state = restore(config, strategy, start, data, model, optimizer)
-    opened = strategy.on_rank_0(
-        lambda: open_directory(config, strategy, start, state, model, notes, closing)
-    )
-    directory, saver, tracker = opened or (None, None, NoTracker())
-    directory = Path(strategy.broadcast(str(directory)))
-    state.wandb_id = tracker.run_id or state.wandb_id
-    log = build_log(config, strategy, state, directory, tracker, limit, closing)
-    if config.wandb.watch and strategy.name == "fsdp":
-        notes.append("wandb.watch: no effect with FSDP")
-    elif config.wandb.watch and tracker.run_id:
-        watch(tracker, model, optimizer, config.trainer, state)
+    saver, log = open_log(config, strategy, start, state, model, limit, notes, closing)
+    watch_model(config, strategy, log.tracker, model, optimizer, state, notes)
     evaluator = build_evaluator(config, strategy, data)
     run = Run(
         config=config,
@@ -147,8 +138,8 @@ def _build(
         optimizer=optimizer,
         metrics=build_metrics(config, strategy, model, state, log),
         evaluator=evaluator,
-        lens=build_lens(config, strategy, data, directory, notes),
-        checkpointer=Checkpointer(directory, saver, strategy, model, optimizer),
+        lens=build_lens(config, strategy, data, log.directory, notes),
+        checkpointer=Checkpointer(log.directory, saver, strategy, model, optimizer),
         log=log,
         stop=Stop(
             strategy,
@@ -309,21 +300,46 @@ def create_directory(config: Config, start: Start, closing: contextlib.ExitStack
 # ------------------------------------------------------- metrics, evaluation, attention
 
 
-def build_log(
+def open_log(
     config: Config,
     strategy: Strategy,
+    start: Start,
     state: State,
-    directory: Path,
-    tracker: Tracker,
+    model: GPT,
     limit: TimeLimit,
+    notes: list[str],
     closing: contextlib.ExitStack,
-) -> RunLog:
+) -> tuple[Saver | None, RunLog]:
+    """Opens the run directory. Returns its saver (None on ranks other than 0) and the log."""
+    opened = strategy.on_rank_0(
+        lambda: open_directory(config, strategy, start, state, model, notes, closing)
+    )
+    directory, saver, tracker = opened or (None, None, NoTracker())
+    directory = Path(strategy.broadcast(str(directory)))
+    state.wandb_id = tracker.run_id or state.wandb_id
     profiles = config.trainer.profile and strategy.is_rank_0
     profiler = Profiler(profiles, directory / "profile", strategy.device)
     closing.callback(profiler.close)
     console = Console(strategy.is_rank_0, state.step, config.trainer.max_steps)
     closing.callback(console.close)
-    return RunLog(directory, console, tracker, profiler, limit.exclude, config.debug)
+    log = RunLog(directory, console, tracker, profiler, limit.exclude, config.debug)
+    return saver, log
+
+
+def watch_model(
+    config: Config,
+    strategy: Strategy,
+    tracker: Tracker,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    state: State,
+    notes: list[str],
+) -> None:
+    """Logs histograms of gradients or parameters to W&B, if wandb.watch asks for it."""
+    if config.wandb.watch and strategy.name == "fsdp":
+        notes.append("wandb.watch: no effect with FSDP")
+    elif config.wandb.watch and tracker.run_id:
+        watch(tracker, model, optimizer, config.trainer, state)
 
 
 def build_metrics(
