@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +103,7 @@ def snapshot_bytes(data: SnapshotData) -> bytes:
         "details": data.details,
         "ablation": data.ablation,
     }
-    arrays = {"json": np.frombuffer(json.dumps(values).encode(), np.uint8)}
+    arrays: dict[str, Any] = {"json": np.frombuffer(json.dumps(values).encode(), np.uint8)}
     for key, of_prompts in (("weights", data.codes), ("norms", data.norms)):
         arrays |= {f"{key}_{number}": array for number, array in enumerate(of_prompts)}
     file = io.BytesIO()

@@ -125,7 +125,8 @@ class Lens:
         if is_last:
             self.table, self.last = head_table(self.history.rows, self._uniform()), data
             if ablate and (found := ablate(heads_by_name(self.table))):
-                self._add_ablation(found, folder)
+                data.ablation = {"step": step} | found
+                self._add_ablation(data.ablation, folder)
             atomic_write(folder / "heads.csv", as_csv(self.table).encode())
             snapshot.tables["attention/table"] = self._with_thumbnails(data)
         if self.draws(step, max_steps):
@@ -178,9 +179,8 @@ class Lens:
         return uniform_values(self.prompts)
 
     def _add_ablation(self, found: dict, folder: Path) -> None:
-        """Writes ablation.json and adds the results to the table and to the last snapshot."""
-        self.last.ablation = {"step": self.last.step} | found
-        text = json.dumps(self.last.ablation, indent=1) + "\n"
+        """Writes ablation.json and adds the results to the table."""
+        text = json.dumps(found, indent=1) + "\n"
         atomic_write(folder / "ablation.json", text.encode())
         results = {(row["layer"], row["head"]): row for row in found["heads"]}
         for row in self.table:
